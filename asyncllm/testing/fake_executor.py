@@ -64,12 +64,14 @@ class FakeExecutor:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
 
     async def start(self) -> Limits:
         if self.start_error is not None:
             raise self.start_error
         self._loop = asyncio.get_running_loop()
+        self._stopped = self._loop.create_future()
         self._thread = threading.Thread(target=self._work, name="fake-executor")
         self._thread.start()
         return self.device.limits
@@ -87,6 +89,8 @@ class FakeExecutor:
         self._closing.set()
         self._allow(inf)
         self._jobs.put(None)
+        if self._stopped is not None:
+            await asyncio.shield(self._stopped)  # all results are delivered by then
         while self._thread is not None and self._thread.is_alive():  # noqa: ASYNC110 - a thread's end has no awaitable
             await asyncio.sleep(0.0005)
         self._thread = None
@@ -117,7 +121,7 @@ class FakeExecutor:
             if self.latency:
                 self._closing.wait(self.latency)
             if self._closing.is_set():
-                self._post(future, None, EngineClosed("The executor was closed before this step ran."))
+                self._post(self._complete, future, None, EngineClosed("The executor was closed before this step ran."))
                 continue
             output: StepOutput | None = None
             if self._error is None:
@@ -127,15 +131,15 @@ class FakeExecutor:
                     output = self.device.step(batch)
                 except Exception as error:
                     self._error = error
-            self._post(future, output, self._error)
+            self._post(self._complete, future, output, self._error)
+        assert self._stopped is not None
+        self._post(self._stopped.set_result, None)
 
-    def _post(
-        self, future: asyncio.Future[StepOutput], output: StepOutput | None, error: BaseException | None
-    ) -> None:
+    def _post(self, callback: Callable[..., object], *args: object) -> None:
         assert self._loop is not None
         # A loop that closed without closing the executor has nobody left to tell.
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._complete, future, output, error)
+            self._loop.call_soon_threadsafe(callback, *args)
 
     def _complete(
         self, future: asyncio.Future[StepOutput], output: StepOutput | None, error: BaseException | None
