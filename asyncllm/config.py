@@ -168,7 +168,8 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
     ] = None
     max_batch_size: Annotated[int, Meta(ge=1, le=4096, description="Most sequences that run at once.")] = 128
     max_prefill_token_num: Annotated[
-        int, Meta(ge=1, le=MAX_COUNT, description="Most prompt tokens computed in one step; longer prompts go in chunks.")
+        int,
+        Meta(ge=1, le=MAX_COUNT, description="Most prompt tokens computed in one step; longer prompts go in chunks."),
     ] = 4096
     num_tokens_per_iter: Annotated[
         int, Meta(ge=0, le=MAX_COUNT, description="TurboMind's name of max_prefill_token_num; 0: take that one.")
