@@ -94,8 +94,8 @@ class PrefillRow(msgspec.Struct, frozen=True, kw_only=True):
     sample: bool
     """True when the chunk ends the known tokens: the next token is sampled from the last position."""
     prompt_logprobs: int | None = None
-    """N >= 0: for each position of the chunk, the log-probability of the *following* known token, and the N most likely.
-    The successor of the chunk's last token is `next_token`."""
+    """N >= 0: for each position of the chunk, the log-probability of the *following* known token, and the N most
+    likely. The successor of the chunk's last token is `next_token`."""
     next_token: int | None = None
     """The known token after this chunk, if there is one and prompt_logprobs asks for it."""
     output_logits: bool = False
