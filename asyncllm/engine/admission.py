@@ -176,7 +176,7 @@ class Admission:
         own_words = set(config.stop_words or ())
         text_stops = []
         for word in stop_words:
-            special = self._tokenizer.special_token_id(word)
+            special = self._special(word)
             if special is not None:
                 # A special token never shows in the text, so its id is what there is to look for.
                 if word in own_words or not config.ignore_eos:
@@ -185,11 +185,16 @@ class Admission:
                 text_stops.append(word)
         return frozenset(stop_ids), text_stops
 
+    def _special(self, word: str) -> int | None:
+        """The id of a word that is a special token, and so never shows in a text."""
+        token = self._tokenizer.token_id(word)
+        return token if token in self._tokenizer.special_token_ids else None
+
     def _bad_words(self, config: GenerationConfig) -> tuple[tuple[int, ...], ...]:
         """Each bad word as token sequences: at the start of a text and after a space."""
         banned = {(token,) for token in self.check_token_ids(config.bad_token_ids or (), "bad_token_ids")}
         for word in config.bad_words or ():
-            special = self._tokenizer.special_token_id(word)
+            special = self._special(word)
             if special is not None:
                 banned.add((special,))
                 continue
