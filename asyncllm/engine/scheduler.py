@@ -234,6 +234,7 @@ class Scheduler:
             if end == known:
                 self._prefilling.popleft()
                 sequence.state = SequenceState.DECODE
+                sequence.prefilled_by = batch.step
                 if row.sample:
                     sequence.pending += 1
                     sequence.remaining -= 1
@@ -296,6 +297,8 @@ class Scheduler:
         if (
             sequence is not leader
             and leader.state is SequenceState.DECODE
+            # Copies come before the writes of their step: a prompt computed again in this very step is not there yet.
+            and leader.prefilled_by < self._step
             and len(sequence.token_ids) == sequence.num_prompt
             and len(leader.token_ids) > leader.num_prompt
         ):
