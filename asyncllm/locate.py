@@ -7,15 +7,14 @@ import os
 import re
 from pathlib import Path
 
-from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelNotFound
-from asyncllm.models.checkpoint import short
+from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelNotFound, short
 
 __all__ = ["BUNDLED", "locate"]
 
 BUNDLED = ("tiny-chat",)
 """Models inside the package, under `asyncllm/assets`."""
 
-ASSETS = Path(__file__).resolve().parents[1] / "assets"
+ASSETS = Path(__file__).resolve().parent / "assets"
 
 # What the engine reads, at the top of the repository: no pickles, no code, and no second copy of the weights in
 # another naming (consolidated.safetensors, original/, onnx/).

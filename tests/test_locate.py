@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelError, ModelNotFound
-from asyncllm.models import locate as locate_module
-from asyncllm.models.locate import locate
+from asyncllm import locate as locate_module
+from asyncllm.locate import locate
 
 
 class FakeHub(ModuleType):
