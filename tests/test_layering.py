@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "asyncllm"
 
 LEVELS = [
-    {"errors", "config", "types", "batch", "flags"},
+    {"errors", "config", "types", "batch", "flags", "locate"},
     {"kernels", "distributed", "text"},
     {"layers"},
     {"quant"},
@@ -25,7 +25,7 @@ LEVELS = [
 ]
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
-ENGINE_OPENS_LAZILY = {"asyncllm.agent.executor", "asyncllm.models.locate"}
+ENGINE_OPENS_LAZILY = {"asyncllm.agent.executor"}
 """What the engine imports of the levels with torch, inside a function only."""
 
 ALLOWED_LEVELS = {"kernels": {"kernels"}, "engine": LEVELS[0] | {"text", "engine"}}
