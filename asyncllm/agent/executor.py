@@ -175,6 +175,10 @@ def _set_result(future: asyncio.Future[Any], result: Any) -> None:
 
 
 def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
+    if isinstance(error, StopIteration):
+        # A future cannot carry this one, and would stay pending.
+        error, cause = RuntimeError("A step raised StopIteration."), error
+        error.__cause__ = cause
     if not future.done():
         future.set_exception(error)
 

@@ -112,7 +112,6 @@ class SlotTables:
         block, offset = np.divmod(positions, self._block_size)
         slot_mapping = self._blocks[token_slots, block].astype(np.int64) * self._block_size + offset
         max_kv_len = int(kv_lens.max())
-        width = -(-max_kv_len // self._block_size)
         return StepInputs(
             input_ids=input_ids,
             positions=self._tensor(positions),
@@ -120,11 +119,21 @@ class SlotTables:
             num_decode=num_decode,
             q_offsets=self._tensor(offsets.astype(np.int32)),
             kv_lens=self._tensor(kv_lens.astype(np.int32)),
-            block_tables=self._tensor(self._blocks[row_slots, :width]),
+            block_tables=self._tensor(self._block_tables(row_slots, kv_lens)),
             max_q_len=max_q_len,
             max_kv_len=max_kv_len,
             rope_lens=self._tensor(self._num_prompt[token_slots]) if self._rope_lens else None,
         )
+
+    def _block_tables(self, row_slots: NDArray[np.int64], kv_lens: NDArray[np.int64]) -> NDArray[np.int32]:
+        """[B, N]. Past its own blocks a row repeats its first one: attention may read there and multiply by 0, which
+        would carry a NaN over from another sequence's block."""
+        owned = -(-kv_lens // self._block_size)
+        width = int(owned.max())
+        tables = self._blocks[row_slots, :width]
+        if owned.min() == width:
+            return tables
+        return np.where(np.arange(width) < owned[:, None], tables, tables[:, :1])
 
     def _tensor(self, values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self._device)

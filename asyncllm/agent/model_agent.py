@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,8 +32,10 @@ class ModelAgent:
     All methods belong to one thread. `limits` is what the engine has to know.
     """
 
-    def __init__(self, config: EngineConfig, path: Path) -> None:
-        """Load the checkpoint in the folder `path` and size the KV pool.
+    def __init__(
+        self, config: EngineConfig, path: Path, *, open_model: Callable[..., DecoderLM] = open_model
+    ) -> None:
+        """Load the checkpoint in the folder `path` with `open_model` and size the KV pool.
 
         Raises ModelError when the checkpoint cannot be loaded or no block fits, and InvalidParameter when
         `session_len` asks for more positions than the model has.
@@ -93,6 +95,9 @@ class ModelAgent:
         inputs, rows = self._tables.build(batch)
         hidden = self._model(inputs, self._caches)
         for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
+            # A chunk that nothing is sampled from is looked at too: its KV must not outlive it with a NaN inside.
+            if not hidden[first : first + len(row.tokens)].sum().isfinite():
+                output.errors[row.slot] = NOT_FINITE
             if row.output_logits or row.prompt_logprobs is not None:
                 self._score(row, hidden[first : first + len(row.tokens)], output)
         if len(rows.slots):
@@ -106,7 +111,7 @@ class ModelAgent:
             output.errors.update(sampled.errors)
         for slot, error in output.errors.items():
             if error is NOT_FINITE:
-                self._cleanse(slot)
+                self._zero_non_finite(slot)
 
     def _score(self, row: PrefillRow, hidden: Tensor, output: StepOutput) -> None:
         """Write the row's prompt log-probabilities and logits from its hidden states [chunk, H] into `output`."""
@@ -117,7 +122,7 @@ class ModelAgent:
         whole = torch.empty(len(hidden) if row.output_logits else 0, self.limits.vocab_size)
         for begin in range(0, length, _SCORED_POSITIONS):
             logits = self._model.logits(hidden[begin : begin + _SCORED_POSITIONS])
-            if not logits.amax(dim=-1).isfinite().all():
+            if not logits.amax().isfinite():
                 output.errors[row.slot] = NOT_FINITE
             if row.output_logits:
                 whole[begin : begin + len(logits)] = logits
@@ -131,7 +136,7 @@ class ModelAgent:
         if num_top is not None:
             output.prompt_logprobs[row.slot] = ranked
 
-    def _cleanse(self, slot: int) -> None:
+    def _zero_non_finite(self, slot: int) -> None:
         """Zero what is not finite in the slot's blocks: their next owner multiplies masked entries by 0, which does not
         remove NaN. Finite entries, which other sequences may share, keep their values."""
         blocks = torch.from_numpy(self._tables.blocks(slot).astype(np.int64)).to(self._device)
