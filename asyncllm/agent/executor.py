@@ -127,9 +127,7 @@ class _Worker:
         self.stopping = True
         self.steps.put(None)
 
-    def run(
-        self, load: Callable[[], StepRunner], loaded: asyncio.Future[Limits], ended: asyncio.Future[None]
-    ) -> None:
+    def run(self, load: Callable[[], StepRunner], loaded: asyncio.Future[Limits], ended: asyncio.Future[None]) -> None:
         try:
             self._serve(load, loaded)
         finally:

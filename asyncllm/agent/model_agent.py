@@ -32,9 +32,7 @@ class ModelAgent:
     All methods belong to one thread. `limits` is what the engine has to know.
     """
 
-    def __init__(
-        self, config: EngineConfig, path: Path, *, open_model: Callable[..., DecoderLM] = open_model
-    ) -> None:
+    def __init__(self, config: EngineConfig, path: Path, *, open_model: Callable[..., DecoderLM] = open_model) -> None:
         """Load the checkpoint in the folder `path` with `open_model` and size the KV pool.
 
         Raises ModelError when the checkpoint cannot be loaded or no block fits, and InvalidParameter when

@@ -23,7 +23,7 @@ NOT_FINITE = (
     "or activations beyond the range of their type are the usual causes: check the checkpoint, or use dtype='float32'."
 )
 _ALL_BANNED = (
-    "No token is left to choose from: bad words and min_new_tokens exclude every one that the model allows. Loosen them."
+    "No token is left to choose from: bad words and min_new_tokens exclude all that the model allows. Loosen them."
 )
 
 

@@ -65,9 +65,7 @@ class TokenHistory:
         """Token ids that would complete one of the slot's bad words now, counting a beginning in the prompt."""
         tail = self._tails[slot]
         ids = {
-            word[-1]
-            for word in self._bad_words[slot]
-            if len(word) == 1 or tuple(tail[-len(word) + 1 :]) == word[:-1]
+            word[-1] for word in self._bad_words[slot] if len(word) == 1 or tuple(tail[-len(word) + 1 :]) == word[:-1]
         }
         return np.fromiter(ids, np.int64, len(ids))
 

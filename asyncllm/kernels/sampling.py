@@ -99,10 +99,7 @@ def top_tokens(logits: Tensor, width: int) -> Tensor:
     ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     # Keys are unique, so that neither topk nor sort has a choice among equals.
     keys = (ascending.to(torch.int64) << 32) + torch.arange(_WORD, _WORD - vocab_size, -1, device=logits.device)
-    if width < vocab_size:
-        best = keys.topk(width, dim=-1).values
-    else:
-        best = keys.sort(dim=-1, descending=True).values
+    best = keys.topk(width, dim=-1).values if width < vocab_size else keys.sort(dim=-1, descending=True).values
     return _WORD - (best & _WORD)
 
 
