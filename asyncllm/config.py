@@ -6,6 +6,9 @@ validate, as in msgspec; whoever takes a config calls `checked()` on it, which d
 
 from __future__ import annotations
 
+import math
+import re
+import reprlib
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -27,6 +30,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_WORDS = 64
 MAX_LOGIT_BIAS = 512
 MAX_CHOICES = 128
+MAX_COUNT = 2**31 - 1
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,10 +53,11 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         try:
             return msgspec.convert(fields, cls)
         except msgspec.ValidationError as error:
-            what, _, where = str(error).partition(" - at `$.")
-            name = where.rstrip("`") or None
-            given = f" (given: {fields.get(name)!r})" if name in fields else ""
-            raise InvalidParameter(f"{cls.__name__}.{name}: {what}{given}.", name) from None
+            what, _, where = str(error).partition(" - at ")
+            found = re.search(r"\$\.(\w+)", where)
+            param = found[1] if found else None
+            given = f" (given: {reprlib.repr(fields[param])})" if param in fields else ""
+            raise InvalidParameter(f"{cls.__name__}.{param}: {what}{given}.", param) from None
 
     def _check(self) -> None:
         """Rules across fields."""
@@ -68,8 +73,12 @@ class GenerationConfig(_Config, frozen=True, kw_only=True):
     min_new_tokens: Annotated[
         int | None, Meta(description="Stop tokens cannot be sampled before this many tokens are there.")
     ] = None
-    top_p: Annotated[float, Meta(ge=0, le=1, description="Keep the smallest set of tokens with this probability.")] = 1.0
-    top_k: Annotated[int, Meta(ge=0, description="Keep the k most likely tokens; 0: all; 1: greedy.")] = 1
+    top_p: Annotated[
+        float, Meta(ge=0, le=1, description="Keep the smallest set of tokens with this probability.")
+    ] = 1.0
+    top_k: Annotated[
+        int, Meta(ge=0, le=MAX_COUNT, description="Keep the k most likely tokens; 0: all; 1: greedy.")
+    ] = 1
     min_p: Annotated[
         float, Meta(ge=0, le=1, description="Drop tokens below this fraction of the most likely one's probability.")
     ] = 0.0
@@ -117,8 +126,8 @@ class GenerationConfig(_Config, frozen=True, kw_only=True):
                 "Leave it out and check the answer yourself.",
                 "response_format",
             )
-        self._bound("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1)
-        self._bound("min_new_tokens", self.min_new_tokens, 0, 2**31 - 1)
+        self._bound("max_new_tokens", self.max_new_tokens, 1, MAX_COUNT)
+        self._bound("min_new_tokens", self.min_new_tokens, 0, MAX_COUNT)
         self._bound("random_seed", self.random_seed, -(2**63), 2**64 - 1)
         self._bound("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         self._bound("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
@@ -159,13 +168,19 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
     ] = None
     max_batch_size: Annotated[int, Meta(ge=1, le=4096, description="Most sequences that run at once.")] = 128
     max_prefill_token_num: Annotated[
-        int, Meta(ge=1, description="Most prompt tokens computed in one step; longer prompts go in chunks.")
+        int,
+        Meta(ge=1, le=MAX_COUNT, description="Most prompt tokens computed in one step; longer prompts go in chunks."),
     ] = 4096
     num_tokens_per_iter: Annotated[
-        int, Meta(ge=0, description="TurboMind's name of max_prefill_token_num; 0: take that one.")
+        int, Meta(ge=0, le=MAX_COUNT, description="TurboMind's name of max_prefill_token_num; 0: take that one.")
     ] = 0
     prefill_interval: Annotated[
-        int, Meta(ge=1, description="Most decode steps between two steps that take in prompt tokens while prompts wait.")
+        int,
+        Meta(
+            ge=1,
+            le=MAX_COUNT,
+            description="Most decode steps between two steps that take in prompt tokens while prompts wait.",
+        ),
     ] = 1
     block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block.")] = 64
     cache_block_seq_len: Annotated[
@@ -174,7 +189,9 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
     cache_max_entry_count: Annotated[
         float, Meta(gt=0, description="Up to 1: fraction of the free memory for KV blocks. Above: number of blocks.")
     ] = 0.8
-    num_gpu_blocks: Annotated[int, Meta(ge=0, description="KV blocks on the device; 0: by cache_max_entry_count.")] = 0
+    num_gpu_blocks: Annotated[
+        int, Meta(ge=0, le=MAX_COUNT, description="KV blocks on the device; 0: by cache_max_entry_count.")
+    ] = 0
     num_cpu_blocks: Annotated[int, Meta(ge=0, description="KV blocks in host memory to swap to; only 0 so far.")] = 0
     eviction_type: Annotated[
         Literal["recompute", "copy"],
@@ -213,10 +230,15 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
         return self.num_tokens_per_iter or self.max_prefill_token_num
 
     def _check(self) -> None:
-        if self.session_len is not None and not 2 <= self.session_len <= 2**31 - 1:
-            raise InvalidParameter(f"session_len must be None or at least 2 (given: {self.session_len}).", "session_len")
+        if self.session_len is not None and not 2 <= self.session_len <= MAX_COUNT:
+            raise InvalidParameter(
+                f"session_len must be None or in [2, {MAX_COUNT}] (given: {self.session_len}).", "session_len"
+            )
         if self.cache_block_seq_len is not None and not 1 <= self.cache_block_seq_len <= 1024:
             raise InvalidParameter("cache_block_seq_len must be None or in [1, 1024].", "cache_block_seq_len")
+        for name in ("cache_max_entry_count", "rope_scaling_factor"):
+            if not math.isfinite(getattr(self, name)):
+                raise InvalidParameter(f"{name} must be a finite number.", name)
         if self.cache_max_entry_count > 1 and self.cache_max_entry_count != int(self.cache_max_entry_count):
             raise InvalidParameter(
                 f"cache_max_entry_count above 1 is a number of blocks and must be whole "
@@ -245,7 +267,7 @@ TurbomindEngineConfig = EngineConfig
 """LMDeploy's name."""
 
 
-class ChatTemplateConfig(_Config, frozen=True, kw_only=True):
+class ChatTemplateConfig(_Config, frozen=True):
     """Which chat template to use, and which of its parts to replace.
 
     A built-in template composes a conversation as `system + meta_instruction + eosys`, then for each turn

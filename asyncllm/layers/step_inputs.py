@@ -35,4 +35,5 @@ class StepInputs:
     """Most tokens of a prefill row; 1 when there is none."""
     max_kv_len: int
     rope_lens: Tensor | None = None
-    """[T] int64: prompt length of each token's sequence, which fixes its dynamic NTK base; None unless the model asks."""
+    """[T] int64: prompt length of each token's sequence, which fixes its dynamic NTK base.
+    None unless the model asks."""

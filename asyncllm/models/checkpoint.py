@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from asyncllm.errors import InvalidCheckpoint, ModelNotFound
+from asyncllm.errors import InvalidCheckpoint, ModelNotFound, short
 
-__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "Checkpoint", "TensorEntry", "read_header", "short"]
+__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "Checkpoint", "TensorEntry", "read_header"]
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -145,12 +145,6 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     entries = {name: _parse_entry(file, name, fields) for name, fields in header.items()}
     _check_layout(file, entries, data_size=size - 8 - length)
     return entries
-
-
-def short(name: object) -> str:
-    """`name` quoted for a message: unprintable characters escaped, and cut to a length that fits a line."""
-    text = repr(name)
-    return text if len(text) <= 160 else f"{text[:150]}...{text[-1]}"
 
 
 def _refuse(file: Path, what: str, instead: str = "Download the file again.") -> NoReturn:
