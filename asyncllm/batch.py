@@ -9,7 +9,7 @@ of the device's state tables (block table, last token, position, sampling state)
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
 from typing import Any, Protocol
 
 import msgspec
@@ -151,6 +151,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of the output embedding: every valid token id is below it."""
     num_slots: int
     """Rows of the state tables: at least `max_batch_size`, more when rows in flight need a grace period."""
+    dynamic_rope_from: int | None = None
+    """Dynamic NTK: prompts longer than this have a rotary base of their own. None: no such scaling."""
     device: str = "cpu"
     dtype: str = "float32"
     architecture: str = ""
@@ -164,8 +166,8 @@ class Executor(Protocol):
     async def start(self) -> Limits:
         """Load the model, size the KV pool. Raises ModelError; leaves nothing behind when it raises."""
 
-    def submit(self, batch: Batch) -> Awaitable[StepOutput]:
-        """Enqueue a step and return at once with an asyncio future. Steps run in order. After an error of a whole step
+    def submit(self, batch: Batch) -> asyncio.Future[StepOutput]:
+        """Enqueue a step and return at once with a future of the running loop. Steps run in order. After an error of a whole step
         the future raises, and so does every later one."""
 
     async def close(self) -> None:

@@ -267,7 +267,7 @@ TurbomindEngineConfig = EngineConfig
 """LMDeploy's name."""
 
 
-class ChatTemplateConfig(_Config, frozen=True, kw_only=True):
+class ChatTemplateConfig(_Config, frozen=True):
     """Which chat template to use, and which of its parts to replace.
 
     A built-in template composes a conversation as `system + meta_instruction + eosys`, then for each turn

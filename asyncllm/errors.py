@@ -41,6 +41,7 @@ __all__ = [
     "SessionNotFound",
     "UnsupportedFeature",
     "UnsupportedModel",
+    "short",
 ]
 
 
@@ -130,3 +131,9 @@ class EngineDead(EngineError):
 
 class RequestFailed(EngineError):
     """One request failed inside a step; its neighbours go on."""
+
+
+def short(name: object) -> str:
+    """`name` quoted for a message: unprintable characters escaped, and cut to a length that fits a line."""
+    text = repr(name)
+    return text if len(text) <= 160 else f"{text[:150]}...{text[-1]}"

@@ -74,6 +74,8 @@ class Response(msgspec.Struct, kw_only=True):
     generate_token_len: int = 0
     history_token_len: int = 0
     cached_token_len: int = 0
+    error_message: str | None = None
+    """Why this request failed, with finish_reason 'error'."""
     choices: tuple[Response, ...] = ()
     """All `n` answers, this one first, when n > 1; empty when n = 1."""
 
