@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures.thread
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
@@ -25,7 +26,12 @@ class LoopThread:
     at interpreter exit: what is still open then is closed before the interpreter waits for its threads.
     """
 
-    def __init__(self, name: str, start: Callable[[], Coroutine[Any, Any, None]], stop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[], Coroutine[Any, Any, None]],
+        stop: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
         """Run `start` in the new loop, and raise what it raises. `stop` will run before the loop ends."""
         self._start, self._stop = start, stop
         self._lock = threading.Lock()
@@ -74,7 +80,9 @@ class LoopThread:
         with self._lock:
             if not self._closing:
                 self._closing = True
-                self._loop.call_soon_threadsafe(self._end.set)
+                # The loop is gone already when `start` failed.
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._end.set)
 
     def close(self) -> None:
         """End what runs, run `stop`, and wait for the thread. Idempotent."""
@@ -109,4 +117,4 @@ def _close_all() -> None:
 
 # Interpreter exit waits for threads before it runs what `atexit` has. The hook that comes before is the one that
 # concurrent.futures uses; registering after it means running before it, while its threads still take work.
-getattr(threading, "_register_atexit")(_close_all)
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import msgspec
+
 from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.types import Chunk, Message, Response
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["ChatSession", "Pipeline", "pipeline"]
 
 T = TypeVar("T")
+Config = TypeVar("Config", EngineConfig, GenerationConfig)
 Prompts = str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]]
 GenConfigs = GenerationConfig | Sequence[GenerationConfig] | None
 
@@ -161,7 +164,7 @@ class Pipeline:
 
     def session(self) -> ChatSession:
         """A new, empty conversation."""
-        return ChatSession(self, self._loop.call(_async(self._engine.session)))
+        return ChatSession(self, self._call(self._engine.session))
 
     def chat(
         self,
@@ -180,14 +183,12 @@ class Pipeline:
         found = session if session is not None else self.session()
         if not isinstance(found, ChatSession):
             raise InvalidParameter(f"session must come from session() or chat(), not {session!r}.", "session")
-        config = _merge(gen_config, options)
-
-        def answer() -> AsyncIterator[Chunk]:
-            return self._engine.chat(
+        config: Any = _merge(gen_config, options)
+        chunks = self._stream(
+            lambda: self._engine.chat(
                 prompt, found.inner, config, do_preprocess=do_preprocess, adapter_name=adapter_name
             )
-
-        chunks = self._stream(answer)
+        )
         if stream_response:
             return chunks
         for _ in chunks:
@@ -196,7 +197,14 @@ class Pipeline:
 
     def prepare_inputs(self, prompts: Prompts, do_preprocess: bool = True) -> dict[str, Any]:
         """The token ids that prompts become: {"input_ids": list of ids, or a list of them for a list of prompts}."""
-        return {"input_ids": self._loop.call(self._engine.prepare_inputs(prompts, do_preprocess=do_preprocess))}
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], dict))
+        admission = self._engine.admission
+        texts = [
+            admission.render(prompt, do_preprocess=do_preprocess)  # type: ignore[arg-type]
+            for prompt in ([prompts] if single else prompts)
+        ]
+        input_ids = self.tokenizer.encode_batch(texts)
+        return {"input_ids": input_ids[0] if single else input_ids}
 
     def get_ppl(self, input_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[float]:
         """Per sequence, the mean cross-entropy of its tokens after the first, in nats."""
@@ -210,7 +218,7 @@ class Pipeline:
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine holds and has done."""
-        return self._loop.call(_async(self._engine.stats))
+        return self._call(self._engine.stats)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -236,7 +244,8 @@ class Pipeline:
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             self._loop.end()  # the collector may run in any thread, this loop's own included, so nothing waits here
-            warnings.warn(f"A pipeline for {self.model_name!r} was not closed. Use `with`.", ResourceWarning, source=self)
+            message = f"A pipeline for {self.model_name!r} was not closed. Use `with`, or call close()."
+            warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
 
     def _call(self, function: Callable[[], T]) -> T:
         """Run a plain function in the loop."""
@@ -305,13 +314,11 @@ class ChatSession:
         self.close()
 
 
-def _replace(config: T, fields: dict[str, Any]) -> T:
+def _replace(config: Config, fields: dict[str, Any]) -> Config:
     """A checked copy of a config with other fields; what is no config is left for the engine to refuse."""
-    import msgspec
-
     if not isinstance(config, EngineConfig | GenerationConfig):
         return config
-    return type(config).from_dict({**msgspec.structs.asdict(config), **fields}).checked()
+    return config.from_dict({**msgspec.structs.asdict(config), **fields}).checked()
 
 
 def _merge(gen_config: GenConfigs, options: dict[str, Any]) -> GenConfigs:
@@ -328,7 +335,8 @@ def _merge(gen_config: GenConfigs, options: dict[str, Any]) -> GenConfigs:
     fields = {SEED_ERA_OPTIONS[name]: value for name, value in options.items()}
     if isinstance(gen_config, list | tuple):
         return [_replace(config, fields) for config in gen_config]
-    return _replace(GenerationConfig() if gen_config is None else gen_config, fields)
+    single: Any = GenerationConfig() if gen_config is None else gen_config
+    return _replace(single, fields)
 
 
 def _sequences(input_ids: Any) -> list[Any]:
@@ -356,10 +364,9 @@ async def _gather(function: Callable[[Any], Coroutine[Any, Any, T]], items: list
 def _show_progress(future: Future[Any], done: queue.SimpleQueue[Response | None], total: int) -> None:
     from tqdm import tqdm
 
-    class Progress(tqdm[Any]):
-        monitor_interval = 0  # no thread that outlives the bar
-
+    # Its own class, because tqdm's monitor is a thread that outlives the bar.
+    progress = type("Progress", (tqdm,), {"monitor_interval": 0})
     future.add_done_callback(lambda _: done.put(None))
-    with Progress(total=total, unit="prompt") as bar:
+    with progress(total=total, unit="prompt") as bar:
         while done.get() is not None:
             bar.update()
