@@ -31,7 +31,7 @@ class RunsCode:
         self.marker = marker
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return os.mkdir, (str(self.marker),)
+        return exec, (f"import pathlib; pathlib.Path({str(self.marker)!r}).touch()",)
 
 
 def llama(tied: bool = False) -> LlamaForCausalLM:
