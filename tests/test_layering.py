@@ -15,20 +15,20 @@ PACKAGE = Path(__file__).parent.parent / "asyncllm"
 
 LEVELS = [
     {"errors", "config", "types", "batch", "flags"},
-    {"kernels", "distributed", "text"},
+    {"kernels", "distributed", "text", "locate"},
     {"layers"},
     {"quant"},
     {"models", "vl"},
     {"agent"},
     {"engine"},
-    {"pipeline", "server", "cli", "doctor", "testing", "messages", "model", "pytorch", "turbomind"},
+    {"loop_thread", "pipeline", "server", "cli", "doctor", "testing", "messages", "model", "pytorch", "turbomind"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
-ENGINE_OPENS_LAZILY = {"asyncllm.agent.executor", "asyncllm.models.locate"}
+ENGINE_OPENS_LAZILY = {"asyncllm.agent.executor", "asyncllm.agent.scoring"}
 """What the engine imports of the levels with torch, inside a function only."""
 
-ALLOWED_LEVELS = {"kernels": {"kernels"}, "engine": LEVELS[0] | {"text", "engine"}}
+ALLOWED_LEVELS = {"kernels": {"kernels"}, "engine": LEVELS[0] | {"text", "locate", "engine"}}
 """Parts that see less than everything below them."""
 
 
