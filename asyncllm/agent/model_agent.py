@@ -16,7 +16,7 @@ from asyncllm.agent.sampler import NOT_FINITE, Sampler, rank_tokens
 from asyncllm.batch import Batch, Limits, PrefillRow, StepOutput
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidParameter
-from asyncllm.kernels.cache import copy_blocks
+from asyncllm.kernels import copy_blocks
 from asyncllm.models.config import ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import open_model, read_config
@@ -62,10 +62,11 @@ class ModelAgent:
         num_blocks = pool_blocks(config, model_config, max_position=max_position, dtype=dtype, device=device)
         # A whole batch may end while the next one, in other slots, is in flight already.
         num_slots = 2 * config.max_batch_size
-        self._model = model
+        self.model = model
         self._caches = allocate_pool(model_config, num_blocks, block_size, dtype, device)
         self._tables = SlotTables(num_slots, max_position, block_size, device, rope_lens=model_config.dynamic_rope)
         self._sampler = Sampler(num_slots, model_config.vocab_size, device)
+        self._not_finite: set[int] = set()
         self._device = device
         self.limits = Limits(
             num_blocks=num_blocks,
@@ -86,6 +87,7 @@ class ModelAgent:
         """Run one step. A row that fails is named in `StepOutput.errors`; what raises here concerns the whole step."""
         began = time.perf_counter()
         for start in batch.starts:
+            self._not_finite.discard(start.slot)
             self._tables.start(start)
             self._sampler.start(start)
         for slot, index, blocks in batch.new_blocks:
@@ -101,7 +103,7 @@ class ModelAgent:
 
     def _forward(self, batch: Batch, output: StepOutput) -> None:
         inputs, rows = self._tables.build(batch)
-        hidden = self._model(inputs, self._caches)
+        hidden = self.model(inputs, self._caches)
         for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
             # A chunk that nothing is sampled from is looked at too: its KV must not outlive it with a NaN inside.
             if not hidden[first : first + len(row.tokens)].sum().isfinite():
@@ -111,15 +113,13 @@ class ModelAgent:
         if len(rows.slots):
             if rows.indices is not None:
                 hidden = hidden[torch.from_numpy(rows.indices).to(self._device)]
-            sampled = self._sampler.sample(self._model.logits(hidden), rows.slots, rows.positions)
+            sampled = self._sampler.sample(self.model.logits(hidden), rows.slots, rows.positions)
             self._tables.set_last_tokens(rows.slots, sampled.tokens)
             output.slots = rows.slots.tolist()
             output.tokens = sampled.token_list
             output.logprobs = sampled.logprobs
             output.errors.update(sampled.errors)
-        for slot, error in output.errors.items():
-            if error is NOT_FINITE:
-                self._zero_non_finite(slot)
+        self._contain(batch, output)
 
     def _score(self, row: PrefillRow, hidden: Tensor, output: StepOutput) -> None:
         """Write the row's prompt log-probabilities and logits from its hidden states [chunk, H] into `output`."""
@@ -129,7 +129,7 @@ class ModelAgent:
         ranked = []
         whole = torch.empty(len(hidden) if row.output_logits else 0, self.limits.vocab_size)
         for begin in range(0, length, _SCORED_POSITIONS):
-            logits = self._model.logits(hidden[begin : begin + _SCORED_POSITIONS])
+            logits = self.model.logits(hidden[begin : begin + _SCORED_POSITIONS])
             if not logits.amax().isfinite():
                 output.errors[row.slot] = NOT_FINITE
             if row.output_logits:
@@ -144,13 +144,23 @@ class ModelAgent:
         if num_top is not None:
             output.prompt_logprobs[row.slot] = ranked
 
-    def _zero_non_finite(self, slot: int) -> None:
-        """Zero what is not finite in the slot's blocks: their next owner multiplies masked entries by 0, which does not
-        remove NaN. Finite entries, which other sequences may share, keep their values."""
-        blocks = torch.from_numpy(self._tables.blocks(slot).astype(np.int64)).to(self._device)
-        for cache in self._caches:
-            for pages in cache:
-                pages[blocks] = pages[blocks].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    def _contain(self, batch: Batch, output: StepOutput) -> None:
+        """Keep what is not finite inside the sequence that computed it.
+
+        Its blocks are rid of NaN and infinity, for their next owner multiplies masked entries by 0, which does not
+        remove either; finite entries, which other sequences may share, keep their values. As the sequence's KV is wrong
+        from then on, it fails in each step until its slot is started anew.
+        """
+        if self._not_finite:
+            output.errors |= dict.fromkeys(self._not_finite.intersection(batch.decode), NOT_FINITE)
+            output.errors |= dict.fromkeys(self._not_finite.intersection(row.slot for row in batch.prefill), NOT_FINITE)
+        for slot, error in output.errors.items():
+            if error is NOT_FINITE:
+                self._not_finite.add(slot)
+                blocks = torch.from_numpy(self._tables.blocks(slot).astype(np.int64)).to(self._device)
+                for cache in self._caches:
+                    for pages in cache:
+                        pages[blocks] = pages[blocks].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _device(config: EngineConfig) -> torch.device:
