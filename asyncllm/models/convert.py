@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelError, ModelNotFound
-from asyncllm.models.checkpoint import INDEX_NAME, WEIGHTS_NAME, Checkpoint, short
+from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelError, ModelNotFound, short
+from asyncllm.models.checkpoint import INDEX_NAME, WEIGHTS_NAME, Checkpoint
 
 __all__ = ["ConvertReport", "convert"]
 

@@ -23,8 +23,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
-from asyncllm.models.checkpoint import Checkpoint, TensorEntry, short
+from asyncllm.errors import InvalidCheckpoint, UnsupportedModel, short
+from asyncllm.models.checkpoint import Checkpoint, TensorEntry
 
 __all__ = ["PartKey", "Target", "WeightMap", "WeightOwner", "load"]
 
