@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from asyncllm import __version__, flags
 from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig
 from asyncllm.errors import AsyncLLMError, InvalidParameter
@@ -53,12 +55,13 @@ def _parser() -> flags.Parser:
         added.set_defaults(run=run, parser=added)
         return added
 
-    chat = command("chat", _chat, f"Have a conversation. {CHAT_HELP}")
+    chat = command("chat", _chat, f"Have a conversation. {CHAT_HELP}", usage="asyncllm chat [OPTIONS] [MODEL]")
     chat.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=_MODEL_HELP)
     _add_settings(chat)
 
-    run = command("run", _run, "Answer one prompt, given or on standard input, and leave.")
-    run.add_argument("words", nargs="*", metavar="[MODEL] PROMPT", help=f"{_MODEL_HELP} PROMPT '-': standard input.")
+    usage = "asyncllm run [OPTIONS] [MODEL] [PROMPT]"
+    run = command("run", _run, "Answer one prompt, given or on standard input, and leave.", usage=usage)
+    run.add_argument("words", nargs="*", metavar="MODEL PROMPT", help=f"{_MODEL_HELP} PROMPT '-': standard input.")
     _add_settings(run)
 
     doctor = command("doctor", _doctor, "Say whether this machine can run it, and what to change.", aliases=["check_env"])
@@ -81,7 +84,8 @@ def _add_settings(parser: flags.Parser) -> None:
     parser.add_argument(
         "--chat-template", metavar="NAME|FILE", help="A built-in chat template (`asyncllm list`) or a JSON file."
     )
-    parser.add_argument("--system", metavar="TEXT", help="What the system says first.")
+    template_fields = set(ChatTemplateConfig.__struct_fields__) - {"meta_instruction", "capability"}
+    flags.add(parser.add_argument_group("chat template"), ChatTemplateConfig, leave_out=template_fields)
     flags.add(parser.add_argument_group("engine"), EngineConfig)
     flags.add(parser.add_argument_group("answers"), GenerationConfig, leave_out=("n", "logprobs", "prompt_logprobs"))
 
@@ -91,28 +95,27 @@ def _open(options: argparse.Namespace, model: str) -> tuple[Pipeline, Generation
 
     generation = flags.load(options, GenerationConfig)
     engine = flags.load(options, EngineConfig)
-    template = _template(options.chat_template)
-    return Pipeline(model, engine, template), generation
+    return Pipeline(model, engine, _template(options)), generation
 
 
-def _template(choice: str | None) -> ChatTemplateConfig | None:
+def _template(options: argparse.Namespace) -> ChatTemplateConfig:
+    """The chat template by name or from a JSON file, with the fields given as options in place of its own."""
+    choice = options.chat_template
     if choice is None:
-        return None
-    if choice.endswith(".json") or choice.lstrip().startswith("{"):
-        return ChatTemplateConfig.from_json(choice)
-    return ChatTemplateConfig(model_name=choice)
-
-
-def _messages(options: argparse.Namespace, text: str) -> list[dict[str, str]]:
-    system = [{"role": "system", "content": options.system}] if options.system is not None else []
-    return [*system, {"role": "user", "content": text}]
+        config = ChatTemplateConfig()
+    elif choice.endswith(".json") or choice.lstrip().startswith("{"):
+        config = ChatTemplateConfig.from_json(choice)
+    else:
+        config = ChatTemplateConfig(model_name=choice)
+    given = {name: value for name, value in vars(options).items() if name in ("meta_instruction", "capability")}
+    return msgspec.structs.replace(config, **given)
 
 
 def _run(options: argparse.Namespace) -> int:
     model, prompt = _model_and_prompt(options)
     pipe, generation = _open(options, model)
     with pipe:
-        ending = _print_answer(pipe.stream_infer(_messages(options, prompt), generation))
+        ending = _print_answer(pipe.stream_infer(prompt, generation))
     print()
     if ending == "length":
         print(f"(cut after {generation.max_new_tokens} tokens; see --max-new-tokens)", file=sys.stderr)
@@ -154,7 +157,7 @@ def _chat(options: argparse.Namespace) -> int:
                 session = pipe.session()
                 print("(forgotten)")
             elif text:
-                _turn(session, options, text, generation)
+                _turn(session, text, generation)
     return 0
 
 
@@ -171,9 +174,8 @@ def _ask() -> str | None:
     return None if text == "exit" else text
 
 
-def _turn(session: ChatSession, options: argparse.Namespace, text: str, generation: GenerationConfig) -> None:
-    prompt: Any = _messages(options, text) if options.system is not None and not session.history else text
-    answer = session.chat(prompt, generation, stream_response=True)
+def _turn(session: ChatSession, text: str, generation: GenerationConfig) -> None:
+    answer = session.chat(text, generation, stream_response=True)
     try:
         ending = _print_answer(answer)
         print("" if ending == "stop" else f" ({ending})")
@@ -193,10 +195,10 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from asyncllm.models.registry import architectures
+    from asyncllm.models.registry import families
     from asyncllm.text import templates
 
-    names = {"chat_templates": templates.names(), "architectures": architectures()}
+    names = {"chat_templates": templates.names(), "architectures": list(families())}
     if options.json:
         import json
 

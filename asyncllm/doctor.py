@@ -22,8 +22,8 @@ __all__ = ["Check", "as_json", "as_text", "examine"]
 Verdict = Literal["ok", "warn", "fail"]
 
 FLOORS = {
-    "torch": ("2.11", "older ones lack what the kernels need; up to 2.5.1, loading pickles can run code (CVE-2025-32434)"),
-    "transformers": ("4.53", "older ones do not read today's tokenizers"),
+    "torch": ("2.11", "older ones are not tested, and up to 2.5.1 loading a pickle can run code (CVE-2025-32434)"),
+    "transformers": ("4.53", "older ones are not tested"),
     "tokenizers": ("0.21", "encoding without holding the interpreter lock"),
     "safetensors": ("0.5", "reading weights"),
     "msgspec": ("0.19", "checking settings"),
@@ -157,7 +157,8 @@ def _cache() -> Check:
     free = shutil.disk_usage(existing).free / 1e9
     found = f"{folder}, {free:.0f} GB free"
     if not os.access(existing, os.W_OK):
-        return Check(name="model cache", verdict="warn", found=found, advice="Not writable: set HF_HOME to a folder of yours.")
+        advice = "It is not writable: set HF_HOME to a folder of yours."
+        return Check(name="model cache", verdict="warn", found=found, advice=advice)
     advice = "" if free >= MIN_FREE_DISK_GB else "Free some space, or set HF_HOME to another disk."
     return Check(name="model cache", verdict="warn" if advice else "ok", found=found, advice=advice)
 
@@ -181,9 +182,12 @@ def _checkpoint(model: str) -> Check:
     from asyncllm.locate import locate
 
     def look() -> str:
-        from asyncllm.models.registry import describe
+        from asyncllm.models.checkpoint import Checkpoint
+        from asyncllm.models.registry import read_config
 
-        return describe(locate(model))
+        folder = locate(model)
+        architecture = read_config(folder).architecture
+        return f"{architecture}, {Checkpoint.open(folder).num_bytes / 1e9:.2f} GB of weights in {folder}"
 
     return _attempt(f"model {model}", look, "`asyncllm convert` turns .bin files into safetensors.")
 
