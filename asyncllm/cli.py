@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 DEFAULT_MODEL = "tiny-chat"
+WRONG_USAGE = 2
+"""Exit status as argparse has it."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
@@ -33,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except InvalidParameter as error:
-        options.parser.error(flags.refuse(error))
+        print(f"{options.parser.format_usage()}{options.parser.prog}: error: {flags.refuse(error)}", file=sys.stderr)
+        return WRONG_USAGE
     except AsyncLLMError as error:
         print(f"asyncllm: {error}", file=sys.stderr)
         return 1
@@ -64,7 +67,8 @@ def _parser() -> flags.Parser:
     run.add_argument("words", nargs="*", metavar="MODEL PROMPT", help=f"{_MODEL_HELP} PROMPT '-': standard input.")
     _add_settings(run)
 
-    doctor = command("doctor", _doctor, "Say whether this machine can run it, and what to change.", aliases=["check_env"])
+    about = "Say whether this machine can run it, and what to change."
+    doctor = command("doctor", _doctor, about, aliases=["check_env"])
     doctor.add_argument("model", nargs="?", metavar="MODEL", help="Also look at this checkpoint's folder.")
     doctor.add_argument("--json", action="store_true", help="Print the verdicts as JSON.")
 

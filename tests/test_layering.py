@@ -14,8 +14,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "asyncllm"
 
 LEVELS = [
-    {"errors", "config", "types", "batch", "flags", "locate"},
-    {"kernels", "distributed", "text"},
+    {"errors", "config", "types", "batch", "flags"},
+    {"kernels", "distributed", "text", "locate"},
     {"layers"},
     {"quant"},
     {"models", "vl"},
