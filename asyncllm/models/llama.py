@@ -47,7 +47,7 @@ class Llama(DecoderLM):
     weights = LLAMA_WEIGHTS
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "llama",
-        "vocab_size": 256,
+        "vocab_size": 320,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
