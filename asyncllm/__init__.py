@@ -12,6 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from asyncllm.pipeline import Pipeline, pipeline  # now, or importing the module later would hide the function
+
 if TYPE_CHECKING:
     from asyncllm.config import (
         ChatTemplateConfig,
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
         UnsupportedFeature,
         UnsupportedModel,
     )
-    from asyncllm.pipeline import Pipeline, pipeline
     from asyncllm.text.tokenizer import Tokenizer
     from asyncllm.types import Chunk, FinishReason, Message, Response
 
@@ -85,7 +86,6 @@ __all__ = [
 _HOMES = {
     "AsyncEngine": "asyncllm.engine.async_engine",
     "Tokenizer": "asyncllm.text.tokenizer",
-    **dict.fromkeys(("Pipeline", "pipeline"), "asyncllm.pipeline"),
     **dict.fromkeys(("Chunk", "FinishReason", "Message", "Response"), "asyncllm.types"),
     **dict.fromkeys(
         ("ChatTemplateConfig", "EngineConfig", "GenerationConfig", "PytorchEngineConfig", "TurbomindEngineConfig"),

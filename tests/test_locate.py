@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelError, ModelNotFound
 from asyncllm import locate as locate_module
+from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelError, ModelNotFound
 from asyncllm.locate import locate
 
 
@@ -72,7 +72,7 @@ def test_a_bundled_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Fa
 
 
 def test_bundled_models_lie_inside_the_package() -> None:
-    assert Path(locate_module.__file__).parent.parent / "assets" == locate_module.ASSETS
+    assert Path(locate_module.__file__).parent / "assets" == locate_module.ASSETS
 
 
 def test_a_hub_id_downloads_what_is_read_and_no_more(tmp_path: Path, hub: FakeHub) -> None:

@@ -49,22 +49,23 @@ class Admission:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None
 
-    def render(self, messages: str | Sequence[Message], *, do_preprocess: bool) -> str:
+    def render(self, messages: str | Sequence[Message] | None, *, do_preprocess: bool) -> str:
         """The prompt's text. Raises InvalidMessage."""
         if isinstance(messages, str):
             if not messages:
                 raise InvalidMessage("The prompt is empty: there is nothing to continue. Pass at least one character.")
             if not do_preprocess:
                 return messages
-            messages = [{"role": "user", "content": messages}]
-        elif not do_preprocess:
-            raise InvalidMessage("do_preprocess=False takes the prompt as it is, so it must be a str, not messages.")
+            return self._template.render([{"role": "user", "content": messages}])
         if not isinstance(messages, Sequence):
             raise InvalidMessage(
                 f"A prompt is a str or a list of messages, not {type(messages).__name__}. "
                 f"A message looks like {{'role': 'user', 'content': 'Hi'}}."
             )
-        return self._template.render(messages)
+        if not do_preprocess:
+            raise InvalidMessage("do_preprocess=False takes the prompt as it is, so it must be a str, not messages.")
+        conversation: Sequence[Message] = messages
+        return self._template.render(conversation)
 
     async def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
         """Token ids of a rendered prompt; long texts are encoded in a thread that does not hold the GIL."""
@@ -192,7 +193,7 @@ class Admission:
 
     def _bad_words(self, config: GenerationConfig) -> tuple[tuple[int, ...], ...]:
         """Each bad word as token sequences: at the start of a text and after a space."""
-        banned = {(token,) for token in self.check_token_ids(config.bad_token_ids or (), "bad_token_ids")}
+        banned: set[tuple[int, ...]] = {(token,) for token in self.check_token_ids(config.bad_token_ids or (), "bad_token_ids")}
         for word in config.bad_words or ():
             special = self._special(word)
             if special is not None:

@@ -173,14 +173,15 @@ class Session:
         self._delivery = delivery
         self._request = None
 
-    async def encode(self, prompt: str | Sequence[Message], *, do_preprocess: bool) -> list[int]:
+    async def encode(self, prompt: str | Sequence[Message] | None, *, do_preprocess: bool) -> list[int]:
         """The token ids of the whole conversation with this prompt at its end."""
         admission, template = self._host.admission, self._host.chat_template
         if not self.turns or not do_preprocess:
             text = admission.render(prompt, do_preprocess=do_preprocess)
             return self.token_ids + await admission.encode(text, add_bos=not self.token_ids)
+        admission.render(prompt, do_preprocess=True)
+        assert prompt is not None
         new = as_messages(prompt)
-        admission.render(new, do_preprocess=True)
         before, last = self._messages(), self.turns[-1]
         tail = template.continuation(before, last.answer, new)
         if tail is None:
