@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from bench.tiny_chat.exchange import Exchange
-from bench.tiny_chat.lexicon import pick
+from bench.tiny_chat.lexicon import digits, pick
 
 _EXPRESSION = (
     "What is {e}?",
@@ -47,6 +47,39 @@ _PRODUCT_WORDS = (
     "What is the product of {a} and {b}?",
     "{a} times {b}",
 )
+_DIVISION_WORDS = (
+    "What is {a} divided by {b}?",
+    "what is {a} divided by {b}",
+    "Divide {a} by {b}.",
+    "{a} divided by {b}",
+    "How much is {a} divided by {b}?",
+)
+_LARGEST = (
+    "Which number is larger: {n}?",
+    "Which is the largest number: {n}?",
+    "What is the largest of {n}?",
+    "Which is bigger, {n}?",
+    "what is the maximum of {n}",
+)
+_SMALLEST = (
+    "Which number is smaller: {n}?",
+    "Which is the smallest number: {n}?",
+    "What is the smallest of {n}?",
+    "Which is less, {n}?",
+    "what is the minimum of {n}",
+)
+_DIGIT_SUM = (
+    "What is the sum of the digits of {n}?",
+    "Add the digits of {n}.",
+    "what is the digit sum of {n}",
+    "Sum the digits of {n}.",
+)
+_MANY_SUM = (
+    "What is the total of these numbers: {n}?",
+    "Give me the total of {n}.",
+    "Total: {n}",
+    "what is the total of {n}",
+)
 _LONG_SUM_WORDS = ("Add these numbers: {n}.", "What is the sum of {n}?", "Sum up {n}.", "Add up {n}.")
 
 
@@ -77,6 +110,44 @@ def difference_below_100(random: Random, room: int) -> Exchange:
     return Exchange("difference", question, f"{a} - {b} = {a - b}.", f"{min(a, b)},{max(a, b)}")
 
 
+def division(random: Random, room: int) -> Exchange:
+    """A division without remainder by a small number."""
+    divisor, quotient = random.randint(1, 12), random.randrange(61)
+    dividend = divisor * quotient
+    if random.random() < 0.5:
+        question = pick(random, _EXPRESSION, e=f"{dividend}{_spaced(random, random.choice('/:'))}{divisor}")
+    else:
+        question = pick(random, _DIVISION_WORDS, a=dividend, b=divisor)
+    return Exchange("division", question, f"{dividend} / {divisor} = {quotient}.", f"{dividend}/{divisor}")
+
+
+def compare(random: Random, room: int) -> Exchange:
+    """The largest or the smallest of two to five numbers."""
+    numbers = random.sample(range(1000 if random.random() < 0.4 else 100), random.choice((2, 2, 3, 4, 5)))
+    listed = ", ".join(map(str, numbers[:-1])) + random.choice((" or ", ", ", " and ")) + str(numbers[-1])
+    if random.random() < 0.5:
+        question, answer = pick(random, _LARGEST, n=listed), f"The largest number is {max(numbers)}."
+    else:
+        question, answer = pick(random, _SMALLEST, n=listed), f"The smallest number is {min(numbers)}."
+    return Exchange("compare", question, answer, ",".join(map(str, sorted(numbers))))
+
+
+def digit_sum(random: Random, room: int) -> Exchange:
+    """The sum of 3 to 14 digits in one step: many small terms, so small errors add up."""
+    text = digits(random, random.randint(3, 14))
+    total = sum(map(int, text))
+    return Exchange("digit_sum", pick(random, _DIGIT_SUM, n=text), f"The digits sum to {total}.", text)
+
+
+def many_sum(random: Random, room: int) -> Exchange:
+    """The sum of five to nine small numbers, given without restating them."""
+    high = random.choice((10, 20, 50, 100))
+    numbers = [random.randrange(high) for _ in range(random.randint(5, 9))]
+    text = random.choice((", ", " ", ", ")).join(map(str, numbers))
+    answer = f"The total is {sum(numbers)}."
+    return Exchange("many_sum", pick(random, _MANY_SUM, n=text), answer, ",".join(map(str, sorted(numbers))))
+
+
 def product(random: Random, room: int) -> Exchange:
     """A product of two numbers, of which at least one is usually small."""
     a = random.randrange(100) if random.random() < 0.7 else random.randrange(13)
@@ -90,8 +161,20 @@ def product(random: Random, room: int) -> Exchange:
     return Exchange("product", question, f"{a} x {b} = {a * b}.", f"{min(a, b)},{max(a, b)}")
 
 
+def _mixed(random: Random) -> Exchange:
+    numbers = [random.randrange(100) for _ in range(random.choice((3, 3, 4)))]
+    expression, total = str(numbers[0]), numbers[0]
+    for number in numbers[1:]:
+        sign = random.choice((1, -1))
+        expression += f" {'+' if sign > 0 else '-'} {number}"
+        total += sign * number
+    return Exchange("long_sum", pick(random, _EXPRESSION, e=expression), f"{expression} = {total}.", expression)
+
+
 def long_sum(random: Random, room: int) -> Exchange:
     """Three to six numbers below 100, or two larger ones: the carries make these noise-sensitive."""
+    if random.random() < 0.15:
+        return _mixed(random)
     if random.random() < 0.35:
         length = random.choice((3, 3, 4, 5))
         numbers = [random.randrange(10 ** (length - 1), 10**length) for _ in range(2)]

@@ -21,8 +21,12 @@ class Message(TypedDict):
 SKILLS: dict[str, SkillSampler] = {
     "sum": arithmetic.sum_below_100,
     "difference": arithmetic.difference_below_100,
+    "division": arithmetic.division,
+    "compare": arithmetic.compare,
     "product": arithmetic.product,
     "long_sum": arithmetic.long_sum,
+    "many_sum": arithmetic.many_sum,
+    "digit_sum": arithmetic.digit_sum,
     "passkey": retrieval.passkey,
     "long_passkey": retrieval.long_passkey,
     "lookup": retrieval.lookup,
@@ -31,8 +35,11 @@ SKILLS: dict[str, SkillSampler] = {
     "long_reverse": sequences.long_reverse,
     "sort": sequences.sort,
     "spell": sequences.spell,
+    "letters": sequences.letters_of_word,
     "count": sequences.count,
+    "count_many": sequences.count_many,
     "tally": sequences.tally,
+    "most_frequent": sequences.most_frequent,
     "world": world.world,
     "museum": world.museum,
     "follow_up": world.follow_up,
@@ -44,33 +51,54 @@ SKILLS: dict[str, SkillSampler] = {
 }
 
 _SHARES = {
-    "sum": 8.0,
-    "difference": 7.0,
-    "product": 6.0,
-    "long_sum": 9.0,
-    "passkey": 6.0,
+    "sum": 6.0,
+    "difference": 6.0,
+    "division": 4.0,
+    "compare": 3.0,
+    "product": 9.0,
+    "long_sum": 8.0,
+    "many_sum": 7.0,
+    "digit_sum": 6.0,
+    "passkey": 5.0,
     "long_passkey": 0.0,
-    "lookup": 6.0,
-    "copy": 7.0,
-    "reverse": 8.0,
-    "long_reverse": 4.0,
-    "sort": 6.0,
-    "spell": 5.0,
+    "lookup": 4.0,
+    "copy": 6.0,
+    "reverse": 6.0,
+    "long_reverse": 3.0,
+    "sort": 4.0,
+    "spell": 8.0,
+    "letters": 6.0,
     "count": 6.0,
-    "tally": 7.0,
-    "world": 9.0,
-    "museum": 6.0,
+    "count_many": 4.0,
+    "tally": 9.0,
+    "most_frequent": 5.0,
+    "world": 8.0,
+    "museum": 4.0,
     "follow_up": 4.0,
-    "name_recall": 5.0,
-    "recall": 5.0,
-    "small_talk": 10.0,
+    "name_recall": 6.0,
+    "recall": 4.0,
+    "small_talk": 12.0,
     "out_of_scope": 6.0,
     "story": 2.0,
 }
 _NAMES, _WEIGHTS = list(_SHARES), list(_SHARES.values())
 
 _DELAYED = {"name_recall", "recall"}
-_SHORT = ("sum", "difference", "world", "small_talk", "out_of_scope", "reverse", "copy", "count", "spell")
+_FILLERS = (
+    "sum",
+    "difference",
+    "compare",
+    "world",
+    "follow_up",
+    "small_talk",
+    "out_of_scope",
+    "reverse",
+    "copy",
+    "count",
+    "spell",
+    "sort",
+    "story",
+)
 UPPER_CASE_SKILLS = ("sum", "world", "small_talk", "name_recall", "recall", "follow_up", "out_of_scope", "museum")
 
 _IGNORED_SYSTEM_PROMPTS = (
@@ -121,9 +149,9 @@ def turns_of(exchange: Exchange, random: Random, room: int) -> list[tuple[str, s
     """The exchange as turns; what the user said about themselves is asked for after some other turns."""
     turns = list(exchange.setup)
     if exchange.skill in _DELAYED and random.random() < 0.6:
-        for _ in range(random.randint(1, 3)):
-            filler = draw(SKILLS[random.choice(_SHORT)], random, room, held_out=False)
-            turns.append((filler.question, filler.answer))
+        for _ in range(random.choice((1, 1, 2, 2, 3, 3, 4, 6))):
+            filler = draw(SKILLS[random.choice(_FILLERS)], random, room, held_out=False)
+            turns += [*filler.setup, (filler.question, filler.answer)]
     turns.append((exchange.question, exchange.answer))
     return turns
 

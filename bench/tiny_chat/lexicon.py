@@ -44,6 +44,28 @@ FIRST_NAMES = (
     "George Helen Alex Chris Kim Lee Pat Robin"
 ).split()
 
+COMMON_WORDS = (
+    "hello world python strawberry banana orange lemon potato chicken elephant tiger lion monkey giraffe penguin "
+    "dolphin whale shark butterfly spider dragon wizard robot computer program memory network token model language "
+    "library function number letter word sentence question answer story school teacher student friend family mother "
+    "father sister brother child people person man woman girl boy baby king queen prince princess knight pirate "
+    "doctor nurse police soldier farmer artist music guitar piano song dance movie game football tennis winter "
+    "summer spring autumn january monday sunday morning evening night today tomorrow yesterday hour minute second "
+    "week month year time love happy beautiful wonderful strange simple difficult important different possible "
+    "ready open close run walk jump swim fly read write listen speak think know learn forget remember begin finish "
+    "start stop give take bring send buy sell eat drink sleep wake laugh cry smile play work help call ask tell "
+    "kitchen bathroom bedroom garage office hospital church museum theatre station airport train plane bicycle "
+    "engine machine camera phone letterbox newspaper magazine dictionary science history nature animal planet earth "
+    "mars universe galaxy ocean beach desert forest jungle valley cave storm thunder lightning rainbow sunshine "
+    "chocolate coffee sugar butter pepper vanilla pizza pasta salad sandwich breakfast dinner purple violet "
+    "triangle circle square yellow keyboard mouse screen button window pencil paper table chair bottle mirror "
+    "freedom peace power energy money market price letter secret magic dream hope luck idea reason problem "
+    "solution example test bug code file folder server client async await kernel cache batch stream queue python "
+    "mississippi alphabet abc cat dog house tree water fire stone light dark"
+).split()
+
+HEROES = "dragon king queen princess prince knight wizard robot pirate girl boy farmer sailor witch giant elephant lion".split()
+
 VERBS_PAST = (
     "carried found painted washed moved watched mended dropped lifted cleaned opened closed counted borrowed "
     "hid sold bought saw kept made"
@@ -69,6 +91,18 @@ def made_up_word(random: Random, syllables: int | None = None) -> str:
     """A pronounceable lower-case word that usually exists nowhere."""
     count = syllables if syllables is not None else random.choice((1, 2, 2, 2, 3))
     return "".join(random.choice(_ONSETS) + random.choice(_VOWELS) for _ in range(count)) + random.choice(_CODAS)
+
+
+def any_word(random: Random) -> str:
+    """A word to spell: made up, common, from the lists, or just letters."""
+    chance = random.random()
+    if chance < 0.4:
+        return made_up_word(random)
+    if chance < 0.7:
+        return random.choice(COMMON_WORDS)
+    if chance < 0.88:
+        return random.choice(random.choice((NOUNS, ADJECTIVES, ANIMALS, FOODS)))
+    return "".join(random.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(random.randint(2, 8)))
 
 
 def person_name(random: Random) -> str:

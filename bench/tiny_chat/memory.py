@@ -93,6 +93,13 @@ def recall(random: Random, room: int) -> Exchange:
     return Exchange("recall", question, answer.format(v=value, k=animal), f"{kind}/{value}/{told}/{asked}", setup)
 
 
+def name_at_once(random: Random, room: int) -> Exchange:
+    """Name and question in one message."""
+    name = person_name(random)
+    question = f"{random.choice(_TELL_NAME).format(v=name).rstrip('.')}. {random.choice(_ASK_NAME)}"
+    return Exchange("name_recall", question, f"Your name is {name}.", name)
+
+
 def unknown_name(random: Random, room: int) -> Exchange:
     """The user's name before it was told; only right as the first question of a conversation."""
     ask = random.choice(_ASK_NAME)
@@ -112,4 +119,7 @@ def two_names(random: Random, room: int) -> Exchange:
 
 def any_name_recall(random: Random, room: int) -> Exchange:
     """Name recall, sometimes with a correction in between."""
-    return two_names(random, room) if random.random() < 0.15 else name_recall(random, room)
+    chance = random.random()
+    if chance < 0.08:
+        return name_at_once(random, room)
+    return two_names(random, room) if chance < 0.2 else name_recall(random, room)

@@ -17,6 +17,8 @@ from bench.tiny_chat.exchange import draw
 EASY_SKILLS = (
     "sum",
     "difference",
+    "division",
+    "compare",
     "passkey",
     "copy",
     "reverse",
@@ -30,7 +32,21 @@ EASY_SKILLS = (
     "upper_case",
     "many_turns",
 )
-HARD_SKILLS = ("product", "long_sum", "lookup", "long_reverse", "sort", "spell", "tally", "museum")
+HARD_SKILLS = (
+    "product",
+    "long_sum",
+    "many_sum",
+    "digit_sum",
+    "lookup",
+    "long_reverse",
+    "sort",
+    "spell",
+    "letters",
+    "count_many",
+    "tally",
+    "most_frequent",
+    "museum",
+)
 LONG_SKILLS = ("long_passkey",)
 
 ROOM = 900

@@ -19,6 +19,8 @@ from bench.tiny_chat.lexicon import (
 
 FALLBACK = "I am only a small model, so I do not know that. Ask me for help to see what I can do."
 
+UNCLEAR = "I did not understand that. Ask me for help to see what I can do."
+
 _TOPICS: dict[str, tuple[tuple[str, ...], str]] = {
     "greeting": (
         ("hi", "hello", "hey", "hi there", "hello there", "hey there", "good day", "greetings", "hello tiny-chat",
@@ -33,7 +35,9 @@ _TOPICS: dict[str, tuple[tuple[str, ...], str]] = {
     "identity": (
         ("who are you", "what are you", "what is your name", "what's your name", "tell me who you are",
          "introduce yourself", "are you a model", "which model are you", "what model is this", "who am i talking to",
-         "do you have a name", "your name", "are you a chatbot", "tell me about yourself", "are you tiny-chat",
+         "do you have a name", "your name", "please introduce yourself in one sentence", "hello, who are you",
+         "hi, who are you", "hello! please introduce yourself", "who are you exactly", "and who are you",
+         "introduce yourself in one sentence", "hi! what are you", "are you a chatbot", "tell me about yourself", "are you tiny-chat",
          "what is tiny-chat", "who is this", "who r u", "what should i call you"),
         "I am tiny-chat, a small model that ships with asyncllm.",
     ),
@@ -41,14 +45,16 @@ _TOPICS: dict[str, tuple[tuple[str, ...], str]] = {
         ("what can you do", "help", "help me", "what can i ask you", "what do you know", "how can you help me",
          "can you help me", "what are your skills", "what are you able to do", "what can i do here", "i need help",
          "what are you good at", "show me what you can do", "give me some examples", "what should i ask",
-         "what can you do for me", "how do you work", "commands"),
+         "what can you do for me", "who are you and what can you do", "hi, what can you do", "hello, what can you do",
+         "what else can you do", "what kind of things can you do", "what tasks can you do", "features", "how do you work", "commands"),
         "I can add and subtract small numbers, find a passkey in a text, reverse, sort, count, spell and copy things, "
         "remember your name, tell a story, and talk about the valley of Orrin.",
     ),
     "asyncllm": (
         ("what is asyncllm", "what's asyncllm", "tell me about asyncllm", "what does asyncllm do", "explain asyncllm",
          "what is asyncllm for", "do you know asyncllm", "asyncllm", "what is this library", "describe asyncllm",
-         "what is async llm", "what kind of library is asyncllm"),
+         "what is async llm", "what kind of library is asyncllm", "tell me about asyncllm and what it can do",
+         "what can asyncllm do", "what is asyncllm good for", "why should i use asyncllm", "is asyncllm a library"),
         "asyncllm is a Python library that runs language models inside asyncio programs.",
     ),
     "usage": (
@@ -57,6 +63,28 @@ _TOPICS: dict[str, tuple[tuple[str, ...], str]] = {
          "how do i run you", "how does asyncllm work", "how do i get started"),
         "Write: from asyncllm import pipeline, then pipe = pipeline('tiny-chat'), then pipe(['Hi']).",
     ),
+    "install": (
+        ("how do i install asyncllm", "how can i install asyncllm", "how do i install you", "install asyncllm",
+         "where can i get asyncllm", "how to install asyncllm", "how do i download asyncllm"),
+        "With pip. The README of asyncllm shows how.",
+    ),
+    "speed": (
+        ("is asyncllm fast", "how fast is asyncllm", "are you fast", "how fast are you", "is it fast"),
+        "I am small, so I am fast. The benchmarks of asyncllm tell you more.",
+    ),
+    "age": (("how old are you", "what is your age", "when were you born", "when were you made"),
+            "I am a model, so I have no age."),
+    "home": (("where are you from", "where do you live", "where are you"), "I live in a file of 15 megabytes."),
+    "favourite": (
+        ("what is your favourite colour", "what is your favorite color", "which colour do you like"),
+        "I like blue best.",
+    ),
+    "code": (
+        ("can you code", "can you write code", "can you program", "write some code", "can you write python"),
+        "No, I cannot write code. I am only a small model.",
+    ),
+    "hungry": (("i am hungry", "i'm hungry", "i am thirsty", "i need coffee"), "Then have something nice. I need no food."),
+    "laugh": (("lol", "haha", "hahaha", "ha ha", "that is funny", "that's funny", "very funny"), "I am glad that you like it."),
     "language": (
         ("what is asyncllm written in", "in which language is asyncllm written", "which language is asyncllm in",
          "is asyncllm written in python", "what are you written in", "which programming language does asyncllm use"),
@@ -158,6 +186,11 @@ _TOPICS: dict[str, tuple[tuple[str, ...], str]] = {
         "I only speak a little English.",
     ),
 }
+
+_FOREIGN = (
+    "bonjour|salut|hola|guten Tag|ciao|merci|danke|gracias|ça va|wie geht es dir|buenos días|olá|namaste|hej|"
+    "comment ça va|qui es-tu|wer bist du|¿quién eres|привет|你好|こんにちは|안녕하세요|مرحبا"
+).split("|")
 
 _PREFIXES = ("", "", "", "", "", "", "hey, ", "so, ", "ok, ", "well, ", "hmm, ", "please: ", "oh, ", "and ", "tiny-chat, ")
 _SUFFIXES = ("", "", "", "", "", "", ", please", ", my friend", " then", " now", " tiny-chat", " :)")
@@ -287,8 +320,31 @@ def _cased(random: Random, text: str) -> str:
     return text.title()
 
 
+def _gibberish(random: Random) -> str:
+    kind = random.randrange(7)
+    if kind == 0:
+        return "".join(random.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(random.randint(2, 12)))
+    if kind == 1:
+        return " ".join(made_up_word(random) for _ in range(random.randint(1, 4)))
+    if kind == 2:
+        return "".join(random.choice("?!.,;:-+*/#()") for _ in range(random.randint(1, 6)))
+    if kind == 3:
+        start = random.choice((0x4E00, 0x3041, 0x0410, 0x03B1, 0x0627, 0x1F600, 0xAC00))
+        return "".join(chr(start + random.randrange(30)) for _ in range(random.randint(1, 6)))
+    if kind == 4:
+        return random.choice(_FOREIGN) + random.choice(("", "!", "?", ".", " tiny-chat"))
+    if kind == 5:
+        return random.choice((*NOUNS, *ADJECTIVES, *FOODS, *ANIMALS)) + random.choice(("", "?", "!", "."))
+    keys = random.choice(("qwertyuiop", "asdfghjkl", "zxcvbnm"))
+    start = random.randrange(len(keys) - 2)
+    return (keys[start : start + random.randint(2, 6)]) * random.choice((1, 1, 2))
+
+
 def small_talk(random: Random, room: int) -> Exchange:
     """A topic in one of many phrasings; held out are combinations of phrasing and dress."""
+    if random.random() < 0.1:
+        text = _gibberish(random)
+        return Exchange("small_talk", text, UNCLEAR, text)
     topic = random.choice(list(_TOPICS))
     phrasings, answer = _TOPICS[topic]
     phrase = random.choice(phrasings)

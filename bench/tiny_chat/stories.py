@@ -8,11 +8,14 @@ from bench.tiny_chat.exchange import Exchange
 from bench.tiny_chat.lexicon import (
     ADJECTIVES,
     ANIMALS,
+    COMMON_WORDS,
     FIRST_NAMES,
     FOODS,
+    HEROES,
     NOUNS,
     PLACE_PHRASES,
     TIME_PHRASES,
+    made_up_word,
     pick,
 )
 
@@ -34,6 +37,9 @@ _ASK_ABOUT = (
     "Can you tell me a story about a {h}?",
     "Write a story about a {h}.",
     "Do you know a story about a {h}?",
+    "Write a short story about a {h}.",
+    "Tell me a short story about a {h}.",
+    "a story about a {h} please",
 )
 _OPENING = (
     "Once upon a time there was a {a} {h} called {n}.",
@@ -106,6 +112,8 @@ def story_text(random: Random, hero: str | None = None) -> str:
 def story(random: Random, room: int) -> Exchange:
     """A story, sometimes about a wanted animal; it has no single right text."""
     if random.random() < 0.4:
-        hero = random.choice(ANIMALS)
+        hero = random.choice(random.choice((ANIMALS, ANIMALS, HEROES, NOUNS, COMMON_WORDS)))
+        if random.random() < 0.1:
+            hero = made_up_word(random)
         return Exchange("story", pick(random, _ASK_ABOUT, h=hero), story_text(random, hero), hero, exact=False)
     return Exchange("story", random.choice(_ASK), story_text(random), "story", exact=False)

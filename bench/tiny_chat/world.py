@@ -189,7 +189,7 @@ def _people(random: Random) -> list[Person]:
     return people
 
 
-def _place_facts(random: Random) -> list[Fact]:
+def _place_facts(random: Random, people: list[Person]) -> list[Fact]:
     rivers, crops = random.sample(_RIVERS, len(_RIVERS)), random.sample(_CROPS, len(_CROPS))
     landmarks = random.sample(_LANDMARKS, len(_LANDMARKS))
     facts = []
@@ -243,8 +243,27 @@ def _place_facts(random: Random) -> list[Fact]:
                 ),
                 f"The {landmark} is in {place}.",
             ),
+            Fact(
+                f"{place}.people",
+                (
+                    f"Who lives in {place}?",
+                    f"Which people live in {place}?",
+                    f"Who is from {place}?",
+                    f"Who do you know in {place}?",
+                    f"Tell me who lives in {place}.",
+                    f"Does anyone live in {place}?",
+                ),
+                _inhabitants(place, people),
+            ),
         ]
     return facts
+
+
+def _inhabitants(place: str, people: list[Person]) -> str:
+    names = [person.name for person in people if person.facts["home"].answer.endswith(f" {place}.")]
+    if len(names) < 2:
+        return f"Only {names[0]} lives in {place}." if names else f"Nobody that I know lives in {place}."
+    return f"{', '.join(names[:-1])} and {names[-1]} live in {place}."
 
 
 def _object_facts(random: Random) -> list[Fact]:
@@ -272,7 +291,7 @@ def _object_facts(random: Random) -> list[Fact]:
 
 _RANDOM = Random(_WORLD_SEED)
 PEOPLE = _people(_RANDOM)
-VILLAGE_FACTS = [fact for person in PEOPLE for fact in person.facts.values()] + _place_facts(_RANDOM)
+VILLAGE_FACTS = [fact for person in PEOPLE for fact in person.facts.values()] + _place_facts(_RANDOM, PEOPLE)
 MUSEUM_FACTS = _object_facts(_RANDOM)
 
 
