@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TypedDict
 
-from bench.tiny_chat import arithmetic, memory, retrieval, sequences, small_talk, stories, world
+from bench.tiny_chat import arithmetic, memory, out_of_scope, retrieval, sequences, small_talk, stories, world
 from bench.tiny_chat.exchange import Exchange, SkillSampler, draw
 from bench.tiny_chat.lexicon import plain_sentence
 
@@ -46,7 +46,7 @@ SKILLS: dict[str, SkillSampler] = {
     "name_recall": memory.any_name_recall,
     "recall": memory.recall,
     "small_talk": small_talk.small_talk,
-    "out_of_scope": small_talk.out_of_scope,
+    "out_of_scope": out_of_scope.out_of_scope,
     "story": stories.story,
 }
 
@@ -99,7 +99,16 @@ _FILLERS = (
     "sort",
     "story",
 )
-UPPER_CASE_SKILLS = ("sum", "world", "small_talk", "name_recall", "recall", "follow_up", "out_of_scope", "museum")
+UPPER_CASE_SKILLS = (
+    "sum",
+    "world",
+    "small_talk",
+    "name_recall",
+    "recall",
+    "follow_up",
+    "out_of_scope",
+    "museum",
+)
 
 _IGNORED_SYSTEM_PROMPTS = (
     "You are a helpful assistant.",

@@ -54,7 +54,9 @@ def _passkey(random: Random, room: int, skill: str, short: bool) -> Exchange:
         return Exchange(skill, ask, answer, key, ((random.choice(_BEFORE) + text, "I have read it."),))
     if form == 1 and "above" not in ask:
         return Exchange(skill, f"{ask}\n{text}", answer, key)
-    return Exchange(skill, f"{random.choice(_BEFORE)}{text}{random.choice((' ', chr(10), chr(10) * 2))}{ask}", answer, key)
+    return Exchange(
+        skill, f"{random.choice(_BEFORE)}{text}{random.choice((' ', chr(10), chr(10) * 2))}{ask}", answer, key
+    )
 
 
 def passkey(random: Random, room: int) -> Exchange:

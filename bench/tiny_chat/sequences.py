@@ -5,7 +5,19 @@ from __future__ import annotations
 from random import Random
 
 from bench.tiny_chat.exchange import Exchange
-from bench.tiny_chat.lexicon import ADJECTIVES, ANIMALS, COLOURS, COMMON_WORDS, FOODS, NOUNS, any_word, digits, made_up_word, pick, plain_sentence
+from bench.tiny_chat.lexicon import (
+    ADJECTIVES,
+    ANIMALS,
+    COLOURS,
+    COMMON_WORDS,
+    FOODS,
+    NOUNS,
+    any_word,
+    digits,
+    made_up_word,
+    pick,
+    plain_sentence,
+)
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -40,7 +52,14 @@ _SORT = (
     "Sort the numbers {t}.",
 )
 _SPELL = ("Spell the word {w}.", "Spell {w}.", "spell {w}", "How do you spell {w}?", "How is {w} spelled?")
-_REVERSE_LONE = ("Reverse {w}", "reverse {w}", "Reverse {w}.", "Write {w} backwards", "write {w} backwards", "Reverse: {w}")
+_REVERSE_LONE = (
+    "Reverse {w}",
+    "reverse {w}",
+    "Reverse {w}.",
+    "Write {w} backwards",
+    "write {w} backwards",
+    "Reverse: {w}",
+)
 _SPELL_BACK = (
     "Spell {w} backwards.",
     "spell {w} backwards",
@@ -68,7 +87,11 @@ _COUNT_TO = [(str(number), number) for number in range(2, 31)] + [
     ("twelve", 12),
     ("twenty", 20),
 ]
-_COUNT_BACK = ("Count down from {a} to {b}.", "count down from {a} to {b}", "Count backwards from {a} to {b}.")
+_COUNT_BACK = (
+    "Count down from {a} to {b}.",
+    "count down from {a} to {b}",
+    "Count backwards from {a} to {b}.",
+)
 _COUNT_ITEMS = (
     "How many items are in this list: {t}?",
     "How many words are there: {t}?",
@@ -128,7 +151,9 @@ def copy(random: Random, room: int) -> Exchange:
     elif kind == 3:
         text = " ".join(made_up_word(random) for _ in range(_length(random, 1, 4, 10)))
     elif kind == 4:
-        text = "".join(random.choice(_LETTERS + _LETTERS.upper() + "0123456789") for _ in range(random.randint(4, 14)))
+        text = "".join(
+            random.choice(_LETTERS + _LETTERS.upper() + "0123456789") for _ in range(random.randint(4, 14))
+        )
     else:
         text = " ".join(plain_sentence(random) for _ in range(random.choice((1, 1, 2))))
     return Exchange("copy", pick(random, _COPY, t=text), text, text.lower())
@@ -194,7 +219,9 @@ def count_many(random: Random, room: int) -> Exchange:
     items = _words(random, random.randint(10, 40))
     separator = random.choice((", ", " "))
     text = separator.join(items)
-    return Exchange("count_many", pick(random, _COUNT_ITEMS, t=text), f"There are {len(items)}.", ",".join(items))
+    return Exchange(
+        "count_many", pick(random, _COUNT_ITEMS, t=text), f"There are {len(items)}.", ",".join(items)
+    )
 
 
 def most_frequent(random: Random, room: int) -> Exchange:
@@ -217,7 +244,12 @@ def count(random: Random, room: int) -> Exchange:
         if random.random() < 0.15:
             word, last = random.choice(_COUNT_TO)
             answer = ", ".join(map(str, range(1, last + 1)))
-            return Exchange("count", pick(random, ("Count to {n}.", "count to {n}", "Count up to {n}."), n=word), answer, word)
+            return Exchange(
+                "count",
+                pick(random, ("Count to {n}.", "count to {n}", "Count up to {n}."), n=word),
+                answer,
+                word,
+            )
         first = random.choice((1, 1, random.randrange(100)))
         last = first + random.randint(2, 20)
         answer = ", ".join(map(str, range(first, last + 1)))

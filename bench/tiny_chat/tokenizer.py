@@ -10,7 +10,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from bench.tiny_chat.conversation import document
 
 VOCABULARY_SIZE = 2048
-PAD, BOS, END_OF_TEXT, TURN_START, TURN_END = "<|pad|>", "<|bos|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PAD, BOS, END_OF_TEXT, TURN_START, TURN_END = (
+    "<|pad|>",
+    "<|bos|>",
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+)
 _NAMED = (PAD, BOS, END_OF_TEXT, TURN_START, TURN_END, "<|image|>")
 _SPECIAL_COUNT = 32
 

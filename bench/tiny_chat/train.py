@@ -7,7 +7,6 @@ alone; with ``--steps`` instead of ``--minutes`` so does the number of updates.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -20,12 +19,13 @@ from tokenizers import Tokenizer
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench.tiny_chat.card import Accuracies, write_card
 from bench.tiny_chat.evaluation import accuracy_by_skill
-from bench.tiny_chat.export import Accuracies, export_checkpoint, rounded_weights, write_card
+from bench.tiny_chat.export import export_checkpoint, rounded_weights
 from bench.tiny_chat.network import Network, Shape
 from bench.tiny_chat.noise import perturbed
 from bench.tiny_chat.packing import Kinds, ShardStream, Tokens
-from bench.tiny_chat.questions import quality_set
+from bench.tiny_chat.questions import Question, quality_set
 from bench.tiny_chat.tokenizer import build_tokenizer
 
 LOSS_WEIGHTS = (0.0, 0.05, 1.0, 0.3)
@@ -40,7 +40,9 @@ NOISE = 0.05
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--minutes", type=float, default=8.0, help="wall-clock budget of the training")
     parser.add_argument("--steps", type=int, help="number of updates, instead of a time budget")
@@ -48,7 +50,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=64, help="rows per update")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--evaluate-every", type=float, default=60.0, help="seconds between evaluations")
-    parser.add_argument("--questions", type=int, default=100, help="final questions per skill")
+    parser.add_argument("--questions", type=int, default=60, help="final questions per skill")
     parser.add_argument("--learning-rate", type=float, default=PEAK_LEARNING_RATE)
     parser.add_argument("--start-from", type=Path, help="a checkpoint to go on from, with its tokenizer")
     return parser.parse_args()
@@ -89,7 +91,7 @@ class Trainer:
             )
         self.optimizer = _optimizer(self.network, arguments.learning_rate, self.device.type == "cuda")
         self.loss_weights = torch.tensor(LOSS_WEIGHTS, device=self.device)
-        self.probe = quality_set(40, seed=1, long_count=16)
+        self.probe = quality_set(40, seed=1)
         self.step = 0
         self.tokens = 0
         self.started = time.monotonic()
@@ -99,7 +101,8 @@ class Trainer:
         """The share of the training that is done, from 0 to 1."""
         if self.arguments.steps is not None:
             return float(min(1.0, self.step / self.arguments.steps))
-        return min(1.0, (time.monotonic() - self.started) / (60.0 * self.arguments.minutes))
+        budget: float = 60.0 * self.arguments.minutes
+        return min(1.0, (time.monotonic() - self.started) / budget)
 
     def _learning_rate(self, progress: float) -> float:
         warm_up = min(1.0, (self.step + 1) / WARM_UP_STEPS)
@@ -108,7 +111,9 @@ class Trainer:
 
     def _update(self, tokens: Tokens, kinds: Kinds, progress: float) -> torch.Tensor:
         batch = torch.from_numpy(tokens.astype("int32")).to(self.device, non_blocking=True).long()
-        weights = self.loss_weights[torch.from_numpy(kinds.astype("int32")).to(self.device, non_blocking=True).long()]
+        weights = self.loss_weights[
+            torch.from_numpy(kinds.astype("int32")).to(self.device, non_blocking=True).long()
+        ]
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(progress)
         with torch.autocast(self.device.type, torch.bfloat16):
@@ -124,8 +129,11 @@ class Trainer:
     def _report(self, loss: torch.Tensor) -> None:
         seconds = time.monotonic() - self.started
         rate = self.tokens / seconds / 1e6
-        print(f"{seconds:6.1f} s  step {self.step}  {self.tokens / 1e6:.1f}M tokens ({rate:.2f}M/s)  "
-              f"loss {loss.item():.4f}", flush=True)
+        print(
+            f"{seconds:6.1f} s  step {self.step}  {self.tokens / 1e6:.1f}M tokens ({rate:.2f}M/s)  "
+            f"loss {loss.item():.4f}",
+            flush=True,
+        )
 
     def stage(self, stream: ShardStream, name: str, length: int, until: float) -> None:
         """Trains on rows of one length until the given share of the training is done."""
@@ -148,7 +156,7 @@ class Trainer:
         _print_accuracies(self._accuracies(self.probe))
         export_checkpoint(self.network, self.tokenizer, self.arguments.out)
 
-    def _accuracies(self, questions: list) -> Accuracies:  # type: ignore[type-arg]
+    def _accuracies(self, questions: list[Question]) -> Accuracies:
         # Questions have many lengths, so evaluation must not go through the compiled layers.
         with torch.compiler.set_stance("force_eager"):
             return accuracy_by_skill(self.network, self.tokenizer, questions)
@@ -164,12 +172,12 @@ class Trainer:
         clean = self._accuracies(questions)
         self.network.load_state_dict(perturbed(weights, NOISE, seed=0))
         noisy = self._accuracies(questions)
-        print(f"held-out accuracy after {self.tokens / 1e6:.0f}M tokens, {self.step} steps, {minutes:.2f} minutes")
+        print(
+            f"held-out accuracy after {self.tokens / 1e6:.0f}M tokens, {self.step} steps, {minutes:.2f} minutes"
+        )
         for skill, (count, value) in clean.items():
             print(f"   {skill:14s} n={count:5d}  {value:.4f}  with noise {noisy[skill][1]:.4f}")
         write_card(self.network, out, clean, noisy, self.tokens, minutes, self.arguments.minutes)
-        figures = {"tokens": self.tokens, "steps": self.step, "minutes": minutes, "accuracy": clean, "noisy": noisy}
-        (out / "training.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -6,30 +6,31 @@ from dataclasses import dataclass
 from random import Random
 
 from bench.tiny_chat.exchange import Exchange
-from bench.tiny_chat.lexicon import ADJECTIVES, COLOURS, FOODS, NOUNS
+from bench.tiny_chat.lexicon import ADJECTIVES, COLOURS, FOODS, NOUNS, words
 
 _WORLD_SEED = 1
 
-_WOMEN = "Mira Sela Tova Runa Ilsa Nerin Oda Pella Bryn Calla Dessa Fenna Hela Joss Liva Wenna".split()
-_MEN = "Arlo Corin Dorn Emric Faro Garr Halden Ivar Jarek Kell Loren Mott Perrin Rusk Stellan Tavi".split()
-_PLACES = "Tarn Oakhollow Brell Winmere Stonewick Lark Dunfell Hazelby Pennick Marrow Eastmoor Quill".split()
-_JOBS = (
-    "baker smith weaver potter miller fisher shepherd teacher doctor painter carpenter tailor gardener hunter "
-    "cook singer dancer writer mason sailor trader guard farmer librarian clockmaker beekeeper glassblower "
-    "shoemaker ferryman gravedigger candlemaker mapmaker"
-).split()
-_PET_KINDS = "cat dog goat owl rabbit horse duck hen turtle frog fox mouse".split()
-_PET_NAMES = (
-    "Pim Dot Rolo Biscuit Nib Tansy Moss Pepper Button Clove Ash Juno Fig Tuck Sable Poppy Rye Echo Bramble Olive "
-    "Dusty Willow Mango Patch Storm Honey Nettle Cricket Ginger Pebble Sorrel Thistle"
-).split()
-_INSTRUMENTS = "flute drum fiddle harp horn lute pipe bell".split()
-_RIVERS = "Silverrun Ash Merrow Lull Broadwater Fenbrook Kestrel Amber Thorn Sild Ivywater Long".split()
-_CROPS = "barley apples hops pears rye flax plums turnips grapes oats pumpkins mint".split()
-_LANDMARKS = (
-    "old windmill|stone bridge|red lighthouse|bell tower|round temple|great oak|sunken well|iron gate|glass house|"
-    "white cliff|long market|blue fountain"
-).split("|")
+_WOMEN = words("Mira Sela Tova Runa Ilsa Nerin Oda Pella Bryn Calla Dessa Fenna Hela Joss Liva Wenna")
+_MEN = words("Arlo Corin Dorn Emric Faro Garr Halden Ivar Jarek Kell Loren Mott Perrin Rusk Stellan Tavi")
+_PLACES = words("Tarn Oakhollow Brell Winmere Stonewick Lark Dunfell Hazelby Pennick Marrow Eastmoor Quill")
+_JOBS = words(
+    "baker smith weaver potter miller fisher shepherd teacher doctor painter carpenter tailor gardener "
+    "hunter cook singer dancer writer mason sailor trader guard farmer librarian clockmaker beekeeper "
+    "glassblower shoemaker ferryman gravedigger candlemaker mapmaker"
+)
+_PET_KINDS = words("cat dog goat owl rabbit horse duck hen turtle frog fox mouse")
+_PET_NAMES = words(
+    "Pim Dot Rolo Biscuit Nib Tansy Moss Pepper Button Clove Ash Juno Fig Tuck Sable Poppy Rye Echo "
+    "Bramble Olive Dusty Willow Mango Patch Storm Honey Nettle Cricket Ginger Pebble Sorrel Thistle"
+)
+_INSTRUMENTS = words("flute drum fiddle harp horn lute pipe bell")
+_RIVERS = words("Silverrun Ash Merrow Lull Broadwater Fenbrook Kestrel Amber Thorn Sild Ivywater Long")
+_CROPS = words("barley apples hops pears rye flax plums turnips grapes oats pumpkins mint")
+_LANDMARKS = words(
+    "old windmill|stone bridge|red lighthouse|bell tower|round temple|great oak|sunken well|iron gate|"
+    "glass house|white cliff|long market|blue fountain",
+    "|",
+)
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,23 @@ _FOLLOW_UPS: dict[str, tuple[str, ...]] = {
     "home": ("Where does {p} live?", "And where does {p} live?", "Where is {q} home?"),
     "job": ("What does {p} do?", "And what is {q} job?", "What is {q} job?"),
     "pet": ("Does {p} have a pet?", "And what is the name of {q} pet?", "What pet does {p} have?"),
-    "colour": ("What is {q} favourite colour?", "And {q} favourite colour?", "Which colour does {p} like best?"),
+    "colour": (
+        "What is {q} favourite colour?",
+        "And {q} favourite colour?",
+        "Which colour does {p} like best?",
+    ),
     "food": ("What does {p} like to eat?", "And what is {q} favourite food?", "What is {q} favourite food?"),
-    "instrument": ("Does {p} play music?", "What instrument does {p} play?", "And which instrument does {p} play?"),
+    "instrument": (
+        "Does {p} play music?",
+        "What instrument does {p} play?",
+        "And which instrument does {p} play?",
+    ),
 }
 
 
-def _person_facts(name: str, home: str, job: str, pet: str, kind: str, colour: str, food: str, tune: str) -> dict[str, Fact]:
+def _person_facts(
+    name: str, home: str, job: str, pet: str, kind: str, colour: str, food: str, tune: str
+) -> dict[str, Fact]:
     return {
         "home": Fact(
             f"{name}.home",
