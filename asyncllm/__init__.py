@@ -1,0 +1,106 @@
+"""LLM inference as an asyncio library.
+
+    async with AsyncEngine("tiny-chat") as llm:
+        async for chunk in llm.generate("What is 17 + 25?"):
+            print(chunk.text, end="", flush=True)
+
+Names are imported on first use, so that `import asyncllm` is quick and imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from asyncllm.pipeline import Pipeline, pipeline  # now, or importing the module later would hide the function
+
+if TYPE_CHECKING:
+    from asyncllm.config import (
+        ChatTemplateConfig,
+        EngineConfig,
+        GenerationConfig,
+        PytorchEngineConfig,
+        TurbomindEngineConfig,
+    )
+    from asyncllm.engine.async_engine import AsyncEngine
+    from asyncllm.errors import (
+        AsyncLLMError,
+        ContextLengthExceeded,
+        EngineClosed,
+        EngineDead,
+        EngineError,
+        InvalidCheckpoint,
+        InvalidMessage,
+        InvalidParameter,
+        InvalidRequest,
+        ModelError,
+        ModelNotFound,
+        RequestFailed,
+        SessionBusy,
+        SessionError,
+        SessionNotFound,
+        UnsupportedFeature,
+        UnsupportedModel,
+    )
+    from asyncllm.text.tokenizer import Tokenizer
+    from asyncllm.types import Chunk, FinishReason, Message, Response
+
+__version__ = "0.1.0"
+version_info = tuple(int(part) for part in __version__.split("."))
+
+__all__ = [
+    "AsyncEngine",
+    "AsyncLLMError",
+    "ChatTemplateConfig",
+    "Chunk",
+    "ContextLengthExceeded",
+    "EngineClosed",
+    "EngineConfig",
+    "EngineDead",
+    "EngineError",
+    "FinishReason",
+    "GenerationConfig",
+    "InvalidCheckpoint",
+    "InvalidMessage",
+    "InvalidParameter",
+    "InvalidRequest",
+    "Message",
+    "ModelError",
+    "ModelNotFound",
+    "Pipeline",
+    "PytorchEngineConfig",
+    "RequestFailed",
+    "Response",
+    "SessionBusy",
+    "SessionError",
+    "SessionNotFound",
+    "Tokenizer",
+    "TurbomindEngineConfig",
+    "UnsupportedFeature",
+    "UnsupportedModel",
+    "__version__",
+    "pipeline",
+    "version_info",
+]
+
+_HOMES = {
+    "AsyncEngine": "asyncllm.engine.async_engine",
+    "Tokenizer": "asyncllm.text.tokenizer",
+    **dict.fromkeys(("Chunk", "FinishReason", "Message", "Response"), "asyncllm.types"),
+    **dict.fromkeys(
+        ("ChatTemplateConfig", "EngineConfig", "GenerationConfig", "PytorchEngineConfig", "TurbomindEngineConfig"),
+        "asyncllm.config",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'asyncllm' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES.get(name, "asyncllm.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

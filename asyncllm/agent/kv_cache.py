@@ -1,0 +1,105 @@
+"""The KV pool: how many blocks fit, and their memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from asyncllm.config import EngineConfig
+from asyncllm.errors import ModelError
+from asyncllm.kernels.cache import PagedKV
+from asyncllm.models.config import ModelConfig
+
+__all__ = ["CPU_POOL_BYTES", "allocate_pool", "available_memory", "block_bytes", "pool_blocks"]
+
+CPU_POOL_BYTES = 2 * 2**30
+"""Most memory of a KV pool on a CPU that was sized by fraction: a library does not take a laptop's whole memory."""
+
+
+def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: K and V of `block_size` tokens in every layer."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * block_size * dtype.itemsize
+
+
+def pool_blocks(
+    config: EngineConfig, model: ModelConfig, *, max_position: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """How many blocks the pool gets.
+
+    `num_gpu_blocks` > 0 is the number. Else `cache_max_entry_count` > 1 is the number. Else it is that fraction of the
+    memory that is free now, but no more than `max_batch_size` sequences of `max_position` tokens can ever fill, and no
+    more than `CPU_POOL_BYTES` on a CPU. Raises ModelError when not even one block fits.
+    """
+    if config.num_gpu_blocks > 0:
+        return config.num_gpu_blocks
+    if config.cache_max_entry_count > 1:
+        return int(config.cache_max_entry_count)
+    free = available_memory(device)
+    budget = int(free * config.cache_max_entry_count)
+    if device.type == "cpu":
+        budget = min(budget, CPU_POOL_BYTES)
+    size = block_bytes(model, config.tokens_per_block, dtype)
+    usable = config.max_batch_size * -(-max_position // config.tokens_per_block)
+    blocks = min(budget // size, usable)
+    if blocks < 1:
+        raise ModelError(
+            f"The KV cache does not fit: one block of {config.tokens_per_block} tokens takes {size / 2**20:.1f} MiB, "
+            f"and cache_max_entry_count={config.cache_max_entry_count} leaves {budget / 2**20:.1f} MiB of "
+            f"{free / 2**20:.1f} MiB free on {device}. Free memory, raise cache_max_entry_count or lower block_size."
+        )
+    return blocks
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that could be allocated now on `device` without swapping."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = _available_host_memory()
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text()
+        used = Path("/sys/fs/cgroup/memory.current").read_text()
+        return min(free, max(int(limit) - int(used), 0))
+    except (OSError, ValueError):
+        # No control group, or one without a limit ("max").
+        return free
+
+
+def _available_host_memory() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    # Systems without /proc do not say what is available; half of what is installed is a guess that leaves room.
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def allocate_pool(
+    model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> list[PagedKV]:
+    """One `PagedKV` of zeros per layer, K and V each [num_blocks, kv_heads, block_size, head_dim].
+
+    Raises ModelError when the memory is not there.
+    """
+    shape = (num_blocks, model.num_kv_heads, block_size, model.head_dim)
+    try:
+        return [PagedKV(_zeros(shape, dtype, device), _zeros(shape, dtype, device)) for _ in range(model.num_layers)]
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        total = num_blocks * block_bytes(model, block_size, dtype)
+        raise ModelError(
+            f"{num_blocks} KV blocks take {total / 2**20:.0f} MiB, which {device} does not have free. "
+            f"Lower num_gpu_blocks or cache_max_entry_count."
+        ) from error
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, never uninitialised memory: what attention masks out is multiplied by 0, and 0 times NaN is NaN."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # The operating system hands numpy zeroed pages on first touch: a pool costs only what is used of it.
+    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(count, np.uint8)).view(dtype).view(shape)

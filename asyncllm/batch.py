@@ -1,0 +1,174 @@
+"""All that the engine and the model side say to each other: plain data, no torch.
+
+The engine schedules *steps*. A step is a `Batch`; its result is a `StepOutput`. Steps run in the order in which
+they were submitted, and the engine may submit step N+1 before it has read step N. Therefore a decode row carries
+no token: its input is the last token sampled for its slot, which never leaves the device. A *slot* is a stable row
+of the device's state tables (block table, last token, position, sampling state), owned by one sequence from
+`SlotStart` until the scheduler hands the slot to another sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+import msgspec
+
+__all__ = [
+    "Batch",
+    "Executor",
+    "Limits",
+    "PrefillRow",
+    "SamplingParams",
+    "SlotStart",
+    "StepOutput",
+    "TokenLogprobs",
+]
+
+TokenLogprobs = list[tuple[int, float]]
+"""Log-probabilities at one position: the chosen token first, then the most likely ones in falling order."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How one sequence is sampled, in token ids only. Written by `engine.request`, read by `agent.sampler`."""
+
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_k: int = 0
+    """0 means no limit; 1 means greedy."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in the prompt or the answer (CTRL, 2019)."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logits of tokens seen in the answer."""
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence in the answer."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    """64-bit key of the counter-based generator; the counter is the absolute position of the sampled token."""
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """Never sampled before `min_new_tokens` tokens are there. The scheduler does the stopping."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that may not be completed; a single id is banned outright."""
+    logprobs: int | None = None
+    """None: none. N >= 0: the chosen token's log-probability and those of the N most likely tokens."""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether sampling reads the tokens seen so far."""
+        return bool(
+            self.bad_words
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+class SlotStart(msgspec.Struct, frozen=True, kw_only=True):
+    """A sequence takes possession of a slot, at first admission or after preemption."""
+
+    slot: int
+    params: SamplingParams
+    num_prompt: int
+    """Tokens of the prompt; what follows in `token_ids` was generated before a preemption."""
+    num_tokens: int
+    """Tokens known to the host: prompt and, after a preemption, generated ones."""
+    token_ids: list[int]
+    """The known tokens when `params.needs_history`, else empty."""
+
+
+class PrefillRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A chunk of known tokens to compute for one slot."""
+
+    slot: int
+    tokens: list[int]
+    """At least one id."""
+    position: int
+    """Absolute position of `tokens[0]`; everything before it is in the slot's blocks already."""
+    sample: bool
+    """True when the chunk ends the known tokens: the next token is sampled from the last position."""
+    prompt_logprobs: int | None = None
+    """N >= 0: for each position of the chunk, the log-probability of the *following* known token, and the N most
+    likely. The successor of the chunk's last token is `next_token`."""
+    next_token: int | None = None
+    """The known token after this chunk, if there is one and prompt_logprobs asks for it."""
+    output_logits: bool = False
+    """Return the raw float32 logits of every position of the chunk."""
+
+
+class Batch(msgspec.Struct, kw_only=True):
+    """One step. Order of work: `starts`, `new_blocks`, `copies`, then the forward pass, then sampling."""
+
+    step: int
+    starts: list[SlotStart]
+    new_blocks: list[tuple[int, int, list[int]]]
+    """(slot, index in its block table, block ids to write from there on)."""
+    copies: list[tuple[int, int]]
+    """(source block, destination block): copy on write, before anything of this step is written."""
+    decode: list[int]
+    """Slots that advance by one token from their last sampled one, at their own position."""
+    prefill: list[PrefillRow]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode) + sum(len(row.tokens) for row in self.prefill)
+
+
+class StepOutput(msgspec.Struct, kw_only=True):
+    """What one step gave. Sampled slots come in batch order: decode rows, then prefill rows with `sample`."""
+
+    step: int
+    slots: list[int]
+    tokens: list[int]
+    """One id per entry of `slots`; meaningless for a slot named in `errors`."""
+    logprobs: dict[int, TokenLogprobs] = {}
+    """Slot -> log-probabilities, for slots whose parameters ask for them."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    """Slot -> one entry per position of its chunk that has a known successor."""
+    logits: dict[int, Any] = {}
+    """Slot -> float32 CPU tensor [chunk, vocab]."""
+    errors: dict[int, str] = {}
+    """Slot -> why this row failed (a non-finite logit, say). The other rows are unharmed."""
+    elapsed_ms: float = 0.0
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model side found out at start: never written back into the configuration."""
+
+    num_blocks: int
+    """Blocks in the KV pool."""
+    block_size: int
+    """Tokens per block."""
+    max_position: int
+    """Positions that the model's rotary tables and training context allow, after scaling."""
+    vocab_size: int
+    """Rows of the output embedding: every valid token id is below it."""
+    num_slots: int
+    """Rows of the state tables: at least `max_batch_size`, more when rows in flight need a grace period."""
+    dynamic_rope_from: int | None = None
+    """Dynamic NTK: prompts longer than this have a rotary base of their own. None: no such scaling."""
+    device: str = "cpu"
+    dtype: str = "float32"
+    architecture: str = ""
+    num_parameters: int = 0
+    model_path: str = ""
+
+
+class Executor(Protocol):
+    """Runs steps somewhere else than on the event loop, or asynchronously on it."""
+
+    async def start(self) -> Limits:
+        """Load the model, size the KV pool. Raises ModelError; leaves nothing behind when it raises."""
+
+    def submit(self, batch: Batch) -> asyncio.Future[StepOutput]:
+        """Enqueue a step and return at once with a future of the running loop. Steps run in order. After an error of a whole step
+        the future raises, and so does every later one."""
+
+    async def close(self) -> None:
+        """Finish what runs, drop what waits, release threads and memory. Idempotent; from any state."""

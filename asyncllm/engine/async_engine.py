@@ -1,0 +1,501 @@
+"""AsyncEngine: the public face. It opens a model, admits requests and keeps sessions; `EngineLoop` does the work.
+
+    generate() ── Admission ──> EngineLoop.open ──> Scheduler ──> Executor
+    async for chunk <── Generation <── Delivery <── EngineLoop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from asyncllm.batch import Executor, Limits
+from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig
+from asyncllm.engine.admission import Admission, check_adapter
+from asyncllm.engine.delivery import Delivery
+from asyncllm.engine.generation import Generation, interleave
+from asyncllm.engine.loop import EngineLoop
+from asyncllm.engine.prefix_cache import extend_hashes, root_hash
+from asyncllm.engine.scheduler import Scheduler
+from asyncllm.engine.sequence import Request
+from asyncllm.engine.session import Session
+from asyncllm.engine.stats import EngineStats
+from asyncllm.errors import (
+    EngineClosed,
+    EngineError,
+    InvalidMessage,
+    InvalidParameter,
+    RequestFailed,
+    SessionNotFound,
+)
+from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.types import Chunk, Message, Response
+
+__all__ = ["AsyncEngine"]
+
+Prompts = str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]]
+"""One prompt (str or messages), or a list of them."""
+
+Config = TypeVar("Config", EngineConfig, GenerationConfig, ChatTemplateConfig)
+
+_live: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()
+"""Engines that have started and not closed, for tests that look for leaks."""
+
+
+class AsyncEngine:
+    """LLM inference in the caller's own event loop.
+
+        async with AsyncEngine("tiny-chat") as engine:
+            async for chunk in engine.generate("What is 17 + 25?"):
+                print(chunk.text, end="")
+
+    States: new, starting, running, closing, closed. After `start`, `tokenizer`, `chat_template` and `limits` say what
+    was opened.
+    """
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    admission: Admission
+    limits: Limits
+
+    def __init__(
+        self,
+        model_path: str,
+        backend_config: EngineConfig | None = None,
+        chat_template_config: ChatTemplateConfig | str | None = None,
+        *,
+        executor: Executor | None = None,
+        tokenizer: Tokenizer | None = None,
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        """Check the settings; nothing is loaded before `start`. Raises InvalidParameter, UnsupportedFeature.
+
+        `model_path` is a folder, the name of a bundled model, or a model id of the hub. `executor`, `tokenizer` and
+        `chat_template` replace what would be opened from there.
+        """
+        if not isinstance(model_path, str) or not model_path:
+            raise InvalidParameter(f"model_path must be a non-empty str, not {model_path!r}.", "model_path")
+        self.model_path = model_path
+        self.config = checked(EngineConfig, backend_config, "backend_config")
+        if isinstance(chat_template_config, str):
+            chat_template_config = ChatTemplateConfig(model_name=chat_template_config)
+        self.chat_template_config = checked(ChatTemplateConfig, chat_template_config, "chat_template_config")
+        self.model_name = self.config.model_name or model_path.rstrip("/").rpartition("/")[2]
+        self._given = (executor, tokenizer, chat_template)
+        self._state = "new"
+        self._loop: EngineLoop | None = None
+        self._executor: Executor | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._sessions: dict[int, Session] = {}
+        self._next_session_id = 1
+
+    async def start(self) -> None:
+        """Load the model and start the engine's task. Raises ModelError; leaves nothing behind when it raises."""
+        if self._state != "new":
+            raise EngineError(f"The engine was started before and is {self._state}. Make a new AsyncEngine.")
+        self._state = "starting"
+        executor: Executor | None = None
+        try:
+            executor = await self._open_model()
+            self.limits = await executor.start()
+            self.admission = Admission(self.tokenizer, self.chat_template, self.limits, self.config.session_len)
+            scheduler = Scheduler(
+                self.limits,
+                max_batch_size=self.config.max_batch_size,
+                prefill_budget=self.config.prefill_budget,
+                prefill_interval=self.config.prefill_interval,
+                prefix_caching=self.config.enable_prefix_caching,
+            )
+        except BaseException:
+            self._state = "closed"
+            if executor is not None:
+                await executor.close()
+            raise
+        self._executor = executor
+        self._loop = EngineLoop(scheduler, executor, name=f"asyncllm-engine-{self.model_name}")
+        self._state = "running"
+        _live.add(self)
+
+    async def _open_model(self) -> Executor:
+        """Find the model, open what reads its text, and make the executor that will run it."""
+        executor, tokenizer, chat_template = self._given
+        if executor is not None and tokenizer is not None and chat_template is not None:
+            self.tokenizer, self.chat_template = tokenizer, chat_template
+            return executor
+
+        def open_files() -> Executor:
+            from asyncllm.agent.executor import open_executor
+            from asyncllm.locate import locate
+
+            config = self.config
+            folder = locate(self.model_path, revision=config.revision, download_dir=config.download_dir)
+            self.tokenizer = tokenizer or Tokenizer.from_folder(folder)
+            self.chat_template = chat_template or ChatTemplate.open(folder, self.chat_template_config)
+            return executor or open_executor(config, folder)
+
+        # Reading and importing take seconds; a thread of its own leaves none behind in the loop's pool, and the loop
+        # does not wait for it when this task is cancelled.
+        thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-open")
+        try:
+            return await asyncio.get_running_loop().run_in_executor(thread, open_files)
+        finally:
+            thread.shutdown(wait=False)
+
+    async def close(self) -> None:
+        """End open requests with EngineClosed, wait for steps in flight, release the model. Idempotent."""
+        if self._state == "starting":
+            raise EngineError("The engine is still starting. Cancel the task that starts it instead.")
+        if self._state == "running":
+            self._state = "closing"
+            self._closing = asyncio.get_running_loop().create_task(self._shut_down(), name="asyncllm-close")
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+        self._state = "closed"
+
+    async def _shut_down(self) -> None:
+        assert self._loop is not None and self._executor is not None
+        await self._loop.stop()
+        for session in list(self._sessions.values()):
+            session.close()
+        self.admission.close()
+        await self._executor.close()
+        _live.discard(self)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def running(self) -> EngineLoop:
+        """The engine's loop. Raises EngineClosed, EngineDead, or EngineError in another event loop."""
+        if self._loop is None or self._state != "running":
+            raise EngineClosed(f"The engine is {self._state}. Use it inside `async with AsyncEngine(...) as engine:`.")
+        self._loop.check_running()
+        return self._loop
+
+    def generate(
+        self,
+        messages: str | Sequence[Message] | None = None,
+        gen_config: GenerationConfig | None = None,
+        *,
+        session_id: int | None = None,
+        sequence_start: bool = True,
+        sequence_end: bool = True,
+        step: int = 0,
+        do_preprocess: bool = True,
+        adapter_name: str | None = None,
+        input_ids: Sequence[int] | None = None,
+        stream_response: bool = True,
+    ) -> Generation:
+        """Answer a prompt (str), a conversation (messages) or token ids.
+
+        `session_id` with `sequence_end=False` keeps the conversation for a next call with `sequence_start=False`,
+        which goes on after its first `step` tokens, or after all of them if `step` is 0. With
+        `stream_response=False` the reader gets one chunk, at the end. Errors are raised by the first await.
+        """
+
+        if not (sequence_start and sequence_end):
+            return self._turn(
+                lambda: self._session_of(session_id, sequence_start=sequence_start, step=step),
+                messages,
+                gen_config,
+                do_preprocess=do_preprocess,
+                adapter_name=adapter_name,
+                input_ids=input_ids,
+                streaming=stream_response,
+                close_after=sequence_end,
+            )
+
+        async def prepare(delivery: Delivery) -> Request:
+            check_adapter(adapter_name)
+            config = checked(GenerationConfig, gen_config, "gen_config")
+            if step:
+                raise InvalidParameter("step continues a session: it needs sequence_start=False.", "step")
+            if input_ids is not None:
+                prompt_ids = self.admission.check_token_ids(input_ids)
+            else:
+                text = self.admission.render(messages, do_preprocess=do_preprocess)
+                prompt_ids = await self.admission.encode(text)
+            return self.admission.build(prompt_ids, config, delivery, session_id=session_id)
+
+        return Generation(self.running, prepare, Delivery(streaming=stream_response))
+
+    def chat(
+        self,
+        prompt: str | Sequence[Message],
+        session: Session | None = None,
+        gen_config: GenerationConfig | None = None,
+        *,
+        do_preprocess: bool = True,
+        adapter_name: str | None = None,
+    ) -> Generation:
+        """The next turn of a session, or the first of a new one, which the Generation then carries as `session`."""
+        found = session or self.session()
+        generation = self._turn(
+            lambda: found,
+            prompt,
+            gen_config,
+            do_preprocess=do_preprocess,
+            adapter_name=adapter_name,
+            input_ids=None,
+            streaming=True,
+            close_after=False,
+        )
+        generation.session = found
+        return generation
+
+    def _turn(
+        self,
+        find: Callable[[], Session],
+        prompt: str | Sequence[Message] | None,
+        gen_config: GenerationConfig | None,
+        *,
+        do_preprocess: bool,
+        adapter_name: str | None,
+        input_ids: Sequence[int] | None,
+        streaming: bool,
+        close_after: bool,
+    ) -> Generation:
+        session: Session | None = None
+
+        def ended() -> None:
+            if session is not None:
+                session.record(prompt if prompt is not None else "", do_preprocess=do_preprocess)
+                if close_after:
+                    session.close()
+
+        async def prepare(delivery: Delivery) -> Request:
+            nonlocal session
+            check_adapter(adapter_name)
+            config = checked(GenerationConfig, gen_config, "gen_config")
+            if config.n != 1:
+                raise InvalidParameter(
+                    f"n={config.n} in a session: a conversation goes on from one answer. Use n=1, or fork() the session.",
+                    "n",
+                )
+            found = find()
+            await found.begin(delivery)
+            session = found
+            if input_ids is not None:
+                prompt_ids = found.token_ids + self.admission.check_token_ids(input_ids)
+            else:
+                prompt_ids = await found.encode(prompt, do_preprocess=do_preprocess)
+            request = self.admission.build(
+                prompt_ids, config, delivery, session_id=found.id, history_len=min(found.step, len(prompt_ids))
+            )
+            found.admitted(request)
+            return request
+
+        return Generation(self.running, prepare, Delivery(streaming=streaming, on_end=ended))
+
+    def session(self) -> Session:
+        """A new, empty conversation."""
+        self.running()
+        while self._next_session_id in self._sessions:
+            self._next_session_id += 1
+        return self._new_session(self._next_session_id)
+
+    def _new_session(self, session_id: int) -> Session:
+        session = self._sessions[session_id] = Session(self, session_id)
+        return session
+
+    def _session_of(self, session_id: int | None, *, sequence_start: bool, step: int) -> Session:
+        """The session behind the seed-era parameters."""
+        if type(session_id) is not int:
+            raise InvalidParameter(
+                "sequence_start=False and sequence_end=False go on with a session: pass its session_id, an int.",
+                "session_id",
+            )
+        session = self._sessions.get(session_id)
+        if sequence_start:
+            if step:
+                raise InvalidParameter("step continues a session: it needs sequence_start=False.", "step")
+            if session is not None:
+                session.close()
+            return self._new_session(session_id)
+        if session is None:
+            raise SessionNotFound(
+                f"There is no session {session_id}: it has ended, or was never started. Begin it with "
+                f"sequence_start=True, sequence_end=False."
+            )
+        if step:
+            session.rewind(step)
+        return session
+
+    async def stop_session(self, session_id: int) -> None:
+        """End the answers that run under this id, with finish_reason 'abort'. The session keeps what there is."""
+        loop = self.running()
+        running = [request for request in loop.requests if request.session_id == session_id]
+        for request in running:
+            loop.abandon(request)
+        for request in running:
+            while not request.delivery.ended:
+                await asyncio.sleep(0)
+
+    async def end_session(self, session_id: int) -> None:
+        """Stop what runs under this id and forget the conversation. Raises SessionNotFound."""
+        await self.stop_session(session_id)
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise SessionNotFound(f"There is no session {session_id}: it has ended, or was never started.")
+        session.close()
+
+    async def batch_infer(
+        self,
+        prompts: Prompts,
+        gen_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
+        *,
+        do_preprocess: bool = True,
+        adapter_name: str | None = None,
+        on_response: Callable[[Response], None] | None = None,
+    ) -> Response | list[Response]:
+        """Answer one prompt, or a list of them in order. `on_response` is called as each is complete.
+
+        Bad input raises before anything runs to its end. A request that fails inside a step gives a Response with
+        finish_reason 'error', and the others go on.
+        """
+        generations, single = self._batch(prompts, gen_config, do_preprocess, adapter_name, streaming=False)
+        responses = []
+        try:
+            for generation in generations:
+                await generation.start()
+            for index, generation in enumerate(generations):
+                try:
+                    response = await generation.response()
+                except RequestFailed as error:
+                    response = Response(finish_reason="error", error_message=str(error), index=index)
+                responses.append(response)
+                if on_response is not None:
+                    on_response(response)
+        finally:
+            for generation in generations:
+                generation.cancel()
+        return responses[0] if single else responses
+
+    def stream_infer(
+        self,
+        prompts: Prompts,
+        gen_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
+        *,
+        do_preprocess: bool = True,
+        adapter_name: str | None = None,
+    ) -> AsyncIterator[Chunk]:
+        """The chunks of all answers as they come; `chunk.index` says to which prompt one belongs."""
+        return interleave(self._batch(prompts, gen_config, do_preprocess, adapter_name, streaming=True)[0])
+
+    def _batch(
+        self,
+        prompts: Prompts,
+        gen_config: GenerationConfig | Sequence[GenerationConfig] | None,
+        do_preprocess: bool,
+        adapter_name: str | None,
+        *,
+        streaming: bool,
+    ) -> tuple[list[Generation], bool]:
+        single = isinstance(prompts, str) or (
+            isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], dict)
+        )
+        if not single and (not isinstance(prompts, Sequence) or isinstance(prompts, bytes)):
+            raise InvalidMessage(
+                f"prompts must be a str, a list of str, messages, or a list of messages, not {type(prompts).__name__}."
+            )
+        items: list[Any] = [prompts] if single else list(prompts)
+        if isinstance(gen_config, (list, tuple)):
+            if len(gen_config) != len(items):
+                raise InvalidParameter(
+                    f"There are {len(items)} prompts and {len(gen_config)} generation configs. Pass one for all, "
+                    f"or one for each.",
+                    "gen_config",
+                )
+            configs = list(gen_config)
+        else:
+            configs = [gen_config] * len(items)
+        generations = []
+        for index, (item, config) in enumerate(zip(items, configs, strict=True)):
+            generation = self.generate(
+                item,
+                config,
+                do_preprocess=do_preprocess,
+                adapter_name=adapter_name,
+                stream_response=streaming,
+            )
+            generation.index = index
+            generations.append(generation)
+        return generations, single
+
+    async def get_logits(self, input_ids: Sequence[int]) -> Any:
+        """The logits after each token: a float32 CPU tensor [tokens, vocab]. Nothing is generated."""
+        from asyncllm.agent.scoring import concatenate
+
+        chunk = await self._score(input_ids, GenerationConfig(), output_logits=True)
+        return concatenate(chunk.logits)
+
+    async def get_ppl(self, input_ids: Sequence[int]) -> float:
+        """Mean cross-entropy of the tokens after the first, in nats: the logarithm of the perplexity."""
+        if len(input_ids) < 2:
+            raise InvalidParameter("Perplexity needs at least 2 tokens: the first has nothing before it.", "input_ids")
+        chunk = await self._score(input_ids, GenerationConfig(prompt_logprobs=0))
+        entries = [entry for entry in chunk.prompt_logprobs or [] if entry is not None]
+        return -sum(next(iter(entry.values())) for entry in entries) / len(entries)
+
+    async def _score(self, input_ids: Sequence[int], config: GenerationConfig, *, output_logits: bool = False) -> Chunk:
+        async def prepare(delivery: Delivery) -> Request:
+            prompt_ids = self.admission.check_token_ids(input_ids)
+            return self.admission.build(prompt_ids, config, delivery, score_only=True, output_logits=output_logits)
+
+        async with Generation(self.running, prepare, Delivery(streaming=False)) as generation:
+            return await anext(generation)
+
+    def pin(self, old: list[bytes], token_ids: list[int]) -> list[bytes]:
+        """Replace a session's pins in the prefix cache by those of its present history; returns the new ones."""
+        cache = self._loop.scheduler.prefix_cache if self._loop is not None else None
+        if cache is None:
+            return []
+        new: list[bytes] = []
+        extend_hashes(new, root_hash(), token_ids, self.limits.block_size)
+        cache.pin(new)
+        cache.unpin(old)
+        return new
+
+    def fork(self, session: Session) -> Session:
+        """A new session with the history of another."""
+        copy = self.session()
+        copy.copy_from(session)
+        return copy
+
+    def forget(self, session: Session) -> None:
+        """The session has closed."""
+        if self._sessions.get(session.id) is session:
+            del self._sessions[session.id]
+
+    def stop_request(self, request: Request) -> None:
+        """End a session's running request, at the loop's next turn."""
+        if self._loop is not None:
+            self._loop.abandon(request)
+
+    def stats(self) -> EngineStats:
+        """A snapshot of what the engine holds and has done."""
+        return self.running().stats(len(self._sessions))
+
+    def check_idle(self) -> None:
+        """Raise AssertionError if a request is open, or a row or block is held; for tests."""
+        if self._loop is not None:
+            self._loop.check_idle()
+
+
+def checked(cls: type[Config], value: Config | None, name: str) -> Config:
+    """The config itself if it holds; the default for None. Raises InvalidParameter."""
+    if value is None:
+        return cls()
+    if not isinstance(value, cls):
+        raise InvalidParameter(f"{name} must be a {cls.__name__}, not {type(value).__name__}.", name)
+    return value.checked()

@@ -1,0 +1,263 @@
+"""EngineLoop: the one task that owns scheduler, steps in flight and delivery.
+
+    new request ──> _arrived ──┐
+    reader left ──> _abandoned ├──> run(): update(N) -> schedule() -> submit(N + 2) -> deliver(N) ──> Delivery
+    step done ────> _in_flight ┘
+
+Two steps are in flight whenever there is work: while the device computes step N + 1, the loop reads step N, launches
+N + 2, and only then turns N's tokens into text. The task sleeps on one event, which a new request, an abandoned one
+and a completed step set; nothing polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+
+from asyncllm.batch import Executor, StepOutput
+from asyncllm.engine.scheduler import Scheduler
+from asyncllm.engine.sequence import Request, Sequence
+from asyncllm.engine.stats import EngineStats
+from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, EngineError, RequestFailed
+from asyncllm.types import Chunk
+
+__all__ = ["EngineLoop"]
+
+logger = logging.getLogger("asyncllm")
+
+PIPELINE_DEPTH = 2
+"""Steps in flight: one on the device, one ready to follow it."""
+
+STEP_MS_WEIGHT = 0.05
+"""Of the newest step in the moving average of step times."""
+
+
+class EngineLoop:
+    """States: running, then closed or dead. Written by the task, except for the three inboxes it empties."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, name: str) -> None:
+        """Start the task in the running event loop."""
+        self.scheduler = scheduler
+        self._executor = executor
+        self._state = "running"
+        self._cause: BaseException | None = None
+        self._open: dict[Request, None] = {}
+        """Requests that have not had their terminal event."""
+        self._arrived: deque[Request] = deque()
+        """Inbox of `open`."""
+        self._abandoned: deque[Request] = deque()
+        """Inbox of `abandon`."""
+        self._in_flight: deque[asyncio.Future[StepOutput]] = deque()
+        """Submitted steps, oldest first; the executor resolves them."""
+        self._started = self._finished = self._cancelled = self._failed = 0
+        self._step_ms = 0.0
+        self._wake = asyncio.Event()
+        self._event_loop = asyncio.get_running_loop()
+        self._task = self._event_loop.create_task(self._run(), name=name)
+
+    def check_running(self) -> None:
+        """Raise EngineDead, EngineClosed, or EngineError when called from another event loop."""
+        if self._state == "dead":
+            raise EngineDead(f"The engine loop died of {self._cause!r}. Make a new engine.") from self._cause
+        if self._state != "running":
+            raise EngineClosed("The engine is closed. Make a new one.")
+        if asyncio.get_running_loop() is not self._event_loop:
+            raise EngineError("The engine runs in another event loop. Call it there, or make one in this loop.")
+
+    async def stop(self) -> None:
+        """End open requests with EngineClosed and wait for the steps in flight and the task."""
+        if self._state == "running":
+            self._state = "closed"
+        self._wake.set()
+        await asyncio.wait([self._task])
+
+    @property
+    def requests(self) -> list[Request]:
+        """Requests that have not had their terminal event."""
+        return list(self._open)
+
+    def open(self, request: Request) -> None:
+        """Queue a request that `Admission` built."""
+        self.check_running()
+        self._open[request] = None
+        self._arrived.append(request)
+        self._started += 1
+        self._wake.set()
+
+    def abandon(self, request: Request) -> None:
+        """End a request whose reader has left, at the loop's next turn."""
+        self._abandoned.append(request)
+        self._wake.set()
+
+    def abandon_threadsafe(self, request: Request) -> None:
+        """`abandon` from a finalizer, which may run anywhere."""
+        with contextlib.suppress(RuntimeError):
+            # The loop may be closed, and then nothing is left to end.
+            self._event_loop.call_soon_threadsafe(self.abandon, request)
+
+    async def _run(self) -> None:
+        """The engine task."""
+        try:
+            while self._state == "running":
+                self._wake.clear()
+                self._empty_inboxes()
+                advanced = None
+                if self._in_flight and self._in_flight[0].done():
+                    output = self._in_flight.popleft().result()
+                    self._step_ms += STEP_MS_WEIGHT * (output.elapsed_ms - self._step_ms)
+                    advanced = self.scheduler.update(output)
+                self._launch()
+                if advanced is not None:
+                    self._deliver(advanced)
+                    # The readers just woken run before the next step is read.
+                    await asyncio.sleep(0)
+                else:
+                    await self._wake.wait()
+        except asyncio.CancelledError:
+            self._state = "closed"
+            raise
+        except BaseException as error:
+            self._state, self._cause = "dead", error
+            logger.exception("The engine loop died.")
+        finally:
+            for request in list(self._open):
+                del self._open[request]
+                self._failed += 1
+                request.delivery.end(self._last_words())
+            if self._in_flight:
+                await asyncio.wait(self._in_flight)
+                for future in self._in_flight:
+                    if not future.cancelled():
+                        future.exception()
+                self._in_flight.clear()
+
+    def _last_words(self) -> AsyncLLMError:
+        if self._state == "dead":
+            error = EngineDead(f"The engine loop died of {self._cause!r} while this request was running.")
+            error.__cause__ = self._cause
+            return error
+        return EngineClosed("The engine was closed while this request was running.")
+
+    def _empty_inboxes(self) -> None:
+        while self._arrived:
+            request = self._arrived.popleft()
+            if not request.delivery.abandoned:
+                self.scheduler.add(request)
+        while self._abandoned:
+            request = self._abandoned.popleft()
+            if request in self._open:
+                self.scheduler.cancel(request)
+                self._cancelled += 1
+                for sequence in request.sequences:
+                    if sequence.finish_reason == "abort":
+                        self._send(sequence)
+                del self._open[request]
+                request.delivery.end()
+
+    def _launch(self) -> None:
+        """Keep the pipeline full."""
+        while len(self._in_flight) < PIPELINE_DEPTH:
+            batch = self.scheduler.schedule()
+            if batch is None:
+                return
+            future = self._executor.submit(batch)
+            future.add_done_callback(lambda _: self._wake.set())
+            self._in_flight.append(future)
+
+    def _deliver(self, advanced: list[Sequence]) -> None:
+        """Turn the tokens of a step into text and hand them over."""
+        for sequence in advanced:
+            answer, delivery = sequence.answer, sequence.request.delivery
+            if sequence.logprobs is not None:
+                answer.add_logprobs(sequence.logprobs)
+                sequence.logprobs = None
+            if sequence.finish_reason is None and not delivery.streaming and not answer.watches_text:
+                continue
+            self._send(sequence)
+            if sequence.finish_reason is not None and sequence.request in self._open:
+                self._sequence_ended(sequence)
+
+    def _send(self, sequence: Sequence) -> None:
+        """Bring a sequence's answer up to date and put what is new into its cell."""
+        request, answer = sequence.request, sequence.answer
+        last = sequence.finish_reason is not None
+        first_new = sequence.num_prompt + answer.num_read
+        answer.read(sequence.token_ids[first_new:], last=last)
+        if answer.stop_reason is not None and sequence.finish_reason in (None, "length"):
+            self.scheduler.finish(sequence, "stop")
+            sequence.finish_reason = "stop"
+            last = True
+        elif sequence.finish_reason == "stop" and sequence.token_ids[-1] in request.named_stop_ids:
+            answer.stop_reason = sequence.token_ids[-1]
+        if not last and not request.delivery.streaming:
+            return
+        text, logprobs = answer.take()
+        first_unsent = sequence.num_prompt + answer.num_sent
+        chunk = Chunk(
+            text=text,
+            token_ids=sequence.token_ids[first_unsent:],
+            logprobs=logprobs,
+            finish_reason=sequence.finish_reason,
+            stop_reason=answer.stop_reason,
+            choice=sequence.index,
+            input_token_len=sequence.num_prompt - request.history_len,
+            generate_token_len=sequence.num_generated,
+            history_token_len=request.history_len,
+            cached_token_len=request.cached_tokens,
+        )
+        if sequence.index == 0 and answer.num_sent == 0 and request.prompt_logprobs_asked is not None:
+            chunk.prompt_logprobs = [None, *(dict(entry) for entry in request.prompt_logprobs)]
+        if last and request.logits:
+            chunk.logits = request.logits
+        answer.num_sent = sequence.num_generated
+        request.delivery.put(chunk)
+
+    def _sequence_ended(self, sequence: Sequence) -> None:
+        request = sequence.request
+        error: RequestFailed | None = None
+        if sequence.error is not None:
+            error = RequestFailed(f"The request failed in a step: {sequence.error}. The other requests go on.")
+            self.scheduler.cancel(request, "error")
+        if request.finished:
+            del self._open[request]
+            if error is None:
+                self._finished += 1
+            else:
+                self._failed += 1
+            request.delivery.end(error)
+
+    def stats(self, num_sessions: int) -> EngineStats:
+        """A snapshot of what the engine holds and has done."""
+        scheduler, blocks, counts = self.scheduler, self.scheduler.blocks, self.scheduler.counts
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting + sum(len(request.sequences) for request in self._arrived),
+            sessions=num_sessions,
+            steps_in_flight=len(self._in_flight),
+            blocks_total=blocks.num_blocks,
+            blocks_free=blocks.num_free,
+            blocks_cached=blocks.num_idle,
+            blocks_held=blocks.num_held,
+            steps=counts.steps,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            prefill_tokens=counts.prefill_tokens,
+            decode_tokens=counts.decode_tokens,
+            preemptions=counts.preemptions,
+            requests_started=self._started,
+            requests_finished=self._finished,
+            requests_cancelled=self._cancelled,
+            requests_failed=self._failed,
+            step_ms=self._step_ms,
+        )
+
+    def check_idle(self) -> None:
+        """Raise AssertionError if a request is open, or a row or block is held; for tests."""
+        assert not self._open, f"{len(self._open)} requests are open"
+        assert not self._in_flight, f"{len(self._in_flight)} steps are in flight"
+        self.scheduler.check_integrity()
+        assert self.scheduler.num_running == 0, "rows are held"
+        assert self.scheduler.num_waiting == 0, "sequences are waiting"
+        assert self.scheduler.blocks.num_held == 0, f"{self.scheduler.blocks.num_held} blocks are held"

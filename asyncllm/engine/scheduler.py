@@ -1,0 +1,419 @@
+"""The scheduler: which tokens of which sequences the next step computes.
+
+It keeps the queue, the running sequences, slots and blocks, and knows nothing of time, text, tensors or tasks. The
+engine calls `schedule()` for the next `Batch`, possibly before it has read the ones before, and `update()` with each
+`StepOutput` in order. Everything about unread steps is arithmetic on `Sequence.pending`, so that the next step never
+waits for a token's value.
+
+A sequence holds blocks for all of its known tokens from admission on; only decoding asks for more. When there are
+none, the newest running sequence is preempted (recompute), so that the oldest always progresses.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from asyncllm.batch import Batch, Limits, PrefillRow, SlotStart, StepOutput
+from asyncllm.engine.block_manager import BlockManager
+from asyncllm.engine.prefix_cache import PrefixCache, extend_hashes, root_hash
+from asyncllm.engine.sequence import Request, Sequence, SequenceState
+from asyncllm.types import FinishReason
+
+__all__ = ["Scheduler", "SchedulerCounts"]
+
+
+class SchedulerCounts:
+    """Totals since start. Written by the scheduler, read by `stats()`."""
+
+    __slots__ = ("cached_tokens", "decode_tokens", "preemptions", "prefill_tokens", "prompt_tokens", "steps")
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.prefill_tokens = 0
+        """Tokens computed in prefill rows, recomputed ones included."""
+        self.decode_tokens = 0
+        self.prompt_tokens = 0
+        """Known tokens of admitted sequences, computed or found in the prefix cache."""
+        self.cached_tokens = 0
+        """Those found in the prefix cache."""
+        self.preemptions = 0
+
+
+class _Flight:
+    """A submitted step that has not been read."""
+
+    __slots__ = ("prefill", "sampled", "step")
+
+    def __init__(self, step: int, sampled: list[Sequence], prefill: list[tuple[Sequence, PrefillRow]]) -> None:
+        self.step = step
+        self.sampled = sampled
+        """Sequences that sample in this step, in batch order."""
+        self.prefill = prefill
+
+
+class Scheduler:
+    """Queue, running sequences, slots, blocks and unread steps of one engine. Written by the engine task only."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        max_batch_size: int,
+        prefill_budget: int,
+        prefill_interval: int,
+        prefix_caching: bool,
+    ) -> None:
+        self._block_size = limits.block_size
+        self._max_running = min(max_batch_size, limits.num_slots)
+        self._prefill_budget = prefill_budget
+        self._prefill_interval = prefill_interval
+        self._dynamic_rope_from = limits.dynamic_rope_from
+        """Prompts longer than this have a rotary base of their own, so that their K differ from others'."""
+        self.prefix_cache = PrefixCache() if prefix_caching else None
+        self.blocks = BlockManager(limits.num_blocks, self.prefix_cache)
+        self.counts = SchedulerCounts()
+        self._waiting: deque[Sequence] = deque()
+        """In order of arrival; finished ones are skipped when they come up."""
+        self.num_waiting = 0
+        self._running: dict[Sequence, None] = {}
+        """Sequences with a slot, in order of admission; preempted ones come back in order of arrival."""
+        self._prefilling: deque[Sequence] = deque()
+        """The running ones whose known tokens are not all scheduled yet."""
+        self._free_slots = list(range(limits.num_slots - 1, -1, -1))
+        self._fenced_slots: deque[tuple[int, int]] = deque()
+        self._flights: deque[_Flight] = deque()
+        self._step = 0
+        self._last_read = -1
+        self._decode_steps = 0
+        """Steps since prompt tokens were last taken in, while some waited."""
+        self._last_decode: list[Sequence] = []
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request's first sequence; its siblings follow when the prompt has been computed."""
+        if self.prefix_cache is not None:
+            extend_hashes(request.block_hashes, self._root(request), request.prompt_ids, self._block_size)
+        leader = request.sequences[0]
+        leader.hashes = list(request.block_hashes)
+        self._waiting.append(leader)
+        self.num_waiting += len(request.sequences)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence now, in whatever state; its row and blocks come back under the fence rule."""
+        if sequence.state is SequenceState.FINISHED:
+            return
+        if sequence.state is SequenceState.WAITING:
+            self.num_waiting -= 1
+        else:
+            self._leave(sequence)
+        sequence.state = SequenceState.FINISHED
+        sequence.finish_reason = reason
+        if sequence.index == 0:
+            self._admit_siblings(sequence.request)
+
+    def cancel(self, request: Request, reason: FinishReason = "abort") -> None:
+        """End every sequence of the request."""
+        # Siblings first: ending the leader would queue them.
+        for sequence in reversed(request.sequences):
+            self.finish(sequence, reason)
+
+    def schedule(self) -> Batch | None:
+        """The next step, or None if nothing can be computed before a step in flight has been read."""
+        step = self._step
+        batch = Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[], prefill=[])
+        sampled = self._schedule_decode(batch)
+        prefill: list[tuple[Sequence, PrefillRow]] = []
+        if self._prefilling or self._waiting:
+            if batch.decode and self._decode_steps + 1 < self._prefill_interval:
+                self._decode_steps += 1
+            else:
+                self._decode_steps = 0
+                self._schedule_prefill(batch, prefill)
+        if not batch.decode and not batch.prefill:
+            return None
+        sampled.extend(sequence for sequence, row in prefill if row.sample)
+        self._flights.append(_Flight(step, sampled, prefill))
+        self._step += 1
+        self.counts.steps += 1
+        self.counts.decode_tokens += len(batch.decode)
+        return batch
+
+    def _schedule_decode(self, batch: Batch) -> list[Sequence]:
+        """Advance every decoding sequence by one token, oldest first."""
+        step, block_size = batch.step, self._block_size
+        decode, scheduled = batch.decode, []
+        for sequence in list(self._running):
+            if sequence.state is not SequenceState.DECODE or sequence.remaining <= 0:
+                continue
+            position = sequence.num_computed
+            if position == len(sequence.blocks) * block_size:
+                if not self._find_room(sequence):
+                    continue
+                block = self.blocks.allocate(1)
+                batch.new_blocks.append((sequence.slot, len(sequence.blocks), block))
+                sequence.blocks.extend(block)
+            sequence.num_computed = position + 1
+            sequence.pending += 1
+            sequence.remaining -= 1
+            sequence.last_step = step
+            decode.append(sequence.slot)
+            scheduled.append(sequence)
+        return scheduled
+
+    def _find_room(self, sequence: Sequence) -> bool:
+        """Make sure that one block is available for a decoding sequence; False: not in this step."""
+        while self.blocks.num_available == 0:
+            if self.blocks.num_fenced:
+                # What steps in flight hold comes back without preempting anybody else.
+                return False
+            victim = next(reversed(self._running))
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Give up a running sequence's blocks; it is computed again, from its known tokens, when there is room."""
+        self.counts.preemptions += 1
+        self._leave(sequence)
+        sequence.state = SequenceState.WAITING
+        sequence.num_computed = 0
+        sequence.committed = 0
+        if sequence.index == 0:
+            # The prompt is computed again, and with it whatever was asked about it.
+            sequence.request.prompt_logprobs.clear()
+            sequence.request.logits.clear()
+        self.num_waiting += 1
+        self._waiting.appendleft(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a running sequence out of its row."""
+        del self._running[sequence]
+        if sequence.state is SequenceState.PREFILL:
+            self._prefilling.remove(sequence)
+        self.blocks.retire(sequence.blocks, sequence.last_step, self._last_read)
+        sequence.blocks = []
+        if sequence.last_step <= self._last_read:
+            self._free_slots.append(sequence.slot)
+        else:
+            self._fenced_slots.append((sequence.last_step, sequence.slot))
+        sequence.slot = -1
+
+    def _schedule_prefill(self, batch: Batch, prefill: list[tuple[Sequence, PrefillRow]]) -> None:
+        """Fill the token budget with chunks of admitted sequences, then admit more."""
+        budget = self._prefill_budget
+        while budget > 0:
+            if not self._prefilling and not self._admit(batch):
+                break
+            sequence = self._prefilling[0]
+            known = len(sequence.token_ids)
+            start = sequence.num_computed
+            end = min(known, start + budget)
+            request = sequence.request
+            wants_logprobs = request.prompt_logprobs_asked is not None and sequence.index == 0
+            row = PrefillRow(
+                slot=sequence.slot,
+                tokens=sequence.token_ids[start:end],
+                position=start,
+                sample=end == known and sequence.remaining > 0,
+                prompt_logprobs=request.prompt_logprobs_asked if wants_logprobs else None,
+                next_token=sequence.token_ids[end] if wants_logprobs and end < known else None,
+                output_logits=request.output_logits,
+            )
+            batch.prefill.append(row)
+            prefill.append((sequence, row))
+            budget -= end - start
+            self.counts.prefill_tokens += end - start
+            sequence.num_computed = end
+            sequence.last_step = batch.step
+            if end == known:
+                self._prefilling.popleft()
+                sequence.state = SequenceState.DECODE
+                sequence.prefilled_by = batch.step
+                if row.sample:
+                    sequence.pending += 1
+                    sequence.remaining -= 1
+
+    def _admit(self, batch: Batch) -> bool:
+        """Give the oldest waiting sequence a slot and blocks for all of its known tokens, if there is room."""
+        while self._waiting and self._waiting[0].state is SequenceState.FINISHED:
+            self._waiting.popleft()
+        if not self._waiting or not self._free_slots or len(self._running) >= self._max_running:
+            return False
+        sequence = self._waiting[0]
+        if sequence.pending:
+            # Preempted while a step was in flight: its last token is not known yet.
+            return False
+        known = len(sequence.token_ids)
+        num_blocks = -(-known // self._block_size)
+        shared, source = self._shared_blocks(sequence)
+        idle_shared = sum(1 for block in shared if self.blocks.is_idle(block))
+        # One block in reserve for each running sequence keeps an admission from preempting at once.
+        reserve = len(self._running)
+        if self.blocks.num_available - idle_shared < num_blocks - len(shared) + reserve:
+            return False
+        self._waiting.popleft()
+        self.num_waiting -= 1
+        self.blocks.share(shared)
+        own = self.blocks.allocate(num_blocks - len(shared))
+        if source is not None:
+            batch.copies.append((source, own[0]))
+        cached = len(shared) * self._block_size if source is None else known - 1
+        sequence.blocks = shared + own
+        sequence.slot = self._free_slots.pop()
+        sequence.num_computed = cached
+        sequence.committed = len(shared)
+        sequence.state = SequenceState.PREFILL
+        self._running[sequence] = None
+        self._prefilling.append(sequence)
+        self.counts.prompt_tokens += known
+        self.counts.cached_tokens += cached
+        if sequence.index == 0 and sequence.num_generated == 0:
+            sequence.request.cached_tokens = cached
+        batch.starts.append(
+            SlotStart(
+                slot=sequence.slot,
+                params=sequence.params,
+                num_prompt=sequence.num_prompt,
+                num_tokens=known,
+                token_ids=list(sequence.token_ids) if sequence.params.needs_history else [],
+            )
+        )
+        batch.new_blocks.append((sequence.slot, 0, list(sequence.blocks)))
+        return True
+
+    def _shared_blocks(self, sequence: Sequence) -> tuple[list[int], int | None]:
+        """Blocks with the beginning of the sequence's known tokens, and a block to copy the next one from.
+
+        At least the last known token is always computed, as its logits are needed.
+        """
+        last_block, offset = divmod(len(sequence.token_ids) - 1, self._block_size)
+        leader = sequence.request.sequences[0]
+        if (
+            sequence is not leader
+            and leader.state is SequenceState.DECODE
+            # Copies come before the writes of their step: a prompt computed again in this very step is not there yet.
+            and leader.prefilled_by < self._step
+            and len(sequence.token_ids) == sequence.num_prompt
+            and len(leader.token_ids) > leader.num_prompt
+        ):
+            source = leader.blocks[last_block] if offset else None
+            return leader.blocks[:last_block], source
+        if self.prefix_cache is None or not sequence.request.reuses_prefix:
+            return [], None
+        extend_hashes(sequence.hashes, self._root(sequence.request), sequence.token_ids, self._block_size)
+        return self.prefix_cache.match(sequence.hashes[:last_block]), None
+
+    def _root(self, request: Request) -> bytes:
+        prompt_len = len(request.prompt_ids)
+        if self._dynamic_rope_from is not None and prompt_len > self._dynamic_rope_from:
+            return root_hash(b"rope", struct.pack("<q", prompt_len))
+        return root_hash()
+
+    def update(self, output: StepOutput) -> list[Sequence]:
+        """Read the oldest step in flight. Returns the sequences that got a token or ended by this step."""
+        flight = self._flights.popleft()
+        assert flight.step == output.step, f"step {output.step} was read before step {flight.step}"
+        self._last_read = flight.step
+        advanced: list[Sequence] = []
+        for sequence, row in flight.prefill:
+            if self._read_prefill(sequence, row, output):
+                advanced.append(sequence)
+        logprobs, errors = output.logprobs, output.errors
+        block_size = self._block_size
+        for sequence, slot, token in zip(flight.sampled, output.slots, output.tokens, strict=True):
+            if sequence.state is SequenceState.FINISHED:
+                continue
+            sequence.pending -= 1
+            advanced.append(sequence)
+            if errors and slot in errors:
+                sequence.error = errors[slot]
+                self.finish(sequence, "error")
+                continue
+            token_ids = sequence.token_ids
+            token_ids.append(token)
+            if logprobs:
+                sequence.logprobs = logprobs.get(slot)
+            if (len(token_ids) - 1) % block_size == 0:
+                self._commit(sequence)
+            if token in sequence.stop_ids and sequence.num_generated >= sequence.params.min_new_tokens:
+                self.finish(sequence, "stop")
+            elif sequence.remaining <= 0 and sequence.pending == 0:
+                self.finish(sequence, "length")
+        self.blocks.step_read(flight.step)
+        while self._fenced_slots and self._fenced_slots[0][0] <= flight.step:
+            self._free_slots.append(self._fenced_slots.popleft()[1])
+        return advanced
+
+    def _read_prefill(self, sequence: Sequence, row: PrefillRow, output: StepOutput) -> bool:
+        """Take in what a prefill row gave besides a token; True if it ended a sequence that wants no token."""
+        if sequence.slot != row.slot:
+            # Finished or preempted since.
+            return False
+        request = sequence.request
+        if row.prompt_logprobs is not None:
+            request.prompt_logprobs.extend(output.prompt_logprobs.get(row.slot, []))
+        if row.output_logits and row.slot in output.logits:
+            request.logits.append(output.logits[row.slot])
+        end = row.position + len(row.tokens)
+        self._commit(sequence, end)
+        if sequence.index == 0 and end == sequence.num_prompt:
+            self._admit_siblings(request)
+        if row.sample or end < len(sequence.token_ids):
+            return False
+        self.finish(sequence, "length")
+        return True
+
+    def _admit_siblings(self, request: Request) -> None:
+        """Queue the other answers to the prompt, before everybody else: their prompt is computed."""
+        if request.siblings_queued:
+            return
+        request.siblings_queued = True
+        for sequence in reversed(request.sequences[1:]):
+            if sequence.state is SequenceState.WAITING:
+                sequence.hashes = list(request.block_hashes)
+                self._waiting.appendleft(sequence)
+
+    def _commit(self, sequence: Sequence, num_written: int | None = None) -> None:
+        """Offer the sequence's full blocks, written by steps that have been read, to the prefix cache."""
+        if self.prefix_cache is None or not sequence.blocks:
+            return
+        written = len(sequence.token_ids) - 1 if num_written is None else num_written
+        full = min(written // self._block_size, len(sequence.blocks))
+        if full <= sequence.committed:
+            return
+        extend_hashes(sequence.hashes, self._root(sequence.request), sequence.token_ids, self._block_size)
+        for index in range(sequence.committed, full):
+            self.prefix_cache.commit(sequence.hashes[index], sequence.blocks[index])
+        sequence.committed = full
+
+    def sequences(self) -> Iterator[Sequence]:
+        """Every live sequence: running, waiting, and siblings whose leader is still at the prompt."""
+        seen: dict[Request, None] = {}
+        for sequence in (*self._running, *self._waiting):
+            seen[sequence.request] = None
+        for request in seen:
+            yield from (sequence for sequence in request.sequences if sequence.state is not SequenceState.FINISHED)
+
+    def check_integrity(self, requests: Iterable[Request] = ()) -> None:
+        """Raise AssertionError unless rows, slots, blocks and the queue agree. For tests and for idle moments."""
+        self.blocks.check_integrity(sequence.blocks for sequence in self._running)
+        slots = [sequence.slot for sequence in self._running]
+        slots += self._free_slots
+        slots += [slot for _, slot in self._fenced_slots]
+        assert sorted(slots) == list(range(len(slots))), f"slots are lost or doubled: {sorted(slots)}"
+        live = list(self.sequences())
+        waiting = sum(1 for sequence in live if sequence.state is SequenceState.WAITING)
+        assert waiting == self.num_waiting, f"{self.num_waiting} sequences are counted as waiting, {waiting} wait"
+        assert set(self._prefilling) == {
+            sequence for sequence in self._running if sequence.state is SequenceState.PREFILL
+        }, "the prefilling sequences are not those in state PREFILL"
+        for request in requests:
+            for sequence in request.sequences:
+                held = sequence.state in (SequenceState.PREFILL, SequenceState.DECODE)
+                assert held == (sequence in self._running), f"{sequence!r} and its row disagree"

@@ -1,0 +1,170 @@
+"""Request: what was asked. Sequence: one decoding row of it, of which `n` > 1 gives several."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as Items
+from typing import Any
+
+from asyncllm.batch import SamplingParams, TokenLogprobs
+from asyncllm.engine.delivery import Answer, Delivery
+from asyncllm.types import FinishReason
+
+__all__ = ["Request", "Sequence", "SequenceState"]
+
+
+class SequenceState(enum.Enum):
+    """WAITING -> PREFILL -> DECODE -> FINISHED; PREFILL or DECODE -> WAITING by preemption (recompute)."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+class Request:
+    """One admitted call of `generate`. Written once by `engine.admission`, except for the fields marked otherwise."""
+
+    __slots__ = (
+        "block_hashes",
+        "cached_tokens",
+        "delivery",
+        "history_len",
+        "id",
+        "logits",
+        "named_stop_ids",
+        "output_logits",
+        "prompt_ids",
+        "prompt_logprobs",
+        "prompt_logprobs_asked",
+        "reuses_prefix",
+        "sequences",
+        "session_id",
+        "siblings_queued",
+    )
+
+    def __init__(
+        self,
+        *,
+        id: int,
+        prompt_ids: list[int],
+        params: Items[SamplingParams],
+        stop_ids: frozenset[int],
+        named_stop_ids: frozenset[int] = frozenset(),
+        max_new_tokens: int,
+        delivery: Delivery,
+        answers: Items[Answer],
+        session_id: int | None = None,
+        history_len: int = 0,
+        prompt_logprobs: int | None = None,
+        output_logits: bool = False,
+    ) -> None:
+        self.id = id
+        self.prompt_ids = prompt_ids
+        self.named_stop_ids = named_stop_ids
+        """Those of the stop ids that the caller named, reported as `stop_reason`."""
+        self.session_id = session_id
+        """The caller's label, for `stop_session`."""
+        self.history_len = history_len
+        """Tokens of `prompt_ids` that earlier turns of the session brought in."""
+        self.prompt_logprobs_asked = prompt_logprobs
+        self.output_logits = output_logits
+        self.reuses_prefix = prompt_logprobs is None and not output_logits
+        """False when every position of the prompt must be computed again, because its logits are asked for."""
+        self.delivery = delivery
+        self.sequences = [
+            Sequence(self, index, params[index], stop_ids, max_new_tokens, answers[index])
+            for index in range(len(params))
+        ]
+        self.siblings_queued = False
+        """Whether the sequences after the first have entered the queue. Written by the scheduler."""
+        self.block_hashes: list[bytes] = []
+        """Hash chain over the prompt's full blocks. Written by the scheduler when the request is added."""
+        self.cached_tokens = 0
+        """Prompt tokens found in the prefix cache. Written by the scheduler at first admission."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """Written by the scheduler, chunk by chunk."""
+        self.logits: list[Any] = []
+        """Written by the scheduler, chunk by chunk."""
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.state is SequenceState.FINISHED for sequence in self.sequences)
+
+
+class Sequence:
+    """One decoding row. Only the scheduler writes its fields, except for `answer`, which delivery advances."""
+
+    __slots__ = (
+        "answer",
+        "blocks",
+        "committed",
+        "error",
+        "finish_reason",
+        "hashes",
+        "index",
+        "last_step",
+        "logprobs",
+        "num_computed",
+        "num_prompt",
+        "params",
+        "pending",
+        "prefilled_by",
+        "remaining",
+        "request",
+        "slot",
+        "state",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        params: SamplingParams,
+        stop_ids: frozenset[int],
+        max_new_tokens: int,
+        answer: Answer,
+    ) -> None:
+        self.request = request
+        self.index = index
+        """Which of the `n` answers this is."""
+        self.params = params
+        self.stop_ids = stop_ids
+        self.answer = answer
+        self.state = SequenceState.WAITING
+        self.token_ids = list(request.prompt_ids)
+        """The prompt and every generated token that the host has read."""
+        self.num_prompt = len(request.prompt_ids)
+        self.num_computed = 0
+        """Tokens whose K and V are written, counting the steps in flight."""
+        self.pending = 0
+        """Tokens sampled by steps in flight, not read yet."""
+        self.remaining = max_new_tokens
+        """Tokens that may still be scheduled."""
+        self.blocks: list[int] = []
+        self.hashes: list[bytes] = []
+        """Hash chain over the full blocks of `token_ids`, as far as it is known."""
+        self.committed = 0
+        """Leading blocks that the prefix cache has been offered."""
+        self.slot = -1
+        self.last_step = -1
+        """The newest step that may write to the blocks: they return to the pool when it has been read."""
+        self.prefilled_by = -1
+        """The step that computed the last of the known tokens, when state is DECODE."""
+        self.logprobs: TokenLogprobs | None = None
+        """Of the newest token."""
+        self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.request.id}.{self.index} {self.state.value} slot={self.slot} "
+            f"tokens={len(self.token_ids)} computed={self.num_computed} pending={self.pending} "
+            f"blocks={self.blocks}>"
+        )

@@ -1,0 +1,46 @@
+"""EngineStats: a frozen snapshot of what an engine holds and has done."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["EngineStats"]
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges are of this moment, totals since start."""
+
+    running: int
+    """Sequences with a row in the batch."""
+    waiting: int
+    """Sequences in the queue, preempted ones included."""
+    sessions: int
+    steps_in_flight: int
+    blocks_total: int
+    blocks_free: int
+    """Blocks with no content."""
+    blocks_cached: int
+    """Blocks that nobody refers to and the prefix cache can still give; they count as available."""
+    blocks_held: int
+    """Blocks of running sequences, and those that steps in flight may still write."""
+    steps: int
+    prompt_tokens: int
+    """Known tokens of admitted sequences."""
+    cached_tokens: int
+    """Those of them that the prefix cache had."""
+    prefill_tokens: int
+    """Tokens computed in prefill rows, recomputed ones included."""
+    decode_tokens: int
+    """Tokens computed in decode rows, the few discarded ones included."""
+    preemptions: int
+    requests_started: int
+    requests_finished: int
+    requests_cancelled: int
+    requests_failed: int
+    step_ms: float
+    """Moving average over about 20 steps of a step's time on the device."""
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Fraction of prompt tokens that came from the prefix cache."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0

@@ -1,0 +1,139 @@
+"""Every error that asyncllm raises on purpose.
+
+    AsyncLLMError
+    ├── InvalidRequest (ValueError)          the caller's input cannot be served as it stands
+    │   ├── InvalidParameter                 a parameter is of the wrong type, unknown or out of range
+    │   ├── InvalidMessage                   a prompt or a chat message is malformed
+    │   ├── ContextLengthExceeded            the prompt can never fit, with the numbers
+    │   └── UnsupportedFeature               well-formed, but not implemented
+    ├── ModelError (RuntimeError)            the checkpoint cannot be loaded
+    │   ├── ModelNotFound                    no such folder, bundled model or hub id
+    │   ├── InvalidCheckpoint                a file is missing, truncated, overlapping or inconsistent
+    │   └── UnsupportedModel                 the architecture or one of its settings is not implemented
+    ├── SessionError (RuntimeError)
+    │   ├── SessionBusy                      a turn is still running in this session
+    │   └── SessionNotFound                  unknown or ended session id
+    └── EngineError (RuntimeError)
+        ├── EngineClosed                     the engine was closed, or never started
+        ├── EngineDead                       the engine loop died; the cause is chained
+        └── RequestFailed                    one request failed inside a step; the others go on
+
+Messages say what is wrong, why, and what to do, in that order.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AsyncLLMError",
+    "ContextLengthExceeded",
+    "EngineClosed",
+    "EngineDead",
+    "EngineError",
+    "InvalidCheckpoint",
+    "InvalidMessage",
+    "InvalidParameter",
+    "InvalidRequest",
+    "ModelError",
+    "ModelNotFound",
+    "RequestFailed",
+    "SessionBusy",
+    "SessionError",
+    "SessionNotFound",
+    "UnsupportedFeature",
+    "UnsupportedModel",
+    "short",
+]
+
+
+class AsyncLLMError(Exception):
+    """Base of every error raised on purpose by asyncllm."""
+
+
+class InvalidRequest(AsyncLLMError, ValueError):
+    """The caller's input cannot be served as it stands."""
+
+
+class InvalidParameter(InvalidRequest):
+    """A parameter is unknown, of the wrong type or out of range.
+
+    `param` is the name of the offending parameter, as the caller wrote it.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidMessage(InvalidRequest):
+    """A prompt or a chat message is malformed."""
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt can never fit; `prompt_len` and `limit` are in tokens."""
+
+    def __init__(self, prompt_len: int, limit: int, why: str) -> None:
+        super().__init__(
+            f"The prompt has {prompt_len} tokens, but {why} leaves room for {limit} prompt tokens "
+            f"and one new token. Shorten the prompt, or raise session_len (or cache_max_entry_count) "
+            f"if the model and the memory allow it."
+        )
+        self.prompt_len = prompt_len
+        self.limit = limit
+
+
+class UnsupportedFeature(InvalidRequest):
+    """The request is well-formed but asks for something that is not implemented."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ModelError(AsyncLLMError, RuntimeError):
+    """A checkpoint cannot be loaded."""
+
+
+class ModelNotFound(ModelError):
+    """No folder, bundled model or hub id goes by this name."""
+
+
+class InvalidCheckpoint(ModelError):
+    """A file of the checkpoint is missing, truncated or inconsistent."""
+
+
+class UnsupportedModel(ModelError):
+    """The architecture, or a setting in its config.json, is not implemented."""
+
+
+class SessionError(AsyncLLMError, RuntimeError):
+    """A session cannot take this call."""
+
+
+class SessionBusy(SessionError):
+    """A turn is still running in this session."""
+
+
+class SessionNotFound(SessionError):
+    """The session id is unknown, or the session has ended."""
+
+
+class EngineError(AsyncLLMError, RuntimeError):
+    """The engine cannot serve this call."""
+
+
+class EngineClosed(EngineError):
+    """The engine was closed, or was never started."""
+
+
+class EngineDead(EngineError):
+    """The engine loop died; `__cause__` is the error that killed it."""
+
+
+class RequestFailed(EngineError):
+    """One request failed inside a step; its neighbours go on."""
+
+
+def short(name: object) -> str:
+    """`name` quoted for a message: unprintable characters escaped, and cut to a length that fits a line."""
+    text = repr(name)
+    return text if len(text) <= 160 else f"{text[:150]}...{text[-1]}"

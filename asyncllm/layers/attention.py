@@ -1,0 +1,92 @@
+"""Self-attention with grouped query heads over the paged cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm import kernels
+from asyncllm.kernels import PagedKV
+from asyncllm.layers.linear import Linear, QKVLinear
+from asyncllm.layers.norm import RMSNorm
+from asyncllm.layers.step_inputs import StepInputs
+
+__all__ = ["Attention"]
+
+
+class Attention(nn.Module):
+    """x [T, hidden], cos_sin [T, R] float32 -> [T, hidden]; the tokens' keys and values are written to `cache` first.
+
+    `window` is the number of latest positions that a query sees, itself included; `scale` multiplies the scores,
+    head_dim^-0.5 unless given; `qk_norm_eps` asks for a per-head RMS norm of q and k.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        qk_norm_eps: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.qkv = QKVLinear(hidden_size, num_heads, num_kv_heads, head_dim, bias=qkv_bias)
+        self.out = Linear(num_heads * head_dim, hidden_size, bias=out_bias)
+        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.window = window
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.softcap = softcap
+
+    def forward(self, x: Tensor, cos_sin: Tensor, inputs: StepInputs, cache: PagedKV) -> Tensor:
+        q = kernels.rope_fill_kv(
+            self.qkv(x),
+            cos_sin,
+            cache,
+            inputs.slot_mapping,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            q_norm=None if self.q_norm is None else self.q_norm.weight,
+            k_norm=None if self.k_norm is None else self.k_norm.weight,
+            eps=0.0 if self.q_norm is None else self.q_norm.eps,
+        )
+        attended = []
+        decode = inputs.num_decode
+        if decode:
+            attended.append(
+                kernels.paged_decode_attention(
+                    q[:decode],
+                    cache,
+                    inputs.block_tables[:decode],
+                    inputs.kv_lens[:decode],
+                    scale=self.scale,
+                    window=self.window,
+                    softcap=self.softcap,
+                )
+            )
+        if decode < inputs.kv_lens.shape[0]:
+            attended.append(
+                kernels.paged_prefill_attention(
+                    q[decode:],
+                    cache,
+                    inputs.block_tables[decode:],
+                    inputs.q_offsets[decode:] - decode,
+                    inputs.kv_lens[decode:],
+                    scale=self.scale,
+                    window=self.window,
+                    softcap=self.softcap,
+                )
+            )
+        joined = attended[0] if len(attended) == 1 else torch.cat(attended)
+        out: Tensor = self.out(joined.flatten(1))
+        return out

@@ -1,0 +1,65 @@
+"""Token embeddings, and the output embedding that turns hidden states into logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from asyncllm.layers.linear import Linear
+
+__all__ = ["Embedding", "OutputEmbedding", "TiedOutputEmbedding"]
+
+
+class Embedding(nn.Module):
+    """Rows of a table, times a constant if given. ids [T] int64 -> [T, hidden]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, scale: float | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+        self.scale = scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = F.embedding(ids, self.weight)
+        if self.scale is None:
+            return rows
+        # The constant is rounded to the model's dtype first: Gemma was trained with sqrt(hidden) in bfloat16.
+        return rows * torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)
+
+    def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
+        return {("weight", None, None): tuple(self.weight.shape)}
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        self.weight.copy_(tensor)
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Float32 logits, squashed to softcap * tanh(logits / softcap)."""
+    logits = logits.float()
+    return logits if softcap is None else logits.div(softcap).tanh_().mul_(softcap)
+
+
+class OutputEmbedding(Linear):
+    """hidden [R, hidden] -> float32 logits [R, vocab]."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, *, softcap: float | None = None) -> None:
+        super().__init__(hidden_size, vocab_size)
+        self.softcap = softcap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _capped(super().forward(x), self.softcap)
+
+
+class TiedOutputEmbedding(nn.Module):
+    """An output embedding that reads the token embeddings' table."""
+
+    def __init__(self, embedding: Embedding, *, softcap: float | None = None) -> None:
+        super().__init__()
+        # Held in a tuple, so that the table stays one parameter of one module.
+        self._embedding = (embedding,)
+        self.softcap = softcap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _capped(F.linear(x, self._embedding[0].weight), self.softcap)

@@ -1,0 +1,130 @@
+"""Rotary position embedding: cosines and sines of a step's positions, under every supported scaling.
+
+Scalings change the inverse frequencies theta^(-2i/R), which is all that a scaling is, besides an attention factor that
+multiplies cosines and sines:
+
+    linear    divided by `factor` (Chen et al., 2023)
+    dynamic   theta grows with the prompt's length L beyond max_position (NTK-aware): theta * (factor * L / max - (factor - 1))
+              ^ (R / (R - 2)). A sequence keeps the base of its prompt, as its cached keys do.
+    yarn      high frequencies kept, low ones divided, a ramp between (Peng et al., 2023)
+    llama3    the same idea with wavelength bounds (Llama 3.1's reference code)
+    longrope  searched divisors per frequency, one set for short and one for long contexts (Ding et al., 2024)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+__all__ = ["RopeConfig", "RopeKind", "RotaryEmbedding"]
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+
+
+class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A rotary embedding, checked by `models.config`. Fields that a kind does not name are not read for it."""
+
+    kind: RopeKind = "default"
+    theta: float = 10000.0
+    dim: int
+    """Rotated features per head: R, even."""
+    factor: float = 1.0
+    """linear, dynamic, yarn, llama3."""
+    original_max_position: int = 0
+    """dynamic: where growth begins; yarn, llama3, longrope: the context before extension."""
+    low_freq_factor: float = 1.0
+    """llama3."""
+    high_freq_factor: float = 4.0
+    """llama3."""
+    beta_fast: float = 32.0
+    """yarn: rotations within the original context above which a frequency is kept."""
+    beta_slow: float = 1.0
+    """yarn: rotations below which a frequency is divided by factor."""
+    truncate: bool = True
+    """yarn: round the ramp's ends to whole dimensions."""
+    divisors: tuple[float, ...] = ()
+    """longrope: the short or the long set, R/2 numbers."""
+    attention_factor: float = 1.0
+    """yarn, longrope: multiplies cosines and sines."""
+
+
+class RotaryEmbedding(nn.Module):
+    """positions [T] -> [T, R] float32: cosines, then sines. Computed once per step and shared by all layers."""
+
+    def __init__(self, config: RopeConfig, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        exponents = torch.arange(0, config.dim, 2, dtype=torch.float32, device=device) / config.dim
+        self.register_buffer("exponents", exponents, persistent=False)
+        self.register_buffer("inv_freq", _inverse_frequencies(config, exponents), persistent=False)
+        self.exponents: Tensor
+        self.inv_freq: Tensor
+
+    def forward(self, positions: Tensor, rope_lens: Tensor | None) -> Tensor:
+        """rope_lens [T]: the prompt length of each token's sequence; read by dynamic scaling only, which requires it."""
+        config = self.config
+        if config.kind == "dynamic":
+            if rope_lens is None:
+                raise ValueError("dynamic rotary scaling needs StepInputs.rope_lens")
+            angles = positions[:, None] * self._dynamic_frequencies(rope_lens)
+        else:
+            angles = positions[:, None] * self.inv_freq
+        cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
+        return cos_sin if config.attention_factor == 1.0 else cos_sin.mul_(config.attention_factor)
+
+    def _dynamic_frequencies(self, rope_lens: Tensor) -> Tensor:
+        """[T] -> [T, R/2]. The base is computed in float64, as an integer length divided by an integer is in Python."""
+        config = self.config
+        lengths = rope_lens.double().clamp_(min=config.original_max_position)
+        growth = config.factor * lengths / config.original_max_position - (config.factor - 1)
+        bases = (config.theta * growth ** (config.dim / (config.dim - 2))).float()
+        return 1.0 / bases[:, None] ** self.exponents
+
+
+def _inverse_frequencies(config: RopeConfig, exponents: Tensor) -> Tensor:
+    """[R/2] float32."""
+    wavelengths = config.theta**exponents
+    if config.kind == "longrope":
+        divisors = torch.tensor(config.divisors, dtype=torch.float32, device=exponents.device)
+        return 1.0 / (divisors * wavelengths)
+    frequencies = 1.0 / wavelengths
+    if config.kind == "linear":
+        return frequencies / config.factor
+    if config.kind == "llama3":
+        return _llama3(config, frequencies)
+    if config.kind == "yarn":
+        kept = _yarn_kept(config, exponents.device)
+        return 1.0 / (config.factor * wavelengths) * (1 - kept) + frequencies * kept
+    return frequencies
+
+
+def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Divide wavelengths above original / low_freq_factor, keep those below original / high_freq_factor, blend between."""
+    rotations = config.original_max_position * frequencies / (2 * math.pi)
+    kept = (rotations - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return (1 - kept) * frequencies / config.factor + kept * frequencies
+
+
+def _yarn_kept(config: RopeConfig, device: torch.device) -> Tensor:
+    """[R/2] in [0, 1]: how much of each frequency is kept; a linear ramp over the dimensions between the two betas."""
+
+    def dimension(rotations: float) -> float:
+        return (
+            config.dim
+            * math.log(config.original_max_position / (rotations * 2 * math.pi))
+            / (2 * math.log(config.theta))
+        )
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = (torch.arange(config.dim // 2, dtype=torch.float32, device=device) - low) / (high - low)
+    return 1 - ramp.clamp(0, 1)

@@ -1,0 +1,39 @@
+"""StepInputs: the one typed argument through which layers see the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["StepInputs"]
+
+
+@dataclass(slots=True, kw_only=True)
+class StepInputs:
+    """The tensors of one step, all on the model's device. Written by `agent.inputs`, read by layers.
+
+    T tokens belong to B rows. Decode rows (one token each) come first, then prefill rows. N is the width of the block
+    tables: at least the blocks of the longest row; entries past a row's own blocks are unspecified but valid ids.
+    """
+
+    input_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64, absolute."""
+    slot_mapping: Tensor
+    """[T] int64: block id * block_size + offset in the block, where the token's K and V go."""
+    num_decode: int
+    """How many of the B rows, the first ones, have a single token and read their whole context."""
+    q_offsets: Tensor
+    """[B + 1] int32: row b owns tokens q_offsets[b] to q_offsets[b + 1]."""
+    kv_lens: Tensor
+    """[B] int32: tokens of the row in the cache once this step has written its own."""
+    block_tables: Tensor
+    """[B, N] int32."""
+    max_q_len: int
+    """Most tokens of a prefill row; 1 when there is none."""
+    max_kv_len: int
+    rope_lens: Tensor | None = None
+    """[T] int64: prompt length of each token's sequence, which fixes its dynamic NTK base.
+    None unless the model asks."""

@@ -1,0 +1,128 @@
+"""From what a user calls a model to the folder that holds it: a bundled name, a folder, or a hub id."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+
+from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelNotFound, short
+
+__all__ = ["BUNDLED", "locate"]
+
+BUNDLED = ("tiny-chat",)
+"""Models inside the package, under `asyncllm/assets`."""
+
+ASSETS = Path(__file__).resolve().parent / "assets"
+
+# What the engine reads, at the top of the repository: no pickles, no code, and no second copy of the weights in
+# another naming (consolidated.safetensors, original/, onnx/).
+ALLOW_PATTERNS = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
+IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
+logger = logging.getLogger(__name__)
+
+
+def locate(
+    model: str | os.PathLike[str], *, revision: str | None = None, download_dir: str | Path | None = None
+) -> Path:
+    """The folder of `model`, downloaded from the hub if need be. Blocks on disk and network.
+
+    Tried in this order: a bundled name ("tiny-chat"); an existing folder; a hub id "owner/name". What is written like a
+    path, or begins with a folder that exists here, is never looked up on the hub.
+
+    Args:
+        model: name, folder or hub id.
+        revision: branch, tag or commit of a hub model.
+        download_dir: where downloads are kept; None is the hub's own cache.
+
+    Raises:
+        InvalidParameter: `model` or `revision` is empty, or `revision` is given for a model that is not from the hub.
+        ModelNotFound: nothing goes by this name, or the hub cannot be reached and has no copy here.
+        InvalidCheckpoint: the folder has no config.json.
+    """
+    name = os.fspath(model)
+    if not isinstance(name, str) or not name.strip() or "\0" in name:
+        raise InvalidParameter(
+            f"model is {short(name)}, which names nothing. Give a bundled name ({', '.join(BUNDLED)}), a folder or a "
+            f"hub id such as 'owner/name'.",
+            "model_path",
+        )
+    if revision is not None and not revision.strip():
+        raise InvalidParameter(f"revision is {revision!r}. Give a branch, tag or commit, or leave it out.", "revision")
+    if name in BUNDLED:
+        _refuse_revision(name, revision, "is bundled with the package")
+        if not (ASSETS / name).is_dir():
+            raise ModelNotFound(f"The bundled model {name!r} is not at {ASSETS / name}. Install asyncllm again.")
+        return _checked(ASSETS / name)
+    try:
+        folder = Path(name).expanduser()
+        is_folder, is_other = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError) as error:
+        raise ModelNotFound(f"{short(name)} cannot be looked up ({error}). Check the spelling.") from error
+    if is_folder:
+        _refuse_revision(name, revision, "is a folder here")
+        return _checked(folder)
+    if is_other:
+        raise ModelNotFound(f"{short(name)} is a file. Give the folder that holds it, with config.json beside it.")
+    if not _HUB_ID.fullmatch(name) or ".." in name or Path(name).parent.is_dir():
+        raise ModelNotFound(
+            f"{short(name)} was tried as a bundled name ({', '.join(BUNDLED)}) and as a folder ({short(str(folder))}), "
+            f"and is neither. It was not looked up on the hub, because it is a path or not of the form 'owner/name'. "
+            f"Check the spelling, or download the model first."
+        )
+    return _checked(_download(name, revision, download_dir))
+
+
+def _refuse_revision(name: str, revision: str | None, why: str) -> None:
+    if revision is not None:
+        raise InvalidParameter(
+            f"revision is {revision!r}, but {short(name)} {why} and has no revisions. Leave revision out.", "revision"
+        )
+
+
+def _checked(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise InvalidCheckpoint(
+            f"{folder} has no config.json, which says what the weights are. Give the folder of a whole model."
+        )
+    return folder
+
+
+def _download(name: str, revision: str | None, download_dir: str | Path | None) -> Path:
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError as error:
+        raise ModelNotFound(
+            f"{name!r} is not a folder here, and downloading it from the hub needs the package huggingface_hub. "
+            f"`pip install huggingface_hub`, or give a folder."
+        ) from error
+    try:
+        path = snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=list(ALLOW_PATTERNS),
+            ignore_patterns=list(IGNORE_PATTERNS),
+        )
+    except Exception as error:
+        # The hub client leaks the exceptions of its HTTP library, which differs between its versions.
+        advice = "Check the network, or download it elsewhere and give the folder."
+        match error:
+            case errors.GatedRepoError():
+                advice = "The model is gated: accept its terms on its hub page and log in with `hf auth login`."
+            case errors.RepositoryNotFoundError():
+                advice = "The hub has no such model, or it is private: check the spelling, or log in."
+            case errors.RevisionNotFoundError():
+                advice = "The model is there, but this revision is not: check the branch, tag or commit."
+        where = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"
+        reason = str(error).strip().splitlines()
+        raise ModelNotFound(
+            f"{where} is not a folder here, and could not be had from the hub or its cache "
+            f"({type(error).__name__}{': ' + reason[0][:200] if reason else ''}). {advice}"
+        ) from error
+    logger.info("%s is %s", name, path)
+    return Path(path)

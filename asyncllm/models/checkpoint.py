@@ -1,0 +1,295 @@
+"""Checkpoint: the safetensors files of a model folder, validated before a byte of any tensor is used.
+
+The format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data that
+the offsets count from (https://huggingface.co/docs/safetensors). Sharded checkpoints add `model.safetensors.index.json`
+with {"weight_map": {tensor name: file name}}. Nothing here opens a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from asyncllm.errors import InvalidCheckpoint, ModelNotFound, short
+
+__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "Checkpoint", "TensorEntry", "read_header"]
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+MAX_HEADER_BYTES = 100_000_000
+"""The cap of the safetensors library itself; the headers of real shards are below 5 MB."""
+
+MAX_DIMENSION = 2**63 - 1
+MAX_DIMENSIONS = 64
+"""What torch allows in one tensor."""
+
+DTYPE_BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+
+FOREIGN_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies. `start` and `end` are bytes from the end of the header; `dtype` is the format's name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    end: int
+
+
+class Checkpoint:
+    """The tensors of a model folder: one `model.safetensors`, or the shards of `model.safetensors.index.json`.
+
+    When a folder has both, the single file is read, as the hub's own readers do. Files are open only inside `read`.
+    """
+
+    def __init__(self, folder: Path, entries: Iterable[TensorEntry]) -> None:
+        self.folder = folder
+        self.tensors: Mapping[str, TensorEntry] = MappingProxyType({entry.name: entry for entry in entries})
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Validate every header in `folder` and list its tensors.
+
+        Raises:
+            ModelNotFound: `folder` is not a folder.
+            InvalidCheckpoint: no safetensors weights, or a file that is missing, truncated or inconsistent.
+        """
+        if not folder.is_dir():
+            raise ModelNotFound(f"{folder} is not a folder. Give the folder that holds config.json and the weights.")
+        # A link without its target, as an interrupted download leaves, must be named and not passed over.
+        if os.path.lexists(folder / WEIGHTS_NAME):
+            return cls(folder, read_header(folder / WEIGHTS_NAME).values())
+        if os.path.lexists(folder / INDEX_NAME):
+            return cls(folder, _read_shards(folder))
+        _refuse_folder(folder)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, without headers."""
+        return sum(entry.end - entry.start for entry in self.tensors.values())
+
+    def read(self, names: Iterable[str] | None = None) -> Generator[tuple[str, Tensor], None, None]:
+        """Yield (name, CPU tensor) file by file, in the order of the data, for `names` or for all tensors.
+
+        A tensor is a view of the memory-mapped file: copy what must outlive its file, and never write to it.
+
+        Raises:
+            InvalidCheckpoint: a file has vanished or changed since it was validated.
+        """
+        entries = self.tensors.values() if names is None else [self.tensors[name] for name in names]
+        by_file: dict[Path, list[TensorEntry]] = {}
+        for entry in entries:
+            by_file.setdefault(entry.file, []).append(entry)
+        for file, wanted in by_file.items():
+            wanted.sort(key=lambda entry: entry.start)
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    for entry in wanted:
+                        yield entry.name, opened.get_tensor(entry.name)
+            except (OSError, SafetensorError) as error:
+                raise InvalidCheckpoint(
+                    f"{file} could not be read ({error}), although its header was valid. "
+                    f"Check that nothing rewrites the folder while it is loaded."
+                ) from error
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """Validate the header of one safetensors file and return its tensors by name.
+
+    Checked: header length against the file size, JSON without duplicate keys, known dtypes, sane shapes, and data that
+    the tensors cover exactly once, from first byte to last.
+
+    Raises InvalidCheckpoint.
+    """
+    try:
+        size = file.stat().st_size
+        if not file.is_file():
+            _refuse(file, "cannot be read: it is not a file")
+        with file.open("rb") as opened:
+            prefix = opened.read(8)
+            length = int.from_bytes(prefix, "little")
+            if prefix.startswith(b"version "):
+                _refuse(file, "is a Git LFS pointer and not the weights", "Run `git lfs pull` in its folder.")
+            if len(prefix) < 8:
+                _refuse(file, f"has {size} bytes, and a safetensors file begins with an 8-byte header length")
+            if length > size - 8:
+                _refuse(file, f"is truncated: the header takes {length} bytes, and {size - 8} follow its length")
+            if length > MAX_HEADER_BYTES:
+                _refuse(file, f"has a header of {length} bytes, and the format allows {MAX_HEADER_BYTES}")
+            text = opened.read(length)
+    except OSError as error:
+        raise InvalidCheckpoint(
+            f"{file} cannot be read: {error.strerror or error}. Check its permissions and the disk."
+        ) from error
+    header = _parse_json(file, text, "header")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        _refuse(file, "has a __metadata__ that is not a mapping of strings")
+    entries = {name: _parse_entry(file, name, fields) for name, fields in header.items()}
+    _check_layout(file, entries, data_size=size - 8 - length)
+    return entries
+
+
+def _refuse(file: Path, what: str, instead: str = "Download the file again.") -> NoReturn:
+    raise InvalidCheckpoint(f"{file} {what}. {instead}")
+
+
+def _parse_json(file: Path, text: bytes, what: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        mapping = dict(pairs)
+        if len(mapping) < len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            _refuse(file, f"names {short(twice)} twice in its {what}")
+        return mapping
+
+    def constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidCheckpoint(f"{file}: the {what} is not JSON ({error}). Download the file again.") from None
+    if not isinstance(parsed, dict):
+        _refuse(file, f"has a {what} that is a JSON {type(parsed).__name__} instead of an object")
+    return parsed
+
+
+def _parse_entry(file: Path, name: str, fields: Any) -> TensorEntry:
+    where = f"declares tensor {short(name)}"
+    if not name:
+        _refuse(file, f"{where} without a name")
+    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
+        _refuse(file, f"{where} without exactly the fields dtype, shape and data_offsets")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
+    if bits is None:
+        _refuse(file, f"{where} with the unknown dtype {short(dtype)}")
+    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= MAX_DIMENSION for size in shape):
+        _refuse(file, f"{where} with shape {short(shape)}, which is not a list of sizes between 0 and 2^63 - 1")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(offset) is int for offset in offsets):
+        _refuse(file, f"{where} with data_offsets {short(offsets)}, which are not two integers")
+    if len(shape) > MAX_DIMENSIONS:
+        _refuse(file, f"{where} with {len(shape)} dimensions, and {MAX_DIMENSIONS} are the most there can be")
+    start, end = offsets
+    if not 0 <= start <= end:
+        _refuse(file, f"{where} with data_offsets {short(offsets)}, which do not run forward from 0")
+    needed = math.prod(shape) * bits
+    if needed != (end - start) * 8:
+        _refuse(
+            file,
+            f"{where} as {dtype} {short(shape)}, which takes {short(needed / 8 if needed % 8 else needed // 8)} bytes, "
+            f"but gives it {short(end - start)} bytes",
+        )
+    return TensorEntry(name, dtype, tuple(shape), file, start, end)
+
+
+def _check_layout(file: Path, entries: Mapping[str, TensorEntry], data_size: int) -> None:
+    previous: TensorEntry | None = None
+    position = 0
+    for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.end)):
+        if entry.end > data_size:
+            _refuse(
+                file,
+                f"is truncated: tensor {short(entry.name)} ends at byte {short(entry.end)} of the data, "
+                f"and there are {data_size}",
+            )
+        if entry.start < position and previous is not None:
+            _refuse(file, f"declares tensors {short(previous.name)} and {short(entry.name)} on overlapping bytes")
+        if entry.start > position:
+            _refuse(file, f"has {entry.start - position} bytes before tensor {short(entry.name)} that no tensor owns")
+        previous, position = entry, entry.end
+    if position < data_size:
+        _refuse(file, f"has {data_size - position} bytes after its last tensor that no tensor owns")
+
+
+def _read_shards(folder: Path) -> list[TensorEntry]:
+    index = folder / INDEX_NAME
+    try:
+        size = index.stat().st_size
+        if not index.is_file():
+            _refuse(index, "cannot be read: it is not a file")
+        if size > MAX_HEADER_BYTES:
+            _refuse(index, f"is larger than {MAX_HEADER_BYTES} bytes")
+        text = index.read_bytes()
+    except OSError as error:
+        raise InvalidCheckpoint(f"{index} cannot be read: {error.strerror or error}. Check its permissions.") from error
+    weight_map = _parse_json(index, text, "index").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        _refuse(index, "has no weight_map of tensor names to file names")
+    shards: dict[str, dict[str, TensorEntry]] = {}
+    for name, shard in weight_map.items():
+        # A shard is a plain name: an index from the hub must not reach files outside its folder.
+        if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard or "\0" in shard:
+            _refuse(index, f"puts tensor {short(name)} in {short(shard)}, which is not the name of a file beside it")
+        if not shard.endswith(".safetensors"):
+            _refuse(index, f"puts tensor {short(name)} in {short(shard)}, which is not a .safetensors file")
+        if shard not in shards:
+            if not (folder / shard).is_file():
+                _refuse(
+                    index,
+                    f"puts tensor {short(name)} in {short(shard)}, and that file is missing",
+                    f"Download {short(shard)} into {folder}.",
+                )
+            shards[shard] = read_header(folder / shard)
+    entries: dict[str, TensorEntry] = {}
+    for shard, tensors in shards.items():
+        for name, entry in tensors.items():
+            if name in entries:
+                _refuse(entry.file, f"holds tensor {short(name)}, which {entries[name].file.name} holds too")
+            if weight_map.get(name) != shard:
+                _refuse(
+                    entry.file,
+                    f"holds tensor {short(name)}, which {INDEX_NAME} puts in {short(weight_map.get(name))}",
+                    "Download the index and the shards again, from the same revision.",
+                )
+            entries[name] = entry
+    for name, shard in weight_map.items():
+        if name not in entries:
+            _refuse(
+                index,
+                f"puts tensor {short(name)} in {short(shard)}, which does not hold it",
+                "Download the index and the shards again, from the same revision.",
+            )
+    return list(entries.values())
+
+
+def _refuse_folder(folder: Path) -> NoReturn:
+    names = sorted(path.name for path in folder.iterdir())
+    foreign = [name for name in names if name.endswith(FOREIGN_SUFFIXES) and name != "training_args.bin"]
+    loose = [name for name in names if name.endswith(".safetensors")]
+    if loose:
+        raise InvalidCheckpoint(
+            f"{folder} holds {', '.join(loose[:5])} but neither {WEIGHTS_NAME} nor {INDEX_NAME}, which says what the "
+            f"files are. Download the index, or rename a single file to {WEIGHTS_NAME}."
+        )
+    if foreign:
+        raise InvalidCheckpoint(
+            f"{folder} holds its weights as {', '.join(foreign[:5])}, and only safetensors files are loaded, because "
+            f"they cannot run code. Turn .bin files into safetensors with `asyncllm convert {folder}`."
+        )
+    raise InvalidCheckpoint(
+        f"{folder} holds no weights: neither {WEIGHTS_NAME} nor {INDEX_NAME}. Download the model's safetensors files; "
+        f"a model that comes only as .bin files is turned into safetensors with `asyncllm convert FOLDER`."
+    )

@@ -1,0 +1,235 @@
+"""From PyTorch pickles to safetensors, without running what a pickle asks to run.
+
+`torch.load(weights_only=True)` is the only reader of pickles in the package, and only this file calls it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelError, ModelNotFound, short
+from asyncllm.models.checkpoint import INDEX_NAME, WEIGHTS_NAME, Checkpoint
+
+__all__ = ["ConvertReport", "convert"]
+
+PICKLE_NAME = "pytorch_model.bin"
+PICKLE_INDEX_NAME = "pytorch_model.bin.index.json"
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
+
+HEAD_NAMES = ("lm_head.weight", "output.weight", "output_layer.weight", "embed_out.weight")
+"""How the names of output heads end, which a checkpoint with tied embeddings need not store."""
+
+WRITABLE_DTYPES = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """What `convert` wrote."""
+
+    destination: Path
+    files: tuple[str, ...]
+    """The weight files, in order."""
+    num_tensors: int
+    num_bytes: int
+    """Bytes of all tensors."""
+    dropped: tuple[str, ...]
+    """Tied copies of the embedding that were left out."""
+
+
+def convert(source: Path, destination: Path | None = None, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> ConvertReport:
+    """Write the model folder `source`, whose weights are `.bin` files, as a model folder with safetensors.
+
+    Tensor names, dtypes and values stay as they are. `destination` appears whole or not at all: it is written beside
+    its final place and renamed. Configuration, tokenizer and template files are copied; code is not.
+
+    Args:
+        source: folder with config.json and `pytorch_model.bin`, or shards with `pytorch_model.bin.index.json`.
+        destination: a folder that does not exist, or is empty; None is `source` with "-safetensors" appended.
+        max_shard_bytes: most bytes of tensors in a file; a larger tensor gets a file of its own.
+
+    Raises:
+        ModelNotFound: `source` is not a folder.
+        InvalidParameter: `destination` is taken, or `max_shard_bytes` is not positive.
+        InvalidCheckpoint: no config.json, no `.bin` weights, a file that is damaged or holds more than plain tensors.
+        ModelError: `destination` cannot be written, or the disk has no room.
+    """
+    source = Path(source)
+    if not source.is_dir():
+        raise ModelNotFound(f"{source} is not a folder. Give the folder that holds config.json and the .bin files.")
+    if max_shard_bytes <= 0:
+        raise InvalidParameter(f"max_shard_bytes is {max_shard_bytes}, and must be positive.", "max_shard_bytes")
+    tied = _read_json(source / "config.json").get("tie_word_embeddings") is True
+    pickles = _pickles(source)
+    if destination is None:
+        destination = Path(os.path.abspath(source) + "-safetensors")
+    destination = Path(os.path.abspath(destination))
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise InvalidParameter(
+            f"{destination} exists already and would be overwritten. Give another destination, or remove it.",
+            "destination",
+        )
+    partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ModelError(f"{destination} cannot be written ({error}). Give another destination.") from error
+    try:
+        needed, free = sum(file.stat().st_size for file in pickles), shutil.disk_usage(partial).free
+        if needed > free:
+            raise ModelError(f"{destination.parent} has {free} bytes free, and the copy takes {needed}. Make room.")
+        dropped = _write_shards(_tensors(pickles, tied), partial, max_shard_bytes)
+        for pattern in COPIED:
+            for file in source.glob(pattern):
+                if file.is_file() and not file.name.endswith(".index.json"):
+                    shutil.copyfile(file, partial / file.name)
+        written = Checkpoint.open(partial)
+        partial.rename(destination)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise ModelError(f"{destination} could not be written ({error}). The partial copy is removed.") from error
+        raise
+    files = tuple(sorted({entry.file.name for entry in written.tensors.values()}))
+    return ConvertReport(destination, files, len(written.tensors), written.num_bytes, dropped)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        raise InvalidCheckpoint(f"{file.parent} has no {file.name}. Give the folder of a whole model.") from None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidCheckpoint(f"{file} is not a JSON object ({error}). Download the file again.") from error
+
+
+def _pickles(source: Path) -> list[Path]:
+    """The files to read, in the order of the index."""
+    if (source / WEIGHTS_NAME).exists() or (source / INDEX_NAME).exists():
+        raise InvalidCheckpoint(f"{source} holds safetensors already. It can be loaded as it is.")
+    if (source / PICKLE_NAME).is_file():
+        return [source / PICKLE_NAME]
+    index = source / PICKLE_INDEX_NAME
+    if not index.exists():
+        raise InvalidCheckpoint(
+            f"{source} holds neither {PICKLE_NAME} nor {PICKLE_INDEX_NAME}. Only PyTorch .bin weights in the hub's "
+            f"layout can be converted."
+        )
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InvalidCheckpoint(f"{index} has no weight_map of tensor names to file names. Download the file again.")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard or "\0" in shard:
+            raise InvalidCheckpoint(
+                f"{index} puts tensor {short(name)} in {short(shard)}, which is not the name of a file beside it."
+            )
+        if not (source / shard).is_file():
+            raise InvalidCheckpoint(
+                f"{index} puts tensor {short(name)} in {short(shard)}, and that file is missing. Download it."
+            )
+    return [source / shard for shard in dict.fromkeys(weight_map.values())]
+
+
+def _tensors(pickles: list[Path], tied: bool) -> Iterator[tuple[str, Tensor | None]]:
+    """Every (name, tensor), one pickle at a time; None in place of a head that repeats the tied embedding."""
+    seen: dict[str, Path] = {}
+    for file in pickles:
+        state = _load(file)
+        groups: dict[tuple[Any, ...], int] = {}
+        for tensor in state.values():
+            groups[_identity(tensor)] = groups.get(_identity(tensor), 0) + 1
+        for name, tensor in state.items():
+            if name in seen:
+                raise InvalidCheckpoint(f"{file} holds tensor {short(name)}, which {seen[name].name} holds too.")
+            seen[name] = file
+            yield name, None if tied and name.endswith(HEAD_NAMES) and groups[_identity(tensor)] > 1 else tensor
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    try:
+        # Only the zip layout can be memory-mapped; the one before torch 1.6 is read whole.
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file) or None)
+    except Exception as error:
+        # A damaged or hostile pickle can raise anything; weights_only calls nothing but the constructors of tensors.
+        reason = str(error).strip().splitlines() or [""]
+        raise InvalidCheckpoint(
+            f"{file} was refused ({type(error).__name__}: {reason[0][:200]}): it is damaged, or it is a pickle that "
+            f"needs code to run. Download it again, or have its author publish safetensors."
+        ) from error
+    if not isinstance(state, dict):
+        raise InvalidCheckpoint(f"{file} holds a {type(state).__name__} instead of a mapping of names to tensors.")
+    if not state:
+        raise InvalidCheckpoint(f"{file} holds no tensor. Download the file again.")
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not name:
+            raise InvalidCheckpoint(f"{file} names a tensor {short(name)}, which is not a text.")
+        plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
+        if not plain or tensor.is_quantized or tensor.dtype not in WRITABLE_DTYPES:
+            raise InvalidCheckpoint(f"{file}: {short(name)} is not a plain tensor. Only plain tensors can be written.")
+    return dict(state)
+
+
+def _write_shards(tensors: Iterator[tuple[str, Tensor | None]], folder: Path, max_shard_bytes: int) -> tuple[str, ...]:
+    """Write the tensors in order, in files of at most `max_shard_bytes`, and an index if there are several."""
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    pending_bytes = total_bytes = 0
+    dropped: list[str] = []
+
+    def flush() -> None:
+        save_file(pending, folder / f"{len(shards)}.shard", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    storages: set[int] = set()
+    for name, tensor in tensors:
+        if tensor is None:
+            dropped.append(name)
+            continue
+        if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
+            flush()
+            storages.clear()
+            pending_bytes = 0
+        # The format stores each tensor on its own, so views of one storage are written as copies.
+        tensor = tensor.detach()
+        storage = tensor.untyped_storage().data_ptr()
+        shared = storage in storages
+        storages.add(storage)
+        pending[name] = tensor.clone(memory_format=torch.contiguous_format) if shared else tensor.contiguous()
+        pending_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    flush()
+    if len(shards) == 1:
+        (folder / "0.shard").rename(folder / WEIGHTS_NAME)
+        return tuple(dropped)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        (folder / f"{number}.shard").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / INDEX_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(index)))
+    return tuple(dropped)

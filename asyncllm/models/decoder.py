@@ -1,0 +1,97 @@
+"""DecoderLM: embedding, blocks, final norm, output embedding. Families say what the blocks are."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm.kernels import PagedKV
+from asyncllm.layers.block import Block
+from asyncllm.layers.embedding import Embedding, OutputEmbedding, TiedOutputEmbedding
+from asyncllm.layers.norm import RMSNorm
+from asyncllm.layers.rotary import RotaryEmbedding
+from asyncllm.layers.step_inputs import StepInputs
+from asyncllm.models.config import HFConfig, ModelConfig
+from asyncllm.models.weights import WeightMap
+
+__all__ = ["DecoderLM"]
+
+
+class DecoderLM(nn.Module):
+    """A decoder-only language model over a paged cache.
+
+    Built on the meta device, then `allocate`d, then filled by `models.weights.load`; `registry.open_model` does all three.
+    """
+
+    weights: ClassVar[WeightMap]
+    """Checkpoint modules -> ours."""
+    tied_head: ClassVar[str] = "lm_head.weight"
+    """The checkpoint's tensor that a tied model has no use for."""
+    tiny: ClassVar[dict[str, Any]]
+    """Entries of a config.json with every feature of the family switched on, small enough for tests."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = self.embedding()
+        self.layers = nn.ModuleList(self.block(layer) for layer in range(config.num_layers))
+        self.norm = self.final_norm()
+        self.head = self.output()
+        self.rotary: RotaryEmbedding
+
+    @staticmethod
+    @abstractmethod
+    def configure(hf: HFConfig, architecture: str) -> ModelConfig:
+        """Read config.json. Raises InvalidCheckpoint and UnsupportedModel."""
+
+    @abstractmethod
+    def block(self, layer: int) -> Block:
+        """The block of layer `layer`, counted from 0."""
+
+    def embedding(self) -> Embedding:
+        return Embedding(self.config.vocab_size, self.config.hidden_size)
+
+    def final_norm(self) -> RMSNorm:
+        return RMSNorm(self.config.hidden_size, self.config.rms_eps)
+
+    def output(self, softcap: float | None = None) -> nn.Module:
+        if self.config.tied:
+            return TiedOutputEmbedding(self.embed, softcap=softcap)
+        return OutputEmbedding(self.config.hidden_size, self.config.vocab_size, softcap=softcap)
+
+    @property
+    def weight_map(self) -> WeightMap:
+        """This model's table: a tied head needs no tensor, and ignores the copy that some checkpoints carry."""
+        return self.weights.ignoring(self.tied_head) if self.config.tied else self.weights
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Replace the parameters by uninitialised ones of `dtype` on `device`; a layer may ask for a dtype of its own."""
+        for module in self.modules():
+            own = getattr(module, "parameter_dtype", dtype)
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                empty = torch.empty(parameter.shape, dtype=own, device=device)
+                setattr(module, name, nn.Parameter(empty, requires_grad=False))
+        self.rotary = RotaryEmbedding(self.config.rope, device)
+
+    def forward(self, inputs: StepInputs, caches: Sequence[PagedKV]) -> Tensor:
+        """One step: writes the T tokens' keys and values into the caches, one per layer.
+
+        -> hidden states after the final norm [T, hidden].
+        """
+        cos_sin = self.rotary(inputs.positions, inputs.rope_lens)
+        residual: Tensor = self.embed(inputs.input_ids)
+        branch: Tensor | None = None
+        for block, cache in zip(self.layers, caches, strict=True):
+            branch, residual = block(branch, residual, cos_sin, inputs, cache)
+        if branch is None:
+            raise ValueError("a decoder needs at least one layer")
+        return self.norm.add(branch, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] of `forward` -> float32 logits [R, vocab], after the family's final softcap."""
+        logits: Tensor = self.head(hidden)
+        return logits

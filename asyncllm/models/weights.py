@@ -1,0 +1,308 @@
+"""From checkpoint tensors to our modules: the weight-name table of a family, and loading by it.
+
+A row maps a checkpoint *module* to one of ours: "model.layers.{i}.self_attn.q_proj" -> "layers.{i}.attn.qkv[q]". What
+follows the module in a tensor's name ("weight", "bias", later "qweight" or "lora_A.weight") is the suffix, and belongs
+to the module that receives it. Brackets name the part of a fused parameter:
+
+    layers.{i}.attn.qkv[q]                   part q
+    layers.{i}.mlp.experts.gate_up[up,{e}]   part up of expert e
+    layers.{i}.mlp.experts.down[{e}]         expert e
+    layers.{i}.attn.qkv[q+k+v]               one tensor holds q, k and v one after the other along axis 0
+    layers.{i}.attn.qkv[q+k+v:grouped]       one tensor holds, per KV head, its query heads, then k, then v
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm.errors import InvalidCheckpoint, UnsupportedModel, short
+from asyncllm.models.checkpoint import Checkpoint, TensorEntry
+
+__all__ = ["PartKey", "Target", "WeightMap", "WeightOwner", "load"]
+
+PartKey = tuple[str, str | None, int | None]
+"""(suffix, part, index): ("weight", "q", None), ("weight", "up", 3), ("bias", None, None)."""
+
+FLOAT_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
+
+_Tree = dict[str | None, Any]
+
+_PLACEHOLDER = re.compile(r"\{([a-z]\w*)\}")
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
+_TARGET = re.compile(
+    r"(?P<module>[^\[\]]+)"
+    r"(?:\[(?:(?P<parts>\w+(?:\+\w+)*)(?::(?P<layout>\w+))?(?:,\{(?P<index>\w+)\})?|\{(?P<alone>\w+)\})\])?"
+)
+
+
+@runtime_checkable
+class WeightOwner(Protocol):
+    """What a module that owns parameters offers to the loader."""
+
+    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
+        """Every part that must be filled, with its shape in the checkpoint (whole, before any sharding)."""
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        """Copy a tensor of the declared shape into the parameter, converting to its dtype and device.
+
+        `tensor` is a read-only view of a file that is closed afterwards.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a checkpoint tensor goes: `keys` are the parts of module `module` that it fills, in order along axis 0."""
+
+    module: str
+    keys: tuple[PartKey, ...]
+    layout: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A parsed row: `module` still holds its placeholders; `index` names the placeholder that is the part's index."""
+
+    module: str
+    parts: tuple[str | None, ...]
+    layout: str | None
+    index: str | None
+
+    @staticmethod
+    def parse(pattern: str, target: str) -> _Row:
+        match = _TARGET.fullmatch(target)
+        if match is None:
+            raise ValueError(f"weight table: {target!r} is not of the form module[part,{{index}}]")
+        unbound = set(_PLACEHOLDER.findall(target)) - set(_PLACEHOLDER.findall(pattern))
+        if unbound:
+            raise ValueError(f"weight table: {target!r} uses {sorted(unbound)}, which {pattern!r} does not bind")
+        parts, layout, index = match["parts"], match["layout"], match["index"] or match["alone"]
+        if layout is not None and layout not in _LAYOUTS:
+            raise ValueError(f"weight table: {target!r} asks for the unknown layout {layout!r}")
+        names: tuple[str | None, ...] = (None,) if parts is None else tuple(parts.split("+"))
+        return _Row(match["module"], names, layout or ("flat" if len(names) > 1 else None), index)
+
+
+class WeightMap:
+    """The weight-name table of a family. Immutable.
+
+    `rows` maps patterns of checkpoint module names to targets of our model. `ignored` are patterns of whole tensor
+    names that the model does not need, and win over rows. A placeholder such as {i} stands for one decimal number.
+
+    Raises ValueError for a malformed table, which is a mistake in a family file.
+    """
+
+    __slots__ = ("_ignored", "_names", "_rows", "_tree")
+
+    def __init__(self, rows: Mapping[str, str], *, ignored: Iterable[str] = ()) -> None:
+        self._rows = MappingProxyType(dict(rows))
+        self._ignored = tuple(dict.fromkeys(ignored))
+        self._tree = _tree((pattern, _Row.parse(pattern, target)) for pattern, target in self._rows.items())
+        self._names = _tree((pattern, True) for pattern in self._ignored)
+
+    @property
+    def rows(self) -> Mapping[str, str]:
+        """Checkpoint module pattern -> target, as written."""
+        return self._rows
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Patterns of tensor names that are skipped."""
+        return self._ignored
+
+    def replaced(self, rows: Mapping[str, str]) -> WeightMap:
+        """This table with `rows` added; a row whose pattern is already there takes its place."""
+        return WeightMap({**self._rows, **rows}, ignored=self._ignored)
+
+    def without(self, *patterns: str) -> WeightMap:
+        """This table less the rows of these patterns. Raises KeyError for a pattern that is not there."""
+        rows = dict(self._rows)
+        for pattern in patterns:
+            del rows[pattern]
+        return WeightMap(rows, ignored=self._ignored)
+
+    def ignoring(self, *patterns: str) -> WeightMap:
+        """This table with more ignored tensor names: a tied head adds "lm_head.weight"."""
+        return WeightMap(self._rows, ignored=(*self._ignored, *patterns))
+
+    def resolve(self, name: str) -> Target | None:
+        """Where tensor `name` goes, or None if it is ignored. The longest matching row wins.
+
+        Raises InvalidCheckpoint when no row matches.
+        """
+        segments = name.split(".")
+        if any(depth == len(segments) for depth, _, _ in _walk(self._names, segments)):
+            return None
+        found = [match for match in _walk(self._tree, segments) if match[0] < len(segments) and all(segments)]
+        if not found:
+            raise InvalidCheckpoint(
+                f"Tensor {short(name)} matches no row of the model's weight table. Check that config.json belongs to "
+                f"these weights, and that the model is not quantized or an adapter."
+            )
+        depth, row, numbers = max(found, key=lambda match: match[0])
+        suffix = ".".join(segments[depth:])
+        module = _PLACEHOLDER.sub(lambda match: str(numbers[match[1]]), row.module)
+        index = None if row.index is None else numbers[row.index]
+        return Target(module, tuple((suffix, part, index) for part in row.parts), row.layout)
+
+
+@torch.no_grad()
+def load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> None:
+    """Fill every parameter of `model` from `checkpoint`.
+
+    Everything is checked against the headers before the first byte of data is read: a model is filled whole or the
+    call raises. Values are converted to each parameter's dtype and device.
+
+    Raises:
+        InvalidCheckpoint: a tensor that no row or parameter takes, that fills a part twice or has the wrong shape, or
+            parts that no tensor fills.
+        UnsupportedModel: a tensor of integers or of a float below 16 bits, which means quantized weights.
+        TypeError: a module of `model` owns parameters and is not a WeightOwner.
+        ValueError: a parameter of `model` is on the meta device, where nothing can be filled.
+    """
+    owners = _owners(model)
+    expected = {(path, key): shape for path, owner in owners.items() for key, shape in owner.expected_parts().items()}
+    filled: dict[tuple[str, PartKey], str] = {}
+    plan: dict[str, Target] = {}
+    for entry in checkpoint.tensors.values():
+        target = _resolve(table, entry)
+        if target is None:
+            continue
+        _check(entry, target, expected)
+        for key in target.keys:
+            other = filled.setdefault((target.module, key), entry.name)
+            if other != entry.name:
+                raise InvalidCheckpoint(
+                    f"{entry.file}: tensors {short(other)} and {short(entry.name)} both fill "
+                    f"{_describe(target.module, key)}. Remove one of them from the checkpoint."
+                )
+        plan[entry.name] = target
+    missing = [_describe(path, key) for path, key in expected if (path, key) not in filled]
+    if missing:
+        raise InvalidCheckpoint(
+            f"{checkpoint.folder}: no tensor fills {len(missing)} of the model's {len(expected)} parameters: "
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Check that config.json belongs to these "
+            f"weights and that no shard is missing."
+        )
+    with closing(checkpoint.read(plan)) as tensors:
+        for name, tensor in tensors:
+            target = plan[name]
+            owner = owners[target.module]
+            pieces = [tensor]
+            if target.layout is not None:
+                sizes = [expected[target.module, key][0] for key in target.keys]
+                pieces = _LAYOUTS[target.layout](tensor, sizes, owner)
+            for (suffix, part, index), piece in zip(target.keys, pieces, strict=True):
+                owner.load_part(suffix, part, index, piece)
+
+
+def _owners(model: nn.Module) -> dict[str, WeightOwner]:
+    owners: dict[str, WeightOwner] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device; call to_empty() before load()")
+    for path, module in model.named_modules():
+        if isinstance(module, WeightOwner):
+            owners[path] = module
+        elif next(module.parameters(recurse=False), None) is not None:
+            raise TypeError(f"{path or 'the model'} owns parameters and lacks expected_parts() and load_part()")
+    return owners
+
+
+def _resolve(table: WeightMap, entry: TensorEntry) -> Target | None:
+    try:
+        return table.resolve(entry.name)
+    except InvalidCheckpoint as error:
+        raise InvalidCheckpoint(f"{entry.file}: {error}") from None
+
+
+def _check(entry: TensorEntry, target: Target, expected: Mapping[tuple[str, PartKey], tuple[int, ...]]) -> None:
+    """Refuse a tensor by its header: its dtype, its place and its shape."""
+    if entry.dtype not in FLOAT_DTYPES:
+        raise UnsupportedModel(
+            f"{entry.file}: tensor {short(entry.name)} is {entry.dtype}, and quantized weights are not implemented. "
+            f"Use the checkpoint in bfloat16, float16 or float32."
+        )
+    shapes = [expected.get((target.module, key)) for key in target.keys]
+    for key, shape in zip(target.keys, shapes, strict=True):
+        if shape is None:
+            raise InvalidCheckpoint(
+                f"{entry.file}: tensor {short(entry.name)} has no place in the model, which config.json builds without "
+                f"{_describe(target.module, key)}. Check that config.json belongs to these weights."
+            )
+    known = [shape for shape in shapes if shape is not None]
+    wanted = known[0] if len(known) == 1 else (sum(shape[0] for shape in known), *known[0][1:])
+    if entry.shape != wanted:
+        raise InvalidCheckpoint(
+            f"{entry.file}: tensor {short(entry.name)} has shape {short(list(entry.shape))}, and config.json asks for "
+            f"{list(wanted)}. Check that config.json belongs to these weights."
+        )
+
+
+def _describe(path: str, key: PartKey) -> str:
+    suffix, part, index = key
+    inner = ",".join(str(item) for item in (part, index) if item is not None)
+    return f"{path}.{suffix}[{inner}]" if inner else f"{path}.{suffix}"
+
+
+def _split_flat(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
+    """Parts that follow one another along axis 0."""
+    return list(torch.split(tensor, sizes))
+
+
+def _split_grouped(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
+    """q, k and v of a tensor that holds, per KV head, its query heads, its k and its v, `owner.head_dim` rows each.
+
+    InternLM2's wqkv and Falcon's query_key_value.
+    """
+    head_dim: int = owner.head_dim
+    num_kv_heads = sizes[1] // head_dim
+    groups = tensor.reshape(num_kv_heads, -1, head_dim, *tensor.shape[1:])
+    return [part.flatten(0, 2) for part in (groups[:, :-2], groups[:, -2:-1], groups[:, -1:])]
+
+
+_LAYOUTS = {"flat": _split_flat, "grouped": _split_grouped}
+
+
+def _tree(patterns: Iterable[tuple[str, Any]]) -> _Tree:
+    """Patterns as nested dicts by segment: None stands for a number, and "" holds (value, placeholder names)."""
+    root: _Tree = {}
+    for pattern, value in patterns:
+        node = root
+        names: list[str] = []
+        for segment in pattern.split("."):
+            key: str | None = segment
+            placeholder = _PLACEHOLDER.fullmatch(segment)
+            if not segment or (placeholder is None and "{" in segment):
+                raise ValueError(f"weight table: {pattern!r} is not a dotted name with {{i}} placeholders")
+            if placeholder is not None:
+                names.append(placeholder[1])
+                key = None
+            node = node.setdefault(key, {})
+        if "" in node or len(set(names)) < len(names):
+            raise ValueError(f"weight table: {pattern!r} is ambiguous")
+        node[""] = (value, tuple(names))
+    return root
+
+
+def _walk(tree: _Tree, segments: list[str]) -> list[tuple[int, Any, dict[str, int]]]:
+    """Every pattern that matches the first segments: (how many segments, its value, the placeholders' numbers)."""
+    found = []
+    states: list[tuple[_Tree, tuple[int, ...]]] = [(tree, ())]
+    for depth, segment in enumerate(segments, start=1):
+        following = [(node[segment], numbers) for node, numbers in states if segment and segment in node]
+        if _INDEX.fullmatch(segment):
+            following += [(node[None], (*numbers, int(segment))) for node, numbers in states if None in node]
+        for node, numbers in following:
+            if "" in node:
+                value, names = node[""]
+                found.append((depth, value, dict(zip(names, numbers, strict=True))))
+        states = following
+    return found

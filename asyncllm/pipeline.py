@@ -1,0 +1,371 @@
+"""pipeline(): the synchronous face, with LMDeploy's names. It adapts AsyncEngine and implements nothing of its own."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import warnings
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+import msgspec
+
+from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig
+from asyncllm.errors import InvalidParameter, UnsupportedFeature
+from asyncllm.types import Chunk, Message, Response
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from torch import Tensor
+
+    from asyncllm.engine.async_engine import AsyncEngine
+    from asyncllm.engine.session import Session
+    from asyncllm.engine.stats import EngineStats
+    from asyncllm.text.tokenizer import Tokenizer
+
+__all__ = ["ChatSession", "Pipeline", "pipeline"]
+
+T = TypeVar("T")
+Config = TypeVar("Config", EngineConfig, GenerationConfig)
+Prompts = str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]]
+GenConfigs = GenerationConfig | Sequence[GenerationConfig] | None
+
+LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
+
+SEED_ERA_OPTIONS = {
+    "request_output_len": "max_new_tokens",
+    **{
+        name: name
+        for name in ("top_k", "top_p", "temperature", "repetition_penalty", "ignore_eos", "random_seed", "stop_words")
+    },
+}
+"""Keywords of a call that older programs pass instead of a GenerationConfig -> its fields."""
+
+
+def pipeline(
+    model_path: str,
+    model_name: str | None = None,
+    backend_config: EngineConfig | None = None,
+    chat_template_config: ChatTemplateConfig | str | None = None,
+    log_level: str = "WARNING",
+    *,
+    backend: str | None = None,
+    tp: int | None = None,
+    instance_num: int | None = None,
+    **unknown: Any,
+) -> Pipeline:
+    """Load a model, and return what answers prompts with it.
+
+    `model_path` is a folder, the name of the bundled model, or a model id of the hub. `model_name` names a chat
+    template, as in LMDeploy; `chat_template_config` says more. `log_level` sets the logger "asyncllm".
+    `backend` ("pytorch" or "turbomind"), `tp` and `instance_num` (most sequences at once) are what older programs
+    pass; both back ends are this engine. Raises InvalidParameter, UnsupportedFeature, ModelError.
+    """
+    if unknown:
+        name = next(iter(unknown))
+        raise UnsupportedFeature(
+            f"pipeline() got {name}={unknown[name]!r}, which is not implemented. Settings of the engine go into "
+            f"backend_config, those of the template into chat_template_config.",
+            name,
+        )
+    if log_level not in LOG_LEVELS:
+        raise InvalidParameter(f"log_level must be one of {', '.join(LOG_LEVELS)} (given: {log_level!r}).", "log_level")
+    if backend not in (None, "pytorch", "turbomind"):
+        raise InvalidParameter(f"backend must be 'pytorch' or 'turbomind' (given: {backend!r}).", "backend")
+    if model_name is not None:
+        if chat_template_config is not None:
+            raise InvalidParameter(
+                "model_name and chat_template_config both choose the chat template. Pass only the latter.", "model_name"
+            )
+        chat_template_config = ChatTemplateConfig(model_name=model_name)
+    asked = {"tp": tp, "max_batch_size": instance_num}
+    given = {name: value for name, value in asked.items() if value is not None}
+    if given:
+        backend_config = _replace(backend_config or EngineConfig(), given)
+    logging.getLogger("asyncllm").setLevel(log_level)
+    return Pipeline(model_path, backend_config, chat_template_config)
+
+
+class Pipeline:
+    """A model that answers from synchronous code. Usable from several threads at once, also inside a running loop.
+
+    It owns one thread with an event loop, and the AsyncEngine in it. `close()` or `with` ends both; a forgotten close
+    gives a ResourceWarning and does not keep the interpreter from exiting.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        backend_config: EngineConfig | None = None,
+        chat_template_config: ChatTemplateConfig | str | None = None,
+        **parts: Any,
+    ) -> None:
+        """`parts` go to AsyncEngine as they are. Raises InvalidParameter, UnsupportedFeature, ModelError."""
+        from asyncllm.engine.async_engine import AsyncEngine
+        from asyncllm.loop_thread import LoopThread
+
+        self._closed = True  # until there is something to close
+        self._engine: AsyncEngine = AsyncEngine(model_path, backend_config, chat_template_config, **parts)
+        self._loop = LoopThread(f"asyncllm-pipeline-{self._engine.model_name}", self._engine.start, self._engine.close)
+        self._closed = False
+
+    def __call__(
+        self,
+        prompts: Prompts,
+        gen_config: GenConfigs = None,
+        do_preprocess: bool = True,
+        adapter_name: str | None = None,
+        use_tqdm: bool = False,
+        **options: Any,
+    ) -> Response | list[Response]:
+        """Answer one prompt (str or messages) with a Response, or a list of prompts with a list of them, in order.
+
+        `gen_config` is one for all prompts, or a list with one for each. `options` are fields of it that older
+        programs pass directly. Bad input raises before anything runs; a prompt that fails inside a step gives a
+        Response with finish_reason 'error', and the others go on.
+        """
+        config = _merge(gen_config, options)
+        done: queue.SimpleQueue[Response | None] = queue.SimpleQueue()
+        future = self._loop.submit(
+            self._engine.batch_infer(
+                prompts,
+                config,
+                do_preprocess=do_preprocess,
+                adapter_name=adapter_name,
+                on_response=done.put if use_tqdm else None,
+            )
+        )
+        if use_tqdm:
+            _show_progress(future, done, 1 if isinstance(prompts, str) else len(prompts))
+        return self._loop.wait(future)
+
+    def batch_infer(self, prompts: Prompts, gen_config: GenConfigs = None, **options: Any) -> Response | list[Response]:
+        """LMDeploy's name of calling the pipeline."""
+        return self(prompts, gen_config, **options)
+
+    def stream_infer(
+        self,
+        prompts: Prompts,
+        gen_config: GenConfigs = None,
+        do_preprocess: bool = True,
+        adapter_name: str | None = None,
+        **options: Any,
+    ) -> Iterator[Chunk]:
+        """The chunks of all answers as they come; `chunk.index` says to which prompt one belongs.
+
+        Leaving the loop early ends the answers. Bad input raises with the first chunk.
+        """
+        config = _merge(gen_config, options)
+        return self._stream(
+            lambda: self._engine.stream_infer(prompts, config, do_preprocess=do_preprocess, adapter_name=adapter_name)
+        )
+
+    def session(self) -> ChatSession:
+        """A new, empty conversation."""
+        return ChatSession(self, self._call(self._engine.session))
+
+    def chat(
+        self,
+        prompt: str | Sequence[Message],
+        session: ChatSession | None = None,
+        gen_config: GenerationConfig | None = None,
+        stream_response: bool = False,
+        do_preprocess: bool = True,
+        adapter_name: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """The next turn of a conversation, or the first of a new one.
+
+        Returns the ChatSession, whose `response` is the answer; with `stream_response`, an iterator of its Chunks.
+        """
+        found = session if session is not None else self.session()
+        if not isinstance(found, ChatSession):
+            raise InvalidParameter(f"session must come from session() or chat(), not {session!r}.", "session")
+        config: Any = _merge(gen_config, options)
+        chunks = self._stream(
+            lambda: self._engine.chat(
+                prompt, found.inner, config, do_preprocess=do_preprocess, adapter_name=adapter_name
+            )
+        )
+        if stream_response:
+            return chunks
+        for _ in chunks:
+            pass
+        return found
+
+    def prepare_inputs(self, prompts: Prompts, do_preprocess: bool = True) -> dict[str, Any]:
+        """The token ids that prompts become: {"input_ids": list of ids, or a list of them for a list of prompts}."""
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], dict))
+        admission = self._engine.admission
+        texts = [
+            admission.render(prompt, do_preprocess=do_preprocess)  # type: ignore[arg-type]
+            for prompt in ([prompts] if single else prompts)
+        ]
+        input_ids = self.tokenizer.encode_batch(texts)
+        return {"input_ids": input_ids[0] if single else input_ids}
+
+    def get_ppl(self, input_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[float]:
+        """Per sequence, the mean cross-entropy of its tokens after the first, in nats."""
+        return self._loop.call(_gather(self._engine.get_ppl, _sequences(input_ids)))
+
+    def get_logits(self, input_ids: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """The logits after each token: float32 [sequences, tokens, vocab], shorter sequences padded with zeros."""
+        from torch.nn.utils.rnn import pad_sequence
+
+        return pad_sequence(self._loop.call(_gather(self._engine.get_logits, _sequences(input_ids))), batch_first=True)
+
+    def stats(self) -> EngineStats:
+        """A snapshot of what the engine holds and has done."""
+        return self._call(self._engine.stats)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    @property
+    def model_name(self) -> str:
+        return self._engine.model_name
+
+    def close(self) -> None:
+        """End open requests with EngineClosed, release the model, and wait until that is done. Idempotent."""
+        self._closed = True
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self._loop.end()  # the collector may run in any thread, this loop's own included, so nothing waits here
+            message = f"A pipeline for {self.model_name!r} was not closed. Use `with`, or call close()."
+            warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Run a plain function in the loop."""
+        return self._loop.call(_async(function))
+
+    def _stream(self, chunks: Callable[[], AsyncIterator[Chunk]]) -> Iterator[Chunk]:
+        arrived: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+
+        async def pump() -> None:
+            async for chunk in chunks():
+                arrived.put(chunk)
+
+        future = self._loop.submit(pump())
+        future.add_done_callback(lambda _: arrived.put(None))
+        try:
+            while (chunk := arrived.get()) is not None:
+                yield chunk
+            self._loop.wait(future)
+        finally:
+            future.cancel()
+
+
+class ChatSession:
+    """A conversation with a Pipeline. Its history grows by a turn with each `chat`."""
+
+    def __init__(self, pipe: Pipeline, inner: Session) -> None:
+        self._pipe = pipe
+        self.inner = inner
+        """The engine's session. Everything that changes it happens in the pipeline's loop."""
+
+    @property
+    def id(self) -> int:
+        return self.inner.id
+
+    @property
+    def history(self) -> list[tuple[object, str]]:
+        """(prompt, answer) of each turn."""
+        return self.inner.history
+
+    @property
+    def response(self) -> Response | None:
+        """The last turn's answer."""
+        return self.inner.response
+
+    def chat(
+        self, prompt: str | Sequence[Message], gen_config: GenerationConfig | None = None, **options: Any
+    ) -> Any:
+        """The next turn, as `Pipeline.chat`."""
+        return self._pipe.chat(prompt, self, gen_config, **options)
+
+    def fork(self) -> ChatSession:
+        """A second conversation with the same history."""
+        return ChatSession(self._pipe, self._pipe._call(self.inner.fork))
+
+    def close(self) -> None:
+        """Stop the running turn and forget the conversation. Idempotent."""
+        if not self.inner.closed:
+            self._pipe._call(self.inner.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _replace(config: Config, fields: dict[str, Any]) -> Config:
+    """A checked copy of a config with other fields; what is no config is left for the engine to refuse."""
+    if not isinstance(config, EngineConfig | GenerationConfig):
+        return config
+    return config.from_dict({**msgspec.structs.asdict(config), **fields}).checked()
+
+
+def _merge(gen_config: GenConfigs, options: dict[str, Any]) -> GenConfigs:
+    """`gen_config`, with the fields that older programs pass directly in their place."""
+    for name in options:
+        if name not in SEED_ERA_OPTIONS:
+            raise InvalidParameter(
+                f"There is no option {name!r}. Sampling is set in gen_config; direct options are "
+                f"{', '.join(SEED_ERA_OPTIONS)}.",
+                name,
+            )
+    if not options:
+        return gen_config
+    fields = {SEED_ERA_OPTIONS[name]: value for name, value in options.items()}
+    if isinstance(gen_config, list | tuple):
+        return [_replace(config, fields) for config in gen_config]
+    return _replace(GenerationConfig() if gen_config is None else cast(GenerationConfig, gen_config), fields)
+
+
+def _sequences(input_ids: Any) -> list[Any]:
+    """One sequence of ids or several, as several."""
+    several = isinstance(input_ids, Sequence) and len(input_ids) > 0 and not isinstance(input_ids[0], int)
+    return list(input_ids) if several else [input_ids]
+
+
+async def _async(function: Callable[[], T]) -> T:
+    return function()
+
+
+async def _gather(function: Callable[[Any], Coroutine[Any, Any, T]], items: list[Any]) -> list[T]:
+    """All results in order; the first error ends the rest."""
+    from asyncio import TaskGroup
+
+    try:
+        async with TaskGroup() as group:
+            tasks = [group.create_task(function(item)) for item in items]
+    except* Exception as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _show_progress(future: Future[Any], done: queue.SimpleQueue[Response | None], total: int) -> None:
+    from tqdm import tqdm
+
+    # Its own class, because tqdm's monitor is a thread that outlives the bar.
+    progress = type("Progress", (tqdm,), {"monitor_interval": 0})
+    future.add_done_callback(lambda _: done.put(None))
+    with progress(total=total, unit="prompt") as bar:
+        while done.get() is not None:
+            bar.update()

@@ -1,0 +1,22 @@
+"""Fakes for tests of programs that use asyncllm: the real engine, over a device that needs no model."""
+
+from __future__ import annotations
+
+from asyncllm.testing.byte_tokenizer import ByteTokenizer
+from asyncllm.testing.fake_device import FakeDevice, Oracle, StepViolation, hash_oracle, script_oracle
+from asyncllm.testing.fake_engine import FakeEngine, FakePipeline, FakeTemplate, fake_parts
+from asyncllm.testing.fake_executor import FakeExecutor
+
+__all__ = [
+    "ByteTokenizer",
+    "FakeDevice",
+    "FakeEngine",
+    "FakeExecutor",
+    "FakePipeline",
+    "FakeTemplate",
+    "Oracle",
+    "StepViolation",
+    "fake_parts",
+    "hash_oracle",
+    "script_oracle",
+]

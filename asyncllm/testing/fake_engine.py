@@ -1,0 +1,107 @@
+"""FakeEngine and FakePipeline: the real engine, answering from a script, without a model and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from asyncllm.config import EngineConfig
+from asyncllm.engine.async_engine import AsyncEngine
+from asyncllm.pipeline import Pipeline
+from asyncllm.testing.byte_tokenizer import ByteTokenizer
+from asyncllm.testing.fake_device import script_oracle
+from asyncllm.testing.fake_executor import FakeExecutor
+from asyncllm.text.chat_template import ChatTemplate
+
+__all__ = ["Answers", "FakeEngine", "FakePipeline", "FakeTemplate", "fake_parts"]
+
+Answers = str | Mapping[str, str] | Callable[[str], str] | None
+"""What the fake says: always the same, by the last user message, computed from it; None repeats it.
+A message that the mapping lacks is repeated too."""
+
+TURN = "\x02{role}\x1f{content}\x03"
+"""A message in the fake chat template; the control characters keep texts apart whatever they hold."""
+
+
+class _Renderer:
+    """Writes checked messages down so that they can be taken apart again."""
+
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+        text = "".join(TURN.format(role=message["role"], content=message["content"]) for message in messages)
+        return text + TURN.partition("{content}")[0].format(role="assistant") if add_generation_prompt else text
+
+    def later_turn(self, prompt: str) -> str:
+        return self.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
+
+
+class FakeTemplate(ChatTemplate):
+    """A chat template whose prompts can be taken apart again; it checks messages like any other."""
+
+    def __init__(self) -> None:
+        super().__init__("fake", _Renderer())
+
+    @staticmethod
+    def last_user_message(prompt: str) -> str:
+        """The inverse of `render`; a prompt that was not rendered is the message itself."""
+        _, found, rest = prompt.rpartition("\x02user\x1f")
+        return rest.partition("\x03")[0] if found else prompt
+
+
+def fake_parts(answers: Answers = None, *, delay_per_token: float = 0.0, **device: Any) -> dict[str, Any]:
+    """The `executor`, `tokenizer` and `chat_template` of a fake engine. `device`: arguments of FakeExecutor."""
+    tokenizer, template = ByteTokenizer(), FakeTemplate()
+
+    def answer(prompt_ids: list[int]) -> list[int]:
+        question = template.last_user_message(tokenizer.decode(prompt_ids))
+        if isinstance(answers, str):
+            text = answers
+        elif isinstance(answers, Mapping):
+            text = answers.get(question, question)
+        else:
+            text = answers(question) if answers is not None else question
+        return tokenizer.encode(text, add_bos=False, parse_special=False)
+
+    settings = {"oracle": script_oracle(answer, tokenizer.eos_token_ids[0]), "num_blocks": 1024, "num_slots": 256}
+    executor = FakeExecutor(**{**settings, "latency": delay_per_token, **device})
+    return {"executor": executor, "tokenizer": tokenizer, "chat_template": template}
+
+
+class FakeEngine(AsyncEngine):
+    """An AsyncEngine for the tests of programs that use one: scheduling, streaming, sessions, cancellation and errors
+    are the real ones; only the tokens are made up.
+
+        async with FakeEngine({"ping": "pong"}) as llm:
+            assert (await llm.generate("ping")).text == "pong"
+
+    One token is one byte of UTF-8. `executor.pause()`, `fail_at` and `row_failure` of FakeExecutor make it late or
+    broken.
+    """
+
+    def __init__(
+        self,
+        answers: Answers = None,
+        backend_config: EngineConfig | None = None,
+        *,
+        delay_per_token: float = 0.0,
+        **device: Any,
+    ) -> None:
+        """`delay_per_token` in seconds. `device`: arguments of FakeExecutor, such as num_blocks or fail_at."""
+        parts = fake_parts(answers, delay_per_token=delay_per_token, **device)
+        self.executor: FakeExecutor = parts["executor"]
+        super().__init__("fake", backend_config, **parts)
+
+
+class FakePipeline(Pipeline):
+    """The same for the tests of synchronous programs."""
+
+    def __init__(
+        self,
+        answers: Answers = None,
+        backend_config: EngineConfig | None = None,
+        *,
+        delay_per_token: float = 0.0,
+        **device: Any,
+    ) -> None:
+        parts = fake_parts(answers, delay_per_token=delay_per_token, **device)
+        self.executor: FakeExecutor = parts["executor"]
+        super().__init__("fake", backend_config, **parts)

@@ -1,0 +1,156 @@
+"""FakeExecutor: a FakeDevice in a thread, which completes steps late and out of the event loop's control."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from math import inf
+
+from asyncllm.batch import Batch, Limits, StepOutput
+from asyncllm.errors import EngineClosed
+from asyncllm.testing.fake_device import FakeDevice, Oracle
+
+__all__ = ["FakeExecutor"]
+
+_Job = tuple[Batch, "asyncio.Future[StepOutput]"]
+
+
+class FakeExecutor:
+    """An Executor for tests: deterministic tokens, a real thread, and faults on request.
+
+    Steps run in order in one worker thread. `pause()` holds them back until `advance(k)` or `resume()`, so that a test
+    decides when the device is late.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        num_slots: int = 16,
+        vocab_size: int = 258,
+        max_position: int = 4096,
+        oracle: Oracle | None = None,
+        row_failure: Callable[[list[int]], str | None] | None = None,
+        latency: float = 0.0,
+        fail_at: int | None = None,
+        start_error: Exception | None = None,
+    ) -> None:
+        """`latency`: seconds per step. `fail_at`: the how-manieth step (from 0) raises, and all after it.
+        `start_error`: raised by `start()`. The rest is as in FakeDevice."""
+        self.device = FakeDevice(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_slots=num_slots,
+            vocab_size=vocab_size,
+            max_position=max_position,
+            oracle=oracle,
+            row_failure=row_failure,
+        )
+        self.latency = latency
+        self.fail_at = fail_at
+        self.start_error = start_error
+        self.batches: list[Batch] = []
+        """Every batch submitted, in order."""
+        self.num_completed = 0
+        self.max_in_flight = 0
+        """Most steps that were submitted and not yet completed at one time."""
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._gate = threading.Condition()
+        self._allowance: float = inf  # steps that may still complete; guarded by the gate
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
+
+    async def start(self) -> Limits:
+        if self.start_error is not None:
+            raise self.start_error
+        self._loop = asyncio.get_running_loop()
+        self._stopped = self._loop.create_future()
+        self._thread = threading.Thread(target=self._work, name="fake-executor")
+        self._thread.start()
+        return self.device.limits
+
+    def submit(self, batch: Batch) -> asyncio.Future[StepOutput]:
+        if self._loop is None or self._closing.is_set():
+            raise EngineClosed("The executor does not run: start() comes first, and nothing after close().")
+        future: asyncio.Future[StepOutput] = self._loop.create_future()
+        self.batches.append(batch)
+        self.max_in_flight = max(self.max_in_flight, len(self.batches) - self.num_completed)
+        self._jobs.put((batch, future))
+        return future
+
+    async def close(self) -> None:
+        self._closing.set()
+        self._allow(inf)
+        self._jobs.put(None)
+        if self._stopped is not None:
+            await asyncio.shield(self._stopped)  # all results are delivered by then
+        while self._thread is not None and self._thread.is_alive():  # noqa: ASYNC110 - a thread's end has no awaitable
+            await asyncio.sleep(0.0005)
+        self._thread = None
+
+    def pause(self) -> None:
+        """Complete no further step, except as `advance` allows."""
+        self._allow(0)
+
+    def advance(self, steps: int = 1) -> None:
+        """Let `steps` more steps complete while paused."""
+        self._allow(self._allowance + steps)
+
+    def resume(self) -> None:
+        """Complete steps as they come again."""
+        self._allow(inf)
+
+    def _allow(self, steps: float) -> None:
+        with self._gate:
+            self._allowance = steps
+            self._gate.notify_all()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            batch, future = job
+            with self._gate:
+                self._gate.wait_for(lambda: self._allowance > 0)
+                self._allowance -= 1
+            if self.latency:
+                self._closing.wait(self.latency)
+            if self._closing.is_set():
+                self._post(self._complete, future, None, EngineClosed("The executor was closed before this step ran."))
+                continue
+            output: StepOutput | None = None
+            if self._error is None:
+                try:
+                    if self.fail_at is not None and self.device.num_steps >= self.fail_at:
+                        raise RuntimeError(f"the fake device fails at step {batch.step}, as it was told to")
+                    output = self.device.step(batch)
+                except Exception as error:
+                    self._error = error
+            self._post(self._complete, future, output, self._error)
+        assert self._stopped is not None
+        self._post(self._stopped.set_result, None)
+
+    def _post(self, callback: Callable[..., object], *args: object) -> None:
+        assert self._loop is not None
+        # A loop that closed without closing the executor has nobody left to tell.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    def _complete(
+        self, future: asyncio.Future[StepOutput], output: StepOutput | None, error: BaseException | None
+    ) -> None:
+        self.num_completed += 1
+        if future.cancelled():
+            return
+        if output is not None:
+            future.set_result(output)
+        else:
+            assert error is not None
+            future.set_exception(error)
+            if self._closing.is_set():
+                future.exception()  # whoever closes the executor knows that waiting steps are dropped

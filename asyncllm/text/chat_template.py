@@ -1,0 +1,308 @@
+"""Conversations to prompt texts: the checkpoint's own template, a built-in one, or the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import msgspec
+
+from asyncllm.config import Capability, ChatTemplateConfig
+from asyncllm.errors import InvalidCheckpoint, InvalidMessage, InvalidParameter
+from asyncllm.text.checkpoint_files import TokenSettings, read_json_object
+from asyncllm.text.jinja_template import JinjaTemplate, checkpoint_template
+from asyncllm.text.messages import checked_messages, checked_prompt
+from asyncllm.text.templates import MODELS, builtin_name
+from asyncllm.types import Message
+
+__all__ = ["ChatTemplate"]
+
+PARTS = ("system", "eosys", "user", "eoh", "assistant", "eoa", "separator")
+"""Fields of ChatTemplateConfig that only a composed template has."""
+MARK = "[the answer goes on here] "
+"""Stands for what follows an unfinished answer while a Jinja template renders it."""
+FILL = "<FILL>"
+"""Where Code Llama is to fill something in."""
+
+
+class _Renderer(Protocol):
+    """Renders checked messages. When the assistant has the last word and a generation prompt is asked for, the text
+    ends with that word, to be continued."""
+
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str: ...
+
+    def later_turn(self, prompt: str) -> str:
+        """One user turn that follows others, with the beginning of the answer."""
+
+
+class ChatTemplate:
+    """How one model wants conversations to be written. Immutable; usable from several threads at once."""
+
+    def __init__(
+        self, name: str, renderer: _Renderer, *, capability: Capability = "chat", stop_words: Sequence[str] = ()
+    ) -> None:
+        self.name = name
+        """The built-in or registered name; "checkpoint" for a Jinja template of the checkpoint or of the user."""
+        self.capability = capability
+        self.stop_words = tuple(stop_words)
+        """Texts that end an answer, beside the model's end-of-sequence tokens. Some are spelled special tokens."""
+        self._renderer = renderer
+
+    @classmethod
+    def open(cls, path: Path, config: ChatTemplateConfig | str | None = None) -> Self:
+        """The template for the checkpoint in the folder `path`.
+
+        What `config` names comes first; a str is a template's name, the path of a JSON file or JSON text. Then the
+        checkpoint's own Jinja template, then the built-in one for the architecture in config.json, then "base", which
+        writes the texts one after the other.
+
+        Raises InvalidParameter for an unknown name or fields that contradict each other, and InvalidCheckpoint when a
+        template does not compile.
+        """
+        config = _as_config(config)
+        folder = Path(path)
+        parts = {field: value for field in PARTS if (value := getattr(config, field)) is not None}
+        if config.model_name is not None:
+            if config.chat_template is not None or config.model_path is not None:
+                raise InvalidParameter(
+                    "ChatTemplateConfig has both model_name and a Jinja template (chat_template or model_path). "
+                    "Give one of them.",
+                    "model_name",
+                )
+            return cls._composed(_known_name(config.model_name, parts), config, parts)
+        jinja = None if parts else _jinja(folder, config)
+        if jinja is not None:
+            renderer = _JinjaRenderer(jinja, config.meta_instruction, TokenSettings.read(folder).special_texts())
+            return cls._configured("checkpoint", renderer, config, [renderer.end_of_turn or ""])
+        if parts and (config.chat_template is not None or config.model_path is not None):
+            raise InvalidParameter(
+                f"ChatTemplateConfig has a Jinja template, which the fields {', '.join(parts)} have no part in. "
+                f"Leave them out.",
+                next(iter(parts)),
+            )
+        return cls._composed(builtin_name(read_json_object(folder / "config.json")), config, parts)
+
+    @classmethod
+    def _composed(cls, name: str, config: ChatTemplateConfig, parts: dict[str, str]) -> Self:
+        overrides: dict[str, Any] = dict(parts)
+        for field in ("meta_instruction", "capability", "stop_words"):
+            if getattr(config, field) is not None:
+                overrides[field] = getattr(config, field)
+        known = MODELS.get(name) is not None
+        template = MODELS.build(name if known else "base", overrides)
+        stop_words = getattr(template, "stop_words", None) or ()
+        if "capability" not in overrides:
+            config = msgspec.structs.replace(config, capability=getattr(template, "capability", None) or "chat")
+        return cls._configured(name, _ComposedRenderer(name, template), config, stop_words)
+
+    @classmethod
+    def _configured(cls, name: str, renderer: _Renderer, config: ChatTemplateConfig, stop_words: Sequence[str]) -> Self:
+        capability = config.capability or "chat"
+        if config.stop_words is not None:
+            stop_words = config.stop_words
+        elif capability == "infilling":
+            stop_words = ["<EOT>"]
+        elif capability != "chat":
+            stop_words = []
+        return cls(name, renderer, capability=capability, stop_words=[word for word in stop_words if word])
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, up to where the answer begins.
+
+        When the assistant has the last word, that is the beginning of the answer, and the text ends with it. Without
+        `add_generation_prompt` the text ends with the last message, complete. With the capabilities "completion" and
+        "python" it is the contents one after the other; with "infilling" the last content becomes Code Llama's prompt.
+
+        Raises InvalidMessage for malformed messages and those that the template refuses, UnsupportedFeature for media.
+        """
+        checked = checked_messages(messages)
+        match self.capability:
+            case "chat":
+                return self._renderer.render(checked, add_generation_prompt=add_generation_prompt)
+            case "infilling":
+                return _infill(checked[-1]["content"])
+            case _:
+                return checked_prompt("".join(message["content"] for message in checked))
+
+    def get_prompt(self, prompt: str, sequence_start: bool = True) -> str:
+        """The text of one user turn; `sequence_start=False`: it follows the turns of the same session."""
+        checked_prompt(prompt)
+        if sequence_start or self.capability != "chat":
+            return self.render([{"role": "user", "content": prompt}])
+        return self._renderer.later_turn(prompt)
+
+    def messages2prompt(self, messages: str | Sequence[Message], sequence_start: bool = True) -> str:
+        """The prompt text of a text or of a conversation. `sequence_start=False` is for a text or one user message."""
+        if isinstance(messages, str):
+            return self.get_prompt(messages, sequence_start)
+        if sequence_start:
+            return self.render(messages)
+        checked = checked_messages(messages)
+        if len(checked) != 1 or checked[0]["role"] != "user":
+            raise InvalidMessage(
+                "A later turn of a session is one user message, but "
+                f"{', '.join(message['role'] for message in checked)} were given. The session knows what came before; "
+                "send only what is new."
+            )
+        return self.get_prompt(checked[0]["content"], False)
+
+    def continuation(
+        self, messages_before: Sequence[Message], answer: str, new_messages: Sequence[Message]
+    ) -> str | None:
+        """What follows the text `render(messages_before) + answer` when the conversation goes on with `new_messages`.
+
+        It begins with what ends the answer ("<|im_end|>\\n", say), which may be spelled by the token that stopped the
+        model, and ends where the next answer begins. White space that the template puts or cuts around an answer makes
+        no difference. None when the template rewrites the history, so that there is no such text: it has to be rendered
+        again as a whole.
+        """
+        before = self.render(messages_before)
+        if self.capability != "chat":
+            return self.render(new_messages)
+        history = checked_messages(messages_before)
+        text = answer
+        if history[-1]["role"] == "assistant":
+            text = history.pop()["content"] + answer
+        whole = self.render([*history, {"role": "assistant", "content": text}, *checked_messages(new_messages)])
+        if whole.startswith(before + answer):
+            return whole[len(before) + len(answer) :]
+        stem, core = before.rstrip(), answer.strip()
+        if not core or not whole.startswith(stem):
+            return None
+        start = len(stem) + len(whole[len(stem) :]) - len(whole[len(stem) :].lstrip())
+        return whole[start + len(core) :] if whole.startswith(core, start) else None
+
+
+class _ComposedRenderer:
+    """A BaseChatTemplate, or a user's class with its two methods."""
+
+    def __init__(self, name: str, template: Any) -> None:
+        self._name = name
+        self._template = template
+
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+        # A user's class need not know of the option unless it is used.
+        options = {} if add_generation_prompt else {"add_generation_prompt": False}
+        return self._text(self._template.messages2prompt(messages, True, **options))
+
+    def later_turn(self, prompt: str) -> str:
+        return self._text(self._template.get_prompt(prompt, False))
+
+    def _text(self, text: str) -> str:
+        if not isinstance(text, str):  # a user's class may return anything
+            raise InvalidParameter(
+                f"The chat template {self._name!r} returned {type(text).__name__}, not str. Correct its class."
+            )
+        return text
+
+
+class _JinjaRenderer:
+    """A Jinja template, with what `transformers` does around it."""
+
+    def __init__(self, template: JinjaTemplate, meta_instruction: str | None, special: frozenset[str]) -> None:
+        self._template = template
+        self._meta_instruction = meta_instruction
+        self.end_of_turn = self._end_of_turn(special)
+        """The special token that the template writes behind an answer, which not every checkpoint lists as an end."""
+
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+        if self._meta_instruction is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self._meta_instruction}, *messages]
+        if add_generation_prompt and messages[-1]["role"] == "assistant":
+            return self._open_ended(messages[:-1], messages[-1])
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def _open_ended(self, messages: list[dict[str, Any]], last: dict[str, Any]) -> str:
+        """The text up to the end of the last message, without what closes it."""
+        content = last["content"]
+        mark = MARK
+        while mark.strip() in content:
+            mark += MARK
+        text = self._template.render([*messages, {**last, "content": content + mark}], add_generation_prompt=False)
+        place = text.rfind(mark.strip())
+        # The blank at the end of the mark is gone where the template trims contents.
+        trimmed = not text.startswith(mark, place)
+        text = text[: max(place, 0)]
+        if place < 0 or not text.endswith(content.lstrip()):
+            raise InvalidMessage(
+                "The last message is the assistant's, to be continued, but the model's chat template does not write "
+                "it down as it is. End with a user message instead."
+            )
+        return text.rstrip() if trimmed and content.strip() else text
+
+    def later_turn(self, prompt: str) -> str:
+        first, answer, later = ({"role": role, "content": "x"} for role in ("user", "assistant", "user"))
+        history = self.render([first], add_generation_prompt=True) + "x"
+        whole = self.render([first, answer, {**later, "content": prompt}], add_generation_prompt=True)
+        if not whole.startswith(history):
+            return self.render([{**later, "content": prompt}], add_generation_prompt=True)
+        return whole[len(history) :].removeprefix(self.end_of_turn or "")
+
+    def _end_of_turn(self, special: frozenset[str]) -> str | None:
+        turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": MARK.strip()}]
+        try:
+            text = self._template.render(turn, add_generation_prompt=False)
+        except InvalidMessage:
+            return None
+        _, found, tail = text.rpartition(MARK.strip())
+        candidates = (token for token in special if found and tail.lstrip().startswith(token))
+        return max(candidates, key=len, default=None)
+
+
+def _as_config(config: ChatTemplateConfig | str | None) -> ChatTemplateConfig:
+    if config is None:
+        return ChatTemplateConfig()
+    if isinstance(config, str):
+        if config.endswith(".json") or config.lstrip().startswith("{"):
+            return ChatTemplateConfig.from_json(config)
+        return ChatTemplateConfig(model_name=config)
+    if not isinstance(config, ChatTemplateConfig):
+        raise InvalidParameter(
+            f"chat_template_config is of type {type(config).__name__}. Give a ChatTemplateConfig, a template's name or "
+            f"the path of a JSON file.",
+            "chat_template_config",
+        )
+    return config.checked()
+
+
+def _known_name(name: str, parts: dict[str, str]) -> str:
+    """`name`, which may be new if the parts of a new template come with it."""
+    if MODELS.get(name) is not None or parts:
+        return name
+    near = get_close_matches(name, MODELS.names(), n=3)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    raise InvalidParameter(
+        f"There is no chat template {name!r}.{hint} `asyncllm list` names them all; a new one needs at least one of "
+        f"the fields {', '.join(PARTS)}, or a class registered in MODELS.",
+        "model_name",
+    )
+
+
+def _jinja(folder: Path, config: ChatTemplateConfig) -> JinjaTemplate | None:
+    """The Jinja template that counts: the user's text, else that of the user's folder, else the checkpoint's."""
+    variables = TokenSettings.read(folder).named
+    if config.chat_template is not None:
+        return JinjaTemplate(config.chat_template, variables, "ChatTemplateConfig.chat_template")
+    if config.model_path is None:
+        return checkpoint_template(folder, variables)
+    other = Path(config.model_path)
+    template = checkpoint_template(other, TokenSettings.read(other).named)
+    if template is None:
+        raise InvalidCheckpoint(
+            f"ChatTemplateConfig.model_path is {config.model_path!r}, where there is no chat template (chat_template."
+            f"jinja, or chat_template in tokenizer_config.json). Give a folder that has one."
+        )
+    return template
+
+
+def _infill(prompt: str) -> str:
+    """Code Llama's infilling prompt, prefix first (arXiv 2308.12950, section 2.3)."""
+    prefix, mark, suffix = prompt.partition(FILL)
+    if not mark or FILL in suffix:
+        raise InvalidMessage(
+            f"With the capability 'infilling' a prompt holds {FILL} exactly once, where text is to be filled in; this "
+            f"one holds it {prompt.count(FILL)} times."
+        )
+    return f"<PRE> {prefix} <SUF>{suffix} <MID>"

@@ -1,0 +1,183 @@
+"""What a checkpoint folder says about its tokens: the JSON files beside the weights, read once, typed.
+
+Sources, as `transformers` writes them: generation_config.json, tokenizer_config.json, special_tokens_map.json,
+added_tokens.json and config.json. All are optional.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncllm.errors import InvalidCheckpoint
+
+__all__ = ["AddedToken", "TokenSettings", "read_json_object"]
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class AddedToken(msgspec.Struct, frozen=True):
+    """A token that is recognised in the text before the tokenizer's own model sees it."""
+
+    content: str
+    special: bool = True
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+
+
+class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The token-related settings of a checkpoint."""
+
+    named: dict[str, str]
+    """"eos_token" and the like -> the token's text."""
+    added: dict[int, AddedToken]
+    """Added tokens whose id is stated."""
+    unnumbered: tuple[AddedToken, ...]
+    """Added tokens without an id of their own: looked up in the vocabulary."""
+    add_bos: bool | None
+    """`add_bos_token`; None when the checkpoint does not say."""
+    legacy: bool
+    """False: no dummy prefix in front of text that follows a special token (sentencepiece)."""
+    tokenizer_class: str
+    generation: dict[str, Any]
+    tokenizer: dict[str, Any]
+    model: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> TokenSettings:
+        """Read the files of `folder`. Raises InvalidCheckpoint for a file that cannot be read or does not hold."""
+        tokenizer = read_json_object(folder / "tokenizer_config.json")
+        special_map = read_json_object(folder / "special_tokens_map.json")
+        named: dict[str, str] = {}
+        unnumbered: dict[str, AddedToken] = {}
+        for name in NAMED_TOKENS:
+            for source in (tokenizer, special_map):
+                token = _added_token(source.get(name), name)
+                if token is not None:
+                    named[name] = token.content
+                    unnumbered.setdefault(token.content, token)
+                    break
+        for source in (tokenizer, special_map):
+            for key in ("additional_special_tokens", "extra_special_tokens"):
+                values = source.get(key) or []
+                for value in values.values() if isinstance(values, dict) else values:
+                    token = _added_token(value, key)
+                    if token is not None:
+                        unnumbered.setdefault(token.content, token)
+        added = _numbered_tokens(folder, tokenizer)
+        for token in added.values():
+            unnumbered.pop(token.content, None)
+        for id_, content in _added_tokens_file(folder).items():
+            if id_ not in added:
+                added[id_] = unnumbered.pop(content, AddedToken(content, special=False))
+        add_bos = tokenizer.get("add_bos_token")
+        model = read_json_object(folder / "config.json")
+        return cls(
+            named=named,
+            added=added,
+            unnumbered=tuple(unnumbered.values()),
+            add_bos=add_bos if isinstance(add_bos, bool) else None,
+            legacy=tokenizer.get("legacy") is not False,
+            tokenizer_class=str(tokenizer.get("tokenizer_class") or ""),
+            generation=read_json_object(folder / "generation_config.json"),
+            tokenizer=tokenizer,
+            model=model,
+        )
+
+    def special_texts(self) -> frozenset[str]:
+        """Texts of all tokens that the checkpoint calls special."""
+        numbered = (token.content for token in self.added.values() if token.special)
+        return frozenset((*self.named.values(), *(token.content for token in self.unnumbered), *numbered))
+
+    def eos_token_ids(self, lookup: Callable[[str], int | None]) -> tuple[int, ...]:
+        """Ids that end an answer: generation_config.json's, then tokenizer_config.json's; config.json's if there are
+        none. The first is the one to name where only one can be named."""
+        found = dict.fromkeys(_ids(self.generation, "eos_token_id", "generation_config.json"))
+        named = lookup(self.named["eos_token"]) if "eos_token" in self.named else None
+        if named is not None:
+            found[named] = None
+        return tuple(found or dict.fromkeys(self._model_ids("eos_token_id")))
+
+    def bos_token_id(self, lookup: Callable[[str], int | None]) -> int | None:
+        """The id that begins a sequence, from the same files in the same order."""
+        for id_ in _ids(self.generation, "bos_token_id", "generation_config.json"):
+            return id_
+        if "tokenizer_class" in self.tokenizer or "bos_token" in self.named:
+            return lookup(self.named["bos_token"]) if "bos_token" in self.named else None
+        return next(self._model_ids("bos_token_id"), None)
+
+    def _model_ids(self, key: str) -> Iterator[int]:
+        for part in (self.model, self.model.get("text_config"), self.model.get("llm_config")):
+            if isinstance(part, dict) and part.get(key) is not None:
+                yield from _ids(part, key, "config.json")
+                return
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`, empty when there is no such file. Raises InvalidCheckpoint when it does not hold."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise InvalidCheckpoint(f"Cannot read {path} ({error.strerror}). Check the file and its permissions.") from None
+    try:
+        return msgspec.json.decode(content, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidCheckpoint(
+            f"{path} is not a JSON object: {error}. The file is truncated or damaged; download it again."
+        ) from None
+
+
+def _added_token(value: object, where: str) -> AddedToken | None:
+    if value is None or value == "":
+        return None
+    if isinstance(value, str):
+        return AddedToken(value)
+    if isinstance(value, dict) and isinstance(value.get("content"), str):
+        flags = {name: bool(value[name]) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in value}
+        return AddedToken(value["content"], special=bool(value.get("special", True)), **flags)
+    raise InvalidCheckpoint(
+        f"The tokenizer's settings name {value!r} as {where}, but a token is a text or an object with a text "
+        f"'content'. Correct tokenizer_config.json or special_tokens_map.json."
+    )
+
+
+def _numbered_tokens(folder: Path, tokenizer: dict[str, Any]) -> dict[int, AddedToken]:
+    table = tokenizer.get("added_tokens_decoder") or {}
+    numbered: dict[int, AddedToken] = {}
+    try:
+        for id_, value in table.items():
+            token = _added_token({"special": False, **value}, "added token")
+            if token is not None:
+                numbered[int(id_)] = token
+    except (AttributeError, TypeError, ValueError):
+        raise InvalidCheckpoint(
+            f"added_tokens_decoder in {folder / 'tokenizer_config.json'} does not map ids to tokens. "
+            f"The file is damaged; download it again."
+        ) from None
+    return numbered
+
+
+def _added_tokens_file(folder: Path) -> dict[int, str]:
+    table = read_json_object(folder / "added_tokens.json")
+    if not all(type(id_) is int and id_ >= 0 for id_ in table.values()):
+        raise InvalidCheckpoint(
+            f"{folder / 'added_tokens.json'} does not map tokens to ids. The file is damaged; download it again."
+        )
+    return {id_: content for content, id_ in table.items()}
+
+
+def _ids(source: dict[str, Any], key: str, file: str) -> list[int]:
+    value = source.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(id_) is int and id_ >= 0 for id_ in ids):
+        raise InvalidCheckpoint(
+            f"{key} in {file} is {value!r}, but it is a token id or a list of token ids. Correct the file."
+        )
+    return ids

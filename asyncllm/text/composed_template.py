@@ -1,0 +1,121 @@
+"""Chat templates that are put together from fixed parts, one per role."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from asyncllm.errors import UnsupportedFeature
+from asyncllm.text.messages import checked_messages, checked_prompt
+from asyncllm.types import Message
+
+__all__ = ["BaseChatTemplate"]
+
+ROUND = "{round}"
+"""Stands in `user` for the number of the user's turn, from 1."""
+
+
+class BaseChatTemplate:
+    """Composes `system + text + eosys`, `user + text + eoh`, `assistant + text + eoa`, `separator` between turns.
+
+    The base of the built-in templates and of templates that users register. Parts are public attributes:
+
+    - `meta_instruction`: the system text when the conversation has none; None: no system part then.
+    - `start`: what begins the sequence, where the tokenizer does not add it.
+    - `user_after_system`: in place of `user` right behind the system part; None: `user`.
+    - `generation_prompt`: in place of `assistant` at the end of a prompt; None: `assistant`.
+    - `has_system`: False where the model knows no system role; system texts are left out then.
+    """
+
+    def __init__(
+        self,
+        system: str = "",
+        meta_instruction: str | None = None,
+        eosys: str = "",
+        user: str = "",
+        eoh: str = "",
+        assistant: str = "",
+        eoa: str = "",
+        separator: str = "",
+        capability: str = "chat",
+        stop_words: Sequence[str] | None = None,
+        *,
+        start: str = "",
+        user_after_system: str | None = None,
+        generation_prompt: str | None = None,
+        has_system: bool = True,
+    ) -> None:
+        self.system = system
+        self.meta_instruction = meta_instruction
+        self.eosys = eosys
+        self.user = user
+        self.eoh = eoh
+        self.assistant = assistant
+        self.eoa = eoa
+        self.separator = separator
+        self.capability = capability
+        self.stop_words = list(stop_words or ())
+        self.start = start
+        self.user_after_system = user_after_system
+        self.generation_prompt = generation_prompt
+        self.has_system = has_system
+
+    def get_prompt(self, prompt: str, sequence_start: bool = True) -> str:
+        """One user turn, with the beginning of the answer. `sequence_start=False`: it follows earlier turns."""
+        message = {"role": "user", "content": checked_prompt(prompt)}
+        return self.messages2prompt([message], sequence_start)
+
+    def messages2prompt(
+        self,
+        messages: str | Sequence[Message],
+        sequence_start: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        **_: Any,
+    ) -> str:
+        """A whole conversation. When the assistant has the last word, the prompt ends with it, to be continued.
+
+        Raises InvalidMessage for malformed messages, UnsupportedFeature for messages of tools.
+        """
+        if isinstance(messages, str):
+            return self.get_prompt(messages, sequence_start)
+        checked = checked_messages(messages)
+        parts = [self.start if sequence_start else self.separator]
+        after_system = False
+        if sequence_start and self.meta_instruction is not None and checked[0]["role"] != "system":
+            checked.insert(0, {"role": "system", "content": self.meta_instruction})
+        turn = 1 if sequence_start else 2
+        for message in checked:
+            text = _plain_text(message)
+            match message["role"]:
+                case "system":
+                    if self.has_system:
+                        parts += [self.system, text, self.eosys]
+                        after_system = True
+                    continue
+                case "user":
+                    plain = self.user_after_system is None or not after_system
+                    box = self.user if plain else self.user_after_system or ""
+                    parts += [box.replace(ROUND, str(turn)), text, self.eoh]
+                    turn += 1
+                case _:
+                    parts += [self.assistant, text, self.eoa, self.separator]
+            after_system = False
+        if add_generation_prompt:
+            if checked[-1]["role"] == "assistant":
+                return "".join(parts[:-2])
+            parts.append(self.assistant if self.generation_prompt is None else self.generation_prompt)
+        return "".join(parts)
+
+
+def _plain_text(message: dict[str, Any]) -> str:
+    extra = next((key for key in message if key not in ("role", "content")), None)
+    if message["role"] == "tool" or extra is not None:
+        what = "messages of role 'tool'" if extra is None else f"the message key {extra!r}"
+        raise UnsupportedFeature(
+            f"The built-in chat templates have no place for {what}. Leave it out, or use a checkpoint that "
+            f"brings its own template for tools.",
+            "messages",
+        )
+    text: str = message["content"]
+    return text

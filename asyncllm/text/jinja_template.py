@@ -1,0 +1,144 @@
+"""The Jinja chat template that a checkpoint brings along, rendered in a sandbox as `transformers` does it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from asyncllm.errors import InvalidCheckpoint, InvalidMessage
+from asyncllm.text.checkpoint_files import read_json_object
+
+__all__ = ["JinjaTemplate", "checkpoint_template"]
+
+MAX_CHARACTERS = 16 * 2**20
+"""A rendered prompt longer than this is refused while it is being rendered."""
+
+
+class _RaisedByTemplate(jinja2.TemplateError):
+    """The template called `raise_exception`."""
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here it is only its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class JinjaTemplate:
+    """A compiled template."""
+
+    def __init__(self, source: str, variables: Mapping[str, str], where: str) -> None:
+        """`variables`: bos_token and the like. `where` names the source in messages.
+
+        Raises InvalidCheckpoint when the template does not compile.
+        """
+        self._variables = dict(variables)
+        self._where = where
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda format_: datetime.now().strftime(format_)
+        try:
+            self._template = environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise InvalidCheckpoint(
+                f"The chat template in {where} does not compile: {error}. Correct it, or choose a template by "
+                f"ChatTemplateConfig(model_name=...)."
+            ) from None
+
+    def render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+        """The prompt text. Raises InvalidMessage when the template refuses the messages or fails on them."""
+        values = {**self._variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
+        parts: list[str] = []
+        size = 0
+        try:
+            for part in self._template.generate(tools=None, documents=None, **values):
+                parts.append(part)
+                size += len(part)
+                if size > MAX_CHARACTERS:
+                    break
+        except _RaisedByTemplate as error:
+            raise InvalidMessage(f"The model's chat template refuses these messages: {error}") from None
+        except SecurityError as error:
+            raise InvalidCheckpoint(
+                f"The chat template in {self._where} reaches for something that the sandbox forbids: {error}. "
+                f"Do not use this checkpoint's template; choose one by ChatTemplateConfig(model_name=...)."
+            ) from None
+        except Exception as error:  # a template can raise whatever its expressions raise
+            raise InvalidMessage(
+                f"The chat template in {self._where} fails on these messages ({type(error).__name__}: {error}). "
+                f"Send roles and contents that the model was trained on, or choose another template."
+            ) from None
+        if size > MAX_CHARACTERS:
+            raise InvalidMessage(
+                f"The rendered prompt is longer than {MAX_CHARACTERS} characters, more than any model reads. "
+                f"Send shorter messages."
+            )
+        return "".join(parts)
+
+
+def checkpoint_template(folder: Path, variables: Mapping[str, str]) -> JinjaTemplate | None:
+    """The template of a checkpoint: chat_template.jinja, else tokenizer_config.json, else chat_template.json.
+
+    None when there is none. Raises InvalidCheckpoint when it does not hold.
+    """
+    file = folder / "chat_template.jinja"
+    try:
+        return JinjaTemplate(file.read_text(encoding="utf-8"), variables, str(file))
+    except FileNotFoundError:
+        pass
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidCheckpoint(f"Cannot read {file} ({error}). Check the file and its permissions.") from None
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        source = _source(read_json_object(folder / name).get("chat_template"), folder / name)
+        if source is not None:
+            return JinjaTemplate(source, variables, str(folder / name))
+    return None
+
+
+def _source(value: object, where: Path) -> str | None:
+    """`value` is a template, or a list of named ones, of which "default" is for conversations."""
+    if value is None or isinstance(value, str):
+        return value or None
+    try:
+        named = {entry["name"]: entry["template"] for entry in value}  # type: ignore[attr-defined]
+    except (TypeError, KeyError):
+        named = {}
+    source = named.get("default", next(iter(named.values())) if len(named) == 1 else None)
+    if not isinstance(source, str):
+        raise InvalidCheckpoint(
+            f"chat_template in {where} is neither a text nor a list of named templates with one called 'default'. "
+            f"Give the template by ChatTemplateConfig(chat_template=...)."
+        )
+    return source
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML, which a prompt is not.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise _RaisedByTemplate(message)

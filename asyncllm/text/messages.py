@@ -1,0 +1,93 @@
+"""Chat messages, checked: whatever passes here can be rendered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from asyncllm.errors import InvalidMessage, UnsupportedFeature
+from asyncllm.types import Message
+
+__all__ = ["ROLES", "checked_messages", "checked_prompt"]
+
+ROLES = ("system", "user", "assistant", "tool")
+MEDIA_PARTS = frozenset({"image_url", "image", "image_data", "video_url", "video", "audio_url", "audio", "input_audio"})
+EXTRA_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+"""Keys beside role and content that a checkpoint's own template may read."""
+
+
+def checked_prompt(prompt: object) -> str:
+    """Return a prompt that is a text and not empty, else raise InvalidMessage."""
+    if not isinstance(prompt, str):
+        raise InvalidMessage(
+            f"The prompt is of type {type(prompt).__name__}, but it is a str or a list of messages. "
+            f'Give a text, or [{{"role": "user", "content": "..."}}].'
+        )
+    if not prompt:
+        raise InvalidMessage("The prompt is empty, so there is nothing to answer. Give at least one character.")
+    return prompt
+
+
+def checked_messages(messages: object) -> list[dict[str, Any]]:
+    """Return the messages with every content as one text.
+
+    Text parts are joined by a newline; keys whose value is None are dropped. Raises InvalidMessage for what is no chat,
+    UnsupportedFeature for images and other media.
+    """
+    if isinstance(messages, str | bytes | dict) or not isinstance(messages, Sequence):
+        raise InvalidMessage(
+            f"A chat is a list of messages, but {type(messages).__name__} was given. "
+            f'Give [{{"role": "user", "content": "..."}}].'
+        )
+    if not messages:
+        raise InvalidMessage("The list of messages is empty, so there is nothing to answer. Add a user message.")
+    return [_checked_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _checked_message(message: Message | object, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidMessage(
+            f"{where} is of type {type(message).__name__}, but a message is a dict with 'role' and 'content'."
+        )
+    fields = {key: value for key, value in message.items() if value is not None}
+    role = fields.get("role")
+    if role is None:
+        raise InvalidMessage(f"{where} has no 'role'. Add one of: {', '.join(ROLES)}.")
+    if role not in ROLES:
+        raise InvalidMessage(f"{where} has the unknown role {role!r}. The roles are: {', '.join(ROLES)}.")
+    for key in fields:
+        if key not in ("role", "content", *EXTRA_KEYS):
+            raise InvalidMessage(f"{where} has the unknown key {key!r}. Remove it.")
+    if "content" not in fields:
+        if role == "assistant" and "tool_calls" in fields:
+            return {**fields, "content": ""}
+        raise InvalidMessage(f"{where} has no 'content'. Add the text of the message.")
+    fields["content"] = _text(fields["content"], where)
+    if role == "user" and not fields["content"]:
+        raise InvalidMessage(f"{where} is an empty user message. Give its content at least one character.")
+    return fields
+
+
+def _text(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidMessage(
+            f"The content of {where} is of type {type(content).__name__}, but it is a str or a list of parts "
+            f'such as {{"type": "text", "text": "..."}}.'
+        )
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in MEDIA_PARTS:
+            raise UnsupportedFeature(
+                f"{where}.content[{index}] is of type {kind!r}, but this model takes only text. Remove the part.",
+                "messages",
+            )
+        text = part.get("text") if kind == "text" else None
+        if not isinstance(text, str):
+            raise InvalidMessage(
+                f'{where}.content[{index}] is not a part that is understood. Give {{"type": "text", "text": "..."}}.'
+            )
+        texts.append(text)
+    return "\n".join(texts)

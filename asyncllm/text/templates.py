@@ -1,0 +1,437 @@
+# ruff: noqa: RUF001 - the strings are what the models were trained on, full-width punctuation included
+"""The built-in chat templates, which of them belongs to which architecture, and the registry for users' own.
+
+Renderings and system texts are those that the models' authors published and that LMDeploy 0.5 carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from asyncllm.errors import InvalidParameter
+from asyncllm.text.composed_template import BaseChatTemplate
+
+__all__ = ["MODELS", "Registry", "builtin_name", "names"]
+
+Template = TypeVar("Template", bound=type[Any])
+
+LLAMA2_SYSTEM = (
+    "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, while being safe. "
+    "Your answers should not include any harmful, unethical, racist, sexist, toxic, dangerous, or illegal content. "
+    "Please ensure that your responses are socially unbiased and positive in nature.\n\n"
+    "If a question does not make any sense, or is not factually coherent, explain why instead of answering something "
+    "not correct. If you don't know the answer to a question, please don't share false information."
+)
+LLAMA3_1_SYSTEM = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\nYou are a helpful assistant."
+VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+LLAVA_SYSTEM = (
+    "A chat between a curious human and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the human's questions."
+)
+INTERNLM_SYSTEM = (
+    "You are an AI assistant whose name is InternLM (书生·浦语).\n"
+    "- InternLM (书生·浦语) is a conversational language model that is developed by Shanghai AI Laboratory "
+    "(上海人工智能实验室). It is designed to be helpful, honest, and harmless.\n"
+    "- InternLM (书生·浦语) can understand and communicate fluently in the language chosen by the user such as "
+    "English and 中文.\n"
+)
+XCOMPOSER_SYSTEM = (
+    "You are an AI assistant whose name is InternLM-XComposer (浦语·灵笔).\n"
+    "- InternLM-XComposer (浦语·灵笔) is a multi-modality conversational language model that is developed by "
+    "Shanghai AI Laboratory (上海人工智能实验室). It is designed to be helpful, honest, and harmless.\n"
+    "- InternLM-XComposer (浦语·灵笔) can understand and communicate fluently in the language chosen by the user such "
+    "as English and 中文.\n"
+    "- InternLM-XComposer (浦语·灵笔) is capable of comprehending and articulating responses effectively based on the "
+    "provided image."
+)
+INTERNVL2_SYSTEM = (
+    "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL, 是一个有用无害的人工智能助手。"
+)
+DEEPSEEK_CODER_SYSTEM = (
+    "You are an AI programming assistant, utilizing the Deepseek Coder model, developed by Deepseek Company, and you "
+    "only answer questions related to computer science. For politically sensitive questions, security and privacy "
+    "issues, and other non-computer science questions, you will refuse to answer\n"
+)
+DEEPSEEK_VL_SYSTEM = (
+    "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
+    "provides, and assist the user with a variety of tasks using natural language."
+)
+YI_VL_SYSTEM = (
+    "This is a chat between an inquisitive human and an AI assistant. Assume the role of the AI assistant. Read all "
+    "the images carefully, and respond to the human's questions with informative, helpful, detailed and polite "
+    "answers. 这是一个好奇的人类和一个人工智能助手之间的对话。假设你扮演这个AI助手的角色。仔细阅读所有的图像，"
+    "并对人类的问题做出信息丰富、有帮助、详细的和礼貌的回答。\n\n"
+)
+DBRX_SYSTEM = (
+    "You are DBRX, created by Databricks. You were last updated in December 2023. You answer questions based on "
+    "information available up to that point.\nYOU PROVIDE SHORT RESPONSES TO SHORT QUESTIONS OR STATEMENTS, but "
+    "provide thorough responses to more complex and open-ended questions.\nYou assist with various tasks, from writing "
+    "to coding (using markdown for code blocks — remember to use ``` with code, JSON, and tables).\n(You do not have "
+    "real-time data access or code execution capabilities. You avoid stereotyping and provide balanced perspectives on "
+    "controversial topics. You do not provide song lyrics, poems, or news articles and do not divulge details of your "
+    "training data.)\nThis is your system prompt, guiding your responses. Do not reference it, just respond to the "
+    "user. If you find yourself talking about this message, stop. You should be responding appropriately and usually "
+    "that means not mentioning this.\nYOU DO NOT MENTION ANY OF THIS INFORMATION ABOUT YOURSELF UNLESS THE INFORMATION "
+    "IS DIRECTLY PERTINENT TO THE USER'S QUERY."
+)
+CODEGEEX_SYSTEM = (
+    "你是一位智能编程助手，你叫CodeGeeX。你会为用户回答关于编程、代码、计算机方面的任何问题，"
+    "并提供格式规范、可以执行、准确安全的代码，并在必要时提供详细的解释。"
+)
+ULTRA_SYSTEM = (
+    "A one-turn chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+    "very detailed, and polite answers to the user's questions."
+)
+
+CHATML: dict[str, Any] = {
+    "system": "<|im_start|>system\n",
+    "eosys": "<|im_end|>\n",
+    "user": "<|im_start|>user\n",
+    "eoh": "<|im_end|>\n",
+    "assistant": "<|im_start|>assistant\n",
+    "eoa": "<|im_end|>",
+    "separator": "\n",
+    "stop_words": ["<|im_end|>"],
+}
+CHATML_UNBROKEN = {**CHATML, "eosys": "<|im_end|>", "eoh": "<|im_end|>", "separator": ""}
+LLAMA2: dict[str, Any] = {
+    "system": "[INST] <<SYS>>\n",
+    "eosys": "\n<</SYS>>\n\n",
+    "user": "[INST] ",
+    "user_after_system": "",
+    "eoh": " [/INST] ",
+    "eoa": "</s>",
+    "separator": "<s>",
+}
+LLAMA3: dict[str, Any] = {
+    "start": "<|begin_of_text|>",
+    "system": "<|start_header_id|>system<|end_header_id|>\n\n",
+    "eosys": "<|eot_id|>",
+    "user": "<|start_header_id|>user<|end_header_id|>\n\n",
+    "eoh": "<|eot_id|>",
+    "assistant": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "eoa": "<|eot_id|>",
+    "stop_words": ["<|eot_id|>", "<|end_of_text|>"],
+}
+VICUNA: dict[str, Any] = {
+    "meta_instruction": VICUNA_SYSTEM,
+    "eosys": " ",
+    "user": "USER: ",
+    "eoh": " ",
+    "assistant": "ASSISTANT: ",
+    "eoa": "</s>",
+    "stop_words": ["</s>"],
+}
+XCOMPOSER: dict[str, Any] = {
+    "system": "[UNUSED_TOKEN_146]system\n",
+    "meta_instruction": XCOMPOSER_SYSTEM,
+    "eosys": "[UNUSED_TOKEN_145]\n",
+    "user": "[UNUSED_TOKEN_146]user\n",
+    "eoh": "[UNUSED_TOKEN_145]\n",
+    "assistant": "[UNUSED_TOKEN_146]assistant\n",
+    "eoa": "[UNUSED_TOKEN_145]\n",
+    "separator": "\n",
+    "stop_words": ["[UNUSED_TOKEN_145]"],
+}
+GLM4: dict[str, Any] = {
+    "system": "<|system|>\n",
+    "user": "<|user|>\n",
+    "assistant": "<|assistant|>\n",
+    "stop_words": ["<|user|>", "<|endoftext|>", "<|observation|>"],
+}
+MISTRAL: dict[str, Any] = {"user": "[INST] ", "eoh": " [/INST]", "eoa": "</s>"}
+DEEPSEEK: dict[str, Any] = {
+    "user": "User: ",
+    "eoh": "\n\n",
+    "assistant": "Assistant: ",
+    "generation_prompt": "Assistant:",
+    "eoa": "<｜end▁of▁sentence｜>",
+}
+PHI3: dict[str, Any] = {
+    "system": "<|system|>\n",
+    "eosys": "<|end|>\n",
+    "user": "<|user|>\n",
+    "eoh": "<|end|>\n",
+    "assistant": "<|assistant|>\n",
+    "eoa": "<|end|>",
+    "separator": "\n",
+    "stop_words": ["<|end|>", "<|endoftext|>"],
+}
+COGVLM: dict[str, Any] = {
+    "user": "Question: ",
+    "eoh": " ",
+    "assistant": "Answer:",
+    "eoa": "</s>",
+    "separator": "\n",
+    "stop_words": ["</s>"],
+}
+ULTRA: dict[str, Any] = {
+    "system": "User: ",
+    "meta_instruction": ULTRA_SYSTEM,
+    "eosys": "</s>\n",
+    "user": "User: ",
+    "eoh": "</s>\n",
+    "assistant": "Assistant: ",
+    "eoa": "</s>",
+    "separator": "\n",
+    "stop_words": ["</s>"],
+}
+
+BUILTIN: dict[str, dict[str, Any]] = {
+    "base": {},
+    "llama": {},
+    "falcon": {},
+    "puyu": {},
+    "internlm": {
+        "system": "<|System|>:",
+        "meta_instruction": INTERNLM_SYSTEM,
+        "eosys": "\n",
+        "user": "<|User|>:",
+        "eoh": "\n",
+        "assistant": "<|Bot|>:",
+        "eoa": "<eoa>",
+        "separator": "\n",
+        "stop_words": ["<eoa>"],
+    },
+    "internlm2": {**CHATML, "meta_instruction": INTERNLM_SYSTEM, "stop_words": ["<|im_end|>", "<|action_end|>"]},
+    "internvl-internlm2": {
+        **CHATML,
+        "meta_instruction": "You are an AI assistant whose name is InternLM (书生·浦语).",
+        "stop_words": ["<|im_start|>", "<|im_end|>"],
+    },
+    "internvl2-internlm2": {
+        **CHATML,
+        "meta_instruction": INTERNVL2_SYSTEM,
+        "stop_words": ["<|im_start|>", "<|im_end|>"],
+    },
+    "qwen": {**CHATML, "meta_instruction": "You are a helpful assistant."},
+    "yi": {**CHATML, "stop_words": ["<|im_end|>", "<|endoftext|>"]},
+    "dbrx": {**CHATML, "meta_instruction": DBRX_SYSTEM},
+    "llava-chatml": {**CHATML_UNBROKEN, "meta_instruction": "Answer the questions."},
+    "internvl-zh-hermes2": {**CHATML_UNBROKEN, "meta_instruction": INTERNVL2_SYSTEM},
+    "internlm-xcomposer2": XCOMPOSER,
+    "internlm-xcomposer2d5": XCOMPOSER,
+    "llama2": {**LLAMA2, "meta_instruction": LLAMA2_SYSTEM},
+    "codellama": LLAMA2,
+    "llama3": LLAMA3,
+    "llama3_1": {
+        **LLAMA3,
+        "meta_instruction": LLAMA3_1_SYSTEM,
+        "stop_words": ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"],
+    },
+    "vicuna": VICUNA,
+    "wizardlm": VICUNA,
+    "llava-v1": {**VICUNA, "meta_instruction": LLAVA_SYSTEM, "generation_prompt": "ASSISTANT:"},
+    "mini-gemini-vicuna": {**VICUNA, "meta_instruction": LLAVA_SYSTEM, "generation_prompt": "ASSISTANT:"},
+    "baichuan2": {"user": "<reserved_106>", "assistant": "<reserved_107>"},
+    "chatglm": {"user": "[Round {round}]\n\n问：", "eoh": "\n\n", "assistant": "答：", "has_system": False},
+    "chatglm3": {
+        "start": "[gMASK]sop",
+        "system": "<|system|>\n ",
+        "user": "<|user|>\n ",
+        "assistant": "<|assistant|>\n ",
+        "stop_words": ["<eos>"],
+    },
+    "glm4": {**GLM4, "start": "[gMASK]<sop>"},
+    "codegeex4": {**GLM4, "meta_instruction": CODEGEEX_SYSTEM},
+    "mistral": MISTRAL,
+    "mixtral": MISTRAL,
+    "gemma": {
+        "user": "<start_of_turn>user\n",
+        "eoh": "<end_of_turn>\n",
+        "assistant": "<start_of_turn>model\n",
+        "eoa": "<end_of_turn>\n",
+        "stop_words": ["<end_of_turn>"],
+    },
+    "deepseek": DEEPSEEK,
+    "deepseek-vl": {**DEEPSEEK, "meta_instruction": DEEPSEEK_VL_SYSTEM, "eosys": "\n\n"},
+    "deepseek-coder": {
+        "meta_instruction": DEEPSEEK_CODER_SYSTEM,
+        "user": "### Instruction:\n",
+        "eoh": "\n",
+        "assistant": "### Response:\n",
+        "eoa": "\n<|EOT|>",
+        "separator": "\n",
+        "stop_words": ["<|EOT|>"],
+    },
+    "phi-3": PHI3,
+    "internvl2-phi3": {**PHI3, "meta_instruction": INTERNVL2_SYSTEM},
+    "internvl-phi3": {
+        **PHI3,
+        "meta_instruction": "You are an AI assistant whose name is Phi-3.",
+        "eosys": "<|end|>",
+        "eoh": "<|end|>",
+        "separator": "",
+    },
+    "solar": {
+        "system": "### System:\n",
+        "eosys": "\n\n",
+        "user": "### User:\n",
+        "eoh": "\n\n",
+        "assistant": "### Assistant:\n",
+    },
+    "yi-vl": {
+        "meta_instruction": YI_VL_SYSTEM,
+        "user": "### Human: ",
+        "eoh": "\n",
+        "assistant": "### Assistant:",
+        "eoa": "\n",
+        "stop_words": ["###"],
+    },
+    "cogvlm": COGVLM,
+    "cogvlm2": {**COGVLM, "eoa": "<|end_of_text|>", "stop_words": ["<|end_of_text|>"]},
+    "internvl-zh": {
+        "user": "<human>: ",
+        "eoh": " ",
+        "assistant": "<bot>: ",
+        "generation_prompt": "<bot>:",
+        "eoa": "</s>",
+    },
+    "ultracm": ULTRA,
+    "ultralm": ULTRA,
+}
+"""Name -> parts, as keyword arguments of BaseChatTemplate."""
+
+ARCHITECTURES: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("InternLMForCausalLM", {}, "internlm"),
+    ("InternLM2ForCausalLM", {}, "internlm2"),
+    ("InternLM3ForCausalLM", {}, "internlm2"),
+    ("InternLMXComposer2ForCausalLM", {}, "internlm-xcomposer2"),
+    ("InternVLChatModel", {"template": "internlm2-chat"}, "internvl2-internlm2"),
+    ("InternVLChatModel", {"template": "Hermes-2"}, "internvl-zh-hermes2"),
+    ("InternVLChatModel", {"template": "phi3-chat"}, "internvl2-phi3"),
+    ("InternVLChatModel", {"template": "internvl_zh"}, "internvl-zh"),
+    ("InternVLChatModel", {}, "internvl2-internlm2"),
+    ("QWenLMHeadModel", {}, "qwen"),
+    ("Qwen2ForCausalLM", {}, "qwen"),
+    ("Qwen2MoeForCausalLM", {}, "qwen"),
+    ("Qwen3ForCausalLM", {}, "qwen"),
+    ("Qwen3MoeForCausalLM", {}, "qwen"),
+    ("YiForCausalLM", {}, "yi"),
+    ("LlamaForCausalLM", {"vocab_size": 64000}, "yi"),
+    ("LlamaForCausalLM", {"vocab_size": 128256, "rope_scaling.rope_type": "llama3"}, "llama3_1"),
+    ("LlamaForCausalLM", {"vocab_size": 128256, "rope_parameters.rope_type": "llama3"}, "llama3_1"),
+    ("LlamaForCausalLM", {"vocab_size": 128256}, "llama3"),
+    ("LlamaForCausalLM", {"vocab_size": 32016}, "codellama"),
+    ("LlamaForCausalLM", {"vocab_size": 32256}, "deepseek-coder"),
+    ("LlamaForCausalLM", {"vocab_size": 102400}, "deepseek"),
+    ("LlavaLlamaForCausalLM", {"mm_projector_type": "mlp2x_gelu_Norm"}, "yi-vl"),
+    ("LlavaLlamaForCausalLM", {"vocab_size": 64000}, "llava-chatml"),
+    ("LlavaLlamaForCausalLM", {}, "llava-v1"),
+    ("LlavaMistralForCausalLM", {}, "mistral"),
+    ("MGMLlamaForCausalLM", {}, "mini-gemini-vicuna"),
+    ("MiniGeminiLlamaForCausalLM", {}, "mini-gemini-vicuna"),
+    ("MiniCPMV", {}, "llama3"),
+    ("BaichuanForCausalLM", {"vocab_size": 125696}, "baichuan2"),
+    ("BaiChuanForCausalLM", {"vocab_size": 125696}, "baichuan2"),
+    ("ChatGLMModel", {"padded_vocab_size": 151552}, "glm4"),
+    ("ChatGLMForConditionalGeneration", {"padded_vocab_size": 151552}, "glm4"),
+    ("ChatGLMModel", {}, "chatglm"),
+    ("ChatGLMForConditionalGeneration", {}, "chatglm"),
+    ("GlmForCausalLM", {}, "glm4"),
+    ("Glm4ForCausalLM", {}, "glm4"),
+    ("MistralForCausalLM", {}, "mistral"),
+    ("MixtralForCausalLM", {}, "mixtral"),
+    ("GemmaForCausalLM", {}, "gemma"),
+    ("Gemma2ForCausalLM", {}, "gemma"),
+    ("Gemma3ForCausalLM", {}, "gemma"),
+    ("DbrxForCausalLM", {}, "dbrx"),
+    ("DeepseekForCausalLM", {}, "deepseek"),
+    ("DeepseekV2ForCausalLM", {}, "deepseek"),
+    ("MultiModalityCausalLM", {}, "deepseek-vl"),
+    ("Phi3ForCausalLM", {}, "phi-3"),
+    ("Phi3VForCausalLM", {}, "phi-3"),
+    ("CogVLMForCausalLM", {"vocab_size": 128256}, "cogvlm2"),
+    ("CogVLMForCausalLM", {}, "cogvlm"),
+    ("FalconForCausalLM", {}, "falcon"),
+)
+"""(architecture, entries of config.json that must hold too, name); the first row that holds counts. Llama 2, Vicuna and
+plain Llama checkpoints have the same config.json, so there is no row for them: they get "base"."""
+
+
+class Registry:
+    """Chat template classes by name: the built-in ones and those that users add."""
+
+    def __init__(self) -> None:
+        self._users: dict[str, type[Any]] = {}
+
+    def register_module(
+        self, name: str | Sequence[str] | None = None, force: bool = False, module: type[Any] | None = None
+    ) -> Callable[[Template], Template]:
+        """Class decorator that makes a chat template known as `name` (or each of several; None: the class's name).
+
+        The class needs `get_prompt(prompt, sequence_start)` and `messages2prompt(messages, sequence_start)`; deriving
+        from BaseChatTemplate gives both. Raises InvalidParameter when the name is taken, unless `force`.
+        """
+
+        def register(template: Template) -> Template:
+            names = [template.__name__] if name is None else [name] if isinstance(name, str) else list(name)
+            for method in ("get_prompt", "messages2prompt"):
+                if not callable(getattr(template, method, None)):
+                    raise InvalidParameter(
+                        f"The chat template class {template.__name__} has no method {method}. Add it, or derive the "
+                        f"class from BaseChatTemplate."
+                    )
+            for each in names:
+                taken = self.get(each)
+                # Running the same notebook cell twice defines the same class twice.
+                again = taken is not None and taken.__qualname__ == template.__qualname__
+                if taken is not None and not again and not force:
+                    raise InvalidParameter(
+                        f"There is a chat template {each!r} already. Choose another name, or pass force=True.", "name"
+                    )
+                self._users[each] = template
+            return template
+
+        if module is not None:
+            register(module)
+        return register
+
+    def get(self, name: str) -> type[Any] | None:
+        """The class registered as `name`, BaseChatTemplate for a built-in name, None for an unknown one."""
+        return self._users.get(name) or (BaseChatTemplate if name in BUILTIN else None)
+
+    def build(self, name: str, overrides: dict[str, Any]) -> Any:
+        """The template `name` with some of its parts replaced. Raises InvalidParameter."""
+        template = self._users.get(name)
+        if template is None:
+            return BaseChatTemplate(**{**BUILTIN[name], **overrides})
+        try:
+            return template(**overrides)
+        except TypeError as error:
+            raise InvalidParameter(
+                f"The chat template {name!r} cannot be built with {overrides!r}: {error}. "
+                f"Give its class's __init__ these keyword arguments, or leave them out of ChatTemplateConfig."
+            ) from error
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        return sorted({*BUILTIN, *self._users})
+
+
+MODELS = Registry()
+
+
+def names() -> list[str]:
+    """Names of all chat templates that ChatTemplateConfig(model_name=...) takes."""
+    return MODELS.names()
+
+
+def builtin_name(config: dict[str, Any]) -> str:
+    """The built-in template for a checkpoint's config.json; "base" when it does not tell."""
+    for name in config.get("architectures") or ():
+        for architecture, entries, template in ARCHITECTURES:
+            if name == architecture and all(_entry(config, key) == value for key, value in entries.items()):
+                return template
+    return "base"
+
+
+def _entry(config: dict[str, Any], key: str) -> object:
+    value: object = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value

@@ -1,0 +1,146 @@
+"""Text to token ids and back, for the tokenizer files that come with a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from asyncllm.errors import InvalidCheckpoint, InvalidMessage, InvalidParameter, ModelNotFound
+from asyncllm.text.checkpoint_files import TokenSettings
+from asyncllm.text.token_table import TokenTable
+
+__all__ = ["Tokenizer", "TokenizerModel"]
+
+
+class TokenizerModel(Protocol):
+    """What a tokenizer file can do, whichever library reads it."""
+
+    size: int
+    """One above the highest token id."""
+    special_ids: frozenset[int]
+    prefix: tuple[int, ...]
+    """Ids in front of every sequence; usually the one that begins it, or none."""
+    table: TokenTable | None
+    """None when a token's text depends on its neighbours in other ways than through incomplete characters."""
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its exact text, None if there is none."""
+
+    def token(self, id_: int) -> str | None:
+        """The token as the file spells it, None where the vocabulary has a gap."""
+
+    def encode_batch(self, texts: Sequence[str], *, parse_special: bool) -> list[list[int]]:
+        """Token ids per text, without the prefix."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids of the vocabulary, special tokens included."""
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint. Immutable; usable from several threads at once."""
+
+    def __init__(self, model: TokenizerModel, *, bos_token_id: int | None, eos_token_ids: tuple[int, ...]) -> None:
+        self._model = model
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = eos_token_ids
+        """Ids that end an answer; may be empty."""
+        self.vocab_size = model.size
+        """One above the highest token id. The model's output embedding may have more rows."""
+        self.special_token_ids = model.special_ids
+        self.table = model.table
+
+    @classmethod
+    def from_folder(cls, path: Path) -> Tokenizer:
+        """Read tokenizer.json if there is one, else tokenizer.model, and the JSON files beside it.
+
+        Raises ModelNotFound when there is no such folder, and InvalidCheckpoint when the tokenizer is missing or does
+        not hold.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise ModelNotFound(f"There is no folder {str(path)!r} to read a tokenizer from. Give a checkpoint folder.")
+        settings = TokenSettings.read(path)
+        model = _open_model(path, settings)
+        bos = model.prefix[0] if len(model.prefix) == 1 else settings.bos_token_id(model.token_id)
+        return cls(model, bos_token_id=bos, eos_token_ids=settings.eos_token_ids(model.token_id))
+
+    def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = True) -> list[int]:
+        """The token ids of `text`. See `encode_batch`."""
+        return self.encode_batch([text], add_bos=add_bos, parse_special=parse_special)[0]
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_bos: bool = True, parse_special: bool = True
+    ) -> list[list[int]]:
+        """The token ids of each text. For tokenizer.json the GIL is released meanwhile, so call it in a thread.
+
+        `add_bos` puts in front what the checkpoint's own tokenizer puts there, unless the text begins with it already.
+        `parse_special=False` takes the texts of special tokens for plain text. Raises InvalidMessage for a text that
+        is no valid Unicode.
+        """
+        for text in texts:
+            _check_text(text)
+        encoded = self._model.encode_batch(texts, parse_special=parse_special)
+        prefix = list(self._model.prefix)
+        if add_bos and prefix:
+            return [ids if ids[: len(prefix)] == prefix else prefix + ids for ids in encoded]
+        return encoded
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; ids outside the vocabulary have none. Incomplete characters become U+FFFD.
+
+        Raises InvalidParameter for something else than non-negative ints.
+        """
+        for id_ in ids:
+            if not isinstance(id_, int) or id_ < 0:
+                raise InvalidParameter(f"{id_!r} is not a token id. Token ids are non-negative ints.", "ids")
+        if self.table is not None:
+            return self.table.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._model.decode(self.visible(ids, skip_special_tokens=skip_special_tokens))
+
+    def visible(self, ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
+        """Those of `ids` that have a text."""
+        skipped = self.special_token_ids if skip_special_tokens else frozenset[int]()
+        return [id_ for id_ in ids if id_ not in skipped and self._model.token(id_) is not None]
+
+    def token_text(self, id_: int) -> str:
+        """The text of one token on its own, special tokens included; U+FFFD for a part of a character."""
+        return self.token_bytes(id_).decode("utf-8", "replace")
+
+    def token_bytes(self, id_: int) -> bytes:
+        """The bytes of one token on its own; empty outside the vocabulary."""
+        if self.table is not None:
+            return (self.table.pieces[id_] or b"") if 0 <= id_ < len(self.table.pieces) else b""
+        return self._model.decode(self.visible([id_], skip_special_tokens=False)).encode()
+
+    def token_id(self, token: str) -> int | None:
+        """The id of the token that is spelled `token` in the vocabulary ("<|im_end|>", say), or None."""
+        return self._model.token_id(token)
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise InvalidMessage(f"A text to encode is of type {type(text).__name__}, not str. Give a str.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidMessage(
+            f"The text holds a lone surrogate (U+{ord(text[error.start]):04X}) at position {error.start}, "
+            f"which is no valid Unicode. Decode the input with the right encoding, or replace the character."
+        ) from None
+
+
+def _open_model(path: Path, settings: TokenSettings) -> TokenizerModel:
+    # The libraries are imported here, so that a checkpoint pays only for the one it needs.
+    if (path / "tokenizer.json").exists():
+        from asyncllm.text.tokenizer_json import TokenizerJson
+
+        return TokenizerJson(path / "tokenizer.json", settings)
+    if (path / "tokenizer.model").exists():
+        from asyncllm.text.sentencepiece_model import SentencePieceModel
+
+        return SentencePieceModel(path / "tokenizer.model", settings)
+    raise InvalidCheckpoint(
+        f"{path} has no tokenizer: neither tokenizer.json nor tokenizer.model is there. "
+        f"Copy the one that came with the model into the folder."
+    )

@@ -1,0 +1,70 @@
+"""Holds for every test: nothing is left over, the loop is never blocked, async tests run on asyncio and uvloop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from blockbuster import blockbuster_ctx
+
+from tests.leaks import LeakCheck, without_leftover_tasks
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+LOOPS = [pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio")]
+if sys.platform != "win32":
+    LOOPS.append(pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop"))
+
+
+@pytest.fixture(params=LOOPS)
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _open_lasting_files() -> None:
+    """The first uvloop of a process opens a pipe for signals that stays open; let that not be any test's doing."""
+    if sys.platform != "win32":
+        import uvloop
+
+        uvloop.run(asyncio.sleep(0))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _loop_never_blocks() -> Iterator[None]:
+    """A blocking call that asyncllm makes in a thread with a running event loop raises BlockingError.
+
+    The pipeline is synchronous: who calls it inside a running loop has chosen to wait.
+    """
+    with blockbuster_ctx(scanned_modules=["asyncllm"]) as detector:
+        for function in ("threading.Lock.acquire", "threading.Lock.acquire_lock"):
+            detector.functions[function].can_block_in("asyncllm/loop_thread.py", {"__init__", "wait", "close"})
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collect_between_modules() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+    gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_over() -> Iterator[LeakCheck]:
+    check = LeakCheck()
+    check.begin()
+    yield check
+    check.end()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
+    if inspect.iscoroutinefunction(pyfuncitem.obj):
+        pyfuncitem.obj = without_leftover_tasks(pyfuncitem.obj)
+    return (yield)

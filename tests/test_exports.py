@@ -1,0 +1,72 @@
+"""The public names are a list; adding or removing one is a decision, made here too."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import asyncllm
+from asyncllm import errors as asyncllm_errors
+
+PUBLIC = [
+    "AsyncEngine",
+    "AsyncLLMError",
+    "ChatTemplateConfig",
+    "Chunk",
+    "ContextLengthExceeded",
+    "EngineClosed",
+    "EngineConfig",
+    "EngineDead",
+    "EngineError",
+    "FinishReason",
+    "GenerationConfig",
+    "InvalidCheckpoint",
+    "InvalidMessage",
+    "InvalidParameter",
+    "InvalidRequest",
+    "Message",
+    "ModelError",
+    "ModelNotFound",
+    "Pipeline",
+    "PytorchEngineConfig",
+    "RequestFailed",
+    "Response",
+    "SessionBusy",
+    "SessionError",
+    "SessionNotFound",
+    "Tokenizer",
+    "TurbomindEngineConfig",
+    "UnsupportedFeature",
+    "UnsupportedModel",
+    "__version__",
+    "pipeline",
+    "version_info",
+]
+
+
+def test_public_names() -> None:
+    assert sorted(asyncllm.__all__) == sorted(PUBLIC)
+    assert set(PUBLIC) <= set(dir(asyncllm))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_each_can_be_imported(name: str) -> None:
+    assert getattr(asyncllm, name) is not None
+
+
+def test_every_error_is_public() -> None:
+    errors = {name for name, value in vars(asyncllm_errors).items() if inspect.isclass(value)}
+    assert errors <= set(PUBLIC)
+    assert all(issubclass(getattr(asyncllm, name), asyncllm.AsyncLLMError) for name in errors)
+
+
+def test_pipeline_is_the_function_even_after_its_module_was_imported() -> None:
+    import asyncllm.pipeline
+
+    assert inspect.isfunction(asyncllm.pipeline)
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = asyncllm.nonsense
