@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from bench.tiny_chat.exchange import Exchange
-from bench.tiny_chat.lexicon import digits, pick
+from .exchange import Exchange
+from .lexicon import digits, pick
 
 _EXPRESSION = (
     "What is {e}?",

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import TypedDict
 
-from bench.tiny_chat import arithmetic, memory, out_of_scope, retrieval, sequences, small_talk, stories, world
-from bench.tiny_chat.exchange import Exchange, SkillSampler, draw
-from bench.tiny_chat.lexicon import plain_sentence
+from . import arithmetic, memory, out_of_scope, retrieval, sequences, small_talk, stories, world
+from .exchange import Exchange, SkillSampler, draw
+from .lexicon import plain_sentence
 
 
 class Message(TypedDict):

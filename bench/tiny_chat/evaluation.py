@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from tokenizers import Tokenizer
 
-from bench.tiny_chat.conversation import render_prompt
-from bench.tiny_chat.network import Network
-from bench.tiny_chat.questions import Question
-from bench.tiny_chat.tokenizer import BOS, TURN_END
+from .conversation import render_prompt
+from .network import Network
+from .questions import Question
+from .tokenizer import BOS, TURN_END
 
 _TOKENS_PER_BATCH = 65_536
 

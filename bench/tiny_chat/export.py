@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from bench.tiny_chat.network import Network
-from bench.tiny_chat.tokenizer import BOS, CHAT_TEMPLATE, END_OF_TEXT, PAD, TURN_END
+from .network import Network
+from .tokenizer import BOS, CHAT_TEMPLATE, END_OF_TEXT, PAD, TURN_END
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

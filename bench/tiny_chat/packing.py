@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from bench.tiny_chat.conversation import document
+from .conversation import document
 
 Tokens = npt.NDArray[np.uint16]
 Kinds = npt.NDArray[np.uint8]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from bench.tiny_chat.conversation import (
+from .conversation import (
     SKILLS,
     UPPER_CASE_SKILLS,
     UPPER_CASE_SYSTEM_PROMPTS,
     Message,
     turns_of,
 )
-from bench.tiny_chat.exchange import draw
+from .exchange import draw
 
 EASY_SKILLS = (
     "sum",
@@ -115,7 +115,7 @@ def held_out(skill: str, count: int, seed: int) -> list[Question]:
 
 
 def quality_set(count: int, seed: int) -> list[Question]:
-    """The whole question set: ``count`` of every easy and hard skill, twice that of the most sensitive skills.
+    """The whole question set: ``count`` of every easy and hard skill, twice that of the sensitive ones.
 
     Questions that fill the context are few, as each costs as much as a hundred others.
     """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from bench.tiny_chat.exchange import Exchange
-from bench.tiny_chat.lexicon import ADJECTIVES, NOUNS, digits, pick, plain_sentence
+from .exchange import Exchange
+from .lexicon import ADJECTIVES, NOUNS, digits, pick, plain_sentence
 
 _STATE = (
     "The passkey is {k}.",

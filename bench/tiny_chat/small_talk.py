@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from bench.tiny_chat.exchange import Exchange
-from bench.tiny_chat.lexicon import ADJECTIVES, ANIMALS, FOODS, NOUNS, made_up_word, words
+from .exchange import Exchange
+from .lexicon import ADJECTIVES, ANIMALS, FOODS, NOUNS, made_up_word, words
 
 UNCLEAR = "I did not understand that. Ask me for help to see what I can do."
 

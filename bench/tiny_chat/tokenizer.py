@@ -7,7 +7,7 @@ from random import Random
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from bench.tiny_chat.conversation import document
+from .conversation import document
 
 VOCABULARY_SIZE = 2048
 PAD, BOS, END_OF_TEXT, TURN_START, TURN_END = (

@@ -16,17 +16,17 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# Run as a script, Python finds the files beside this one but not the package that they form.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.tiny_chat.card import Accuracies, write_card
-from bench.tiny_chat.evaluation import accuracy_by_skill
-from bench.tiny_chat.export import export_checkpoint, rounded_weights
-from bench.tiny_chat.network import Network, Shape
-from bench.tiny_chat.noise import perturbed
-from bench.tiny_chat.packing import Kinds, ShardStream, Tokens
-from bench.tiny_chat.questions import Question, quality_set
-from bench.tiny_chat.tokenizer import build_tokenizer
+from tiny_chat.card import Accuracies, write_card
+from tiny_chat.evaluation import accuracy_by_skill
+from tiny_chat.export import export_checkpoint, rounded_weights
+from tiny_chat.network import Network, Shape
+from tiny_chat.noise import perturbed
+from tiny_chat.packing import Kinds, ShardStream, Tokens
+from tiny_chat.questions import Question, quality_set
+from tiny_chat.tokenizer import build_tokenizer
 
 LOSS_WEIGHTS = (0.0, 0.05, 1.0, 0.3)
 """Loss weight of padding, prompts, answers and plain text."""
@@ -172,9 +172,7 @@ class Trainer:
         clean = self._accuracies(questions)
         self.network.load_state_dict(perturbed(weights, NOISE, seed=0))
         noisy = self._accuracies(questions)
-        print(
-            f"held-out accuracy after {self.tokens / 1e6:.0f}M tokens, {self.step} steps, {minutes:.2f} minutes"
-        )
+        print(f"after {self.tokens / 1e6:.0f}M tokens, {self.step} steps, {minutes:.2f} minutes:")
         for skill, (count, value) in clean.items():
             print(f"   {skill:14s} n={count:5d}  {value:.4f}  with noise {noisy[skill][1]:.4f}")
         write_card(self.network, out, clean, noisy, self.tokens, minutes, self.arguments.minutes)

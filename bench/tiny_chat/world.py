@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from bench.tiny_chat.exchange import Exchange
-from bench.tiny_chat.lexicon import ADJECTIVES, COLOURS, FOODS, NOUNS, words
+from .exchange import Exchange
+from .lexicon import ADJECTIVES, COLOURS, FOODS, NOUNS, words
 
 _WORLD_SEED = 1
 
