@@ -42,12 +42,15 @@ def build_checkpoint(
     tokenizer knows the 256 bytes, SPECIAL_TOKENS and a few merges; vocab_size must be at least 260.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # its monitor thread outlives the test
     fields = {**_tiny(family), **overrides}
-    source = {**fields, "model_type": "llama", "attention_bias": fields["bias"]} if family == "internlm2" else fields
     tokens = {"bos_token_id": 1, "eos_token_id": 3, "pad_token_id": 0}
-    kind = source.pop("model_type")
-    config = AutoConfig.for_model(kind, **{**source, **tokens})
+    source = {**fields, **tokens}
+    if family == "internlm2":
+        source |= {"model_type": "llama", "attention_bias": source.pop("bias")}
+    config = AutoConfig.for_model(source.pop("model_type"), **source)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     offset = 0.0 if family == "gemma2" else 1.0
     with torch.no_grad():

@@ -49,7 +49,8 @@ class InternLM2(DecoderLM):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
-        "bias": False,
+        "rms_norm_eps": 1e-5,
+        "bias": True,
     }
 
     @staticmethod

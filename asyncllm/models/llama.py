@@ -55,6 +55,8 @@ class Llama(DecoderLM):
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
         "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "mlp_bias": True,
     }
 
     @staticmethod

@@ -42,6 +42,7 @@ class Mixtral(DecoderLM):
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "head_dim": 16,
         "max_position_embeddings": 128,
         "sliding_window": 8,
         "num_local_experts": 4,

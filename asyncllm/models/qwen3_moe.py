@@ -64,7 +64,8 @@ class Qwen3MoE(DecoderLM):
         hf.expect("hidden_act", "silu")
         fields = hf.decoder(architecture=architecture, max_position=32768)
         num_layers = fields["num_layers"]
-        num_experts = hf.integer("num_experts", 128, maximum=MAX_EXPERTS)
+        # transformers 5 writes this count under Mixtral's name.
+        num_experts = hf.integer("num_experts", hf.fields.get("num_local_experts", 128), maximum=MAX_EXPERTS)
         step = hf.integer("decoder_sparse_step", 1)
         dense = hf.fields.get("mlp_only_layers") or []
         if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in dense):

@@ -111,9 +111,7 @@ class Driver:
         self._new_blocks.append((slot, 0, list(blocks)))
 
     def chunk(self, slot: int, tokens: Sequence[int], *, sample: bool = True, **scoring: Any) -> PrefillRow:
-        return PrefillRow(
-            slot=slot, tokens=list(tokens), position=self.lengths[slot], sample=sample, **scoring
-        )
+        return PrefillRow(slot=slot, tokens=list(tokens), position=self.lengths[slot], sample=sample, **scoring)
 
     def step(
         self,
