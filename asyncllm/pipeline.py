@@ -7,7 +7,7 @@ import queue
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import msgspec
 
@@ -335,8 +335,7 @@ def _merge(gen_config: GenConfigs, options: dict[str, Any]) -> GenConfigs:
     fields = {SEED_ERA_OPTIONS[name]: value for name, value in options.items()}
     if isinstance(gen_config, list | tuple):
         return [_replace(config, fields) for config in gen_config]
-    single: Any = GenerationConfig() if gen_config is None else gen_config
-    return _replace(single, fields)
+    return _replace(GenerationConfig() if gen_config is None else cast(GenerationConfig, gen_config), fields)
 
 
 def _sequences(input_ids: Any) -> list[Any]:

@@ -64,7 +64,8 @@ class Admission:
             )
         if not do_preprocess:
             raise InvalidMessage("do_preprocess=False takes the prompt as it is, so it must be a str, not messages.")
-        return self._template.render(messages)
+        conversation: Sequence[Message] = messages
+        return self._template.render(conversation)
 
     async def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
         """Token ids of a rendered prompt; long texts are encoded in a thread that does not hold the GIL."""

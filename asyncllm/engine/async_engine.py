@@ -138,9 +138,13 @@ class AsyncEngine:
             self.chat_template = chat_template or ChatTemplate.open(folder, self.chat_template_config)
             return executor or open_executor(config, folder)
 
-        # Reading and importing take seconds; a thread of its own leaves none behind in the loop's pool.
-        with ThreadPoolExecutor(1, thread_name_prefix="asyncllm-open") as thread:
+        # Reading and importing take seconds; a thread of its own leaves none behind in the loop's pool, and the loop
+        # does not wait for it when this task is cancelled.
+        thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-open")
+        try:
             return await asyncio.get_running_loop().run_in_executor(thread, open_files)
+        finally:
+            thread.shutdown(wait=False)
 
     async def close(self) -> None:
         """End open requests with EngineClosed, wait for steps in flight, release the model. Idempotent."""
