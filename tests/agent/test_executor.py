@@ -171,7 +171,7 @@ async def test_close_finishes_what_runs_and_drops_what_waits() -> None:
     executor = ThreadExecutor(lambda: runner)
     await executor.start()
     futures = [executor.submit(empty_batch(step)) for step in range(3)]
-    while not entered.is_set():
+    while not entered.is_set():  # noqa: ASYNC110 - set by the other thread
         await asyncio.sleep(0.001)
     closing = asyncio.ensure_future(executor.close())
     await asyncio.sleep(0)
@@ -217,7 +217,11 @@ async def test_start_cancelled_while_loading_ends_the_thread() -> None:
 
 def test_a_loop_that_is_gone_ends_the_thread() -> None:
     leave = threading.Event()
-    executor = ThreadExecutor(lambda: Runner(lambda batch: None if leave.wait(10) else None))
+
+    def work(batch: Batch) -> None:
+        assert leave.wait(10)
+
+    executor = ThreadExecutor(lambda: Runner(work))
 
     async def abandon() -> None:
         await executor.start()
@@ -236,7 +240,7 @@ async def test_an_executor_that_is_dropped_ends_its_thread() -> None:
     (thread,) = step_threads()
     del executor
     gc.collect()
-    while thread.is_alive():
+    while thread.is_alive():  # noqa: ASYNC110 - a thread's end cannot be awaited
         await asyncio.sleep(0.001)
 
 
@@ -322,15 +326,18 @@ async def test_the_loop_turns_while_a_long_prompt_is_computed() -> None:
     start = SlotStart(slot=0, params=GREEDY, num_prompt=1024, num_tokens=1024, token_ids=[])
     row = PrefillRow(slot=0, tokens=[token % 120 for token in range(1024)], position=0, sample=True)
     blocks = (0, 0, list(range(16)))
-    # Other programs on the machine can hold up any one attempt; a step that blocks the loop holds up all.
-    for step in range(12):
+    # Other programs on the machine can hold up the loop, and the step with it. A step that blocks the loop makes a gap
+    # as long as itself each time.
+    quiet = False
+    for step in range(10):
         batch = Batch(step=step, starts=[start], new_blocks=[blocks], copies=[], decode=[], prefill=[row])
         took, gap = await largest_gap(executor, batch)
         assert took > 0.02
-        if gap < 0.02:
+        quiet = gap < max(0.02, took / 5)
+        if quiet:
             break
     await executor.close()
-    assert gap < 0.02
+    assert quiet
 
 
 @pytest.mark.anyio
@@ -345,6 +352,6 @@ async def test_the_gap_test_notices_a_step_that_keeps_the_interpreter() -> None:
 
     executor = ThreadExecutor(lambda: Runner(work))
     await executor.start()
-    _, gap = await largest_gap(executor, empty_batch())
+    took, gap = await largest_gap(executor, empty_batch())
     await executor.close()
-    assert gap > 0.02
+    assert gap > max(0.02, took / 5)

@@ -20,7 +20,7 @@ from asyncllm.models.llama import Llama
 
 VOCAB_SIZE = 128
 NAN_TOKEN = VOCAB_SIZE - 1
-"""A token whose embedding is NaN: what it touches is not finite. Its own logit is always 0, so that it is not the likeliest."""
+"""A token whose embedding is NaN: what it touches is not finite. Its own logit is 0, so greedy rows do not take it."""
 
 GREEDY = SamplingParams(temperature=0.0)
 
