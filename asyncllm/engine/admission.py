@@ -53,18 +53,18 @@ class Admission:
 
     def render(self, messages: str | Sequence[Message] | None, *, do_preprocess: bool) -> str:
         """The prompt's text. Raises InvalidMessage."""
-        if not isinstance(messages, str):
-            if messages is None or not isinstance(messages, Sequence):
-                raise InvalidMessage(
-                    f"A prompt is a str or a list of messages, not {type(messages).__name__}. "
-                    f"A message looks like {{'role': 'user', 'content': 'Hi'}}."
-                )
-            if not do_preprocess:
-                raise InvalidMessage("do_preprocess=False takes the prompt as it is: it must be a str, not messages.")
-            return self._template.render(messages)
-        if not messages:
-            raise InvalidMessage("The prompt is empty: there is nothing to continue. Pass at least one character.")
-        return self._template.render([{"role": "user", "content": messages}]) if do_preprocess else messages
+        if not isinstance(messages, Sequence):
+            raise InvalidMessage(
+                f"A prompt is a str or a list of messages, not {type(messages).__name__}. "
+                f"A message looks like {{'role': 'user', 'content': 'Hi'}}."
+            )
+        if isinstance(messages, str):
+            if not messages:
+                raise InvalidMessage("The prompt is empty: there is nothing to continue. Pass at least one character.")
+            return self._template.render([{"role": "user", "content": messages}]) if do_preprocess else messages
+        if not do_preprocess:
+            raise InvalidMessage("do_preprocess=False takes the prompt as it is: it must be a str, not messages.")
+        return self._template.render(messages)
 
     async def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
         """Token ids of a rendered prompt; long texts are encoded in a thread that does not hold the GIL."""
