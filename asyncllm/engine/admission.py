@@ -15,7 +15,7 @@ from asyncllm.batch import Limits, SamplingParams
 from asyncllm.config import GenerationConfig
 from asyncllm.engine.delivery import Answer, Delivery
 from asyncllm.engine.sequence import Request
-from asyncllm.errors import ContextLengthExceeded, InvalidMessage, InvalidParameter, UnsupportedFeature
+from asyncllm.errors import ContextLengthExceeded, EngineClosed, InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.tokenizer import Tokenizer
@@ -41,36 +41,37 @@ class Admission:
         self.session_len = min(limits.max_position, session_len or limits.max_position)
         """Most tokens of prompt, history and answer together."""
         self._threads: ThreadPoolExecutor | None = None
+        self._closed = False
         self._next_id = 0
 
     def close(self) -> None:
-        """End the encoding threads."""
+        """Let the encoding threads end when they are through with what they have."""
+        self._closed = True
         if self._threads is not None:
-            self._threads.shutdown(wait=True, cancel_futures=True)
+            self._threads.shutdown(wait=False)
             self._threads = None
 
     def render(self, messages: str | Sequence[Message] | None, *, do_preprocess: bool) -> str:
         """The prompt's text. Raises InvalidMessage."""
-        if isinstance(messages, str):
-            if not messages:
-                raise InvalidMessage("The prompt is empty: there is nothing to continue. Pass at least one character.")
-            if not do_preprocess:
-                return messages
-            return self._template.render([{"role": "user", "content": messages}])
         if not isinstance(messages, Sequence):
             raise InvalidMessage(
                 f"A prompt is a str or a list of messages, not {type(messages).__name__}. "
                 f"A message looks like {{'role': 'user', 'content': 'Hi'}}."
             )
+        if isinstance(messages, str):
+            if not messages:
+                raise InvalidMessage("The prompt is empty: there is nothing to continue. Pass at least one character.")
+            return self._template.render([{"role": "user", "content": messages}]) if do_preprocess else messages
         if not do_preprocess:
-            raise InvalidMessage("do_preprocess=False takes the prompt as it is, so it must be a str, not messages.")
-        conversation: Sequence[Message] = messages
-        return self._template.render(conversation)
+            raise InvalidMessage("do_preprocess=False takes the prompt as it is: it must be a str, not messages.")
+        return self._template.render(messages)
 
     async def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
         """Token ids of a rendered prompt; long texts are encoded in a thread that does not hold the GIL."""
         if len(text) <= INLINE_CHARACTERS:
             return self._tokenizer.encode(text, add_bos=add_bos)
+        if self._closed:
+            raise EngineClosed("The engine was closed while the prompt was being prepared.")
         if self._threads is None:
             self._threads = ThreadPoolExecutor(2, thread_name_prefix="asyncllm-encode")
         loop = asyncio.get_running_loop()
@@ -193,7 +194,8 @@ class Admission:
 
     def _bad_words(self, config: GenerationConfig) -> tuple[tuple[int, ...], ...]:
         """Each bad word as token sequences: at the start of a text and after a space."""
-        banned: set[tuple[int, ...]] = {(token,) for token in self.check_token_ids(config.bad_token_ids or (), "bad_token_ids")}
+        bad_ids = self.check_token_ids(config.bad_token_ids or (), "bad_token_ids")
+        banned: set[tuple[int, ...]] = {(token,) for token in bad_ids}
         for word in config.bad_words or ():
             special = self._special(word)
             if special is not None:
