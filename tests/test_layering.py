@@ -56,7 +56,9 @@ def imports_of(source: str) -> Iterator[Import]:
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, f"line {child.lineno}: relative import"
                 assert child.module is not None
-                yield Import(child.module, child.lineno, deferred)
+                for alias in child.names:
+                    inside = child.module == "asyncllm" and alias.name in LEVEL
+                    yield Import(f"asyncllm.{alias.name}" if inside else child.module, child.lineno, deferred)
             yield from walk(child, inner)
 
     yield from walk(ast.parse(source), False)
@@ -123,6 +125,7 @@ def test_no_import_cycle() -> None:
         ("engine", "import torch"),
         ("engine", "def f():\n    import torch"),
         ("engine", "from asyncllm.agent.executor import open_executor"),
+        ("engine", "from asyncllm import agent"),
         ("engine", "from asyncllm.layers.step_inputs import StepInputs"),
         ("engine", "import aiohttp"),
         ("kernels", "from asyncllm.errors import ModelError"),

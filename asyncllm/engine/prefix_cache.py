@@ -98,7 +98,7 @@ class PrefixCache:
         for key in hashes:
             self._pins[key] += 1
             block = self._block_of.get(key)
-            if block in self._idle:
+            if block is not None and block in self._idle:
                 del self._idle[block]
                 self._idle_pinned[block] = None
 
@@ -109,7 +109,7 @@ class PrefixCache:
             if self._pins[key] <= 0:
                 del self._pins[key]
                 block = self._block_of.get(key)
-                if block in self._idle_pinned:
+                if block is not None and block in self._idle_pinned:
                     del self._idle_pinned[block]
                     self._idle[block] = None
 

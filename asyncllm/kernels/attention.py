@@ -7,13 +7,15 @@ cap * tanh(score / cap) before the mask (Gemma 2). The softmax is taken in float
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.kernels.cache import PagedKV
 
-__all__ = ["paged_decode_attention", "paged_prefill_attention"]
+__all__ = ["DecodePlan", "paged_decode_attention", "paged_prefill_attention", "plan_decode_attention"]
 
 DECODE_TILE = 2**20
 """Most numbers of K gathered at a time: 4 MiB in float32, which stays in the caches of two cores. A layer of 64 rows of
@@ -23,71 +25,76 @@ QUERY_TILE = 512
 """Most query rows of a prefill scored at a time; bounds the mask and skips keys that no query of the tile sees."""
 
 
-def paged_decode_attention(
-    q: Tensor,
-    cache: PagedKV,
-    block_tables: Tensor,
-    kv_lens: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """The last token of each row against the row's whole context.
+class DecodePlan(NamedTuple):
+    """Where decode attention finds its keys: what depends on the batch and the window, but not on the layer."""
 
-    q [B, H, D], block_tables [B, N] integers, kv_lens [B] integers >= 1 (the query's own token included) -> [B, H, D].
+    lines: Tensor
+    """[B, K, width] int64: index of each visible key's line in a layer's pages, seen as [blocks * K * block_size, D]."""
+    bias: Tensor | None
+    """[B, K, width] float32: -inf where a row has no key; None when every row has `width` keys."""
+
+
+def plan_decode_attention(
+    block_tables: Tensor, kv_lens: Tensor, *, num_kv_heads: int, block_size: int, window: int | None = None
+) -> DecodePlan:
+    """The plan of one step, for every layer with this window.
+
+    block_tables [B, N] integers, kv_lens [B] integers >= 1, the query's own token included.
     """
+    kv_lens = kv_lens.long()
+    shortest, longest = (int(bound) for bound in kv_lens.aminmax())
+    width = longest if window is None else min(window, longest)
+    steps = torch.arange(width, device=kv_lens.device)
+    if window is None:
+        positions = steps.expand(len(kv_lens), -1)
+    else:
+        positions = steps + (kv_lens - window).clamp_(min=0)[:, None]
+    pages = positions.div(block_size, rounding_mode="floor").clamp_(max=block_tables.shape[1] - 1)
+    slots = block_tables.long().gather(1, pages).mul_(num_kv_heads * block_size).add_(positions.remainder(block_size))
+    heads = torch.arange(0, num_kv_heads * block_size, block_size, device=kv_lens.device)
+    lines = slots[:, None, :] + heads[:, None]
+    if shortest >= width:
+        return DecodePlan(lines, None)
+    hidden = positions >= kv_lens[:, None]
+    bias = torch.zeros(hidden.shape, device=kv_lens.device).masked_fill_(hidden, float("-inf"))
+    return DecodePlan(lines, bias[:, None].repeat(1, num_kv_heads, 1))
+
+
+def paged_decode_attention(
+    q: Tensor, cache: PagedKV, plan: DecodePlan, *, scale: float, softcap: float | None = None
+) -> Tensor:
+    """The last token of each row against what the plan lets it see of the row's context. q [B, H, D] -> [B, H, D]."""
     batch, num_heads, head_dim = q.shape
-    if batch == 1:
-        return _attend_row(q, cache, block_tables[0], int(kv_lens[0]), 1, scale, window, softcap)
-    num_kv_heads, block_size = cache.k.shape[1:3]
+    _, num_kv_heads, width = plan.lines.shape
     group = num_heads // num_kv_heads
-    pages, positions, hidden = _visible_pages(block_tables, kv_lens, block_size, window)
-    # A line is one position of one KV head: a row of the cache seen as [blocks * kv_heads * block_size, head_dim].
-    page_lines = torch.arange(num_kv_heads * block_size, device=q.device).view(num_kv_heads, 1, block_size)
-    lines = (pages * (num_kv_heads * block_size))[:, None, :, None] + page_lines
-    lines = lines.view(batch, num_kv_heads, -1)[..., :positions].contiguous()
-    bias = torch.where(hidden[:, :positions], float("-inf"), 0.0).to(q.dtype)
     keys, values = (part.view(-1, head_dim) for part in cache)
-    output = torch.empty_like(q)
-    tile = max(1, DECODE_TILE // (num_kv_heads * positions * head_dim))
+    if batch == 1 and softcap is None:
+        lines = plan.lines.view(-1)
+        k, v = (part.index_select(0, lines).view(1, num_kv_heads, width, head_dim) for part in (keys, values))
+        # No key is hidden from a lone row, and the query heads of a group can take the place of queries.
+        attended = F.scaled_dot_product_attention(q.view(1, num_kv_heads, group, head_dim), k, v, scale=scale)
+        return attended.view(q.shape)
+    tile = max(1, DECODE_TILE // (num_kv_heads * width * head_dim))
+    outputs = []
     for first in range(0, batch, tile):
         rows = slice(first, first + tile)
-        tile_lines = lines[rows].view(-1, 1, positions)
-        k = keys.index_select(0, tile_lines.view(-1)).view(-1, positions, head_dim)
+        lines = plan.lines[rows].view(-1, 1, width)
+        k = keys.index_select(0, lines.view(-1)).view(-1, width, head_dim)
         grouped = q[rows].reshape(-1, group, head_dim)
-        tile_bias = bias[rows].repeat_interleave(num_kv_heads, 0)[:, None]
-        if softcap is None:
-            scores = torch.baddbmm(tile_bias, grouped, k.transpose(1, 2), alpha=scale)
+        bias = None if plan.bias is None else plan.bias[rows].view(-1, 1, width).to(q.dtype)
+        if softcap is not None:
+            scores = torch.bmm(grouped, k.transpose(1, 2)).mul_(scale / softcap).tanh_().mul_(softcap)
+            scores = scores if bias is None else scores.add_(bias)
+        elif bias is not None:
+            scores = torch.baddbmm(bias, grouped, k.transpose(1, 2), alpha=scale)
         else:
-            scores = torch.bmm(grouped, k.transpose(1, 2)).mul_(scale / softcap).tanh_().mul_(softcap).add_(tile_bias)
-        weights = scores.softmax(-1, torch.float32).to(q.dtype).view(-1, positions)
-        # A bag is a weighted sum of lines: it reads V in place, where a matmul needs the lines gathered first.
-        bags = tile_lines.expand(-1, group, -1).reshape(-1, positions)
-        summed = F.embedding_bag(bags, values, mode="sum", per_sample_weights=weights)
-        output[rows] = summed.view(-1, num_heads, head_dim)
-    return output
-
-
-def _visible_pages(
-    block_tables: Tensor, kv_lens: Tensor, block_size: int, window: int | None
-) -> tuple[Tensor, int, Tensor]:
-    """The pages that a decode step reads: (pages [B, P] int64, how many of their P * block_size positions, counted from
-    the first page's, any row reads, hidden [B, P * block_size] bool: positions that the row does not see)."""
-    kv_lens = kv_lens.long()
-    longest = int(kv_lens.max())
-    num_pages = -(-longest // block_size)
-    steps = torch.arange(num_pages * block_size, device=kv_lens.device)
-    if window is None or window >= longest:
-        return block_tables[:, :num_pages].long(), longest, steps >= kv_lens[:, None]
-    # A window that begins inside a page touches one page more than it fills.
-    num_pages = min(num_pages, (window - 2) // block_size + 2)
-    steps = steps[: num_pages * block_size]
-    lowest = (kv_lens - window).clamp_(min=0)
-    first_pages = lowest.div(block_size, rounding_mode="floor").clamp_(max=block_tables.shape[1] - num_pages)
-    pages = block_tables.long().gather(1, first_pages[:, None] + steps[:num_pages])
-    positions = first_pages[:, None] * block_size + steps
-    return pages, steps.shape[0], (positions >= kv_lens[:, None]) | (positions < lowest[:, None])
+            scores = torch.bmm(grouped, k.transpose(1, 2)).mul_(scale)
+        weights = scores.softmax(-1, torch.float32).to(q.dtype)
+        # A bag is a sum of weighted lines of V: it reads the pages in place, where a matmul needs them gathered first.
+        bags = lines.expand(-1, group, -1).reshape(-1, width)
+        summed = F.embedding_bag(bags, values, mode="sum", per_sample_weights=weights.view(-1, width))
+        outputs.append(summed.view(-1, num_heads, head_dim))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def paged_prefill_attention(
@@ -112,9 +119,8 @@ def paged_prefill_attention(
         start, end = offsets[row], offsets[row + 1]
         for first in range(start, end, QUERY_TILE):
             last = min(first + QUERY_TILE, end)
-            output[first:last] = _attend_row(
-                q[first:last], cache, block_tables[row], kv_len - (end - last), last - first, scale, window, softcap
-            )
+            seen = kv_len - (end - last)
+            output[first:last] = _attend_row(q[first:last], cache, block_tables[row], seen, scale, window, softcap)
     return output
 
 
@@ -123,14 +129,14 @@ def _attend_row(
     cache: PagedKV,
     block_table: Tensor,
     kv_len: int,
-    q_len: int,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """The queries q [q_len, H, D] at positions kv_len - q_len to kv_len - 1 of one row, with its blocks [N]."""
+    """The queries q [T, H, D] of one row, at positions kv_len - T to kv_len - 1, with the row's blocks [N] -> [T, H, D]."""
+    first_position = kv_len - q.shape[0]
     num_kv_heads, block_size, head_dim = cache.k.shape[1:]
-    lowest = 0 if window is None else max(0, kv_len - q_len - window + 1)
+    lowest = 0 if window is None else max(0, first_position - window + 1)
     first_page = lowest // block_size
     skipped = first_page * block_size
     pages = block_table[first_page : -(-kv_len // block_size)].long()
@@ -141,17 +147,10 @@ def _attend_row(
         .view(num_kv_heads, -1, head_dim)[:, lowest - skipped : kv_len - skipped]
         for part in cache
     )
-    if q_len == 1:
-        # One query sees every key left: the query heads of a group take the place of queries, and no mask is needed.
-        grouped = q.view(num_kv_heads, -1, head_dim)
-        if softcap is None:
-            return F.scaled_dot_product_attention(grouped[None], k[None], v[None], scale=scale).view(q.shape)
-        scores = torch.bmm(grouped, k.transpose(1, 2)).mul_(scale / softcap).tanh_().mul_(softcap)
-        return torch.bmm(scores.softmax(-1, torch.float32).to(v.dtype), v).view(q.shape)
-    return _attend_causally(q, k, v, kv_len - q_len - lowest, scale, window, softcap)
+    return _attend(q, k, v, first_position - lowest, scale, window, softcap)
 
 
-def _attend_causally(
+def _attend(
     q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
     """q [T, H, D] at positions first, first + 1, ... against k and v [K, S, D] at positions 0, 1, ... -> [T, H, D]."""
