@@ -1,4 +1,4 @@
-"""Rotary frequencies against transformers' own functions and, for single numbers, against the papers' formulas."""
+"""Rotary frequencies against the formulas of their papers; tests/models/test_parity.py has them against transformers."""
 
 from __future__ import annotations
 
