@@ -4,10 +4,10 @@
     python bench/quality.py --json result.json
     python bench/quality.py --noise 0.05 --seed 0
 
-Each question has one right answer, which has to be met to the letter, greedily. The skills are mixed, from some that
-a sound model never misses to some with thin margins. `--noise` asks the same questions again of a copy of the model
-in which every weight was multiplied by 1 + noise * N(0, 1): if that made no difference, the questions could not tell a
-sound model from a damaged one.
+Each question has one right answer, which has to be met to the letter, greedily; a story only has to end as stories do
+and to use no words from elsewhere. The skills are mixed, from some that a sound model never misses to some with thin
+margins. `--noise` asks the same questions again of a copy of the model in which every weight was multiplied by
+1 + noise * N(0, 1): if that made no difference, the questions could not tell a sound model from a damaged one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 from tiny_chat.noise import perturbed
-from tiny_chat.questions import Question, quality_set
+from tiny_chat.questions import OPEN_SKILL, Question, held_out, quality_set
 
 from asyncllm import GenerationConfig, pipeline
 from asyncllm.locate import locate
@@ -47,7 +47,7 @@ def count_right(questions: Sequence[Question], answers: Sequence[str]) -> Accura
     """Right answers per skill, in the order of the questions."""
     marks: dict[str, list[bool]] = {}
     for question, answer in zip(questions, answers, strict=True):
-        marks.setdefault(question.skill, []).append(answer == question.answer)
+        marks.setdefault(question.skill, []).append(question.accepts(answer))
     marks["total"] = [mark for skill in marks.values() for mark in skill]
     return {skill: (sum(values), len(values)) for skill, values in marks.items()}
 
@@ -85,6 +85,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     questions = quality_set(arguments.count, arguments.questions_seed)
+    questions += held_out(OPEN_SKILL, arguments.count, arguments.questions_seed)
     columns: dict[str, Accuracies] = {}
     seconds: dict[str, float] = {}
     columns["accuracy"], seconds["accuracy"] = measure(arguments.model, questions)

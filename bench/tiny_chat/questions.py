@@ -13,6 +13,7 @@ from .conversation import (
     turns_of,
 )
 from .exchange import draw
+from .stories import is_story
 
 EASY_SKILLS = (
     "sum",
@@ -48,6 +49,7 @@ HARD_SKILLS = (
     "museum",
 )
 LONG_SKILLS = ("long_passkey",)
+OPEN_SKILL = "story"
 
 SENSITIVE_SKILLS = ("tally", "many_sum", "long_sum")
 
@@ -67,11 +69,20 @@ LONG_ROOM = 1900
 
 @dataclass(frozen=True)
 class Question:
-    """Chat messages that end with a user turn, and the only right answer."""
+    """Chat messages that end with a user turn, and the only right answer.
+
+    Of a story, ``answer`` is one of many good ones.
+    """
 
     messages: list[Message]
     answer: str
     skill: str
+
+    def accepts(self, answer: str) -> bool:
+        """Whether ``answer`` is right to the letter, or is a whole story if one was asked for."""
+        if self.skill == OPEN_SKILL:
+            return is_story(self.messages[-1]["content"], answer)
+        return answer == self.answer
 
 
 def _messages(system: str | None, turns: list[tuple[str, str]]) -> list[Message]:
@@ -115,7 +126,7 @@ def held_out(skill: str, count: int, seed: int) -> list[Question]:
 
 
 def quality_set(count: int, seed: int) -> list[Question]:
-    """The whole question set: ``count`` of every easy and hard skill, twice that of the sensitive ones.
+    """All questions with one right answer: ``count`` of every easy and hard skill, twice that of the sensitive ones.
 
     Questions that fill the context are few, as each costs as much as a hundred others.
     """

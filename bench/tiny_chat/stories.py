@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from random import Random
 
 from .exchange import Exchange
@@ -119,3 +120,36 @@ def story(random: Random, room: int) -> Exchange:
             "story", pick(random, _ASK_ABOUT, h=hero), story_text(random, hero), hero, exact=False
         )
     return Exchange("story", random.choice(_ASK), story_text(random), "story", exact=False)
+
+
+def _words_in(text: str) -> set[str]:
+    return set(re.findall(r"[a-z]+", text.lower()))
+
+
+_STORY_WORDS = _words_in(
+    " ".join(
+        (
+            *_OPENING,
+            *_WISH,
+            *_MEETING,
+            *_TALK,
+            *_TROUBLE,
+            *_TURN,
+            *_ENDING,
+            *ADJECTIVES,
+            *ANIMALS,
+            *HEROES,
+            *COMMON_WORDS,
+            *FIRST_NAMES,
+            *FOODS,
+            *NOUNS,
+            *PLACE_PHRASES,
+            *TIME_PHRASES,
+        )
+    )
+)
+
+
+def is_story(question: str, text: str) -> bool:
+    """Whether ``text`` ends as stories do and has no word that neither stories nor the question use."""
+    return text.endswith("The end.") and _words_in(text) <= _STORY_WORDS | _words_in(question)

@@ -78,6 +78,7 @@ def test_decodes_well_formed_ids_as_the_library(
     tokenizer_of: Callable[[str], Tokenizer], folder_of: Callable[[str], Path], name: str
 ) -> None:
     tokenizer = tokenizer_of(name)
+    decode: Callable[[list[int]], str]
     if name == "byte_fallback":
         decode = tokenizers.Tokenizer.from_file(str(folder_of(name) / "tokenizer.json")).decode
     else:
@@ -155,6 +156,15 @@ def test_sentencepiece_without_legacy_has_no_dummy_prefix_after_special_tokens(t
     assert tokenizer.encode("the<|im_end|>the")[:3] == [1, the_with, 401]
     assert tokenizer.token_bytes(tokenizer.encode("the<|im_end|>the")[3])[:1] == b"t"
     assert tokenizer.decode(tokenizer.encode("the<|im_end|>the"), skip_special_tokens=False) == "<s> the<|im_end|>the"
+
+
+def test_a_single_word_token_is_left_alone_inside_of_a_word(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model("bpe", remove_extra_whitespaces=False))
+    token = {"content": "fox", "special": False, "single_word": True}
+    write_json(tmp_path / "tokenizer_config.json", added_tokens_decoder={"400": token})
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert 400 in tokenizer.encode("the fox, and")
+    assert 400 not in tokenizer.encode("the foxes and afox")
 
 
 def test_white_space_around_a_stripping_token_is_taken_by_it(tmp_path: Path) -> None:
@@ -274,7 +284,12 @@ def test_encoding_leaves_the_interpreter_free(tokenizer_of: Callable[[str], Toke
     def longest_gap() -> float:
         """The longest time this thread had to wait, as a fraction of the whole."""
         done = threading.Event()
-        worker = threading.Thread(target=lambda: (tokenizer.encode(text), done.set()))
+
+        def encode() -> None:
+            tokenizer.encode(text)
+            done.set()
+
+        worker = threading.Thread(target=encode)
         gaps = []
         started = last = time.perf_counter()
         worker.start()
