@@ -142,9 +142,7 @@ class EngineLoop:
 
     def _empty_inboxes(self) -> None:
         while self._arrived:
-            request = self._arrived.popleft()
-            if not request.delivery.abandoned:
-                self.scheduler.add(request)
+            self.scheduler.add(self._arrived.popleft())
         while self._abandoned:
             request = self._abandoned.popleft()
             if request in self._open:
