@@ -7,13 +7,15 @@ cap * tanh(score / cap) before the mask (Gemma 2). Scores and softmax are float3
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.kernels.cache import PagedKV
 
-__all__ = ["paged_decode_attention", "paged_prefill_attention"]
+__all__ = ["DecodePlan", "paged_decode_attention", "paged_prefill_attention", "plan_decode_attention"]
 
 DECODE_TILE = 2**20
 """Most numbers of K gathered at a time: 4 MiB in float32, which stays in the caches of two cores. 64 rows of 150 tokens,
@@ -23,54 +25,68 @@ QUERY_TILE = 512
 """Most query rows of a prefill scored at a time; bounds the mask and skips keys that no query of the tile sees."""
 
 
-def paged_decode_attention(
-    q: Tensor,
-    cache: PagedKV,
-    block_tables: Tensor,
-    kv_lens: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """The last token of each row against the row's whole context.
+class DecodePlan(NamedTuple):
+    """Where decode attention finds its keys: what depends on the batch and the window, but not on the layer."""
 
-    q [B, H, D], block_tables [B, N] integers, kv_lens [B] integers >= 1 (the query's own token included) -> [B, H, D].
+    lines: Tensor
+    """[B, K, width] int64: index of each visible key's line in a layer's pages, seen as [blocks * K * block_size, D]."""
+    bias: Tensor | None
+    """[B, 1, 1, width] float32: -inf where a row has no key; None when every row has `width` keys."""
+
+
+def plan_decode_attention(
+    block_tables: Tensor, kv_lens: Tensor, *, num_kv_heads: int, block_size: int, window: int | None = None
+) -> DecodePlan:
+    """The plan of one step, for every layer with this window.
+
+    block_tables [B, N] integers, kv_lens [B] integers >= 1, the query's own token included.
     """
-    _, num_kv_heads, block_size, head_dim = cache.k.shape
-    batch, num_heads, _ = q.shape
-    group = num_heads // num_kv_heads
     kv_lens = kv_lens.long()
-    longest = int(kv_lens.max())
-    keys = cache.k.view(-1, head_dim)
-    values = cache.v.view(-1, head_dim)
-    steps = torch.arange(longest if window is None else min(window, longest), device=q.device)
+    shortest, longest = (int(bound) for bound in kv_lens.aminmax())
+    width = longest if window is None else min(window, longest)
+    steps = torch.arange(width, device=kv_lens.device)
     if window is None:
-        positions = steps.expand(batch, -1)
+        positions = steps.expand(len(kv_lens), -1)
     else:
         positions = steps + (kv_lens - window).clamp_(min=0)[:, None]
-    hidden = positions >= kv_lens[:, None]
     pages = positions.div(block_size, rounding_mode="floor").clamp_(max=block_tables.shape[1] - 1)
-    slots = block_tables.long().gather(1, pages).mul_(num_kv_heads * block_size) + positions.remainder(block_size)
-    lines = slots[:, None, :] + torch.arange(0, num_kv_heads * block_size, block_size, device=q.device)[:, None]
-    bias = torch.zeros(hidden.shape, device=q.device).masked_fill_(hidden, float("-inf"))[:, None, None]
-    width = steps.shape[0]
-    output = torch.empty_like(q)
+    slots = block_tables.long().gather(1, pages).mul_(num_kv_heads * block_size).add_(positions.remainder(block_size))
+    heads = torch.arange(0, num_kv_heads * block_size, block_size, device=kv_lens.device)
+    lines = slots[:, None, :] + heads[:, None]
+    if shortest >= width:
+        return DecodePlan(lines, None)
+    hidden = positions >= kv_lens[:, None]
+    bias = torch.zeros(hidden.shape, device=kv_lens.device).masked_fill_(hidden, float("-inf"))
+    return DecodePlan(lines, bias[:, None, None])
+
+
+def paged_decode_attention(
+    q: Tensor, cache: PagedKV, plan: DecodePlan, *, scale: float, softcap: float | None = None
+) -> Tensor:
+    """The last token of each row against what the plan lets it see of the row's context. q [B, H, D] -> [B, H, D]."""
+    head_dim = cache.k.shape[-1]
+    batch, num_heads, _ = q.shape
+    _, num_kv_heads, width = plan.lines.shape
+    group = num_heads // num_kv_heads
+    keys = cache.k.view(-1, head_dim)
+    values = cache.v.view(-1, head_dim)
     tile = max(1, DECODE_TILE // (num_kv_heads * width * head_dim))
+    outputs = []
     for first in range(0, batch, tile):
-        rows = slice(first, min(first + tile, batch))
-        tile_lines = lines[rows].reshape(-1, width)
-        k = keys.index_select(0, tile_lines.view(-1)).view(-1, width, head_dim)
-        grouped = q[rows].reshape(-1, group, head_dim)
-        scores = torch.bmm(grouped, k.transpose(1, 2)).float().mul_(scale)
+        rows = slice(first, first + tile)
+        lines = plan.lines[rows].view(-1, width)
+        k = keys.index_select(0, lines.view(-1)).view(-1, width, head_dim)
+        scores = torch.bmm(q[rows].reshape(-1, group, head_dim), k.transpose(1, 2)).float().mul_(scale)
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
-        weights = scores.view(-1, num_kv_heads, group, width).add_(bias[rows]).softmax(-1).to(q.dtype)
+        if plan.bias is not None:
+            scores.view(-1, num_kv_heads, group, width).add_(plan.bias[rows])
+        weights = scores.softmax(-1).to(q.dtype)
         # A bag is a sum of weighted lines of V: it reads the pages in place, where a matmul needs them gathered first.
-        bags = tile_lines[:, None, :].expand(-1, group, -1).reshape(-1, width)
+        bags = lines[:, None, :].expand(-1, group, -1).reshape(-1, width)
         summed = F.embedding_bag(bags, values, mode="sum", per_sample_weights=weights.view(-1, width))
-        output[rows] = summed.view(-1, num_heads, head_dim)
-    return output
+        outputs.append(summed.view(-1, num_heads, head_dim))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def paged_prefill_attention(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
-from asyncllm.kernels import PagedKV
+from asyncllm.kernels import DecodePlan, PagedKV
 from asyncllm.layers.linear import Linear, QKVLinear
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.step_inputs import StepInputs
@@ -67,10 +67,8 @@ class Attention(nn.Module):
                 kernels.paged_decode_attention(
                     q[:decode],
                     cache,
-                    inputs.block_tables[:decode],
-                    inputs.kv_lens[:decode],
+                    self._plan(inputs, block_size=cache.k.shape[2]),
                     scale=self.scale,
-                    window=self.window,
                     softcap=self.softcap,
                 )
             )
@@ -90,3 +88,16 @@ class Attention(nn.Module):
         joined = attended[0] if len(attended) == 1 else torch.cat(attended)
         out: Tensor = self.out(joined.flatten(1))
         return out
+
+    def _plan(self, inputs: StepInputs, block_size: int) -> DecodePlan:
+        """The step's plan for this window, made by the first layer that needs it."""
+        plan = inputs.decode_plans.get(self.window)
+        if plan is None:
+            plan = inputs.decode_plans[self.window] = kernels.plan_decode_attention(
+                inputs.block_tables[: inputs.num_decode],
+                inputs.kv_lens[: inputs.num_decode],
+                num_kv_heads=self.num_kv_heads,
+                block_size=block_size,
+                window=self.window,
+            )
+        return plan

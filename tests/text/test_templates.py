@@ -1,7 +1,8 @@
-# ruff: noqa: RUF001 - the strings are what the models were trained on, full-width punctuation included
 """The built-in templates, rendered for [system S, user U, assistant A, user V]."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -185,7 +186,7 @@ def test_registering_a_class() -> None:
 
     @registry.register_module(name="mine")
     class Mine(BaseChatTemplate):
-        def __init__(self, user: str = "Q: ", **parts: str) -> None:
+        def __init__(self, user: str = "Q: ", **parts: Any) -> None:
             super().__init__(user=user, eoh="\n", assistant="A:", **parts)
 
     assert registry.get("mine") is Mine
