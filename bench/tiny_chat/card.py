@@ -27,8 +27,8 @@ invented valley of Orrin and about asyncllm. It knows nothing about the real wor
 
 Llama: hidden size {hidden}, {layers} layers, {heads} heads, {kv} key-value heads of size {head},
 intermediate size {inter}, vocabulary {vocab} (byte-level BPE, every digit a token), untied embeddings,
-{positions} positions, bfloat16 weights. Prompts follow ChatML and begin with `<|bos|>`; a turn ends with `<|im_end|>`, a plain text with
-`<|endoftext|>`.
+{positions} positions, bfloat16 weights. Prompts follow ChatML and begin with `<|bos|>`; a turn ends with
+`<|im_end|>`, a plain text with `<|endoftext|>`.
 
 ## Data and training
 
