@@ -150,13 +150,6 @@ def _attend_row(
         .view(num_kv_heads, -1, head_dim)[:, lowest - skipped : kv_len - skipped]
         for part in cache
     )
-    if q_len == 1:
-        # One query sees every key left: the query heads of a group take the place of queries, and no mask is needed.
-        grouped = q.view(num_kv_heads, -1, head_dim)
-        if softcap is None:
-            return F.scaled_dot_product_attention(grouped[None], k[None], v[None], scale=scale).view(q.shape)
-        scores = torch.bmm(grouped, k.transpose(1, 2)).mul_(scale / softcap).tanh_().mul_(softcap)
-        return torch.bmm(scores.softmax(-1, torch.float32).to(v.dtype), v).view(q.shape)
     return _attend_causally(q, k, v, kv_len - q_len - lowest, scale, window, softcap)
 
 
