@@ -39,7 +39,8 @@ def ask(model: str, questions: Sequence[Question]) -> list[str]:
     """The answers of `model`, a name or folder."""
     config = GenerationConfig(top_k=1, max_new_tokens=MAX_NEW_TOKENS)
     with pipeline(model) as pipe:
-        responses = pipe([question.messages for question in questions], gen_config=config)
+        responses = pipe([[dict(message) for message in question.messages] for question in questions], config)
+    assert isinstance(responses, list)  # as a list was asked
     return [response.text for response in responses]
 
 

@@ -66,11 +66,10 @@ def test_long_context_sample(run: Runner, capsys: pytest.CaptureFixture[str]) ->
     assert "Response(" in capsys.readouterr().out
 
 
-def test_registered_template_sample(run: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+def test_registered_template_sample(run: Runner) -> None:
     try:
         names = run(CUSTOM_TEMPLATE)
-        assert names["response"].finish_reason in ("stop", "length")
-        assert capsys.readouterr().out
+        assert names["response"].finish_reason == "stop"
         prompt = names["pipe"].prepare_inputs("who are you?")["input_ids"]
         text = names["pipe"].tokenizer.decode(prompt, skip_special_tokens=False)
         assert text.startswith("<|im_start|>system\nYou are a robot developed by ")

@@ -350,6 +350,12 @@ class Scheduler:
         if sequence.slot != row.slot:
             # Finished or preempted since.
             return False
+        if row.slot in output.errors:
+            # Nothing of this row may enter the prefix cache. A row that samples ends with its token.
+            if not row.sample:
+                sequence.error = output.errors[row.slot]
+                self.finish(sequence, "error")
+            return not row.sample
         request = sequence.request
         if row.prompt_logprobs is not None:
             # A chunk computed again after a preemption may go on into the answer.

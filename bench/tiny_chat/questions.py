@@ -126,7 +126,7 @@ def held_out(skill: str, count: int, seed: int) -> list[Question]:
 
 
 def quality_set(count: int, seed: int) -> list[Question]:
-    """All questions with one right answer: ``count`` of every easy and hard skill, twice that of the sensitive ones.
+    """All questions with one right answer: ``count`` of each skill, twice that of the sensitive skills.
 
     Questions that fill the context are few, as each costs as much as a hundred others.
     """

@@ -241,3 +241,27 @@ def test_history_tables_grow_and_are_lent_again() -> None:
     expected = [1 if owner % VOCAB_SIZE == 0 else 0 for owner in [36, 37, 38, 39, *range(28, 36)]]
     assert draw(sampler, logits, slots, [1] * NUM_SLOTS).token_list == expected
     assert sampler._history._counts.shape[0] <= 2 * NUM_SLOTS
+
+
+def test_a_storm_of_new_owners_never_mixes_rows() -> None:
+    """Each request may draw one token only; slots change hands at random between steps, as after cancellations."""
+    dice = random.Random(0)
+    sampler = new_sampler()
+    forced: dict[int, int] = {}
+    for step in range(150):
+        for slot in dice.sample(range(NUM_SLOTS), dice.randint(0, 5)):
+            token = dice.randrange(VOCAB_SIZE)
+            others = tuple(each for each in range(VOCAB_SIZE) if each != token)
+            restriction: dict[str, Any] = dice.choice(
+                [
+                    {"logit_bias": ((token, 100.0),)},
+                    {"bad_words": tuple((each,) for each in others)},
+                    {"min_new_tokens": 1000, "stop_token_ids": others},
+                ]
+            )
+            start(sampler, slot, [1, 2, 3], temperature=dice.choice([0.0, 1.0]), seed=step, **restriction)
+            forced[slot] = token
+        slots = dice.sample(sorted(forced), dice.randint(0, len(forced)))
+        if slots:
+            sampled = draw(sampler, random_logits(len(slots), step), slots, [3 + step] * len(slots))
+            assert sampled.token_list == [forced[slot] for slot in slots]
