@@ -46,7 +46,7 @@ class Admission:
     def close(self) -> None:
         """End the encoding threads."""
         if self._threads is not None:
-            self._threads.shutdown(wait=True, cancel_futures=True)
+            self._threads.shutdown(wait=False, cancel_futures=True)  # they end by themselves, and the loop goes on
             self._threads = None
 
     def render(self, messages: str | Sequence[Message] | None, *, do_preprocess: bool) -> str:

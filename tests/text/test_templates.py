@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001 - the strings are what the models were trained on, full-width punctuation included
 """The built-in templates, rendered for [system S, user U, assistant A, user V]."""
 
 from __future__ import annotations
