@@ -170,7 +170,9 @@ class TestSettings:
         with pytest.raises(InvalidParameter, match="model_path"):
             AsyncEngine(model)
 
-    @pytest.mark.parametrize("text", ["", "{", "[]", "5", '{"model_name": 5}', '{"modelname": "x"}', "/no/such.json", "{}x"])
+    @pytest.mark.parametrize(
+        "text", ["", "{", "[]", "5", '{"model_name": 5}', '{"modelname": "x"}', "/no/such.json", "{}x"]
+    )
     def test_template_json(self, text: str) -> None:
         with pytest.raises(InvalidParameter):
             ChatTemplateConfig.from_json(text)
@@ -416,7 +418,9 @@ class TestCheckpoints:
         assert isinstance(caught.value, AsyncLLMError)
         assert "model" in str(caught.value)
 
-    @pytest.mark.parametrize("model", ["./nothing-here", "/no/such/folder", "nobody/no-such-model", "tiny-chatt", "a/b/c"])
+    @pytest.mark.parametrize(
+        "model", ["./nothing-here", "/no/such/folder", "nobody/no-such-model", "tiny-chatt", "a/b/c"]
+    )
     def test_missing(self, model: str) -> None:
         with pytest.raises(ModelNotFound):
             open_real(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
@@ -184,7 +186,7 @@ def test_registering_a_class() -> None:
 
     @registry.register_module(name="mine")
     class Mine(BaseChatTemplate):
-        def __init__(self, user: str = "Q: ", **parts: str) -> None:
+        def __init__(self, user: str = "Q: ", **parts: Any) -> None:
             super().__init__(user=user, eoh="\n", assistant="A:", **parts)
 
     assert registry.get("mine") is Mine
