@@ -12,7 +12,7 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 EXPECTED = {
-    "async_generate": "stopped; rows still running: 0",
+    "async_generate": "stopped by its deadline",
     "stream_infer": "What is 17 + 25? -> ",
     "chat_session": "the fork has 3 turns, the conversation 2",
     "batch": "What is 15 + 25? ",
