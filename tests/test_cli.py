@@ -74,9 +74,10 @@ class TestRun:
         self, arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         try:
-            assert cli.main(arguments) == status
+            found = cli.main(arguments)
         except SystemExit as end:
-            assert end.code == status
+            found = int(end.code or 0)
+        assert found == status
         error = capsys.readouterr().err
         assert message in error
         assert "Traceback" not in error

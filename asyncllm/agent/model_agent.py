@@ -106,7 +106,7 @@ class ModelAgent:
         hidden = self.model(inputs, self._caches)
         for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
             # A chunk that nothing is sampled from is looked at too: its KV must not outlive it with a NaN inside.
-            if not hidden[first : first + len(row.tokens)].sum().isfinite():
+            if not hidden[first : first + len(row.tokens)].sum(dtype=torch.float32).isfinite():
                 output.errors[row.slot] = NOT_FINITE
             if row.output_logits or row.prompt_logprobs is not None:
                 self._score(row, hidden[first : first + len(row.tokens)], output)
@@ -127,7 +127,9 @@ class ModelAgent:
         num_top = row.prompt_logprobs
         length = len(hidden) if row.output_logits else len(successors)
         ranked = []
-        whole = torch.empty(len(hidden) if row.output_logits else 0, self.limits.vocab_size)
+        with torch.inference_mode(False):
+            # A tensor made in inference mode would refuse the user's in-place operations.
+            whole = torch.empty(len(hidden) if row.output_logits else 0, self.limits.vocab_size)
         for begin in range(0, length, _SCORED_POSITIONS):
             logits = self.model.logits(hidden[begin : begin + _SCORED_POSITIONS])
             if not logits.amax().isfinite():

@@ -10,24 +10,33 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from asyncllm.batch import Limits, SamplingParams
 from asyncllm.config import GenerationConfig
 from asyncllm.engine.delivery import Answer, Delivery
 from asyncllm.engine.sequence import Request
-from asyncllm.errors import ContextLengthExceeded, InvalidMessage, InvalidParameter, UnsupportedFeature
+from asyncllm.errors import ContextLengthExceeded, EngineClosed, InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.detokenizer import Detokenizer
+from asyncllm.text.literals import Literals
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Message
 
-__all__ = ["Admission", "check_adapter"]
+__all__ = ["Admission", "Rendered", "check_adapter"]
 
 INLINE_CHARACTERS = 4096
 """Texts up to this length are encoded on the loop: about 1 ms. Longer ones go to a thread."""
 
 GREEDY_BELOW = 1e-3
 """Temperatures under this count as 0: dividing float32 logits by them overflows."""
+
+
+class Rendered(NamedTuple):
+    """A prompt's text, and where in it a special token's spelling is just what the user wrote."""
+
+    text: str
+    literal_spans: Sequence[tuple[int, int]] = ()
 
 
 class Admission:
@@ -41,44 +50,53 @@ class Admission:
         self.session_len = min(limits.max_position, session_len or limits.max_position)
         """Most tokens of prompt, history and answer together."""
         self._threads: ThreadPoolExecutor | None = None
+        self._closed = False
         self._next_id = 0
 
     def close(self) -> None:
-        """End the encoding threads."""
+        """Let the encoding threads end when they are through with what they have."""
+        self._closed = True
         if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)  # they end by themselves, and the loop goes on
+            self._threads.shutdown(wait=False)
             self._threads = None
 
-    def render(self, messages: str | Sequence[Message] | None, *, do_preprocess: bool) -> str:
+    def render(self, messages: str | Sequence[Message] | None, *, do_preprocess: bool) -> Rendered:
         """The prompt's text. Raises InvalidMessage."""
-        if isinstance(messages, str):
-            if not messages:
-                raise InvalidMessage("The prompt is empty: there is nothing to continue. Pass at least one character.")
-            if not do_preprocess:
-                return messages
-            return self._template.render([{"role": "user", "content": messages}])
         if not isinstance(messages, Sequence):
             raise InvalidMessage(
                 f"A prompt is a str or a list of messages, not {type(messages).__name__}. "
                 f"A message looks like {{'role': 'user', 'content': 'Hi'}}."
             )
-        if not do_preprocess:
-            raise InvalidMessage("do_preprocess=False takes the prompt as it is, so it must be a str, not messages.")
-        conversation: Sequence[Message] = messages
-        return self._template.render(conversation)
+        if isinstance(messages, str):
+            if not messages:
+                raise InvalidMessage("The prompt is empty: there is nothing to continue. Pass at least one character.")
+            if not do_preprocess:
+                return Rendered(messages)
+            messages = [{"role": "user", "content": messages}]
+        elif not do_preprocess:
+            raise InvalidMessage("do_preprocess=False takes the prompt as it is: it must be a str, not messages.")
+        literals = Literals(self._tokenizer)
+        return self.restored(literals, self._template.render(literals.mark(messages)))
 
-    async def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
+    def restored(self, literals: Literals, text: str) -> Rendered:
+        """A text rendered from marked messages, with its marks resolved."""
+        text, spans = literals.restore(text)
+        # A prompt that no template frames is the user's own framing, special tokens and all.
+        return Rendered(text, spans if self._template.capability == "chat" else ())
+
+    async def encode(self, prompt: Rendered, *, add_bos: bool = True) -> list[int]:
         """Token ids of a rendered prompt; long texts are encoded in a thread that does not hold the GIL."""
-        if len(text) <= INLINE_CHARACTERS:
-            return self._tokenizer.encode(text, add_bos=add_bos)
+
+        def encode() -> list[int]:
+            return self._tokenizer.encode(prompt.text, add_bos=add_bos, literal_spans=prompt.literal_spans)
+
+        if len(prompt.text) <= INLINE_CHARACTERS:
+            return encode()
+        if self._closed:
+            raise EngineClosed("The engine was closed while the prompt was being prepared.")
         if self._threads is None:
             self._threads = ThreadPoolExecutor(2, thread_name_prefix="asyncllm-encode")
-        loop = asyncio.get_running_loop()
-        return (
-            await loop.run_in_executor(
-                self._threads, lambda: self._tokenizer.encode_batch([text], add_bos=add_bos)
-            )
-        )[0]
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
     def check_token_ids(self, token_ids: Sequence[int], name: str = "input_ids") -> list[int]:
         """A copy of the ids as a list. Raises InvalidParameter unless all are in the vocabulary."""
@@ -193,7 +211,8 @@ class Admission:
 
     def _bad_words(self, config: GenerationConfig) -> tuple[tuple[int, ...], ...]:
         """Each bad word as token sequences: at the start of a text and after a space."""
-        banned: set[tuple[int, ...]] = {(token,) for token in self.check_token_ids(config.bad_token_ids or (), "bad_token_ids")}
+        bad_ids = self.check_token_ids(config.bad_token_ids or (), "bad_token_ids")
+        banned: set[tuple[int, ...]] = {(token,) for token in bad_ids}
         for word in config.bad_words or ():
             special = self._special(word)
             if special is not None:

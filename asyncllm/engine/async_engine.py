@@ -20,6 +20,7 @@ from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.generation import Generation, interleave
 from asyncllm.engine.loop import EngineLoop
 from asyncllm.engine.prefix_cache import extend_hashes, root_hash
+from asyncllm.engine.prompts import Prompts, is_single, pair_with_configs
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.sequence import Request
 from asyncllm.engine.session import Session
@@ -27,7 +28,6 @@ from asyncllm.engine.stats import EngineStats
 from asyncllm.errors import (
     EngineClosed,
     EngineError,
-    InvalidMessage,
     InvalidParameter,
     RequestFailed,
     SessionNotFound,
@@ -37,9 +37,6 @@ from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Chunk, Message, Response
 
 __all__ = ["AsyncEngine"]
-
-Prompts = str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]]
-"""One prompt (str or messages), or a list of them."""
 
 Config = TypeVar("Config", EngineConfig, GenerationConfig, ChatTemplateConfig)
 
@@ -90,6 +87,7 @@ class AsyncEngine:
         self._state = "new"
         self._loop: EngineLoop | None = None
         self._executor: Executor | None = None
+        self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._sessions: dict[int, Session] = {}
         self._next_session_id = 1
@@ -99,6 +97,17 @@ class AsyncEngine:
         if self._state != "new":
             raise EngineError(f"The engine was started before and is {self._state}. Make a new AsyncEngine.")
         self._state = "starting"
+        self._starting = asyncio.get_running_loop().create_task(self._start_up(), name="asyncllm-start")
+        try:
+            await self._starting
+        except asyncio.CancelledError:
+            self._state = "closed"
+            task = asyncio.current_task()
+            if self._closing is not None and task is not None and not task.cancelling():
+                raise EngineClosed("The engine was closed while it was starting.") from None
+            raise
+
+    async def _start_up(self) -> None:
         executor: Executor | None = None
         try:
             executor = await self._open_model()
@@ -114,7 +123,7 @@ class AsyncEngine:
         except BaseException:
             self._state = "closed"
             if executor is not None:
-                await executor.close()
+                await asyncio.shield(asyncio.get_running_loop().create_task(executor.close()))
             raise
         self._executor = executor
         self._loop = EngineLoop(scheduler, executor, name=f"asyncllm-engine-{self.model_name}")
@@ -147,24 +156,35 @@ class AsyncEngine:
             thread.shutdown(wait=False)
 
     async def close(self) -> None:
-        """End open requests with EngineClosed, wait for steps in flight, release the model. Idempotent."""
-        if self._state == "starting":
-            raise EngineError("The engine is still starting. Cancel the task that starts it instead.")
-        if self._state == "running":
-            self._state = "closing"
+        """End open requests with EngineClosed, wait for steps in flight, release the model. Idempotent.
+
+        A start that is under way is cancelled, and raises EngineClosed.
+        """
+        if self._closing is None and self._state in ("starting", "running"):
+            if self._loop is not None:
+                self._loop.check_event_loop()
             self._closing = asyncio.get_running_loop().create_task(self._shut_down(), name="asyncllm-close")
         if self._closing is not None:
             await asyncio.shield(self._closing)
         self._state = "closed"
 
     async def _shut_down(self) -> None:
-        assert self._loop is not None and self._executor is not None
-        await self._loop.stop()
-        for session in list(self._sessions.values()):
-            session.close()
-        self.admission.close()
-        await self._executor.close()
-        _live.discard(self)
+        if self._state == "starting":
+            assert self._starting is not None
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        if self._loop is None or self._executor is None:
+            return
+        self._state = "closing"
+        try:
+            await self._loop.stop()
+            for session in list(self._sessions.values()):
+                session.close()
+            self.admission.close()
+        finally:
+            self._state = "closed"
+            _live.discard(self)
+            await self._executor.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -208,6 +228,7 @@ class AsyncEngine:
                 lambda: self._session_of(session_id, sequence_start=sequence_start, step=step),
                 messages,
                 gen_config,
+                step=step,
                 do_preprocess=do_preprocess,
                 adapter_name=adapter_name,
                 input_ids=input_ids,
@@ -259,6 +280,7 @@ class AsyncEngine:
         prompt: str | Sequence[Message] | None,
         gen_config: GenerationConfig | None,
         *,
+        step: int = 0,
         do_preprocess: bool,
         adapter_name: str | None,
         input_ids: Sequence[int] | None,
@@ -269,7 +291,7 @@ class AsyncEngine:
 
         def ended() -> None:
             if session is not None:
-                session.record(prompt if prompt is not None else "", do_preprocess=do_preprocess)
+                session.record()
                 if close_after:
                     session.close()
 
@@ -277,22 +299,11 @@ class AsyncEngine:
             nonlocal session
             check_adapter(adapter_name)
             config = checked(GenerationConfig, gen_config, "gen_config")
-            if config.n != 1:
-                raise InvalidParameter(
-                    f"n={config.n} in a session: a conversation goes on from one answer. Use n=1, or fork() the session.",
-                    "n",
-                )
             found = find()
-            await found.begin(delivery)
-            session = found
-            if input_ids is not None:
-                prompt_ids = found.token_ids + self.admission.check_token_ids(input_ids)
-            else:
-                prompt_ids = await found.encode(prompt, do_preprocess=do_preprocess)
-            request = self.admission.build(
-                prompt_ids, config, delivery, session_id=found.id, history_len=min(found.step, len(prompt_ids))
+            request = await found.prepare(
+                delivery, prompt, config, step=step, do_preprocess=do_preprocess, input_ids=input_ids
             )
-            found.admitted(request)
+            session = found
             return request
 
         return Generation(self.running, prepare, Delivery(streaming=streaming, on_end=ended))
@@ -302,7 +313,8 @@ class AsyncEngine:
         self.running()
         while self._next_session_id in self._sessions:
             self._next_session_id += 1
-        return self._new_session(self._next_session_id)
+        self._next_session_id += 1
+        return self._new_session(self._next_session_id - 1)
 
     def _new_session(self, session_id: int) -> Session:
         session = self._sessions[session_id] = Session(self, session_id)
@@ -327,19 +339,19 @@ class AsyncEngine:
                 f"There is no session {session_id}: it has ended, or was never started. Begin it with "
                 f"sequence_start=True, sequence_end=False."
             )
-        if step:
-            session.rewind(step)
         return session
 
     async def stop_session(self, session_id: int) -> None:
         """End the answers that run under this id, with finish_reason 'abort'. The session keeps what there is."""
         loop = self.running()
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.stop()
         running = [request for request in loop.requests if request.session_id == session_id]
         for request in running:
             loop.abandon(request)
         for request in running:
-            while not request.delivery.ended:
-                await asyncio.sleep(0)
+            await request.delivery.wait_end()
 
     async def end_session(self, session_id: int) -> None:
         """Stop what runs under this id and forget the conversation. Raises SessionNotFound."""
@@ -363,11 +375,12 @@ class AsyncEngine:
         Bad input raises before anything runs to its end. A request that fails inside a step gives a Response with
         finish_reason 'error', and the others go on.
         """
-        generations, single = self._batch(prompts, gen_config, do_preprocess, adapter_name, streaming=False)
+        generations = self._batch(prompts, gen_config, do_preprocess, adapter_name, streaming=False)
         responses = []
         try:
             for generation in generations:
                 await generation.start()
+                await asyncio.sleep(0)  # many prompts do not hold up the loop
             for index, generation in enumerate(generations):
                 try:
                     response = await generation.response()
@@ -379,7 +392,7 @@ class AsyncEngine:
         finally:
             for generation in generations:
                 generation.cancel()
-        return responses[0] if single else responses
+        return responses[0] if is_single(prompts) else responses
 
     def stream_infer(
         self,
@@ -390,7 +403,7 @@ class AsyncEngine:
         adapter_name: str | None = None,
     ) -> AsyncIterator[Chunk]:
         """The chunks of all answers as they come; `chunk.index` says to which prompt one belongs."""
-        return interleave(self._batch(prompts, gen_config, do_preprocess, adapter_name, streaming=True)[0])
+        return interleave(self._batch(prompts, gen_config, do_preprocess, adapter_name, streaming=True))
 
     def _batch(
         self,
@@ -400,29 +413,11 @@ class AsyncEngine:
         adapter_name: str | None,
         *,
         streaming: bool,
-    ) -> tuple[list[Generation], bool]:
-        single = isinstance(prompts, str) or (
-            isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], dict)
-        )
-        if not single and (not isinstance(prompts, Sequence) or isinstance(prompts, bytes)):
-            raise InvalidMessage(
-                f"prompts must be a str, a list of str, messages, or a list of messages, not {type(prompts).__name__}."
-            )
-        items: list[Any] = [prompts] if single else list(prompts)
-        if isinstance(gen_config, (list, tuple)):
-            if len(gen_config) != len(items):
-                raise InvalidParameter(
-                    f"There are {len(items)} prompts and {len(gen_config)} generation configs. Pass one for all, "
-                    f"or one for each.",
-                    "gen_config",
-                )
-            configs = list(gen_config)
-        else:
-            configs = [gen_config] * len(items)
+    ) -> list[Generation]:
         generations = []
-        for index, (item, config) in enumerate(zip(items, configs, strict=True)):
+        for index, (prompt, config) in enumerate(pair_with_configs(prompts, gen_config)):
             generation = self.generate(
-                item,
+                prompt,
                 config,
                 do_preprocess=do_preprocess,
                 adapter_name=adapter_name,
@@ -430,7 +425,7 @@ class AsyncEngine:
             )
             generation.index = index
             generations.append(generation)
-        return generations, single
+        return generations
 
     async def get_logits(self, input_ids: Sequence[int]) -> Any:
         """The logits after each token: a float32 CPU tensor [tokens, vocab]. Nothing is generated."""

@@ -94,7 +94,7 @@ class Delivery:
     States: open, then ended, with or without an error. Nothing is put after the end.
     """
 
-    __slots__ = ("_chunks", "_error", "_on_end", "_waiter", "abandoned", "ended", "listener", "streaming")
+    __slots__ = ("_chunks", "_end", "_error", "_on_end", "_waiter", "abandoned", "ended", "listener", "streaming")
 
     def __init__(self, *, streaming: bool, on_end: Callable[[], None] | None = None) -> None:
         self.streaming = streaming
@@ -106,13 +106,11 @@ class Delivery:
         self._on_end = on_end
         self._chunks: list[Chunk] = []
         self._waiter: asyncio.Future[None] | None = None
+        """The one coroutine that takes chunks, while it waits."""
+        self._end: asyncio.Event | None = None
+        """For all who wait for the end; made by the first of them."""
         self._error: BaseException | None = None
         self.ended = False
-
-    @property
-    def idle(self) -> bool:
-        """Whether nobody waits at this cell."""
-        return self._waiter is None
 
     def put(self, chunk: Chunk) -> None:
         """Add a chunk; chunks of the same choice that nobody has taken become one."""
@@ -128,13 +126,20 @@ class Delivery:
             self._wake()
 
     def end(self, error: BaseException | None = None) -> None:
-        """The terminal event. Calls after the first change nothing."""
-        if not self.ended:
-            self.ended = True
-            self._error = error
-            if self._on_end is not None:
-                self._on_end()
-            self._wake()
+        """The terminal event. Calls after the first change nothing. An error of `on_end` becomes the reader's."""
+        if self.ended:
+            return
+        self.ended = True
+        self._error = error
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            try:
+                on_end()
+            except Exception as failure:
+                self._error = self._error or failure
+        if self._end is not None:
+            self._end.set()
+        self._wake()
 
     def take(self) -> Chunk | None:
         """The next chunk, or None if there is none yet. Raises the error once the chunks before it are taken."""
@@ -148,14 +153,6 @@ class Delivery:
         """Wait for a chunk or for the end."""
         if self.ended or (self.streaming and self._chunks):
             return
-        await self._sleep()
-
-    async def wait_end(self) -> None:
-        """Wait for the terminal event, whatever chunks are there."""
-        while not self.ended:
-            await self._sleep()
-
-    async def _sleep(self) -> None:
         if self._waiter is not None:
             raise RuntimeError("Two coroutines iterate the same answer. Iterate it in one, or call generate() twice.")
         self._waiter = asyncio.get_running_loop().create_future()
@@ -163,6 +160,13 @@ class Delivery:
             await self._waiter
         finally:
             self._waiter = None
+
+    async def wait_end(self) -> None:
+        """Wait for the terminal event, whatever chunks are there. Any number of coroutines may."""
+        if not self.ended:
+            if self._end is None:
+                self._end = asyncio.Event()
+            await self._end.wait()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

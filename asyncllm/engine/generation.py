@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.sequence import Request
+from asyncllm.errors import RequestFailed
 from asyncllm.types import Chunk, Response
 
 if TYPE_CHECKING:
@@ -63,15 +65,15 @@ class Generation:
         try:
             self._host = self._find_host()
             request = await self._prepare(self._delivery)
+            if self._delivery.abandoned:
+                # Closed by another task while the prompt was being encoded.
+                self._delivery.end()
+                return
+            self._host.open(request)
         except BaseException:
             self._delivery.abandoned = True
             self._delivery.end()
             raise
-        if self._delivery.abandoned:
-            # Closed by another task while the prompt was being encoded.
-            self._delivery.end()
-            return
-        self._host.open(request)
         self._request = request
 
     def poll(self) -> Chunk | None:
@@ -119,7 +121,7 @@ class Generation:
     async def aclose(self) -> None:
         """End the request and wait until its row and blocks are on their way back. Idempotent."""
         self.cancel()
-        if self._request is not None and self._delivery.idle:
+        if self._request is not None:
             await self._delivery.wait_end()
 
     @property
@@ -154,12 +156,15 @@ async def interleave(generations: Sequence[Generation]) -> AsyncIterator[Chunk]:
         for generation in generations:
             generation.listen(news.set)
             await generation.start()
+            await asyncio.sleep(0)  # many prompts do not hold up the loop
         open_ones = list(generations)
         while open_ones:
             news.clear()
             for generation in list(open_ones):
-                while (chunk := generation.poll()) is not None:
-                    yield chunk
+                # A request that failed inside a step has said so in its last chunk; the others go on.
+                with contextlib.suppress(RequestFailed):
+                    while (chunk := generation.poll()) is not None:
+                        yield chunk
                 if generation.ended:
                     open_ones.remove(generation)
             if open_ones:

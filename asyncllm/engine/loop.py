@@ -63,15 +63,26 @@ class EngineLoop:
             raise EngineDead(f"The engine loop died of {self._cause!r}. Make a new engine.") from self._cause
         if self._state != "running":
             raise EngineClosed("The engine is closed. Make a new one.")
-        if asyncio.get_running_loop() is not self._event_loop:
+        self.check_event_loop()
+
+    def check_event_loop(self) -> None:
+        """Raise EngineError when called from anywhere but the event loop that the engine runs in."""
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if here is not self._event_loop:
             raise EngineError("The engine runs in another event loop. Call it there, or make one in this loop.")
 
     async def stop(self) -> None:
         """End open requests with EngineClosed and wait for the steps in flight and the task."""
+        self.check_event_loop()
         if self._state == "running":
             self._state = "closed"
         self._wake.set()
         await asyncio.wait([self._task])
+        if not self._task.cancelled():
+            self._task.exception()  # a KeyboardInterrupt in the task has been raised by the event loop
 
     @property
     def requests(self) -> list[Request]:
@@ -105,9 +116,7 @@ class EngineLoop:
                 self._empty_inboxes()
                 advanced = None
                 if self._in_flight and self._in_flight[0].done():
-                    output = self._in_flight.popleft().result()
-                    self._step_ms += STEP_MS_WEIGHT * (output.elapsed_ms - self._step_ms)
-                    advanced = self.scheduler.update(output)
+                    advanced = self._read_step(self._in_flight.popleft())
                 self._launch()
                 if advanced is not None:
                     self._deliver(advanced)
@@ -121,6 +130,8 @@ class EngineLoop:
         except BaseException as error:
             self._state, self._cause = "dead", error
             logger.exception("The engine loop died.")
+            if not isinstance(error, Exception):
+                raise
         finally:
             for request in list(self._open):
                 del self._open[request]
@@ -145,14 +156,24 @@ class EngineLoop:
             self.scheduler.add(self._arrived.popleft())
         while self._abandoned:
             request = self._abandoned.popleft()
+            if request not in self._open:
+                continue
+            self.scheduler.cancel(request)
+            for sequence in request.sequences:
+                if sequence.finish_reason == "abort":
+                    self._send(sequence)
             if request in self._open:
-                self.scheduler.cancel(request)
-                self._cancelled += 1
-                for sequence in request.sequences:
-                    if sequence.finish_reason == "abort":
-                        self._send(sequence)
                 del self._open[request]
+                self._cancelled += 1
                 request.delivery.end()
+
+    def _read_step(self, future: asyncio.Future[StepOutput]) -> list[Sequence]:
+        """Take in a completed step. Raises the error of a step that failed as a whole."""
+        if future.cancelled():
+            raise RuntimeError("the executor cancelled a step")
+        output = future.result()
+        self._step_ms += STEP_MS_WEIGHT * (output.elapsed_ms - self._step_ms)
+        return self.scheduler.update(output)
 
     def _launch(self) -> None:
         """Keep the pipeline full."""
@@ -178,15 +199,25 @@ class EngineLoop:
                 self._sequence_ended(sequence)
 
     def _send(self, sequence: Sequence) -> None:
+        """`_send_news`, whose failure ends this request alone."""
+        try:
+            self._send_news(sequence)
+        except Exception as error:
+            logger.exception("An answer could not be delivered.")
+            if sequence.request in self._open:
+                self._fail(sequence.request, f"its answer could not be turned into text: {error!r}", error)
+
+    def _send_news(self, sequence: Sequence) -> None:
         """Bring a sequence's answer up to date and put what is new into its cell."""
         request, answer = sequence.request, sequence.answer
         last = sequence.finish_reason is not None
         first_new = sequence.num_prompt + answer.num_read
         answer.read(sequence.token_ids[first_new:], last=last)
-        if answer.stop_reason is not None and sequence.finish_reason in (None, "length"):
-            self.scheduler.finish(sequence, "stop")
-            sequence.finish_reason = "stop"
-            last = True
+        if answer.stop_reason is not None:
+            if sequence.finish_reason in (None, "length"):
+                self.scheduler.finish(sequence, "stop")
+                sequence.finish_reason = "stop"
+                last = True
         elif sequence.finish_reason == "stop" and sequence.token_ids[-1] in request.named_stop_ids:
             answer.stop_reason = sequence.token_ids[-1]
         if not last and not request.delivery.streaming:
@@ -214,17 +245,21 @@ class EngineLoop:
 
     def _sequence_ended(self, sequence: Sequence) -> None:
         request = sequence.request
-        error: RequestFailed | None = None
         if sequence.error is not None:
-            error = RequestFailed(f"The request failed in a step: {sequence.error}. The other requests go on.")
-            self.scheduler.cancel(request, "error")
-        if request.finished:
+            self._fail(request, sequence.error)
+        elif request.finished:
             del self._open[request]
-            if error is None:
-                self._finished += 1
-            else:
-                self._failed += 1
-            request.delivery.end(error)
+            self._finished += 1
+            request.delivery.end()
+
+    def _fail(self, request: Request, why: str, cause: BaseException | None = None) -> None:
+        """End an open request with RequestFailed."""
+        error = RequestFailed(f"The request failed in a step: {why}. The other requests go on.")
+        error.__cause__ = cause
+        self.scheduler.cancel(request, "error")
+        del self._open[request]
+        self._failed += 1
+        request.delivery.end(error)
 
     def stats(self, num_sessions: int) -> EngineStats:
         """A snapshot of what the engine holds and has done."""

@@ -185,9 +185,10 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.committed = 0
         if sequence.index == 0:
-            # The prompt is computed again, and with it whatever was asked about it.
-            sequence.request.prompt_logprobs.clear()
+            # The prompt is computed again, and with it whatever was asked about it and is not complete.
             sequence.request.logits.clear()
+            if not self._prompt_is_scored(sequence.request):
+                sequence.request.prompt_logprobs.clear()
         self.num_waiting += 1
         self._waiting.appendleft(sequence)
 
@@ -215,7 +216,7 @@ class Scheduler:
             start = sequence.num_computed
             end = min(known, start + budget)
             request = sequence.request
-            wants_logprobs = request.prompt_logprobs_asked is not None and sequence.index == 0
+            wants_logprobs = sequence.index == 0 and not self._prompt_is_scored(request)
             row = PrefillRow(
                 slot=sequence.slot,
                 tokens=sequence.token_ids[start:end],
@@ -293,17 +294,11 @@ class Scheduler:
         At least the last known token is always computed, as its logits are needed.
         """
         last_block, offset = divmod(len(sequence.token_ids) - 1, self._block_size)
-        leader = sequence.request.sequences[0]
-        if (
-            sequence is not leader
-            and leader.state is SequenceState.DECODE
-            # Copies come before the writes of their step: a prompt computed again in this very step is not there yet.
-            and leader.prefilled_by < self._step
-            and len(sequence.token_ids) == sequence.num_prompt
-            and len(leader.token_ids) > leader.num_prompt
-        ):
-            source = leader.blocks[last_block] if offset else None
-            return leader.blocks[:last_block], source
+        if sequence.index > 0 and sequence.num_generated == 0:
+            for sibling in sequence.request.sequences:
+                # Copies come before the writes of their step: what is computed again in this very step comes too late.
+                if sibling.state is SequenceState.DECODE and sibling.prefilled_by < self._step:
+                    return sibling.blocks[:last_block], sibling.blocks[last_block] if offset else None
         if self.prefix_cache is None or not sequence.request.reuses_prefix:
             return [], None
         extend_hashes(sequence.hashes, self._root(sequence.request), sequence.token_ids, self._block_size)
@@ -355,19 +350,32 @@ class Scheduler:
         if sequence.slot != row.slot:
             # Finished or preempted since.
             return False
+        if row.slot in output.errors:
+            # Nothing of this row may enter the prefix cache. A row that samples ends with its token.
+            if not row.sample:
+                sequence.error = output.errors[row.slot]
+                self.finish(sequence, "error")
+            return not row.sample
         request = sequence.request
         if row.prompt_logprobs is not None:
-            request.prompt_logprobs.extend(output.prompt_logprobs.get(row.slot, []))
+            # A chunk computed again after a preemption may go on into the answer.
+            missing = sequence.num_prompt - 1 - len(request.prompt_logprobs)
+            request.prompt_logprobs.extend(output.prompt_logprobs.get(row.slot, [])[:missing])
         if row.output_logits and row.slot in output.logits:
             request.logits.append(output.logits[row.slot])
         end = row.position + len(row.tokens)
         self._commit(sequence, end)
-        if sequence.index == 0 and end == sequence.num_prompt:
+        if sequence.index == 0 and end >= sequence.num_prompt:
             self._admit_siblings(request)
         if row.sample or end < len(sequence.token_ids):
             return False
         self.finish(sequence, "length")
         return True
+
+    @staticmethod
+    def _prompt_is_scored(request: Request) -> bool:
+        """Whether all log-probabilities of the prompt that were asked for are there."""
+        return request.prompt_logprobs_asked is None or len(request.prompt_logprobs) >= len(request.prompt_ids) - 1
 
     def _admit_siblings(self, request: Request) -> None:
         """Queue the other answers to the prompt, before everybody else: their prompt is computed."""

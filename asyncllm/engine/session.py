@@ -18,6 +18,7 @@ from asyncllm.engine.generation import Generation
 from asyncllm.engine.sequence import Request
 from asyncllm.errors import InvalidParameter, SessionBusy, SessionNotFound
 from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.literals import Literals
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Message, Response
 
@@ -54,7 +55,9 @@ class Turn:
 
     __slots__ = ("answer", "answer_start", "end", "messages", "prompt")
 
-    def __init__(self, prompt: object, messages: list[Message] | None, answer_start: int, end: int, answer: str) -> None:
+    def __init__(
+        self, prompt: object, messages: list[Message] | None, answer_start: int, end: int, answer: str
+    ) -> None:
         self.prompt = prompt
         """What the user passed."""
         self.messages = messages
@@ -78,7 +81,14 @@ class Session:
         self.closed = False
         self._pinned: list[bytes] = []
         self._delivery: Delivery | None = None
+        """Of the last turn."""
         self._request: Request | None = None
+        """Of the running turn, once its prompt is encoded."""
+        self._prompt: object = None
+        self._new_messages: list[Message] | None = None
+        """The running turn's prompt, as in `Turn`."""
+        self._stop_asked = False
+        """The running turn shall end as soon as its request is there."""
 
     @property
     def history(self) -> list[tuple[object, str]]:
@@ -114,8 +124,10 @@ class Session:
 
     def stop(self) -> None:
         """Stop the running turn, if any; what was generated so far stays in the history."""
-        if self._request is not None and self.busy:
-            self._host.stop_request(self._request)
+        if self.busy:
+            self._stop_asked = True
+            if self._request is not None:
+                self._host.stop_request(self._request)
 
     def close(self) -> None:
         """Stop the running turn and forget the conversation. Idempotent."""
@@ -145,11 +157,11 @@ class Session:
             )
         if step == len(self.token_ids):
             return
-        del self.token_ids[step:]
+        self.token_ids = self.token_ids[:step]
         start = 0
         for index, turn in enumerate(self.turns):
             if turn.end > step:
-                del self.turns[index:]
+                self.turns = self.turns[:index]
                 if step > start:
                     # A turn cut in its middle: what is left of the answer is its answer.
                     answer_start = min(turn.answer_start, step)
@@ -158,11 +170,53 @@ class Session:
                 break
             start = turn.end
 
-    async def begin(self, delivery: Delivery) -> None:
+    async def prepare(
+        self,
+        delivery: Delivery,
+        prompt: str | Sequence[Message] | None,
+        config: GenerationConfig,
+        *,
+        step: int,
+        do_preprocess: bool,
+        input_ids: Sequence[int] | None,
+    ) -> Request:
+        """The request of the next turn, after the first `step` tokens of the history, or all of them if that is 0.
+
+        Raises InvalidRequest, SessionBusy and SessionNotFound; the conversation is then as it was.
+        """
+        if config.n != 1:
+            raise InvalidParameter(
+                f"n={config.n} in a session: a conversation goes on from one answer. Use n=1, or fork() the session.",
+                "n",
+            )
+        await self._begin(delivery)
+        admission, history = self._host.admission, (self.token_ids, self.turns)
+        try:
+            if step:
+                self.rewind(step)
+            if input_ids is not None:
+                new = admission.check_token_ids(input_ids)
+                token_ids = self.token_ids + new
+                self._prompt = self._host.tokenizer.decode(new, skip_special_tokens=False)
+                self._new_messages = None
+            else:
+                token_ids = await self._encode(prompt, do_preprocess=do_preprocess)
+                assert prompt is not None
+                self._prompt, self._new_messages = prompt, as_messages(prompt) if do_preprocess else None
+            history_len = min(self.step, len(token_ids))
+            request = admission.build(token_ids, config, delivery, session_id=self.id, history_len=history_len)
+        except BaseException:
+            self.token_ids, self.turns = history
+            raise
+        self._request = request
+        if self._stop_asked:
+            self._host.stop_request(request)
+        return request
+
+    async def _begin(self, delivery: Delivery) -> None:
         """Take the session for a turn. Raises SessionBusy unless the turn before has ended or was abandoned."""
         self.check_open()
-        if self.busy:
-            assert self._delivery is not None
+        while self._delivery is not None and not self._delivery.ended:
             if not self._delivery.abandoned:
                 raise SessionBusy(
                     f"Session {self.id} is in a turn, and takes one at a time. Wait for its answer, call "
@@ -172,26 +226,27 @@ class Session:
             self.check_open()
         self._delivery = delivery
         self._request = None
+        self._stop_asked = False
 
-    async def encode(self, prompt: str | Sequence[Message] | None, *, do_preprocess: bool) -> list[int]:
+    async def _encode(self, prompt: str | Sequence[Message] | None, *, do_preprocess: bool) -> list[int]:
         """The token ids of the whole conversation with this prompt at its end."""
         admission, template = self._host.admission, self._host.chat_template
         if not self.turns or not do_preprocess:
-            text = admission.render(prompt, do_preprocess=do_preprocess)
-            return self.token_ids + await admission.encode(text, add_bos=not self.token_ids)
+            rendered = admission.render(prompt, do_preprocess=do_preprocess)
+            return self.token_ids + await admission.encode(rendered, add_bos=not self.token_ids)
         admission.render(prompt, do_preprocess=True)
         assert prompt is not None
-        new = as_messages(prompt)
-        before, last = self._messages(), self.turns[-1]
+        literals = Literals(self._host.tokenizer)
+        before, last, new = literals.mark(self._messages()), self.turns[-1], literals.mark(as_messages(prompt))
         tail = template.continuation(before, last.answer, new)
         if tail is None:
             text = template.render([*before, {"role": "assistant", "content": last.answer}, *new])
-            return await admission.encode(text)
-        added = await admission.encode(tail, add_bos=False)
+            return await admission.encode(admission.restored(literals, text))
+        added = await admission.encode(admission.restored(literals, tail), add_bos=False)
         history = self.token_ids
-        if history and added and history[-1] == added[0] and added[0] in self._host.tokenizer.eos_token_ids:
-            # The answer's own end-of-sequence token is the template's end of the turn.
-            added = added[1:]
+        if history and history[-1] in self._host.tokenizer.eos_token_ids:
+            # How a turn ends is for the template to say, usually by the same token.
+            history = history[:-1]
         return history + added
 
     def _messages(self) -> list[Message]:
@@ -203,21 +258,22 @@ class Session:
                 messages.append({"role": "assistant", "content": turn.answer})
         return messages
 
-    def admitted(self, request: Request) -> None:
-        """The turn's request is ready for the queue."""
-        self._request = request
+    def record(self) -> None:
+        """The running turn has ended, by whatever way: its prompt and what was generated become history.
 
-    def record(self, prompt: str | Sequence[Message], *, do_preprocess: bool) -> None:
-        """The running turn has ended, by whatever way: its prompt and what was generated become history."""
-        request = self._request
+        A turn that was refused, or left before it was in the queue, is none.
+        """
+        request, self._request = self._request, None
         if request is None or self.closed:
             return
         sequence = request.sequences[0]
+        if sequence.finish_reason is None:
+            return
         answer = sequence.answer
         self.token_ids = list(sequence.token_ids)
         self._trim(sequence.num_prompt, answer.text, stopped_by_text=isinstance(answer.stop_reason, str))
-        messages = as_messages(prompt) if do_preprocess else None
-        self.turns.append(Turn(prompt, messages, sequence.num_prompt, len(self.token_ids), answer.text))
+        turn = Turn(self._prompt, self._new_messages, sequence.num_prompt, len(self.token_ids), answer.text)
+        self.turns = [*self.turns, turn]
         self.response = Response(
             text=answer.text,
             token_ids=sequence.token_ids[sequence.num_prompt :],
@@ -229,7 +285,6 @@ class Session:
             cached_token_len=request.cached_tokens,
         )
         self._pinned = self._host.pin(self._pinned, self.token_ids)
-        self._request = None
 
     def _trim(self, start: int, text: str, *, stopped_by_text: bool) -> None:
         """Leave out tokens of a stop word that ended the answer: it is not part of the conversation."""

@@ -17,18 +17,19 @@ def apply_rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
     x [T, heads, D], cos_sin [T, R] float32 (cosines, then sines) -> [T, heads, D] in x's dtype. The products are taken
     in float32.
     """
-    half = cos_sin.shape[-1] // 2
-    cos, sin = cos_sin[:, None, :half], cos_sin[:, None, half:]
-    first, second = x[..., :half], x[..., half : 2 * half]
+    size = cos_sin.shape[-1]
+    cos, sin = cos_sin.view(-1, 1, 2, size // 2).unbind(2)
+    first, second = x[..., :size].unflatten(-1, (2, -1)).unbind(-2)
     rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.dtype == cos_sin.dtype:
-        torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=rotated[..., half : 2 * half]).addcmul_(first, sin)
+    low, high = rotated[..., :size].unflatten(-1, (2, -1)).unbind(-2)
+    if x.dtype == torch.float32:
+        torch.mul(first, cos, out=low).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=high).addcmul_(first, sin)
     else:
-        rotated[..., :half] = first * cos - second * sin
-        rotated[..., half : 2 * half] = second * cos + first * sin
-    if 2 * half < x.shape[-1]:
-        rotated[..., 2 * half :] = x[..., 2 * half :]
+        low.copy_(first * cos - second * sin)
+        high.copy_(second * cos + first * sin)
+    if size < x.shape[-1]:
+        rotated[..., size:] = x[..., size:]
     return rotated
 
 

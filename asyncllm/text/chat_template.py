@@ -28,10 +28,11 @@ FILL = "<FILL>"
 
 
 class _Renderer(Protocol):
-    """Renders checked messages. When the assistant has the last word and a generation prompt is asked for, the text
-    ends with that word, to be continued."""
+    """What writes checked messages down."""
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str: ...
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+        """The text. When the assistant has the last word and a generation prompt is asked for, the text ends with that
+        word, to be continued."""
 
     def later_turn(self, prompt: str) -> str:
         """One user turn that follows others, with the beginning of the answer."""

@@ -9,12 +9,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from asyncllm.agent.executor import ThreadExecutor, open_executor
-from asyncllm.batch import Batch, Limits, SlotStart, StepOutput
+from asyncllm.batch import Batch, Limits, PrefillRow, SlotStart, StepOutput
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineClosed, EngineDead, InvalidCheckpoint, InvalidParameter, ModelError
 from tests.agent.tiny_model import GREEDY, Driver, tiny_agent, tiny_llama
@@ -170,7 +171,7 @@ async def test_close_finishes_what_runs_and_drops_what_waits() -> None:
     executor = ThreadExecutor(lambda: runner)
     await executor.start()
     futures = [executor.submit(empty_batch(step)) for step in range(3)]
-    while not entered.is_set():
+    while not entered.is_set():  # noqa: ASYNC110 - set by the other thread
         await asyncio.sleep(0.001)
     closing = asyncio.ensure_future(executor.close())
     await asyncio.sleep(0)
@@ -216,7 +217,11 @@ async def test_start_cancelled_while_loading_ends_the_thread() -> None:
 
 def test_a_loop_that_is_gone_ends_the_thread() -> None:
     leave = threading.Event()
-    executor = ThreadExecutor(lambda: Runner(lambda batch: None if leave.wait(10) else None))
+
+    def work(batch: Batch) -> None:
+        assert leave.wait(10)
+
+    executor = ThreadExecutor(lambda: Runner(work))
 
     async def abandon() -> None:
         await executor.start()
@@ -235,7 +240,7 @@ async def test_an_executor_that_is_dropped_ends_its_thread() -> None:
     (thread,) = step_threads()
     del executor
     gc.collect()
-    while thread.is_alive():
+    while thread.is_alive():  # noqa: ASYNC110 - a thread's end cannot be awaited
         await asyncio.sleep(0.001)
 
 
@@ -271,31 +276,23 @@ async def test_the_model_is_gone_after_close_and_after_a_failure(fails: bool) ->
 
 
 @pytest.mark.anyio
-async def test_a_real_model_answers_and_is_gone_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_real_model_answers_and_is_gone_after_close() -> None:
     model = tiny_llama()
+    reference = weakref.ref(model)
     alone = Driver(tiny_agent(model)).generate(0, [5, 6, 7], 3)
-    executor = ThreadExecutor(lambda: tiny_agent(model))
+    executor = ThreadExecutor(partial(tiny_agent, model))
+    del model
     limits = await executor.start()
     assert limits.num_blocks == 80
     start = SlotStart(slot=0, params=GREEDY, num_prompt=3, num_tokens=3, token_ids=[])
-    driver = Driver(tiny_agent(model))
-    first = Batch(
-        step=0,
-        starts=[start],
-        new_blocks=[(0, 0, [4, 2])],
-        copies=[],
-        decode=[],
-        prefill=[driver.chunk(0, [5, 6, 7])] if driver.lengths.setdefault(0, 0) == 0 else [],
-    )
-    later = [
-        Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[0], prefill=[]) for step in (1, 2)
-    ]
+    row = PrefillRow(slot=0, tokens=[5, 6, 7], position=0, sample=True)
+    first = Batch(step=0, starts=[start], new_blocks=[(0, 0, [4, 2])], copies=[], decode=[], prefill=[row])
+    later = [Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[0], prefill=[]) for step in (1, 2)]
     # Each step's input is the token of the one before, which nobody has read when it is submitted.
     outputs = await asyncio.gather(*[executor.submit(batch) for batch in (first, *later)])
     assert [output.tokens[0] for output in outputs] == alone
-    reference = weakref.ref(model)
+    assert reference() is not None
     await executor.close()
-    del model, driver
     gc.collect()
     assert reference() is None
 
@@ -323,28 +320,24 @@ async def largest_gap(executor: ThreadExecutor, batch: Batch) -> tuple[float, fl
 
 @pytest.mark.anyio
 async def test_the_loop_turns_while_a_long_prompt_is_computed() -> None:
-    model = tiny_llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=8, max_position_embeddings=1024)
-    executor = ThreadExecutor(lambda: tiny_agent(model, num_gpu_blocks=20, block_size=64))
+    model = tiny_llama(hidden_size=256, intermediate_size=512, num_hidden_layers=4, max_position_embeddings=1024)
+    executor = ThreadExecutor(partial(tiny_agent, model, num_gpu_blocks=16, block_size=64))
     await executor.start()
-    gaps = []
-    for step in range(3):
-        start = SlotStart(slot=0, params=GREEDY, num_prompt=1024, num_tokens=1024, token_ids=[])
-        row = Driver(tiny_agent(model))
-        row.lengths[0] = 0
-        batch = Batch(
-            step=step,
-            starts=[start],
-            new_blocks=[(0, 0, list(range(16)))],
-            copies=[],
-            decode=[],
-            prefill=[row.chunk(0, [token % 120 for token in range(1024)])],
-        )
+    start = SlotStart(slot=0, params=GREEDY, num_prompt=1024, num_tokens=1024, token_ids=[])
+    row = PrefillRow(slot=0, tokens=[token % 120 for token in range(1024)], position=0, sample=True)
+    blocks = (0, 0, list(range(16)))
+    # Other programs on the machine can hold up the loop, and the step with it. A step that blocks the loop makes a gap
+    # as long as itself each time.
+    quiet = False
+    for step in range(10):
+        batch = Batch(step=step, starts=[start], new_blocks=[blocks], copies=[], decode=[], prefill=[row])
         took, gap = await largest_gap(executor, batch)
         assert took > 0.02
-        gaps.append(gap)
+        quiet = gap < max(0.02, took / 5)
+        if quiet:
+            break
     await executor.close()
-    # The best of three: other programs on the machine can hold up any one.
-    assert min(gaps) < 0.02
+    assert quiet
 
 
 @pytest.mark.anyio
@@ -359,6 +352,6 @@ async def test_the_gap_test_notices_a_step_that_keeps_the_interpreter() -> None:
 
     executor = ThreadExecutor(lambda: Runner(work))
     await executor.start()
-    _, gap = await largest_gap(executor, empty_batch())
+    took, gap = await largest_gap(executor, empty_batch())
     await executor.close()
-    assert gap > 0.02
+    assert gap > max(0.02, took / 5)

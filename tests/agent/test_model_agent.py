@@ -286,3 +286,21 @@ def test_half_precision_runs(name: str) -> None:
     agent = tiny_agent(model, dtype=name)
     assert agent.limits.dtype == name
     assert len(Driver(agent).generate(0, prompt_of(11), 4, GREEDY, chunk=5)) == 4
+
+
+def test_large_finite_values_in_half_precision_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama().to(torch.float16)
+    agent = tiny_agent(model, dtype="float16")
+    # Their sum is beyond float16.
+    monkeypatch.setattr(model, "forward", lambda inputs, caches: torch.full((20, 64), 100.0, dtype=torch.float16))
+    driver = Driver(agent)
+    driver.start(0, prompt_of(20))
+    assert driver.step(prefill=[driver.chunk(0, prompt_of(20))]).errors == {}
+
+
+def test_logits_belong_to_the_user() -> None:
+    driver = Driver(tiny_agent())
+    driver.start(0, [1, 2, 3])
+    logits = driver.step(prefill=[driver.chunk(0, [1, 2, 3], sample=False, output_logits=True)]).logits[0]
+    logits += 1.0
+    assert not logits.is_inference()

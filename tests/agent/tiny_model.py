@@ -20,7 +20,7 @@ from asyncllm.models.llama import Llama
 
 VOCAB_SIZE = 128
 NAN_TOKEN = VOCAB_SIZE - 1
-"""A token whose embedding is NaN: what it touches is not finite. Its own logit is always 0, so that it is not the likeliest."""
+"""A token whose embedding is NaN: what it touches is not finite. Its own logit is 0, so greedy rows do not take it."""
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -111,9 +111,7 @@ class Driver:
         self._new_blocks.append((slot, 0, list(blocks)))
 
     def chunk(self, slot: int, tokens: Sequence[int], *, sample: bool = True, **scoring: Any) -> PrefillRow:
-        return PrefillRow(
-            slot=slot, tokens=list(tokens), position=self.lengths[slot], sample=sample, **scoring
-        )
+        return PrefillRow(slot=slot, tokens=list(tokens), position=self.lengths[slot], sample=sample, **scoring)
 
     def step(
         self,

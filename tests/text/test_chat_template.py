@@ -15,6 +15,7 @@ from asyncllm.errors import AsyncLLMError, InvalidCheckpoint, InvalidMessage, In
 from asyncllm.model import MODELS, BaseChatTemplate
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.templates import Registry
+from asyncllm.types import Message
 from tests.text.conversations import JINJA, turns
 
 
@@ -22,7 +23,11 @@ from tests.text.conversations import JINJA, turns
 def registered() -> Iterator[Callable[[str, type[Any]], None]]:
     """Registers a class in MODELS for one test."""
     before = dict(MODELS._users)
-    yield lambda name, template: MODELS.register_module(name=name, module=template) and None
+
+    def register(name: str, template: type[Any]) -> None:
+        MODELS.register_module(name=name, module=template)
+
+    yield register
     MODELS._users.clear()
     MODELS._users.update(before)
 
@@ -238,7 +243,10 @@ def test_text_parts_are_joined_by_a_newline(checkpoint: Callable[..., Path]) -> 
 
 
 def test_messages_are_not_changed(checkpoint: Callable[..., Path]) -> None:
-    messages = [{"role": "user", "content": [{"type": "text", "text": "one"}]}, {"role": "assistant", "content": "a"}]
+    messages: list[Message] = [
+        {"role": "user", "content": [{"type": "text", "text": "one"}]},
+        {"role": "assistant", "content": "a"},
+    ]
     before = json.dumps(messages)
     for config in ("qwen", ChatTemplateConfig(chat_template=JINJA["chatml"])):
         template = ChatTemplate.open(checkpoint(), config)
@@ -263,7 +271,7 @@ def test_tool_messages_reach_a_jinja_template(checkpoint: Callable[..., Path]) -
 @pytest.mark.parametrize("capability", ["completion", "python"])
 @pytest.mark.parametrize("config", [{}, {"model_name": "codellama"}, {"chat_template": JINJA["chatml"]}])
 def test_completion_passes_the_prompt_through(
-    checkpoint: Callable[..., Path], capability: Any, config: dict[str, str]
+    checkpoint: Callable[..., Path], capability: Any, config: dict[str, Any]
 ) -> None:
     template = ChatTemplate.open(checkpoint(), ChatTemplateConfig(**config, capability=capability))
     assert template.capability == capability

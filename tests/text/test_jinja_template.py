@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -60,7 +61,10 @@ def test_an_answer_is_continued_as_in_transformers(checkpoint: Callable[..., Pat
 @pytest.mark.parametrize("place", ["tokenizer_config", "named", "jinja", "json"])
 def test_places_of_a_checkpoints_template(checkpoint: Callable[..., Path], place: str) -> None:
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": JINJA["chatml"]}]
-    fields = {"tokenizer_config": {"chat_template": JINJA["chatml"]}, "named": {"chat_template": named}}
+    fields: dict[str, dict[str, Any]] = {
+        "tokenizer_config": {"chat_template": JINJA["chatml"]},
+        "named": {"chat_template": named},
+    }
     folder = checkpoint(**fields.get(place, {}))
     if place == "jinja":
         (folder / "chat_template.jinja").write_text(JINJA["chatml"])

@@ -1,0 +1,232 @@
+"""A scheduler and a fake device without an event loop: tests decide when a step is scheduled and when it is read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart
+from asyncllm.engine.delivery import Answer, Delivery
+from asyncllm.engine.scheduler import Scheduler
+from asyncllm.engine.sequence import Request, SequenceState
+from asyncllm.engine.sequence import Sequence as Row
+from asyncllm.testing import ByteTokenizer, FakeDevice, Oracle, hash_oracle
+from asyncllm.text.detokenizer import Detokenizer
+
+__all__ = ["Driver", "expected_answer"]
+
+VOCAB = 8
+
+
+def expected_answer(
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    seed: int | None = None,
+    stop_ids: Sequence[int] = (),
+    oracle: Oracle | None = None,
+) -> list[int]:
+    """What a request's answer must be, from the request alone."""
+    next_token = oracle or hash_oracle(VOCAB)
+    params = SamplingParams(temperature=0.0 if seed is None else 1.0, seed=seed or 0)
+    start = SlotStart(slot=0, params=params, num_prompt=len(prompt), num_tokens=len(prompt), token_ids=[])
+    history = list(prompt)
+    while len(history) < len(prompt) + max_new_tokens:
+        history.append(next_token(history, start))
+        if history[-1] in stop_ids:
+            break
+    return history[len(prompt) :]
+
+
+class Driver:
+    """Schedules steps, keeps them in flight, and lets the device run each one when it is completed."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        num_slots: int = 16,
+        max_batch_size: int = 16,
+        budget: int = 64,
+        interval: int = 1,
+        caching: bool = True,
+        row_failure: Callable[[list[int]], str | None] | None = None,
+    ) -> None:
+        self.device = FakeDevice(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_slots=num_slots,
+            vocab_size=VOCAB,
+            oracle=hash_oracle(VOCAB),
+            row_failure=row_failure,
+        )
+        self.max_batch_size = max_batch_size
+        self.budget = budget
+        self.scheduler = Scheduler(
+            self.device.limits,
+            max_batch_size=max_batch_size,
+            prefill_budget=budget,
+            prefill_interval=interval,
+            prefix_caching=caching,
+        )
+        self.in_flight: deque[Batch] = deque()
+        self.batches: list[Batch] = []
+        self.requests: list[Request] = []
+        self.ends: dict[Request, int] = {}
+        """Request -> how many terminal events it had."""
+        self._tables: dict[int, list[int]] = {}
+        self._writes: deque[dict[int, int]] = deque()
+        """Of each step in flight: block -> slot that writes it."""
+        self._positions: dict[int, int] = {}
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int = 6,
+        *,
+        seeds: Sequence[int | None] = (None,),
+        stop_ids: Sequence[int] = (),
+        prompt_logprobs: int | None = None,
+    ) -> Request:
+        """Queue a request with one answer for each seed; None is greedy."""
+        tokenizer = ByteTokenizer()
+        request = Request(
+            id=len(self.requests),
+            prompt_ids=list(prompt),
+            params=[SamplingParams(temperature=0.0 if seed is None else 1.0, seed=seed or 0) for seed in seeds],
+            stop_ids=frozenset(stop_ids),
+            max_new_tokens=max_new_tokens,
+            delivery=Delivery(streaming=True),
+            answers=[
+                Answer(
+                    Detokenizer(tokenizer, skip_special_tokens=True),
+                    stop_words=(),
+                    hidden_ids=frozenset(),
+                    include_stop=False,
+                )
+                for _ in seeds
+            ],
+            prompt_logprobs=prompt_logprobs,
+        )
+        self.requests.append(request)
+        self.ends[request] = 0
+        self.scheduler.add(request)
+        return request
+
+    def schedule(self) -> Batch | None:
+        """Put the next step in flight."""
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            self._check_batch(batch)
+            self.in_flight.append(batch)
+            self.batches.append(batch)
+        return batch
+
+    def complete(self) -> list[Row]:
+        """Let the device run the oldest step in flight, and read it. Returns the rows that got a token or ended."""
+        self._writes.popleft()
+        advanced = self.scheduler.update(self.device.step(self.in_flight.popleft()))
+        for request in {row.request for row in advanced}:
+            for row in request.sequences:
+                if row.error is not None:
+                    self.cancel(request, "error")
+            self._note_end(request)
+        return advanced
+
+    def cancel(self, request: Request, reason: str = "abort") -> None:
+        """As a reader that leaves, at any time and any number of times."""
+        ended = request.finished
+        self.scheduler.cancel(request, reason)  # type: ignore[arg-type]
+        if not ended and reason != "error":
+            self._note_end(request)
+
+    def _note_end(self, request: Request) -> None:
+        if request.finished:
+            self.ends[request] += 1
+
+    def turn(self, depth: int = 2) -> bool:
+        """Fill the pipeline, then read one step; False when there was nothing to do."""
+        while len(self.in_flight) < depth and self.schedule() is not None:
+            pass
+        if self.in_flight:
+            self.complete()
+            return True
+        return False
+
+    def drain(self, depth: int = 2, limit: int = 10_000) -> None:
+        """Run until nothing is left to do."""
+        for _ in range(limit):
+            if not self.turn(depth):
+                break
+        assert not self.in_flight
+        assert self.scheduler.num_waiting == 0
+        assert self.scheduler.num_running == 0
+
+    def answers(self, request: Request) -> list[list[int]]:
+        """The token ids of each answer so far."""
+        return [row.token_ids[row.num_prompt :] for row in request.sequences]
+
+    def check(self) -> None:
+        """Everything that must hold between any two calls."""
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        scheduler.check_integrity(self.requests)
+        assert scheduler.num_running <= self.max_batch_size
+        assert blocks.num_free + blocks.num_idle + blocks.num_held == blocks.num_blocks
+        cache = scheduler.prefix_cache
+        for writes in self._writes:
+            for block in writes:
+                assert not (cache is None and block in blocks._free), f"block {block} is free, but a step writes it"
+                assert not blocks.is_idle(block), f"block {block} came back before the last step that writes it was read"
+        for request in self.requests:
+            assert self.ends[request] == int(request.finished), f"{self.ends[request]} terminal events"
+            for row in request.sequences:
+                running = row.state in (SequenceState.PREFILL, SequenceState.DECODE)
+                assert row.pending >= 0
+                assert row.remaining >= 0
+                assert not running or len(row.blocks) * self.device.limits.block_size >= row.num_computed
+                assert (row.slot >= 0) == running
+                if row.state is SequenceState.FINISHED:
+                    assert row.finish_reason is not None
+
+    def check_drained(self) -> None:
+        """Nothing is held any more."""
+        self.check()
+        assert all(request.finished for request in self.requests)
+        assert self.scheduler.blocks.num_held == 0
+        assert self.scheduler.blocks.num_available == self.scheduler.blocks.num_blocks
+
+    def _check_batch(self, batch: Batch) -> None:
+        """No step takes a block that another row's unread step still writes; budgets hold."""
+        assert sum(len(row.tokens) for row in batch.prefill) <= self.budget
+        assert len(batch.decode) + len(batch.prefill) <= self.max_batch_size
+        size = self.device.limits.block_size
+        for start in batch.starts:
+            self._tables[start.slot] = []
+        for slot, index, ids in batch.new_blocks:
+            table = self._tables[slot]
+            assert index == len(table)
+            table.extend(ids)
+            for writes in self._writes:
+                taken = [block for block in ids if writes.get(block, slot) != slot]
+                assert not taken or index == 0, f"blocks {taken} are written by steps that have not been read"
+        writes: dict[int, int] = {}
+        for row in batch.prefill:
+            self._note_writes(writes, row.slot, row.position, len(row.tokens), size)
+            self._positions[row.slot] = row.position + len(row.tokens)
+        for slot in batch.decode:
+            self._note_writes(writes, slot, self._positions[slot], 1, size)
+            self._positions[slot] += 1
+        for earlier in self._writes:
+            for block, slot in writes.items():
+                assert earlier.get(block, slot) == slot, f"block {block} is written by two rows in flight"
+        self._writes.append(writes)
+
+    def _note_writes(self, writes: dict[int, int], slot: int, position: int, count: int, size: int) -> None:
+        for index in range(position // size, (position + count - 1) // size + 1):
+            writes[self._tables[slot][index]] = slot
+
+
+def chunk_sizes(rows: Sequence[PrefillRow]) -> list[int]:
+    """How many tokens each prefill row computes."""
+    return [len(row.tokens) for row in rows]

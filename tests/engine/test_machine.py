@@ -1,0 +1,162 @@
+"""A state machine over scheduler and device: any order of calls keeps every promise.
+
+The default profile is for every run. `ASYNCLLM_MACHINE_EXAMPLES=2000` asks for that many examples.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
+
+from asyncllm.engine.prefix_cache import extend_hashes, root_hash
+from asyncllm.engine.sequence import Request
+from tests.engine.driver import VOCAB, Driver, expected_answer
+
+EXAMPLES = int(os.environ.get("ASYNCLLM_MACHINE_EXAMPLES", "150"))
+MAX_DEPTH = 3
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Model: the oracle's answer to each request, from its prompt, seed, length and stop tokens alone."""
+
+    requests = Bundle("requests")
+    pins = Bundle("pins")
+
+    @initialize(
+        num_blocks=st.integers(6, 16),
+        block_size=st.sampled_from([1, 3, 4]),
+        max_batch_size=st.integers(1, 6),
+        spare_slots=st.integers(0, 2),
+        budget=st.integers(1, 20),
+        interval=st.integers(1, 3),
+        caching=st.booleans(),
+    )
+    def begin(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_batch_size: int,
+        spare_slots: int,
+        budget: int,
+        interval: int,
+        caching: bool,
+    ) -> None:
+        self.room = num_blocks * block_size
+        self.driver = Driver(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_slots=max_batch_size + spare_slots,
+            max_batch_size=max_batch_size,
+            budget=budget,
+            interval=interval,
+            caching=caching,
+        )
+        self.block_size = block_size
+        self.asked: dict[Request, tuple[int, list[int | None], list[int]]] = {}
+        self.cancelled: set[Request] = set()
+        self.pinned: list[list[bytes]] = []
+
+    @rule(
+        target=requests,
+        prompt=prompts,
+        max_new=st.integers(1, 10),
+        seeds=st.lists(st.sampled_from([None, 1, 2]), min_size=1, max_size=3),
+        stop_ids=st.lists(st.integers(0, VOCAB - 1), max_size=2),
+        scored=st.booleans(),
+    )
+    def submit(
+        self, prompt: list[int], max_new: int, seeds: list[int | None], stop_ids: list[int], scored: bool
+    ) -> Any:
+        prompt = prompt[: self.room - 1]
+        max_new = min(max_new, self.room - len(prompt))
+        request = self.driver.submit(
+            prompt, max_new, seeds=seeds, stop_ids=stop_ids, prompt_logprobs=1 if scored and max_new % 2 else None
+        )
+        self.asked[request] = max_new, seeds, stop_ids
+        return request
+
+    @precondition(lambda self: len(self.driver.in_flight) < MAX_DEPTH)
+    @rule()
+    def schedule(self) -> None:
+        self.driver.schedule()
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule()
+    def complete(self) -> None:
+        self.driver.complete()
+
+    @rule(depth=st.integers(1, MAX_DEPTH), turns=st.integers(1, 8))
+    def run(self, depth: int, turns: int) -> None:
+        for _ in range(turns):
+            self.driver.turn(depth)
+            self.driver.check()
+
+    @rule(request=requests)
+    def cancel(self, request: Request) -> None:
+        if not request.finished:
+            self.cancelled.add(request)
+        self.driver.cancel(request)
+
+    @rule(target=pins, prompt=prompts)
+    def pin(self, prompt: list[int]) -> Any:
+        cache = self.driver.scheduler.prefix_cache
+        if cache is None:
+            return multiple()
+        hashes: list[bytes] = []
+        extend_hashes(hashes, root_hash(), prompt, self.block_size)
+        cache.pin(hashes)
+        return hashes
+
+    @rule(hashes=consumes(pins))
+    def unpin(self, hashes: list[bytes]) -> None:
+        cache = self.driver.scheduler.prefix_cache
+        assert cache is not None
+        cache.unpin(hashes)
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.check()
+            self.check_answers()
+
+    def check_answers(self) -> None:
+        for request, (max_new, seeds, stop_ids) in self.asked.items():
+            for row, answer, seed in zip(request.sequences, self.driver.answers(request), seeds, strict=True):
+                expected = expected_answer(request.prompt_ids, max_new, seed=seed, stop_ids=stop_ids)
+                whole = row.finish_reason in ("stop", "length")
+                assert answer == (expected if whole else expected[: len(answer)])
+                if whole:
+                    assert (row.finish_reason == "stop") == (answer[-1] in stop_ids)
+                else:
+                    assert row.finish_reason is None or request in self.cancelled
+            if request.prompt_logprobs_asked is not None and request.finished and request not in self.cancelled:
+                following = [next(iter(dict(entry))) for entry in request.prompt_logprobs]
+                assert following == request.prompt_ids[1:]
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.drain()
+            self.driver.check_drained()
+            self.check_answers()
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=EXAMPLES,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=EXAMPLES <= 150,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
+
+
+@pytest.mark.timeout(max(60, EXAMPLES))
+class TestScheduler(SchedulerMachine.TestCase):  # type: ignore[misc]
+    pass
