@@ -20,6 +20,7 @@ from asyncllm import EngineConfig, cli, doctor
 from asyncllm.text import templates
 
 ROOT = Path(__file__).parent.parent
+COLD_START_S = 6
 SMALL = ["--num-gpu-blocks", "200"]
 
 # Makes standard input the controlling terminal, so that its Ctrl-C arrives as a signal, and becomes `asyncllm`.
@@ -38,6 +39,19 @@ class TestRun:
         assert output.out.endswith("\n")
         assert len(output.out) > 1
         assert "cut after 5 tokens" in output.err
+
+    def test_the_bundled_model_answers_from_a_cold_process(self) -> None:
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "asyncllm", "run", "What is 17 + 25?"],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=50,
+            check=True,
+        )
+        assert "42" in done.stdout
+        assert time.monotonic() - began < COLD_START_S
 
     def test_the_prompt_on_standard_input(
         self, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
