@@ -21,7 +21,8 @@ LEVELS = [
     {"models", "vl"},
     {"agent"},
     {"engine"},
-    {"loop_thread", "pipeline", "server", "cli", "__main__", "doctor", "testing", "messages", "model", "pytorch", "turbomind"},
+    {"loop_thread", "pipeline", "server", "cli", "__main__", "doctor", "testing"}
+    | {"messages", "model", "pytorch", "turbomind"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 

@@ -436,7 +436,7 @@ class AsyncEngine:
 
     async def get_ppl(self, input_ids: Sequence[int]) -> float:
         """Mean cross-entropy of the tokens after the first, in nats: the logarithm of the perplexity."""
-        if len(input_ids) < 2:
+        if isinstance(input_ids, Sequence) and len(input_ids) < 2:
             raise InvalidParameter("Perplexity needs at least 2 tokens: the first has nothing before it.", "input_ids")
         chunk = await self._score(input_ids, GenerationConfig(prompt_logprobs=0))
         entries = [entry for entry in chunk.prompt_logprobs or [] if entry is not None]

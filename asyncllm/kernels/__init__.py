@@ -7,7 +7,7 @@ from asyncllm.kernels.attention import (
     paged_prefill_attention,
     plan_decode_attention,
 )
-from asyncllm.kernels.cache import PagedKV, copy_blocks, fill_kv_cache
+from asyncllm.kernels.cache import PagedKV, copy_blocks, fill_kv_cache, slot_lines
 from asyncllm.kernels.moe import fused_experts, route
 from asyncllm.kernels.norm import add_rms_norm, rms_norm
 from asyncllm.kernels.rotary import apply_rotary, rope_fill_kv
@@ -28,4 +28,5 @@ __all__ = [
     "rope_fill_kv",
     "route",
     "silu_mul",
+    "slot_lines",
 ]

@@ -88,7 +88,7 @@ def paged_decode_attention(
         weights = scores.softmax(-1, torch.float32).to(q.dtype)
         if lines.numel() <= GATHER_LINES:
             v = values.index_select(0, lines.view(-1)).view(-1, width, head_dim)
-            outputs.append(torch.bmm(weights, v))
+            outputs.append(torch.bmm(weights, v).view(-1, head_dim))
         else:
             # A bag is a weighted sum of lines: it reads V in place, where a matmul needs the lines gathered first.
             bags = lines[:, None].expand(-1, grouped.shape[1], -1).reshape(-1, width)

@@ -82,11 +82,11 @@ class DecoderLM(nn.Module):
 
         -> hidden states after the final norm [T, hidden].
         """
-        cos_sin = self.rotary(inputs.positions, inputs.rope_lens)
+        rotation = self.rotary(inputs.positions, inputs.rope_lens)
         residual: Tensor = self.embed(inputs.input_ids)
         branch: Tensor | None = None
         for block, cache in zip(self.layers, caches, strict=True):
-            branch, residual = block(branch, residual, cos_sin, inputs, cache)
+            branch, residual = block(branch, residual, rotation, inputs, cache)
         if branch is None:
             raise ValueError("a decoder needs at least one layer")
         return self.norm.add(branch, residual)[0]

@@ -35,7 +35,8 @@ class Pages:
             k, v = torch.randn(2, length, num_kv_heads, HEAD_DIM, generator=generator(row + 1)).to(dtype)
             positions = torch.arange(length)
             slots = self.block_tables[row].long()[positions // block_size] * block_size + positions % block_size
-            kernels.fill_kv_cache(k, v, self.cache, slots)
+            lines = kernels.slot_lines(slots, num_kv_heads=num_kv_heads, block_size=block_size)
+            kernels.fill_kv_cache(k, v, self.cache, lines)
             self.contexts.append((k, v))
 
     @property
@@ -90,7 +91,18 @@ def test_decode_in_tiles_is_decode_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     pages = Pages([5, 23, 1, 16, 17], 5, 2)
     q = torch.randn(5, 4, HEAD_DIM, generator=generator(1))
     whole = decode(q, pages, None, None)
-    monkeypatch.setattr(attention_module, "DECODE_TILE", 2 * 2 * 23 * HEAD_DIM)
+    # Tiles of three lists of lines: the ten lists of five rows end with a shorter tile.
+    monkeypatch.setattr(attention_module, "DECODE_TILE", 3 * 23 * HEAD_DIM)
+    torch.testing.assert_close(decode(q, pages, None, None), whole)
+
+
+@pytest.mark.parametrize("gather_lines", [0, 30, 10**6])
+def test_decode_whether_values_are_gathered_or_not(monkeypatch: pytest.MonkeyPatch, gather_lines: int) -> None:
+    pages = Pages([5, 23, 1, 16, 17], 5, 2)
+    q = torch.randn(5, 4, HEAD_DIM, generator=generator(1))
+    whole = decode(q, pages, None, None)
+    monkeypatch.setattr(attention_module, "DECODE_TILE", 3 * 23 * HEAD_DIM)
+    monkeypatch.setattr(attention_module, "GATHER_LINES", gather_lines)
     torch.testing.assert_close(decode(q, pages, None, None), whole)
 
 

@@ -59,12 +59,17 @@ def test_gates() -> None:
     torch.testing.assert_close(kernels.gelu_tanh_mul(x).double(), gelu, atol=1e-5, rtol=1e-5)
 
 
-def rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
+def rotation(angles: Tensor) -> Tensor:
+    """What `apply_rotary` takes for angles [T, R/2]."""
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
     """Pairs (i, i + R/2) as complex numbers, in float64."""
-    size = cos_sin.shape[-1]
-    cos, sin = cos_sin.double().chunk(2, -1)
+    size = 2 * angles.shape[-1]
     first, second = x.double()[..., :size].chunk(2, -1)
-    turned = torch.complex(first, second) * torch.complex(cos, sin)[:, None]
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[:, None]
     return torch.cat([turned.real, turned.imag, x.double()[..., size:]], -1)
 
 
@@ -72,26 +77,24 @@ def rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_apply_rotary(size: int, dtype: torch.dtype) -> None:
     x, angles = random(5, 3, 8).to(dtype), random(5, size // 2, seed=1)
-    cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
-    actual = kernels.apply_rotary(x, cos_sin)
+    actual = kernels.apply_rotary(x, rotation(angles))
     assert actual.dtype == dtype
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(actual.double(), rotated(x, cos_sin), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(actual.double(), rotated(x, angles), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_rope_fill_kv(normed: bool) -> None:
     tokens, num_heads, num_kv_heads, head_dim = 5, 4, 2, 8
     qkv, angles = random(tokens, (num_heads + 2 * num_kv_heads) * head_dim), random(tokens, head_dim // 2, seed=1)
-    cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
     q_norm, k_norm = (random(head_dim, seed=2), random(head_dim, seed=3)) if normed else (None, None)
     cache = PagedKV(torch.zeros(3, num_kv_heads, 4, head_dim), torch.zeros(3, num_kv_heads, 4, head_dim))
     slots = torch.tensor([9, 0, 7, 2, 4])
     actual = kernels.rope_fill_kv(
         qkv,
-        cos_sin,
+        rotation(angles),
         cache,
-        slots,
+        kernels.slot_lines(slots, num_kv_heads=num_kv_heads, block_size=4),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -102,7 +105,7 @@ def test_rope_fill_kv(normed: bool) -> None:
     q, k, v = qkv.view(tokens, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], 1)
     if q_norm is not None and k_norm is not None:
         q, k = scaled(q, q_norm, 1e-5), scaled(k, k_norm, 1e-5)
-    torch.testing.assert_close(actual.double(), rotated(q, cos_sin), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual.double(), rotated(q, angles), atol=1e-5, rtol=1e-5)
     written = cache.k[slots // 4, :, slots % 4].double()
-    torch.testing.assert_close(written, rotated(k, cos_sin), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(written, rotated(k, angles), atol=1e-5, rtol=1e-5)
     assert torch.equal(cache.v[slots // 4, :, slots % 4], v)

@@ -6,10 +6,20 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from asyncllm.layers.rotary import RopeConfig, RotaryEmbedding
 
 CPU = torch.device("cpu")
+
+
+def halves(rotation: Tensor) -> Tensor:
+    """[T, R]: the cosines and the sines of the angles, once each."""
+    cos, sin = rotation.unbind(1)
+    half = rotation.shape[-1] // 2
+    assert torch.equal(cos[:, :half], cos[:, half:])
+    assert torch.equal(sin[:, :half], -sin[:, half:])
+    return torch.cat([cos[:, :half], sin[:, half:]], -1)
 
 
 def frequencies(rope: RopeConfig) -> torch.Tensor:
@@ -19,7 +29,7 @@ def frequencies(rope: RopeConfig) -> torch.Tensor:
 def test_plain_frequencies_and_table() -> None:
     rotary = RotaryEmbedding(RopeConfig(theta=10000.0, dim=4), CPU)
     torch.testing.assert_close(rotary.inv_freq, torch.tensor([1.0, 0.01]))
-    table = rotary(torch.tensor([0, 3]), None)
+    table = halves(rotary(torch.tensor([0, 3]), None))
     expected = [[1, 1, 0, 0], [math.cos(3), math.cos(0.03), math.sin(3), math.sin(0.03)]]
     torch.testing.assert_close(table, torch.tensor(expected))
 
@@ -33,10 +43,10 @@ def test_dynamic_takes_each_sequences_own_base() -> None:
     rope = RopeConfig(kind="dynamic", theta=10000.0, dim=8, factor=2.0, original_max_position=32)
     rotary = RotaryEmbedding(rope, CPU)
     positions = torch.tensor([5, 5, 40])
-    table = rotary(positions, torch.tensor([10, 32, 80]))
+    table = halves(rotary(positions, torch.tensor([10, 32, 80])))
     base = 10000.0 * (2.0 * 80 / 32 - 1) ** (8 / 6)
     for row, theta in enumerate([10000.0, 10000.0, base]):
-        plain = RotaryEmbedding(RopeConfig(theta=theta, dim=8), CPU)(positions[row : row + 1], None)
+        plain = halves(RotaryEmbedding(RopeConfig(theta=theta, dim=8), CPU)(positions[row : row + 1], None))
         torch.testing.assert_close(table[row : row + 1], plain)
 
 
@@ -72,10 +82,10 @@ def test_yarn_ramp_with_equal_ends_is_finite() -> None:
 
 def test_attention_factor_multiplies_cosines_and_sines() -> None:
     rope = RopeConfig(kind="longrope", dim=4, divisors=(1.0, 2.0), attention_factor=1.25)
-    table = RotaryEmbedding(rope, CPU)(torch.tensor([0]), None)
+    table = halves(RotaryEmbedding(rope, CPU)(torch.tensor([0]), None))
     assert table.tolist() == [[1.25, 1.25, 0, 0]]
 
 
 def test_angles_of_late_positions_are_exact_to_float32() -> None:
-    table = RotaryEmbedding(RopeConfig(theta=500000.0, dim=128), CPU)(torch.tensor([131071]), None)
+    table = halves(RotaryEmbedding(RopeConfig(theta=500000.0, dim=128), CPU)(torch.tensor([131071]), None))
     assert abs(table[0, 0].item() - math.cos(131071)) < 1e-6
