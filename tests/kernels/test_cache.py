@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncllm.kernels import PagedKV, copy_blocks, fill_kv_cache, slot_lines, slot_lines
+from asyncllm.kernels import PagedKV, copy_blocks, fill_kv_cache, slot_lines
 
 
 def pages(num_blocks: int) -> PagedKV:
