@@ -66,6 +66,7 @@ class Scheduler:
         prefix_caching: bool,
     ) -> None:
         self._block_size = limits.block_size
+        self._num_slots = limits.num_slots
         self._max_running = min(max_batch_size, limits.num_slots)
         self._prefill_budget = prefill_budget
         self._prefill_interval = prefill_interval
@@ -408,7 +409,7 @@ class Scheduler:
         slots = [sequence.slot for sequence in self._running]
         slots += self._free_slots
         slots += [slot for _, slot in self._fenced_slots]
-        assert sorted(slots) == list(range(len(slots))), f"slots are lost or doubled: {sorted(slots)}"
+        assert sorted(slots) == list(range(self._num_slots)), f"slots are lost or doubled: {sorted(slots)}"
         live = list(self.sequences())
         waiting = sum(1 for sequence in live if sequence.state is SequenceState.WAITING)
         assert waiting == self.num_waiting, f"{self.num_waiting} sequences are counted as waiting, {waiting} wait"

@@ -104,6 +104,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.cancelled.add(request)
         self.driver.cancel(request)
 
+    @precondition(lambda self: self.driver.scheduler.num_running)
+    @rule()
+    def preempt(self) -> None:
+        """As if the pool had run dry just now."""
+        scheduler = self.driver.scheduler
+        scheduler._preempt(next(reversed(scheduler._running)))
+
     @rule(target=pins, prompt=prompts)
     def pin(self, prompt: list[int]) -> Any:
         cache = self.driver.scheduler.prefix_cache
