@@ -185,11 +185,8 @@ class Scheduler:
         sequence.state = SequenceState.WAITING
         sequence.num_computed = 0
         sequence.committed = 0
-        if sequence.index == 0:
-            # The prompt is computed again, and with it whatever was asked about it and is not complete.
-            sequence.request.logits.clear()
-            if not self._prompt_is_scored(sequence.request):
-                sequence.request.prompt_logprobs.clear()
+        # Logits are asked for alone, without an answer, so that the prompt is all that is computed again.
+        sequence.request.logits.clear()
         self.num_waiting += 1
         self._waiting.appendleft(sequence)
 
@@ -348,14 +345,15 @@ class Scheduler:
 
     def _read_prefill(self, sequence: Sequence, row: PrefillRow, output: StepOutput) -> bool:
         """Take in what a prefill row gave besides a token; True if it ended a sequence that wants no token."""
+        request = sequence.request
+        if row.prompt_logprobs is not None:
+            # After a preemption, chunks may overlap those before it, and go on into the answer.
+            known = request.prompt_logprobs
+            entries = output.prompt_logprobs.get(row.slot, [])[: sequence.num_prompt - 1 - row.position]
+            known.extend(entries[len(known) - row.position :])
         if sequence.slot != row.slot:
             # Finished or preempted since.
             return False
-        request = sequence.request
-        if row.prompt_logprobs is not None:
-            # A chunk computed again after a preemption may go on into the answer.
-            missing = sequence.num_prompt - 1 - len(request.prompt_logprobs)
-            request.prompt_logprobs.extend(output.prompt_logprobs.get(row.slot, [])[:missing])
         if row.output_logits and row.slot in output.logits:
             request.logits.append(output.logits[row.slot])
         end = row.position + len(row.tokens)
