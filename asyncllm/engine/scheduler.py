@@ -349,8 +349,8 @@ class Scheduler:
         if row.prompt_logprobs is not None:
             # After a preemption, chunks may overlap those before it, and go on into the answer.
             known = request.prompt_logprobs
-            entries = output.prompt_logprobs.get(row.slot, [])[: sequence.num_prompt - 1 - row.position]
-            known.extend(entries[len(known) - row.position :])
+            first, end = len(known) - row.position, sequence.num_prompt - 1 - row.position
+            known.extend(output.prompt_logprobs.get(row.slot, [])[max(0, first) : max(0, end)])
         if sequence.slot != row.slot:
             # Finished or preempted since.
             return False
