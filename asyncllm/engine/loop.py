@@ -195,6 +195,8 @@ class EngineLoop:
             if sequence.finish_reason is None and not delivery.streaming and not answer.watches_text:
                 continue
             self._send(sequence)
+        # Only now, as several answers to one prompt may end in the same step.
+        for sequence in advanced:
             if sequence.finish_reason is not None and sequence.request in self._open:
                 self._sequence_ended(sequence)
 

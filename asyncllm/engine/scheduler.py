@@ -66,6 +66,7 @@ class Scheduler:
         prefix_caching: bool,
     ) -> None:
         self._block_size = limits.block_size
+        self._num_slots = limits.num_slots
         self._max_running = min(max_batch_size, limits.num_slots)
         self._prefill_budget = prefill_budget
         self._prefill_interval = prefill_interval
@@ -184,11 +185,8 @@ class Scheduler:
         sequence.state = SequenceState.WAITING
         sequence.num_computed = 0
         sequence.committed = 0
-        if sequence.index == 0:
-            # The prompt is computed again, and with it whatever was asked about it and is not complete.
-            sequence.request.logits.clear()
-            if not self._prompt_is_scored(sequence.request):
-                sequence.request.prompt_logprobs.clear()
+        # Logits are asked for alone, without an answer, so that the prompt is all that is computed again.
+        sequence.request.logits.clear()
         self.num_waiting += 1
         self._waiting.appendleft(sequence)
 
@@ -347,6 +345,12 @@ class Scheduler:
 
     def _read_prefill(self, sequence: Sequence, row: PrefillRow, output: StepOutput) -> bool:
         """Take in what a prefill row gave besides a token; True if it ended a sequence that wants no token."""
+        request = sequence.request
+        if row.prompt_logprobs is not None:
+            # After a preemption, chunks may overlap those before it, and go on into the answer.
+            known = request.prompt_logprobs
+            first, end = len(known) - row.position, sequence.num_prompt - 1 - row.position
+            known.extend(output.prompt_logprobs.get(row.slot, [])[max(0, first) : max(0, end)])
         if sequence.slot != row.slot:
             # Finished or preempted since.
             return False
@@ -356,11 +360,6 @@ class Scheduler:
                 sequence.error = output.errors[row.slot]
                 self.finish(sequence, "error")
             return not row.sample
-        request = sequence.request
-        if row.prompt_logprobs is not None:
-            # A chunk computed again after a preemption may go on into the answer.
-            missing = sequence.num_prompt - 1 - len(request.prompt_logprobs)
-            request.prompt_logprobs.extend(output.prompt_logprobs.get(row.slot, [])[:missing])
         if row.output_logits and row.slot in output.logits:
             request.logits.append(output.logits[row.slot])
         end = row.position + len(row.tokens)
@@ -414,7 +413,7 @@ class Scheduler:
         slots = [sequence.slot for sequence in self._running]
         slots += self._free_slots
         slots += [slot for _, slot in self._fenced_slots]
-        assert sorted(slots) == list(range(len(slots))), f"slots are lost or doubled: {sorted(slots)}"
+        assert sorted(slots) == list(range(self._num_slots)), f"slots are lost or doubled: {sorted(slots)}"
         live = list(self.sequences())
         waiting = sum(1 for sequence in live if sequence.state is SequenceState.WAITING)
         assert waiting == self.num_waiting, f"{self.num_waiting} sequences are counted as waiting, {waiting} wait"

@@ -58,7 +58,7 @@ class Gemma2(DecoderLM):
         hf.expect("hidden_activation", "gelu_pytorch_tanh")
         hf.expect("hidden_act", "gelu_pytorch_tanh")
         hf.expect("use_bidirectional_attention", False)
-        fields = hf.decoder(architecture=architecture, max_position=8192, head_dim=256, tied=True)
+        fields = hf.decoder(architecture, max_position=8192, head_dim=256, tied=True)
         config = Gemma2Config(
             **fields,
             attention_bias=hf.flag("attention_bias", False),

@@ -56,7 +56,7 @@ class InternLM2(DecoderLM):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> InternLM2Config:
         hf.expect("hidden_act", "silu")
-        return InternLM2Config(**hf.decoder(architecture=architecture), bias=hf.flag("bias", True))
+        return InternLM2Config(**hf.decoder(architecture), bias=hf.flag("bias", True))
 
     def block(self, layer: int) -> Block:
         config = self.config

@@ -63,7 +63,7 @@ class Llama(DecoderLM):
     def configure(hf: HFConfig, architecture: str) -> LlamaConfig:
         hf.expect("hidden_act", "silu")
         return LlamaConfig(
-            **hf.decoder(architecture=architecture, max_position=2048),
+            **hf.decoder(architecture),
             attention_bias=hf.flag("attention_bias", False),
             mlp_bias=hf.flag("mlp_bias", False),
         )

@@ -37,7 +37,7 @@ class Mistral(DecoderLM):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
-        config = ModelConfig(**hf.decoder(architecture=architecture, max_position=131072))
+        config = ModelConfig(**hf.decoder(architecture, max_position=131072))
         window = hf.optional_integer("sliding_window", 4096)
         windows = hf.windows(config.num_layers, window, [True] * config.num_layers)
         return msgspec.structs.replace(config, windows=windows)

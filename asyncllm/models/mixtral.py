@@ -54,7 +54,7 @@ class Mixtral(DecoderLM):
         hf.expect("hidden_act", "silu")
         num_experts = hf.integer("num_local_experts", 8, maximum=MAX_EXPERTS)
         config = MixtralConfig(
-            **hf.decoder(architecture=architecture, max_position=131072, theta=1e6, rms_eps=1e-5),
+            **hf.decoder(architecture, max_position=131072, theta=1e6, rms_eps=1e-5),
             num_experts=num_experts,
             experts_per_token=hf.integer("num_experts_per_tok", 2, maximum=num_experts),
         )

@@ -48,7 +48,7 @@ class Qwen2(DecoderLM):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
-        config = ModelConfig(**hf.decoder(architecture=architecture, max_position=32768))
+        config = ModelConfig(**hf.decoder(architecture, max_position=32768))
         return msgspec.structs.replace(config, windows=qwen_windows(hf, config.num_layers))
 
     def block(self, layer: int) -> Block:

@@ -52,7 +52,7 @@ class Qwen3(DecoderLM):
     def configure(hf: HFConfig, architecture: str) -> Qwen3Config:
         hf.expect("hidden_act", "silu")
         config = Qwen3Config(
-            **hf.decoder(architecture=architecture, max_position=32768, head_dim=128),
+            **hf.decoder(architecture, max_position=32768, head_dim=128),
             attention_bias=hf.flag("attention_bias", False),
         )
         return msgspec.structs.replace(config, windows=qwen_windows(hf, config.num_layers))

@@ -62,7 +62,7 @@ class Qwen3MoE(DecoderLM):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> Qwen3MoEConfig:
         hf.expect("hidden_act", "silu")
-        fields = hf.decoder(architecture=architecture, max_position=32768)
+        fields = hf.decoder(architecture, max_position=32768)
         num_layers = fields["num_layers"]
         # transformers 5 writes this count under Mixtral's name.
         num_experts = hf.integer("num_experts", hf.fields.get("num_local_experts", 128), maximum=MAX_EXPERTS)

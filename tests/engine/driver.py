@@ -203,6 +203,9 @@ class Driver:
         size = self.device.limits.block_size
         for start in batch.starts:
             self._tables[start.slot] = []
+            for earlier in self.in_flight:
+                used = {*earlier.decode, *(row.slot for row in earlier.prefill)}
+                assert start.slot not in used, f"slot {start.slot} changes hands before its last step was read"
         for slot, index, ids in batch.new_blocks:
             table = self._tables[slot]
             assert index == len(table)

@@ -20,7 +20,7 @@ from tests.engine.driver import VOCAB, Driver, expected_answer
 EXAMPLES = int(os.environ.get("ASYNCLLM_MACHINE_EXAMPLES", "150"))
 MAX_DEPTH = 3
 
-prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -30,9 +30,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     pins = Bundle("pins")
 
     @initialize(
-        num_blocks=st.integers(6, 16),
-        block_size=st.sampled_from([1, 3, 4]),
-        max_batch_size=st.integers(1, 6),
+        num_blocks=st.integers(4, 12),
+        block_size=st.sampled_from([1, 2, 4]),
+        max_batch_size=st.integers(2, 6),
         spare_slots=st.integers(0, 2),
         budget=st.integers(1, 20),
         interval=st.integers(1, 3),
@@ -66,9 +66,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         target=requests,
         prompt=prompts,
-        max_new=st.integers(1, 10),
+        max_new=st.integers(1, 24),
         seeds=st.lists(st.sampled_from([None, 1, 2]), min_size=1, max_size=3),
-        stop_ids=st.lists(st.integers(0, VOCAB - 1), max_size=2),
+        stop_ids=st.sampled_from([[], [], [], [3], [5, 6]]),
         scored=st.booleans(),
     )
     def submit(
@@ -103,6 +103,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not request.finished:
             self.cancelled.add(request)
         self.driver.cancel(request)
+
+    @precondition(lambda self: self.driver.scheduler.num_running)
+    @rule()
+    def preempt(self) -> None:
+        """As if the pool had run dry just now."""
+        scheduler = self.driver.scheduler
+        scheduler._preempt(next(reversed(scheduler._running)))
 
     @rule(target=pins, prompt=prompts)
     def pin(self, prompt: list[int]) -> Any:

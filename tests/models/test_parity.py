@@ -11,7 +11,18 @@ from itertools import cycle
 import pytest
 import torch
 
-from tests.models.parity import FAMILIES, PROMPT, SCALINGS, TOKENS, Case, Runner, hub_model, open_case, random_tokens, reference
+from tests.models.parity import (
+    FAMILIES,
+    PROMPT,
+    SCALINGS,
+    TOKENS,
+    Case,
+    Runner,
+    hub_model,
+    open_case,
+    random_tokens,
+    reference,
+)
 
 TOLERANCE = 1e-4
 
@@ -100,7 +111,9 @@ def test_recompute_after_preemption(case: Case, block_size: int) -> None:
 def test_mixed_batch(case: Case, block_size: int) -> None:
     runner = Runner(open_case(case), block_size, num_blocks=128)
     prompts = (PROMPT, 40, 3, 70)
-    rows = [runner.row(random_tokens(10 + index, length + 4), prompt_len=length) for index, length in enumerate(prompts)]
+    rows = [
+        runner.row(random_tokens(10 + index, length + 4), prompt_len=length) for index, length in enumerate(prompts)
+    ]
     long, middle, short, late = rows
     runner.step((long, 80), (middle, 17))
     runner.step((long, 1), (middle, 23), (short, 3))
