@@ -36,6 +36,7 @@ class LoopThread:
         self._start, self._stop = start, stop
         self._lock = threading.Lock()
         self._closing = False
+        self._stop_error: Exception | None = None
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
@@ -85,10 +86,13 @@ class LoopThread:
                     self._loop.call_soon_threadsafe(self._end.set)
 
     def close(self) -> None:
-        """End what runs, run `stop`, and wait for the thread. Idempotent."""
+        """End what runs, run `stop`, wait for the thread, and raise what `stop` raised. Idempotent."""
         self.end()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            error, self._stop_error = self._stop_error, None
+            if error is not None:
+                raise error
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -107,7 +111,10 @@ class LoopThread:
             return
         self._started.set_result(None)
         await ending
-        await self._stop()
+        try:
+            await self._stop()
+        except Exception as error:
+            self._stop_error = error  # for `close`
 
 
 def _close_all() -> None:

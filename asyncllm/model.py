@@ -1,4 +1,6 @@
-"""LMDeploy's import path for chat templates: `from asyncllm.model import MODELS, BaseChatTemplate`."""
+"""LMDeploy's place of the chat templates, so that programs written for it find them."""
+
+from __future__ import annotations
 
 from asyncllm.config import ChatTemplateConfig
 from asyncllm.text.composed_template import BaseChatTemplate

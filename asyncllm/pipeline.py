@@ -7,7 +7,7 @@ import queue
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import msgspec
 
@@ -199,11 +199,11 @@ class Pipeline:
         """The token ids that prompts become: {"input_ids": list of ids, or a list of them for a list of prompts}."""
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], dict))
         admission = self._engine.admission
-        texts = [
-            admission.render(prompt, do_preprocess=do_preprocess)  # type: ignore[arg-type]
-            for prompt in ([prompts] if single else prompts)
-        ]
-        input_ids = self.tokenizer.encode_batch(texts)
+
+        async def encode(prompt: Any) -> list[int]:
+            return await admission.encode(admission.render(prompt, do_preprocess=do_preprocess))
+
+        input_ids = self._loop.call(_gather(encode, [prompts] if single else list(prompts)))
         return {"input_ids": input_ids[0] if single else input_ids}
 
     def get_ppl(self, input_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[float]:
@@ -335,8 +335,7 @@ def _merge(gen_config: GenConfigs, options: dict[str, Any]) -> GenConfigs:
     fields = {SEED_ERA_OPTIONS[name]: value for name, value in options.items()}
     if isinstance(gen_config, list | tuple):
         return [_replace(config, fields) for config in gen_config]
-    single: Any = GenerationConfig() if gen_config is None else gen_config
-    return _replace(single, fields)
+    return _replace(GenerationConfig() if gen_config is None else cast(GenerationConfig, gen_config), fields)
 
 
 def _sequences(input_ids: Any) -> list[Any]:

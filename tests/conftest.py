@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import json
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from blockbuster import blockbuster_ctx
 from tests.leaks import LeakCheck, without_leftover_tasks
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models, and several test runs may share the machine
 
 LOOPS = [pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio")]
 if sys.platform != "win32":
@@ -25,6 +28,19 @@ if sys.platform != "win32":
 @pytest.fixture(params=LOOPS)
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return request.param
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with random weights, in which every other token ends the answer: answers are short."""
+    from tests.checkpoints import build_checkpoint
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    build_checkpoint("llama", folder, vocab_size=384, max_position_embeddings=8192)
+    settings = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    settings["eos_token_id"] = [3, *range(4, 384, 2)]
+    (folder / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return folder
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,8 +54,15 @@ def _open_lasting_files() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _loop_never_blocks() -> Iterator[None]:
-    """A blocking call that asyncllm makes in a thread with a running event loop raises BlockingError."""
-    with blockbuster_ctx(scanned_modules=["asyncllm"]):
+    """A blocking call that asyncllm makes in a thread with a running event loop raises BlockingError.
+
+    The pipeline is synchronous: who calls it inside a running loop has chosen to wait. An executor joins its thread
+    after the thread's last word.
+    """
+    with blockbuster_ctx(scanned_modules=["asyncllm"]) as detector:
+        for function in ("threading.Lock.acquire", "threading.Lock.acquire_lock"):
+            detector.functions[function].can_block_in("asyncllm/loop_thread.py", {"__init__", "wait", "close"})
+            detector.functions[function].can_block_in("asyncllm/agent/executor.py", {"close"})
         yield
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import subprocess
 import sys
@@ -259,11 +258,10 @@ class TestEnds:
 
     @pytest.mark.filterwarnings("ignore::ResourceWarning")
     def test_garbage_collection_warns_and_closes(self) -> None:
-        pipe = FakePipeline()
-        pipe("a")
+        pipes = [FakePipeline()]
+        pipes[0]("a")
         with pytest.warns(ResourceWarning, match="was not closed"):
-            del pipe
-            gc.collect()
+            pipes.clear()
 
     @pytest.mark.parametrize("ending", ["", "pipe.close()", "raise SystemExit(0)", "del pipe"])
     def test_the_interpreter_exits(self, ending: str) -> None:

@@ -2,8 +2,8 @@
 
 Torch and the model side are imported, loaded and used in that thread only; this file imports neither. Settings of the
 process stay as they are: torch's thread count, because it is the user's, and the interpreter's switch interval, because
-torch releases the interpreter lock inside every operation, so that the worker keeps the loop waiting for microseconds
-between two of them and not for switch intervals.
+torch releases the interpreter lock inside every operation: while 1,900-token prompts are computed on two busy cores,
+the median turn of a loop that sleeps 0.5 ms takes 1.16 ms, against 1.13 ms when no step runs.
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ class ThreadExecutor:
         self._worker.stop()
         if asyncio.get_running_loop() is self._loop:
             await asyncio.shield(self._ended)
-            # The thread has said its last word; what is left of it takes microseconds.
-            self._thread.join()
+            # The thread has said its last word; its end is microseconds away, but a join would block the loop.
+            while self._thread.is_alive():  # noqa: ASYNC110 - a thread's end cannot be awaited
+                await asyncio.sleep(0)
         else:
             await asyncio.to_thread(self._thread.join)
 
@@ -199,8 +200,8 @@ def _load_error(error: BaseException) -> BaseException:
 def _attempt(call: Callable[..., _Result], *args: Any) -> tuple[_Result | None, BaseException | None]:
     """What the call returns, or else what it raises.
 
-    By the frames of its traceback an error keeps the model alive for as long as somebody keeps the error. They are
-    cleared here, before the error gets to a thread in which it is raised anew; file names and lines stay.
+    By the frames of its traceback an error would keep the model alive for as long as somebody keeps the error. They
+    are cleared here, before the error gets to a thread in which it is raised anew; file names and lines stay.
     """
     try:
         return call(*args), None
@@ -209,5 +210,6 @@ def _attempt(call: Callable[..., _Result], *args: Any) -> tuple[_Result | None, 
         while link is not None:
             traceback.clear_frames(link.__traceback__)
             link = link.__cause__ or link.__context__
-        # This frame is the first of the traceback and refers to the model itself.
-        return None, error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+        # This frame is one of the traceback's, and cannot be cleared while it runs.
+        del call, args
+        return None, error

@@ -46,6 +46,7 @@ class SlotTables:
         self._blocks = np.zeros((num_slots, -(-max_position // block_size)), np.int32)
         self._position = np.zeros(num_slots, np.int64)
         self._num_prompt = np.zeros(num_slots, np.int64)
+        self._row_numbers = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
         self._last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     def start(self, start: SlotStart) -> None:
@@ -104,24 +105,24 @@ class SlotTables:
         """`offsets` [B + 1] are None when every row has one token; `positions` and `input_ids` are [T]."""
         if offsets is None:
             token_slots, kv_lens = row_slots, positions + 1
-            offsets = np.arange(len(row_slots) + 1)
+            q_offsets = self._row_numbers[: len(row_slots) + 1]
         else:
             token_slots = np.repeat(row_slots, np.diff(offsets))
             kv_lens = positions[offsets[1:] - 1] + 1
+            q_offsets = self._tensor(offsets.astype(np.int32))
         self._position[row_slots] = kv_lens
         block, offset = np.divmod(positions, self._block_size)
         slot_mapping = self._blocks[token_slots, block].astype(np.int64) * self._block_size + offset
-        max_kv_len = int(kv_lens.max())
         return StepInputs(
             input_ids=input_ids,
             positions=self._tensor(positions),
             slot_mapping=self._tensor(slot_mapping),
             num_decode=num_decode,
-            q_offsets=self._tensor(offsets.astype(np.int32)),
+            q_offsets=q_offsets,
             kv_lens=self._tensor(kv_lens.astype(np.int32)),
             block_tables=self._tensor(self._block_tables(row_slots, kv_lens)),
             max_q_len=max_q_len,
-            max_kv_len=max_kv_len,
+            max_kv_len=int(kv_lens.max()),
             rope_lens=self._tensor(self._num_prompt[token_slots]) if self._rope_lens else None,
         )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -16,14 +16,23 @@ from asyncllm.agent.sampler import NOT_FINITE, Sampler, rank_tokens
 from asyncllm.batch import Batch, Limits, PrefillRow, StepOutput
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidParameter
-from asyncllm.kernels.cache import copy_blocks
+from asyncllm.kernels import copy_blocks
+from asyncllm.models.config import ModelConfig
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.registry import open_model
+from asyncllm.models.registry import open_model, read_config
 
 __all__ = ["ModelAgent"]
 
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
 _SCORED_POSITIONS = 512
 """Most positions whose logits are in memory at once when a prompt is scored."""
+
+
+class _ModelOptions(TypedDict):
+    session_len: int | None
+    rope_scaling_factor: float
+    hf_overrides: dict[str, Any] | None
 
 
 class ModelAgent:
@@ -32,41 +41,43 @@ class ModelAgent:
     All methods belong to one thread. `limits` is what the engine has to know.
     """
 
-    def __init__(self, config: EngineConfig, path: Path, *, open_model: Callable[..., DecoderLM] = open_model) -> None:
-        """Load the checkpoint in the folder `path` with `open_model` and size the KV pool.
+    def __init__(self, config: EngineConfig, path: Path, *, model: DecoderLM | None = None) -> None:
+        """Load the checkpoint in the folder `path`, unless its `model` is given, and size the KV pool.
 
         Raises ModelError when the checkpoint cannot be loaded or no block fits, and InvalidParameter when
         `session_len` asks for more positions than the model has.
         """
+        asked: _ModelOptions = {
+            "session_len": config.session_len,
+            "rope_scaling_factor": config.rope_scaling_factor,
+            "hf_overrides": config.hf_overrides,
+        }
         device = _device(config)
-        dtype = _dtype(config, path, device)
-        model = open_model(
-            path,
-            dtype=dtype,
-            device=device,
-            session_len=config.session_len,
-            rope_scaling_factor=config.rope_scaling_factor,
-            hf_overrides=config.hf_overrides,
-        )
-        max_position = _max_position(config, model)
+        model_config = read_config(path, **asked) if model is None else model.config
+        max_position = _max_position(config, model_config)
+        dtype = _dtype(config, model_config, device)
+        if model is None:
+            model = open_model(path, dtype=dtype, device=device, **asked)
         block_size = config.tokens_per_block
-        num_blocks = pool_blocks(config, model.config, max_position=max_position, dtype=dtype, device=device)
+        num_blocks = pool_blocks(config, model_config, max_position=max_position, dtype=dtype, device=device)
         # A whole batch may end while the next one, in other slots, is in flight already.
         num_slots = 2 * config.max_batch_size
-        self._model = model
-        self._caches = allocate_pool(model.config, num_blocks, block_size, dtype, device)
-        self._tables = SlotTables(num_slots, max_position, block_size, device, rope_lens=model.config.dynamic_rope)
-        self._sampler = Sampler(num_slots, model.config.vocab_size, device)
+        self.model = model
+        self._caches = allocate_pool(model_config, num_blocks, block_size, dtype, device)
+        self._tables = SlotTables(num_slots, max_position, block_size, device, rope_lens=model_config.dynamic_rope)
+        self._sampler = Sampler(num_slots, model_config.vocab_size, device)
+        self._not_finite: set[int] = set()
         self._device = device
         self.limits = Limits(
             num_blocks=num_blocks,
             block_size=block_size,
             max_position=max_position,
-            vocab_size=model.config.vocab_size,
+            vocab_size=model_config.vocab_size,
             num_slots=num_slots,
+            dynamic_rope_from=model_config.rope.original_max_position if model_config.dynamic_rope else None,
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
-            architecture=model.config.architecture,
+            architecture=model_config.architecture,
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             model_path=str(path),
         )
@@ -76,6 +87,7 @@ class ModelAgent:
         """Run one step. A row that fails is named in `StepOutput.errors`; what raises here concerns the whole step."""
         began = time.perf_counter()
         for start in batch.starts:
+            self._not_finite.discard(start.slot)
             self._tables.start(start)
             self._sampler.start(start)
         for slot, index, blocks in batch.new_blocks:
@@ -91,25 +103,23 @@ class ModelAgent:
 
     def _forward(self, batch: Batch, output: StepOutput) -> None:
         inputs, rows = self._tables.build(batch)
-        hidden = self._model(inputs, self._caches)
+        hidden = self.model(inputs, self._caches)
         for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
             # A chunk that nothing is sampled from is looked at too: its KV must not outlive it with a NaN inside.
-            if not hidden[first : first + len(row.tokens)].sum().isfinite():
+            if not hidden[first : first + len(row.tokens)].sum(dtype=torch.float32).isfinite():
                 output.errors[row.slot] = NOT_FINITE
             if row.output_logits or row.prompt_logprobs is not None:
                 self._score(row, hidden[first : first + len(row.tokens)], output)
         if len(rows.slots):
             if rows.indices is not None:
                 hidden = hidden[torch.from_numpy(rows.indices).to(self._device)]
-            sampled = self._sampler.sample(self._model.logits(hidden), rows.slots, rows.positions)
+            sampled = self._sampler.sample(self.model.logits(hidden), rows.slots, rows.positions)
             self._tables.set_last_tokens(rows.slots, sampled.tokens)
             output.slots = rows.slots.tolist()
             output.tokens = sampled.token_list
             output.logprobs = sampled.logprobs
             output.errors.update(sampled.errors)
-        for slot, error in output.errors.items():
-            if error is NOT_FINITE:
-                self._zero_non_finite(slot)
+        self._contain(batch, output)
 
     def _score(self, row: PrefillRow, hidden: Tensor, output: StepOutput) -> None:
         """Write the row's prompt log-probabilities and logits from its hidden states [chunk, H] into `output`."""
@@ -117,9 +127,11 @@ class ModelAgent:
         num_top = row.prompt_logprobs
         length = len(hidden) if row.output_logits else len(successors)
         ranked = []
-        whole = torch.empty(len(hidden) if row.output_logits else 0, self.limits.vocab_size)
+        with torch.inference_mode(False):
+            # A tensor made in inference mode would refuse the user's in-place operations.
+            whole = torch.empty(len(hidden) if row.output_logits else 0, self.limits.vocab_size)
         for begin in range(0, length, _SCORED_POSITIONS):
-            logits = self._model.logits(hidden[begin : begin + _SCORED_POSITIONS])
+            logits = self.model.logits(hidden[begin : begin + _SCORED_POSITIONS])
             if not logits.amax().isfinite():
                 output.errors[row.slot] = NOT_FINITE
             if row.output_logits:
@@ -134,13 +146,23 @@ class ModelAgent:
         if num_top is not None:
             output.prompt_logprobs[row.slot] = ranked
 
-    def _zero_non_finite(self, slot: int) -> None:
-        """Zero what is not finite in the slot's blocks: their next owner multiplies masked entries by 0, which does not
-        remove NaN. Finite entries, which other sequences may share, keep their values."""
-        blocks = torch.from_numpy(self._tables.blocks(slot).astype(np.int64)).to(self._device)
-        for cache in self._caches:
-            for pages in cache:
-                pages[blocks] = pages[blocks].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    def _contain(self, batch: Batch, output: StepOutput) -> None:
+        """Keep what is not finite inside the sequence that computed it.
+
+        Its blocks are rid of NaN and infinity, for their next owner multiplies masked entries by 0, which does not
+        remove either; finite entries, which other sequences may share, keep their values. As the sequence's KV is wrong
+        from then on, it fails in each step until its slot is started anew.
+        """
+        if self._not_finite:
+            output.errors |= dict.fromkeys(self._not_finite.intersection(batch.decode), NOT_FINITE)
+            output.errors |= dict.fromkeys(self._not_finite.intersection(row.slot for row in batch.prefill), NOT_FINITE)
+        for slot, error in output.errors.items():
+            if error is NOT_FINITE:
+                self._not_finite.add(slot)
+                blocks = torch.from_numpy(self._tables.blocks(slot).astype(np.int64)).to(self._device)
+                for cache in self._caches:
+                    for pages in cache:
+                        pages[blocks] = pages[blocks].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -153,19 +175,17 @@ def _device(config: EngineConfig) -> torch.device:
     return torch.device("cuda" if available and config.device_type != "cpu" else "cpu")
 
 
-def _dtype(config: EngineConfig, path: Path, device: torch.device) -> torch.dtype:
+def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
     """The type of weights, activations and KV: `auto` means float32 on a CPU and the checkpoint's own on a GPU."""
     name = config.dtype
     if name == "auto":
-        name = "float32" if device.type == "cpu" else "bfloat16"
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+        return torch.float32 if device.type == "cpu" else _DTYPES[model.dtype]
+    return _DTYPES[name]
 
 
-def _max_position(config: EngineConfig, model: DecoderLM) -> int:
+def _max_position(config: EngineConfig, model: ModelConfig) -> int:
     """Positions that a session may use: `session_len` if given, else all that the model has."""
-    limit = model.config.max_position
+    limit = model.max_position
     if config.session_len is None:
         return limit
     if config.session_len > limit:

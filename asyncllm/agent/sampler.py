@@ -50,6 +50,8 @@ class Sampler:
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._plain = np.ones(num_slots, np.bool_)
+        """Slots for which the largest logit is all there is to find."""
         self._greedy = np.ones(num_slots, np.bool_)
         self._edits = np.zeros(num_slots, np.uint8)
         self._temperature = np.zeros(num_slots, np.float32)
@@ -82,6 +84,7 @@ class Sampler:
         self._stops.pop(slot, None)
         self._faults.pop(slot, None)
         self._edits[slot] = 0
+        self._plain[slot] = False
         fault = _fault(params, self._vocab_size)
         if fault:
             self._faults[slot] = fault
@@ -99,6 +102,7 @@ class Sampler:
             | _BAD_WORDS * bool(params.bad_words)
             | _EARLY_STOPS * (slot in self._stops)
         )
+        self._plain[slot] = params.greedy and params.logprobs is None and not self._edits[slot]
         self._history.start(start, counted=penalized)
 
     def sample(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Sampled:
@@ -107,9 +111,12 @@ class Sampler:
         `positions` [R] are the absolute positions of the tokens to be drawn.
         """
         maxima, tokens = logits.max(dim=-1)
+        usable = np.isfinite(maxima.numpy(force=True))
+        all_usable = usable.all()
+        if all_usable and self._plain[slots].all():
+            return Sampled(tokens, tokens.tolist(), {}, {})
         errors: dict[int, str] = {}
-        usable = maxima.isfinite().numpy(force=True)
-        if not usable.all():
+        if not all_usable:
             errors = dict.fromkeys(slots[~usable].tolist(), NOT_FINITE)
         if self._faults:
             errors |= {slot: self._faults[slot] for slot in slots.tolist() if slot in self._faults}

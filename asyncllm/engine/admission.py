@@ -10,6 +10,7 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from asyncllm.batch import Limits, SamplingParams
 from asyncllm.config import GenerationConfig
@@ -18,16 +19,24 @@ from asyncllm.engine.sequence import Request
 from asyncllm.errors import ContextLengthExceeded, EngineClosed, InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.detokenizer import Detokenizer
+from asyncllm.text.literals import Literals
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Message
 
-__all__ = ["Admission", "check_adapter"]
+__all__ = ["Admission", "Rendered", "check_adapter"]
 
 INLINE_CHARACTERS = 4096
 """Texts up to this length are encoded on the loop: about 1 ms. Longer ones go to a thread."""
 
 GREEDY_BELOW = 1e-3
 """Temperatures under this count as 0: dividing float32 logits by them overflows."""
+
+
+class Rendered(NamedTuple):
+    """A prompt's text, and where in it a special token's spelling is just what the user wrote."""
+
+    text: str
+    literal_spans: Sequence[tuple[int, int]] = ()
 
 
 class Admission:
@@ -51,7 +60,7 @@ class Admission:
             self._threads.shutdown(wait=False)
             self._threads = None
 
-    def render(self, messages: str | Sequence[Message] | None, *, do_preprocess: bool) -> str:
+    def render(self, messages: str | Sequence[Message] | None, *, do_preprocess: bool) -> Rendered:
         """The prompt's text. Raises InvalidMessage."""
         if not isinstance(messages, Sequence):
             raise InvalidMessage(
@@ -61,25 +70,33 @@ class Admission:
         if isinstance(messages, str):
             if not messages:
                 raise InvalidMessage("The prompt is empty: there is nothing to continue. Pass at least one character.")
-            return self._template.render([{"role": "user", "content": messages}]) if do_preprocess else messages
-        if not do_preprocess:
+            if not do_preprocess:
+                return Rendered(messages)
+            messages = [{"role": "user", "content": messages}]
+        elif not do_preprocess:
             raise InvalidMessage("do_preprocess=False takes the prompt as it is: it must be a str, not messages.")
-        return self._template.render(messages)
+        literals = Literals(self._tokenizer)
+        return self.restored(literals, self._template.render(literals.mark(messages)))
 
-    async def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
+    def restored(self, literals: Literals, text: str) -> Rendered:
+        """A text rendered from marked messages, with its marks resolved."""
+        text, spans = literals.restore(text)
+        # A prompt that no template frames is the user's own framing, special tokens and all.
+        return Rendered(text, spans if self._template.capability == "chat" else ())
+
+    async def encode(self, prompt: Rendered, *, add_bos: bool = True) -> list[int]:
         """Token ids of a rendered prompt; long texts are encoded in a thread that does not hold the GIL."""
-        if len(text) <= INLINE_CHARACTERS:
-            return self._tokenizer.encode(text, add_bos=add_bos)
+
+        def encode() -> list[int]:
+            return self._tokenizer.encode(prompt.text, add_bos=add_bos, literal_spans=prompt.literal_spans)
+
+        if len(prompt.text) <= INLINE_CHARACTERS:
+            return encode()
         if self._closed:
             raise EngineClosed("The engine was closed while the prompt was being prepared.")
         if self._threads is None:
             self._threads = ThreadPoolExecutor(2, thread_name_prefix="asyncllm-encode")
-        loop = asyncio.get_running_loop()
-        return (
-            await loop.run_in_executor(
-                self._threads, lambda: self._tokenizer.encode_batch([text], add_bos=add_bos)
-            )
-        )[0]
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
     def check_token_ids(self, token_ids: Sequence[int], name: str = "input_ids") -> list[int]:
         """A copy of the ids as a list. Raises InvalidParameter unless all are in the vocabulary."""

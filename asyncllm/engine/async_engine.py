@@ -147,7 +147,8 @@ class AsyncEngine:
             self.chat_template = chat_template or ChatTemplate.open(folder, self.chat_template_config)
             return executor or open_executor(config, folder)
 
-        # Reading and importing take seconds; a thread of its own leaves none behind in the loop's pool.
+        # Reading and importing take seconds; a thread of its own leaves none behind in the loop's pool, and the loop
+        # does not wait for it when this task is cancelled.
         thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-open")
         try:
             return await asyncio.get_running_loop().run_in_executor(thread, open_files)
@@ -435,7 +436,7 @@ class AsyncEngine:
 
     async def get_ppl(self, input_ids: Sequence[int]) -> float:
         """Mean cross-entropy of the tokens after the first, in nats: the logarithm of the perplexity."""
-        if len(input_ids) < 2:
+        if isinstance(input_ids, Sequence) and len(input_ids) < 2:
             raise InvalidParameter("Perplexity needs at least 2 tokens: the first has nothing before it.", "input_ids")
         chunk = await self._score(input_ids, GenerationConfig(prompt_logprobs=0))
         entries = [entry for entry in chunk.prompt_logprobs or [] if entry is not None]

@@ -354,6 +354,12 @@ class Scheduler:
         if sequence.slot != row.slot:
             # Finished or preempted since.
             return False
+        if row.slot in output.errors:
+            # Nothing of this row may enter the prefix cache. A row that samples ends with its token.
+            if not row.sample:
+                sequence.error = output.errors[row.slot]
+                self.finish(sequence, "error")
+            return not row.sample
         if row.output_logits and row.slot in output.logits:
             request.logits.append(output.logits[row.slot])
         end = row.position + len(row.tokens)

@@ -18,6 +18,7 @@ from asyncllm.engine.generation import Generation
 from asyncllm.engine.sequence import Request
 from asyncllm.errors import InvalidParameter, SessionBusy, SessionNotFound
 from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.literals import Literals
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Message, Response
 
@@ -151,7 +152,7 @@ class Session:
         """Cut the history to its first `step` tokens. Raises InvalidParameter when there are fewer."""
         if type(step) is not int or not 0 <= step <= len(self.token_ids):
             raise InvalidParameter(
-                f"step={step} is outside of session {self.id}, which has {len(self.token_ids)} tokens of history.",
+                f"step={step!r} is not a position in session {self.id}, which has {len(self.token_ids)} tokens of history.",
                 "step",
             )
         if step == len(self.token_ids):
@@ -231,17 +232,17 @@ class Session:
         """The token ids of the whole conversation with this prompt at its end."""
         admission, template = self._host.admission, self._host.chat_template
         if not self.turns or not do_preprocess:
-            text = admission.render(prompt, do_preprocess=do_preprocess)
-            return self.token_ids + await admission.encode(text, add_bos=not self.token_ids)
+            rendered = admission.render(prompt, do_preprocess=do_preprocess)
+            return self.token_ids + await admission.encode(rendered, add_bos=not self.token_ids)
         admission.render(prompt, do_preprocess=True)
         assert prompt is not None
-        new = as_messages(prompt)
-        before, last = self._messages(), self.turns[-1]
+        literals = Literals(self._host.tokenizer)
+        before, last, new = literals.mark(self._messages()), self.turns[-1], literals.mark(as_messages(prompt))
         tail = template.continuation(before, last.answer, new)
         if tail is None:
             text = template.render([*before, {"role": "assistant", "content": last.answer}, *new])
-            return await admission.encode(text)
-        added = await admission.encode(tail, add_bos=False)
+            return await admission.encode(admission.restored(literals, text))
+        added = await admission.encode(admission.restored(literals, tail), add_bos=False)
         history = self.token_ids
         if history and history[-1] in self._host.tokenizer.eos_token_ids:
             # How a turn ends is for the template to say, usually by the same token.

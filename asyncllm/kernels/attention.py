@@ -2,10 +2,12 @@
 
 Both are exact softmax attention with grouped query heads: query head h reads KV head h // (H / K). A key at position j
 is visible to a query at position p iff j <= p and, with a window, p - j < window. Softcap squashes scores to
-cap * tanh(score / cap) before the mask (Gemma 2). Scores and softmax are float32 unless torch's own attention runs.
+cap * tanh(score / cap) before the mask (Gemma 2). The softmax is taken in float32.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,64 +15,88 @@ from torch import Tensor
 
 from asyncllm.kernels.cache import PagedKV
 
-__all__ = ["paged_decode_attention", "paged_prefill_attention"]
+__all__ = ["DecodePlan", "paged_decode_attention", "paged_prefill_attention", "plan_decode_attention"]
 
 DECODE_TILE = 2**20
-"""Most numbers of K gathered at a time: 4 MiB in float32, which stays in the caches of two cores. 64 rows of 150 tokens,
-2 KV heads of 64, 8 layers, block_size 64: 5.9 ms in tiles of 32 rows and more, 8.2 ms in tiles of 8, 17.7 ms of 2."""
+"""Most numbers of K gathered at a time: 4 MiB in float32, which stays in the caches of two cores. A layer of 64 rows of
+150 tokens, 2 KV heads of 64: 1.09 ms of one core in tiles of 2**20, 1.21 ms of 2**18."""
+
+GATHER_LINES = 1024
+"""Up to this many lines V is gathered and multiplied: fewer calls, and the copy is small."""
 
 QUERY_TILE = 512
 """Most query rows of a prefill scored at a time; bounds the mask and skips keys that no query of the tile sees."""
 
 
-def paged_decode_attention(
-    q: Tensor,
-    cache: PagedKV,
-    block_tables: Tensor,
-    kv_lens: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """The last token of each row against the row's whole context.
+class DecodePlan(NamedTuple):
+    """Where decode attention finds its keys: all that depends on the batch and the window, but not on the layer.
 
-    q [B, H, D], block_tables [B, N] integers, kv_lens [B] integers >= 1 (the query's own token included) -> [B, H, D].
+    A *line* is one position of one KV head: a row of a layer's pages seen as [blocks * kv_heads * block_size, head_dim].
     """
-    _, num_kv_heads, block_size, head_dim = cache.k.shape
-    batch, num_heads, _ = q.shape
-    group = num_heads // num_kv_heads
+
+    lines: Tensor
+    """[B * K, width] int64."""
+    bias: Tensor | None
+    """[B * K, 1, width] float32: -inf at lines that the row does not see; None when it sees them all."""
+
+
+def plan_decode_attention(
+    block_tables: Tensor, kv_lens: Tensor, *, num_kv_heads: int, block_size: int, window: int | None = None
+) -> DecodePlan:
+    """The plan of one step for all layers with this window.
+
+    block_tables [B, N] integers, kv_lens [B] integers >= 1, the query's own token included.
+    """
     kv_lens = kv_lens.long()
-    longest = int(kv_lens.max())
-    keys = cache.k.view(-1, head_dim)
-    values = cache.v.view(-1, head_dim)
-    steps = torch.arange(longest if window is None else min(window, longest), device=q.device)
-    if window is None:
-        positions = steps.expand(batch, -1)
-    else:
-        positions = steps + (kv_lens - window).clamp_(min=0)[:, None]
-    hidden = positions >= kv_lens[:, None]
+    shortest, longest = (int(bound) for bound in kv_lens.aminmax())
+    width = longest if window is None else min(window, longest)
+    positions = torch.arange(width, device=kv_lens.device).expand(len(kv_lens), -1)
+    if width < longest:
+        positions = positions + (kv_lens - width).clamp_(min=0)[:, None]
     pages = positions.div(block_size, rounding_mode="floor").clamp_(max=block_tables.shape[1] - 1)
-    slots = block_tables.long().gather(1, pages).mul_(num_kv_heads * block_size) + positions.remainder(block_size)
-    lines = slots[:, None, :] + torch.arange(0, num_kv_heads * block_size, block_size, device=q.device)[:, None]
-    bias = torch.zeros(hidden.shape, device=q.device).masked_fill_(hidden, float("-inf"))[:, None, None]
-    width = steps.shape[0]
-    output = torch.empty_like(q)
-    tile = max(1, DECODE_TILE // (num_kv_heads * width * head_dim))
-    for first in range(0, batch, tile):
-        rows = slice(first, min(first + tile, batch))
-        tile_lines = lines[rows].reshape(-1, width)
-        k = keys.index_select(0, tile_lines.view(-1)).view(-1, width, head_dim)
-        grouped = q[rows].reshape(-1, group, head_dim)
-        scores = torch.bmm(grouped, k.transpose(1, 2)).float().mul_(scale)
+    first_lines = block_tables.long().gather(1, pages).mul_(num_kv_heads * block_size)
+    heads = torch.arange(0, num_kv_heads * block_size, block_size, device=kv_lens.device)
+    lines = (first_lines + positions.remainder(block_size))[:, None] + heads[:, None]
+    bias = None
+    if shortest < width:
+        bias = torch.where(positions < kv_lens[:, None], 0.0, float("-inf")).repeat_interleave(num_kv_heads, 0)[:, None]
+    return DecodePlan(lines.view(-1, width), bias)
+
+
+def paged_decode_attention(
+    q: Tensor, cache: PagedKV, plan: DecodePlan, *, scale: float, softcap: float | None = None
+) -> Tensor:
+    """The last token of each row against what the plan shows it of the row's context. q [B, H, D] -> [B, H, D]."""
+    head_dim = cache.k.shape[-1]
+    keys, values = (part.view(-1, head_dim) for part in cache)
+    num_lists, width = plan.lines.shape
+    grouped = q.reshape(num_lists, -1, head_dim)
+    tile = max(1, DECODE_TILE // (width * head_dim))
+    outputs = []
+    for first in range(0, num_lists, tile):
+        lists = slice(first, first + tile)
+        lines = plan.lines[lists]
+        k = keys.index_select(0, lines.view(-1)).view(-1, width, head_dim).transpose(1, 2)
+        bias = None if plan.bias is None else plan.bias[lists].to(q.dtype)
         if softcap is not None:
-            scores.div_(softcap).tanh_().mul_(softcap)
-        weights = scores.view(-1, num_kv_heads, group, width).add_(bias[rows]).softmax(-1).to(q.dtype)
-        # A bag is a sum of weighted lines of V: it reads the pages in place, where a matmul needs them gathered first.
-        bags = tile_lines[:, None, :].expand(-1, group, -1).reshape(-1, width)
-        summed = F.embedding_bag(bags, values, mode="sum", per_sample_weights=weights.view(-1, width))
-        output[rows] = summed.view(-1, num_heads, head_dim)
-    return output
+            scores = torch.bmm(grouped[lists], k).mul_(scale / softcap).tanh_().mul_(softcap)
+            scores = scores if bias is None else scores.add_(bias)
+        elif bias is not None:
+            scores = torch.baddbmm(bias, grouped[lists], k, alpha=scale)
+        else:
+            scores = torch.bmm(grouped[lists], k).mul_(scale)
+        weights = scores.softmax(-1, torch.float32).to(q.dtype)
+        if lines.numel() <= GATHER_LINES:
+            v = values.index_select(0, lines.view(-1)).view(-1, width, head_dim)
+            outputs.append(torch.bmm(weights, v).view(-1, head_dim))
+        else:
+            # A bag is a weighted sum of lines: it reads V in place, where a matmul needs the lines gathered first.
+            bags = lines[:, None].expand(-1, grouped.shape[1], -1).reshape(-1, width)
+            outputs.append(
+                F.embedding_bag(bags, values, mode="sum", per_sample_weights=weights.view(-1, width))
+            )
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return joined.view(q.shape)
 
 
 def paged_prefill_attention(
@@ -89,29 +115,45 @@ def paged_prefill_attention(
     q [T, H, D]; row b owns queries q_offsets[b] to q_offsets[b + 1] ([B + 1] integers), and its query i sits at position
     kv_lens[b] - (number of its queries) + i; block_tables [B, N] integers, kv_lens [B] integers -> [T, H, D].
     """
-    _, num_kv_heads, block_size, _ = cache.k.shape
-    heads = torch.arange(num_kv_heads, device=q.device)[:, None]
     output = torch.empty_like(q)
     offsets = q_offsets.tolist()
     for row, kv_len in enumerate(kv_lens.tolist()):
         start, end = offsets[row], offsets[row + 1]
-        first_position = kv_len - (end - start)
         for first in range(start, end, QUERY_TILE):
             last = min(first + QUERY_TILE, end)
-            low_position, high_position = first_position + first - start, first_position + last - start
-            low_page = 0 if window is None else max(0, low_position - window + 1) // block_size
-            pages = block_tables[row, low_page : -(-high_position // block_size)].long()
-            lines = (pages * num_kv_heads + heads).view(-1)
-            low_key = low_page * block_size
-            k, v = (
-                part.flatten(0, 1).index_select(0, lines).view(num_kv_heads, -1, part.shape[-1])[:, : high_position - low_key]
-                for part in cache
+            output[first:last] = _attend_row(
+                q[first:last], cache, block_tables[row], kv_len - (end - last), last - first, scale, window, softcap
             )
-            output[first:last] = _attend(q[first:last], k, v, low_position - low_key, scale, window, softcap)
     return output
 
 
-def _attend(
+def _attend_row(
+    q: Tensor,
+    cache: PagedKV,
+    block_table: Tensor,
+    kv_len: int,
+    q_len: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """The queries q [q_len, H, D] at positions kv_len - q_len to kv_len - 1 of one row, with its blocks [N]."""
+    num_kv_heads, block_size, head_dim = cache.k.shape[1:]
+    lowest = 0 if window is None else max(0, kv_len - q_len - window + 1)
+    first_page = lowest // block_size
+    skipped = first_page * block_size
+    pages = block_table[first_page : -(-kv_len // block_size)].long()
+    lines = (pages * num_kv_heads + torch.arange(num_kv_heads, device=q.device)[:, None]).view(-1)
+    k, v = (
+        part.view(-1, block_size, head_dim)
+        .index_select(0, lines)
+        .view(num_kv_heads, -1, head_dim)[:, lowest - skipped : kv_len - skipped]
+        for part in cache
+    )
+    return _attend_causally(q, k, v, kv_len - q_len - lowest, scale, window, softcap)
+
+
+def _attend_causally(
     q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
     """q [T, H, D] at positions first, first + 1, ... against k and v [K, S, D] at positions 0, 1, ... -> [T, H, D]."""
@@ -134,8 +176,8 @@ def _attend(
         )
         return attended[0].transpose(0, 1)
     grouped = q.view(tokens, num_kv_heads, group, -1).permute(1, 2, 0, 3)
-    scores = torch.matmul(grouped, k[:, None].transpose(-1, -2)).float().mul_(scale / softcap).tanh_().mul_(softcap)
+    scores = torch.matmul(grouped, k[:, None].transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
     if visible is None:
         visible = torch.ones(tokens, length, dtype=torch.bool, device=q.device).tril_()
-    weights = scores.masked_fill_(~visible, float("-inf")).softmax(-1).to(v.dtype)
+    weights = scores.masked_fill_(~visible, float("-inf")).softmax(-1, torch.float32).to(v.dtype)
     return torch.matmul(weights, v[:, None]).permute(2, 0, 1, 3).reshape(q.shape)

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["PagedKV", "copy_blocks", "fill_kv_cache"]
+__all__ = ["PagedKV", "copy_blocks", "fill_kv_cache", "slot_lines"]
 
 
 class PagedKV(NamedTuple):
-    """Keys and values of one layer, in blocks. A *slot* is block id * block_size + offset in the block."""
+    """Keys and values of one layer, in blocks.
+
+    A *slot* is a token's place: block id * block_size + offset in the block. A *line* is one KV head of it: a row of the
+    pages seen as [blocks * kv_heads * block_size, head_dim].
+    """
 
     k: Tensor
     """[blocks, kv_heads, block_size, head_dim]."""
@@ -19,13 +24,19 @@ class PagedKV(NamedTuple):
     """[blocks, kv_heads, block_size, head_dim]."""
 
 
-def fill_kv_cache(k: Tensor, v: Tensor, cache: PagedKV, slot_mapping: Tensor) -> None:
-    """Write k and v [T, kv_heads, head_dim] into the slots slot_mapping [T] (int64, distinct)."""
-    block_size = cache.k.shape[2]
+def slot_lines(slot_mapping: Tensor, *, num_kv_heads: int, block_size: int) -> Tensor:
+    """The lines of each slot, one per KV head. slot_mapping [T] int64 -> [T * kv_heads] int64, the same in all layers."""
     blocks = slot_mapping.div(block_size, rounding_mode="floor")
-    offsets = slot_mapping.remainder(block_size)
-    cache.k[blocks, :, offsets] = k
-    cache.v[blocks, :, offsets] = v
+    first = blocks * ((num_kv_heads - 1) * block_size) + slot_mapping
+    heads = torch.arange(0, num_kv_heads * block_size, block_size, device=slot_mapping.device)
+    return (first[:, None] + heads).view(-1)
+
+
+def fill_kv_cache(k: Tensor, v: Tensor, cache: PagedKV, lines: Tensor) -> None:
+    """Write k and v [T, kv_heads, head_dim] into the pages, at the `slot_lines` of T distinct slots."""
+    for tokens, pages in ((k, cache.k), (v, cache.v)):
+        head_dim = pages.shape[-1]
+        pages.view(-1, head_dim).index_copy_(0, lines, tokens.reshape(-1, head_dim))
 
 
 def copy_blocks(caches: Sequence[PagedKV], source: Tensor, destination: Tensor) -> None:

@@ -42,7 +42,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 def philox(seeds: Tensor, counter: Words) -> Words:
     """Philox4x32-10: four 32-bit words, as int64 in [0, 2**32), for each 64-bit seed and 128-bit counter.
 
-    `seeds` and the four counter words (int64, lowest word first) broadcast against one another. The words equal those
+    `seeds` and the counter words (int64, lowest first) broadcast; results have the shape of all five. They equal those
     of Random123 and of Triton's `tl.philox(seed, c0, c1, c2, c3)`.
     """
     c0, c1, c2, c3 = (word & _WORD for word in counter)
@@ -78,7 +78,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     Token id t takes word t % 4 of the Philox block with counter (t // 4, position low, position high, 0).
     """
     quads = torch.arange((vocab_size + 3) // 4, device=seeds.device).unsqueeze(0)
-    words = torch.stack(torch.broadcast_tensors(*_noise_words(seeds, positions, quads)), dim=-1)
+    words = torch.stack(_noise_words(seeds, positions, quads), dim=-1)
     return _gumbel(words.flatten(1)[:, :vocab_size])
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
-from asyncllm.kernels import PagedKV
+from asyncllm.kernels import DecodePlan, PagedKV
 from asyncllm.layers.linear import Linear, QKVLinear
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.step_inputs import StepInputs
@@ -15,7 +15,7 @@ __all__ = ["Attention"]
 
 
 class Attention(nn.Module):
-    """x [T, hidden], cos_sin [T, R] float32 -> [T, hidden]; the tokens' keys and values are written to `cache` first.
+    """x [T, hidden], rotation [T, 2, R] float32 -> [T, hidden]; the tokens' keys and values are written to `cache` first.
 
     `window` is the number of latest positions that a query sees, itself included; `scale` multiplies the scores,
     head_dim^-0.5 unless given; `qk_norm_eps` asks for a per-head RMS norm of q and k.
@@ -47,12 +47,12 @@ class Attention(nn.Module):
         self.scale = head_dim**-0.5 if scale is None else scale
         self.softcap = softcap
 
-    def forward(self, x: Tensor, cos_sin: Tensor, inputs: StepInputs, cache: PagedKV) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, inputs: StepInputs, cache: PagedKV) -> Tensor:
         q = kernels.rope_fill_kv(
             self.qkv(x),
-            cos_sin,
+            rotation,
             cache,
-            inputs.slot_mapping,
+            self._lines(inputs, block_size=cache.k.shape[2]),
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
@@ -67,10 +67,8 @@ class Attention(nn.Module):
                 kernels.paged_decode_attention(
                     q[:decode],
                     cache,
-                    inputs.block_tables[:decode],
-                    inputs.kv_lens[:decode],
+                    self._plan(inputs, block_size=cache.k.shape[2]),
                     scale=self.scale,
-                    window=self.window,
                     softcap=self.softcap,
                 )
             )
@@ -90,3 +88,25 @@ class Attention(nn.Module):
         joined = attended[0] if len(attended) == 1 else torch.cat(attended)
         out: Tensor = self.out(joined.flatten(1))
         return out
+
+    def _lines(self, inputs: StepInputs, block_size: int) -> Tensor:
+        """Where the step's tokens go, found by the first layer with as many KV heads."""
+        lines = inputs.lines.get(self.num_kv_heads)
+        if lines is None:
+            lines = inputs.lines[self.num_kv_heads] = kernels.slot_lines(
+                inputs.slot_mapping, num_kv_heads=self.num_kv_heads, block_size=block_size
+            )
+        return lines
+
+    def _plan(self, inputs: StepInputs, block_size: int) -> DecodePlan:
+        """The step's plan for this window, made by the first layer that needs it."""
+        plan = inputs.decode_plans.get(self.window)
+        if plan is None:
+            plan = inputs.decode_plans[self.window] = kernels.plan_decode_attention(
+                inputs.block_tables[: inputs.num_decode],
+                inputs.kv_lens[: inputs.num_decode],
+                num_kv_heads=self.num_kv_heads,
+                block_size=block_size,
+                window=self.window,
+            )
+        return plan

@@ -27,14 +27,14 @@ class Block(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, branch: Tensor | None, residual: Tensor, cos_sin: Tensor, inputs: StepInputs, cache: PagedKV
+        self, branch: Tensor | None, residual: Tensor, rotation: Tensor, inputs: StepInputs, cache: PagedKV
     ) -> tuple[Tensor, Tensor]:
         """residual and branch [T, hidden]; branch is None in the first block. -> (branch, residual) for the next one."""
         if branch is None:
             normed = self.attn_norm(residual)
         else:
             normed, residual = self.attn_norm.add(branch, residual)
-        normed, residual = self.mlp_norm.add(self.attn(normed, cos_sin, inputs, cache), residual)
+        normed, residual = self.mlp_norm.add(self.attn(normed, rotation, inputs, cache), residual)
         return self.mlp(normed), residual
 
 
@@ -56,12 +56,12 @@ class SandwichBlock(Block):
         self.mlp_post_norm = mlp_post_norm
 
     def forward(
-        self, branch: Tensor | None, residual: Tensor, cos_sin: Tensor, inputs: StepInputs, cache: PagedKV
+        self, branch: Tensor | None, residual: Tensor, rotation: Tensor, inputs: StepInputs, cache: PagedKV
     ) -> tuple[Tensor, Tensor]:
         if branch is None:
             normed = self.attn_norm(residual)
         else:
             normed, residual = self.attn_norm.add(branch, residual)
-        attended = self.attn_post_norm(self.attn(normed, cos_sin, inputs, cache))
+        attended = self.attn_post_norm(self.attn(normed, rotation, inputs, cache))
         normed, residual = self.mlp_norm.add(attended, residual)
         return self.mlp_post_norm(self.mlp(normed)), residual

@@ -53,7 +53,7 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RotaryEmbedding(nn.Module):
-    """positions [T] -> [T, R] float32: cosines, then sines. Computed once per step and shared by all layers."""
+    """positions [T] -> the rotation [T, 2, R] float32 of `kernels.apply_rotary`, once per step for all layers."""
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         super().__init__()
@@ -73,8 +73,9 @@ class RotaryEmbedding(nn.Module):
             angles = positions[:, None] * self._dynamic_frequencies(rope_lens)
         else:
             angles = positions[:, None] * self.inv_freq
-        cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
-        return cos_sin if config.attention_factor == 1.0 else cos_sin.mul_(config.attention_factor)
+        cos, sin = angles.cos(), angles.sin()
+        rotation = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
+        return rotation if config.attention_factor == 1.0 else rotation.mul_(config.attention_factor)
 
     def _dynamic_frequencies(self, rope_lens: Tensor) -> Tensor:
         """[T] -> [T, R/2]. The base is computed in float64, as an integer length divided by an integer is in Python."""

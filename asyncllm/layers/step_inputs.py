@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from asyncllm.kernels import DecodePlan
 
 __all__ = ["StepInputs"]
 
 
 @dataclass(slots=True, kw_only=True)
 class StepInputs:
-    """The tensors of one step, all on the model's device. Written by `agent.inputs`, read by layers.
+    """The tensors of one step, all on the model's device. Written by `agent.inputs`, read by layers, which keep their plans here.
 
     T tokens belong to B rows. Decode rows (one token each) come first, then prefill rows. N is the width of the block
     tables: at least the blocks of the longest row; entries past a row's own blocks are unspecified but valid ids.
@@ -37,3 +39,7 @@ class StepInputs:
     rope_lens: Tensor | None = None
     """[T] int64: prompt length of each token's sequence, which fixes its dynamic NTK base.
     None unless the model asks."""
+    decode_plans: dict[int | None, DecodePlan] = field(default_factory=dict)
+    """Attention window -> the plan that all layers with this window share. Written by the first of them."""
+    lines: dict[int, Tensor] = field(default_factory=dict)
+    """Number of KV heads -> `kernels.slot_lines` of the slot mapping. Written by the first layer with that many."""

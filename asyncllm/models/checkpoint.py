@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +77,10 @@ class Checkpoint:
         """
         if not folder.is_dir():
             raise ModelNotFound(f"{folder} is not a folder. Give the folder that holds config.json and the weights.")
-        if (folder / WEIGHTS_NAME).exists():
+        # A link without its target, as an interrupted download leaves, must be named and not passed over.
+        if os.path.lexists(folder / WEIGHTS_NAME):
             return cls(folder, read_header(folder / WEIGHTS_NAME).values())
-        if (folder / INDEX_NAME).exists():
+        if os.path.lexists(folder / INDEX_NAME):
             return cls(folder, _read_shards(folder))
         _refuse_folder(folder)
 
@@ -122,6 +124,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     """
     try:
         size = file.stat().st_size
+        if not file.is_file():
+            _refuse(file, "cannot be read: it is not a file")
         with file.open("rb") as opened:
             prefix = opened.read(8)
             length = int.from_bytes(prefix, "little")
@@ -223,7 +227,10 @@ def _check_layout(file: Path, entries: Mapping[str, TensorEntry], data_size: int
 def _read_shards(folder: Path) -> list[TensorEntry]:
     index = folder / INDEX_NAME
     try:
-        if index.stat().st_size > MAX_HEADER_BYTES:
+        size = index.stat().st_size
+        if not index.is_file():
+            _refuse(index, "cannot be read: it is not a file")
+        if size > MAX_HEADER_BYTES:
             _refuse(index, f"is larger than {MAX_HEADER_BYTES} bytes")
         text = index.read_bytes()
     except OSError as error:

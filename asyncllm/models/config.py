@@ -24,6 +24,9 @@ MAX_SIZE = 2**24
 """Above any width, vocabulary or context in use; products of a few sizes below it still fit 64 bits."""
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096
+MAX_POSITION = 2**31 - 1
+MAX_NUMBER = 1e30
+"""Above any real number in use; whole numbers beyond 1e308 would not even convert."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -148,7 +151,7 @@ class HFConfig:
 
     def number(self, key: str, default: Any = _MISSING, *, positive: bool = True) -> float:
         value = self._read(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
             self.invalid(key, "where a finite number belongs")
         if value < 0 or (positive and value == 0):
             self.invalid(key, f"which must be {'above' if positive else 'at least'} 0")
@@ -172,8 +175,17 @@ class HFConfig:
         if value is not None and not any(value == each and type(value) is type(each) for each in allowed):
             self.unsupported(key, f"Supported: {', '.join(_shown(each) for each in allowed)}.")
 
-    def decoder(self, **fields: Any) -> dict[str, Any]:
-        """The fields of a ModelConfig that all families read alike; `fields` are defaults for keys that are absent.
+    def decoder(
+        self,
+        architecture: str,
+        *,
+        max_position: int = 2048,
+        theta: float = 10000.0,
+        head_dim: int | None = None,
+        rms_eps: float = 1e-6,
+        tied: bool = False,
+    ) -> dict[str, Any]:
+        """The fields of a ModelConfig that all families read alike; the arguments stand in for keys that are absent.
 
         Raises InvalidCheckpoint for wrong types and impossible sizes, UnsupportedModel for quantized checkpoints.
         """
@@ -187,7 +199,7 @@ class HFConfig:
         num_kv_heads = self.integer("num_key_value_heads", num_heads, maximum=2**16)
         if num_heads % num_kv_heads:
             self.invalid("num_key_value_heads", f"which does not divide num_attention_heads = {num_heads}")
-        head_dim = self.optional_integer("head_dim", fields.get("head_dim"))
+        head_dim = self.optional_integer("head_dim", head_dim)
         if head_dim is None:
             if hidden_size % num_heads:
                 self.invalid("num_attention_heads", f"which does not divide hidden_size = {hidden_size}")
@@ -195,10 +207,10 @@ class HFConfig:
         if head_dim % 2 or head_dim > 2**14:
             self.invalid("head_dim", f"giving heads of {head_dim}, where rotary embedding needs an even size")
         num_layers = self.integer("num_hidden_layers", maximum=MAX_LAYERS)
-        trained = self.integer("max_position_embeddings", fields.get("max_position", _MISSING), maximum=2**31 - 1)
-        rope, max_position = self._rope(head_dim, trained, fields.get("theta", 10000.0))
+        trained = self.integer("max_position_embeddings", max_position, maximum=MAX_POSITION)
+        rope, max_position = self._rope(head_dim, trained, theta)
         return {
-            "architecture": fields["architecture"],
+            "architecture": architecture,
             "vocab_size": self.integer("vocab_size"),
             "hidden_size": hidden_size,
             "intermediate_size": self.integer("intermediate_size"),
@@ -208,8 +220,8 @@ class HFConfig:
             "head_dim": head_dim,
             "max_position": max_position,
             "dtype": self._dtype(),
-            "rms_eps": self.number("rms_norm_eps", fields.get("rms_eps", 1e-6), positive=False),
-            "tied": self.flag("tie_word_embeddings", fields.get("tied", False)),
+            "rms_eps": self.number("rms_norm_eps", rms_eps, positive=False),
+            "tied": self.flag("tie_word_embeddings", tied),
             "rope": rope,
             "windows": (None,) * num_layers,
         }
@@ -247,6 +259,8 @@ class HFConfig:
         """The rotary embedding, and the positions that it allows a model trained on `trained` of them."""
         scaling = self._rope_fields()
         theta = scaling.number("rope_theta", self.number("rope_theta", default_theta))
+        if theta <= 1:
+            self.invalid("rope_theta", "which must be above 1")
         kind = _ROPE_KINDS.get(str(scaling.fields.get("rope_type") or scaling.fields.get("type") or "default"))
         if kind is None:
             scaling.unsupported(
@@ -262,7 +276,7 @@ class HFConfig:
             rope = RopeConfig(
                 kind="dynamic", theta=theta, dim=head_dim, factor=self.rope_scaling_factor, original_max_position=trained
             )
-            return rope, int(trained * self.rope_scaling_factor)
+            return rope, min(int(trained * self.rope_scaling_factor), MAX_POSITION)
         if kind == "default":
             return RopeConfig(theta=theta, dim=head_dim), trained
         if kind in ("linear", "dynamic"):
@@ -272,7 +286,7 @@ class HFConfig:
             if kind == "dynamic" and head_dim == 2:
                 self.invalid("head_dim", "too small for dynamic rotary scaling")
             rope = RopeConfig(kind=kind, theta=theta, dim=head_dim, factor=factor, original_max_position=trained)
-            return rope, int(trained * factor)
+            return rope, min(int(trained * factor), MAX_POSITION)
         original = self._original_max_position(scaling, trained)
         if kind == "longrope":
             return self._longrope(scaling, head_dim, theta, trained, original), trained
@@ -302,7 +316,7 @@ class HFConfig:
             truncate=scaling.flag("truncate", True),
             attention_factor=_yarn_attention_factor(scaling, factor),
         )
-        return rope, max(trained, int(original * factor))
+        return rope, max(trained, min(int(original * factor), MAX_POSITION))
 
     def _rope_fields(self) -> HFConfig:
         """`rope_parameters`, else `rope_scaling`, as a config of its own; empty if there is neither."""
@@ -319,20 +333,13 @@ class HFConfig:
 
     def _original_max_position(self, scaling: HFConfig, trained: int) -> int:
         """The file's own entry wins over the one in its rope entry, as transformers has it."""
-        inner = scaling.integer("original_max_position_embeddings", trained, maximum=2**31 - 1)
-        return self.integer("original_max_position_embeddings", inner, maximum=2**31 - 1)
+        inner = scaling.integer("original_max_position_embeddings", trained, maximum=MAX_POSITION)
+        return self.integer("original_max_position_embeddings", inner, maximum=MAX_POSITION)
 
     def _longrope(self, scaling: HFConfig, head_dim: int, theta: float, trained: int, original: int) -> RopeConfig:
         """One set of divisors for the engine's whole life: a switch in mid-sequence would invalidate cached keys."""
+        sets = {key: self._divisors(scaling, key, head_dim // 2) for key in ("short_factor", "long_factor")}
         long = (self.session_len or trained) > original
-        key = "long_factor" if long else "short_factor"
-        divisors = scaling.fields.get(key)
-        numbers = isinstance(divisors, list) and all(
-            isinstance(each, int | float) and not isinstance(each, bool) and math.isfinite(each) and each > 0
-            for each in divisors
-        )
-        if not isinstance(divisors, list) or not numbers or len(divisors) != head_dim // 2:
-            scaling.invalid(key, f"where a list of {head_dim // 2} positive numbers belongs")
         ratio = scaling.number("factor", trained / original)
         grown = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 and original > 1 else 1.0
         return RopeConfig(
@@ -340,9 +347,18 @@ class HFConfig:
             theta=theta,
             dim=head_dim,
             original_max_position=original,
-            divisors=tuple(float(each) for each in divisors),
+            divisors=sets["long_factor" if long else "short_factor"],
             attention_factor=scaling.number("attention_factor", grown),
         )
+
+    def _divisors(self, scaling: HFConfig, key: str, count: int) -> tuple[float, ...]:
+        values = scaling.fields.get(key)
+        if not isinstance(values, list) or len(values) != count:
+            scaling.invalid(key, f"where a list of {count} numbers belongs")
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
+                scaling.invalid(key, "which must hold finite numbers above 0")
+        return tuple(float(value) for value in values)
 
 
 def _yarn_attention_factor(scaling: HFConfig, factor: float) -> float:

@@ -81,8 +81,8 @@ def convert(source: Path, destination: Path | None = None, *, max_shard_bytes: i
     tied = _read_json(source / "config.json").get("tie_word_embeddings") is True
     pickles = _pickles(source)
     if destination is None:
-        destination = source.resolve().with_name(source.resolve().name + "-safetensors")
-    destination = Path(destination).absolute()
+        destination = Path(os.path.abspath(source) + "-safetensors")
+    destination = Path(os.path.abspath(destination))
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise InvalidParameter(
             f"{destination} exists already and would be overwritten. Give another destination, or remove it.",
@@ -91,6 +91,9 @@ def convert(source: Path, destination: Path | None = None, *, max_shard_bytes: i
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     try:
         partial.mkdir(parents=True)
+    except OSError as error:
+        raise ModelError(f"{destination} cannot be written ({error}). Give another destination.") from error
+    try:
         needed, free = sum(file.stat().st_size for file in pickles), shutil.disk_usage(partial).free
         if needed > free:
             raise ModelError(f"{destination.parent} has {free} bytes free, and the copy takes {needed}. Make room.")
@@ -104,7 +107,7 @@ def convert(source: Path, destination: Path | None = None, *, max_shard_bytes: i
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
-            raise ModelError(f"{destination} could not be written ({error}). Nothing was left behind.") from error
+            raise ModelError(f"{destination} could not be written ({error}). The partial copy is removed.") from error
         raise
     files = tuple(sorted({entry.file.name for entry in written.tensors.values()}))
     return ConvertReport(destination, files, len(written.tensors), written.num_bytes, dropped)

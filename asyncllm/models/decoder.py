@@ -29,6 +29,8 @@ class DecoderLM(nn.Module):
 
     weights: ClassVar[WeightMap]
     """Checkpoint modules -> ours."""
+    tied_head: ClassVar[str] = "lm_head.weight"
+    """The checkpoint's tensor that a tied model has no use for."""
     tiny: ClassVar[dict[str, Any]]
     """Entries of a config.json with every feature of the family switched on, small enough for tests."""
 
@@ -64,7 +66,7 @@ class DecoderLM(nn.Module):
     @property
     def weight_map(self) -> WeightMap:
         """This model's table: a tied head needs no tensor, and ignores the copy that some checkpoints carry."""
-        return self.weights.ignoring("lm_head.weight") if self.config.tied else self.weights
+        return self.weights.ignoring(self.tied_head) if self.config.tied else self.weights
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Replace the parameters by uninitialised ones of `dtype` on `device`; a layer may ask for a dtype of its own."""
@@ -80,11 +82,11 @@ class DecoderLM(nn.Module):
 
         -> hidden states after the final norm [T, hidden].
         """
-        cos_sin = self.rotary(inputs.positions, inputs.rope_lens)
+        rotation = self.rotary(inputs.positions, inputs.rope_lens)
         residual: Tensor = self.embed(inputs.input_ids)
         branch: Tensor | None = None
         for block, cache in zip(self.layers, caches, strict=True):
-            branch, residual = block(branch, residual, cos_sin, inputs, cache)
+            branch, residual = block(branch, residual, rotation, inputs, cache)
         if branch is None:
             raise ValueError("a decoder needs at least one layer")
         return self.norm.add(branch, residual)[0]

@@ -47,7 +47,7 @@ class Llama(DecoderLM):
     weights = LLAMA_WEIGHTS
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "llama",
-        "vocab_size": 256,
+        "vocab_size": 320,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
@@ -55,13 +55,15 @@ class Llama(DecoderLM):
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
         "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "mlp_bias": True,
     }
 
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> LlamaConfig:
         hf.expect("hidden_act", "silu")
         return LlamaConfig(
-            **hf.decoder(architecture=architecture, max_position=2048),
+            **hf.decoder(architecture),
             attention_bias=hf.flag("attention_bias", False),
             mlp_bias=hf.flag("mlp_bias", False),
         )

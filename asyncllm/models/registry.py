@@ -82,10 +82,14 @@ def open_model(
     with torch.device("meta"):
         model = family(config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if num_parameters <= sum(math.prod(entry.shape) for entry in checkpoint.tensors.values()):
-        model.allocate(dtype, device)
-    # A checkpoint with fewer numbers than parameters cannot fill the model: load() says which, before it reads data
-    # and before memory for impossible sizes is asked for.
+    stored = sum(math.prod(entry.shape) for entry in checkpoint.tensors.values())
+    if num_parameters > 2 * stored:
+        # Such a file cannot load, and may ask for more memory than there is; load() names what differs in closer calls.
+        raise InvalidCheckpoint(
+            f"{path}: config.json describes {num_parameters:,} parameters, but the safetensors files hold {stored:,} "
+            f"numbers. Check that config.json belongs to these weights and that no shard is missing."
+        )
+    model.allocate(dtype, device)
     load(model, checkpoint, model.weight_map)
     model.config = msgspec.structs.replace(config, num_parameters=num_parameters)
     return model.eval()

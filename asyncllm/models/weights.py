@@ -165,6 +165,7 @@ def load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> None:
             parts that no tensor fills.
         UnsupportedModel: a tensor of integers or of a float below 16 bits, which means quantized weights.
         TypeError: a module of `model` owns parameters and is not a WeightOwner.
+        ValueError: a parameter of `model` is on the meta device, where nothing can be filled.
     """
     owners = _owners(model)
     expected = {(path, key): shape for path, owner in owners.items() for key, shape in owner.expected_parts().items()}
@@ -204,6 +205,9 @@ def load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> None:
 
 def _owners(model: nn.Module) -> dict[str, WeightOwner]:
     owners: dict[str, WeightOwner] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device; call to_empty() before load()")
     for path, module in model.named_modules():
         if isinstance(module, WeightOwner):
             owners[path] = module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncllm.config import EngineConfig
@@ -11,7 +11,7 @@ from asyncllm.pipeline import Pipeline
 from asyncllm.testing.byte_tokenizer import ByteTokenizer
 from asyncllm.testing.fake_device import script_oracle
 from asyncllm.testing.fake_executor import FakeExecutor
-from asyncllm.types import Message
+from asyncllm.text.chat_template import ChatTemplate
 
 __all__ = ["Answers", "FakeEngine", "FakePipeline", "FakeTemplate", "fake_parts"]
 
@@ -23,18 +23,22 @@ TURN = "\x02{role}\x1f{content}\x03"
 """A message in the fake chat template; the control characters keep texts apart whatever they hold."""
 
 
-class FakeTemplate:
-    """A chat template whose prompts can be taken apart again."""
+class _Renderer:
+    """Writes checked messages down so that they can be taken apart again."""
 
-    name = "fake"
-    stop_words: tuple[str, ...] = ()
-
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
         text = "".join(TURN.format(role=message["role"], content=message["content"]) for message in messages)
-        return text + "\x02assistant\x1f" if add_generation_prompt else text
+        return text + TURN.partition("{content}")[0].format(role="assistant") if add_generation_prompt else text
 
-    def continuation(self, before: Sequence[Message], answer: str, new: Sequence[Message]) -> str:
-        return "\x03" + self.render(new)
+    def later_turn(self, prompt: str) -> str:
+        return self.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
+
+
+class FakeTemplate(ChatTemplate):
+    """A chat template whose prompts can be taken apart again; it checks messages like any other."""
+
+    def __init__(self) -> None:
+        super().__init__("fake", _Renderer())
 
     @staticmethod
     def last_user_message(prompt: str) -> str:

@@ -72,7 +72,7 @@ class FakeExecutor:
             raise self.start_error
         self._loop = asyncio.get_running_loop()
         self._stopped = self._loop.create_future()
-        self._thread = threading.Thread(target=self._work, name="fake-executor")
+        self._thread = threading.Thread(target=self._work, name="fake-executor", daemon=True)
         self._thread.start()
         return self.device.limits
 

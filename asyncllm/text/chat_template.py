@@ -21,15 +21,18 @@ __all__ = ["ChatTemplate"]
 
 PARTS = ("system", "eosys", "user", "eoh", "assistant", "eoa", "separator")
 """Fields of ChatTemplateConfig that only a composed template has."""
+MARK = "[the answer goes on here] "
+"""Stands for what follows an unfinished answer while a Jinja template renders it."""
 FILL = "<FILL>"
 """Where Code Llama is to fill something in."""
 
 
 class _Renderer(Protocol):
-    """Renders checked messages. When the assistant has the last word and a generation prompt is asked for, the text
-    ends with that word, to be continued."""
+    """What writes checked messages down."""
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str: ...
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+        """The text. When the assistant has the last word and a generation prompt is asked for, the text ends with that
+        word, to be continued."""
 
     def later_turn(self, prompt: str) -> str:
         """One user turn that follows others, with the beginning of the answer."""
@@ -72,9 +75,8 @@ class ChatTemplate:
             return cls._composed(_known_name(config.model_name, parts), config, parts)
         jinja = None if parts else _jinja(folder, config)
         if jinja is not None:
-            special = TokenSettings.read(folder).special_texts()
-            renderer = _JinjaRenderer(jinja, config.meta_instruction)
-            return cls._configured("checkpoint", renderer, config, _end_of_turn(renderer, special))
+            renderer = _JinjaRenderer(jinja, config.meta_instruction, TokenSettings.read(folder).special_texts())
+            return cls._configured("checkpoint", renderer, config, [renderer.end_of_turn or ""])
         if parts and (config.chat_template is not None or config.model_path is not None):
             raise InvalidParameter(
                 f"ChatTemplateConfig has a Jinja template, which the fields {', '.join(parts)} have no part in. "
@@ -105,7 +107,7 @@ class ChatTemplate:
             stop_words = ["<EOT>"]
         elif capability != "chat":
             stop_words = []
-        return cls(name, renderer, capability=capability, stop_words=stop_words)
+        return cls(name, renderer, capability=capability, stop_words=[word for word in stop_words if word])
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation, up to where the answer begins.
@@ -184,13 +186,13 @@ class _ComposedRenderer:
     def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
         # A user's class need not know of the option unless it is used.
         options = {} if add_generation_prompt else {"add_generation_prompt": False}
-        return self._text(self._template.messages2prompt(messages, sequence_start=True, **options))
+        return self._text(self._template.messages2prompt(messages, True, **options))
 
     def later_turn(self, prompt: str) -> str:
-        return self._text(self._template.get_prompt(prompt, sequence_start=False))
+        return self._text(self._template.get_prompt(prompt, False))
 
-    def _text(self, text: object) -> str:
-        if not isinstance(text, str):
+    def _text(self, text: str) -> str:
+        if not isinstance(text, str):  # a user's class may return anything
             raise InvalidParameter(
                 f"The chat template {self._name!r} returned {type(text).__name__}, not str. Correct its class."
             )
@@ -200,35 +202,54 @@ class _ComposedRenderer:
 class _JinjaRenderer:
     """A Jinja template, with what `transformers` does around it."""
 
-    def __init__(self, template: JinjaTemplate, meta_instruction: str | None) -> None:
+    def __init__(self, template: JinjaTemplate, meta_instruction: str | None, special: frozenset[str]) -> None:
         self._template = template
         self._meta_instruction = meta_instruction
+        self.end_of_turn = self._end_of_turn(special)
+        """The special token that the template writes behind an answer, which not every checkpoint lists as an end."""
 
     def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
         if self._meta_instruction is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._meta_instruction}, *messages]
-        if not add_generation_prompt or messages[-1]["role"] != "assistant":
-            return self._template.render(messages, add_generation_prompt=add_generation_prompt)
-        content = messages[-1]["content"]
-        if not content.strip():
-            return self._template.render(messages[:-1], add_generation_prompt=True) + content
-        text = self._template.render(messages, add_generation_prompt=False)
-        for tail in (content, content.rstrip(), content.strip()):
-            place = text.rfind(tail)
-            if place >= 0:
-                return text[: place + len(tail)]
-        raise InvalidMessage(
-            "The last message is the assistant's, to be continued, but the model's chat template does not write it "
-            "down as it is. End with a user message instead."
-        )
+        if add_generation_prompt and messages[-1]["role"] == "assistant":
+            return self._open_ended(messages[:-1], messages[-1])
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def _open_ended(self, messages: list[dict[str, Any]], last: dict[str, Any]) -> str:
+        """The text up to the end of the last message, without what closes it."""
+        content = last["content"]
+        mark = MARK
+        while mark.strip() in content:
+            mark += MARK
+        text = self._template.render([*messages, {**last, "content": content + mark}], add_generation_prompt=False)
+        place = text.rfind(mark.strip())
+        # The blank at the end of the mark is gone where the template trims contents.
+        trimmed = not text.startswith(mark, place)
+        text = text[: max(place, 0)]
+        if place < 0 or not text.endswith(content.lstrip()):
+            raise InvalidMessage(
+                "The last message is the assistant's, to be continued, but the model's chat template does not write "
+                "it down as it is. End with a user message instead."
+            )
+        return text.rstrip() if trimmed and content.strip() else text
 
     def later_turn(self, prompt: str) -> str:
         first, answer, later = ({"role": role, "content": "x"} for role in ("user", "assistant", "user"))
-        history = self.render([first, answer], add_generation_prompt=False)
+        history = self.render([first], add_generation_prompt=True) + "x"
         whole = self.render([first, answer, {**later, "content": prompt}], add_generation_prompt=True)
-        if whole.startswith(history):
-            return whole[len(history) :]
-        return self.render([{**later, "content": prompt}], add_generation_prompt=True)
+        if not whole.startswith(history):
+            return self.render([{**later, "content": prompt}], add_generation_prompt=True)
+        return whole[len(history) :].removeprefix(self.end_of_turn or "")
+
+    def _end_of_turn(self, special: frozenset[str]) -> str | None:
+        turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": MARK.strip()}]
+        try:
+            text = self._template.render(turn, add_generation_prompt=False)
+        except InvalidMessage:
+            return None
+        _, found, tail = text.rpartition(MARK.strip())
+        candidates = (token for token in special if found and tail.lstrip().startswith(token))
+        return max(candidates, key=len, default=None)
 
 
 def _as_config(config: ChatTemplateConfig | str | None) -> ChatTemplateConfig:
@@ -254,8 +275,8 @@ def _known_name(name: str, parts: dict[str, str]) -> str:
     near = get_close_matches(name, MODELS.names(), n=3)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise InvalidParameter(
-        f"There is no chat template {name!r}.{hint} `asyncllm list` names them all; a new one needs at least one of the "
-        f"fields {', '.join(PARTS)}, or a class registered in MODELS.",
+        f"There is no chat template {name!r}.{hint} `asyncllm list` names them all; a new one needs at least one of "
+        f"the fields {', '.join(PARTS)}, or a class registered in MODELS.",
         "model_name",
     )
 
@@ -275,19 +296,6 @@ def _jinja(folder: Path, config: ChatTemplateConfig) -> JinjaTemplate | None:
             f"jinja, or chat_template in tokenizer_config.json). Give a folder that has one."
         )
     return template
-
-
-def _end_of_turn(renderer: _Renderer, special: frozenset[str]) -> list[str]:
-    """The special token that this template writes behind an answer, which not every checkpoint lists as an end."""
-    mark = "answer"
-    turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": mark}]
-    try:
-        text = renderer.render(turn, add_generation_prompt=False)
-    except InvalidMessage:
-        return []
-    tail = text[text.rfind(mark) + len(mark) :].lstrip()
-    longest_first = sorted(special, key=len, reverse=True)
-    return [token for token in longest_first if tail.startswith(token)][:1]
 
 
 def _infill(prompt: str) -> str:

@@ -37,7 +37,7 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; ids outside the vocabulary have none."""
-        if self._settled and len(ids) == 1 and ids[0] < len(self._texts):
+        if self._settled and len(ids) == 1 and 0 <= ids[0] < len(self._texts):
             text = self._texts[ids[0]]
             if text is not None:
                 return text

@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from asyncllm.errors import InvalidCheckpoint, InvalidMessage
 from asyncllm.text.checkpoint_files import read_json_object

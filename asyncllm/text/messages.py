@@ -79,14 +79,15 @@ def _text(content: object, where: str) -> str:
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in MEDIA_PARTS:
+        if isinstance(kind, str) and kind in MEDIA_PARTS:
             raise UnsupportedFeature(
                 f"{where}.content[{index}] is of type {kind!r}, but this model takes only text. Remove the part.",
                 "messages",
             )
-        if kind != "text" or not isinstance(part.get("text"), str):
+        text = part.get("text") if kind == "text" else None
+        if not isinstance(text, str):
             raise InvalidMessage(
                 f'{where}.content[{index}] is not a part that is understood. Give {{"type": "text", "text": "..."}}.'
             )
-        texts.append(part["text"])
+        texts.append(text)
     return "\n".join(texts)

@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001 - the strings are what the models were trained on, full-width punctuation included
 """The built-in chat templates, which of them belongs to which architecture, and the registry for users' own.
 
 Renderings and system texts are those that the models' authors published and that LMDeploy 0.5 carries.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -49,6 +50,9 @@ class Tokenizer:
         """One above the highest token id. The model's output embedding may have more rows."""
         self.special_token_ids = model.special_ids
         self.table = model.table
+        spellings = sorted((model.token(id_) or "" for id_ in model.special_ids), key=len, reverse=True)
+        self.special_pattern = re.compile("|".join(re.escape(token) for token in spellings if token) or r"(?!)")
+        """Finds the spelling of any special token in a text."""
 
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer:
@@ -65,9 +69,34 @@ class Tokenizer:
         bos = model.prefix[0] if len(model.prefix) == 1 else settings.bos_token_id(model.token_id)
         return cls(model, bos_token_id=bos, eos_token_ids=settings.eos_token_ids(model.token_id))
 
-    def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = True) -> list[int]:
-        """The token ids of `text`. See `encode_batch`."""
-        return self.encode_batch([text], add_bos=add_bos, parse_special=parse_special)[0]
+    def encode(
+        self,
+        text: str,
+        *,
+        add_bos: bool = True,
+        parse_special: bool = True,
+        literal_spans: Sequence[tuple[int, int]] = (),
+    ) -> list[int]:
+        """The token ids of `text`. See `encode_batch`.
+
+        `literal_spans` are (start, end) in `text`, in rising order, where the spelling of a special token is plain text
+        although `parse_special` is set (`asyncllm.text.literals`).
+        """
+        if not literal_spans or not parse_special:
+            return self.encode_batch([text], add_bos=add_bos, parse_special=parse_special)[0]
+        _check_text(text)
+        starts = {start for start, _ in literal_spans}
+        ids: list[int] = []
+        last = 0
+        for match in self.special_pattern.finditer(text):
+            token_id = self.token_id(match[0])
+            if match.start() in starts or token_id is None:
+                continue
+            ids += self._literal(text[last : match.start()])
+            ids.append(token_id)
+            last = match.end()
+        ids += self._literal(text[last:])
+        return self._with_prefix(ids) if add_bos else ids
 
     def encode_batch(
         self, texts: Sequence[str], *, add_bos: bool = True, parse_special: bool = True
@@ -81,10 +110,14 @@ class Tokenizer:
         for text in texts:
             _check_text(text)
         encoded = self._model.encode_batch(texts, parse_special=parse_special)
+        return [self._with_prefix(ids) for ids in encoded] if add_bos and self._model.prefix else encoded
+
+    def _literal(self, text: str) -> list[int]:
+        return self._model.encode_batch([text], parse_special=False)[0] if text else []
+
+    def _with_prefix(self, ids: list[int]) -> list[int]:
         prefix = list(self._model.prefix)
-        if add_bos and prefix:
-            return [ids if ids[: len(prefix)] == prefix else prefix + ids for ids in encoded]
-        return encoded
+        return ids if ids[: len(prefix)] == prefix else prefix + ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids outside the vocabulary have none. Incomplete characters become U+FFFD.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class TokenizerJson:
         self._added = self._tokenizer.get_added_tokens_decoder()
         self._vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.size = 1 + max((*self._vocabulary.values(), *self._added), default=-1)
+        self._special = _any_of(token.content for token in self._added.values() if token.special)
         texts = settings.special_texts()
         self.special_ids = frozenset(
             id_ for id_, token in self._added.items() if token.special or token.content in texts
@@ -55,7 +57,8 @@ class TokenizerJson:
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool) -> list[list[int]]:
         """Token ids per text, without the prefix. `encode_batch_fast` releases the GIL, `encode` does not."""
-        tokenizer = self._tokenizer if parse_special else self._literal_tokenizer()
+        literal = not parse_special and any(self._special.search(text) for text in texts)
+        tokenizer = self._literal_tokenizer() if literal else self._tokenizer
         return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -63,7 +66,10 @@ class TokenizerJson:
         return text
 
     def _literal_tokenizer(self) -> HubTokenizer:
-        """A second tokenizer that takes special tokens in the text for plain text; the switch is per object."""
+        """A second tokenizer that takes special tokens in the text for plain text; the switch is per object.
+
+        Made when the first such text comes, as copying a large vocabulary takes half a second.
+        """
         if self._literal is None:
             literal = copy.deepcopy(self._tokenizer)
             literal.encode_special_tokens = True
@@ -112,6 +118,11 @@ class TokenizerJson:
         return all(
             table.decode(chunk, skip_special_tokens=False) == text for chunk, text in zip(chunks, expected, strict=True)
         )
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Finds any of `texts`, in any case, as a normalizer may fold it; nothing when there are none."""
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)", re.IGNORECASE)
 
 
 def _steps(tokenizer: HubTokenizer) -> list[dict[str, Any]]:

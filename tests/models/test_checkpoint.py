@@ -273,6 +273,10 @@ def write(*names: str) -> Callable[[Path], None]:
         (write("consolidated.safetensors", "pytorch_model.bin"), ["consolidated.safetensors", INDEX]),
         (lambda folder: (folder / SINGLE).mkdir(), [SINGLE, "cannot be read"]),
         (lambda folder: (folder / INDEX).mkdir(), [INDEX, "cannot be read"]),
+        (lambda folder: os.mkfifo(folder / SINGLE), [SINGLE, "not a file"]),
+        (lambda folder: os.mkfifo(folder / INDEX), [INDEX, "not a file"]),
+        (lambda folder: (folder / SINGLE).symlink_to("absent"), [SINGLE, "No such file"]),
+        (lambda folder: (folder / INDEX).symlink_to("absent"), [INDEX, "No such file"]),
     ],
 )
 def test_a_folder_without_safetensors_is_refused(

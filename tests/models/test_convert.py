@@ -294,7 +294,7 @@ def test_only_a_free_destination_is_written(tmp_path: Path) -> None:
         with pytest.raises(InvalidParameter, match=destination.name) as caught:
             convert(source, destination)
         assert caught.value.param == "destination"
-    with pytest.raises(ModelError, match="could not be written"):
+    with pytest.raises(ModelError, match="cannot be written"):
         convert(source, tmp_path / "file" / "below")
     assert (tmp_path / "taken" / "keep").read_text() == (tmp_path / "file").read_text() == "kept"
     (tmp_path / "empty").mkdir()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -180,6 +183,21 @@ def test_resolve_refuses_what_no_row_names(name: str) -> None:
     str(caught.value).encode()
 
 
+@given(
+    kept=st.integers(0, 6),
+    rest=st.lists(st.sampled_from(["layers", "self_attn", "q_proj", "weight", "7", "00", "", "{}", "é"]), max_size=3),
+)
+def test_any_name_resolves_or_is_refused(kept: int, rest: list[str]) -> None:
+    name = ".".join(["model", "layers", "0", "self_attn", "q_proj", "bias"][:kept] + rest)
+    known = re.fullmatch(r"model\.layers\.(0|7)\.self_attn\.q_proj(\.[^.]+)+", name)
+    if known is None:
+        with pytest.raises(InvalidCheckpoint, match="matches no row"):
+            TABLE.resolve(name)
+    else:
+        suffix = name.split(".", 5)[5]
+        assert TABLE.resolve(name) == Target(f"layers.{known[1]}.attn.qkv", ((suffix, "q", None),))
+
+
 def test_the_longest_row_wins() -> None:
     table = WeightMap({"model": "whole", "model.head": "head", "model.{i}": "numbered"})
     assert table.resolve("model.head.weight") == Target("head", (("weight", None, None),))
@@ -339,6 +357,13 @@ def test_a_module_that_cannot_be_loaded_is_a_mistake_of_ours(tmp_path: Path) -> 
     model = Model()
     model.extra = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="extra owns parameters"):
+        load(model, save(tmp_path, hub_tensors()), TABLE)
+
+
+def test_a_parameter_without_memory_is_a_mistake_of_ours(tmp_path: Path) -> None:
+    model = Model()
+    model.norm.to("meta")
+    with pytest.raises(ValueError, match=r"norm\.weight is on the meta device"):
         load(model, save(tmp_path, hub_tensors()), TABLE)
 
 

@@ -14,7 +14,7 @@ SENTENCES = [
     "The quick brown fox jumps over the lazy dog, and 17 + 25 is 42.",
     "def add(a, b):\n    return a + b  # two  spaces\n\tand a tab",
     "Where is the little house? The house stands beside the river.",
-    "L'été à Zürich, naïve façade; 你好，世界。 今日は 😀👍🏽 привет мир",
+    "L'été à Zürich, naïve façade; 你好 世界。 今日は 😀👍🏽 привет мир",
 ] * 12
 
 
@@ -34,7 +34,7 @@ def byte_level(folder: Path) -> Path:
         show_progress=False,
     )
     tokenizer.train_from_iterator(SENTENCES, trainer)
-    tokenizer.add_tokens([AddedToken("<tool call>", special=False), AddedToken("<｜wide｜>", special=False)])
+    tokenizer.add_tokens([AddedToken("<tool call>", special=False), AddedToken("<\uff5cwide\uff5c>", special=False)])
     tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
     write_json(

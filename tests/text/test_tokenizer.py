@@ -78,6 +78,7 @@ def test_decodes_well_formed_ids_as_the_library(
     tokenizer_of: Callable[[str], Tokenizer], folder_of: Callable[[str], Path], name: str
 ) -> None:
     tokenizer = tokenizer_of(name)
+    decode: Callable[[list[int]], str]
     if name == "byte_fallback":
         decode = tokenizers.Tokenizer.from_file(str(folder_of(name) / "tokenizer.json")).decode
     else:
@@ -155,6 +156,15 @@ def test_sentencepiece_without_legacy_has_no_dummy_prefix_after_special_tokens(t
     assert tokenizer.encode("the<|im_end|>the")[:3] == [1, the_with, 401]
     assert tokenizer.token_bytes(tokenizer.encode("the<|im_end|>the")[3])[:1] == b"t"
     assert tokenizer.decode(tokenizer.encode("the<|im_end|>the"), skip_special_tokens=False) == "<s> the<|im_end|>the"
+
+
+def test_a_single_word_token_is_left_alone_inside_of_a_word(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model("bpe", remove_extra_whitespaces=False))
+    token = {"content": "fox", "special": False, "single_word": True}
+    write_json(tmp_path / "tokenizer_config.json", added_tokens_decoder={"400": token})
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert 400 in tokenizer.encode("the fox, and")
+    assert 400 not in tokenizer.encode("the foxes and afox")
 
 
 def test_white_space_around_a_stripping_token_is_taken_by_it(tmp_path: Path) -> None:
@@ -253,7 +263,9 @@ def test_tokens_and_special_ids(tokenizer_of: Callable[[str], Tokenizer]) -> Non
     assert tokenizer.token_id("nothing") is None
     assert tokenizer.token_text(2) == "<|im_end|>"
     assert tokenizer.token_text(10**6) == ""
-    assert tokenizer.decode(tokenizer.encode("a <tool call> b<｜wide｜>")) == "a <tool call> b<｜wide｜>"
+    assert (
+        tokenizer.decode(tokenizer.encode("a <tool call> b<\uff5cwide\uff5c>")) == "a <tool call> b<\uff5cwide\uff5c>"
+    )
     chat = tokenizer_of("sentencepiece_bpe")
     assert chat.special_token_ids == {0, 1, 2, 400, 401}
     assert chat.vocab_size == 402
@@ -264,27 +276,33 @@ def test_a_byte_table_is_used_wherever_it_can_be(tokenizer_of: Callable[[str], T
     assert (tokenizer_of(name).table is None) is (name == "word_piece")
 
 
-def test_encoding_leaves_the_interpreter_free(tokenizer_of: Callable[[str], Tokenizer]) -> None:
-    tokenizer = tokenizer_of("byte_level")
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece_bpe"])
+def test_encoding_leaves_the_interpreter_free(tokenizer_of: Callable[[str], Tokenizer], name: str) -> None:
+    tokenizer = tokenizer_of(name)
     text = "".join(SENTENCES) * 60
-    gaps: list[float] = []
-    done = threading.Event()
 
-    def encode() -> None:
-        tokenizer.encode(text)
-        done.set()
+    def longest_gap() -> float:
+        """The longest time this thread had to wait, as a fraction of the whole."""
+        done = threading.Event()
 
-    worker = threading.Thread(target=encode)
-    started = last = time.perf_counter()
-    worker.start()
-    while not done.is_set():
-        time.sleep(0.0005)
-        now = time.perf_counter()
-        gaps.append(now - last)
-        last = now
-    worker.join()
-    # `encode` would hold the interpreter nearly all the time; `encode_batch_fast` lets this thread go on.
-    assert max(gaps) < 0.5 * (last - started)
+        def encode() -> None:
+            tokenizer.encode(text)
+            done.set()
+
+        worker = threading.Thread(target=encode)
+        gaps = []
+        started = last = time.perf_counter()
+        worker.start()
+        while not done.is_set():
+            time.sleep(0.0005)
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+        worker.join()
+        return max(gaps) / (last - started)
+
+    # `tokenizers.Tokenizer.encode` holds the interpreter nearly all the time. Several tries for a busy machine.
+    assert min(longest_gap() for _ in range(4)) < 0.5
 
 
 def test_several_threads_may_encode_at_once(tokenizer_of: Callable[[str], Tokenizer]) -> None:

@@ -1,0 +1,227 @@
+"""The command line: thin, and quick to start, because each command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from asyncllm import __version__, flags
+from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig
+from asyncllm.errors import AsyncLLMError, InvalidParameter
+
+if TYPE_CHECKING:
+    from asyncllm.pipeline import ChatSession, Pipeline
+
+__all__ = ["main"]
+
+DEFAULT_MODEL = "tiny-chat"
+WRONG_USAGE = 2
+"""Exit status as argparse has it."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+CHAT_HELP = "Type a message. Ctrl-C stops an answer, /reset forgets the conversation, exit or Ctrl-D leaves."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, 1 if it failed, 2 for wrong usage, 130 after Ctrl-C."""
+    parser = _parser()
+    options = parser.parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return int(options.run(options))
+    except InvalidParameter as error:
+        print(f"{options.parser.format_usage()}{options.parser.prog}: error: {flags.refuse(error)}", file=sys.stderr)
+        return WRONG_USAGE
+    except AsyncLLMError as error:
+        print(f"asyncllm: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has left; keep Python from flushing into the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser() -> flags.Parser:
+    parser = flags.Parser(prog="asyncllm", description="LLM inference as an asyncio library.")
+    parser.add_argument("--version", action="version", version=f"asyncllm {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], help_text: str, **extra: Any) -> flags.Parser:
+        added: flags.Parser = commands.add_parser(name, help=help_text, description=help_text, **extra)
+        added.set_defaults(run=run, parser=added)
+        return added
+
+    chat = command("chat", _chat, f"Have a conversation. {CHAT_HELP}", usage="asyncllm chat [OPTIONS] [MODEL]")
+    chat.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=_MODEL_HELP)
+    _add_settings(chat)
+
+    usage = "asyncllm run [OPTIONS] [MODEL] [PROMPT]"
+    run = command("run", _run, "Answer one prompt, given or on standard input, and leave.", usage=usage)
+    run.add_argument("words", nargs="*", metavar="MODEL PROMPT", help=f"{_MODEL_HELP} PROMPT '-': standard input.")
+    _add_settings(run)
+
+    about = "Say whether this machine can run it, and what to change."
+    doctor = command("doctor", _doctor, about, aliases=["check_env"])
+    doctor.add_argument("model", nargs="?", metavar="MODEL", help="Also look at this checkpoint's folder.")
+    doctor.add_argument("--json", action="store_true", help="Print the verdicts as JSON.")
+
+    listing = command("list", _list, "Name the built-in chat templates and the model architectures.")
+    listing.add_argument("--json", action="store_true", help="Print them as JSON.")
+
+    convert = command("convert", _convert, "Turn a checkpoint of .bin files into safetensors.")
+    convert.add_argument("source", metavar="SRC", help="Folder of the checkpoint.")
+    convert.add_argument("destination", nargs="?", metavar="DST", help="Folder to write. Default: beside SRC.")
+    return parser
+
+
+_MODEL_HELP = f"A folder, a bundled model or a hub id. Default: {DEFAULT_MODEL}."
+
+
+def _add_settings(parser: flags.Parser) -> None:
+    parser.add_argument(
+        "--chat-template", metavar="NAME|FILE", help="A built-in chat template (`asyncllm list`) or a JSON file."
+    )
+    template_fields = set(ChatTemplateConfig.__struct_fields__) - {"meta_instruction", "capability"}
+    flags.add(parser.add_argument_group("chat template"), ChatTemplateConfig, leave_out=template_fields)
+    flags.add(parser.add_argument_group("engine"), EngineConfig)
+    flags.add(parser.add_argument_group("answers"), GenerationConfig, leave_out=("n", "logprobs", "prompt_logprobs"))
+
+
+def _open(options: argparse.Namespace, model: str) -> tuple[Pipeline, GenerationConfig]:
+    from asyncllm.pipeline import Pipeline
+
+    generation = flags.load(options, GenerationConfig)
+    engine = flags.load(options, EngineConfig)
+    return Pipeline(model, engine, _template(options)), generation
+
+
+def _template(options: argparse.Namespace) -> ChatTemplateConfig:
+    """The chat template by name or from a JSON file, with the fields given as options in place of its own."""
+    choice = options.chat_template
+    if choice is None:
+        config = ChatTemplateConfig()
+    elif choice.endswith(".json") or choice.lstrip().startswith("{"):
+        config = ChatTemplateConfig.from_json(choice)
+    else:
+        config = ChatTemplateConfig(model_name=choice)
+    given = {name: value for name, value in vars(options).items() if name in ("meta_instruction", "capability")}
+    return msgspec.structs.replace(config, **given)
+
+
+def _run(options: argparse.Namespace) -> int:
+    model, prompt = _model_and_prompt(options)
+    pipe, generation = _open(options, model)
+    with pipe:
+        ending = _print_answer(pipe.stream_infer(prompt, generation))
+    print()
+    if ending == "length":
+        print(f"(cut after {generation.max_new_tokens} tokens; see --max-new-tokens)", file=sys.stderr)
+    return 1 if ending in ("error", "abort") else 0
+
+
+def _model_and_prompt(options: argparse.Namespace) -> tuple[str, str]:
+    words: list[str] = options.words
+    if len(words) > 2:
+        options.parser.error(f"too many arguments: {words[2]!r}. Put the prompt into quotes.")
+    if len(words) == 1 and (words[0] == DEFAULT_MODEL or os.path.isfile(os.path.join(words[0], "config.json"))):
+        words = [words[0], "-"]
+    model, prompt = ([DEFAULT_MODEL, "-"] if not words else [DEFAULT_MODEL, *words])[-2:]
+    if prompt == "-":
+        prompt = sys.stdin.read().rstrip("\n")
+    if not prompt:
+        options.parser.error("the prompt is empty: pass it in quotes, or on standard input")
+    return model, prompt
+
+
+def _print_answer(chunks: Iterator[Any]) -> str | None:
+    """Print an answer as it comes; returns its finish reason."""
+    ending = None
+    for chunk in chunks:
+        sys.stdout.write(chunk.text)
+        sys.stdout.flush()
+        ending = chunk.finish_reason
+    return ending
+
+
+def _chat(options: argparse.Namespace) -> int:
+    pipe, generation = _open(options, options.model)
+    with pipe:
+        print(f"{pipe.model_name}: {CHAT_HELP}")
+        session = pipe.session()
+        while (text := _ask()) is not None:
+            if text == "/reset":
+                session.close()
+                session = pipe.session()
+                print("(forgotten)")
+            elif text:
+                _turn(session, text, generation)
+    return 0
+
+
+def _ask() -> str | None:
+    """The next line; None when the user leaves. Ctrl-C at the prompt clears the line."""
+    try:
+        text = input("> ").strip()
+    except EOFError:
+        print()
+        return None
+    except KeyboardInterrupt:
+        print()
+        return ""
+    return None if text == "exit" else text
+
+
+def _turn(session: ChatSession, text: str, generation: GenerationConfig) -> None:
+    answer = session.chat(text, generation, stream_response=True)
+    try:
+        ending = _print_answer(answer)
+        print("" if ending == "stop" else f" ({ending})")
+    except KeyboardInterrupt:
+        answer.close()
+        print(" (stopped)")
+    except AsyncLLMError as error:
+        print(f"asyncllm: {error}", file=sys.stderr)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from asyncllm import doctor
+
+    checks = doctor.examine(options.model)
+    print(doctor.as_json(checks) if options.json else doctor.as_text(checks))
+    return 1 if any(check.verdict == "fail" for check in checks) else 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    from asyncllm.models.registry import families
+    from asyncllm.text import templates
+
+    names = {"chat_templates": templates.names(), "architectures": list(families())}
+    if options.json:
+        import json
+
+        print(json.dumps(names, indent=2))
+        return 0
+    for title, entries in names.items():
+        print(f"{title.replace('_', ' ')}:")
+        print("".join(f"  {entry}\n" for entry in entries), end="")
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from asyncllm.models.convert import convert
+
+    report = convert(Path(options.source), Path(options.destination) if options.destination else None)
+    print(f"{report.num_tensors} tensors, {report.num_bytes / 1e6:.1f} MB in {len(report.files)} file(s)")
+    for name in report.dropped:
+        print(f"left out {name}: it is tied to the embedding")
+    print(f"written to {report.destination}")
+    return 0

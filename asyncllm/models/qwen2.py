@@ -1,0 +1,68 @@
+"""Qwen1.5, Qwen2 and Qwen2.5, dense: Llama with biases on q, k and v."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from asyncllm.layers.attention import Attention
+from asyncllm.layers.block import Block
+from asyncllm.layers.mlp import GatedMLP
+from asyncllm.layers.norm import RMSNorm
+from asyncllm.models.config import HFConfig, ModelConfig
+from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.llama import LLAMA_WEIGHTS
+from asyncllm.models.registry import register
+
+__all__ = ["Qwen2", "qwen_windows"]
+
+
+def qwen_windows(hf: HFConfig, num_layers: int) -> tuple[int | None, ...]:
+    """The windows of all Qwen families: off unless use_sliding_window, and then from layer max_window_layers on."""
+    sliding_window = hf.optional_integer("sliding_window", 4096)
+    if not hf.flag("use_sliding_window", False) or sliding_window is None:
+        # The files of full-attention models name a window all the same, and their layer_types no sliding layer.
+        return hf.windows(num_layers, None, [False] * num_layers)
+    first = hf.integer("max_window_layers", 28, minimum=0)
+    return hf.windows(num_layers, sliding_window, [layer >= first for layer in range(num_layers)])
+
+
+@register("Qwen2ForCausalLM")
+class Qwen2(DecoderLM):
+    weights = LLAMA_WEIGHTS
+    tiny: ClassVar[dict[str, Any]] = {
+        "model_type": "qwen2",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+    }
+
+    @staticmethod
+    def configure(hf: HFConfig, architecture: str) -> ModelConfig:
+        hf.expect("hidden_act", "silu")
+        config = ModelConfig(**hf.decoder(architecture, max_position=32768))
+        return msgspec.structs.replace(config, windows=qwen_windows(hf, config.num_layers))
+
+    def block(self, layer: int) -> Block:
+        config = self.config
+        return Block(
+            attn_norm=RMSNorm(config.hidden_size, config.rms_eps),
+            attn=Attention(
+                config.hidden_size,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                qkv_bias=True,
+                window=config.windows[layer],
+            ),
+            mlp_norm=RMSNorm(config.hidden_size, config.rms_eps),
+            mlp=GatedMLP(config.hidden_size, config.intermediate_size),
+        )

@@ -1,0 +1,113 @@
+"""Share of exactly right answers of a model, on held-out questions that `tiny-chat` was trained to answer.
+
+    python bench/quality.py
+    python bench/quality.py --json result.json
+    python bench/quality.py --noise 0.05 --seed 0
+
+Each question has one right answer, which has to be met to the letter, greedily; a story only has to end as stories do
+and to use no words from elsewhere. The skills are mixed, from some that a sound model never misses to some with thin
+margins. `--noise` asks the same questions again of a copy of the model in which every weight was multiplied by
+1 + noise * N(0, 1): if that made no difference, the questions could not tell a sound model from a damaged one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from tiny_chat.noise import perturbed
+from tiny_chat.questions import OPEN_SKILL, Question, held_out, quality_set
+
+from asyncllm import GenerationConfig, pipeline
+from asyncllm.locate import locate
+
+MAX_NEW_TOKENS = 160
+"""More than the longest right answer, so that only an answer that does not end is cut."""
+
+Accuracies = dict[str, tuple[int, int]]
+"""Skill -> right answers, questions; the last is the total."""
+
+
+def ask(model: str, questions: Sequence[Question]) -> list[str]:
+    """The answers of `model`, a name or folder."""
+    config = GenerationConfig(top_k=1, max_new_tokens=MAX_NEW_TOKENS)
+    with pipeline(model) as pipe:
+        responses = pipe([[dict(message) for message in question.messages] for question in questions], config)
+    assert isinstance(responses, list)  # as a list was asked
+    return [response.text for response in responses]
+
+
+def count_right(questions: Sequence[Question], answers: Sequence[str]) -> Accuracies:
+    """Right answers per skill, in the order of the questions."""
+    marks: dict[str, list[bool]] = {}
+    for question, answer in zip(questions, answers, strict=True):
+        marks.setdefault(question.skill, []).append(question.accepts(answer))
+    marks["total"] = [mark for skill in marks.values() for mark in skill]
+    return {skill: (sum(values), len(values)) for skill, values in marks.items()}
+
+
+def write_perturbed(model: str, folder: Path, noise: float, seed: int) -> None:
+    """A copy of the checkpoint in `folder`, each of its weights off by a random relative error."""
+    shutil.copytree(locate(model), folder, dirs_exist_ok=True)
+    for path in sorted(folder.glob("*.safetensors")):
+        save_file(perturbed(load_file(path), noise, seed), path, metadata={"format": "pt"})
+
+
+def measure(model: str, questions: Sequence[Question]) -> tuple[Accuracies, float]:
+    """Right answers per skill, and the seconds that it took to load the model and to answer."""
+    start = time.perf_counter()
+    answers = ask(model, questions)
+    return count_right(questions, answers), time.perf_counter() - start
+
+
+def print_table(columns: dict[str, Accuracies]) -> None:
+    """One line for each skill."""
+    print(f"{'skill':15}{'questions':>10}" + "".join(f"{name:>14}" for name in columns))
+    for skill, (_, asked) in next(iter(columns.values())).items():
+        shares = (accuracies[skill][0] / asked for accuracies in columns.values())
+        print(f"{skill:15}{asked:10}" + "".join(f"{share:14.1%}" for share in shares))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny-chat", help="name or folder (default: %(default)s)")
+    parser.add_argument("--count", type=int, default=60, help="questions per skill (default: %(default)s)")
+    parser.add_argument("--questions-seed", type=int, default=0, help="another seed, other questions")
+    parser.add_argument("--noise", type=float, default=0.0, help="also measure a copy with this relative weight noise")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the noise")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    arguments = parser.parse_args()
+
+    questions = quality_set(arguments.count, arguments.questions_seed)
+    questions += held_out(OPEN_SKILL, arguments.count, arguments.questions_seed)
+    columns: dict[str, Accuracies] = {}
+    seconds: dict[str, float] = {}
+    columns["accuracy"], seconds["accuracy"] = measure(arguments.model, questions)
+    if arguments.noise:
+        name = f"noise {arguments.noise:g}"
+        with tempfile.TemporaryDirectory() as folder:
+            write_perturbed(arguments.model, Path(folder), arguments.noise, arguments.seed)
+            columns[name], seconds[name] = measure(folder, questions)
+    print_table(columns)
+    if arguments.json is not None:
+        figures: dict[str, Any] = {
+            "model": arguments.model,
+            "count": arguments.count,
+            "questions_seed": arguments.questions_seed,
+            "noise": arguments.noise,
+            "noise_seed": arguments.seed,
+            "seconds": seconds,
+            "right_and_asked": columns,
+        }
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

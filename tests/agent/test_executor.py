@@ -1,0 +1,357 @@
+"""ThreadExecutor: the loop stays free, errors reach every caller, nothing is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from asyncllm.agent.executor import ThreadExecutor, open_executor
+from asyncllm.batch import Batch, Limits, PrefillRow, SlotStart, StepOutput
+from asyncllm.config import EngineConfig
+from asyncllm.errors import EngineClosed, EngineDead, InvalidCheckpoint, InvalidParameter, ModelError
+from tests.agent.tiny_model import GREEDY, Driver, tiny_agent, tiny_llama
+
+LIMITS = Limits(num_blocks=1, block_size=1, max_position=1, vocab_size=1, num_slots=1)
+
+
+class Runner:
+    """A StepRunner whose steps do what the test says, in the thread that is recorded."""
+
+    def __init__(self, work: Callable[[Batch], None] = lambda batch: None) -> None:
+        self.limits = LIMITS
+        self.work = work
+        self.threads: list[str] = []
+        self.steps: list[int] = []
+
+    def step(self, batch: Batch) -> StepOutput:
+        self.threads.append(threading.current_thread().name)
+        self.steps.append(batch.step)
+        self.work(batch)
+        return StepOutput(step=batch.step, slots=[], tokens=[])
+
+
+def empty_batch(step: int = 0) -> Batch:
+    return Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[], prefill=[])
+
+
+def step_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "asyncllm-step"]
+
+
+@pytest.mark.anyio
+async def test_steps_run_in_order_in_one_named_thread() -> None:
+    runner = Runner()
+    executor = ThreadExecutor(lambda: runner)
+    assert await executor.start() == LIMITS
+    futures = [executor.submit(empty_batch(step)) for step in range(20)]
+    outputs = await asyncio.gather(*futures)
+    await executor.close()
+    assert [output.step for output in outputs] == runner.steps == list(range(20))
+    assert set(runner.threads) == {"asyncllm-step"}
+    assert not step_threads()
+
+
+@pytest.mark.anyio
+async def test_one_wakeup_of_the_loop_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = ThreadExecutor(Runner)
+    await executor.start()
+    loop = asyncio.get_running_loop()
+    calls = []
+    wake = loop.call_soon_threadsafe
+
+    class Counting:
+        def call_soon_threadsafe(self, *args: object) -> None:
+            calls.append(args)
+            wake(*args)  # type: ignore[arg-type]
+
+    assert executor._worker is not None
+    monkeypatch.setattr(executor._worker, "_loop", Counting())
+    await asyncio.gather(*[executor.submit(empty_batch(step)) for step in range(7)])
+    assert len(calls) == 7
+    await executor.close()
+
+
+@pytest.mark.anyio
+async def test_a_failed_step_fails_every_later_one() -> None:
+    def work(batch: Batch) -> None:
+        if batch.step == 1:
+            raise ValueError("broken step")
+
+    executor = ThreadExecutor(lambda: Runner(work))
+    await executor.start()
+    futures = [executor.submit(empty_batch(step)) for step in range(3)]
+    assert (await futures[0]).step == 0
+    with pytest.raises(ValueError, match="broken step") as failed:
+        await futures[1]
+    for future in (futures[2], executor.submit(empty_batch(3))):
+        with pytest.raises(EngineDead) as dead:
+            await future
+        assert dead.value.__cause__ is failed.value
+    # Nobody asks for this one; asyncio must not complain that its error was never retrieved.
+    executor.submit(empty_batch(4))
+    await executor.close()
+
+
+@pytest.mark.anyio
+async def test_stop_iteration_reaches_the_caller_too() -> None:
+    def work(batch: Batch) -> None:
+        next(iter(()))
+
+    executor = ThreadExecutor(lambda: Runner(work))
+    await executor.start()
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await executor.submit(empty_batch())
+    await executor.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("error", [ModelError("no"), InvalidParameter("no", "session_len")])
+async def test_errors_of_loading_pass_through(error: Exception) -> None:
+    def load() -> Runner:
+        raise error
+
+    executor = ThreadExecutor(load)
+    with pytest.raises(type(error)) as caught:
+        await executor.start()
+    assert caught.value is error
+    assert not step_threads()
+    with pytest.raises(EngineClosed):
+        executor.submit(empty_batch())
+    await executor.close()
+
+
+@pytest.mark.anyio
+async def test_unexpected_errors_of_loading_become_model_errors() -> None:
+    executor = ThreadExecutor(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ModelError, match="ZeroDivisionError") as caught:
+        await executor.start()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert not step_threads()
+
+
+@pytest.mark.anyio
+async def test_close_in_any_state_and_again() -> None:
+    fresh = ThreadExecutor(Runner)
+    await fresh.close()
+    await fresh.close()
+    with pytest.raises(EngineClosed):
+        await fresh.start()
+    with pytest.raises(EngineClosed):
+        fresh.submit(empty_batch())
+
+    running = ThreadExecutor(Runner)
+    await running.start()
+    with pytest.raises(EngineClosed):
+        await running.start()
+    await asyncio.gather(running.close(), running.close())
+    await running.close()
+    with pytest.raises(EngineClosed):
+        running.submit(empty_batch())
+    assert not step_threads()
+
+
+@pytest.mark.anyio
+async def test_close_finishes_what_runs_and_drops_what_waits() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def work(batch: Batch) -> None:
+        entered.set()
+        assert leave.wait(10)
+
+    runner = Runner(work)
+    executor = ThreadExecutor(lambda: runner)
+    await executor.start()
+    futures = [executor.submit(empty_batch(step)) for step in range(3)]
+    while not entered.is_set():  # noqa: ASYNC110 - set by the other thread
+        await asyncio.sleep(0.001)
+    closing = asyncio.ensure_future(executor.close())
+    await asyncio.sleep(0)
+    leave.set()
+    await closing
+    assert (await futures[0]).step == 0
+    assert runner.steps == [0]
+    for future in futures[1:]:
+        with pytest.raises(EngineClosed):
+            await future
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_step_runs_and_hurts_nobody() -> None:
+    runner = Runner()
+    executor = ThreadExecutor(lambda: runner)
+    await executor.start()
+    first, second = executor.submit(empty_batch(0)), executor.submit(empty_batch(1))
+    first.cancel()
+    assert (await second).step == 1
+    await executor.close()
+    assert runner.steps == [0, 1]
+
+
+@pytest.mark.anyio
+async def test_start_cancelled_while_loading_ends_the_thread() -> None:
+    leave = threading.Event()
+
+    def load() -> Runner:
+        assert leave.wait(10)
+        return Runner()
+
+    executor = ThreadExecutor(load)
+    starting = asyncio.ensure_future(executor.start())
+    await asyncio.sleep(0.01)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    leave.set()
+    await executor.close()
+    assert not step_threads()
+
+
+def test_a_loop_that_is_gone_ends_the_thread() -> None:
+    leave = threading.Event()
+
+    def work(batch: Batch) -> None:
+        assert leave.wait(10)
+
+    executor = ThreadExecutor(lambda: Runner(work))
+
+    async def abandon() -> None:
+        await executor.start()
+        executor.submit(empty_batch())
+
+    asyncio.run(abandon())
+    leave.set()
+    asyncio.run(executor.close())
+    assert not step_threads()
+
+
+@pytest.mark.anyio
+async def test_an_executor_that_is_dropped_ends_its_thread() -> None:
+    executor = ThreadExecutor(Runner)
+    await executor.start()
+    (thread,) = step_threads()
+    del executor
+    gc.collect()
+    while thread.is_alive():  # noqa: ASYNC110 - a thread's end cannot be awaited
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("fails", [False, True])
+async def test_the_model_is_gone_after_close_and_after_a_failure(fails: bool) -> None:
+    alive: list[weakref.ref[Runner]] = []
+
+    def load() -> Runner:
+        def work(batch: Batch) -> None:
+            if fails:
+                raise KeyError("broken")
+
+        runner = Runner(work)
+        alive.append(weakref.ref(runner))
+        return runner
+
+    executor = ThreadExecutor(load)
+    await executor.start()
+    future = executor.submit(empty_batch())
+    error: BaseException | None = None
+    if fails:
+        with pytest.raises(KeyError) as caught:
+            await future
+        error = caught.value
+    else:
+        await future
+        await executor.close()
+    gc.collect()
+    assert alive[0]() is None
+    assert (error is not None) == fails
+    await executor.close()
+
+
+@pytest.mark.anyio
+async def test_a_real_model_answers_and_is_gone_after_close() -> None:
+    model = tiny_llama()
+    reference = weakref.ref(model)
+    alone = Driver(tiny_agent(model)).generate(0, [5, 6, 7], 3)
+    executor = ThreadExecutor(partial(tiny_agent, model))
+    del model
+    limits = await executor.start()
+    assert limits.num_blocks == 80
+    start = SlotStart(slot=0, params=GREEDY, num_prompt=3, num_tokens=3, token_ids=[])
+    row = PrefillRow(slot=0, tokens=[5, 6, 7], position=0, sample=True)
+    first = Batch(step=0, starts=[start], new_blocks=[(0, 0, [4, 2])], copies=[], decode=[], prefill=[row])
+    later = [Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[0], prefill=[]) for step in (1, 2)]
+    # Each step's input is the token of the one before, which nobody has read when it is submitted.
+    outputs = await asyncio.gather(*[executor.submit(batch) for batch in (first, *later)])
+    assert [output.tokens[0] for output in outputs] == alone
+    assert reference() is not None
+    await executor.close()
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.anyio
+async def test_open_executor_reports_a_missing_checkpoint(tmp_path: Path) -> None:
+    executor = open_executor(EngineConfig(), tmp_path)
+    with pytest.raises(InvalidCheckpoint):
+        await executor.start()
+    await executor.close()
+
+
+async def largest_gap(executor: ThreadExecutor, batch: Batch) -> tuple[float, float]:
+    """Seconds that the step took, and the loop's largest gap between two turns meanwhile."""
+    future = executor.submit(batch)
+    began = last = time.perf_counter()
+    gap = 0.0
+    while not future.done():
+        await asyncio.sleep(0.0005)
+        now = time.perf_counter()
+        gap, last = max(gap, now - last), now
+    await future
+    return last - began, gap
+
+
+@pytest.mark.anyio
+async def test_the_loop_turns_while_a_long_prompt_is_computed() -> None:
+    model = tiny_llama(hidden_size=256, intermediate_size=512, num_hidden_layers=4, max_position_embeddings=1024)
+    executor = ThreadExecutor(partial(tiny_agent, model, num_gpu_blocks=16, block_size=64))
+    await executor.start()
+    start = SlotStart(slot=0, params=GREEDY, num_prompt=1024, num_tokens=1024, token_ids=[])
+    row = PrefillRow(slot=0, tokens=[token % 120 for token in range(1024)], position=0, sample=True)
+    blocks = (0, 0, list(range(16)))
+    # Other programs on the machine can hold up the loop, and the step with it. A step that blocks the loop makes a gap
+    # as long as itself each time.
+    quiet = False
+    for step in range(10):
+        batch = Batch(step=step, starts=[start], new_blocks=[blocks], copies=[], decode=[], prefill=[row])
+        took, gap = await largest_gap(executor, batch)
+        assert took > 0.02
+        quiet = gap < max(0.02, took / 5)
+        if quiet:
+            break
+    await executor.close()
+    assert quiet
+
+
+@pytest.mark.anyio
+async def test_the_gap_test_notices_a_step_that_keeps_the_interpreter() -> None:
+    def work(batch: Batch) -> None:
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(0.1)
+        end = time.perf_counter() + 0.05
+        while time.perf_counter() < end:
+            pass
+        sys.setswitchinterval(before)
+
+    executor = ThreadExecutor(lambda: Runner(work))
+    await executor.start()
+    took, gap = await largest_gap(executor, empty_batch())
+    await executor.close()
+    assert gap > max(0.02, took / 5)

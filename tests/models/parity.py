@@ -1,0 +1,230 @@
+"""What the parity tests share: rows over paged caches, tiny models of each family and scaling, and their oracles."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncllm.kernels import PagedKV
+from asyncllm.layers.step_inputs import StepInputs
+from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.registry import families, open_model
+from tests.checkpoints import build_checkpoint
+
+__all__ = ["FAMILIES", "PROMPT", "SCALINGS", "TOKENS", "Case", "Row", "Runner", "open_case", "random_tokens", "reference"]
+
+PROMPT = 80
+TOKENS = 96
+"""A sequence of the tests: a prompt, and 16 tokens decoded one by one. Longer than every window and original context."""
+
+FAMILIES = sorted({each.__module__.rpartition(".")[2] for each in families().values()})
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 5000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn_mscale": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "beta_fast": 4.0,
+        "beta_slow": 0.5,
+        "truncate": False,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "longrope_short": {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128},
+    "longrope_long": {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32},
+}
+
+DYNAMIC_MAX_POSITION = 32
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    scaling: str
+    legacy: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        tiny = tiny_of(self.family)
+        return tiny.get("head_dim") or tiny["hidden_size"] // tiny["num_attention_heads"]
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        rope = dict(SCALINGS[self.scaling])
+        if rope["rope_type"] == "longrope":
+            half = self.head_dim // 2
+            rope["short_factor"] = [1.0 + 0.1 * index for index in range(half)]
+            rope["long_factor"] = [1.5 + 0.4 * index for index in range(half)]
+        position = DYNAMIC_MAX_POSITION if self.scaling == "dynamic" else 256
+        return {"rope_parameters": rope, "max_position_embeddings": position}
+
+    @property
+    def session_len(self) -> int | None:
+        return 128 if self.scaling.startswith("longrope") else None
+
+
+def tiny_of(family: str) -> dict[str, Any]:
+    return next(each.tiny for each in families().values() if each.__module__ == f"asyncllm.models.{family}")
+
+
+def random_tokens(seed: int, count: int = TOKENS) -> list[int]:
+    return torch.randint(4, 320, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@cache
+def folder_of(case: Case) -> Path:
+    """Built once per process and removed when it ends."""
+    folder = Path(mkdtemp(prefix="asyncllm-"))
+    atexit.register(rmtree, folder, ignore_errors=True)
+    return build_checkpoint(case.family, folder, legacy=case.legacy, **case.overrides)
+
+
+@cache
+def oracle_folder_of(case: Case) -> Path:
+    """The folder that transformers opens: for InternLM2, which it does not know, the Llama of the same weights."""
+    if case.family != "internlm2":
+        return folder_of(case)
+    tiny = tiny_of("internlm2")
+    overrides = {**tiny, **case.overrides, "model_type": "llama", "attention_bias": tiny["bias"], "mlp_bias": False}
+    del overrides["bias"]
+    folder = Path(mkdtemp(prefix="asyncllm-"))
+    atexit.register(rmtree, folder, ignore_errors=True)
+    return build_checkpoint("llama", folder, legacy=case.legacy, **overrides)
+
+
+@cache
+def open_case(case: Case) -> DecoderLM:
+    return open_model(
+        folder_of(case), dtype=torch.float32, device=torch.device("cpu"), session_len=case.session_len
+    )
+
+
+@cache
+def _oracle(case: Case, prompt_len: int) -> Any:
+    """The transformers model. Its dynamic scaling follows the call's length and the calls before it, so for that scaling
+    the oracle is the unscaled model at the base of the prompt's length (NTK-aware formula, written out here)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = oracle_folder_of(case)
+    config = AutoConfig.from_pretrained(folder)
+    if case.scaling == "dynamic":
+        rope = SCALINGS["dynamic"]
+        growth = rope["factor"] * max(prompt_len, DYNAMIC_MAX_POSITION) / DYNAMIC_MAX_POSITION - (rope["factor"] - 1)
+        base = rope["rope_theta"] * growth ** (case.head_dim / (case.head_dim - 2))
+        config.rope_parameters = {"rope_type": "default", "rope_theta": base}
+    return AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+@cache
+def _reference(case: Case, tokens: tuple[int, ...], prompt_len: int) -> Tensor:
+    with torch.inference_mode():
+        return _oracle(case, prompt_len)(torch.tensor([tokens])).logits[0]
+
+
+def reference(case: Case, tokens: list[int], prompt_len: int = PROMPT) -> Tensor:
+    """Logits [len(tokens), vocab] of transformers, in one pass."""
+    return _reference(case, tuple(tokens), prompt_len)
+
+
+def hub_model(case: Case) -> Any:
+    """A fresh copy of the transformers model with the checkpoint's own scaling."""
+    from transformers import AutoModelForCausalLM
+
+    return copy.deepcopy(
+        AutoModelForCausalLM.from_pretrained(folder_of(case), dtype=torch.float32, attn_implementation="eager")
+    ).eval()
+
+
+@dataclass
+class Row:
+    """One sequence: its tokens, its blocks, how many tokens are computed, and the logits so far."""
+
+    tokens: list[int]
+    blocks: list[int]
+    prompt_len: int = PROMPT
+    computed: int = 0
+    logits: list[Tensor] = field(default_factory=list)
+
+    @property
+    def result(self) -> Tensor:
+        return torch.cat(self.logits)
+
+
+class Runner:
+    """A model and its paged caches, which start full of garbage: no test may depend on what a fresh block holds."""
+
+    def __init__(self, model: DecoderLM, block_size: int, num_blocks: int = 64) -> None:
+        self.model, self.block_size = model, block_size
+        config = model.config
+        shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
+        self.caches = [PagedKV(torch.full(shape, 1e3), torch.full(shape, -1e3)) for _ in range(config.num_layers)]
+        self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
+
+    def row(self, tokens: list[int], *, prompt_len: int = PROMPT, shared: list[int] | None = None) -> Row:
+        """A row with blocks for all its tokens in random order; it starts after the shared blocks."""
+        shared = shared or []
+        needed = -(-len(tokens) // self.block_size) - len(shared)
+        blocks = [self._free.pop() for _ in range(needed)]
+        return Row(tokens, [*shared, *blocks], prompt_len, computed=len(shared) * self.block_size)
+
+    def step(self, *chunks: tuple[Row, int]) -> None:
+        """One forward pass over the next tokens of each row. Rows of one token are decode rows, and come first."""
+        num_decode = sum(count == 1 for _, count in chunks)
+        assert all(count == 1 for _, count in chunks[:num_decode])
+        ids, positions, slots, offsets, lens = [], [], [], [0], []
+        for row, count in chunks:
+            for position in range(row.computed, row.computed + count):
+                ids.append(row.tokens[position])
+                positions.append(position)
+                block = row.blocks[position // self.block_size]
+                slots.append(block * self.block_size + position % self.block_size)
+            row.computed += count
+            offsets.append(len(ids))
+            lens.append(row.computed)
+        width = max(len(row.blocks) for row, _ in chunks)
+        tables = [row.blocks + [0] * (width - len(row.blocks)) for row, _ in chunks]
+        rope_lens = [row.prompt_len for row, count in chunks for _ in range(count)]
+        inputs = StepInputs(
+            input_ids=torch.tensor(ids),
+            positions=torch.tensor(positions),
+            slot_mapping=torch.tensor(slots),
+            num_decode=num_decode,
+            q_offsets=torch.tensor(offsets, dtype=torch.int32),
+            kv_lens=torch.tensor(lens, dtype=torch.int32),
+            block_tables=torch.tensor(tables, dtype=torch.int32),
+            max_q_len=max(count for _, count in chunks),
+            max_kv_len=max(lens),
+            rope_lens=torch.tensor(rope_lens) if self.model.config.dynamic_rope else None,
+        )
+        with torch.inference_mode():
+            logits = self.model.logits(self.model(inputs, self.caches))
+        for (row, _), part in zip(chunks, logits.tensor_split(offsets[1:-1]), strict=True):
+            row.logits.append(part)
+
+    def decode(self, row: Row, until: int) -> None:
+        while row.computed < until:
+            self.step((row, 1))

@@ -1,0 +1,271 @@
+"""config.json: what is read from it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
+from asyncllm.models.config import HFConfig, ModelConfig
+from asyncllm.models.registry import families, read_config
+
+LLAMA = {**families()["LlamaForCausalLM"].tiny, "architectures": ["LlamaForCausalLM"]}
+ABSENT = object()
+
+
+def read(tmp_path: Path, changes: dict[str, Any], base: dict[str, Any] = LLAMA, **settings: Any) -> ModelConfig:
+    fields = {key: value for key, value in {**base, **changes}.items() if value is not ABSENT}
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    return read_config(tmp_path, **settings)
+
+
+def tiny(architecture: str) -> dict[str, Any]:
+    return {**families()[architecture].tiny, "architectures": [architecture]}
+
+
+def test_llama_defaults(tmp_path: Path) -> None:
+    config = read(tmp_path, {"num_key_value_heads": ABSENT, "max_position_embeddings": ABSENT, "attention_bias": None})
+    assert config.num_kv_heads == config.num_heads == 4
+    assert config.head_dim == 16
+    assert config.max_position == 2048
+    assert config.dtype == "float32"
+    assert config.rope.theta == 10000.0
+    assert not config.tied
+    assert not config.dynamic_rope
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "default"}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}},
+    ],
+    ids=["legacy", "legacy-typed", "v5", "mixed"],
+)
+def test_theta_in_every_schema(tmp_path: Path, rope: dict[str, Any]) -> None:
+    assert read(tmp_path, rope).rope.theta == 5e5
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_dtype_in_both_schemas(tmp_path: Path, key: str) -> None:
+    assert read(tmp_path, {key: "bfloat16"}).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "max_position"),
+    [
+        ({"type": "linear", "factor": 4.0}, 512),
+        ({"type": "dynamic", "factor": 2.0}, 256),
+        ({"type": "yarn", "factor": 4.0}, 512),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            128,
+        ),
+    ],
+    ids=lambda value: value.get("type", "llama3") if isinstance(value, dict) else str(value),
+)
+def test_positions_after_scaling(tmp_path: Path, scaling: dict[str, Any], max_position: int) -> None:
+    config = read(tmp_path, {"rope_scaling": scaling})
+    assert config.max_position == max_position
+    assert config.dynamic_rope == (scaling.get("type") == "dynamic")
+
+
+@pytest.mark.parametrize(("session_len", "first"), [(None, 3.0), (33, 3.0), (32, 1.0), (8, 1.0)])
+@pytest.mark.parametrize("name", ["longrope", "su"])
+def test_longrope_picks_its_divisors_by_session_len(
+    tmp_path: Path, session_len: int | None, first: float, name: str
+) -> None:
+    scaling = {"type": name, "short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+    changes = {"rope_scaling": scaling, "original_max_position_embeddings": 32}
+    assert read(tmp_path, changes, session_len=session_len).rope.divisors == (first,) * 8
+
+
+def test_engine_asks_for_dynamic_scaling(tmp_path: Path) -> None:
+    config = read(tmp_path, {}, rope_scaling_factor=2.0)
+    assert config.dynamic_rope
+    assert (config.rope.factor, config.rope.original_max_position, config.max_position) == (2.0, 128, 256)
+
+
+def test_engine_cannot_add_to_another_scaling(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="rope_scaling_factor = 2.0 .* yarn"):
+        read(tmp_path, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, rope_scaling_factor=2.0)
+
+
+def test_overrides_replace_entries(tmp_path: Path) -> None:
+    assert read(tmp_path, {}, hf_overrides={"rope_theta": 7e4}).rope.theta == 7e4
+
+
+def test_qwen_window_is_off_unless_asked_for(tmp_path: Path) -> None:
+    base = tiny("Qwen2ForCausalLM")
+    assert read(tmp_path, {}, base).windows == (None, 8, 8)
+    assert read(tmp_path, {"use_sliding_window": False}, base).windows == (None, None, None)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert read(tmp_path, {"layer_types": kinds}, base).windows == (8, None, 8)
+
+
+def test_window_of_mistral_may_be_null(tmp_path: Path) -> None:
+    assert read(tmp_path, {"sliding_window": None}, tiny("MistralForCausalLM")).windows == (None, None)
+    assert read(tmp_path, {"sliding_window": ABSENT}, tiny("MistralForCausalLM")).windows == (4096, 4096)
+
+
+def test_sparse_layers_of_qwen3_moe(tmp_path: Path) -> None:
+    base = tiny("Qwen3MoeForCausalLM")
+    assert read(tmp_path, {}, base).sparse_layers == {0, 2, 3}
+    assert read(tmp_path, {"decoder_sparse_step": 2, "mlp_only_layers": []}, base).sparse_layers == {1, 3}
+
+
+INVALID = [
+    ("vocab_size", ABSENT),
+    ("vocab_size", 0),
+    ("vocab_size", -5),
+    ("vocab_size", "320"),
+    ("vocab_size", 320.5),
+    ("vocab_size", True),
+    ("vocab_size", 10**12),
+    ("hidden_size", 66),
+    ("hidden_size", [64]),
+    ("intermediate_size", 0),
+    ("num_hidden_layers", 0),
+    ("num_hidden_layers", 10**6),
+    ("num_attention_heads", 3),
+    ("num_attention_heads", -4),
+    ("num_key_value_heads", 3),
+    ("num_key_value_heads", 0),
+    ("num_key_value_heads", 8),
+    ("head_dim", 15),
+    ("head_dim", -16),
+    ("head_dim", 10**6),
+    ("max_position_embeddings", 0),
+    ("max_position_embeddings", 1e6),
+    ("rms_norm_eps", -1e-6),
+    ("rms_norm_eps", float("nan")),
+    ("rms_norm_eps", "1e-6"),
+    ("tie_word_embeddings", 1),
+    ("attention_bias", "false"),
+    ("mlp_bias", 0),
+    ("rope_theta", 0),
+    ("rope_theta", 1),
+    ("rope_theta", 10**400),
+    ("vocab_size", 10**400),
+    ("rope_theta", float("inf")),
+    ("rope_theta", "1e4"),
+    ("rope_scaling", "linear"),
+    ("rope_scaling", {"type": "linear"}),
+    ("rope_scaling", {"type": "linear", "factor": "4"}),
+    ("rope_scaling", {"type": "linear", "factor": 0.5}),
+    ("rope_scaling", {"type": "dynamic", "factor": -2}),
+    ("rope_scaling", {"type": "longrope", "short_factor": [1.0] * 8}),
+    ("rope_scaling", {"type": "longrope", "long_factor": [1.0] * 7, "original_max_position_embeddings": 8}),
+    ("rope_scaling", {"type": "longrope", "long_factor": [0.0] * 8, "original_max_position_embeddings": 8}),
+    ("rope_scaling", {"type": "longrope", "long_factor": ["1"] * 8, "original_max_position_embeddings": 8}),
+    ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
+    ("rope_scaling", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}),
+    ("rope_scaling", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0}),
+    ("rope_scaling", {"type": "yarn", "factor": 4.0, "truncate": "yes"}),
+    ("architectures", ABSENT),
+    ("architectures", []),
+    ("architectures", "LlamaForCausalLM"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), INVALID, ids=lambda value: "absent" if value is ABSENT else None)
+def test_impossible_values_are_refused(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(InvalidCheckpoint) as caught:
+        read(tmp_path, {key: value})
+    assert key.rpartition("_")[0] in str(caught.value) or key in str(caught.value)
+    assert "config.json" in str(caught.value)
+
+
+UNSUPPORTED = [
+    ("hidden_act", "gelu"),
+    ("hidden_act", 3),
+    ("torch_dtype", "int8"),
+    ("dtype", 16),
+    ("quantization_config", {"quant_method": "awq"}),
+    ("use_logn_attn", True),
+    ("partial_rotary_factor", 0.5),
+    ("rope_scaling", {"type": "ntk_by_parts", "factor": 2.0}),
+    ("rope_scaling", {"type": "mrope", "mrope_section": [2, 3, 3]}),
+    ("rope_scaling", {"type": "dynamic", "factor": 2.0, "alpha": 1000.0}),
+    ("rope_parameters", {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}),
+    ("architectures", ["GPT2LMHeadModel"]),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), UNSUPPORTED)
+def test_what_is_not_implemented_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        read(tmp_path, {key: value})
+    assert key in str(caught.value) or "rope_type" in str(caught.value) or "type" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("Gemma2ForCausalLM", "hidden_activation", "gelu"),
+        ("Gemma2ForCausalLM", "use_bidirectional_attention", True),
+        ("Qwen2ForCausalLM", "hidden_act", "relu"),
+        ("Qwen2ForCausalLM", "layer_types", ["chunked_attention"] * 3),
+        ("MixtralForCausalLM", "hidden_act", "gelu"),
+    ],
+)
+def test_families_refuse_what_they_do_not_implement(
+    tmp_path: Path, architecture: str, key: str, value: Any
+) -> None:
+    with pytest.raises(UnsupportedModel, match=key):
+        read(tmp_path, {key: value}, tiny(architecture))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("Gemma2ForCausalLM", "query_pre_attn_scalar", 0),
+        ("Gemma2ForCausalLM", "attn_logit_softcapping", -1.0),
+        ("Gemma2ForCausalLM", "layer_types", ["full_attention"]),
+        ("MistralForCausalLM", "sliding_window", 0),
+        ("MistralForCausalLM", "sliding_window", "8"),
+        ("MixtralForCausalLM", "num_experts_per_tok", 5),
+        ("MixtralForCausalLM", "num_local_experts", 0),
+        ("Qwen3MoeForCausalLM", "mlp_only_layers", [4]),
+        ("Qwen3MoeForCausalLM", "mlp_only_layers", "1"),
+        ("Qwen3MoeForCausalLM", "decoder_sparse_step", 0),
+        ("InternLM2ForCausalLM", "bias", "no"),
+    ],
+)
+def test_families_refuse_impossible_values(tmp_path: Path, architecture: str, key: str, value: Any) -> None:
+    with pytest.raises(InvalidCheckpoint, match=key):
+        read(tmp_path, {key: value}, tiny(architecture))
+
+
+def test_remote_code_is_named_and_never_run(tmp_path: Path) -> None:
+    changes = {"architectures": ["NewForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_new.NewForCausalLM"}}
+    with pytest.raises(UnsupportedModel, match=r"auto_map.*never run.*Implemented: .*LlamaForCausalLM"):
+        read(tmp_path, changes)
+
+
+def test_native_architecture_wins_over_remote_code(tmp_path: Path) -> None:
+    assert read(tmp_path, {"auto_map": {"AutoModelForCausalLM": "modeling_llama.Llama"}}).vocab_size == 320
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000], ids=repr)
+def test_unreadable_file(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(InvalidCheckpoint, match=r"config\.json"):
+        HFConfig.open(tmp_path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(InvalidCheckpoint, match="No such file"):
+        HFConfig.open(tmp_path)

@@ -1,0 +1,234 @@
+"""The built-in templates, rendered for [system S, user U, assistant A, user V]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncllm.errors import InvalidParameter, UnsupportedFeature
+from asyncllm.text.composed_template import BaseChatTemplate
+from asyncllm.text.templates import ARCHITECTURES, BUILTIN, MODELS, Registry, builtin_name, names
+
+CONVERSATION = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "U"},
+    {"role": "assistant", "content": "A"},
+    {"role": "user", "content": "V"},
+]
+CHATML = (
+    "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
+    "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n"
+)
+CHATML_UNBROKEN = CHATML.replace("<|im_end|>\n", "<|im_end|>")
+XCOMPOSER = (
+    "[UNUSED_TOKEN_146]system\nS[UNUSED_TOKEN_145]\n[UNUSED_TOKEN_146]user\nU[UNUSED_TOKEN_145]\n"
+    "[UNUSED_TOKEN_146]assistant\nA[UNUSED_TOKEN_145]\n\n[UNUSED_TOKEN_146]user\nV[UNUSED_TOKEN_145]\n"
+    "[UNUSED_TOKEN_146]assistant\n"
+)
+LLAMA2 = "[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] A</s><s>[INST] V [/INST] "
+LLAMA3 = (
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nV<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+VICUNA = "S USER: U ASSISTANT: A</s>USER: V ASSISTANT: "
+GLM4 = "<|system|>\nS<|user|>\nU<|assistant|>\nA<|user|>\nV<|assistant|>\n"
+MISTRAL = "S[INST] U [/INST]A</s>[INST] V [/INST]"
+DEEPSEEK = "User: U\n\nAssistant: A<｜end▁of▁sentence｜>User: V\n\nAssistant:"
+PHI3 = "<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\nA<|end|>\n<|user|>\nV<|end|>\n<|assistant|>\n"
+ULTRA = "User: S</s>\nUser: U</s>\nAssistant: A</s>\nUser: V</s>\nAssistant: "
+COGVLM = "SQuestion: U Answer:A</s>\nQuestion: V Answer:"
+
+TABLE: dict[str, tuple[str, list[str]]] = {
+    "internlm2": (CHATML, ["<|im_end|>", "<|action_end|>"]),
+    "internvl-internlm2": (CHATML, ["<|im_start|>", "<|im_end|>"]),
+    "internvl2-internlm2": (CHATML, ["<|im_start|>", "<|im_end|>"]),
+    "qwen": (CHATML, ["<|im_end|>"]),
+    "yi": (CHATML, ["<|im_end|>", "<|endoftext|>"]),
+    "dbrx": (CHATML, ["<|im_end|>"]),
+    "llava-chatml": (CHATML_UNBROKEN, ["<|im_end|>"]),
+    "internvl-zh-hermes2": (CHATML_UNBROKEN, ["<|im_end|>"]),
+    "internlm": ("<|System|>:S\n<|User|>:U\n<|Bot|>:A<eoa>\n<|User|>:V\n<|Bot|>:", ["<eoa>"]),
+    "internlm-xcomposer2": (XCOMPOSER, ["[UNUSED_TOKEN_145]"]),
+    "internlm-xcomposer2d5": (XCOMPOSER, ["[UNUSED_TOKEN_145]"]),
+    "llama2": (LLAMA2, []),
+    "codellama": (LLAMA2, []),
+    "llama3": (LLAMA3, ["<|eot_id|>", "<|end_of_text|>"]),
+    "llama3_1": (LLAMA3, ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"]),
+    "vicuna": (VICUNA, ["</s>"]),
+    "wizardlm": (VICUNA, ["</s>"]),
+    "llava-v1": (VICUNA[:-1], ["</s>"]),
+    "mini-gemini-vicuna": (VICUNA[:-1], ["</s>"]),
+    "baichuan2": ("S<reserved_106>U<reserved_107>A<reserved_106>V<reserved_107>", []),
+    "chatglm": ("[Round 1]\n\n问：U\n\n答：A[Round 2]\n\n问：V\n\n答：", []),
+    "chatglm3": (
+        "[gMASK]sop<|system|>\n S<|user|>\n U<|assistant|>\n A<|user|>\n V<|assistant|>\n ",
+        ["<eos>"],
+    ),
+    "glm4": ("[gMASK]<sop>" + GLM4, ["<|user|>", "<|endoftext|>", "<|observation|>"]),
+    "codegeex4": (GLM4, ["<|user|>", "<|endoftext|>", "<|observation|>"]),
+    "mistral": (MISTRAL, []),
+    "mixtral": (MISTRAL, []),
+    "gemma": (
+        "S<start_of_turn>user\nU<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n"
+        "<start_of_turn>user\nV<end_of_turn>\n<start_of_turn>model\n",
+        ["<end_of_turn>"],
+    ),
+    "deepseek": ("S" + DEEPSEEK, []),
+    "deepseek-vl": ("S\n\n" + DEEPSEEK, []),
+    "deepseek-coder": (
+        "S### Instruction:\nU\n### Response:\nA\n<|EOT|>\n### Instruction:\nV\n### Response:\n",
+        ["<|EOT|>"],
+    ),
+    "phi-3": (PHI3, ["<|end|>", "<|endoftext|>"]),
+    "internvl2-phi3": (PHI3, ["<|end|>", "<|endoftext|>"]),
+    "internvl-phi3": (PHI3.replace("<|end|>\n", "<|end|>"), ["<|end|>", "<|endoftext|>"]),
+    "solar": ("### System:\nS\n\n### User:\nU\n\n### Assistant:\nA### User:\nV\n\n### Assistant:\n", []),
+    "yi-vl": ("S### Human: U\n### Assistant:A\n### Human: V\n### Assistant:", ["###"]),
+    "cogvlm": (COGVLM, ["</s>"]),
+    "cogvlm2": (COGVLM.replace("</s>", "<|end_of_text|>"), ["<|end_of_text|>"]),
+    "internvl-zh": ("S<human>: U <bot>: A</s><human>: V <bot>:", []),
+    "ultracm": (ULTRA, ["</s>"]),
+    "ultralm": (ULTRA, ["</s>"]),
+    "base": ("SUAV", []),
+    "llama": ("SUAV", []),
+    "falcon": ("SUAV", []),
+    "puyu": ("SUAV", []),
+}
+
+
+def test_every_template_is_in_the_table() -> None:
+    assert set(TABLE) == set(BUILTIN)
+    assert set(names()) >= set(TABLE)
+    assert names() == sorted(names())
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_renders_as_tabled(name: str) -> None:
+    text, stop_words = TABLE[name]
+    template = MODELS.build(name, {})
+    assert template.messages2prompt(CONVERSATION) == text
+    assert template.stop_words == stop_words
+
+
+@pytest.mark.parametrize("name", sorted(set(TABLE) - {"chatglm"}))
+def test_turns_of_a_session_add_up_to_the_conversation(name: str) -> None:
+    template = MODELS.build(name, {"meta_instruction": "S"})
+    first = template.get_prompt("U")
+    later = template.get_prompt("V", sequence_start=False)
+    # These models write the space behind "Assistant:" themselves.
+    blank = " " if template.generation_prompt else ""
+    assert first + blank + "A" + template.eoa + later == TABLE[name][0]
+
+
+@pytest.mark.parametrize("name", sorted(set(TABLE) - {"chatglm"}))
+def test_the_assistants_last_word_is_continued(name: str) -> None:
+    template = MODELS.build(name, {})
+    text = template.messages2prompt(CONVERSATION[:3])
+    assert text.endswith("A")
+    assert TABLE[name][0].startswith(text)
+    whole = template.messages2prompt(CONVERSATION[:3], add_generation_prompt=False)
+    assert whole == text + template.eoa + template.separator
+
+
+def test_the_meta_instruction_stands_in_for_a_missing_system_message() -> None:
+    template = MODELS.build("qwen", {})
+    user = [{"role": "user", "content": "U"}]
+    text = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
+    assert template.messages2prompt(user) == text + "<|im_start|>assistant\n"
+    assert template.messages2prompt("U") == template.messages2prompt(user) == template.get_prompt("U")
+    assert MODELS.build("yi", {}).get_prompt("U").startswith("<|im_start|>user")
+    assert MODELS.build("yi", {"meta_instruction": ""}).get_prompt("U").startswith("<|im_start|>system\n<|im_end|>")
+    assert MODELS.build("llama2", {"meta_instruction": None}).get_prompt("U") == "[INST] U [/INST] "
+    assert MODELS.build("codellama", {}).get_prompt("U") == "[INST] U [/INST] "
+
+
+def test_consecutive_messages_of_one_role_are_written_one_after_the_other() -> None:
+    users = [{"role": "user", "content": "U"}, {"role": "user", "content": "V"}]
+    assert MODELS.build("mistral", {}).messages2prompt(users) == "[INST] U [/INST][INST] V [/INST]"
+
+
+def test_tools_are_refused_by_composed_templates() -> None:
+    for message in ({"role": "tool", "content": "x"}, {"role": "user", "content": "x", "name": "y"}):
+        with pytest.raises(UnsupportedFeature, match="no place for"):
+            MODELS.build("qwen", {}).messages2prompt([message])
+
+
+def test_every_architecture_names_a_template() -> None:
+    assert {template for _, _, template in ARCHITECTURES} <= set(BUILTIN)
+
+
+LLAMA_3 = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256}
+
+
+@pytest.mark.parametrize(("config", "name"), [
+    ({"architectures": ["InternLM2ForCausalLM"]}, "internlm2"),
+    ({"architectures": ["Qwen2ForCausalLM"], "_name_or_path": "vicuna"}, "qwen"),
+    ({"architectures": ["LlamaForCausalLM"], "vocab_size": 32000}, "base"),
+    (LLAMA_3, "llama3"),
+    ({**LLAMA_3, "rope_scaling": {"rope_type": "llama3"}}, "llama3_1"),
+    ({**LLAMA_3, "rope_scaling": None}, "llama3"),
+    ({"architectures": ["ChatGLMModel"], "padded_vocab_size": 151552}, "glm4"),
+    ({"architectures": ["ChatGLMModel"], "padded_vocab_size": 65024}, "chatglm"),
+    ({"architectures": ["BaichuanForCausalLM"], "vocab_size": 64000}, "base"),
+    ({"architectures": ["InternVLChatModel"], "template": "Hermes-2"}, "internvl-zh-hermes2"),
+    ({"architectures": []}, "base"),
+    ({"architectures": ["Unheard"]}, "base"),
+    ({}, "base"),
+])  # fmt: skip
+def test_the_architecture_decides(config: dict[str, object], name: str) -> None:
+    assert builtin_name(config) == name
+
+
+def test_registering_a_class() -> None:
+    registry = Registry()
+
+    @registry.register_module(name="mine")
+    class Mine(BaseChatTemplate):
+        def __init__(self, user: str = "Q: ", **parts: Any) -> None:
+            super().__init__(user=user, eoh="\n", assistant="A:", **parts)
+
+    assert registry.get("mine") is Mine
+    assert "mine" in registry.names()
+    assert registry.build("mine", {}).get_prompt("x") == "Q: x\nA:"
+    assert registry.build("mine", {"user": "Question: "}).get_prompt("x") == "Question: x\nA:"
+    registry.register_module(name="mine")(Mine)
+    registry.register_module(["one", "two"], module=Mine)
+    assert registry.get("one") is registry.get("two") is Mine
+    registry.register_module()(Mine)
+    assert registry.get("Mine") is Mine
+
+
+def test_a_taken_name_is_refused() -> None:
+    registry = Registry()
+
+    class Other(BaseChatTemplate):
+        pass
+
+    for name in ("qwen", "vicuna"):
+        with pytest.raises(InvalidParameter, match="already"):
+            registry.register_module(name=name)(Other)
+    registry.register_module(name="qwen", force=True)(Other)
+    assert registry.get("qwen") is Other
+    assert isinstance(registry.build("qwen", {}), Other)
+
+
+def test_a_class_that_is_no_template_is_refused() -> None:
+    class Nothing:
+        pass
+
+    with pytest.raises(InvalidParameter, match="no method get_prompt"):
+        Registry().register_module(name="nothing")(Nothing)
+
+
+def test_a_class_that_does_not_take_a_part_is_named() -> None:
+    registry = Registry()
+
+    class Fixed(BaseChatTemplate):
+        def __init__(self) -> None:
+            super().__init__()
+
+    registry.register_module(name="fixed")(Fixed)
+    with pytest.raises(InvalidParameter, match="'fixed' cannot be built with"):
+        registry.build("fixed", {"user": "x"})
