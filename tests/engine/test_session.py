@@ -70,7 +70,9 @@ async def test_sessions_survive_preemption() -> None:
             sessions = [engine.session() for _ in range(4)]
             histories = []
             for question in ("one", "two"):
-                await asyncio.gather(*(session.chat(question + str(session.id), settings).response() for session in sessions))
+                await asyncio.gather(
+                    *(session.chat(question + str(session.id), settings).response() for session in sessions)
+                )
             histories = [session.token_ids for session in sessions]
             answers.append(histories)
             preemptions = engine.stats().preemptions
@@ -170,9 +172,7 @@ class TestRefusedTurns:
 
     async def test_of_many_tasks_one_has_its_turn(self) -> None:
         async with FakeEngine(ANSWERS) as engine, engine.session() as session:
-            results = await asyncio.gather(
-                *(session.chat("one").response() for _ in range(64)), return_exceptions=True
-            )
+            results = await asyncio.gather(*(session.chat("one").response() for _ in range(64)), return_exceptions=True)
         assert sum(isinstance(result, SessionBusy) for result in results) == 63
         assert len(session.turns) == 1
 
@@ -206,7 +206,10 @@ class TestStopping:
             assert (await session.chat("two")).history_token_len == session.turns[0].end
 
     async def test_stop_of_a_turn_that_is_still_being_encoded(self) -> None:
-        async with FakeEngine("y" * 50, max_position=100_000, num_blocks=100_000) as engine, engine.session() as session:
+        async with (
+            FakeEngine("y" * 50, max_position=100_000, num_blocks=100_000) as engine,
+            engine.session() as session,
+        ):
             task = asyncio.create_task(session.chat("x" * 10_000).response())
             await asyncio.sleep(0)
             assert session.busy
