@@ -23,6 +23,9 @@ if TYPE_CHECKING:
         TurbomindEngineConfig,
     )
     from asyncllm.engine.async_engine import AsyncEngine
+    from asyncllm.engine.generation import Generation
+    from asyncllm.engine.session import Session
+    from asyncllm.engine.stats import EngineStats
     from asyncllm.errors import (
         AsyncLLMError,
         ContextLengthExceeded,
@@ -58,7 +61,9 @@ __all__ = [
     "EngineConfig",
     "EngineDead",
     "EngineError",
+    "EngineStats",
     "FinishReason",
+    "Generation",
     "GenerationConfig",
     "InvalidCheckpoint",
     "InvalidMessage",
@@ -71,6 +76,7 @@ __all__ = [
     "PytorchEngineConfig",
     "RequestFailed",
     "Response",
+    "Session",
     "SessionBusy",
     "SessionError",
     "SessionNotFound",
@@ -85,6 +91,9 @@ __all__ = [
 
 _HOMES = {
     "AsyncEngine": "asyncllm.engine.async_engine",
+    "EngineStats": "asyncllm.engine.stats",
+    "Generation": "asyncllm.engine.generation",
+    "Session": "asyncllm.engine.session",
     "Tokenizer": "asyncllm.text.tokenizer",
     **dict.fromkeys(("Chunk", "FinishReason", "Message", "Response"), "asyncllm.types"),
     **dict.fromkeys(

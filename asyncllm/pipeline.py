@@ -7,7 +7,7 @@ import queue
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, overload
 
 import msgspec
 
@@ -166,6 +166,31 @@ class Pipeline:
         """A new, empty conversation."""
         return ChatSession(self, self._call(self._engine.session))
 
+    @overload
+    def chat(
+        self,
+        prompt: str | Sequence[Message],
+        session: ChatSession | None = None,
+        gen_config: GenerationConfig | None = None,
+        stream_response: Literal[False] = False,
+        do_preprocess: bool = True,
+        adapter_name: str | None = None,
+        **options: Any,
+    ) -> ChatSession: ...
+
+    @overload
+    def chat(
+        self,
+        prompt: str | Sequence[Message],
+        session: ChatSession | None = None,
+        gen_config: GenerationConfig | None = None,
+        *,
+        stream_response: Literal[True],
+        do_preprocess: bool = True,
+        adapter_name: str | None = None,
+        **options: Any,
+    ) -> Iterator[Chunk]: ...
+
     def chat(
         self,
         prompt: str | Sequence[Message],
@@ -175,7 +200,7 @@ class Pipeline:
         do_preprocess: bool = True,
         adapter_name: str | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> ChatSession | Iterator[Chunk]:
         """The next turn of a conversation, or the first of a new one.
 
         Returns the ChatSession, whose `response` is the answer; with `stream_response`, an iterator of its Chunks.

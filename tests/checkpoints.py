@@ -33,7 +33,13 @@ _CORPUS = (
 
 
 def build_checkpoint(
-    family: str, folder: Path, *, legacy: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+    family: str,
+    folder: Path,
+    *,
+    legacy: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
 ) -> Path:
     """Write a complete model folder and return it.
 

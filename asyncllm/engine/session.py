@@ -152,7 +152,8 @@ class Session:
         """Cut the history to its first `step` tokens. Raises InvalidParameter when there are fewer."""
         if type(step) is not int or not 0 <= step <= len(self.token_ids):
             raise InvalidParameter(
-                f"step={step!r} is no position in session {self.id}, whose history has {len(self.token_ids)} tokens.",
+                f"step={step!r} is not a position in session {self.id}, which has {len(self.token_ids)} tokens "
+                f"of history.",
                 "step",
             )
         if step == len(self.token_ids):

@@ -31,7 +31,8 @@ QUERY_TILE = 512
 class DecodePlan(NamedTuple):
     """Where decode attention finds its keys: all that depends on the batch and the window, but not on the layer.
 
-    A *line* is one position of one KV head: a row of a layer's pages seen as [blocks * kv_heads * block_size, head_dim].
+    A *line* is one position of one KV head: a row of a layer's pages seen as
+    [blocks * kv_heads * block_size, head_dim].
     """
 
     lines: Tensor
@@ -92,9 +93,7 @@ def paged_decode_attention(
         else:
             # A bag is a weighted sum of lines: it reads V in place, where a matmul needs the lines gathered first.
             bags = lines[:, None].expand(-1, grouped.shape[1], -1).reshape(-1, width)
-            outputs.append(
-                F.embedding_bag(bags, values, mode="sum", per_sample_weights=weights.view(-1, width))
-            )
+            outputs.append(F.embedding_bag(bags, values, mode="sum", per_sample_weights=weights.view(-1, width)))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined.view(q.shape)
 
@@ -112,8 +111,8 @@ def paged_prefill_attention(
 ) -> Tensor:
     """The last tokens of each row, causally, against the row's whole context.
 
-    q [T, H, D]; row b owns queries q_offsets[b] to q_offsets[b + 1] ([B + 1] integers), and its query i sits at position
-    kv_lens[b] - (number of its queries) + i; block_tables [B, N] integers, kv_lens [B] integers -> [T, H, D].
+    q [T, H, D]; row b owns queries q_offsets[b] to q_offsets[b + 1] ([B + 1] integers), and its query i sits at
+    position kv_lens[b] - (number of its queries) + i; block_tables [B, N] integers, kv_lens [B] integers -> [T, H, D].
     """
     output = torch.empty_like(q)
     offsets = q_offsets.tolist()

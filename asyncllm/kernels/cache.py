@@ -14,8 +14,8 @@ __all__ = ["PagedKV", "copy_blocks", "fill_kv_cache", "slot_lines"]
 class PagedKV(NamedTuple):
     """Keys and values of one layer, in blocks.
 
-    A *slot* is a token's place: block id * block_size + offset in the block. A *line* is one KV head of it: a row of the
-    pages seen as [blocks * kv_heads * block_size, head_dim].
+    A *slot* is a token's place: block id * block_size + offset in the block. A *line* is one KV head of it: a row of
+    the pages seen as [blocks * kv_heads * block_size, head_dim].
     """
 
     k: Tensor
@@ -25,7 +25,7 @@ class PagedKV(NamedTuple):
 
 
 def slot_lines(slot_mapping: Tensor, *, num_kv_heads: int, block_size: int) -> Tensor:
-    """The lines of each slot, one per KV head. slot_mapping [T] int64 -> [T * kv_heads] int64, the same in all layers."""
+    """The lines of each slot, one per KV head. slot_mapping [T] int64 -> [T * kv_heads] int64, alike in all layers."""
     blocks = slot_mapping.div(block_size, rounding_mode="floor")
     first = blocks * ((num_kv_heads - 1) * block_size) + slot_mapping
     heads = torch.arange(0, num_kv_heads * block_size, block_size, device=slot_mapping.device)

@@ -11,7 +11,9 @@ __all__ = ["fused_experts", "route"]
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Softmax over all experts, then the top_k of them. logits [T, E] -> weights [T, k] float32, expert_ids [T, k] int64.
+    """Softmax over all experts, then the top_k of them.
+
+    logits [T, E] -> weights [T, k] float32, expert_ids [T, k] int64.
 
     renormalize makes the chosen weights of a token sum to 1.
     """

@@ -15,7 +15,7 @@ __all__ = ["Attention"]
 
 
 class Attention(nn.Module):
-    """x [T, hidden], rotation [T, 2, R] float32 -> [T, hidden]; the tokens' keys and values are written to `cache` first.
+    """x [T, hidden], rotation [T, 2, R] float32 -> [T, hidden]; the tokens' keys and values go to `cache` first.
 
     `window` is the number of latest positions that a query sees, itself included; `scale` multiplies the scores,
     head_dim^-0.5 unless given; `qk_norm_eps` asks for a per-head RMS norm of q and k.

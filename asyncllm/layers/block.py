@@ -29,7 +29,7 @@ class Block(nn.Module):
     def forward(
         self, branch: Tensor | None, residual: Tensor, rotation: Tensor, inputs: StepInputs, cache: PagedKV
     ) -> tuple[Tensor, Tensor]:
-        """residual and branch [T, hidden]; branch is None in the first block. -> (branch, residual) for the next one."""
+        """residual and branch [T, hidden]; branch is None in the first block. -> (branch, residual) for the next."""
         if branch is None:
             normed = self.attn_norm(residual)
         else:

@@ -1,8 +1,8 @@
 """Linear layers, fused where several projections read the same input.
 
 The parts of a fused layer ("q", "gate") are what checkpoints store and what sharding, quantization methods and adapters
-address. Every layer here is a WeightOwner of `models.weights`: it states the parts it expects and takes them one by one.
-Parameters are born on whatever device is current (`meta` while a model is built) and filled by the loader.
+address. Every layer here is a WeightOwner of `models.weights`: it states the parts it expects and takes them one by
+one. Parameters are born on whatever device is current (`meta` while a model is built) and filled by the loader.
 """
 
 from __future__ import annotations

@@ -23,9 +23,7 @@ class GatedMLP(nn.Module):
         self, hidden_size: int, intermediate_size: int, *, activation: Activation = "silu", bias: bool = False
     ) -> None:
         super().__init__()
-        self.gate_up = MergedLinear(
-            hidden_size, {"gate": intermediate_size, "up": intermediate_size}, bias=bias
-        )
+        self.gate_up = MergedLinear(hidden_size, {"gate": intermediate_size, "up": intermediate_size}, bias=bias)
         self.down = Linear(intermediate_size, hidden_size, bias=bias)
         self.gate = _GATES[activation]
 

@@ -4,8 +4,9 @@ Scalings change the inverse frequencies theta^(-2i/R), which is all that a scali
 multiplies cosines and sines:
 
     linear    divided by `factor` (Chen et al., 2023)
-    dynamic   theta grows with the prompt's length L beyond max_position (NTK-aware): theta * (factor * L / max - (factor - 1))
-              ^ (R / (R - 2)). A sequence keeps the base of its prompt, as its cached keys do.
+    dynamic   theta grows with the prompt's length L beyond max_position (NTK-aware):
+              theta * (factor * L / max - (factor - 1)) ^ (R / (R - 2)).
+              A sequence keeps the base of its prompt, as its cached keys do.
     yarn      high frequencies kept, low ones divided, a ramp between (Peng et al., 2023)
     llama3    the same idea with wavelength bounds (Llama 3.1's reference code)
     longrope  searched divisors per frequency, one set for short and one for long contexts (Ding et al., 2024)
@@ -65,7 +66,7 @@ class RotaryEmbedding(nn.Module):
         self.inv_freq: Tensor
 
     def forward(self, positions: Tensor, rope_lens: Tensor | None) -> Tensor:
-        """rope_lens [T]: the prompt length of each token's sequence; read by dynamic scaling only, which requires it."""
+        """rope_lens [T]: the prompt length of each token's sequence; dynamic scaling requires it, others ignore it."""
         config = self.config
         if config.kind == "dynamic":
             if rope_lens is None:
@@ -104,7 +105,7 @@ def _inverse_frequencies(config: RopeConfig, exponents: Tensor) -> Tensor:
 
 
 def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Divide wavelengths above original / low_freq_factor, keep those below original / high_freq_factor, blend between."""
+    """Divide wavelengths above original / low_freq_factor, keep those below original / high_freq_factor, else blend."""
     rotations = config.original_max_position * frequencies / (2 * math.pi)
     kept = (rotations - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     kept = kept.clamp(0, 1)

@@ -13,7 +13,8 @@ __all__ = ["StepInputs"]
 
 @dataclass(slots=True, kw_only=True)
 class StepInputs:
-    """The tensors of one step, all on the model's device. Written by `agent.inputs`, read by layers, which keep their plans here.
+    """The tensors of one step, all on the model's device. Written by `agent.inputs`, read by layers, which keep
+    their plans here.
 
     T tokens belong to B rows. Decode rows (one token each) come first, then prefill rows. N is the width of the block
     tables: at least the blocks of the longest row; entries past a row's own blocks are unspecified but valid ids.

@@ -44,10 +44,27 @@ _ROPE_KINDS: Mapping[str, RopeKind] = {
 """Names in config.json; "su" is longrope in early Phi-3 files."""
 
 _ROPE_KEYS = frozenset(
-    "rope_type type rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast "
-    "beta_slow truncate mscale mscale_all_dim attention_factor short_factor long_factor partial_rotary_factor finetuned "
-    "max_position_embeddings".split()
+    {
+        "rope_type",
+        "type",
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+        "short_factor",
+        "long_factor",
+        "partial_rotary_factor",
+        "finetuned",
+    }
 )
+"""Entries that are read, and `finetuned`, a remark of early YaRN files. Any other may change the computation."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,7 +291,11 @@ class HFConfig:
                     f"already scales by {kind}. Set rope_scaling_factor=0."
                 )
             rope = RopeConfig(
-                kind="dynamic", theta=theta, dim=head_dim, factor=self.rope_scaling_factor, original_max_position=trained
+                kind="dynamic",
+                theta=theta,
+                dim=head_dim,
+                factor=self.rope_scaling_factor,
+                original_max_position=trained,
             )
             return rope, min(int(trained * self.rope_scaling_factor), MAX_POSITION)
         if kind == "default":

@@ -24,7 +24,7 @@ __all__ = ["DecoderLM"]
 class DecoderLM(nn.Module):
     """A decoder-only language model over a paged cache.
 
-    Built on the meta device, then `allocate`d, then filled by `models.weights.load`; `registry.open_model` does all three.
+    `registry.open_model` builds it on the meta device, calls `allocate`, and fills it through `models.weights.load`.
     """
 
     weights: ClassVar[WeightMap]
@@ -69,7 +69,7 @@ class DecoderLM(nn.Module):
         return self.weights.ignoring(self.tied_head) if self.config.tied else self.weights
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Replace the parameters by uninitialised ones of `dtype` on `device`; a layer may ask for a dtype of its own."""
+        """Replace the parameters by uninitialised ones of `dtype` on `device`; a layer may ask for its own."""
         for module in self.modules():
             own = getattr(module, "parameter_dtype", dtype)
             for name, parameter in list(module.named_parameters(recurse=False)):

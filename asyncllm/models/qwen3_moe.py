@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention; sparse experts in the layers that decoder_sparse_step and mlp_only_layers leave them."""
+"""Qwen3-MoE: Qwen3's attention; sparse experts in the layers that decoder_sparse_step and mlp_only_layers leave."""
 
 from __future__ import annotations
 

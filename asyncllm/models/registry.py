@@ -70,8 +70,8 @@ def open_model(
 ) -> DecoderLM:
     """Build the model of folder `path` and fill it from the folder's safetensors files.
 
-    A longrope model takes its long divisors iff session_len exceeds the original context. rope_scaling_factor > 0 asks for
-    dynamic NTK scaling by that factor. hf_overrides replaces entries of config.json.
+    A longrope model takes its long divisors iff session_len exceeds the original context. rope_scaling_factor > 0 asks
+    for dynamic NTK scaling by that factor. hf_overrides replaces entries of config.json.
 
     Raises:
         InvalidCheckpoint: a file is missing, malformed or inconsistent with the others.
@@ -98,9 +98,7 @@ def open_model(
 def _configure(
     path: Path, session_len: int | None, rope_scaling_factor: float, hf_overrides: Mapping[str, Any] | None
 ) -> tuple[type[DecoderLM], ModelConfig]:
-    hf = HFConfig.open(
-        path, overrides=hf_overrides, session_len=session_len, rope_scaling_factor=rope_scaling_factor
-    )
+    hf = HFConfig.open(path, overrides=hf_overrides, session_len=session_len, rope_scaling_factor=rope_scaling_factor)
     names = hf.fields.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise InvalidCheckpoint(

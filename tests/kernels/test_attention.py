@@ -57,6 +57,12 @@ def dense(
     return torch.einsum("hs,shd->hd", scores.softmax(-1), v)
 
 
+@pytest.fixture(params=[1024, 0], ids=["gathered", "bags"], autouse=True)
+def _value_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode attention sums V in one of two ways, by the size of the batch."""
+    monkeypatch.setattr(attention_module, "GATHER_LINES", request.param)
+
+
 VARIANTS = pytest.mark.parametrize(
     ("window", "softcap"),
     [(None, None), (7, None), (1, None), (None, 2.0), (7, 2.0), (1000, None)],

@@ -1,4 +1,4 @@
-"""Rotary frequencies against the formulas of their papers; tests/models/test_parity.py has them against transformers."""
+"""Rotary frequencies against the formulas of their papers; the parity tests have them against transformers."""
 
 from __future__ import annotations
 

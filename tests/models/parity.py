@@ -20,11 +20,22 @@ from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import families, open_model
 from tests.checkpoints import build_checkpoint
 
-__all__ = ["FAMILIES", "PROMPT", "SCALINGS", "TOKENS", "Case", "Row", "Runner", "open_case", "random_tokens", "reference"]
+__all__ = [
+    "FAMILIES",
+    "PROMPT",
+    "SCALINGS",
+    "TOKENS",
+    "Case",
+    "Row",
+    "Runner",
+    "open_case",
+    "random_tokens",
+    "reference",
+]
 
 PROMPT = 80
 TOKENS = 96
-"""A sequence of the tests: a prompt, and 16 tokens decoded one by one. Longer than every window and original context."""
+"""A sequence of the tests: a prompt, and 16 tokens decoded one by one. Longer than windows and original contexts."""
 
 FAMILIES = sorted({each.__module__.rpartition(".")[2] for each in families().values()})
 
@@ -116,15 +127,16 @@ def oracle_folder_of(case: Case) -> Path:
 
 @cache
 def open_case(case: Case) -> DecoderLM:
-    return open_model(
-        folder_of(case), dtype=torch.float32, device=torch.device("cpu"), session_len=case.session_len
-    )
+    return open_model(folder_of(case), dtype=torch.float32, device=torch.device("cpu"), session_len=case.session_len)
 
 
 @cache
 def _oracle(case: Case, prompt_len: int) -> Any:
-    """The transformers model. Its dynamic scaling follows the call's length and the calls before it, so for that scaling
-    the oracle is the unscaled model at the base of the prompt's length (NTK-aware formula, written out here)."""
+    """The transformers model.
+
+    Its dynamic scaling follows the call's length and the calls before it, so for that scaling the oracle is the
+    unscaled model at the base of the prompt's length (NTK-aware formula, written out here).
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = oracle_folder_of(case)

@@ -99,7 +99,7 @@ def test_engine_asks_for_dynamic_scaling(tmp_path: Path) -> None:
 
 
 def test_engine_cannot_add_to_another_scaling(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="rope_scaling_factor = 2.0 .* yarn"):
+    with pytest.raises(UnsupportedModel, match=r"rope_scaling_factor = 2\.0 .* yarn"):
         read(tmp_path, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, rope_scaling_factor=2.0)
 
 
@@ -221,9 +221,7 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path, key: str, value: Any
         ("MixtralForCausalLM", "hidden_act", "gelu"),
     ],
 )
-def test_families_refuse_what_they_do_not_implement(
-    tmp_path: Path, architecture: str, key: str, value: Any
-) -> None:
+def test_families_refuse_what_they_do_not_implement(tmp_path: Path, architecture: str, key: str, value: Any) -> None:
     with pytest.raises(UnsupportedModel, match=key):
         read(tmp_path, {key: value}, tiny(architecture))
 

@@ -1,4 +1,4 @@
-"""From a folder to a model: families are found, weights are loaded, and what does not fit is refused before it hurts."""
+"""From a folder to a model: families are found, weights loaded, and what does not fit is refused before it hurts."""
 
 from __future__ import annotations
 
