@@ -13,6 +13,7 @@ import pytest
 from asyncllm.batch import Batch, Limits, StepOutput
 from asyncllm.config import EngineConfig, GenerationConfig
 from asyncllm.engine.async_engine import AsyncEngine
+from asyncllm.engine.loop import EngineLoop
 from asyncllm.errors import (
     ContextLengthExceeded,
     EngineClosed,
@@ -59,6 +60,8 @@ class TestAnswers:
         async with FakeEngine("pong") as engine:
             response = await engine.generate("ping")
             one_chunk = await collect(engine.generate("ping", stream_response=False))
+            twice = engine.generate("ping")
+            assert await twice is await twice
         assert isinstance(response, Response)
         assert (response.text, response.finish_reason, response.generate_token_len) == ("pong", "stop", 5)
         assert [chunk.text for chunk in one_chunk] == ["pong"]
@@ -229,7 +232,8 @@ class TestBadInput:
             generation = engine.generate(**arguments)
             with pytest.raises(error):
                 await anext(generation)
-            assert await collect(generation) == []
+            with pytest.raises(error):
+                await generation
             assert (await engine.generate("good")).text == "fine"
             assert engine.stats().requests_started == 1
 
@@ -475,6 +479,22 @@ class TestStartAndClose:
                 await engine.start()
         await engine.close()
 
+    async def test_a_cancellation_in_the_turn_in_which_the_start_succeeds(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Late(EngineLoop):
+            def __init__(self, *arguments: Any, **named: Any) -> None:
+                super().__init__(*arguments, **named)
+                asyncio.get_running_loop().call_soon(start.cancel)
+
+        monkeypatch.setattr("asyncllm.engine.async_engine.EngineLoop", Late)
+        engine = FakeEngine("x")
+        start = asyncio.create_task(engine.start())
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        with pytest.raises(EngineClosed):
+            await engine.generate("Hi")
+
     async def test_close_ends_open_requests(self) -> None:
         engine = FakeEngine("x" * 200, delay_per_token=0.001)
         await engine.start()
@@ -567,6 +587,16 @@ class TestDeath:
             assert text == "abc"
             with pytest.raises(EngineDead):
                 await anext(generation)
+
+    async def test_a_loop_that_is_cancelled_from_outside_is_closed(self) -> None:
+        async with FakeEngine("x" * 20) as engine:
+            generation = engine.generate("Hi")
+            await anext(generation)
+            engine.running()._task.cancel()
+            with pytest.raises(EngineClosed):
+                await collect(generation)
+            with pytest.raises(EngineClosed):
+                await engine.generate("Hi")
 
     async def test_a_step_that_the_executor_cancels_is_a_death(self) -> None:
         async with FakeEngine("x" * 20) as engine:

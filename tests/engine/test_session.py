@@ -272,6 +272,22 @@ class TestStopping:
             assert text(session.token_ids).endswith("abc STOP")
             assert kept.text == "abc STOP"
 
+    async def test_a_history_that_cannot_be_recorded_is_this_readers_trouble(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with FakeEngine(ANSWERS) as engine, engine.session() as session:
+
+            def broken(*_: object) -> None:
+                raise ValueError("no pins today")
+
+            monkeypatch.setattr(engine, "pin", broken)
+            neighbour = engine.generate("one")
+            with pytest.raises(ValueError, match="no pins today"):
+                await session.chat("one")
+            assert (await neighbour).text == "first answer"
+            monkeypatch.undo()
+            assert not session.busy
+
 
 class TestFork:
     async def test_a_fork_goes_its_own_way_and_shares_blocks(self) -> None:
