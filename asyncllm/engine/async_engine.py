@@ -101,9 +101,12 @@ class AsyncEngine:
         try:
             await self._starting
         except asyncio.CancelledError:
-            self._state = "closed"
+            # The start may have come to its end in the same turn of the loop as the cancellation.
+            if self._starting.done() and not self._starting.cancelled():
+                self._starting.exception()
+            await self.close()
             task = asyncio.current_task()
-            if self._closing is not None and task is not None and not task.cancelling():
+            if task is not None and not task.cancelling():
                 raise EngineClosed("The engine was closed while it was starting.") from None
             raise
 

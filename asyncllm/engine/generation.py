@@ -52,6 +52,8 @@ class Generation:
         self._prepare = prepare
         self._delivery = delivery
         self._started = False
+        self._response: Response | None = None
+        """The answer, once it has been awaited."""
         self.session: Session | None = None
         """The conversation that `engine.chat` started for this answer, or was given."""
         self.index = 0
@@ -70,9 +72,9 @@ class Generation:
                 self._delivery.end()
                 return
             self._host.open(request)
-        except BaseException:
+        except BaseException as error:
             self._delivery.abandoned = True
-            self._delivery.end()
+            self._delivery.end(error if isinstance(error, Exception) else None)
             raise
         self._request = request
 
@@ -102,11 +104,12 @@ class Generation:
             raise
 
     async def response(self) -> Response:
-        """The whole answer. The engine wakes this coroutine once, at the end."""
-        if not self._started:
-            self._delivery.streaming = False
-        chunks = [chunk async for chunk in self]
-        return Response.collect(chunks)
+        """The whole answer, or what an iteration has left of it. The engine wakes this coroutine once, at the end."""
+        if self._response is None:
+            if not self._started:
+                self._delivery.streaming = False
+            self._response = Response.collect([chunk async for chunk in self])
+        return self._response
 
     def __await__(self) -> Generator[object, None, Response]:
         return self.response().__await__()

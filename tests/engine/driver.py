@@ -177,7 +177,9 @@ class Driver:
         for writes in self._writes:
             for block in writes:
                 assert not (cache is None and block in blocks._free), f"block {block} is free, but a step writes it"
-                assert not blocks.is_idle(block), f"block {block} came back before the last step that writes it was read"
+                assert not blocks.is_idle(block), (
+                    f"block {block} came back before the last step that writes it was read"
+                )
         for request in self.requests:
             assert self.ends[request] == int(request.finished), f"{self.ends[request]} terminal events"
             for row in request.sequences:

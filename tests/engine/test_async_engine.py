@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from asyncllm.batch import Batch, Limits, StepOutput
 from asyncllm.config import EngineConfig, GenerationConfig
 from asyncllm.engine.async_engine import AsyncEngine
+from asyncllm.engine.loop import EngineLoop
 from asyncllm.errors import (
     ContextLengthExceeded,
     EngineClosed,
@@ -36,6 +39,11 @@ async def collect(generation: Any) -> list[Chunk]:
     return [chunk async for chunk in generation]
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - gauges have no event
+        await asyncio.sleep(0.002)
+
+
 class TestAnswers:
     async def test_chunks_add_up_and_the_last_one_says_why_it_ends(self) -> None:
         async with FakeEngine("grüße, 世界!") as engine:
@@ -52,6 +60,8 @@ class TestAnswers:
         async with FakeEngine("pong") as engine:
             response = await engine.generate("ping")
             one_chunk = await collect(engine.generate("ping", stream_response=False))
+            twice = engine.generate("ping")
+            assert await twice is await twice
         assert isinstance(response, Response)
         assert (response.text, response.finish_reason, response.generate_token_len) == ("pong", "stop", 5)
         assert [chunk.text for chunk in one_chunk] == ["pong"]
@@ -105,14 +115,18 @@ class TestAnswers:
 
     async def test_parallel_requests_answer_as_if_alone(self) -> None:
         async with FakeEngine(
-            oracle=hash_oracle(258), backend_config=EngineConfig(max_batch_size=5, max_prefill_token_num=16), num_blocks=40
+            oracle=hash_oracle(258),
+            backend_config=EngineConfig(max_batch_size=5, max_prefill_token_num=16),
+            num_blocks=40,
         ) as engine:
             settings = config(max_new_tokens=20)
             alone = [(await engine.generate(f"question {number}", settings)).token_ids for number in range(10)]
             together = await asyncio.gather(
                 *(engine.generate(f"question {number}", settings).response() for number in range(10))
             )
-            again = await asyncio.gather(*(engine.generate("same", settings, session_id=5).response() for _ in range(50)))
+            again = await asyncio.gather(
+                *(engine.generate("same", settings, session_id=5).response() for _ in range(50))
+            )
         assert [response.token_ids for response in together] == alone
         assert len({tuple(response.token_ids) for response in again}) == 1
 
@@ -218,7 +232,8 @@ class TestBadInput:
             generation = engine.generate(**arguments)
             with pytest.raises(error):
                 await anext(generation)
-            assert await collect(generation) == []
+            with pytest.raises(error):
+                await generation
             assert (await engine.generate("good")).text == "fine"
             assert engine.stats().requests_started == 1
 
@@ -286,8 +301,7 @@ class TestPipelining:
     async def test_the_idle_engine_sleeps(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async with FakeEngine("pong") as engine:
             await engine.generate("ping")
-            while engine.stats().steps_in_flight:
-                await asyncio.sleep(0.002)
+            await until(lambda: not engine.stats().steps_in_flight)
             loop = engine.running()
             turns = 0
             original = loop._launch
@@ -310,8 +324,7 @@ class TestPipelining:
         async with FakeEngine("y" * 100) as engine:
             fast = await collect(engine.generate("Hi"))
             async with engine.generate("Hi") as slow:
-                while engine.stats().running or engine.stats().waiting:
-                    await asyncio.sleep(0.002)
+                await until(lambda: not engine.stats().running and not engine.stats().waiting)
                 chunks = await collect(slow)
         assert len(fast) > 50
         assert len(chunks) == 1
@@ -466,6 +479,22 @@ class TestStartAndClose:
                 await engine.start()
         await engine.close()
 
+    async def test_a_cancellation_in_the_turn_in_which_the_start_succeeds(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Late(EngineLoop):
+            def __init__(self, *arguments: Any, **named: Any) -> None:
+                super().__init__(*arguments, **named)
+                asyncio.get_running_loop().call_soon(start.cancel)
+
+        monkeypatch.setattr("asyncllm.engine.async_engine.EngineLoop", Late)
+        engine = FakeEngine("x")
+        start = asyncio.create_task(engine.start())
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        with pytest.raises(EngineClosed):
+            await engine.generate("Hi")
+
     async def test_close_ends_open_requests(self) -> None:
         engine = FakeEngine("x" * 200, delay_per_token=0.001)
         await engine.start()
@@ -523,13 +552,11 @@ class TestStartAndClose:
                 with pytest.raises(EngineError, match="another event loop"):
                     await engine.close()
 
-            thread = asyncio.get_running_loop().run_in_executor
-            from concurrent.futures import ThreadPoolExecutor
-
+            in_thread = asyncio.get_running_loop().run_in_executor
             with ThreadPoolExecutor(1) as pool:
-                await thread(pool, lambda: asyncio.run(elsewhere()))
+                await in_thread(pool, lambda: asyncio.run(elsewhere()))
                 with pytest.raises(EngineError, match="another event loop"):
-                    await thread(pool, engine.stats)
+                    await in_thread(pool, engine.stats)
             assert (await engine.generate("Hi")).text == "x"
 
 
@@ -553,11 +580,23 @@ class TestDeath:
 
     async def test_chunks_before_the_death_are_delivered_first(self) -> None:
         async with FakeEngine("abcdef", fail_at=3) as engine:
-            text = ""
+            generation = engine.generate("Hi")
+            text = (await anext(generation)).text
+            while len(text) < 3:
+                text += (await anext(generation)).text
+            assert text == "abc"
             with pytest.raises(EngineDead):
-                async for chunk in engine.generate("Hi"):
-                    text += chunk.text
-        assert text == "abc"
+                await anext(generation)
+
+    async def test_a_loop_that_is_cancelled_from_outside_is_closed(self) -> None:
+        async with FakeEngine("x" * 20) as engine:
+            generation = engine.generate("Hi")
+            await anext(generation)
+            engine.running()._task.cancel()
+            with pytest.raises(EngineClosed):
+                await collect(generation)
+            with pytest.raises(EngineClosed):
+                await engine.generate("Hi")
 
     async def test_a_step_that_the_executor_cancels_is_a_death(self) -> None:
         async with FakeEngine("x" * 20) as engine:

@@ -59,9 +59,12 @@ async def by_context(engine: FakeEngine) -> None:
 
 
 async def by_exception(engine: FakeEngine) -> None:
-    with pytest.raises(ZeroDivisionError):
+    async def read() -> None:
         async for _ in engine.generate("Hi", LONG):
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await read()
 
 
 async def by_task_cancel(engine: FakeEngine) -> None:
@@ -83,10 +86,13 @@ async def by_sibling_task(engine: FakeEngine) -> None:
         await asyncio.sleep(0.005)
         raise ZeroDivisionError
 
-    with pytest.raises(ExceptionGroup):
+    async def both() -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(engine.generate("Hi", LONG).response())
             group.create_task(fail())
+
+    with pytest.raises(ExceptionGroup):
+        await both()
 
 
 async def by_move_on(engine: FakeEngine) -> None:
@@ -232,7 +238,7 @@ async def test_closing_from_another_task_while_a_long_prompt_is_encoded() -> Non
 
 @types.coroutine
 def cancelling_at(body: Coroutine[Any, Any, Any], points: range, seen: list[int]) -> Generator[Any, Any, Any]:
-    """Run `body`, and cancel the running task at the suspensions numbered in `points`. Appends each number to `seen`."""
+    """Run `body`, and cancel the running task at the suspensions numbered in `points`. Lists all of them in `seen`."""
     call: Callable[..., Any] = body.send
     argument: Any = None
     while True:

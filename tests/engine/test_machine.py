@@ -11,11 +11,20 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
 from asyncllm.engine.prefix_cache import extend_hashes, root_hash
 from asyncllm.engine.sequence import Request
-from tests.engine.driver import VOCAB, Driver, expected_answer
+from tests.engine.driver import Driver, expected_answer
 
 EXAMPLES = int(os.environ.get("ASYNCLLM_MACHINE_EXAMPLES", "150"))
 MAX_DEPTH = 3

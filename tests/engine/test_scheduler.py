@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from asyncllm.engine.sequence import SequenceState
@@ -78,7 +80,7 @@ def test_prefill_interval_spaces_out_prompt_chunks_while_rows_decode(interval: i
     with_prefill = [index for index, batch in enumerate(driver.batches) if batch.prefill]
     chunks = with_prefill[1:]
     assert len(chunks) == 5
-    assert {after - before for before, after in zip(chunks, chunks[1:], strict=False)} == {interval}
+    assert {after - before for before, after in itertools.pairwise(chunks)} == {interval}
     assert chunks[0] <= 1 + interval
 
 

@@ -70,7 +70,9 @@ async def test_sessions_survive_preemption() -> None:
             sessions = [engine.session() for _ in range(4)]
             histories = []
             for question in ("one", "two"):
-                await asyncio.gather(*(session.chat(question + str(session.id), settings).response() for session in sessions))
+                await asyncio.gather(
+                    *(session.chat(question + str(session.id), settings).response() for session in sessions)
+                )
             histories = [session.token_ids for session in sessions]
             answers.append(histories)
             preemptions = engine.stats().preemptions
@@ -170,9 +172,7 @@ class TestRefusedTurns:
 
     async def test_of_many_tasks_one_has_its_turn(self) -> None:
         async with FakeEngine(ANSWERS) as engine, engine.session() as session:
-            results = await asyncio.gather(
-                *(session.chat("one").response() for _ in range(64)), return_exceptions=True
-            )
+            results = await asyncio.gather(*(session.chat("one").response() for _ in range(64)), return_exceptions=True)
         assert sum(isinstance(result, SessionBusy) for result in results) == 63
         assert len(session.turns) == 1
 
@@ -206,7 +206,10 @@ class TestStopping:
             assert (await session.chat("two")).history_token_len == session.turns[0].end
 
     async def test_stop_of_a_turn_that_is_still_being_encoded(self) -> None:
-        async with FakeEngine("y" * 50, max_position=100_000, num_blocks=100_000) as engine, engine.session() as session:
+        async with (
+            FakeEngine("y" * 50, max_position=100_000, num_blocks=100_000) as engine,
+            engine.session() as session,
+        ):
             task = asyncio.create_task(session.chat("x" * 10_000).response())
             await asyncio.sleep(0)
             assert session.busy
@@ -268,6 +271,22 @@ class TestStopping:
             kept = await session.chat("one", GenerationConfig(stop_words=["STOP"], include_stop_str_in_output=True))
             assert text(session.token_ids).endswith("abc STOP")
             assert kept.text == "abc STOP"
+
+    async def test_a_history_that_cannot_be_recorded_is_this_readers_trouble(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with FakeEngine(ANSWERS) as engine, engine.session() as session:
+
+            def broken(*_: object) -> None:
+                raise ValueError("no pins today")
+
+            monkeypatch.setattr(engine, "pin", broken)
+            neighbour = engine.generate("one")
+            with pytest.raises(ValueError, match="no pins today"):
+                await session.chat("one")
+            assert (await neighbour).text == "first answer"
+            monkeypatch.undo()
+            assert not session.busy
 
 
 class TestFork:

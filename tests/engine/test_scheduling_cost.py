@@ -1,0 +1,93 @@
+"""What a step costs at 256 rows, and that waiting requests cost nothing. `bench/scheduler.py` prints the figures."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+
+from tests.engine.driver import Driver
+
+ROWS = 256
+STEPS = 60
+BOUND_S = 0.6e-3
+"""For schedule() and update() of one step; about four times what an idle core of this class needs."""
+
+
+def crowd(waiting: int) -> Driver:
+    driver = Driver(num_blocks=ROWS * 40, block_size=64, num_slots=ROWS, max_batch_size=ROWS, budget=4096, caching=True)
+    for number in range(ROWS + waiting):
+        driver.submit([number % 8, number // 8 % 8, number // 64 % 8], 2000)
+    return driver
+
+
+def fastest_step(driver: Driver) -> float:
+    """Seconds for schedule() and update() of a step that decodes all rows, without the device: the best of many."""
+    scheduler = driver.scheduler
+    while scheduler.num_running < ROWS:
+        driver.turn()
+    driver.turn()
+    best = float("inf")
+    gc.disable()
+    try:
+        for _ in range(STEPS):
+            start = time.perf_counter()
+            batch = scheduler.schedule()
+            scheduled = time.perf_counter()
+            assert batch is not None
+            assert len(batch.decode) == ROWS
+            driver.in_flight.append(batch)
+            output = driver.device.step(driver.in_flight.popleft())
+            before = time.perf_counter()
+            scheduler.update(output)
+            best = min(best, scheduled - start + time.perf_counter() - before)
+    finally:
+        gc.enable()
+    return best
+
+
+@pytest.mark.parametrize("waiting", [10, 10_000])
+def test_a_step_of_256_rows_costs_the_loop_less_than_0_6_ms(waiting: int) -> None:
+    assert fastest_step(crowd(waiting)) < BOUND_S
+
+
+def test_waiting_requests_cost_nothing() -> None:
+    few, many = fastest_step(crowd(10)), fastest_step(crowd(10_000))
+    assert many < 1.5 * few + 50e-6, f"{few * 1e6:.0f} us with 10 waiting, {many * 1e6:.0f} us with 10,000"
+
+
+class CountingDeque:
+    """Stands in for the queue and counts what is done to it."""
+
+    def __init__(self, items: object) -> None:
+        self.items = items
+        self.touched = 0
+
+    def __getattr__(self, name: str) -> object:
+        self.touched += 1
+        return getattr(self.items, name)
+
+    def __getitem__(self, index: int) -> object:
+        self.touched += 1
+        return self.items[index]  # type: ignore[index]
+
+    def __bool__(self) -> bool:
+        return bool(self.items)
+
+    def __iter__(self) -> object:
+        raise AssertionError("a step walked through the whole queue")
+
+
+@pytest.mark.parametrize("waiting", [1, 500])
+def test_a_step_looks_only_at_the_head_of_the_queue(waiting: int) -> None:
+    driver = Driver(max_batch_size=4, num_slots=4)
+    for number in range(4 + waiting):
+        driver.submit([number % 8], 50)
+    driver.turn()
+    queue = CountingDeque(driver.scheduler._waiting)
+    driver.scheduler._waiting = queue  # type: ignore[assignment]
+    for _ in range(10):
+        driver.turn()
+    assert queue.touched <= 30
+    driver.scheduler._waiting = queue.items  # type: ignore[assignment]
