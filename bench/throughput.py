@@ -3,8 +3,10 @@
     python bench/throughput.py
     python bench/throughput.py --model FOLDER --work b1,b64 --against none --json result.json
 
-b1 is compared with `model.generate`, larger batches with `model.generate_batch` (continuous batching). The two engines
-take turns, and the figures are medians, so that a busy machine slows both alike.
+b1 is compared with `model.generate`, larger batches with `model.generate_batch` (continuous batching). The engines take
+turns, and the figures are medians, so that a busy machine slows them alike. Each has a process of its own: OpenMP makes
+all teams of a process wait in the kernel once they have more threads than there are cores, which triples the step of a
+small model on two cores.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import statistics
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +27,24 @@ from workloads import Work, static
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
 from asyncllm.locate import locate
+from asyncllm.text.tokenizer import Tokenizer
 
 Timed = Callable[[Work], float]
 """Runs a work to its end; seconds."""
 
 
-class Ours:
+def open_ours(model: str) -> Timed:
     """asyncllm, driven from synchronous code by an event loop of its own."""
+    runner = asyncio.Runner()
+    # The prompts repeat from run to run: without this, all but the first would be found in the cache.
+    engine = AsyncEngine(model, EngineConfig(enable_prefix_caching=False, max_batch_size=256))
+    runner.run(engine.start())
 
-    def __init__(self, model: str) -> None:
-        self._runner = asyncio.Runner()
-        # The prompts repeat from run to run: without this, all but the first would be found in the cache.
-        config = EngineConfig(enable_prefix_caching=False, max_batch_size=256)
-        self.engine = AsyncEngine(model, config)
-        self._runner.run(self.engine.start())
-
-    def run(self, work: Work) -> float:
-        return self._runner.run(self._run(work))
-
-    async def _run(self, work: Work) -> float:
+    async def answer(work: Work) -> float:
         config = GenerationConfig(max_new_tokens=work.new_tokens, ignore_eos=True)
         start = time.perf_counter()
         generations = [
-            self.engine.generate(input_ids=prompt, gen_config=config, stream_response=False) for prompt in work.prompts
+            engine.generate(input_ids=prompt, gen_config=config, stream_response=False) for prompt in work.prompts
         ]
         for generation in generations:
             await generation.start()
@@ -54,41 +53,65 @@ class Ours:
             assert response.generate_token_len == work.new_tokens, response.finish_reason
         return time.perf_counter() - start
 
-    def close(self) -> None:
-        self._runner.run(self.engine.close())
-        self._runner.close()
+    return lambda work: runner.run(answer(work))
 
 
-class Transformers:
-    """transformers on the same checkpoint, in float32 like asyncllm on a CPU."""
+def open_transformers(model: str, dtype: str) -> Timed:
+    """transformers on the same checkpoint, in the type that it loads by default ("auto") or in another."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers import GenerationConfig as HubGenerationConfig
+    from transformers.utils import logging
 
-    def __init__(self, folder: Path) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded: Any = AutoModelForCausalLM.from_pretrained(locate(model), dtype=dtype, attn_implementation="sdpa")
+    loaded = loaded.to(device).eval()
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-        self._model = model.to(device).eval()
-        self._torch = torch
-
-    def run(self, work: Work) -> float:
-        from transformers import GenerationConfig as HubGenerationConfig
-
+    def answer(work: Work) -> float:
         config = HubGenerationConfig(max_new_tokens=work.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        torch = self._torch
         start = time.perf_counter()
         if len(work.prompts) == 1:
-            ids = torch.tensor(work.prompts, device=self._model.device)
+            ids = torch.tensor(work.prompts, device=device)
             with torch.inference_mode():
-                out = self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-            generated = out.shape[1] - ids.shape[1]
+                out = loaded.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+            lengths = [out.shape[1] - ids.shape[1]]
         else:
-            outputs = self._model.generate_batch(work.prompts, generation_config=config, progress_bar=False)
-            generated = min(len(output.generated_tokens) for output in outputs.values())
-            assert len(outputs) == len(work.prompts)
-        assert generated == work.new_tokens, f"transformers gave {generated} tokens"
-        return time.perf_counter() - start
+            outputs = loaded.generate_batch(work.prompts, generation_config=config, progress_bar=False)
+            lengths = [len(output.generated_tokens) for output in outputs.values()]
+        seconds = time.perf_counter() - start
+        assert lengths == [work.new_tokens] * len(work.prompts), f"transformers gave {lengths} tokens"
+        return seconds
+
+    return answer
+
+
+def serve(open_engine: Callable[..., Timed], arguments: tuple[str, ...], connection: Connection) -> None:
+    """The main function of an engine's process: works in, seconds out."""
+    run = open_engine(*arguments)
+    while (work := connection.recv()) is not None:
+        connection.send(run(work))
+
+
+class EngineProcess:
+    """An engine in a process of its own."""
+
+    def __init__(self, open_engine: Callable[..., Timed], *arguments: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=serve, args=(open_engine, arguments, other), daemon=True)
+        self._process.start()
+        other.close()
+
+    def run(self, work: Work) -> float:
+        self._connection.send(work)
+        seconds: float = self._connection.recv()
+        return seconds
+
+    def close(self) -> None:
+        self._connection.send(None)
+        self._process.join(timeout=30)
 
 
 def main() -> None:
@@ -103,49 +126,54 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-    ours = Ours(arguments.model)
-    theirs = Transformers(locate(arguments.model)) if arguments.against == "transformers" else None
-    vocab_size = ours.engine.tokenizer.vocab_size
+    engines = {"asyncllm": EngineProcess(open_ours, arguments.model)}
+    if arguments.against == "transformers":
+        for dtype in ("auto", "float32"):
+            engines[f"transformers {dtype}"] = EngineProcess(open_transformers, arguments.model, dtype)
+    vocab_size = Tokenizer.from_folder(locate(arguments.model)).vocab_size
     results = []
-    header = f"{'work':6} {'asyncllm tok/s':>15} {'step ms':>9}"
-    print(header + (f" {'transformers tok/s':>19} {'ratio':>7}" if theirs else ""), flush=True)
+    peers = list(engines)[1:]
+    print(f"{'work':6}{'asyncllm tok/s':>16}{'step ms':>9}" + "".join(f"{name:>22}{'ratio':>7}" for name in peers))
     try:
         for name in arguments.work.split(","):
             work = static(int(name.removeprefix("b")), arguments.prompt_len, arguments.new_tokens, vocab_size)
-            result = measure(work, ours.run, theirs.run if theirs else None, arguments.repeat)
+            result = measure(work, {name: engine.run for name, engine in engines.items()}, arguments.repeat)
             results.append(result)
-            line = f"{work.name:6} {result['out_tok_s']:15,.0f} {result['step_ms']:9.2f}"
-            if theirs:
-                line += f" {result['transformers_out_tok_s']:19,.0f} {result['ratio']:7.2f}"
+            line = f"{work.name:6}{result['out_tok_s']:16,.0f}{result['step_ms']:9.2f}"
+            for peer in result["peers"].values():
+                line += f"{peer['out_tok_s']:22,.0f}{peer['ratio']:7.2f}"
             print(line, flush=True)
     finally:
-        ours.close()
+        for engine in engines.values():
+            engine.close()
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
-def measure(work: Work, ours: Timed, theirs: Timed | None, repeat: int) -> dict[str, Any]:
-    """Time the work in turns after one warm-up each."""
+def measure(work: Work, runs: dict[str, Timed], repeat: int) -> dict[str, Any]:
+    """Time the work in turns after one warm-up each. The first of `runs` is ours."""
     short = Work(work.name, work.prompts, min(8, work.new_tokens))
-    runs: list[Timed] = [ours] if theirs is None else [ours, theirs]
-    for run in runs:
+    for run in runs.values():
         run(short)
-    seconds: list[list[float]] = [[] for _ in runs]
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeat):
-        for index, run in enumerate(runs):
-            seconds[index].append(run(work))
-    total = statistics.median(seconds[0])
-    result: dict[str, Any] = {
+        for name, run in runs.items():
+            seconds[name].append(run(work))
+    totals = {name: statistics.median(values) for name, values in seconds.items()}
+    ours, *peers = totals
+    return {
         "work": work.name,
-        "total_s": round(total, 4),
-        "out_tok_s": round(work.num_new / total, 1),
-        "step_ms": round(1000 * total / work.new_tokens, 3),
+        "total_s": round(totals[ours], 4),
+        "out_tok_s": round(work.num_new / totals[ours], 1),
+        "step_ms": round(1000 * totals[ours] / work.new_tokens, 3),
+        "peers": {
+            name: {
+                "out_tok_s": round(work.num_new / totals[name], 1),
+                "ratio": round(totals[name] / totals[ours], 2),
+            }
+            for name in peers
+        },
     }
-    if theirs is not None:
-        other = statistics.median(seconds[1])
-        result["transformers_out_tok_s"] = round(work.num_new / other, 1)
-        result["ratio"] = round(other / total, 2)
-    return result
 
 
 if __name__ == "__main__":
