@@ -479,7 +479,7 @@ class TestStartAndClose:
                 await engine.start()
         await engine.close()
 
-    async def test_a_cancellation_in_the_turn_in_which_the_start_succeeds(
+    async def test_a_cancellation_in_the_turn_in_which_it_succeeds(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         class Late(EngineLoop):
