@@ -479,9 +479,7 @@ class TestStartAndClose:
                 await engine.start()
         await engine.close()
 
-    async def test_a_cancellation_in_the_turn_in_which_it_succeeds(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_cancellation_in_the_turn_in_which_it_succeeds(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Late(EngineLoop):
             def __init__(self, *arguments: Any, **named: Any) -> None:
                 super().__init__(*arguments, **named)

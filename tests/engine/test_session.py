@@ -253,6 +253,7 @@ class TestStopping:
             engine.executor.pause()
             generation = session.chat("one")
             await generation.start()
+            await asyncio.sleep(0.005)
             tasks = [asyncio.create_task(session.chat(prompt).response()) for prompt in ("two", "three")]
             generation.cancel()  # both tasks run before the engine's turn that ends it
             tasks.append(asyncio.create_task(generation.aclose()))
