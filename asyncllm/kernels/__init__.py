@@ -10,11 +10,12 @@ from asyncllm.kernels.attention import (
 from asyncllm.kernels.cache import PagedKV, copy_blocks, fill_kv_cache, slot_lines
 from asyncllm.kernels.moe import fused_experts, route
 from asyncllm.kernels.norm import add_rms_norm, rms_norm
-from asyncllm.kernels.rotary import apply_rotary, rope_fill_kv
+from asyncllm.kernels.rotary import Rotation, apply_rotary, rope_fill_kv
 
 __all__ = [
     "DecodePlan",
     "PagedKV",
+    "Rotation",
     "add_rms_norm",
     "apply_rotary",
     "copy_blocks",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
-from asyncllm.kernels import DecodePlan, PagedKV
+from asyncllm.kernels import DecodePlan, PagedKV, Rotation
 from asyncllm.layers.linear import Linear, QKVLinear
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.step_inputs import StepInputs
@@ -15,7 +15,7 @@ __all__ = ["Attention"]
 
 
 class Attention(nn.Module):
-    """x [T, hidden], rotation [T, 2, R] float32 -> [T, hidden]; the tokens' keys and values go to `cache` first.
+    """x [T, hidden] -> [T, hidden]; the tokens' keys and values go to `cache` first.
 
     `window` is the number of latest positions that a query sees, itself included; `scale` multiplies the scores,
     head_dim^-0.5 unless given; `qk_norm_eps` asks for a per-head RMS norm of q and k.
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         self.scale = head_dim**-0.5 if scale is None else scale
         self.softcap = softcap
 
-    def forward(self, x: Tensor, rotation: Tensor, inputs: StepInputs, cache: PagedKV) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, inputs: StepInputs, cache: PagedKV) -> Tensor:
         q = kernels.rope_fill_kv(
             self.qkv(x),
             rotation,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from asyncllm.kernels import PagedKV
+from asyncllm.kernels import PagedKV, Rotation
 from asyncllm.layers.attention import Attention
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.step_inputs import StepInputs
@@ -27,7 +27,7 @@ class Block(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, branch: Tensor | None, residual: Tensor, rotation: Tensor, inputs: StepInputs, cache: PagedKV
+        self, branch: Tensor | None, residual: Tensor, rotation: Rotation, inputs: StepInputs, cache: PagedKV
     ) -> tuple[Tensor, Tensor]:
         """residual and branch [T, hidden]; branch is None in the first block. -> (branch, residual) for the next."""
         if branch is None:
@@ -56,7 +56,7 @@ class SandwichBlock(Block):
         self.mlp_post_norm = mlp_post_norm
 
     def forward(
-        self, branch: Tensor | None, residual: Tensor, rotation: Tensor, inputs: StepInputs, cache: PagedKV
+        self, branch: Tensor | None, residual: Tensor, rotation: Rotation, inputs: StepInputs, cache: PagedKV
     ) -> tuple[Tensor, Tensor]:
         if branch is None:
             normed = self.attn_norm(residual)

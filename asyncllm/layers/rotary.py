@@ -21,6 +21,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from asyncllm.kernels import Rotation
+
 __all__ = ["RopeConfig", "RopeKind", "RotaryEmbedding"]
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
@@ -54,7 +56,7 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RotaryEmbedding(nn.Module):
-    """positions [T] -> the rotation [T, 2, R] float32 of `kernels.apply_rotary`, once per step for all layers."""
+    """positions [T] -> their rotation, once per step for all layers."""
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class RotaryEmbedding(nn.Module):
         self.exponents: Tensor
         self.inv_freq: Tensor
 
-    def forward(self, positions: Tensor, rope_lens: Tensor | None) -> Tensor:
+    def forward(self, positions: Tensor, rope_lens: Tensor | None) -> Rotation:
         """rope_lens [T]: the prompt length of each token's sequence; dynamic scaling requires it, others ignore it."""
         config = self.config
         if config.kind == "dynamic":
@@ -75,8 +77,9 @@ class RotaryEmbedding(nn.Module):
         else:
             angles = positions[:, None] * self.inv_freq
         cos, sin = angles.cos(), angles.sin()
-        rotation = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
-        return rotation if config.attention_factor == 1.0 else rotation.mul_(config.attention_factor)
+        if config.attention_factor != 1.0:
+            cos, sin = cos.mul_(config.attention_factor), sin.mul_(config.attention_factor)
+        return Rotation(torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None])
 
     def _dynamic_frequencies(self, rope_lens: Tensor) -> Tensor:
         """[T] -> [T, R/2]. The base is computed in float64, as an integer length divided by an integer is in Python."""

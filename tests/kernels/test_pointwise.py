@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncllm import kernels
-from asyncllm.kernels import PagedKV
+from asyncllm.kernels import PagedKV, Rotation
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -59,10 +59,10 @@ def test_gates() -> None:
     torch.testing.assert_close(kernels.gelu_tanh_mul(x).double(), gelu, atol=1e-5, rtol=1e-5)
 
 
-def rotation(angles: Tensor) -> Tensor:
+def rotation(angles: Tensor) -> Rotation:
     """What `apply_rotary` takes for angles [T, R/2]."""
     cos, sin = angles.cos(), angles.sin()
-    return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
+    return Rotation(torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None])
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:

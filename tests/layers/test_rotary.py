@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncllm.kernels import Rotation
 from asyncllm.layers.rotary import RopeConfig, RotaryEmbedding
 
 CPU = torch.device("cpu")
 
 
-def halves(rotation: Tensor) -> Tensor:
+def halves(rotation: Rotation) -> Tensor:
     """[T, R]: the cosines and the sines of the angles, once each."""
-    cos, sin = rotation.unbind(1)
-    half = rotation.shape[-1] // 2
+    cos, sin = rotation.cos[:, 0], rotation.sin[:, 0]
+    half = cos.shape[-1] // 2
     assert torch.equal(cos[:, :half], cos[:, half:])
     assert torch.equal(sin[:, :half], -sin[:, half:])
     return torch.cat([cos[:, :half], sin[:, half:]], -1)

@@ -28,6 +28,7 @@ __all__ = [
     "Case",
     "Row",
     "Runner",
+    "hub_model",
     "open_case",
     "random_tokens",
     "reference",
