@@ -361,7 +361,7 @@ def test_a_thousand_prompts_in_a_small_pool(caching: bool) -> None:
     driver = Driver(num_blocks=14, max_batch_size=6, num_slots=8, budget=9, caching=caching)
     asked: list[tuple[Request, list[int], int]] = []
     for _ in range(1000):
-        prompt = random.choice([PROMPT, PROMPT[::-1], PROMPT[:4] * 2])[: random.randint(1, 10)] + [random.randint(0, 3)]
+        prompt = [*random.choice([PROMPT, PROMPT[::-1], PROMPT[:4] * 2])[: random.randint(1, 10)], random.randint(0, 3)]
         max_new_tokens = random.randint(1, 20)
         asked.append((driver.submit(prompt, max_new_tokens), prompt, max_new_tokens))
         for _ in range(random.randint(0, 12)):
