@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
 
 import pytest
 
-from asyncllm.engine.sequence import SequenceState
+from asyncllm.engine.sequence import Request, SequenceState
 from tests.engine.driver import Driver, chunk_sizes, expected_answer
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 0, 1, 2]
@@ -351,6 +352,43 @@ class TestSharedPrompts:
         driver.drain()
         assert scored.cached_tokens == 0
         assert len(scored.prompt_logprobs) == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_thousand_prompts_in_a_small_pool(caching: bool) -> None:
+    """Beginnings collide, blocks are evicted all the time, rows are preempted: the answers are the oracle's."""
+    random = Random(5)
+    driver = Driver(num_blocks=14, max_batch_size=6, num_slots=8, budget=9, caching=caching)
+    asked: list[tuple[Request, list[int], int]] = []
+    for _ in range(1000):
+        prompt = [*random.choice([PROMPT, PROMPT[::-1], PROMPT[:4] * 2])[: random.randint(1, 10)], random.randint(0, 3)]
+        max_new_tokens = random.randint(1, 20)
+        asked.append((driver.submit(prompt, max_new_tokens), prompt, max_new_tokens))
+        for _ in range(random.randint(0, 12)):
+            driver.turn(random.randint(1, 3))
+    driver.drain()
+    for request, prompt, max_new_tokens in asked:
+        assert driver.answers(request) == [expected_answer(prompt, max_new_tokens)]
+    assert driver.scheduler.counts.preemptions > 10
+    assert (driver.scheduler.counts.cached_tokens > 1000) == caching
+    driver.check_drained()
+
+
+def test_everybody_is_served_in_bounded_time() -> None:
+    """Preemption and a crowded queue delay a request by the work before it in the queue, and not for ever."""
+    driver = Driver(num_blocks=10, max_batch_size=4, num_slots=6, caching=False)
+    ended_at: dict[Request, int] = {}
+    requests = [driver.submit([index % 8] * (1 + index % 7), 1 + index % 24) for index in range(120)]
+    for step in range(10_000):
+        if not driver.turn():
+            break
+        for request in requests:
+            if request.finished:
+                ended_at.setdefault(request, step)
+    work = 0
+    for request in requests:
+        work += len(request.sequences[0].token_ids)
+        assert ended_at[request] <= work + 24, f"request {request.id} waited too long"
 
 
 def test_a_row_that_fails_ends_its_request_and_no_other() -> None:

@@ -253,8 +253,9 @@ class TestStopping:
             engine.executor.pause()
             generation = session.chat("one")
             await generation.start()
-            generation.cancel()
+            await asyncio.sleep(0.005)
             tasks = [asyncio.create_task(session.chat(prompt).response()) for prompt in ("two", "three")]
+            generation.cancel()  # both tasks run before the engine's turn that ends it
             tasks.append(asyncio.create_task(generation.aclose()))
             await asyncio.sleep(0)
             engine.executor.resume()
