@@ -18,7 +18,8 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,11 @@ Timed = Callable[[Work], float]
 """Runs a work to its end; seconds."""
 
 
-def open_ours(model: str) -> Timed:
+@contextmanager
+def open_ours(model: str) -> Iterator[Timed]:
     """asyncllm, driven from synchronous code by an event loop of its own."""
-    runner = asyncio.Runner()
     # The prompts repeat from run to run: without this, all but the first would be found in the cache.
     engine = AsyncEngine(model, EngineConfig(enable_prefix_caching=False, max_batch_size=256))
-    runner.run(engine.start())
 
     async def answer(work: Work) -> float:
         config = GenerationConfig(max_new_tokens=work.new_tokens, ignore_eos=True)
@@ -53,10 +53,14 @@ def open_ours(model: str) -> Timed:
             assert response.generate_token_len == work.new_tokens, response.finish_reason
         return time.perf_counter() - start
 
-    return lambda work: runner.run(answer(work))
+    with asyncio.Runner() as runner:
+        runner.run(engine.start())
+        yield lambda work: runner.run(answer(work))
+        runner.run(engine.close())
 
 
-def open_transformers(model: str, dtype: str) -> Timed:
+@contextmanager
+def open_transformers(model: str, dtype: str) -> Iterator[Timed]:
     """transformers on the same checkpoint, in the type that it loads by default ("auto") or in another."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -84,20 +88,20 @@ def open_transformers(model: str, dtype: str) -> Timed:
         assert lengths == [work.new_tokens] * len(work.prompts), f"transformers gave {lengths} tokens"
         return seconds
 
-    return answer
+    yield answer
 
 
-def serve(open_engine: Callable[..., Timed], arguments: tuple[str, ...], connection: Connection) -> None:
+def serve(open_engine: Callable[..., AbstractContextManager[Timed]], arguments: tuple[str, ...], connection: Connection) -> None:
     """The main function of an engine's process: works in, seconds out."""
-    run = open_engine(*arguments)
-    while (work := connection.recv()) is not None:
-        connection.send(run(work))
+    with open_engine(*arguments) as run:
+        while (work := connection.recv()) is not None:
+            connection.send(run(work))
 
 
 class EngineProcess:
     """An engine in a process of its own."""
 
-    def __init__(self, open_engine: Callable[..., Timed], *arguments: str) -> None:
+    def __init__(self, open_engine: Callable[..., AbstractContextManager[Timed]], *arguments: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
         self._process = context.Process(target=serve, args=(open_engine, arguments, other), daemon=True)

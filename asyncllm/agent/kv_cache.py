@@ -85,9 +85,9 @@ def allocate_pool(
 
     Raises ModelError when the memory is not there.
     """
-    shape = (num_blocks, model.num_kv_heads, block_size, model.head_dim)
+    shape = (2, num_blocks, model.num_kv_heads, block_size, model.head_dim)
     try:
-        return [PagedKV(_zeros(shape, dtype, device), _zeros(shape, dtype, device)) for _ in range(model.num_layers)]
+        return [PagedKV.over(_zeros(shape, dtype, device)) for _ in range(model.num_layers)]
     except (MemoryError, torch.OutOfMemoryError) as error:
         total = num_blocks * block_bytes(model, block_size, dtype)
         raise ModelError(

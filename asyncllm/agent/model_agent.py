@@ -161,7 +161,7 @@ class ModelAgent:
                 self._not_finite.add(slot)
                 blocks = torch.from_numpy(self._tables.blocks(slot).astype(np.int64)).to(self._device)
                 for cache in self._caches:
-                    for pages in cache:
+                    for pages in (cache.k, cache.v):
                         pages[blocks] = pages[blocks].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 

@@ -22,32 +22,30 @@ DECODE_TILE = 2**20
 150 tokens, 2 KV heads of 64: 1.09 ms of one core in tiles of 2**20, 1.21 ms of 2**18."""
 
 GATHER_LINES = 1024
-"""Up to this many lines V is gathered too, for torch's own attention: fewer calls, and the copy is small."""
+"""Up to this many lines of keys, keys and values are gathered for torch's own attention: fewer calls, and the copy is
+small."""
 
 QUERY_TILE = 512
 """Most query rows of a prefill scored at a time; bounds the mask and skips keys that no query of the tile sees."""
 
 
 class DecodePlan(NamedTuple):
-    """Where decode attention finds its keys: all that depends on the batch and the window, but not on the layer.
-
-    A *line* is one position of one KV head: a row of a layer's pages seen as
-    [blocks * kv_heads * block_size, head_dim].
-    """
+    """Where decode attention finds its keys and values: all that depends on the batch and the window, not the layer."""
 
     lines: Tensor
-    """[B * K, width] int64."""
+    """[2, B * K, width] int64: for each row and KV head the lines (`PagedKV.lines`) of its keys, and of its values."""
     bias: Tensor | None
     """[B * K, 1, width] float32: -inf at lines that the row does not see; None when it sees them all."""
 
 
 def plan_decode_attention(
-    block_tables: Tensor, kv_lens: Tensor, *, num_kv_heads: int, block_size: int, window: int | None = None
+    block_tables: Tensor, kv_lens: Tensor, cache: PagedKV, *, window: int | None = None
 ) -> DecodePlan:
-    """The plan of one step for all layers with this window.
+    """The plan of one step for all layers with a cache of this shape and with this window.
 
     block_tables [B, N] integers, kv_lens [B] integers >= 1, the query's own token included.
     """
+    num_blocks, num_kv_heads, block_size, _ = cache.k.shape
     kv_lens = kv_lens.long()
     shortest, longest = (int(bound) for bound in kv_lens.aminmax())
     width = longest if window is None else min(window, longest)
@@ -57,36 +55,33 @@ def plan_decode_attention(
     pages = positions.div(block_size, rounding_mode="floor").clamp_(max=block_tables.shape[1] - 1)
     first_lines = block_tables.long().gather(1, pages).mul_(num_kv_heads * block_size)
     heads = torch.arange(0, num_kv_heads * block_size, block_size, device=kv_lens.device)
-    lines = (first_lines + positions.remainder(block_size))[:, None] + heads[:, None]
+    keys = (first_lines + positions.remainder(block_size))[:, None] + heads[:, None]
+    lines = torch.stack([keys, keys + num_blocks * num_kv_heads * block_size])
     bias = None
     if shortest < width:
         bias = torch.where(positions < kv_lens[:, None], 0.0, float("-inf")).repeat_interleave(num_kv_heads, 0)[:, None]
-    return DecodePlan(lines.view(-1, width), bias)
+    return DecodePlan(lines.view(2, -1, width), bias)
 
 
 def paged_decode_attention(
     q: Tensor, cache: PagedKV, plan: DecodePlan, *, scale: float, softcap: float | None = None
 ) -> Tensor:
     """The last token of each row against what the plan shows it of the row's context. q [B, H, D] -> [B, H, D]."""
-    head_dim = cache.k.shape[-1]
-    keys, values = (part.view(-1, head_dim) for part in cache)
-    num_lists, width = plan.lines.shape
+    head_dim = q.shape[-1]
+    _, num_lists, width = plan.lines.shape
     grouped = q.reshape(num_lists, -1, head_dim)
+    if softcap is None and num_lists * width <= GATHER_LINES:
+        both = cache.lines.index_select(0, plan.lines.view(-1)).view(2, 1, num_lists, width, head_dim)
+        bias = None if plan.bias is None else plan.bias.to(q.dtype)
+        attended = F.scaled_dot_product_attention(grouped[None], both[0], both[1], attn_mask=bias, scale=scale)
+        return attended.view(q.shape)
     tile = max(1, DECODE_TILE // (width * head_dim))
     outputs = []
     for first in range(0, num_lists, tile):
         lists = slice(first, first + tile)
-        lines = plan.lines[lists]
-        k = keys.index_select(0, lines.view(-1)).view(-1, width, head_dim)
+        key_lines, value_lines = plan.lines[:, lists]
+        k = cache.lines.index_select(0, key_lines.reshape(-1)).view(-1, width, head_dim).transpose(1, 2)
         bias = None if plan.bias is None else plan.bias[lists].to(q.dtype)
-        if softcap is None and lines.numel() <= GATHER_LINES:
-            v = values.index_select(0, lines.view(-1)).view(-1, width, head_dim)
-            attended = F.scaled_dot_product_attention(
-                grouped[lists][None], k[None], v[None], attn_mask=bias, scale=scale
-            )
-            outputs.append(attended.view(-1, head_dim))
-            continue
-        k = k.transpose(1, 2)
         if softcap is not None:
             scores = torch.bmm(grouped[lists], k).mul_(scale / softcap).tanh_().mul_(softcap)
             scores = scores if bias is None else scores.add_(bias)
@@ -96,8 +91,8 @@ def paged_decode_attention(
             scores = torch.bmm(grouped[lists], k).mul_(scale)
         weights = scores.softmax(-1, torch.float32).to(q.dtype)
         # A bag is a weighted sum of lines: it reads V in place, where a matmul needs the lines gathered first.
-        bags = lines[:, None].expand(-1, grouped.shape[1], -1).reshape(-1, width)
-        outputs.append(F.embedding_bag(bags, values, mode="sum", per_sample_weights=weights.view(-1, width)))
+        bags = value_lines[:, None].expand(-1, grouped.shape[1], -1).reshape(-1, width)
+        outputs.append(F.embedding_bag(bags, cache.lines, mode="sum", per_sample_weights=weights.view(-1, width)))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined.view(q.shape)
 
@@ -151,7 +146,7 @@ def _attend_row(
         part.view(-1, block_size, head_dim)
         .index_select(0, lines)
         .view(num_kv_heads, -1, head_dim)[:, lowest - skipped : kv_len - skipped]
-        for part in cache
+        for part in (cache.k, cache.v)
     )
     return _attend_causally(q, k, v, kv_len - q_len - lowest, scale, window, softcap)
 

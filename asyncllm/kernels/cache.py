@@ -14,29 +14,38 @@ __all__ = ["PagedKV", "copy_blocks", "fill_kv_cache", "slot_lines"]
 class PagedKV(NamedTuple):
     """Keys and values of one layer, in blocks.
 
-    A *slot* is a token's place: block id * block_size + offset in the block. A *line* is one KV head of it: a row of
-    the pages seen as [blocks * kv_heads * block_size, head_dim].
+    A *slot* is a token's place: block id * block_size + offset in the block. A *line* is one head of one token's key or
+    value. Keys and values share their memory, so that a step writes both at once, and reads both at once.
     """
 
     k: Tensor
     """[blocks, kv_heads, block_size, head_dim]."""
     v: Tensor
     """[blocks, kv_heads, block_size, head_dim]."""
+    lines: Tensor
+    """[2 * blocks * kv_heads * block_size, head_dim]: the lines of k, then those of v, in the same memory."""
+
+    @staticmethod
+    def over(pages: Tensor) -> PagedKV:
+        """The cache in `pages` [2, blocks, kv_heads, block_size, head_dim], contiguous: keys, then values."""
+        return PagedKV(pages[0], pages[1], pages.view(-1, pages.shape[-1]))
 
 
-def slot_lines(slot_mapping: Tensor, *, num_kv_heads: int, block_size: int) -> Tensor:
-    """The lines of each slot, one per KV head. slot_mapping [T] int64 -> [T * kv_heads] int64, alike in all layers."""
+def slot_lines(slot_mapping: Tensor, cache: PagedKV) -> Tensor:
+    """The lines of each slot: its keys' heads, then its values'. slot_mapping [T] int64 -> [T * 2 * kv_heads] int64.
+
+    They are the same in all layers of one shape.
+    """
+    num_blocks, num_kv_heads, block_size, _ = cache.k.shape
     blocks = slot_mapping.div(block_size, rounding_mode="floor")
     first = blocks * ((num_kv_heads - 1) * block_size) + slot_mapping
     heads = torch.arange(0, num_kv_heads * block_size, block_size, device=slot_mapping.device)
-    return (first[:, None] + heads).view(-1)
+    return (first[:, None] + torch.cat([heads, heads + num_blocks * num_kv_heads * block_size])).view(-1)
 
 
-def fill_kv_cache(k: Tensor, v: Tensor, cache: PagedKV, lines: Tensor) -> None:
-    """Write k and v [T, kv_heads, head_dim] into the pages, at the `slot_lines` of T distinct slots."""
-    for tokens, pages in ((k, cache.k), (v, cache.v)):
-        head_dim = pages.shape[-1]
-        pages.view(-1, head_dim).index_copy_(0, lines, tokens.reshape(-1, head_dim))
+def fill_kv_cache(kv: Tensor, cache: PagedKV, lines: Tensor) -> None:
+    """Write keys and values kv [T, 2 * kv_heads, head_dim], keys first, at the `slot_lines` of T distinct slots."""
+    cache.lines.index_copy_(0, lines, kv.view(-1, kv.shape[-1]))
 
 
 def copy_blocks(caches: Sequence[PagedKV], source: Tensor, destination: Tensor) -> None:
@@ -46,5 +55,5 @@ def copy_blocks(caches: Sequence[PagedKV], source: Tensor, destination: Tensor) 
     """
     source, destination = source.long(), destination.long()
     for cache in caches:
-        for blocks in cache:
+        for blocks in (cache.k, cache.v):
             blocks.index_copy_(0, destination, blocks.index_select(0, source))

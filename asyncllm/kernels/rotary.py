@@ -50,14 +50,14 @@ def rope_fill_kv(
 ) -> Tensor:
     """Normalise (if weights are given), rotate q and k, write k and v to the cache, return q.
 
-    qkv [T, (num_heads + 2 num_kv_heads) * head_dim], heads of q, then of k, then of v; lines [T * num_kv_heads] int64 (`slot_lines`); q_norm and k_norm [head_dim], both or neither,
+    qkv [T, (num_heads + 2 num_kv_heads) * head_dim], heads of q, then of k, then of v; lines [T * 2 * num_kv_heads] int64 (`slot_lines`); q_norm and k_norm [head_dim], both or neither,
     applied per head before the rotation (Qwen3). -> q [T, num_heads, head_dim].
     """
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
-    rotated, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+    turning, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
     if q_norm is not None and k_norm is not None:
-        q, k = rotated[:, :num_heads], rotated[:, num_heads:]
-        rotated = torch.cat([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)], 1)
-    rotated = apply_rotary(rotated, rotation)
-    fill_kv_cache(rotated[:, num_heads:], values, cache, lines)
+        q, k = turning[:, :num_heads], turning[:, num_heads:]
+        turning = torch.cat([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)], 1)
+    rotated = apply_rotary(turning, rotation)
+    fill_kv_cache(torch.cat([rotated[:, num_heads:], values], 1), cache, lines)
     return rotated[:, :num_heads]

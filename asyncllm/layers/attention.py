@@ -52,7 +52,7 @@ class Attention(nn.Module):
             self.qkv(x),
             rotation,
             cache,
-            self._lines(inputs, block_size=cache.k.shape[2]),
+            self._lines(inputs, cache),
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
@@ -67,7 +67,7 @@ class Attention(nn.Module):
                 kernels.paged_decode_attention(
                     q[:decode],
                     cache,
-                    self._plan(inputs, block_size=cache.k.shape[2]),
+                    self._plan(inputs, cache),
                     scale=self.scale,
                     softcap=self.softcap,
                 )
@@ -89,24 +89,21 @@ class Attention(nn.Module):
         out: Tensor = self.out(joined.flatten(1))
         return out
 
-    def _lines(self, inputs: StepInputs, block_size: int) -> Tensor:
+    def _lines(self, inputs: StepInputs, cache: PagedKV) -> Tensor:
         """Where the step's tokens go, found by the first layer with as many KV heads."""
         lines = inputs.lines.get(self.num_kv_heads)
         if lines is None:
-            lines = inputs.lines[self.num_kv_heads] = kernels.slot_lines(
-                inputs.slot_mapping, num_kv_heads=self.num_kv_heads, block_size=block_size
-            )
+            lines = inputs.lines[self.num_kv_heads] = kernels.slot_lines(inputs.slot_mapping, cache)
         return lines
 
-    def _plan(self, inputs: StepInputs, block_size: int) -> DecodePlan:
+    def _plan(self, inputs: StepInputs, cache: PagedKV) -> DecodePlan:
         """The step's plan for this window, made by the first layer that needs it."""
         plan = inputs.decode_plans.get(self.window)
         if plan is None:
             plan = inputs.decode_plans[self.window] = kernels.plan_decode_attention(
                 inputs.block_tables[: inputs.num_decode],
                 inputs.kv_lens[: inputs.num_decode],
-                num_kv_heads=self.num_kv_heads,
-                block_size=block_size,
+                cache,
                 window=self.window,
             )
         return plan

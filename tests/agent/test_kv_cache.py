@@ -68,7 +68,7 @@ def test_the_pool_is_zero_and_shaped_by_layer() -> None:
         pool = allocate_pool(MODEL, 5, 8, dtype, CPU)
         assert len(pool) == 2
         for cache in pool:
-            for pages in cache:
+            for pages in (cache.k, cache.v):
                 assert pages.shape == (5, 2, 8, 16)
                 assert pages.dtype == dtype
                 assert not pages.any()

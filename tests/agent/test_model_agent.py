@@ -232,7 +232,7 @@ def test_a_chunk_that_is_not_finite_is_named_before_anything_is_sampled() -> Non
     assert output.slots == [1]
     assert list(output.errors) == [0]
     assert "not finite" in output.errors[0]
-    assert all(bool(pages.isfinite().all()) for cache in agent._caches for pages in cache)
+    assert all(bool(pages.isfinite().all()) for cache in agent._caches for pages in cache[:2])
 
 
 def test_an_empty_step_does_its_bookkeeping() -> None:

@@ -54,7 +54,7 @@ def plain_logits(model: DecoderLM, tokens: Sequence[int]) -> Tensor:
     """Logits [tokens, vocab] of one forward pass over the whole sequence, in one block."""
     length, config = len(tokens), model.config
     shape = (1, config.num_kv_heads, length, config.head_dim)
-    caches = [PagedKV(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
+    caches = [PagedKV.over(torch.zeros(2, *shape)) for _ in range(config.num_layers)]
     inputs = StepInputs(
         input_ids=torch.tensor(tokens),
         positions=torch.arange(length),

@@ -26,7 +26,7 @@ class Pages:
         width = max(-(-length // block_size) for length in lengths) + 1
         num_blocks = len(lengths) * width + 3
         shape = (num_blocks, num_kv_heads, block_size, HEAD_DIM)
-        self.cache = PagedKV(torch.full(shape, 1e3, dtype=dtype), torch.full(shape, -1e3, dtype=dtype))
+        self.cache = PagedKV.over(torch.stack([torch.full(shape, 1e3, dtype=dtype), torch.full(shape, -1e3, dtype=dtype)]))
         order = torch.randperm(num_blocks, generator=generator(0))[: len(lengths) * width]
         self.block_tables = order.view(len(lengths), width).int()
         self.lengths = lengths
@@ -35,8 +35,7 @@ class Pages:
             k, v = torch.randn(2, length, num_kv_heads, HEAD_DIM, generator=generator(row + 1)).to(dtype)
             positions = torch.arange(length)
             slots = self.block_tables[row].long()[positions // block_size] * block_size + positions % block_size
-            lines = kernels.slot_lines(slots, num_kv_heads=num_kv_heads, block_size=block_size)
-            kernels.fill_kv_cache(k, v, self.cache, lines)
+            kernels.fill_kv_cache(torch.cat([k, v], 1), self.cache, kernels.slot_lines(slots, self.cache))
             self.contexts.append((k, v))
 
     @property
@@ -71,10 +70,7 @@ VARIANTS = pytest.mark.parametrize(
 
 
 def decode(q: Tensor, pages: Pages, window: int | None, softcap: float | None) -> Tensor:
-    _, num_kv_heads, block_size, _ = pages.cache.k.shape
-    plan = kernels.plan_decode_attention(
-        pages.block_tables, pages.kv_lens, num_kv_heads=num_kv_heads, block_size=block_size, window=window
-    )
+    plan = kernels.plan_decode_attention(pages.block_tables, pages.kv_lens, pages.cache, window=window)
     return kernels.paged_decode_attention(q, pages.cache, plan, scale=0.4, softcap=softcap)
 
 

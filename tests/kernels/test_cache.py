@@ -6,13 +6,13 @@ from asyncllm.kernels import PagedKV, copy_blocks, fill_kv_cache, slot_lines
 
 
 def pages(num_blocks: int) -> PagedKV:
-    return PagedKV(torch.zeros(num_blocks, 2, 4, 3), torch.zeros(num_blocks, 2, 4, 3))
+    return PagedKV.over(torch.zeros(2, num_blocks, 2, 4, 3))
 
 
 def test_fill_writes_the_named_slots_and_nothing_else() -> None:
     cache = pages(5)
     k, v = torch.randn(2, 3, 2, 3, generator=torch.Generator().manual_seed(0))
-    fill_kv_cache(k, v, cache, slot_lines(torch.tensor([17, 3, 4]), num_kv_heads=2, block_size=4))
+    fill_kv_cache(torch.cat([k, v], 1), cache, slot_lines(torch.tensor([17, 3, 4]), cache))
     for token, (block, offset) in enumerate([(4, 1), (0, 3), (1, 0)]):
         assert torch.equal(cache.k[block, :, offset], k[token])
         assert torch.equal(cache.v[block, :, offset], v[token])

@@ -88,13 +88,13 @@ def test_rope_fill_kv(normed: bool) -> None:
     tokens, num_heads, num_kv_heads, head_dim = 5, 4, 2, 8
     qkv, angles = random(tokens, (num_heads + 2 * num_kv_heads) * head_dim), random(tokens, head_dim // 2, seed=1)
     q_norm, k_norm = (random(head_dim, seed=2), random(head_dim, seed=3)) if normed else (None, None)
-    cache = PagedKV(torch.zeros(3, num_kv_heads, 4, head_dim), torch.zeros(3, num_kv_heads, 4, head_dim))
+    cache = PagedKV.over(torch.zeros(2, 3, num_kv_heads, 4, head_dim))
     slots = torch.tensor([9, 0, 7, 2, 4])
     actual = kernels.rope_fill_kv(
         qkv,
         rotation(angles),
         cache,
-        kernels.slot_lines(slots, num_kv_heads=num_kv_heads, block_size=4),
+        kernels.slot_lines(slots, cache),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncllm.errors import InvalidCheckpoint, ModelNotFound
+from asyncllm.kernels import PagedKV
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import families, open_model, register
 from tests.checkpoints import build_checkpoint
@@ -67,7 +68,7 @@ def test_half_precision_follows_float32(family: str, dtype: torch.dtype, tmp_pat
     results = []
     for each in (torch.float32, dtype):
         runner = Runner(open_cpu(tmp_path, each), block_size=16)
-        runner.caches = [type(cache)(*(part.to(each) for part in cache)) for cache in runner.caches]
+        runner.caches = [PagedKV.over(torch.stack(cache[:2]).to(each)) for cache in runner.caches]
         row = runner.row(random_tokens(1, 24), prompt_len=20)
         runner.step((row, 20))
         runner.decode(row, 24)
