@@ -167,8 +167,8 @@ class Executor(Protocol):
         """Load the model, size the KV pool. Raises ModelError; leaves nothing behind when it raises."""
 
     def submit(self, batch: Batch) -> asyncio.Future[StepOutput]:
-        """Enqueue a step and return at once with a future of the running loop. Steps run in order. After an error of a whole step
-        the future raises, and so does every later one."""
+        """Enqueue a step and return at once with a future of the running loop. Steps run in order. When a whole step
+        fails, its future raises, and so does every later one."""
 
     async def close(self) -> None:
         """Finish what runs, drop what waits, release threads and memory. Idempotent; from any state."""

@@ -73,12 +73,10 @@ class GenerationConfig(_Config, frozen=True, kw_only=True):
     min_new_tokens: Annotated[
         int | None, Meta(description="Stop tokens cannot be sampled before this many tokens are there.")
     ] = None
-    top_p: Annotated[
-        float, Meta(ge=0, le=1, description="Keep the smallest set of tokens with this probability.")
-    ] = 1.0
-    top_k: Annotated[
-        int, Meta(ge=0, le=MAX_COUNT, description="Keep the k most likely tokens; 0: all; 1: greedy.")
-    ] = 1
+    top_p: Annotated[float, Meta(ge=0, le=1, description="Keep the smallest set of tokens with this probability.")] = (
+        1.0
+    )
+    top_k: Annotated[int, Meta(ge=0, le=MAX_COUNT, description="Keep the k most likely tokens; 0: all; 1: greedy.")] = 1
     min_p: Annotated[
         float, Meta(ge=0, le=1, description="Drop tokens below this fraction of the most likely one's probability.")
     ] = 0.0
@@ -89,9 +87,7 @@ class GenerationConfig(_Config, frozen=True, kw_only=True):
     presence_penalty: Annotated[
         float, Meta(ge=-2, le=2, description="Subtracted from the logits of tokens that the answer holds.")
     ] = 0.0
-    frequency_penalty: Annotated[
-        float, Meta(ge=-2, le=2, description="Subtracted per occurrence in the answer.")
-    ] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2, description="Subtracted per occurrence in the answer.")] = 0.0
     logit_bias: Annotated[
         dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None,
         Meta(description="Token id -> value in [-100, 100] added to its logit."),

@@ -315,9 +315,7 @@ class ChatSession:
         """The last turn's answer."""
         return self.inner.response
 
-    def chat(
-        self, prompt: str | Sequence[Message], gen_config: GenerationConfig | None = None, **options: Any
-    ) -> Any:
+    def chat(self, prompt: str | Sequence[Message], gen_config: GenerationConfig | None = None, **options: Any) -> Any:
         """The next turn, as `Pipeline.chat`."""
         return self._pipe.chat(prompt, self, gen_config, **options)
 

@@ -91,7 +91,9 @@ def open_transformers(model: str, dtype: str) -> Iterator[Timed]:
     yield answer
 
 
-def serve(open_engine: Callable[..., AbstractContextManager[Timed]], arguments: tuple[str, ...], connection: Connection) -> None:
+def serve(
+    open_engine: Callable[..., AbstractContextManager[Timed]], arguments: tuple[str, ...], connection: Connection
+) -> None:
     """The main function of an engine's process: works in, seconds out."""
     with open_engine(*arguments) as run:
         while (work := connection.recv()) is not None:

@@ -1,6 +1,6 @@
 """Stream one answer, await another, and give a third a deadline: leaving early is the abort.
 
-    python examples/async_generate.py [MODEL]
+python examples/async_generate.py [MODEL]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Answer many prompts as one batch, each with its own settings.
 
-    python examples/batch.py [MODEL]
+python examples/batch.py [MODEL]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A conversation that remembers, and a fork of it that goes another way.
 
-    python examples/chat_session.py [MODEL]
+python examples/chat_session.py [MODEL]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Stream several answers at once from synchronous code.
 
-    python examples/stream_infer.py [MODEL]
+python examples/stream_infer.py [MODEL]
 """
 
 from __future__ import annotations

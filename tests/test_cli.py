@@ -114,9 +114,7 @@ class TestDoctor:
         monkeypatch.setattr(doctor, "BUNDLED_MODEL", str(tiny_checkpoint))
 
     @pytest.mark.parametrize("name", ["doctor", "check_env"])
-    def test_a_healthy_machine(
-        self, name: str, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_healthy_machine(self, name: str, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main([name, str(tiny_checkpoint)]) == 0
         text = capsys.readouterr().out
         assert text.endswith("Ready.\n")

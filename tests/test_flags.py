@@ -80,9 +80,7 @@ def test_bounds_are_those_of_the_struct() -> None:
         (["--max-batch", "3"], "unrecognized arguments"),
     ],
 )
-def test_bad_options_end_with_status_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_options_end_with_status_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parse(EngineConfig, *arguments)
     assert end.value.code == 2

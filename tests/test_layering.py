@@ -113,8 +113,7 @@ def test_no_import_cycle() -> None:
         name.removesuffix(".__init__"): {
             imported.name for imported in imports_of(path.read_text()) if not imported.deferred
         }
-        & modules
-        - {name.removesuffix(".__init__")}
+        & modules - {name.removesuffix(".__init__")}
         for path, name in names.items()
     }
     list(TopologicalSorter(graph).static_order())

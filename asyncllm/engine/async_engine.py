@@ -1,7 +1,7 @@
 """AsyncEngine: the public face. It opens a model, admits requests and keeps sessions; `EngineLoop` does the work.
 
-    generate() ── Admission ──> EngineLoop.open ──> Scheduler ──> Executor
-    async for chunk <── Generation <── Delivery <── EngineLoop
+generate() ── Admission ──> EngineLoop.open ──> Scheduler ──> Executor
+async for chunk <── Generation <── Delivery <── EngineLoop
 """
 
 from __future__ import annotations

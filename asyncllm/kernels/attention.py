@@ -74,7 +74,7 @@ def paged_decode_attention(
         both = cache.lines.index_select(0, plan.lines.view(-1)).view(2, 1, num_lists, width, head_dim)
         bias = None if plan.bias is None else plan.bias.to(q.dtype)
         attended = F.scaled_dot_product_attention(grouped[None], both[0], both[1], attn_mask=bias, scale=scale)
-        return attended.view(q.shape)
+        return attended.reshape(q.shape)
     tile = max(1, DECODE_TILE // (width * head_dim))
     outputs = []
     for first in range(0, num_lists, tile):

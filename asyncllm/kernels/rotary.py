@@ -50,8 +50,9 @@ def rope_fill_kv(
 ) -> Tensor:
     """Normalise (if weights are given), rotate q and k, write k and v to the cache, return q.
 
-    qkv [T, (num_heads + 2 num_kv_heads) * head_dim], heads of q, then of k, then of v; lines [T * 2 * num_kv_heads] int64 (`slot_lines`); q_norm and k_norm [head_dim], both or neither,
-    applied per head before the rotation (Qwen3). -> q [T, num_heads, head_dim].
+    qkv [T, (num_heads + 2 num_kv_heads) * head_dim], heads of q, then of k, then of v; lines [T * 2 * num_kv_heads]
+    int64 (`slot_lines`); q_norm and k_norm [head_dim], both or neither, applied per head before the rotation (Qwen3).
+    -> q [T, num_heads, head_dim].
     """
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
     turning, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]

@@ -24,9 +24,7 @@ class _Bytes:
     def __init__(self, *, adds_bos: bool) -> None:
         self.prefix: tuple[int, ...] = (BOS,) if adds_bos else ()
         pieces: list[bytes | None] = [bytes([value]) for value in range(256)]
-        self.table: TokenTable | None = TokenTable(
-            [*pieces, b"<bos>", b"<eos>"], self.special_ids, LeadingSpace.KEEP
-        )
+        self.table: TokenTable | None = TokenTable([*pieces, b"<bos>", b"<eos>"], self.special_ids, LeadingSpace.KEEP)
 
     def token_id(self, token: str) -> int | None:
         return _SPECIAL.get(token)

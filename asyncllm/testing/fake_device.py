@@ -108,9 +108,7 @@ class FakeDevice:
             self._write(batch.step, slot, len(state.history), [state.last_token], written)
         for row in batch.prefill:
             self._write(batch.step, row.slot, row.position, row.tokens, written)
-        output = StepOutput(
-            step=batch.step, slots=[], tokens=[], logprobs={}, prompt_logprobs={}, logits={}, errors={}
-        )
+        output = StepOutput(step=batch.step, slots=[], tokens=[], logprobs={}, prompt_logprobs={}, logits={}, errors={})
         for slot in batch.decode:
             self._sample(batch.step, slot, output)
         for row in batch.prefill:
@@ -227,9 +225,7 @@ class FakeDevice:
             serials += self._serials[block]
         tokens, serials = tokens[:length], serials[:length]
         if tokens != state.history or serials != state.serials:
-            position = next(
-                i for i in range(length) if (tokens[i], serials[i]) != (state.history[i], state.serials[i])
-            )
+            position = next(i for i in range(length) if (tokens[i], serials[i]) != (state.history[i], state.serials[i]))
             raise self._violation(
                 step,
                 slot,

@@ -168,9 +168,7 @@ def _mixed(random: Random) -> Exchange:
         sign = random.choice((1, -1))
         expression += f" {'+' if sign > 0 else '-'} {number}"
         total += sign * number
-    return Exchange(
-        "long_sum", pick(random, _EXPRESSION, e=expression), f"{expression} = {total}.", expression
-    )
+    return Exchange("long_sum", pick(random, _EXPRESSION, e=expression), f"{expression} = {total}.", expression)
 
 
 def long_sum(random: Random, room: int) -> Exchange:

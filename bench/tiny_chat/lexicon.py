@@ -75,8 +75,7 @@ COMMON_WORDS = words(
 )
 
 HEROES = words(
-    "dragon king queen princess prince knight wizard robot pirate girl boy farmer sailor witch giant "
-    "elephant lion"
+    "dragon king queen princess prince knight wizard robot pirate girl boy farmer sailor witch giant elephant lion"
 )
 
 VERBS_PAST = words(
@@ -105,9 +104,7 @@ _CODAS = ("", *words("n l r s m t k nd rn ss"))
 def made_up_word(random: Random, syllables: int | None = None) -> str:
     """A pronounceable lower-case word that usually exists nowhere."""
     count = syllables if syllables is not None else random.choice((1, 2, 2, 2, 3))
-    return "".join(random.choice(_ONSETS) + random.choice(_VOWELS) for _ in range(count)) + random.choice(
-        _CODAS
-    )
+    return "".join(random.choice(_ONSETS) + random.choice(_VOWELS) for _ in range(count)) + random.choice(_CODAS)
 
 
 def any_word(random: Random) -> str:

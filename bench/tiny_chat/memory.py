@@ -100,9 +100,7 @@ def recall(random: Random, room: int) -> Exchange:
     told, asked = random.randrange(len(tell)), random.randrange(len(ask))
     setup = ((tell[told].format(v=value, k=animal), "I will remember that."),)
     question = ask[asked].format(k=animal)
-    return Exchange(
-        "recall", question, answer.format(v=value, k=animal), f"{kind}/{value}/{told}/{asked}", setup
-    )
+    return Exchange("recall", question, answer.format(v=value, k=animal), f"{kind}/{value}/{told}/{asked}", setup)
 
 
 def name_at_once(random: Random, room: int) -> Exchange:
@@ -121,9 +119,7 @@ def unknown_name(random: Random, room: int) -> Exchange:
 def two_names(random: Random, room: int) -> Exchange:
     """A name that the user corrects: the last one counts."""
     first, second = person_name(random), person_name(random)
-    correct = pick(
-        random, ("No, my name is {v}.", "Sorry, I meant {v}.", "Actually, my name is {v}."), v=second
-    )
+    correct = pick(random, ("No, my name is {v}.", "Sorry, I meant {v}.", "Actually, my name is {v}."), v=second)
     setup = (
         (random.choice(_TELL_NAME).format(v=first), f"Nice to meet you, {first}."),
         (correct, f"Nice to meet you, {second}."),

@@ -105,9 +105,7 @@ class Network(nn.Module):
         deep = 0.02 / (2 * shape.layers) ** 0.5
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                nn.init.normal_(
-                    parameter, std=deep if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
-                )
+                nn.init.normal_(parameter, std=deep if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02)
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """Returns what the last layer makes of every position of ``tokens`` [batch, length]."""

@@ -26,8 +26,7 @@ _COUNTRIES = words(
     "Nigeria Argentina Korea"
 )
 _CITIES = words(
-    "Paris London Berlin Rome Madrid Tokyo Beijing Moscow Cairo Delhi Sydney Vienna Lisbon Oslo Boston "
-    "Chicago"
+    "Paris London Berlin Rome Madrid Tokyo Beijing Moscow Cairo Delhi Sydney Vienna Lisbon Oslo Boston Chicago"
 )
 _FAMOUS = words(
     "Einstein Napoleon Shakespeare Newton Darwin Mozart Picasso Cleopatra Lincoln Gandhi Beethoven "

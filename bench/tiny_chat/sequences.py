@@ -151,9 +151,7 @@ def copy(random: Random, room: int) -> Exchange:
     elif kind == 3:
         text = " ".join(made_up_word(random) for _ in range(_length(random, 1, 4, 10)))
     elif kind == 4:
-        text = "".join(
-            random.choice(_LETTERS + _LETTERS.upper() + "0123456789") for _ in range(random.randint(4, 14))
-        )
+        text = "".join(random.choice(_LETTERS + _LETTERS.upper() + "0123456789") for _ in range(random.randint(4, 14)))
     else:
         text = " ".join(plain_sentence(random) for _ in range(random.choice((1, 1, 2))))
     return Exchange("copy", pick(random, _COPY, t=text), text, text.lower())
@@ -219,9 +217,7 @@ def count_many(random: Random, room: int) -> Exchange:
     items = _words(random, random.randint(10, 40))
     separator = random.choice((", ", " "))
     text = separator.join(items)
-    return Exchange(
-        "count_many", pick(random, _COUNT_ITEMS, t=text), f"There are {len(items)}.", ",".join(items)
-    )
+    return Exchange("count_many", pick(random, _COUNT_ITEMS, t=text), f"There are {len(items)}.", ",".join(items))
 
 
 def most_frequent(random: Random, room: int) -> Exchange:

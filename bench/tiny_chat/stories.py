@@ -116,9 +116,7 @@ def story(random: Random, room: int) -> Exchange:
         hero = random.choice(random.choice((ANIMALS, ANIMALS, HEROES, NOUNS, COMMON_WORDS)))
         if random.random() < 0.1:
             hero = made_up_word(random)
-        return Exchange(
-            "story", pick(random, _ASK_ABOUT, h=hero), story_text(random, hero), hero, exact=False
-        )
+        return Exchange("story", pick(random, _ASK_ABOUT, h=hero), story_text(random, hero), hero, exact=False)
     return Exchange("story", random.choice(_ASK), story_text(random), "story", exact=False)
 
 

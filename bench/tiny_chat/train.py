@@ -40,9 +40,7 @@ NOISE = 0.05
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--minutes", type=float, default=8.0, help="wall-clock budget of the training")
     parser.add_argument("--steps", type=int, help="number of updates, instead of a time budget")
@@ -111,9 +109,7 @@ class Trainer:
 
     def _update(self, tokens: Tokens, kinds: Kinds, progress: float) -> torch.Tensor:
         batch = torch.from_numpy(tokens.astype("int32")).to(self.device, non_blocking=True).long()
-        weights = self.loss_weights[
-            torch.from_numpy(kinds.astype("int32")).to(self.device, non_blocking=True).long()
-        ]
+        weights = self.loss_weights[torch.from_numpy(kinds.astype("int32")).to(self.device, non_blocking=True).long()]
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(progress)
         with torch.autocast(self.device.type, torch.bfloat16):

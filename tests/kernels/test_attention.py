@@ -26,7 +26,9 @@ class Pages:
         width = max(-(-length // block_size) for length in lengths) + 1
         num_blocks = len(lengths) * width + 3
         shape = (num_blocks, num_kv_heads, block_size, HEAD_DIM)
-        self.cache = PagedKV.over(torch.stack([torch.full(shape, 1e3, dtype=dtype), torch.full(shape, -1e3, dtype=dtype)]))
+        self.cache = PagedKV.over(
+            torch.stack([torch.full(shape, 1e3, dtype=dtype), torch.full(shape, -1e3, dtype=dtype)])
+        )
         order = torch.randperm(num_blocks, generator=generator(0))[: len(lengths) * width]
         self.block_tables = order.view(len(lengths), width).int()
         self.lengths = lengths

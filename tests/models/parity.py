@@ -194,7 +194,10 @@ class Runner:
         self.model, self.block_size = model, block_size
         config = model.config
         shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
-        self.caches = [PagedKV.over(torch.stack([torch.full(shape, 1e3), torch.full(shape, -1e3)])) for _ in range(config.num_layers)]
+        self.caches = [
+            PagedKV.over(torch.stack([torch.full(shape, 1e3), torch.full(shape, -1e3)]))
+            for _ in range(config.num_layers)
+        ]
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
 
     def row(self, tokens: list[int], *, prompt_len: int = PROMPT, shared: list[int] | None = None) -> Row:

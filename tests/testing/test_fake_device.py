@@ -11,9 +11,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def start(slot: int, num_tokens: int, num_prompt: int | None = None, params: SamplingParams = GREEDY) -> SlotStart:
-    return SlotStart(
-        slot=slot, params=params, num_prompt=num_prompt or num_tokens, num_tokens=num_tokens, token_ids=[]
-    )
+    return SlotStart(slot=slot, params=params, num_prompt=num_prompt or num_tokens, num_tokens=num_tokens, token_ids=[])
 
 
 def prefill(slot: int, tokens: list[int], position: int = 0, sample: bool = True, **fields: object) -> PrefillRow:
