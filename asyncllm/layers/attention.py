@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.kernels import DecodePlan, PagedKV, Rotation
+from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear, QKVLinear
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.step_inputs import StepInputs
@@ -14,7 +15,7 @@ from asyncllm.layers.step_inputs import StepInputs
 __all__ = ["Attention"]
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """x [T, hidden] -> [T, hidden]; the tokens' keys and values go to `cache` first.
 
     `window` is the number of latest positions that a query sees, itself included; `scale` multiplies the scores,

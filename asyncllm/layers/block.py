@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from asyncllm.kernels import PagedKV, Rotation
 from asyncllm.layers.attention import Attention
+from asyncllm.layers.layer import Layer
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.step_inputs import StepInputs
 
 __all__ = ["Block", "SandwichBlock"]
 
 
-class Block(nn.Module):
+class Block(Layer):
     """Pre-norm: x += attn(norm(x)); x += mlp(norm(x)). `mlp` maps [T, hidden] to [T, hidden]."""
 
     def __init__(self, *, attn_norm: RMSNorm, attn: Attention, mlp_norm: RMSNorm, mlp: nn.Module) -> None:

@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear
 
 __all__ = ["Embedding", "OutputEmbedding", "TiedOutputEmbedding"]
 
 
-class Embedding(nn.Module):
+class Embedding(Layer):
     """Rows of a table, times a constant if given. ids [T] int64 -> [T, hidden]."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float | None = None) -> None:
@@ -52,7 +53,7 @@ class OutputEmbedding(Linear):
         return _capped(super().forward(x), self.softcap)
 
 
-class TiedOutputEmbedding(nn.Module):
+class TiedOutputEmbedding(Layer):
     """An output embedding that reads the token embeddings' table."""
 
     def __init__(self, embedding: Embedding, *, softcap: float | None = None) -> None:

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asyncllm.layers.layer import Layer
+
 __all__ = ["Linear", "MergedLinear", "QKVLinear"]
 
 
-class Linear(nn.Module):
+class Linear(Layer):
     """y = x W^T + b; x [..., in_features] -> [..., out_features]."""
 
     bias: nn.Parameter | None

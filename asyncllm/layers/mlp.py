@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncllm import kernels
+from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear, MergedLinear
 
 __all__ = ["Activation", "GatedMLP"]
@@ -16,7 +17,7 @@ Activation = Literal["silu", "gelu_tanh"]
 _GATES = {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_tanh_mul}
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Layer):
     """x [T, hidden] -> [T, hidden]."""
 
     def __init__(

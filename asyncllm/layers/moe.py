@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
+from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear
 
 __all__ = ["ExpertLinear", "MoE"]
 
 
-class ExpertLinear(nn.Module):
+class ExpertLinear(Layer):
     """The same linear layer of every expert, stacked: weight [experts, out, in]. Parts, if any, divide `out`."""
 
     def __init__(self, num_experts: int, in_features: int, parts: Mapping[str | None, int]) -> None:
@@ -36,7 +37,7 @@ class ExpertLinear(nn.Module):
         self.weight[index, self.rows[part]].copy_(tensor)
 
 
-class MoE(nn.Module):
+class MoE(Layer):
     """x [T, hidden] -> [T, hidden]: each token's top_k experts, weighted by the router's softmax over all experts."""
 
     def __init__(

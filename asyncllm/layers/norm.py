@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
+from asyncllm.layers.layer import Layer
 
 __all__ = ["OffsetRMSNorm", "RMSNorm"]
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """Root mean square norm of the last axis, times a weight."""
 
     def __init__(self, size: int, eps: float) -> None:

@@ -19,9 +19,10 @@ from typing import Literal
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncllm.kernels import Rotation
+from asyncllm.layers.layer import Layer
 
 __all__ = ["RopeConfig", "RopeKind", "RotaryEmbedding"]
 
@@ -55,7 +56,7 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """yarn, longrope: multiplies cosines and sines."""
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Layer):
     """positions [T] -> their rotation, once per step for all layers."""
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:

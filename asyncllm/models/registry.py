@@ -15,6 +15,7 @@ import torch
 
 import asyncllm.models
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
+from asyncllm.layers.layer import settle
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
@@ -92,7 +93,9 @@ def open_model(
     model.allocate(dtype, device)
     load(model, checkpoint, model.weight_map)
     model.config = msgspec.structs.replace(config, num_parameters=num_parameters)
-    return model.eval()
+    model.eval()
+    settle(model)
+    return model
 
 
 def _configure(

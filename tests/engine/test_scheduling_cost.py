@@ -54,7 +54,8 @@ def test_a_step_of_256_rows_costs_the_loop_less_than_0_6_ms(waiting: int) -> Non
 
 def test_waiting_requests_cost_nothing() -> None:
     few, many = fastest_step(crowd(10)), fastest_step(crowd(10_000))
-    assert many < 1.5 * few + 50e-6, f"{few * 1e6:.0f} us with 10 waiting, {many * 1e6:.0f} us with 10,000"
+    # Looking at each of 10,000 would take a millisecond; colder caches take up to a tenth of that.
+    assert many < few + 300e-6, f"{few * 1e6:.0f} us with 10 waiting, {many * 1e6:.0f} us with 10,000"
 
 
 class CountingDeque:
