@@ -16,7 +16,7 @@ from asyncllm.errors import InvalidParameter
 from tests.agent.tiny_model import GREEDY, Driver, plain_greedy, plain_logits
 from tests.checkpoints import build_checkpoint
 
-CONFIG = EngineConfig(block_size=8, num_gpu_blocks=60, max_batch_size=4)
+CONFIG = EngineConfig(device_type="cpu", block_size=8, num_gpu_blocks=60, max_batch_size=4)
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2", "qwen3_moe"])

@@ -299,7 +299,7 @@ async def test_a_real_model_answers_and_is_gone_after_close() -> None:
 
 @pytest.mark.anyio
 async def test_open_executor_reports_a_missing_checkpoint(tmp_path: Path) -> None:
-    executor = open_executor(EngineConfig(), tmp_path)
+    executor = open_executor(EngineConfig(device_type="cpu"), tmp_path)
     with pytest.raises(InvalidCheckpoint):
         await executor.start()
     await executor.close()

@@ -45,7 +45,9 @@ def tiny_llama(**overrides: Any) -> DecoderLM:
 
 
 def tiny_agent(model: DecoderLM | None = None, **settings: Any) -> ModelAgent:
-    config = EngineConfig(**{"block_size": 4, "num_gpu_blocks": 80, "max_batch_size": 8, **settings}).checked()
+    config = EngineConfig(
+        **{"device_type": "cpu", "block_size": 4, "num_gpu_blocks": 80, "max_batch_size": 8, **settings}
+    ).checked()
     return ModelAgent(config, Path("tiny"), model=model or tiny_llama())
 
 

@@ -236,9 +236,13 @@ async def test_closing_from_another_task_while_a_long_prompt_is_encoded() -> Non
         await settle(engine)
 
 
-@types.coroutine
-def cancelling_at(body: Coroutine[Any, Any, Any], points: range, seen: list[int]) -> Generator[Any, Any, Any]:
+async def cancelling_at(body: Coroutine[Any, Any, Any], points: range, seen: list[int]) -> Any:
     """Run `body`, and cancel the running task at the suspensions numbered in `points`. Lists all of them in `seen`."""
+    return await _cancelling_at(body, points, seen)
+
+
+@types.coroutine
+def _cancelling_at(body: Coroutine[Any, Any, Any], points: range, seen: list[int]) -> Generator[Any, Any, Any]:
     call: Callable[..., Any] = body.send
     argument: Any = None
     while True:
