@@ -27,7 +27,7 @@ class Layer(nn.Module):
 
 
 def settle(model: nn.Module) -> None:
-    """Make parameters and submodules ordinary attributes, in a finished model. Assigning to one undoes it for that one."""
+    """Make parameters and submodules of a finished model ordinary attributes. Assigning to one undoes it there."""
     for module in model.modules():
         module.__dict__.update(module._parameters)
         module.__dict__.update(module._modules)
