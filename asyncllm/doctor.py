@@ -23,7 +23,6 @@ Verdict = Literal["ok", "warn", "fail"]
 
 FLOORS = {
     "torch": ("2.11", "older ones are not tested, and up to 2.5.1 loading a pickle can run code (CVE-2025-32434)"),
-    "transformers": ("4.53", "older ones are not tested"),
     "tokenizers": ("0.21", "encoding without holding the interpreter lock"),
     "safetensors": ("0.5", "reading weights"),
     "msgspec": ("0.19", "checking settings"),

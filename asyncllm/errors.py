@@ -11,7 +11,7 @@
     │   ├── InvalidCheckpoint                a file is missing, truncated, overlapping or inconsistent
     │   └── UnsupportedModel                 the architecture or one of its settings is not implemented
     ├── SessionError (RuntimeError)
-    │   ├── SessionBusy                      a turn is still running in this session
+    │   ├── SessionBusy                      one turn at a time, and one is running
     │   └── SessionNotFound                  unknown or ended session id
     └── EngineError (RuntimeError)
         ├── EngineClosed                     the engine was closed, or never started
@@ -110,7 +110,7 @@ class SessionError(AsyncLLMError, RuntimeError):
 
 
 class SessionBusy(SessionError):
-    """A turn is still running in this session."""
+    """A session takes one turn at a time, and one is running."""
 
 
 class SessionNotFound(SessionError):

@@ -19,18 +19,17 @@ from asyncllm.engine.admission import Admission, check_adapter
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.generation import Generation, interleave
 from asyncllm.engine.loop import EngineLoop
-from asyncllm.engine.prefix_cache import extend_hashes, root_hash
 from asyncllm.engine.prompts import Prompts, is_single, pair_with_configs
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.sequence import Request
 from asyncllm.engine.session import Session
+from asyncllm.engine.sessions import SessionTable
 from asyncllm.engine.stats import EngineStats
 from asyncllm.errors import (
     EngineClosed,
     EngineError,
     InvalidParameter,
     RequestFailed,
-    SessionNotFound,
 )
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
@@ -89,8 +88,7 @@ class AsyncEngine:
         self._executor: Executor | None = None
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._sessions: dict[int, Session] = {}
-        self._next_session_id = 1
+        self._sessions: SessionTable | None = None
 
     async def start(self) -> None:
         """Load the model and start the engine's task. Raises ModelError; leaves nothing behind when it raises."""
@@ -130,6 +128,9 @@ class AsyncEngine:
             raise
         self._executor = executor
         self._loop = EngineLoop(scheduler, executor, name=f"asyncllm-engine-{self.model_name}")
+        self._sessions = SessionTable(
+            self._loop, self.admission, self.tokenizer, self.chat_template, self.chat, self.limits.block_size
+        )
         self._state = "running"
         _live.add(self)
 
@@ -181,8 +182,8 @@ class AsyncEngine:
         self._state = "closing"
         try:
             await self._loop.stop()
-            for session in list(self._sessions.values()):
-                session.close()
+            if self._sessions is not None:
+                self._sessions.close()
             self.admission.close()
         finally:
             self._state = "closed"
@@ -228,7 +229,7 @@ class AsyncEngine:
 
         if not (sequence_start and sequence_end):
             return self._turn(
-                lambda: self._session_of(session_id, sequence_start=sequence_start, step=step),
+                lambda: self._table().find_or_start(session_id, sequence_start=sequence_start, step=step),
                 messages,
                 gen_config,
                 step=step,
@@ -313,41 +314,17 @@ class AsyncEngine:
 
     def session(self) -> Session:
         """A new, empty conversation."""
+        return self._table().new()
+
+    def _table(self) -> SessionTable:
         self.running()
-        while self._next_session_id in self._sessions:
-            self._next_session_id += 1
-        self._next_session_id += 1
-        return self._new_session(self._next_session_id - 1)
-
-    def _new_session(self, session_id: int) -> Session:
-        session = self._sessions[session_id] = Session(self, session_id)
-        return session
-
-    def _session_of(self, session_id: int | None, *, sequence_start: bool, step: int) -> Session:
-        """The session behind the seed-era parameters."""
-        if type(session_id) is not int:
-            raise InvalidParameter(
-                "sequence_start=False and sequence_end=False go on with a session: pass its session_id, an int.",
-                "session_id",
-            )
-        session = self._sessions.get(session_id)
-        if sequence_start:
-            if step:
-                raise InvalidParameter("step continues a session: it needs sequence_start=False.", "step")
-            if session is not None:
-                session.close()
-            return self._new_session(session_id)
-        if session is None:
-            raise SessionNotFound(
-                f"There is no session {session_id}: it has ended, or was never started. Begin it with "
-                f"sequence_start=True, sequence_end=False."
-            )
-        return session
+        assert self._sessions is not None
+        return self._sessions
 
     async def stop_session(self, session_id: int) -> None:
         """End the answers that run under this id, with finish_reason 'abort'. The session keeps what there is."""
         loop = self.running()
-        session = self._sessions.get(session_id)
+        session = self._table().get(session_id)
         if session is not None:
             session.stop()
         running = [request for request in loop.requests if request.session_id == session_id]
@@ -359,10 +336,7 @@ class AsyncEngine:
     async def end_session(self, session_id: int) -> None:
         """Stop what runs under this id and forget the conversation. Raises SessionNotFound."""
         await self.stop_session(session_id)
-        session = self._sessions.get(session_id)
-        if session is None:
-            raise SessionNotFound(f"There is no session {session_id}: it has ended, or was never started.")
-        session.close()
+        self._table().find(session_id).close()
 
     async def batch_infer(
         self,
@@ -453,36 +427,9 @@ class AsyncEngine:
         async with Generation(self.running, prepare, Delivery(streaming=False)) as generation:
             return await anext(generation)
 
-    def pin(self, old: list[bytes], token_ids: list[int]) -> list[bytes]:
-        """Replace a session's pins in the prefix cache by those of its present history; returns the new ones."""
-        cache = self._loop.scheduler.prefix_cache if self._loop is not None else None
-        if cache is None:
-            return []
-        new: list[bytes] = []
-        extend_hashes(new, root_hash(), token_ids, self.limits.block_size)
-        cache.pin(new)
-        cache.unpin(old)
-        return new
-
-    def fork(self, session: Session) -> Session:
-        """A new session with the history of another."""
-        copy = self.session()
-        copy.copy_from(session)
-        return copy
-
-    def forget(self, session: Session) -> None:
-        """The session has closed."""
-        if self._sessions.get(session.id) is session:
-            del self._sessions[session.id]
-
-    def stop_request(self, request: Request) -> None:
-        """End a session's running request, at the loop's next turn."""
-        if self._loop is not None:
-            self._loop.abandon(request)
-
     def stats(self) -> EngineStats:
         """A snapshot of what the engine holds and has done."""
-        return self.running().stats(len(self._sessions))
+        return self.running().stats(len(self._table()))
 
     def check_idle(self) -> None:
         """Raise AssertionError if a request is open, or a row or block is held; for tests."""

@@ -22,17 +22,13 @@ from asyncllm.text.literals import Literals
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Message, Response
 
-__all__ = ["Session", "SessionHost", "Turn"]
+__all__ = ["ChatCall", "Session", "SessionHost", "Turn"]
 
 
-class SessionHost(Protocol):
-    """What a Session needs of its engine."""
+class ChatCall(Protocol):
+    """`AsyncEngine.chat`."""
 
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate
-    admission: Admission
-
-    def chat(
+    def __call__(
         self,
         prompt: str | Sequence[Message],
         session: Session | None = None,
@@ -40,6 +36,15 @@ class SessionHost(Protocol):
         *,
         do_preprocess: bool = True,
     ) -> Generation: ...
+
+
+class SessionHost(Protocol):
+    """What a Session needs of its engine; `SessionTable` has it."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    admission: Admission
+    chat: ChatCall
 
     def stop_request(self, request: Request) -> None: ...
 

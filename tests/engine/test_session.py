@@ -105,7 +105,7 @@ class TestByIdAndStep:
             first = await engine.generate("one", session_id=7, sequence_end=False)
             step = first.input_token_len + len("first")
             second = await engine.generate("two", session_id=7, sequence_start=False, sequence_end=False, step=step)
-            session = engine._sessions[7]
+            session = engine._table().find(7)
             assert second.history_token_len == step
             assert session.history == [("one", "first"), ("two", "second answer")]
             assert text(session.token_ids) == FIRST + "first\x03\x02user\x1ftwo\x03\x02assistant\x1fsecond answer"
@@ -125,17 +125,17 @@ class TestByIdAndStep:
     async def test_a_step_outside_of_the_history_is_refused(self, step: Any) -> None:
         async with FakeEngine(ANSWERS) as engine:
             await engine.generate("one", session_id=7, sequence_end=False)
-            before = list(engine._sessions[7].token_ids)
+            before = list(engine._table().find(7).token_ids)
             with pytest.raises(InvalidParameter):
                 await engine.generate("two", session_id=7, sequence_start=False, sequence_end=False, step=step)
-            assert engine._sessions[7].token_ids == before
+            assert engine._table().find(7).token_ids == before
 
     async def test_token_ids_as_a_turn(self) -> None:
         async with FakeEngine(ANSWERS) as engine:
             await engine.generate(input_ids=[97, 98], session_id=7, sequence_end=False)
             second = await engine.generate("two", session_id=7, sequence_start=False, sequence_end=False)
             assert second.text == "second answer"
-            assert engine._sessions[7].history[0] == ("ab", "ab")
+            assert engine._table().find(7).history[0] == ("ab", "ab")
 
 
 class TestRefusedTurns:
