@@ -281,7 +281,7 @@ class TestStopping:
             def broken(*_: object) -> None:
                 raise ValueError("no pins today")
 
-            monkeypatch.setattr(engine, "pin", broken)
+            monkeypatch.setattr(engine._table(), "pin", broken)
             neighbour = engine.generate("one")
             with pytest.raises(ValueError, match="no pins today"):
                 await session.chat("one")
