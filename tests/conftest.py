@@ -45,11 +45,18 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _open_lasting_files() -> None:
-    """The first uvloop of a process opens a pipe for signals that stays open; let that not be any test's doing."""
+    """The first uvloop of a process opens a pipe for signals that stays open, and CUDA opens devices; let neither be any
+    test's doing."""
     if sys.platform != "win32":
         import uvloop
 
         uvloop.run(asyncio.sleep(0))
+    if os.path.exists("/dev/nvidiactl"):
+        import torch
+
+        if torch.cuda.is_available():
+            one = torch.ones(1, 1, device="cuda")
+            (one @ one).item()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -43,7 +43,7 @@ class TestRun:
     def test_the_bundled_model_answers_from_a_cold_process(self) -> None:
         began = time.monotonic()
         done = subprocess.run(
-            [sys.executable, "-m", "asyncllm", "run", "What is 17 + 25?"],
+            [sys.executable, "-m", "asyncllm", "run", "--device-type", "cpu", "What is 17 + 25?"],
             capture_output=True,
             text=True,
             cwd=ROOT,
