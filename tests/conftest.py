@@ -45,8 +45,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _open_lasting_files() -> None:
-    """The first uvloop of a process opens a pipe for signals that stays open, and CUDA opens devices; let neither be any
-    test's doing."""
+    """The first uvloop of a process opens a pipe that stays open, and CUDA opens devices; let neither be a test's doing."""
     if sys.platform != "win32":
         import uvloop
 
