@@ -45,7 +45,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _open_lasting_files() -> None:
-    """The first uvloop of a process opens a pipe that stays open, and CUDA opens devices; let neither be a test's doing."""
+    """uvloop opens a pipe once per process, and CUDA its devices; let neither be the doing of any test."""
     if sys.platform != "win32":
         import uvloop
 
