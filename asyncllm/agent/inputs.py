@@ -64,14 +64,14 @@ class SlotTables:
 
     def set_last_tokens(self, slots: NDArray[np.int64], tokens: Tensor) -> None:
         """Remember what was sampled, int64 [R], as the next input of `slots` [R]."""
-        self._last_token[torch.from_numpy(slots).to(self._device)] = tokens
+        self._last_token.index_copy_(0, self._tensor(slots), tokens)
 
     def build(self, batch: Batch) -> tuple[StepInputs, StepRows]:
         """The tensors of a step with at least one row; advances every row's position past its tokens."""
         num_decode = len(batch.decode)
         decode_slots = np.array(batch.decode, np.int64)
         decode_positions = self._position[decode_slots]
-        input_ids = self._last_token[torch.from_numpy(decode_slots).to(self._device)]
+        input_ids = self._last_token.index_select(0, self._tensor(decode_slots))
         if not batch.prefill:
             inputs = self._inputs(decode_slots, None, decode_positions, input_ids, num_decode, 1)
             return inputs, StepRows(decode_slots, decode_positions + 1, None, [])

@@ -71,16 +71,17 @@ class RotaryEmbedding(Layer):
     def forward(self, positions: Tensor, rope_lens: Tensor | None) -> Rotation:
         """rope_lens [T]: the prompt length of each token's sequence; dynamic scaling requires it, others ignore it."""
         config = self.config
+        frequencies = self.inv_freq
         if config.kind == "dynamic":
             if rope_lens is None:
                 raise ValueError("dynamic rotary scaling needs StepInputs.rope_lens")
-            angles = positions[:, None] * self._dynamic_frequencies(rope_lens)
-        else:
-            angles = positions[:, None] * self.inv_freq
-        cos, sin = angles.cos(), angles.sin()
+            frequencies = self._dynamic_frequencies(rope_lens)[:, None]
+        # The first half turns the other way: its sines come out negated, and its cosines as they are.
+        angles = positions[:, None, None] * torch.cat([-frequencies, frequencies], -1)
+        cos, sin = angles.cos(), angles.sin_()
         if config.attention_factor != 1.0:
             cos, sin = cos.mul_(config.attention_factor), sin.mul_(config.attention_factor)
-        return Rotation(torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None])
+        return Rotation(cos, sin)
 
     def _dynamic_frequencies(self, rope_lens: Tensor) -> Tensor:
         """[T] -> [T, R/2]. The base is computed in float64, as an integer length divided by an integer is in Python."""
