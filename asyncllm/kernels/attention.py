@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.kernels.cache import PagedKV
+from asyncllm.kernels.cache import PagedKV, head_offsets
 
 __all__ = ["DecodePlan", "paged_decode_attention", "paged_prefill_attention", "plan_decode_attention"]
 
@@ -53,10 +53,10 @@ def plan_decode_attention(
     if width < longest:
         positions = positions + (kv_lens - width).clamp_(min=0)[:, None]
     pages = positions.div(block_size, rounding_mode="floor").clamp_(max=block_tables.shape[1] - 1)
-    first_lines = block_tables.long().gather(1, pages).mul_(num_kv_heads * block_size)
-    heads = torch.arange(0, num_kv_heads * block_size, block_size, device=kv_lens.device)
-    keys = (first_lines + positions.remainder(block_size))[:, None] + heads[:, None]
-    lines = torch.stack([keys, keys + num_blocks * num_kv_heads * block_size])
+    blocks = block_tables.gather(1, pages).long()
+    first = positions.remainder(block_size).add_(blocks, alpha=num_kv_heads * block_size)
+    heads = head_offsets(num_blocks, num_kv_heads, block_size, kv_lens.device).view(2, 1, num_kv_heads, 1)
+    lines = first[:, None] + heads
     bias = None
     if shortest < width:
         bias = torch.where(positions < kv_lens[:, None], 0.0, float("-inf")).repeat_interleave(num_kv_heads, 0)[:, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -38,9 +39,15 @@ def slot_lines(slot_mapping: Tensor, cache: PagedKV) -> Tensor:
     """
     num_blocks, num_kv_heads, block_size, _ = cache.k.shape
     blocks = slot_mapping.div(block_size, rounding_mode="floor")
-    first = blocks * ((num_kv_heads - 1) * block_size) + slot_mapping
-    heads = torch.arange(0, num_kv_heads * block_size, block_size, device=slot_mapping.device)
-    return (first[:, None] + torch.cat([heads, heads + num_blocks * num_kv_heads * block_size])).view(-1)
+    first = torch.add(slot_mapping, blocks, alpha=(num_kv_heads - 1) * block_size)
+    return (first[:, None] + head_offsets(num_blocks, num_kv_heads, block_size, slot_mapping.device)).view(-1)
+
+
+@lru_cache(maxsize=64)
+def head_offsets(num_blocks: int, num_kv_heads: int, block_size: int, device: torch.device) -> Tensor:
+    """[2 * kv_heads] int64: from the line of a token's first key head to those of all its key and value heads."""
+    heads = torch.arange(0, num_kv_heads * block_size, block_size, device=device)
+    return torch.cat([heads, heads + num_blocks * num_kv_heads * block_size])
 
 
 def fill_kv_cache(kv: Tensor, cache: PagedKV, lines: Tensor) -> None:
