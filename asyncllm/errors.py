@@ -71,11 +71,12 @@ class InvalidMessage(InvalidRequest):
 class ContextLengthExceeded(InvalidRequest):
     """The prompt can never fit; `prompt_len` and `limit` are in tokens."""
 
-    def __init__(self, prompt_len: int, limit: int, why: str) -> None:
+    def __init__(self, prompt_len: int, limit: int, why: str, *, scored: bool = False) -> None:
+        """`scored`: the prompt is only scored, and needs no room for a new token."""
+        room = f"{limit} prompt tokens" if scored else f"{limit} prompt tokens and one new token"
         super().__init__(
-            f"The prompt has {prompt_len} tokens, but {why} leaves room for {limit} prompt tokens "
-            f"and one new token. Shorten the prompt, or raise session_len (or cache_max_entry_count) "
-            f"if the model and the memory allow it."
+            f"The prompt has {prompt_len} tokens, but {why} leaves room for {room}. Shorten the prompt, or raise "
+            f"session_len (or cache_max_entry_count) if the model and the memory allow it."
         )
         self.prompt_len = prompt_len
         self.limit = limit

@@ -177,14 +177,12 @@ class Admission:
 
     def _room(self, prompt_len: int, needed: int) -> int:
         """New tokens that fit after the prompt. Raises ContextLengthExceeded when that is fewer than `needed`."""
-        if self.session_len - prompt_len < needed:
-            raise ContextLengthExceeded(
-                prompt_len, self.session_len - 1, f"the session length of {self.session_len} tokens"
-            )
-        if self._pool_tokens - prompt_len < needed:
-            raise ContextLengthExceeded(
-                prompt_len, self._pool_tokens - 1, f"the KV cache of {self._pool_tokens} tokens"
-            )
+        for limit, why in (
+            (self.session_len, f"the session length of {self.session_len} tokens"),
+            (self._pool_tokens, f"the KV cache of {self._pool_tokens} tokens"),
+        ):
+            if limit - prompt_len < needed:
+                raise ContextLengthExceeded(prompt_len, limit - needed, why, scored=needed == 0)
         return min(self.session_len, self._pool_tokens) - prompt_len
 
     def _stops(self, config: GenerationConfig, stop_words: list[str]) -> tuple[frozenset[int], list[str]]:

@@ -396,3 +396,12 @@ async def test_stats_add_up() -> None:
     assert stats.prefix_hit_rate > 0.2
     with pytest.raises(AttributeError):
         stats.running = 5  # type: ignore[misc]
+
+
+@pytest.mark.anyio
+async def test_a_scored_prompt_may_fill_the_session() -> None:
+    async with FakeEngine("x", EngineConfig(session_len=8)) as engine:
+        with pytest.raises(ContextLengthExceeded) as refused:
+            await engine.get_ppl([1] * 9)
+        assert refused.value.limit == 8
+        assert "one new token" not in str(refused.value)
