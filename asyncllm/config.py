@@ -312,6 +312,6 @@ class ChatTemplateConfig(_Config, frozen=True):
                 ) from None
         try:
             fields = msgspec.json.decode(text, type=dict[str, Any])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise InvalidParameter(f"The chat template is not a JSON object: {error}.") from None
         return cls.from_dict(fields).checked()

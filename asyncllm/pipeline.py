@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, overload
 import msgspec
 
 from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig
+from asyncllm.engine.prompts import Prompts, is_single
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.types import Chunk, Message, Response
 
@@ -29,7 +30,6 @@ __all__ = ["ChatSession", "Pipeline", "pipeline"]
 
 T = TypeVar("T")
 Config = TypeVar("Config", EngineConfig, GenerationConfig)
-Prompts = str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]]
 GenConfigs = GenerationConfig | Sequence[GenerationConfig] | None
 
 LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
@@ -127,6 +127,7 @@ class Pipeline:
         Response with finish_reason 'error', and the others go on.
         """
         config = _merge(gen_config, options)
+        total = 1 if is_single(prompts) else len(prompts)
         done: queue.SimpleQueue[Response | None] = queue.SimpleQueue()
         future = self._loop.submit(
             self._engine.batch_infer(
@@ -138,7 +139,7 @@ class Pipeline:
             )
         )
         if use_tqdm:
-            _show_progress(future, done, 1 if isinstance(prompts, str) else len(prompts))
+            _show_progress(future, done, total)
         return self._loop.wait(future)
 
     def batch_infer(self, prompts: Prompts, gen_config: GenConfigs = None, **options: Any) -> Response | list[Response]:
@@ -222,7 +223,7 @@ class Pipeline:
 
     def prepare_inputs(self, prompts: Prompts, do_preprocess: bool = True) -> dict[str, Any]:
         """The token ids that prompts become: {"input_ids": list of ids, or a list of them for a list of prompts}."""
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], dict))
+        single = is_single(prompts)
         admission = self._engine.admission
 
         async def encode(prompt: Any) -> list[int]:

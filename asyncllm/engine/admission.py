@@ -142,7 +142,7 @@ class Admission:
                 frequency_penalty=config.frequency_penalty,
                 logit_bias=bias,
                 # Choice 0 keeps the seed, so that raising n does not change the first answer.
-                seed=as_int64(seed + index),
+                seed=(seed + index) % 2**64,
                 min_new_tokens=config.min_new_tokens or 0,
                 stop_token_ids=tuple(sorted(stop_ids)) if config.min_new_tokens else (),
                 bad_words=bad_words,
@@ -221,11 +221,6 @@ class Admission:
                 if ids:
                     banned.add(ids)
         return tuple(sorted(banned))
-
-
-def as_int64(value: int) -> int:
-    """The signed 64-bit integer with the same low 64 bits."""
-    return (value + 2**63) % 2**64 - 2**63
 
 
 def check_adapter(adapter_name: str | None) -> None:

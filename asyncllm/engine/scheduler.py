@@ -89,7 +89,6 @@ class Scheduler:
         self._last_read = -1
         self._decode_steps = 0
         """Steps since prompt tokens were last taken in, while some waited."""
-        self._last_decode: list[Sequence] = []
 
     @property
     def num_running(self) -> int:

@@ -118,7 +118,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         raise InvalidCheckpoint(f"{file.parent} has no {file.name}. Give the folder of a whole model.") from None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidCheckpoint(f"{file} is not a JSON object ({error}). Download the file again.") from error
 
 

@@ -27,7 +27,6 @@ class AddedToken(msgspec.Struct, frozen=True):
     lstrip: bool = False
     rstrip: bool = False
     single_word: bool = False
-    normalized: bool = False
 
 
 class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +42,6 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`add_bos_token`; None when the checkpoint does not say."""
     legacy: bool
     """False: no dummy prefix in front of text that follows a special token (sentencepiece)."""
-    tokenizer_class: str
     generation: dict[str, Any]
     tokenizer: dict[str, Any]
     model: dict[str, Any]
@@ -83,7 +81,6 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
             unnumbered=tuple(unnumbered.values()),
             add_bos=add_bos if isinstance(add_bos, bool) else None,
             legacy=tokenizer.get("legacy") is not False,
-            tokenizer_class=str(tokenizer.get("tokenizer_class") or ""),
             generation=read_json_object(folder / "generation_config.json"),
             tokenizer=tokenizer,
             model=model,
@@ -128,7 +125,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise InvalidCheckpoint(f"Cannot read {path} ({error.strerror}). Check the file and its permissions.") from None
     try:
         return msgspec.json.decode(content, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidCheckpoint(
             f"{path} is not a JSON object: {error}. The file is truncated or damaged; download it again."
         ) from None
@@ -140,7 +137,7 @@ def _added_token(value: object, where: str) -> AddedToken | None:
     if isinstance(value, str):
         return AddedToken(value)
     if isinstance(value, dict) and isinstance(value.get("content"), str):
-        flags = {name: bool(value[name]) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in value}
+        flags = {name: bool(value[name]) for name in ("lstrip", "rstrip", "single_word") if name in value}
         return AddedToken(value["content"], special=bool(value.get("special", True)), **flags)
     raise InvalidCheckpoint(
         f"The tokenizer's settings name {value!r} as {where}, but a token is a text or an object with a text "
