@@ -123,6 +123,13 @@ class Admission:
         """A request ready for the scheduler. `config` has been checked. Raises InvalidRequest."""
         if not prompt_ids:
             raise InvalidMessage("The prompt has no tokens: there is nothing to continue. Pass some text.")
+        highest = max(prompt_ids)
+        if highest >= self._vocab_size:
+            # A tokenizer may know more tokens than the model has embeddings; looking one up would fail the whole step.
+            raise InvalidMessage(
+                f"The prompt holds the token id {highest}, and the model's ids end at {self._vocab_size - 1}: its "
+                f"tokenizer knows tokens that it was not given. Leave {self._tokenizer.token_text(highest)!r} out."
+            )
         room = self._room(len(prompt_ids), 0 if score_only else 1)
         max_new_tokens = 0 if score_only else min(config.max_new_tokens or room, room)
         stop_words = list(dict.fromkeys([*(config.stop_words or ()), *self._template.stop_words]))

@@ -405,3 +405,15 @@ async def test_a_scored_prompt_may_fill_the_session() -> None:
             await engine.get_ppl([1] * 9)
         assert refused.value.limit == 8
         assert "one new token" not in str(refused.value)
+
+
+@pytest.mark.anyio
+async def test_a_token_that_the_model_does_not_have_is_refused() -> None:
+    async with FakeEngine("fine", vocab_size=200) as engine:
+        with pytest.raises(InvalidMessage, match=r"token id 240.*end at 199"):
+            await engine.generate("\U0001f600", do_preprocess=False)
+        async with engine.session() as session:
+            with pytest.raises(InvalidMessage, match="token id 240"):
+                await session.chat("\U0001f600", do_preprocess=False)
+            assert session.token_ids == []
+        assert (await engine.generate("Hi", config(max_new_tokens=2))).generate_token_len == 2

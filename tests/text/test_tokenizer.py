@@ -379,3 +379,11 @@ def test_tokenizer_files_of_two_models_are_refused(tmp_path: Path) -> None:
     write_json(folder / "tokenizer_config.json", added_tokens_decoder={"5": {"content": "<other>", "special": True}})
     with pytest.raises(InvalidCheckpoint, match="different models"):
         Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
+def test_json_that_is_nested_too_deeply_is_a_damaged_file(tmp_path: Path, name: str) -> None:
+    folder = BUILDERS["byte_level"](tmp_path)
+    (folder / name).write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}", encoding="utf-8")
+    with pytest.raises(InvalidCheckpoint, match=name):
+        Tokenizer.from_folder(folder)
