@@ -87,6 +87,11 @@ class TestCall:
         pipe(["ping", "other"], use_tqdm=True)
         assert "2/2" in capsys.readouterr().err
 
+    def test_progress_of_one_conversation(self, pipe: FakePipeline, capsys: pytest.CaptureFixture[str]) -> None:
+        turns = [("user", "Hi"), ("assistant", "Hello!"), ("user", "ping")]
+        pipe([{"role": role, "content": content} for role, content in turns], use_tqdm=True)
+        assert "1/1" in capsys.readouterr().err
+
 
 def test_a_row_that_fails_does_not_lose_the_others() -> None:
     with FakePipeline(row_failure=lambda history: "spoilt" if 120 in history else None) as pipe:
