@@ -17,8 +17,22 @@ from blockbuster import blockbuster_ctx
 
 from tests.leaks import LeakCheck, without_leftover_tasks
 
+HAS_GPU = os.path.exists("/dev/nvidiactl")
+if not HAS_GPU:
+    # Decided when a kernel is decorated, so before the first import of one.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models, and several test runs may share the machine
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests marked `gpu` out where there is none."""
+    if not HAS_GPU:
+        gpu = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if item not in gpu]
+
 
 LOOPS = [pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio")]
 if sys.platform != "win32":
@@ -50,7 +64,7 @@ def _open_lasting_files() -> None:
         import uvloop
 
         uvloop.run(asyncio.sleep(0))
-    if os.path.exists("/dev/nvidiactl"):
+    if HAS_GPU:
         import torch
 
         if torch.cuda.is_available():

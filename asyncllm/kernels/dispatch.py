@@ -1,0 +1,42 @@
+"""Which implementation of an op runs: its torch reference, or the Triton launcher where the tensors are on a GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from typing import Concatenate, ParamSpec, TypeVar
+
+from torch import Tensor
+
+__all__ = ["op"]
+
+_Rest = ParamSpec("_Rest")
+_Result = TypeVar("_Result")
+_Op = Callable[Concatenate[Tensor, _Rest], _Result]
+
+
+def op(launcher: str) -> Callable[[_Op[_Rest, _Result]], _Op[_Rest, _Result]]:
+    """Make the decorated function an op: its body is the contract, the oracle and what runs on a CPU.
+
+    `launcher` names its Triton counterpart "module:function" below `asyncllm.kernels.triton`, of the same signature,
+    imported when the op first meets a CUDA tensor. The first argument decides. The body stays reachable as `reference`.
+    """
+    module, _, name = launcher.partition(":")
+
+    def decorate(reference: _Op[_Rest, _Result]) -> _Op[_Rest, _Result]:
+        launch: _Op[_Rest, _Result] | None = None
+
+        @functools.wraps(reference)
+        def dispatch(first: Tensor, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
+            nonlocal launch
+            if not first.is_cuda:
+                return reference(first, *args, **kwargs)
+            if launch is None:
+                launch = getattr(import_module(f"asyncllm.kernels.triton.{module}"), name)
+            return launch(first, *args, **kwargs)
+
+        dispatch.reference = reference  # type: ignore[attr-defined]
+        return dispatch
+
+    return decorate

@@ -1,0 +1,1 @@
+"""Triton launchers, named by `kernels.dispatch.op`. One file per op; the torch reference is in `asyncllm.kernels`."""

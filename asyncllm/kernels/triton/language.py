@@ -1,0 +1,67 @@
+"""What every kernel needs beside `triton.language`: exact rounding and dots under the interpreter, and PDL.
+
+With TRITON_INTERPRET=1 kernels run on a CPU, which is how they are tested on machines without a GPU. There, arithmetic
+on bfloat16 and conversion to it give wrong numbers (Triton 3.6 to 3.9). So kernels convert to float32 right after a
+load, compute in float32, and round and multiply matrices through the functions below.
+
+PDL is programmatic dependent launch (CUDA 12, compute capability 9.0): a kernel launched with `launch_pdl=True` may
+start while its predecessor drains, and must call `wait_for_producers` before it reads or writes anything that another
+kernel writes or reads.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["INTERPRET", "PDL", "dot", "release_consumers", "round_to", "wait_for_producers"]
+
+INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def _supports_pdl() -> bool:
+    return not INTERPRET.value and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+
+
+PDL: dict[str, Any] = {"USE_PDL": True, "launch_pdl": True} if _supports_pdl() else {"USE_PDL": False}
+"""Launch options of a kernel that has a constexpr USE_PDL and calls `wait_for_producers(USE_PDL)`."""
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a @ b, accumulated in float32. a [M, K], b [K, N] of one 16-bit or 32-bit type, acc [M, N] float32."""
+    if INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """float32 -> dtype (float32, float16 or bfloat16), to nearest even."""
+    if INTERPRET and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        # NaN must stay NaN: rounding up its mantissa could carry into the sign.
+        quiet = (bits >> 16) | 0x40
+        return tl.where(x == x, rounded, quiet).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def wait_for_producers(USE_PDL: tl.constexpr):
+    """Block until all earlier kernels have finished and their writes are visible."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def release_consumers(USE_PDL: tl.constexpr):
+    """Let the next kernel's blocks be scheduled. It still waits for this kernel to finish before it touches data."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
