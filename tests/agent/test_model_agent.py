@@ -239,7 +239,7 @@ def test_an_empty_step_does_its_bookkeeping() -> None:
     agent = tiny_agent()
     output = agent.step(Batch(step=9, starts=[], new_blocks=[(0, 0, [5, 6])], copies=[(1, 2)], decode=[], prefill=[]))
     assert (output.step, output.slots, output.tokens) == (9, [], [])
-    assert agent._tables._blocks[0, :3].tolist() == [5, 6, 0]
+    assert agent._tables._slots._blocks[0, :3].tolist() == [5, 6, 0]
 
 
 def test_limits_say_what_was_found() -> None:
