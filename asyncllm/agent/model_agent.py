@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -12,27 +11,17 @@ from torch import Tensor
 
 from asyncllm.agent.inputs import SlotTables
 from asyncllm.agent.kv_cache import allocate_pool, pool_blocks
+from asyncllm.agent.opening import OpenedModel
 from asyncllm.agent.sampler import NOT_FINITE, Sampler, rank_tokens
-from asyncllm.batch import Batch, Limits, PrefillRow, StepOutput
+from asyncllm.batch import Batch, PrefillRow, StepOutput
 from asyncllm.config import EngineConfig
-from asyncllm.errors import InvalidParameter
 from asyncllm.kernels import copy_blocks
-from asyncllm.models.config import ModelConfig
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.registry import open_model, read_config
 
 __all__ = ["ModelAgent"]
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
 _SCORED_POSITIONS = 512
 """Most positions whose logits are in memory at once when a prompt is scored."""
-
-
-class _ModelOptions(TypedDict):
-    session_len: int | None
-    rope_scaling_factor: float
-    hf_overrides: dict[str, Any] | None
 
 
 class ModelAgent:
@@ -47,40 +36,19 @@ class ModelAgent:
         Raises ModelError when the checkpoint cannot be loaded or no block fits, and InvalidParameter when
         `session_len` asks for more positions than the model has.
         """
-        asked: _ModelOptions = {
-            "session_len": config.session_len,
-            "rope_scaling_factor": config.rope_scaling_factor,
-            "hf_overrides": config.hf_overrides,
-        }
-        device = _device(config)
-        model_config = read_config(path, **asked) if model is None else model.config
-        max_position = _max_position(config, model_config)
-        dtype = _dtype(config, model_config, device)
-        if model is None:
-            model = open_model(path, dtype=dtype, device=device, **asked)
+        opened = OpenedModel.open(config, path, model=model)
+        model, device, dtype, max_position, _ = opened
         block_size = config.tokens_per_block
-        num_blocks = pool_blocks(config, model_config, max_position=max_position, dtype=dtype, device=device)
+        num_blocks = pool_blocks(config, model.config, max_position=max_position, dtype=dtype, device=device)
         # A whole batch may end while the next one, in other slots, is in flight already.
         num_slots = 2 * config.max_batch_size
         self.model = model
-        self._caches = allocate_pool(model_config, num_blocks, block_size, dtype, device)
-        self._tables = SlotTables(num_slots, max_position, block_size, device, rope_lens=model_config.dynamic_rope)
-        self._sampler = Sampler(num_slots, model_config.vocab_size, device)
+        self._caches = allocate_pool(model.config, num_blocks, block_size, dtype, device)
+        self._tables = SlotTables(num_slots, max_position, block_size, device, rope_lens=model.config.dynamic_rope)
+        self._sampler = Sampler(num_slots, model.config.vocab_size, device)
         self._not_finite: set[int] = set()
         self._device = device
-        self.limits = Limits(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_position=max_position,
-            vocab_size=model_config.vocab_size,
-            num_slots=num_slots,
-            dynamic_rope_from=model_config.rope.original_max_position if model_config.dynamic_rope else None,
-            device=str(device),
-            dtype=str(dtype).removeprefix("torch."),
-            architecture=model_config.architecture,
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-            model_path=str(path),
-        )
+        self.limits = opened.limits(num_blocks, block_size, num_slots)
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> StepOutput:
@@ -163,35 +131,3 @@ class ModelAgent:
                 for cache in self._caches:
                     for pages in (cache.k, cache.v):
                         pages[blocks] = pages[blocks].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def _device(config: EngineConfig) -> torch.device:
-    available = torch.cuda.is_available()
-    if config.device_type == "cuda" and not available:
-        raise InvalidParameter(
-            "device_type is 'cuda', but torch finds no CUDA device here. Use device_type='cpu' or 'auto'.",
-            "device_type",
-        )
-    return torch.device("cuda" if available and config.device_type != "cpu" else "cpu")
-
-
-def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """The type of weights, activations and KV: `auto` means float32 on a CPU and the checkpoint's own on a GPU."""
-    name = config.dtype
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else _DTYPES[model.dtype]
-    return _DTYPES[name]
-
-
-def _max_position(config: EngineConfig, model: ModelConfig) -> int:
-    """Positions that a session may use: `session_len` if given, else all that the model has."""
-    limit = model.max_position
-    if config.session_len is None:
-        return limit
-    if config.session_len > limit:
-        raise InvalidParameter(
-            f"session_len is {config.session_len}, but the model has {limit} positions after rotary scaling. "
-            f"Lower session_len, or extend the model with rope_scaling_factor.",
-            "session_len",
-        )
-    return config.session_len
