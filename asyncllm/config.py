@@ -194,6 +194,12 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
         Meta(description="What happens to the KV of a preempted sequence; only recompute so far."),
     ] = "recompute"
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV blocks of equal prompt beginnings.")] = True
+    batch_invariant: Annotated[
+        bool,
+        Meta(
+            description="Give a request the same tokens alone and in any batch, whatever is rounded; slower, GPU only."
+        ),
+    ] = False
     quant_policy: Annotated[
         Literal[0, 4, 8], Meta(description="Bits of a quantized KV cache; 0: not quantized, the only one so far.")
     ] = 0

@@ -82,7 +82,7 @@ def _loop_never_blocks() -> Iterator[None]:
     with blockbuster_ctx(scanned_modules=["asyncllm"]) as detector:
         for function in ("threading.Lock.acquire", "threading.Lock.acquire_lock"):
             detector.functions[function].can_block_in("asyncllm/loop_thread.py", {"__init__", "wait", "close"})
-            detector.functions[function].can_block_in("asyncllm/agent/executor.py", {"close"})
+            detector.functions[function].can_block_in("asyncllm/agent/thread_executor.py", {"close"})
         yield
 
 

@@ -25,9 +25,15 @@ def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
 
 
 def pool_blocks(
-    config: EngineConfig, model: ModelConfig, *, max_position: int, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    max_position: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    reserve: int = 0,
 ) -> int:
-    """How many blocks the pool gets.
+    """How many blocks the pool gets. `reserve`: bytes of what is free now that steps will need.
 
     `num_gpu_blocks` > 0 is the number. Else `cache_max_entry_count` > 1 is the number. Else it is that fraction of the
     memory that is free now, but no more than `max_batch_size` sequences of `max_position` tokens can ever fill, and no
@@ -37,7 +43,7 @@ def pool_blocks(
         return config.num_gpu_blocks
     if config.cache_max_entry_count > 1:
         return int(config.cache_max_entry_count)
-    free = available_memory(device)
+    free = max(0, available_memory(device) - reserve)
     budget = int(free * config.cache_max_entry_count)
     if device.type == "cpu":
         budget = min(budget, CPU_POOL_BYTES)

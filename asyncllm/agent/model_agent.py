@@ -15,6 +15,7 @@ from asyncllm.agent.opening import OpenedModel
 from asyncllm.agent.sampler import NOT_FINITE, Sampler, rank_tokens
 from asyncllm.batch import Batch, PrefillRow, StepOutput
 from asyncllm.config import EngineConfig
+from asyncllm.errors import UnsupportedFeature
 from asyncllm.kernels import copy_blocks
 from asyncllm.models.decoder import DecoderLM
 
@@ -33,9 +34,15 @@ class ModelAgent:
     def __init__(self, config: EngineConfig, path: Path, *, model: DecoderLM | None = None) -> None:
         """Load the checkpoint in the folder `path`, unless its `model` is given, and size the KV pool.
 
-        Raises ModelError when the checkpoint cannot be loaded or no block fits, and InvalidParameter when
-        `session_len` asks for more positions than the model has.
+        Raises ModelError when the checkpoint cannot be loaded or no block fits, InvalidParameter when `session_len`
+        asks for more positions than the model has, and UnsupportedFeature for what only a GPU can do.
         """
+        if config.batch_invariant:
+            raise UnsupportedFeature(
+                "batch_invariant: the matrix products of a CPU round differently for different batch sizes. Use a GPU, "
+                "or batch_invariant=False.",
+                "batch_invariant",
+            )
         opened = OpenedModel.open(config, path, model=model)
         model, device, dtype, max_position, _ = opened
         block_size = config.tokens_per_block

@@ -4,9 +4,9 @@
     reader left ──> _abandoned ├──> run(): update(N) -> schedule() -> submit(N + 2) -> deliver(N) ──> Delivery
     step done ────> _in_flight ┘
 
-Two steps are in flight whenever there is work: while the device computes step N + 1, the loop reads step N, launches
-N + 2, and only then turns N's tokens into text. The task sleeps on one event, which a new request, an abandoned one
-and a completed step set; nothing polls.
+Two steps are in flight whenever there is work, or more where they are short: while the device computes step N + 1, the
+loop reads step N, launches N + 2, and only then turns N's tokens into text. The task sleeps on one event, which a new
+request, an abandoned one and a completed step set; nothing polls.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections import deque
 
 from asyncllm.batch import Executor, StepOutput
@@ -29,6 +30,10 @@ logger = logging.getLogger("asyncllm")
 
 PIPELINE_DEPTH = 2
 """Steps in flight: one on the device, one ready to follow it."""
+
+LOOK_AHEAD_MS = 6.0
+"""When nobody waits to be admitted, steps for so much time are launched ahead where the device allows it: the short steps
+of small models would otherwise wait for the event loop. The steps ahead of a row that stops are computed in vain."""
 
 STEP_MS_WEIGHT = 0.05
 """Of the newest step in the moving average of step times."""
@@ -177,13 +182,20 @@ class EngineLoop:
 
     def _launch(self) -> None:
         """Keep the pipeline full."""
-        while len(self._in_flight) < PIPELINE_DEPTH:
+        while len(self._in_flight) < self._depth():
             batch = self.scheduler.schedule()
             if batch is None:
                 return
             future = self._executor.submit(batch)
             future.add_done_callback(lambda _: self._wake.set())
             self._in_flight.append(future)
+
+    def _depth(self) -> int:
+        """Steps to have in flight."""
+        most = self.scheduler.max_steps_in_flight
+        if most <= PIPELINE_DEPTH or self.scheduler.num_waiting or not self._step_ms:
+            return PIPELINE_DEPTH
+        return min(most, max(PIPELINE_DEPTH, math.ceil(LOOK_AHEAD_MS / self._step_ms)))
 
     def _deliver(self, advanced: list[Sequence]) -> None:
         """Turn the tokens of a step into text and hand them over."""

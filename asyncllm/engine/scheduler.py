@@ -67,6 +67,7 @@ class Scheduler:
     ) -> None:
         self._block_size = limits.block_size
         self._num_slots = limits.num_slots
+        self.max_steps_in_flight = limits.max_steps_in_flight
         self._max_running = min(max_batch_size, limits.num_slots)
         self._prefill_budget = prefill_budget
         self._prefill_interval = prefill_interval

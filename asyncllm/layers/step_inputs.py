@@ -40,6 +40,8 @@ class StepInputs:
     rope_lens: Tensor | None = None
     """[T] int64: prompt length of each token's sequence, which fixes its dynamic NTK base.
     None unless the model asks."""
+    batch_invariant: bool = False
+    """Whether a row's result may depend on nothing but the row: attention then takes the same steps for every row."""
     decode_plans: dict[int | None, DecodePlan] = field(default_factory=dict)
     """Attention window -> the plan that all layers with this window share. Written by the first of them."""
     lines: dict[int, Tensor] = field(default_factory=dict)

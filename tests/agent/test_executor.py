@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncllm.agent.executor import ThreadExecutor, open_executor
+from asyncllm.agent.executor import open_executor
+from asyncllm.agent.thread_executor import ThreadExecutor
 from asyncllm.batch import Batch, Limits, PrefillRow, SlotStart, StepOutput
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineClosed, EngineDead, InvalidCheckpoint, InvalidParameter, ModelError

@@ -1,0 +1,339 @@
+"""DeviceAgent: launches steps on a device without waiting for any of them.
+
+    launch(N)      uploads what is new, launches forward pass, sampling and the download of the tokens
+    launch(N + 1)  the same, while N runs: it reads N's tokens from the device's tables
+    PendingStep N  waits for its download, and becomes a StepOutput
+
+Decode steps are replayed from CUDA graphs; steps with prompt tokens are launched kernel by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncllm import kernels
+from asyncllm.agent.device_sampler import DeviceSampler
+from asyncllm.agent.device_tables import DeviceStep, DeviceTables
+from asyncllm.agent.graphs import DecodeGraphs, bucket_sizes
+from asyncllm.agent.halves import decode_rows, prefill_halves
+from asyncllm.agent.kv_cache import allocate_pool, pool_blocks
+from asyncllm.agent.opening import OpenedModel
+from asyncllm.agent.prompt_scores import PromptScores
+from asyncllm.agent.sampler import NOT_FINITE
+from asyncllm.agent.transfers import MAX_STEPS_IN_FLIGHT, Transfers
+from asyncllm.agent.warm_up import largest_step, measure_reserve
+from asyncllm.batch import Batch, Limits, StepOutput
+from asyncllm.config import EngineConfig
+from asyncllm.models.decoder import DecoderLM
+
+__all__ = ["DeviceAgent", "PendingStep"]
+
+_FEW_BLOCKS = 2
+"""A pool to measure steps with, before the real one is sized."""
+
+_FORWARD, _SAMPLE = 0, 1
+"""The parts of a captured decode step."""
+
+OUT_OF_MEMORY = (
+    "The device had no memory left to compute this prompt, even in halves. Lower max_prefill_token_num or "
+    "cache_max_entry_count."
+)
+
+
+class PendingStep:
+    """A launched step. `wait` blocks until its results are on the host; after that `output` reads them."""
+
+    def __init__(self, agent: DeviceAgent, batch: Batch) -> None:
+        self.batch = batch
+        self.slots: NDArray[np.int64] = np.zeros(0, np.int64)
+        """Slots that are sampled from, in batch order."""
+        self.scores: list[PromptScores] = []
+        self.logprobs: Any = None
+        """What `DeviceSampler.logprobs` gave."""
+        self.out_of_memory = False
+        self.index = agent.num_launched
+        """How many steps were launched before this one."""
+        self.launched = False
+        """Whether all of it is launched, so that `wait` comes to an end."""
+        self._agent = agent
+        self._device_results: list[Tensor] = []
+        self._results: list[Tensor] = []
+        self._arrival: torch.cuda.Event | None = None
+        on_gpu = agent.on_gpu
+        self._began = torch.cuda.Event(enable_timing=True) if on_gpu else None
+        self._ended = torch.cuda.Event(enable_timing=True) if on_gpu else None
+        if self._began is not None:
+            self._began.record()
+
+    def download(self, transfers: Transfers, results: list[Tensor]) -> None:
+        """Bring `results` to the host: [2, R] int32 tokens and flags, then the prefill rows' flags [P]."""
+        self.launched = True
+        if self._ended is not None:
+            self._ended.record()
+        self._device_results = results
+        self._results, self._arrival = transfers.download(results)
+
+    def wait(self) -> None:
+        """Block this thread, and no other, until the step is over. Raises what the device reports."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+
+    @torch.inference_mode()
+    def output(self) -> StepOutput:
+        """The results, after `wait`. Called once, in the thread that launches steps."""
+        batch, sampler = self.batch, self._agent.sampler
+        output = StepOutput(step=batch.step, slots=[], tokens=[])
+        if self._results:
+            sampled, unsound = (results.numpy() for results in self._results)
+            # Rows beyond the batch are padding.
+            tokens, flags = sampled[:, : len(self.slots)]
+            output.slots, output.tokens = self.slots.tolist(), tokens.tolist()
+            if flags.any():
+                output.errors = sampler.errors(self.slots, flags)
+            for row in np.flatnonzero(unsound).tolist():
+                output.errors[batch.prefill[row].slot] = OUT_OF_MEMORY if self.out_of_memory else NOT_FINITE
+            sampler.observe(self.slots, tokens)
+            for scores in self.scores:
+                scores.write(output)
+            if self.logprobs is not None:
+                entries = self.logprobs.result()
+                output.logprobs = {slot: entry for slot, entry in entries.items() if slot not in output.errors}
+        if self._began is not None and self._ended is not None and self._results:
+            output.elapsed_ms = self._began.elapsed_time(self._ended)
+        self._agent.num_read += 1
+        return output
+
+
+class DeviceAgent:
+    """A model with its KV pool, slot tables, sampling state and graphs.
+
+    Made in one thread; after that all methods belong to one thread again, which may be another. `limits` is what the
+    engine has to know.
+    """
+
+    def __init__(self, config: EngineConfig, path: Path, *, model: DecoderLM | None = None) -> None:
+        """Load the checkpoint in the folder `path`, unless its `model` is given, size the KV pool, capture graphs.
+
+        Raises ModelError when the checkpoint cannot be loaded or no block fits, and InvalidParameter when
+        `session_len` asks for more positions than the model has.
+        """
+        opened = OpenedModel.open(config, path, model=model)
+        self.model, self._device = opened.model, opened.device
+        self.on_gpu = self._device.type == "cuda"
+        block_size = config.tokens_per_block
+        sizes = bucket_sizes(config.max_batch_size)
+        self._max_rows = max(sizes[-1], config.max_batch_size)
+        # A whole batch may end while the next one, in other slots, is in flight already.
+        num_slots = 2 * config.max_batch_size
+        vocab_size = opened.model.config.vocab_size
+        self._transfers = Transfers(self._device)
+        self._unsampled: tuple[PendingStep, Callable[[], None]] | None = None
+        """The step whose sampling waits until all before it are read, and what launches it."""
+        self.num_launched = 0
+        self.num_read = 0
+        with torch.inference_mode(), self._transfers.computing():
+            self._tables = DeviceTables(
+                num_slots=num_slots,
+                max_rows=self._max_rows,
+                max_position=opened.max_position,
+                block_size=block_size,
+                rope_lens=opened.model.config.dynamic_rope,
+                batch_invariant=config.batch_invariant,
+                transfers=self._transfers,
+                device=self._device,
+            )
+            self.sampler = DeviceSampler(num_slots, vocab_size, self._device, self._max_rows)
+            self._tokens = torch.zeros(self._max_rows, dtype=torch.int64, device=self._device)
+            self._flags = torch.zeros(self._max_rows, dtype=torch.int32, device=self._device)
+            self._results = torch.zeros(2 * self._max_rows, dtype=torch.int32, device=self._device)
+            self._no_flags = torch.zeros(0, dtype=torch.int32, device=self._device)
+            self._logits = torch.zeros(self._max_rows, vocab_size, dtype=opened.dtype, device=self._device)
+            parts = [self._decode_logits, self._decode_tokens]
+            reserve = 0
+            if self._transfers.stream is not None:
+                self._caches = allocate_pool(opened.model.config, _FEW_BLOCKS, block_size, opened.dtype, self._device)
+                step = largest_step(
+                    config.max_batch_size,
+                    _prompts(config.prefill_budget, opened.max_position),
+                    block_size,
+                    _FEW_BLOCKS,
+                    rope_lens=opened.model.config.dynamic_rope,
+                    batch_invariant=config.batch_invariant,
+                )
+                reserve = measure_reserve(self.model, step, self._caches, sizes, parts, self._transfers.stream)
+                self._caches = []
+                torch.cuda.empty_cache()
+            num_blocks = pool_blocks(
+                config,
+                opened.model.config,
+                max_position=opened.max_position,
+                dtype=opened.dtype,
+                device=self._device,
+                reserve=reserve,
+            )
+            self._caches = allocate_pool(opened.model.config, num_blocks, block_size, opened.dtype, self._device)
+            self._graphs: DecodeGraphs | None = None
+            if self._transfers.stream is not None:
+                self._graphs = DecodeGraphs(sizes, parts, self._transfers.stream)
+                self._transfers.stream.synchronize()
+        self.limits: Limits = opened.limits(
+            num_blocks, block_size, num_slots, max_steps_in_flight=MAX_STEPS_IN_FLIGHT if self.on_gpu else 2
+        )
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> PendingStep:
+        """Launch a step. A row that fails is named in its `StepOutput.errors`; what raises, here or in the step's
+        `wait`, concerns the whole step and all after it."""
+        if self.blocked or self.num_launched - self.num_read >= MAX_STEPS_IN_FLIGHT:
+            raise RuntimeError("no step can be launched before another one has been read")
+        with self._transfers.computing():
+            pending = PendingStep(self, batch)
+            self.num_launched += 1
+            for start in batch.starts:
+                self._tables.start(start)
+                self.sampler.start(start)
+            for slot, index, blocks in batch.new_blocks:
+                self._tables.write_blocks(slot, index, blocks)
+            self.sampler.upload()
+            if self._graphs is not None and self._tables.fits(batch, self._graphs.largest):
+                self._launch_decode(batch, pending, self._graphs)
+            else:
+                self._launch_eagerly(batch, pending)
+        return pending
+
+    @property
+    def blocked(self) -> bool:
+        """Whether nothing can be launched before `resume` has launched the sampling of the last step."""
+        return self._unsampled is not None
+
+    @torch.inference_mode()
+    def resume(self) -> PendingStep | None:
+        """Launch the sampling that waited, if all steps before it have been read. Returns its step if so."""
+        if self._unsampled is None:
+            return None
+        pending, sample = self._unsampled
+        if self.num_read < pending.index:
+            return None
+        self._unsampled = None
+        with self._transfers.computing():
+            sample()
+        return pending
+
+    def _sample_when_possible(self, pending: PendingStep, sample: Callable[[], None]) -> None:
+        """Launch the sampling now, unless it needs tokens on the host that no one has read yet."""
+        if self.num_read < pending.index and self.sampler.needs_host(pending.slots):
+            self._unsampled = (pending, sample)
+        else:
+            sample()
+
+    def _launch_decode(self, batch: Batch, pending: PendingStep, graphs: DecodeGraphs) -> None:
+        """A step of decode rows alone, out of the graphs."""
+        num_rows = len(batch.decode)
+        pending.slots = self._tables.advance_decode(batch)
+        size = graphs.size_for(num_rows)
+        positions = self._tables.decode_drawn(num_rows)
+        graphs.replay(_FORWARD, size)
+
+        def sample() -> None:
+            # The host may still be fetching what this overwrites.
+            self._transfers.wait_for_downloads()
+            graphs.replay(_SAMPLE, size)
+            slots, tokens, flags = self._tables.decode_slots[:size], self._tokens[:size], self._flags[:size]
+            results, logits = self._results[: 2 * size].view(2, size), self._logits[:num_rows]
+            if self.sampler.edit_and_redraw(
+                logits, pending.slots, positions, slots[:num_rows], tokens[:num_rows], flags[:num_rows]
+            ):
+                kernels.record_tokens(tokens, flags, slots, self._tables.last_tokens, results)
+            pending.logprobs = self.sampler.logprobs(logits, pending.slots, tokens[:num_rows])
+            pending.download(self._transfers, [results, self._no_flags])
+
+        self._sample_when_possible(pending, sample)
+
+    def _decode_logits(self, num_rows: int) -> None:
+        """Captured: forward pass of the fixed rows, to their logits."""
+        hidden = self.model(self._tables.decode_inputs(num_rows), self._caches)
+        self._logits[:num_rows] = self.model.logits(hidden)
+
+    def _decode_tokens(self, num_rows: int) -> None:
+        """Captured: choice of the fixed rows' tokens."""
+        slots, positions = self._tables.decode_slots[:num_rows], self._tables.decode_positions[:num_rows]
+        tokens, flags = self._tokens[:num_rows], self._flags[:num_rows]
+        self.sampler.draw(self._logits[:num_rows], slots, positions + 1, tokens, flags)
+        results = self._results[: 2 * num_rows].view(2, num_rows)
+        kernels.record_tokens(tokens, flags, slots, self._tables.last_tokens, results)
+
+    def _launch_eagerly(self, batch: Batch, pending: PendingStep) -> None:
+        """Any step, kernel by kernel."""
+        if batch.copies:
+            pairs = torch.tensor(batch.copies, dtype=torch.int64, pin_memory=self.on_gpu)
+            pairs = pairs.to(self._device, non_blocking=True)
+            kernels.copy_blocks(self._caches, pairs[:, 0], pairs[:, 1])
+        if not batch.decode and not batch.prefill:
+            self._tables.flush()
+            pending.download(self._transfers, [])
+            return
+        step = self._tables.advance(batch)
+        rows = step.arrays.rows
+        pending.slots = rows.slots
+        hidden = self._forward(step, pending)
+        unsound = self._no_flags
+        if batch.prefill:
+            # A chunk that nothing is sampled from is looked at too: its blocks may not enter the prefix cache.
+            unsound = kernels.segments_finite(hidden, step.prefill_offsets)
+        for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
+            if row.output_logits or row.prompt_logprobs is not None:
+                pending.scores.append(PromptScores(row, hidden[first : first + len(row.tokens)], self.model.logits))
+        if step.indices is not None:
+            hidden = kernels.gather_rows(hidden, step.indices)
+        logits = self.model.logits(hidden)
+
+        def sample() -> None:
+            count = len(rows.slots)
+            tokens = torch.empty(count, dtype=torch.int64, device=self._device)
+            flags = torch.empty(count, dtype=torch.int32, device=self._device)
+            results = torch.empty(2, count, dtype=torch.int32, device=self._device)
+            if count:
+                self.sampler.draw(logits, step.slots, step.positions, tokens, flags)
+                self.sampler.edit_and_redraw(logits, rows.slots, rows.positions, step.slots, tokens, flags)
+                kernels.record_tokens(tokens, flags, step.slots, self._tables.last_tokens, results)
+                pending.logprobs = self.sampler.logprobs(logits, rows.slots, tokens)
+            pending.download(self._transfers, [results, unsound])
+
+        self._sample_when_possible(pending, sample)
+
+    def _forward(self, step: DeviceStep, pending: PendingStep) -> Tensor:
+        """Hidden states [T, H]. When memory runs out, prompt tokens are computed in two halves, once; if that fails as
+        well their rows fail, and the decode rows go on."""
+        try:
+            hidden: Tensor = self.model(step.inputs, self._caches)
+            return hidden
+        except torch.OutOfMemoryError:
+            num_decode = step.arrays.num_decode
+            if num_decode == len(step.arrays.row_slots):
+                raise
+        torch.cuda.empty_cache()
+        config = self.model.config
+        shape = (len(step.arrays.positions), config.hidden_size)
+        hidden = torch.full(shape, torch.nan, dtype=self._logits.dtype, device=self._device)
+        if num_decode:
+            hidden[:num_decode] = self.model(decode_rows(step.inputs), self._caches)
+        try:
+            for tokens, inputs in prefill_halves(step.arrays, step.inputs):
+                hidden[tokens] = self.model(inputs, self._caches)
+        except torch.OutOfMemoryError:
+            pending.out_of_memory = True
+            hidden[num_decode:] = torch.nan
+        return hidden
+
+
+def _prompts(num_tokens: int, longest: int) -> list[int]:
+    """Lengths of the fewest prompts with so many tokens in all."""
+    full, rest = divmod(num_tokens, longest)
+    return [longest] * full + [rest] * (rest > 0)

@@ -1,0 +1,214 @@
+"""DeviceTables: the state of every slot on the device, and the inputs of a step made of it.
+
+Block tables and last tokens live on the device, in one row per slot. A decode step brings up no more than its slots,
+positions and new blocks; what a step with prompt tokens needs besides goes up in the same one copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncllm import kernels
+from asyncllm.agent.slots import SlotArrays, StepArrays
+from asyncllm.agent.transfers import Transfers, offsets
+from asyncllm.batch import Batch, SlotStart
+from asyncllm.kernels import DecodeInputs
+from asyncllm.layers.step_inputs import StepInputs
+
+__all__ = ["DeviceStep", "DeviceTables"]
+
+
+@dataclass(slots=True)
+class DeviceStep:
+    """A step that is launched kernel by kernel: its tensors on the device, and the host's account of them."""
+
+    arrays: StepArrays
+    inputs: StepInputs
+    slots: Tensor
+    """[R] int32: the rows that are sampled from."""
+    positions: Tensor
+    """[R] int32: positions of the tokens to be drawn."""
+    indices: Tensor | None
+    """[R] int64: their rows of the hidden states; None: all of them, in order."""
+    prefill_offsets: Tensor
+    """[P + 1] int32: where the tokens of each prefill row begin and end."""
+
+
+class DeviceTables:
+    """Written by the thread that launches steps; its tensors also by the kernels of the steps, in order."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_rows: int,
+        max_position: int,
+        block_size: int,
+        rope_lens: bool,
+        batch_invariant: bool,
+        transfers: Transfers,
+        device: torch.device,
+    ) -> None:
+        """`max_rows`: most rows of a decode step in fixed tensors, padding included."""
+        self._slots = SlotArrays(num_slots, max_position, block_size)
+        self._block_size = block_size
+        self._rope_lens = rope_lens
+        self._batch_invariant = batch_invariant
+        self._transfers = transfers
+        self._updates: list[tuple[int, list[int]]] = []
+        """(entry of the flat block tables, block ids to write from there on), not yet on the device."""
+        # One entry more than a row can own: kernels read one page ahead.
+        self._width = self._slots.max_blocks + 1
+        self.block_tables = torch.zeros(num_slots, self._width, dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._row_numbers = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+
+        self._decode_rows = np.zeros((3, max_rows), np.int32)
+        """Slots, positions and prompt lengths of a decode step, on the host."""
+        room = [self._decode_rows, np.zeros(max_rows, np.int64), np.zeros(max_rows, np.int32)]
+        self._decode_bytes = torch.zeros(offsets(room)[-1], dtype=torch.uint8, device=device)
+        fixed = self._decode_bytes[: self._decode_rows.nbytes].view(torch.int32).view(3, max_rows)
+        self.decode_slots, self.decode_positions, self._decode_prompt_lens = fixed
+        """[max_rows] int32 each; -1 is the slot of a padding row."""
+        self._decode_inputs = DecodeInputs.zeros(max_rows, self._width, device)
+
+    def start(self, start: SlotStart) -> None:
+        """Give the slot to a new sequence."""
+        self._slots.start(start)
+
+    def write_blocks(self, slot: int, index: int, blocks: list[int]) -> None:
+        """Write block ids into the slot's block table, from entry `index` on; they go up with the next step."""
+        self._slots.write_blocks(slot, index, blocks)
+        self._updates.append((slot * self._width + index, blocks))
+
+    def fits(self, batch: Batch, num_rows: int) -> bool:
+        """Whether the batch is a decode step that `advance_decode` can bring up in `num_rows` rows."""
+        return not batch.prefill and not batch.copies and 0 < len(batch.decode) <= num_rows >= len(self._updates)
+
+    def advance_decode(self, batch: Batch) -> NDArray[np.int64]:
+        """Bring a decode step to the fixed tensors that `decode_inputs` reads. Returns its slots [R]."""
+        slots = np.array(batch.decode, np.int64)
+        rows = self._decode_rows
+        rows[0, : len(slots)] = slots
+        rows[0, len(slots) :] = -1
+        rows[1, : len(slots)], rows[2, : len(slots)] = self._slots.advance_decode(slots)
+        arrays: list[NDArray[Any]] = [rows, *self._take_updates()]
+        _, *updates = self._transfers.upload(arrays, into=self._decode_bytes)
+        self._apply(*updates)
+        return slots
+
+    def decode_drawn(self, num_rows: int) -> NDArray[np.int64]:
+        """[R], absolute positions of the tokens to be drawn in the decode step that was brought up last."""
+        return self._decode_rows[1, :num_rows].astype(np.int64) + 1
+
+    def decode_inputs(self, num_rows: int) -> StepInputs:
+        """The decode step of the first `num_rows` fixed rows; made of device state alone, so that it can be captured.
+
+        Launches the kernel that gathers it.
+        """
+        fixed = DecodeInputs(*(tensor[:num_rows] for tensor in self._decode_inputs))
+        kernels.prepare_decode(
+            self.decode_slots[:num_rows],
+            self.decode_positions[:num_rows],
+            self.last_tokens,
+            self.block_tables,
+            self._block_size,
+            fixed,
+        )
+        return StepInputs(
+            input_ids=fixed.input_ids,
+            positions=fixed.positions,
+            slot_mapping=fixed.slot_mapping,
+            num_decode=num_rows,
+            q_offsets=self._row_numbers[: num_rows + 1],
+            kv_lens=fixed.kv_lens,
+            block_tables=fixed.block_tables,
+            max_q_len=1,
+            max_kv_len=self._slots.max_blocks * self._block_size,
+            rope_lens=self._decode_prompt_lens[:num_rows] if self._rope_lens else None,
+            batch_invariant=self._batch_invariant,
+        )
+
+    def advance(self, batch: Batch) -> DeviceStep:
+        """Bring any step with at least one row to the device."""
+        arrays = self._slots.advance(batch)
+        num_decode, rows = arrays.num_decode, arrays.rows
+        ends = arrays.offsets
+        if ends is None:
+            ends = np.arange(len(arrays.row_slots) + 1)
+        everything: list[NDArray[Any]] = [
+            arrays.row_slots.astype(np.int32),
+            ends.astype(np.int32),
+            arrays.known,
+            arrays.positions,
+            arrays.slot_mapping,
+            arrays.kv_lens.astype(np.int32),
+            rows.slots.astype(np.int32),
+            rows.positions.astype(np.int32),
+            np.zeros(0, np.int64) if rows.indices is None else rows.indices,
+            arrays.prompt_lens,
+            *self._take_updates(),
+        ]
+        (
+            row_slots,
+            q_offsets,
+            known,
+            positions,
+            slot_mapping,
+            kv_lens,
+            sampled_slots,
+            sampled_positions,
+            indices,
+            prompt_lens,
+            *updates,
+        ) = self._transfers.upload(everything)
+        self._apply(*updates)
+        input_ids = torch.empty_like(positions)
+        if num_decode:
+            torch.index_select(self.last_tokens, 0, row_slots[:num_decode], out=input_ids[:num_decode])
+        input_ids[num_decode:] = known
+        inputs = StepInputs(
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            num_decode=num_decode,
+            q_offsets=q_offsets,
+            kv_lens=kv_lens,
+            block_tables=self.block_tables.index_select(0, row_slots),
+            max_q_len=arrays.max_q_len,
+            max_kv_len=int(arrays.kv_lens.max()),
+            rope_lens=prompt_lens if self._rope_lens else None,
+            batch_invariant=self._batch_invariant,
+        )
+        return DeviceStep(
+            arrays=arrays,
+            inputs=inputs,
+            slots=sampled_slots,
+            positions=sampled_positions,
+            indices=None if rows.indices is None else indices,
+            prefill_offsets=q_offsets[num_decode:],
+        )
+
+    def flush(self) -> None:
+        """Bring up new blocks without a step."""
+        if self._updates:
+            self._apply(*self._transfers.upload(self._take_updates()))
+
+    def _take_updates(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Entries of the flat block tables, and the block ids that belong there."""
+        if not self._updates:
+            return np.zeros(0, np.int64), np.zeros(0, np.int32)
+        entries = np.concatenate([np.arange(first, first + len(blocks)) for first, blocks in self._updates])
+        ids = np.concatenate([np.array(blocks, np.int32) for _, blocks in self._updates])
+        self._updates.clear()
+        return entries, ids
+
+    def _apply(self, entries: Tensor, ids: Tensor) -> None:
+        if len(entries):
+            self.block_tables.view(-1).index_copy_(0, entries, ids)

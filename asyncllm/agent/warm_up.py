@@ -1,0 +1,86 @@
+"""How much memory steps take beside weights and KV, measured by running the largest ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from asyncllm import kernels
+from asyncllm.agent.graphs import DecodeGraphs
+from asyncllm.kernels import PagedKV
+from asyncllm.layers.step_inputs import StepInputs
+from asyncllm.models.decoder import DecoderLM
+
+__all__ = ["largest_step", "measure_reserve"]
+
+SAFETY_BYTES = 256 * 2**20
+"""Left free on top of what was measured: library workspaces that appear later, and fragmentation."""
+
+
+def largest_step(
+    num_decode: int,
+    prefill_lens: Sequence[int],
+    block_size: int,
+    num_blocks: int,
+    *,
+    rope_lens: bool,
+    batch_invariant: bool,
+) -> StepInputs:
+    """A step of `num_decode` decode rows, then prompts of `prefill_lens` tokens, over a pool of few blocks.
+
+    Rows share blocks and overwrite each other, since only time and memory matter.
+    """
+    device = "cuda"
+    lens = torch.tensor([1] * num_decode + list(prefill_lens), dtype=torch.int32, device=device)
+    ends = lens.cumsum(0, dtype=torch.int32)
+    num_tokens, longest = num_decode + sum(prefill_lens), max(prefill_lens)
+    return StepInputs(
+        input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions=torch.arange(num_tokens, device=device) - (ends - lens).repeat_interleave(lens),
+        slot_mapping=torch.arange(num_tokens, device=device) % (num_blocks * block_size),
+        num_decode=num_decode,
+        q_offsets=torch.cat([ends.new_zeros(1), ends]),
+        kv_lens=lens,
+        block_tables=torch.zeros(len(lens), -(-longest // block_size) + 1, dtype=torch.int32, device=device),
+        max_q_len=longest,
+        max_kv_len=longest,
+        rope_lens=torch.ones(num_tokens, dtype=torch.int64, device=device) if rope_lens else None,
+        batch_invariant=batch_invariant,
+    )
+
+
+@torch.inference_mode()
+def measure_reserve(
+    model: DecoderLM,
+    step: StepInputs,
+    caches: Sequence[PagedKV],
+    sizes: Sequence[int],
+    parts: Sequence[Callable[[int], None]],
+    stream: torch.cuda.Stream,
+) -> int:
+    """Bytes that `step`, the largest there can be, and the graphs of `parts` for all `sizes` will take.
+
+    A step's intermediates are measured at their peak. Graphs share the memory of their intermediates, which the largest
+    one decides, and take some of their own each, which the smallest one tells.
+    """
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    num_rows = len(step.kv_lens)
+    rows = torch.arange(num_rows, device="cuda")
+    model.logits(kernels.gather_rows(model(step, caches), rows))
+    stream.synchronize()
+    step_bytes = torch.cuda.max_memory_allocated() - before
+
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    graphs = [DecodeGraphs([sizes[-1]], parts, stream)]
+    torch.cuda.empty_cache()
+    largest = free - torch.cuda.mem_get_info()[0]
+    graphs.append(DecodeGraphs([sizes[0]], parts, stream))
+    torch.cuda.empty_cache()
+    each = free - torch.cuda.mem_get_info()[0] - largest
+    graphs.clear()
+    torch.cuda.empty_cache()
+    return int(1.1 * step_bytes) + largest + each * (len(sizes) - 1) + SAFETY_BYTES
