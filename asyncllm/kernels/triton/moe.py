@@ -26,7 +26,7 @@ __all__ = ["TILES", "Blocks", "Tile", "fused_experts", "group", "multiply", "rou
 
 
 class Tile(NamedTuple):
-    """What one program of `_grouped_matmul` takes: `rows` of the weights by a block of tokens, `depth` columns at once."""
+    """What one program of `_grouped_matmul` takes: `rows` of the weights by a block of tokens, in steps of `depth`."""
 
     rows: int
     depth: int
