@@ -1,33 +1,39 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.kernels import fused_experts, route
+from asyncllm import kernels
+from asyncllm.kernels.triton import moe
+from tests.kernels import offline
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+LAUNCHERS = [
+    pytest.param((kernels.route.reference, kernels.fused_experts.reference), id="reference"),  # type: ignore[attr-defined]
+    pytest.param((moe.route, moe.fused_experts), id="triton"),
+]
+"""On a GPU the kernels run compiled, elsewhere under Triton's interpreter."""
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-def test_route(renormalize: bool) -> None:
-    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0], [3.0, 0.0, 0.0, 4.0]])
-    weights, expert_ids = route(logits, 2, renormalize)
-    assert expert_ids.tolist() == [[1, 2], [3, 0]]
-    expected = logits.softmax(-1).gather(1, expert_ids)
-    if renormalize:
-        expected = expected / expected.sum(-1, keepdim=True)
-    torch.testing.assert_close(weights, expected)
+@pytest.fixture(params=LAUNCHERS)
+def ops(request: pytest.FixtureRequest) -> tuple:
+    return request.param
 
 
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
     """Token by token, in float64."""
     rows = []
     for token in range(len(x)):
-        total = torch.zeros(x.shape[1], dtype=torch.float64)
+        total = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
         for weight, expert in zip(weights[token].tolist(), expert_ids[token].tolist(), strict=True):
             gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
             total += weight * (down[expert].double() @ (F.silu(gate) * up))
@@ -35,11 +41,216 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_id
     return torch.stack(rows)
 
 
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_route(ops: tuple, renormalize: bool) -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0], [3.0, 0.0, 0.0, 4.0]], device=DEVICE)
+    weights, expert_ids = ops[0](logits, 2, renormalize)
+    assert expert_ids.tolist() == [[1, 2], [3, 0]]
+    expected = logits.softmax(-1).gather(1, expert_ids)
+    if renormalize:
+        expected = expected / expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights, expected)
+
+
+def test_of_equal_logits_the_lowest_id_comes_first(ops: tuple) -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0, -0.0, 0.0, -1.0, -0.0], [-3.0] * 5], device=DEVICE)
+    weights, expert_ids = ops[0](logits, 4, True)
+    assert expert_ids.tolist() == [[1, 2, 4, 0], [0, 1, 2, 4], [0, 1, 2, 3]]
+    torch.testing.assert_close(weights.sum(-1), torch.ones(3, device=DEVICE))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_logits_that_are_no_numbers_still_choose_experts_that_exist() -> None:
+    logits = torch.tensor([[float("nan")] * 5, [float("-inf")] * 5, [1.0, float("nan"), 0.0, 2.0, 3.0]], device=DEVICE)
+    _, expert_ids = moe.route(logits, 3, False)
+    for row in expert_ids.tolist():
+        assert len(set(row)) == 3
+        assert set(row) <= set(range(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_route_kernel_chooses_as_its_reference(dtype: torch.dtype) -> None:
+    logits = random(5, 60, seed=4).to(dtype)
+    expected = kernels.route.reference(logits, 6, True)  # type: ignore[attr-defined]
+    weights, expert_ids = moe.route(logits, 6, True)
+    assert torch.equal(expert_ids, expected[1])
+    torch.testing.assert_close(weights, expected[0], atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(4, 2), (3, 3), (8, 1)])
-def test_fused_experts(tokens: int, num_experts: int, top_k: int) -> None:
+def test_fused_experts(ops: tuple, tokens: int, num_experts: int, top_k: int) -> None:
     x, gate_up, down = random(tokens, 6), random(num_experts, 10, 6, seed=1), random(num_experts, 6, 5, seed=2)
-    weights, expert_ids = route(random(tokens, num_experts, seed=3), top_k, False)
-    actual = fused_experts(x, gate_up, down, weights, expert_ids)
+    weights, expert_ids = ops[0](random(tokens, num_experts, seed=3), top_k, False)
+    actual = ops[1](x, gate_up, down, weights, expert_ids)
     expected = experts(x, gate_up, down, weights, expert_ids)
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fused_experts_rounds_where_its_reference_does(dtype: torch.dtype) -> None:
+    """Most results are the reference's own bits: what differs is a sum of another order, now and then a last bit."""
+    x = random(40, 32).to(dtype)
+    gate_up, down = (random(5, 48, 32, seed=1) / 6).to(dtype), (random(5, 32, 24, seed=2) / 5).to(dtype)
+    weights, expert_ids = moe.route(random(40, 5, seed=3), 2, True)
+    actual = moe.fused_experts(x, gate_up, down, weights, expert_ids)
+    expected = kernels.fused_experts.reference(x, gate_up, down, weights, expert_ids)  # type: ignore[attr-defined]
+    assert (actual == expected).float().mean() > 0.9
+    torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_assignments_are_listed_by_expert_in_their_own_order() -> None:
+    expert_ids = torch.tensor([[4, 0], [1, 4], [4, 0], [4, 1], [4, 0], [4, 2], [0, 4], [2, 4], [0, 4]], device=DEVICE)
+    block_experts, slots, *_ = moe.group(expert_ids, 6, 4)
+    assert len(block_experts) == 9
+    assert block_experts.tolist() == [0, 0, 1, 2, 4, 4, 4, -1, -1]
+    flat = expert_ids.flatten().tolist()
+    for expert in range(6):
+        mine = slots.view(-1, 4)[block_experts == expert].flatten().tolist()
+        expected = [assignment for assignment, chosen in enumerate(flat) if chosen == expert]
+        assert mine == expected + [len(flat)] * (-len(expected) % 4)
+
+
+@pytest.mark.parametrize(
+    "num_experts", [3, 8, pytest.param(128, marks=pytest.mark.gpu), pytest.param(300, marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("block_tokens", [16, 128])
+def test_grouping_many_assignments(num_experts: int, block_tokens: int) -> None:
+    expert_ids = torch.randint(num_experts, (4000, 2), device=DEVICE)
+    block_experts, slots, *_ = moe.group(expert_ids, num_experts, block_tokens)
+    flat = expert_ids.flatten()
+    used = -(-flat.bincount(minlength=num_experts) // block_tokens)
+    ids = torch.arange(num_experts, device=DEVICE).repeat_interleave(used)
+    assert torch.equal(block_experts[: len(ids)].long(), ids)
+    assert (block_experts[len(ids) :] == -1).all()
+    filled = slots[: len(ids) * block_tokens]
+    assert torch.equal(filled[filled < len(flat)].long(), flat.argsort(stable=True))
+
+
+def test_blocks_are_no_larger_than_the_experts_need() -> None:
+    assert [moe.tokens_per_block(tokens * 2, 8) for tokens in (1, 42, 64, 128, 4096)] == [16, 16, 32, 64, 128]
+    assert [moe.tokens_per_block(tokens * 8, 128) for tokens in (1, 64, 256, 4096)] == [16, 16, 32, 128]
+
+
+def test_kernels_compile_as_intended() -> None:
+    compiled = offline.compiled("compile_moe")
+    for case in compiled.values():
+        assert case.spilled_bytes == 0, case
+        assert case.shared_bytes <= offline.MAX_SHARED_BYTES, case
+        assert case.mma == 0, f"{case}: mma.sync adds in another order than wgmma"
+        if "bf16" in case.name:
+            assert case.wgmma, case
+            assert case.async_copies, case
+
+
+MODELS = {"mixtral": (4096, 14336, 8, 2), "qwen3-30b-a3b": (2048, 768, 128, 8), "odd": (264, 104, 5, 3)}
+"""hidden size, expert size, experts, top k"""
+SIZES = [*((model, torch.bfloat16) for model in MODELS), ("odd", torch.float16)]
+
+
+class Case:
+    """Random weights and routed tokens of a model's size, from a fresh seed that is printed."""
+
+    def __init__(self, model: str, tokens: int, dtype: torch.dtype) -> None:
+        seed = int.from_bytes(os.urandom(4), "little")
+        print(f"seed {seed}")
+        generator = torch.Generator("cuda").manual_seed(seed)
+        width, hidden, num_experts, top_k = MODELS[model]
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, device="cuda", dtype=dtype) * shape[-1] ** -0.5
+
+        self.gate_up, self.down = normal(num_experts, 2 * hidden, width) * 2, normal(num_experts, width, hidden)
+        self.x = normal(tokens, width) * width**0.5
+        self.weights, self.expert_ids = moe.route(normal(tokens, num_experts) * num_experts**0.5, top_k, True)
+
+    def run(self, rows: slice = slice(None)) -> Tensor:
+        # What the allocator hands out next is poisoned, so whatever a kernel does not write shows.
+        poison = torch.full((1 << 27,), float("nan"), device="cuda", dtype=torch.bfloat16)
+        del poison
+        return moe.fused_experts(self.x[rows], self.gate_up, self.down, self.weights[rows], self.expert_ids[rows])
+
+    def exact(self) -> Tensor:
+        """In float64, expert by expert."""
+        total = torch.zeros(self.x.shape, dtype=torch.float64, device="cuda")
+        for expert in range(self.gate_up.shape[0]):
+            token, choice = (self.expert_ids == expert).nonzero(as_tuple=True)
+            gate, up = (self.x[token].double() @ self.gate_up[expert].double().t()).chunk(2, -1)
+            y = (F.silu(gate) * up) @ self.down[expert].double().t()
+            total.index_add_(0, token, y * self.weights[token, choice, None].double())
+        return total
+
+
+def largest_error(actual: Tensor, exact: Tensor) -> float:
+    """Of any row, relative to that row's length. NaN counts as infinite."""
+    errors = (actual.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
+    return float(errors.nan_to_num(nan=float("inf")).max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 50, 200, 1100])
+@pytest.mark.parametrize(("model", "dtype"), SIZES)
+def test_large_experts_are_as_exact_as_the_reference(model: str, tokens: int, dtype: torch.dtype) -> None:
+    case = Case(model, tokens, dtype)
+    actual, exact = case.run(), case.exact()
+    reference = kernels.fused_experts.reference(  # type: ignore[attr-defined]
+        case.x, case.gate_up, case.down, case.weights, case.expert_ids
+    )
+    assert largest_error(actual, exact) <= 1.2 * largest_error(reference, exact) + 1e-4
+    assert torch.equal(actual, case.run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_large_experts_in_float32(tokens: int) -> None:
+    case = Case("qwen3-30b-a3b", tokens, torch.float32)
+    actual = case.run()
+    assert largest_error(actual, case.exact()) < 1e-5
+    assert torch.equal(actual[:1], case.run(slice(1)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("model", "dtype"), SIZES)
+def test_a_token_gets_the_same_bits_in_any_batch(model: str, dtype: torch.dtype) -> None:
+    """From one to thousands of tokens every size of block takes part, and the weights are grouped or not."""
+    case = Case(model, 3000, dtype)
+    everything = case.run()
+    sizes = [1, 2, 3, 7, 33, 64, 130, 260, 500, 1500]
+    blocks = {moe.tokens_per_block(size * case.expert_ids.shape[1], case.gate_up.shape[0]) for size in sizes}
+    assert blocks == set(moe.TILES)
+    for size in sizes:
+        assert torch.equal(case.run(slice(size)), everything[:size]), size
+        assert torch.equal(case.run(slice(-size, None)), everything[-size:]), size
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 200])
+def test_a_captured_graph_serves_other_tokens(tokens: int) -> None:
+    case = Case("qwen3-30b-a3b", 2 * tokens, torch.bfloat16)
+    all_logits = torch.randn(2 * tokens, 128, device="cuda", dtype=torch.bfloat16)
+    x, logits = case.x[:tokens].clone(), all_logits[:tokens].clone()
+
+    def layer(x: Tensor, logits: Tensor) -> Tensor:
+        return moe.fused_experts(x, case.gate_up, case.down, *moe.route(logits, 8, True))
+
+    layer(x, logits)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(x, logits)
+    for rows in (slice(tokens), slice(tokens, None)):
+        x.copy_(case.x[rows])
+        logits.copy_(all_logits[rows])
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, layer(case.x[rows], all_logits[rows]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(8192, 128, 8), (300, 8, 2), (77, 512, 10), (5, 4096, 3)])
+def test_routing_many_tokens(tokens: int, num_experts: int, top_k: int) -> None:
+    """Logits in bfloat16 hold many equal ones."""
+    logits = torch.randn(tokens, num_experts, device="cuda", dtype=torch.bfloat16)
+    expected = kernels.route.reference(logits, top_k, True)  # type: ignore[attr-defined]
+    weights, expert_ids = moe.route(logits, top_k, True)
+    assert torch.equal(expert_ids, expected[1])
+    torch.testing.assert_close(weights, expected[0], atol=1e-6, rtol=1e-5)

@@ -1,0 +1,395 @@
+"""Mixture of experts on a GPU: routing, and the experts' gated MLPs as two grouped matrix products.
+
+An assignment is one (token, chosen expert) pair, numbered token * top_k + choice. `_group` lists the assignments by
+expert in blocks of a fixed number of tokens, so that each block needs the weights of one expert only. `_grouped_matmul`
+runs over those blocks: once from the tokens to the experts' hidden rows, with SwiGLU before the store, and once from
+there to the experts' outputs. `_weighted_sum` adds up what the experts of a token say. Nothing is read back by the
+host, so all of it can be captured in a CUDA graph.
+
+The weights are always the left operand of the tensor cores' product and the tokens the right one. A tile of few tokens
+then runs on wgmma like a tile of many, and an output is the same sum in the same order whatever the tile's size: a
+token gets the same bits alone and in any batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.kernels.triton.language import PDL, dot, release_consumers, round_to, wait_for_producers
+
+__all__ = ["TILES", "Blocks", "Tile", "fused_experts", "group", "multiply", "route", "tokens_per_block"]
+
+
+class Tile(NamedTuple):
+    """What one program of `_grouped_matmul` takes: `rows` of the weights by a block of tokens, in steps of `depth`."""
+
+    rows: int
+    depth: int
+    warps: int
+    stages: int
+
+
+TILES: dict[int, tuple[Tile, Tile]] = {
+    16: (Tile(64, 128, 4, 4), Tile(64, 128, 4, 4)),  # 48 to 83 registers, 80 KB: two programs per multiprocessor
+    32: (Tile(64, 128, 4, 4), Tile(64, 128, 4, 4)),  # 56 to 64 registers, 96 KB
+    64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),  # 118 to 122 registers, 96 KB
+    128: (Tile(256, 64, 8, 3), Tile(256, 64, 8, 3)),  # 194 to 215 registers, 144 KB: one program
+}
+"""By tokens per block, for types of 16 bits: the tile of the first product and that of the second. Registers per thread
+and shared memory as compiled for sm_90; nothing spills."""
+
+FLOAT32_TILE = Tile(32, 32, 4, 2)
+"""For float32, always with blocks of 16 tokens: it runs on plain FMA, for tests."""
+
+BLOCKS_PER_GROUP = 8
+"""Blocks that go through the weights together, so that an expert's weights are read from memory once."""
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route(
+    logits_pointer,
+    weights_pointer,
+    expert_ids_pointer,
+    num_tokens,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    PADDED_EXPERTS: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, PADDED_EXPERTS)
+    exists = expert < NUM_EXPERTS
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    logits = tl.load(logits_pointer + token * NUM_EXPERTS + expert, mask=exists, other=float("-inf")).to(tl.float32)
+    probability = tl.exp(logits - tl.max(logits, 0))
+    probability = probability / tl.sum(probability, 0)
+
+    # An integer that grows with the logit and, among equal ones, falls with the id: one maximum finds the next choice,
+    # and it is an expert that exists even where logits are NaN.
+    bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)
+    rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    key = (rank << 32) + (PADDED_EXPERTS - 1 - expert)
+    lowest = -(1 << 63)
+    key = tl.where(exists, key, lowest)
+
+    place = tl.arange(0, PADDED_K)
+    ids = tl.zeros([PADDED_K], tl.int32)
+    weights = tl.zeros([PADDED_K], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        best = tl.max(key, 0)
+        chosen = PADDED_EXPERTS - 1 - (best & (PADDED_EXPERTS - 1)).to(tl.int32)
+        weight = tl.sum(tl.where(expert == chosen, probability, 0.0), 0)
+        ids = tl.where(place == choice, chosen, ids)
+        weights = tl.where(place == choice, weight, weights)
+        key = tl.where(expert == chosen, lowest, key)
+    if RENORMALIZE:
+        weights = weights / tl.sum(weights, 0)
+    at = token * TOP_K + place
+    tl.store(weights_pointer + at, weights, mask=place < TOP_K)
+    tl.store(expert_ids_pointer + at, ids.to(tl.int64), mask=place < TOP_K)
+
+
+@triton.jit(do_not_specialize=["num_assignments", "max_blocks"])
+def _group(
+    expert_ids_pointer,
+    slots_pointer,
+    block_experts_pointer,
+    num_assignments,
+    max_blocks,
+    PADDED_EXPERTS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """One program per expert: its assignments in ascending order from its first block on, then padding.
+
+    slots [max_blocks * BLOCK_TOKENS]: assignments, num_assignments where there is none. block_experts [max_blocks]: the
+    expert of each block, -1 behind the last.
+    """
+    expert = tl.program_id(0)
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    counts = tl.zeros([PADDED_EXPERTS], tl.int32)
+    for start in range(0, num_assignments, CHUNK):
+        assignment = start + tl.arange(0, CHUNK)
+        exists = assignment < num_assignments
+        ids = tl.load(expert_ids_pointer + assignment, mask=exists, other=0).to(tl.int32)
+        counts += tl.histogram(ids, PADDED_EXPERTS, mask=exists)
+    blocks = (counts + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    experts = tl.arange(0, PADDED_EXPERTS)
+    first_block = tl.sum(tl.where(experts < expert, blocks, 0), 0)
+    own_count = tl.sum(tl.where(experts == expert, counts, 0), 0)
+    own_blocks = (own_count + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+
+    if own_count > 0:
+        next_slot = first_block * BLOCK_TOKENS
+        for start in range(0, num_assignments, CHUNK):
+            assignment = start + tl.arange(0, CHUNK)
+            exists = assignment < num_assignments
+            mine = tl.load(expert_ids_pointer + assignment, mask=exists, other=-1).to(tl.int32) == expert
+            counted = tl.cumsum(mine.to(tl.int32), 0)
+            tl.store(slots_pointer + next_slot + counted - 1, assignment, mask=mine)
+            next_slot += tl.sum(mine.to(tl.int32), 0)
+        padding = next_slot + tl.arange(0, BLOCK_TOKENS)
+        tl.store(
+            slots_pointer + padding,
+            tl.zeros([BLOCK_TOKENS], tl.int32) + num_assignments,
+            mask=padding < (first_block + own_blocks) * BLOCK_TOKENS,
+        )
+        for start in range(0, own_blocks, 128):
+            block = start + tl.arange(0, 128)
+            tl.store(
+                block_experts_pointer + first_block + block,
+                tl.zeros([128], tl.int32) + expert,
+                mask=block < own_blocks,
+            )
+    if expert == tl.num_programs(0) - 1:
+        for start in range(first_block + own_blocks, max_blocks, 128):
+            block = start + tl.arange(0, 128)
+            tl.store(block_experts_pointer + block, tl.full([128], -1, tl.int32), mask=block < max_blocks)
+
+
+@triton.jit(do_not_specialize=["num_assignments", "max_blocks"])
+def _grouped_matmul(
+    x_pointer,
+    weight_pointer,
+    y_pointer,
+    slots_pointer,
+    block_experts_pointer,
+    num_assignments,
+    max_blocks,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ASSIGNMENTS_PER_X: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    UNGROUPED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
+    BLOCKS_PER_GROUP: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """y[a] = weight[expert of a] @ x[a // ASSIGNMENTS_PER_X], through SwiGLU on request, for every assignment a.
+
+    x [*, COLUMNS], weight [E, ROWS, COLUMNS], y [num_assignments, ROWS or, with SWIGLU, ROWS // 2]. UNGROUPED: block b
+    is assignment b, block_experts are the expert ids and slots are not read.
+    """
+    OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
+    TILE_OUTPUTS: tl.constexpr = TILE_ROWS // 2 if SWIGLU else TILE_ROWS
+    NUM_TILES: tl.constexpr = (OUTPUTS + TILE_OUTPUTS - 1) // TILE_OUTPUTS
+    program = tl.program_id(0)
+    group = program // (BLOCKS_PER_GROUP * NUM_TILES)
+    within = program % (BLOCKS_PER_GROUP * NUM_TILES)
+    group_blocks = tl.minimum(max_blocks - group * BLOCKS_PER_GROUP, BLOCKS_PER_GROUP)
+    block = group * BLOCKS_PER_GROUP + within % group_blocks
+    first_output = (within // group_blocks) * TILE_OUTPUTS
+
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    expert = tl.load(block_experts_pointer + block).to(tl.int64)
+    if expert < 0:
+        return
+    lane = tl.arange(0, BLOCK_TOKENS)
+    if UNGROUPED:
+        slots = tl.where(lane == 0, block, num_assignments)
+    else:
+        slots = tl.load(slots_pointer + block * BLOCK_TOKENS + lane)
+    is_filled = slots < num_assignments
+    # Padding computes the first row once more, and rows beyond the weights the last one: that costs nothing and keeps
+    # masks out of the loop.
+    x_row = tl.where(is_filled, slots // ASSIGNMENTS_PER_X, 0).to(tl.int64)
+    tile_row = tl.arange(0, TILE_ROWS)
+    if SWIGLU:
+        # 8 rows of the gate and the same 8 of up in turn: the tensor cores leave rows r and r + 8 in one thread.
+        output = first_output + tile_row // 16 * 8 + tile_row % 8
+        weight_row = tl.minimum(output, OUTPUTS - 1) + tile_row % 16 // 8 * OUTPUTS
+    else:
+        weight_row = tl.minimum(first_output + tile_row, OUTPUTS - 1)
+
+    depth = tl.arange(0, TILE_DEPTH)
+    x_pointers = x_pointer + x_row[None, :] * COLUMNS + depth[:, None]
+    weight_pointers = weight_pointer + expert * (ROWS * COLUMNS) + weight_row[:, None] * COLUMNS + depth[None, :]
+    total = tl.zeros([TILE_ROWS, BLOCK_TOKENS], tl.float32)
+    for start in range(0, COLUMNS, TILE_DEPTH):
+        if COLUMNS % TILE_DEPTH == 0:
+            weight = tl.load(weight_pointers)
+            x = tl.load(x_pointers)
+        else:
+            weight = tl.load(weight_pointers, mask=depth[None, :] < COLUMNS - start, other=0.0)
+            x = tl.load(x_pointers, mask=depth[:, None] < COLUMNS - start, other=0.0)
+        total = dot(weight, x, total)
+        weight_pointers += TILE_DEPTH
+        x_pointers += TILE_DEPTH
+
+    dtype: tl.constexpr = y_pointer.dtype.element_ty
+    if SWIGLU:
+        pairs = tl.reshape(total, (TILE_ROWS // 16, 2, 8, BLOCK_TOKENS)).permute(0, 2, 3, 1)
+        gate, up = tl.split(pairs)
+        gate = round_to(tl.reshape(gate, (TILE_OUTPUTS, BLOCK_TOKENS)), dtype).to(tl.float32)
+        up = round_to(tl.reshape(up, (TILE_OUTPUTS, BLOCK_TOKENS)), dtype).to(tl.float32)
+        total = round_to(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32) * up
+    y_column = first_output + tl.arange(0, TILE_OUTPUTS)
+    tl.store(
+        y_pointer + slots[None, :].to(tl.int64) * OUTPUTS + y_column[:, None],
+        round_to(total, dtype),
+        mask=is_filled[None, :] & (y_column < OUTPUTS)[:, None],
+    )
+
+
+@triton.jit
+def _weighted_sum(
+    y_pointer,
+    weights_pointer,
+    out_pointer,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TILE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    exists = column < WIDTH
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    total = tl.zeros([TILE], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        assignment = token * TOP_K + choice
+        y = tl.load(y_pointer + assignment * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
+        total += tl.load(weights_pointer + assignment) * y
+    tl.store(out_pointer + token * WIDTH + column, round_to(total, out_pointer.dtype.element_ty), mask=exists)
+
+
+def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The op of `asyncllm.kernels.moe`: one program per token, top_k passes over the logits in registers."""
+    num_tokens, num_experts = logits.shape
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
+    expert_ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
+    if num_tokens:
+        _route[(num_tokens,)](
+            logits.contiguous(),
+            weights,
+            expert_ids,
+            num_tokens,
+            NUM_EXPERTS=num_experts,
+            TOP_K=top_k,
+            RENORMALIZE=renormalize,
+            PADDED_EXPERTS=_power_of_two(num_experts),
+            PADDED_K=_power_of_two(top_k),
+            num_warps=1 if num_experts <= 256 else 4,
+            **PDL,
+        )
+    return weights, expert_ids
+
+
+def fused_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+    """The op of `asyncllm.kernels.moe`: four launches, or five with `group`. All arguments are contiguous."""
+    num_tokens, top_k = expert_ids.shape
+    num_experts, _, width = gate_up.shape
+    hidden_size = down.shape[2]
+    num_assignments = num_tokens * top_k
+    out = torch.empty_like(x)
+    if not num_tokens:
+        return out
+    if x.element_size() == 4:
+        block_tokens, tiles = 16, (FLOAT32_TILE, FLOAT32_TILE)
+    else:
+        block_tokens = tokens_per_block(num_assignments, num_experts)
+        tiles = TILES[block_tokens]
+
+    # Few assignments hardly ever share an expert: each is a block of its own, and nothing needs to be grouped.
+    if num_assignments <= max(top_k, num_experts // 8):
+        ids = expert_ids.view(-1)
+        blocks = Blocks(ids, ids, block_tokens, True)
+    else:
+        blocks = group(expert_ids, num_experts, block_tokens)
+    hidden = torch.empty(num_assignments, hidden_size, dtype=x.dtype, device=x.device)
+    outputs = torch.empty(num_assignments, width, dtype=x.dtype, device=x.device)
+    multiply(x, gate_up, hidden, blocks, tiles[0], top_k=top_k, swiglu=True)
+    multiply(hidden, down, outputs, blocks, tiles[1], top_k=1, swiglu=False)
+    _weighted_sum[(num_tokens, -(-width // 1024))](
+        outputs, weights, out, WIDTH=width, TOP_K=top_k, TILE=min(1024, _power_of_two(width)), num_warps=4, **PDL
+    )
+    return out
+
+
+class Blocks(NamedTuple):
+    """Assignments in blocks of one expert each."""
+
+    experts: Tensor
+    """[blocks], -1 for none; where ungrouped, the expert ids themselves."""
+    slots: Tensor
+    """[blocks * size] int32: assignments, or their number for padding; not read where ungrouped."""
+    size: int
+    ungrouped: bool
+
+
+def multiply(x: Tensor, weight: Tensor, y: Tensor, blocks: Blocks, tile: Tile, *, top_k: int, swiglu: bool) -> None:
+    """y[a] = weight[expert of a] @ x[a // top_k] for every assignment a, through SwiGLU on request.
+
+    x [*, columns], weight [E, rows, columns], y [assignments, rows], or [assignments, rows // 2] with swiglu.
+    """
+    num_blocks = blocks.experts.shape[0]
+    tile_outputs = tile.rows // 2 if swiglu else tile.rows
+    _grouped_matmul[(num_blocks * -(-y.shape[1] // tile_outputs),)](
+        x,
+        weight,
+        y,
+        blocks.slots,
+        blocks.experts,
+        y.shape[0],
+        num_blocks,
+        ROWS=weight.shape[1],
+        COLUMNS=weight.shape[2],
+        ASSIGNMENTS_PER_X=top_k,
+        SWIGLU=swiglu,
+        UNGROUPED=blocks.ungrouped,
+        BLOCK_TOKENS=blocks.size,
+        TILE_ROWS=tile.rows,
+        TILE_DEPTH=tile.depth,
+        BLOCKS_PER_GROUP=BLOCKS_PER_GROUP,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **PDL,
+    )
+
+
+def group(expert_ids: Tensor, num_experts: int, block_tokens: int) -> Blocks:
+    """expert_ids [T, k] -> blocks of block_tokens assignments, in the order of experts, then of assignments."""
+    num_assignments = expert_ids.numel()
+    used_experts = min(num_experts, num_assignments)
+    max_blocks = min(num_assignments, (num_assignments + used_experts * (block_tokens - 1)) // block_tokens)
+    slots = torch.empty(max_blocks * block_tokens, dtype=torch.int32, device=expert_ids.device)
+    block_experts = torch.empty(max_blocks, dtype=torch.int32, device=expert_ids.device)
+    _group[(num_experts,)](
+        expert_ids,
+        slots,
+        block_experts,
+        num_assignments,
+        max_blocks,
+        PADDED_EXPERTS=_power_of_two(num_experts),
+        BLOCK_TOKENS=block_tokens,
+        CHUNK=512 if num_assignments <= 512 else 2048,
+        num_warps=4,
+        **PDL,
+    )
+    return Blocks(block_experts, slots, block_tokens, False)
+
+
+def tokens_per_block(num_assignments: int, num_experts: int) -> int:
+    """Half as many again as an expert gets on average, so that most experts fill one block or more."""
+    for block_tokens in TILES:
+        if 2 * num_experts * block_tokens >= 3 * num_assignments:
+            return block_tokens
+    return max(TILES)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

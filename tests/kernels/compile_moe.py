@@ -1,0 +1,102 @@
+"""The mixture-of-experts kernels as they run for Mixtral 8x7B and Qwen3-30B-A3B."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncllm.kernels.triton import moe
+from tests.kernels.offline import Case
+
+MODELS = {"mixtral": (4096, 14336, 2, 8), "qwen3": (2048, 768, 8, 128)}
+"""hidden size, expert size, top k, experts"""
+
+
+def matmul(model: str, swiglu: bool, block_tokens: int, ungrouped: bool = False, dtype: str = "bf16") -> Case:
+    width, hidden, top_k, _ = MODELS[model]
+    tile = moe.FLOAT32_TILE if dtype == "fp32" else moe.TILES[block_tokens][not swiglu]
+    constexprs: dict[str, Any] = {
+        "ROWS": 2 * hidden if swiglu else width,
+        "COLUMNS": width if swiglu else hidden,
+        "ASSIGNMENTS_PER_X": top_k if swiglu else 1,
+        "SWIGLU": swiglu,
+        "UNGROUPED": ungrouped,
+        "BLOCK_TOKENS": block_tokens,
+        "TILE_ROWS": tile.rows,
+        "TILE_DEPTH": tile.depth,
+        "BLOCKS_PER_GROUP": moe.BLOCKS_PER_GROUP,
+        "USE_PDL": True,
+    }
+    signature = {
+        "x_pointer": f"*{dtype}",
+        "weight_pointer": f"*{dtype}",
+        "y_pointer": f"*{dtype}",
+        "slots_pointer": "*i64" if ungrouped else "*i32",
+        "block_experts_pointer": "*i64" if ungrouped else "*i32",
+        "num_assignments": "i32",
+        "max_blocks": "i32",
+    }
+    name = f"{model} {'gate_up' if swiglu else 'down'} {block_tokens}{' ungrouped' * ungrouped} {dtype}"
+    return Case(name, moe._grouped_matmul, signature, constexprs, tile.warps, tile.stages, options={"launch_pdl": True})
+
+
+def route(model: str) -> Case:
+    _, _, top_k, experts = MODELS[model]
+    return Case(
+        f"{model} route",
+        moe._route,
+        {
+            "logits_pointer": "*bf16",
+            "weights_pointer": "*fp32",
+            "expert_ids_pointer": "*i64",
+            "num_tokens": "i32",
+        },
+        {
+            "NUM_EXPERTS": experts,
+            "TOP_K": top_k,
+            "RENORMALIZE": True,
+            "PADDED_EXPERTS": experts,
+            "PADDED_K": top_k,
+            "USE_PDL": True,
+        },
+        num_warps=1,
+        options={"launch_pdl": True},
+    )
+
+
+def group(model: str, chunk: int) -> Case:
+    return Case(
+        f"{model} group {chunk}",
+        moe._group,
+        {
+            "expert_ids_pointer": "*i64",
+            "slots_pointer": "*i32",
+            "block_experts_pointer": "*i32",
+            "num_assignments": "i32",
+            "max_blocks": "i32",
+        },
+        {"PADDED_EXPERTS": MODELS[model][3], "BLOCK_TOKENS": 16, "CHUNK": chunk, "USE_PDL": True},
+        options={"launch_pdl": True},
+    )
+
+
+def weighted_sum(model: str) -> Case:
+    width, _, top_k, _ = MODELS[model]
+    return Case(
+        f"{model} weighted sum",
+        moe._weighted_sum,
+        {"y_pointer": "*bf16", "weights_pointer": "*fp32", "out_pointer": "*bf16"},
+        {"WIDTH": width, "TOP_K": top_k, "TILE": 1024, "USE_PDL": True},
+        options={"launch_pdl": True},
+    )
+
+
+CASES = [
+    *(matmul("mixtral", swiglu, tokens) for tokens in moe.TILES for swiglu in (True, False)),
+    matmul("qwen3", True, 16, ungrouped=True),
+    matmul("qwen3", False, 16, ungrouped=True),
+    matmul("qwen3", True, 16, dtype="fp32"),
+    route("qwen3"),
+    group("qwen3", 512),
+    group("qwen3", 2048),
+    weighted_sum("qwen3"),
+]
