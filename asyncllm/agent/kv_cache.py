@@ -10,7 +10,6 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ModelError
-from asyncllm.kernels.cache import PagedKV
 from asyncllm.models.config import ModelConfig
 
 __all__ = ["CPU_POOL_BYTES", "allocate_pool", "available_memory", "block_bytes", "pool_blocks"]
@@ -80,14 +79,14 @@ def _available_host_memory() -> int:
 
 def allocate_pool(
     model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> list[PagedKV]:
-    """One `PagedKV` of zeros per layer, K and V each [num_blocks, kv_heads, block_size, head_dim].
+) -> torch.Tensor:
+    """Zeros [layers, 2, num_blocks, kv_heads, block_size, head_dim]: for each layer the pages of a `PagedKV`.
 
     Raises ModelError when the memory is not there.
     """
-    shape = (2, num_blocks, model.num_kv_heads, block_size, model.head_dim)
+    shape = (model.num_layers, 2, num_blocks, model.num_kv_heads, block_size, model.head_dim)
     try:
-        return [PagedKV.over(_zeros(shape, dtype, device)) for _ in range(model.num_layers)]
+        return _zeros(shape, dtype, device)
     except (MemoryError, torch.OutOfMemoryError) as error:
         total = num_blocks * block_bytes(model, block_size, dtype)
         raise ModelError(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncllm.kernels import PagedKV, copy_blocks, fill_kv_cache, slot_lines
+from asyncllm.kernels import PagedKV, copy_blocks, fill_kv_cache, plan_cache_write
 
 
 def pages(num_blocks: int) -> PagedKV:
@@ -12,7 +12,7 @@ def pages(num_blocks: int) -> PagedKV:
 def test_fill_writes_the_named_slots_and_nothing_else() -> None:
     cache = pages(5)
     k, v = torch.randn(2, 3, 2, 3, generator=torch.Generator().manual_seed(0))
-    fill_kv_cache(torch.cat([k, v], 1), cache, slot_lines(torch.tensor([17, 3, 4]), cache))
+    fill_kv_cache(torch.cat([k, v], 1), cache, plan_cache_write(torch.tensor([17, 3, 4]), cache))
     for token, (block, offset) in enumerate([(4, 1), (0, 3), (1, 0)]):
         assert torch.equal(cache.k[block, :, offset], k[token])
         assert torch.equal(cache.v[block, :, offset], v[token])

@@ -94,7 +94,7 @@ def test_rope_fill_kv(normed: bool) -> None:
         qkv,
         rotation(angles),
         cache,
-        kernels.slot_lines(slots, cache),
+        kernels.plan_cache_write(slots, cache),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
