@@ -1,4 +1,4 @@
-"""The configurations of norms, gates, gathers, rotary, cache and step kernels, as Llama-3-8B and small models use them."""
+"""The configurations of norms, gates, gathers, rotary, cache and step kernels, at the shapes of real models."""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ def row_tile(size: int) -> tuple[int, int, int]:
 @triton.jit
 def _normed(x, weight, eps, SIZE: tl.constexpr, dtype: tl.constexpr):
     """x [ROWS, COLUMNS] float32, zeros past SIZE; rounded where the reference rounds."""
-    scale = tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)
+    # The mean of squares may be finite where their sum is not.
+    scale = tl.rsqrt(tl.sum(x * (x * (1.0 / SIZE)), 1) + eps)
     x = x * scale[:, None]
     if weight.dtype == dtype:
         # The product of two 16-bit numbers is exact in float32, so that it is rounded once, as in 16-bit arithmetic.

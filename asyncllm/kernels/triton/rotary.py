@@ -189,10 +189,10 @@ def rope_fill_kv_kernel(
         if REST:
             unturned = _weighted(unturned, scale, rest_weight, turning, dtype, round_first)
 
-    # A row of v keeps its bits: 0 times an infinite partner would be NaN.
+    # A row of v has cosine 1 and sine 0, and no partners: 0 times an infinite one would be NaN.
     keep = turning[:, None]
-    new_first = round_to(tl.where(keep, first * cos - second * sin, first), dtype)
-    new_second = round_to(tl.where(keep, second * cos + first * sin, second), dtype)
+    new_first = round_to(first * cos - tl.where(keep, second, 0.0) * sin, dtype)
+    new_second = round_to(second * cos + tl.where(keep, first, 0.0) * sin, dtype)
 
     out_row = token.to(tl.int64) * NUM_HEADS + head
     q_row_ptr = q_ptr + out_row[:, None] * HEAD_DIM

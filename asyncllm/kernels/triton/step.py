@@ -105,8 +105,8 @@ def segments_finite_kernel(
     row = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)
     x = tl.load(hidden_ptr + row.to(tl.int64) * SIZE + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    # Only what is not finite differs from itself after the subtraction: infinity minus itself is NaN.
-    bad = tl.sum((x - x != 0.0).to(tl.int32), 0)
+    # Comparisons with NaN are false.
+    bad = tl.sum(1 - (tl.abs(x) < float("inf")).to(tl.int32), 0)
     if bad > 0:
         # The last segment that begins at or before this row; empty ones before it have the same beginning.
         low, high = segments * 0, segments
