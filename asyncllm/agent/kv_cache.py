@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -97,8 +99,10 @@ def allocate_pool(
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros, never uninitialised memory: what attention masks out is multiplied by 0, and 0 times NaN is NaN."""
+    count = math.prod(shape) * dtype.itemsize
+    if count > sys.maxsize:
+        raise MemoryError(f"{count} bytes are more than a machine addresses")
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # The operating system hands numpy zeroed pages on first touch: a pool costs only what is used of it.
-    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     return torch.from_numpy(np.zeros(count, np.uint8)).view(dtype).view(shape)

