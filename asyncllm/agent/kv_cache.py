@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,6 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ModelError
-from asyncllm.kernels.cache import PagedKV
 from asyncllm.models.config import ModelConfig
 
 __all__ = ["CPU_POOL_BYTES", "allocate_pool", "available_memory", "block_bytes", "pool_blocks"]
@@ -86,14 +87,14 @@ def _available_host_memory() -> int:
 
 def allocate_pool(
     model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> list[PagedKV]:
-    """One `PagedKV` of zeros per layer, K and V each [num_blocks, kv_heads, block_size, head_dim].
+) -> torch.Tensor:
+    """Zeros [layers, 2, num_blocks, kv_heads, block_size, head_dim]: for each layer the pages of a `PagedKV`.
 
     Raises ModelError when the memory is not there.
     """
-    shape = (2, num_blocks, model.num_kv_heads, block_size, model.head_dim)
+    shape = (model.num_layers, 2, num_blocks, model.num_kv_heads, block_size, model.head_dim)
     try:
-        return [PagedKV.over(_zeros(shape, dtype, device)) for _ in range(model.num_layers)]
+        return _zeros(shape, dtype, device)
     except (MemoryError, torch.OutOfMemoryError) as error:
         total = num_blocks * block_bytes(model, block_size, dtype)
         raise ModelError(
@@ -104,8 +105,10 @@ def allocate_pool(
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros, never uninitialised memory: what attention masks out is multiplied by 0, and 0 times NaN is NaN."""
+    count = math.prod(shape) * dtype.itemsize
+    if count > sys.maxsize:
+        raise MemoryError(f"{count} bytes are more than a machine addresses")
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # The operating system hands numpy zeroed pages on first touch: a pool costs only what is used of it.
-    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     return torch.from_numpy(np.zeros(count, np.uint8)).view(dtype).view(shape)

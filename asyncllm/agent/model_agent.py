@@ -16,7 +16,7 @@ from asyncllm.agent.sampler import NOT_FINITE, Sampler, rank_tokens
 from asyncllm.batch import Batch, PrefillRow, StepOutput
 from asyncllm.config import EngineConfig
 from asyncllm.errors import UnsupportedFeature
-from asyncllm.kernels import copy_blocks
+from asyncllm.kernels import PagedKV, copy_blocks
 from asyncllm.models.decoder import DecoderLM
 
 __all__ = ["ModelAgent"]
@@ -50,7 +50,8 @@ class ModelAgent:
         # A whole batch may end while the next one, in other slots, is in flight already.
         num_slots = 2 * config.max_batch_size
         self.model = model
-        self._caches = allocate_pool(model.config, num_blocks, block_size, dtype, device)
+        self._pool = allocate_pool(model.config, num_blocks, block_size, dtype, device)
+        self._caches = [PagedKV.over(pages) for pages in self._pool]
         self._tables = SlotTables(num_slots, max_position, block_size, device, rope_lens=model.config.dynamic_rope)
         self._sampler = Sampler(num_slots, model.config.vocab_size, device)
         self._not_finite: set[int] = set()
@@ -69,7 +70,7 @@ class ModelAgent:
             self._tables.write_blocks(slot, index, blocks)
         if batch.copies:
             pairs = torch.tensor(batch.copies, dtype=torch.int64, device=self._device)
-            copy_blocks(self._caches, pairs[:, 0], pairs[:, 1])
+            copy_blocks(self._pool, pairs[:, 0], pairs[:, 1])
         output = StepOutput(step=batch.step, slots=[], tokens=[])
         if batch.decode or batch.prefill:
             self._forward(batch, output)

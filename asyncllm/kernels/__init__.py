@@ -7,27 +7,36 @@ from asyncllm.kernels.attention import (
     paged_prefill_attention,
     plan_decode_attention,
 )
-from asyncllm.kernels.cache import PagedKV, copy_blocks, fill_kv_cache, slot_lines
+from asyncllm.kernels.cache import PagedKV, copy_blocks, fill_kv_cache, plan_cache_write
+from asyncllm.kernels.embedding import embed, gather_rows
 from asyncllm.kernels.moe import fused_experts, route
-from asyncllm.kernels.norm import add_rms_norm, rms_norm
-from asyncllm.kernels.rotary import Rotation, apply_rotary, rope_fill_kv
+from asyncllm.kernels.norm import add_rms_norm, layer_norm, rms_norm
+from asyncllm.kernels.rotary import Rotation, apply_rotary, rope_fill_kv, rotation
+from asyncllm.kernels.step import DecodeInputs, prepare_decode, segments_finite
 
 __all__ = [
+    "DecodeInputs",
     "DecodePlan",
     "PagedKV",
     "Rotation",
     "add_rms_norm",
     "apply_rotary",
     "copy_blocks",
+    "embed",
     "fill_kv_cache",
     "fused_experts",
+    "gather_rows",
     "gelu_tanh_mul",
+    "layer_norm",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "plan_cache_write",
     "plan_decode_attention",
+    "prepare_decode",
     "rms_norm",
     "rope_fill_kv",
+    "rotation",
     "route",
+    "segments_finite",
     "silu_mul",
-    "slot_lines",
 ]

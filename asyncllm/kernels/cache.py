@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["PagedKV", "copy_blocks", "fill_kv_cache", "slot_lines"]
+from asyncllm.kernels.dispatch import op
+
+__all__ = ["PagedKV", "copy_blocks", "fill_kv_cache", "plan_cache_write"]
 
 
 class PagedKV(NamedTuple):
@@ -32,10 +33,13 @@ class PagedKV(NamedTuple):
         return PagedKV(pages[0], pages[1], pages.view(-1, pages.shape[-1]))
 
 
-def slot_lines(slot_mapping: Tensor, cache: PagedKV) -> Tensor:
-    """The lines of each slot: its keys' heads, then its values'. slot_mapping [T] int64 -> [T * 2 * kv_heads] int64.
+@op("cache:plan_cache_write")
+def plan_cache_write(slot_mapping: Tensor, cache: PagedKV) -> Tensor:
+    """What `rope_fill_kv` and `fill_kv_cache` take to know the slots of a step's tokens. slot_mapping [T] int64.
 
-    They are the same in all layers of one shape.
+    The plan serves all layers of one shape. On a CPU it has the lines of each slot: its keys' heads, then its values',
+    [T * 2 * kv_heads] int64. On CUDA it is the slot mapping itself, where -1 (padding of a captured step) says that the
+    token is not written.
     """
     num_blocks, num_kv_heads, block_size, _ = cache.k.shape
     blocks = slot_mapping.div(block_size, rounding_mode="floor")
@@ -50,17 +54,20 @@ def head_offsets(num_blocks: int, num_kv_heads: int, block_size: int, device: to
     return torch.cat([heads, heads + num_blocks * num_kv_heads * block_size])
 
 
-def fill_kv_cache(kv: Tensor, cache: PagedKV, lines: Tensor) -> None:
-    """Write keys and values kv [T, 2 * kv_heads, head_dim], keys first, at the `slot_lines` of T distinct slots."""
-    cache.lines.index_copy_(0, lines, kv.view(-1, kv.shape[-1]))
+@op("cache:fill_kv_cache")
+def fill_kv_cache(kv: Tensor, cache: PagedKV, plan: Tensor) -> None:
+    """Write keys and values kv [T, 2 * kv_heads, head_dim], keys first, to T distinct slots (`plan_cache_write`)."""
+    cache.lines.index_copy_(0, plan, kv.view(-1, kv.shape[-1]))
 
 
-def copy_blocks(caches: Sequence[PagedKV], source: Tensor, destination: Tensor) -> None:
-    """Copy block source[n] over block destination[n], for each n, in every layer.
+@op("cache:copy_blocks")
+def copy_blocks(pool: Tensor, source: Tensor, destination: Tensor) -> None:
+    """Copy block source[n] over block destination[n], for each n, keys and values, in every layer.
 
-    source and destination are [N] integers; no block is both a source and a destination, and destinations are distinct.
+    pool [layers, 2, blocks, kv_heads, block_size, head_dim], contiguous; source and destination [N] integers. No block
+    is both a source and a destination, and destinations are distinct.
     """
     source, destination = source.long(), destination.long()
-    for cache in caches:
-        for blocks in (cache.k, cache.v):
+    for layer in pool:
+        for blocks in layer:
             blocks.index_copy_(0, destination, blocks.index_select(0, source))

@@ -1,15 +1,19 @@
-"""Root mean square normalisation (Zhang and Sennrich, 2019)."""
+"""Normalisation of rows: root mean square (Zhang and Sennrich, 2019) and layer norm (Ba et al., 2016)."""
 
 from __future__ import annotations
 
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["add_rms_norm", "rms_norm"]
+from asyncllm.kernels.dispatch import op
+
+__all__ = ["add_rms_norm", "layer_norm", "rms_norm"]
 
 
+@op("norm:rms_norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale the last axis to unit root mean square, times weight. x [..., H], weight [H] -> [..., H], in x's dtype.
 
@@ -23,10 +27,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x * scale).mul_(weight).to(x.dtype)
 
 
+@op("norm:add_rms_norm")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """residual + x, normalised, and that sum itself: the next residual. All [..., H]; neither input is changed."""
     residual = residual + x
     return rms_norm(residual, weight, eps), residual
+
+
+@op("norm:layer_norm")
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Shift and scale the last axis to mean 0 and variance 1, times weight, plus bias if given.
+
+    x [..., H], weight and bias [H] of x's dtype -> [..., H], computed in float32 and rounded once.
+    """
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 @cache

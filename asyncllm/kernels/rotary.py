@@ -8,38 +8,62 @@ import torch
 from torch import Tensor
 
 from asyncllm.kernels.cache import PagedKV, fill_kv_cache
+from asyncllm.kernels.dispatch import op
 from asyncllm.kernels.norm import rms_norm
 
-__all__ = ["Rotation", "apply_rotary", "rope_fill_kv"]
+__all__ = ["Rotation", "apply_rotary", "rope_fill_kv", "rotation"]
 
 
 class Rotation(NamedTuple):
-    """How far the tokens of a step are turned; the same in all layers. R features of a head are turned, in pairs
-    (i, i + R/2) with one angle each."""
+    """How far the tokens of a step are turned; the same in all layers. R features of a head are turned, in R/2 pairs
+    with one angle each: entries i and i + R/2 belong to pair i, whichever two features a model pairs."""
 
     cos: Tensor
-    """[T, 1, R] float32: the cosine of each feature's angle."""
+    """[T, 1, R] float32: the cosine of each entry's angle."""
     sin: Tensor
     """[T, 1, R] float32: its sine, negated for the first half."""
 
 
-def apply_rotary(x: Tensor, rotation: Rotation) -> Tensor:
+@op("rotary:rotation")
+def rotation(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> Rotation:
+    """Turn each token by its position times the frequency of each pair.
+
+    positions [T] int64; frequencies [R/2] or, for each token its own, [T, R/2], float32. The angles are products in
+    float32; `factor` multiplies cosines and sines.
+    """
+    if frequencies.ndim == 2:
+        frequencies = frequencies[:, None]
+    # The first half turns the other way: its sines come out negated, and its cosines as they are.
+    angles = positions[:, None, None] * torch.cat([-frequencies, frequencies], -1)
+    cos, sin = angles.cos(), angles.sin_()
+    if factor != 1.0:
+        cos, sin = cos.mul_(factor), sin.mul_(factor)
+    return Rotation(cos, sin)
+
+
+def apply_rotary(x: Tensor, rotation: Rotation, *, interleaved: bool = False) -> Tensor:
     """Turn the first R features of each head; the others pass.
 
-    x [T, heads, D] -> [T, heads, D] in x's dtype. The products are taken in float32.
+    x [T, heads, D] -> [T, heads, D] in x's dtype. The products are taken in float32. The pairs are (i, i + R/2), or
+    (2i, 2i + 1) when interleaved (GPT-J).
     """
     size = rotation.cos.shape[-1]
     turning = x if size == x.shape[-1] else x[..., :size]
+    if interleaved:
+        turning = turning.reshape(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
     # Rolled by half its length, a vector holds each feature's partner.
     rotated = torch.addcmul(turning * rotation.cos, turning.roll(size // 2, -1), rotation.sin).to(x.dtype)
-    return rotated if turning is x else torch.cat([rotated, x[..., size:]], -1)
+    if interleaved:
+        rotated = rotated.view(*x.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
+    return rotated if size == x.shape[-1] else torch.cat([rotated, x[..., size:]], -1)
 
 
+@op("rotary:rope_fill_kv")
 def rope_fill_kv(
     qkv: Tensor,
     rotation: Rotation,
     cache: PagedKV,
-    lines: Tensor,
+    plan: Tensor,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -47,18 +71,19 @@ def rope_fill_kv(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    interleaved: bool = False,
 ) -> Tensor:
     """Normalise (if weights are given), rotate q and k, write k and v to the cache, return q.
 
-    qkv [T, (num_heads + 2 num_kv_heads) * head_dim], heads of q, then of k, then of v; lines [T * 2 * num_kv_heads]
-    int64 (`slot_lines`); q_norm and k_norm [head_dim], both or neither, applied per head before the rotation (Qwen3).
-    -> q [T, num_heads, head_dim].
+    qkv [T, (num_heads + 2 num_kv_heads) * head_dim], heads of q, then of k, then of v; plan: `plan_cache_write` of
+    the tokens' slots; q_norm and k_norm [head_dim], both or neither, applied per head before the rotation (Qwen3);
+    interleaved: which features make a pair, as in `apply_rotary`. -> q [T, num_heads, head_dim].
     """
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
     turning, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
     if q_norm is not None and k_norm is not None:
         q, k = turning[:, :num_heads], turning[:, num_heads:]
         turning = torch.cat([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)], 1)
-    rotated = apply_rotary(turning, rotation)
-    fill_kv_cache(torch.cat([rotated[:, num_heads:], values], 1), cache, lines)
+    rotated = apply_rotary(turning, rotation, interleaved=interleaved)
+    fill_kv_cache(torch.cat([rotated[:, num_heads:], values], 1), cache, plan)
     return rotated[:, :num_heads]

@@ -53,7 +53,7 @@ class Attention(Layer):
             self.qkv(x),
             rotation,
             cache,
-            self._lines(inputs, cache),
+            self._cache_write(inputs, cache),
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
@@ -90,12 +90,12 @@ class Attention(Layer):
         out: Tensor = self.out(joined.flatten(1))
         return out
 
-    def _lines(self, inputs: StepInputs, cache: PagedKV) -> Tensor:
+    def _cache_write(self, inputs: StepInputs, cache: PagedKV) -> Tensor:
         """Where the step's tokens go, found by the first layer with as many KV heads."""
-        lines = inputs.lines.get(self.num_kv_heads)
-        if lines is None:
-            lines = inputs.lines[self.num_kv_heads] = kernels.slot_lines(inputs.slot_mapping, cache)
-        return lines
+        plan = inputs.cache_writes.get(self.num_kv_heads)
+        if plan is None:
+            plan = inputs.cache_writes[self.num_kv_heads] = kernels.plan_cache_write(inputs.slot_mapping, cache)
+        return plan
 
     def _plan(self, inputs: StepInputs, cache: PagedKV) -> DecodePlan:
         """The step's plan for this window, made by the first layer that needs it."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asyncllm import kernels
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear
 
@@ -23,11 +24,7 @@ class Embedding(Layer):
         self.scale = scale
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = F.embedding(ids, self.weight)
-        if self.scale is None:
-            return rows
-        # The constant is rounded to the model's dtype first: Gemma was trained with sqrt(hidden) in bfloat16.
-        return rows * torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)
+        return kernels.embed(ids, self.weight, self.scale)
 
     def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
         return {("weight", None, None): tuple(self.weight.shape)}

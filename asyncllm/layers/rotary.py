@@ -21,6 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from asyncllm import kernels
 from asyncllm.kernels import Rotation
 from asyncllm.layers.layer import Layer
 
@@ -75,13 +76,8 @@ class RotaryEmbedding(Layer):
         if config.kind == "dynamic":
             if rope_lens is None:
                 raise ValueError("dynamic rotary scaling needs StepInputs.rope_lens")
-            frequencies = self._dynamic_frequencies(rope_lens)[:, None]
-        # The first half turns the other way: its sines come out negated, and its cosines as they are.
-        angles = positions[:, None, None] * torch.cat([-frequencies, frequencies], -1)
-        cos, sin = angles.cos(), angles.sin_()
-        if config.attention_factor != 1.0:
-            cos, sin = cos.mul_(config.attention_factor), sin.mul_(config.attention_factor)
-        return Rotation(cos, sin)
+            frequencies = self._dynamic_frequencies(rope_lens)
+        return kernels.rotation(positions, frequencies, config.attention_factor)
 
     def _dynamic_frequencies(self, rope_lens: Tensor) -> Tensor:
         """[T] -> [T, R/2]. The base is computed in float64, as an integer length divided by an integer is in Python."""

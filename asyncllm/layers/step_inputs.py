@@ -44,5 +44,5 @@ class StepInputs:
     """Whether a row's result may depend on nothing but the row: attention then takes the same steps for every row."""
     decode_plans: dict[int | None, DecodePlan] = field(default_factory=dict)
     """Attention window -> the plan that all layers with this window share. Written by the first of them."""
-    lines: dict[int, Tensor] = field(default_factory=dict)
-    """Number of KV heads -> `kernels.slot_lines` of the slot mapping. Written by the first layer with that many."""
+    cache_writes: dict[int, Tensor] = field(default_factory=dict)
+    """Number of KV heads -> `kernels.plan_cache_write` of the slot mapping. Written by the first layer with as many."""

@@ -66,13 +66,10 @@ def test_available_memory_is_plausible() -> None:
 def test_the_pool_is_zero_and_shaped_by_layer() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         pool = allocate_pool(MODEL, 5, 8, dtype, CPU)
-        assert len(pool) == 2
-        for cache in pool:
-            for pages in (cache.k, cache.v):
-                assert pages.shape == (5, 2, 8, 16)
-                assert pages.dtype == dtype
-                assert not pages.any()
-                assert pages.is_contiguous()
+        assert pool.shape == (2, 2, 5, 2, 8, 16)
+        assert pool.dtype == dtype
+        assert not pool.any()
+        assert pool.is_contiguous()
 
 
 def test_a_pool_beyond_memory_is_a_model_error() -> None:

@@ -37,7 +37,7 @@ class Pages:
             k, v = torch.randn(2, length, num_kv_heads, HEAD_DIM, generator=generator(row + 1)).to(dtype)
             positions = torch.arange(length)
             slots = self.block_tables[row].long()[positions // block_size] * block_size + positions % block_size
-            kernels.fill_kv_cache(torch.cat([k, v], 1), self.cache, kernels.slot_lines(slots, self.cache))
+            kernels.fill_kv_cache(torch.cat([k, v], 1), self.cache, kernels.plan_cache_write(slots, self.cache))
             self.contexts.append((k, v))
 
     @property

@@ -1,0 +1,67 @@
+"""Gated activations over [rows, 2 * size], the gate first: programs of (row, block of columns)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
+from asyncllm.kernels.triton.launch import launch
+
+__all__ = ["gelu_tanh_mul", "silu_mul"]
+
+COLUMNS = 1024
+"""Columns of a program: at 4 warps each thread has one load of 16 bytes from either half."""
+
+
+@triton.jit
+def _sigmoid(x):
+    """Without overflow: the exponent is never positive."""
+    decay = tl.exp(-tl.abs(x))
+    return tl.where(x < 0.0, decay, 1.0) / (1.0 + decay)
+
+
+@triton.jit
+def gate_kernel(
+    x_ptr,
+    out_ptr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GELU: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < SIZE
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    gate = tl.load(x_ptr + row * (2 * SIZE) + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * (2 * SIZE) + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    if GELU:
+        # 0.5 * (1 + tanh(z)) is sigmoid(2 z); 1.5957... is 2 * sqrt(2 / pi).
+        active = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        active = gate * _sigmoid(gate)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    active = round_to(active, dtype).to(tl.float32)
+    tl.store(out_ptr + row * SIZE + columns, round_to(active * up, dtype), mask=inside)
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    return _gate(x, gelu=False)
+
+
+def gelu_tanh_mul(x: Tensor) -> Tensor:
+    return _gate(x, gelu=True)
+
+
+def _gate(x: Tensor, *, gelu: bool) -> Tensor:
+    x = x.contiguous()
+    size = x.shape[-1] // 2
+    out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
+    if out.numel():
+        grid = (out.numel() // size, -(-size // COLUMNS), 1)
+        launch(gate_kernel, grid, (x, out), num_warps=4, SIZE=size, COLUMNS=COLUMNS, GELU=gelu)
+    return out

@@ -1,0 +1,118 @@
+"""Writing keys and values into pages, and copying pages in all layers at once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.kernels.cache import PagedKV
+from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
+from asyncllm.kernels.triton.launch import launch
+
+__all__ = ["check_cache", "copy_blocks", "fill_kv_cache", "plan_cache_write"]
+
+LINES = 16
+"""Lines (heads of a token's key or value) of a program: with heads of 128, 16 bytes per thread and load."""
+
+CHUNK = 8192
+"""Numbers of a program that copies: 16 KiB of bfloat16, four loads of 16 bytes per thread in flight."""
+
+
+def check_cache(cache: PagedKV, dtype: torch.dtype) -> None:
+    """Raises ValueError unless the cache has `dtype` and its blocks lie one behind the other."""
+    if cache.k.dtype != dtype or not cache.lines.is_contiguous():
+        raise ValueError(f"{dtype} keys and values need a contiguous cache of {dtype}, not of {cache.k.dtype}")
+
+
+def plan_cache_write(slot_mapping: Tensor, cache: PagedKV) -> Tensor:
+    return slot_mapping
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slot_ptr"])
+def fill_kv_cache_kernel(
+    kv_ptr,
+    slot_ptr,
+    k_ptr,
+    v_ptr,
+    tokens,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    FEATURES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LINES: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """FEATURES is HEAD_DIM padded to a power of two."""
+    row = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    token, head = row // (2 * NUM_KV_HEADS), row % (2 * NUM_KV_HEADS)
+    feature = tl.arange(0, FEATURES)[None, :]
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    slot = tl.load(slot_ptr + token, mask=token < tokens, other=-1)
+    inside = (slot >= 0)[:, None] & (feature < HEAD_DIM)
+    kv = tl.load(kv_ptr + row.to(tl.int64)[:, None] * HEAD_DIM + feature, mask=inside)
+    is_k = head < NUM_KV_HEADS
+    kv_head = tl.where(is_k, head, head - NUM_KV_HEADS)
+    line = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    offsets = line[:, None] * HEAD_DIM + feature
+    tl.store(k_ptr + offsets, kv, mask=inside & is_k[:, None])
+    tl.store(v_ptr + offsets, kv, mask=inside & (head >= NUM_KV_HEADS)[:, None])
+
+
+def fill_kv_cache(kv: Tensor, cache: PagedKV, plan: Tensor) -> None:
+    check_cache(cache, kv.dtype)
+    kv = kv.contiguous()
+    tokens, lines, head_dim = kv.shape
+    if tokens:
+        launch(
+            fill_kv_cache_kernel,
+            (-(-tokens * lines // LINES), 1, 1),
+            (kv, plan, cache.k, cache.v),
+            (tokens,),
+            NUM_KV_HEADS=lines // 2,
+            HEAD_DIM=head_dim,
+            FEATURES=triton.next_power_of_2(head_dim),
+            BLOCK_SIZE=cache.k.shape[2],
+            LINES=LINES,
+        )
+
+
+@triton.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["source_ptr", "destination_ptr"])
+def copy_blocks_kernel(
+    source_ptr,
+    destination_ptr,
+    pool_ptr,
+    num_blocks,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    pair = tl.program_id(0)
+    source = tl.load(source_ptr + pair).to(tl.int64)
+    destination = tl.load(destination_ptr + pair).to(tl.int64)
+    offset = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
+    first = tl.program_id(1).to(tl.int64) * num_blocks
+    inside = offset < SIZE
+    copied = tl.load(pool_ptr + (first + source) * SIZE + offset, mask=inside)
+    tl.store(pool_ptr + (first + destination) * SIZE + offset, copied, mask=inside)
+
+
+def copy_blocks(pool: Tensor, source: Tensor, destination: Tensor) -> None:
+    if not pool.is_contiguous():
+        raise ValueError("blocks are copied in a contiguous pool")
+    layers, _, num_blocks = pool.shape[:3]
+    if pool.numel() == 0 or not source.shape[0]:
+        return
+    size = pool.stride(2)
+    launch(
+        copy_blocks_kernel,
+        (source.shape[0], 2 * layers, -(-size // CHUNK)),
+        (source.contiguous(), destination.contiguous(), pool),
+        (num_blocks,),
+        SIZE=size,
+        CHUNK=CHUNK,
+    )

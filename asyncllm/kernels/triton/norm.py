@@ -1,0 +1,167 @@
+"""Norms of rows: one program per row, or per few short rows, with everything in registers.
+
+A row's sums are taken in an order that depends on its length alone, so that they do not change with the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
+from asyncllm.kernels.triton.launch import launch
+
+__all__ = ["add_rms_norm", "layer_norm", "rms_norm"]
+
+MAX_ROW = 16384
+"""Longest row: 64 registers per thread at 8 warps."""
+
+TILE = 1024
+"""Numbers of a program that has several rows."""
+
+
+def row_tile(size: int) -> tuple[int, int, int]:
+    """Rows, columns (a power of two) and warps of a program, for rows of `size`.
+
+    At 4096 columns 8 warps hold 16 numbers per thread, two loads of 16 bytes; fewer warps would wait longer for the
+    same bytes at decode, and prefill has enough programs per multiprocessor either way.
+    """
+    if size > MAX_ROW:
+        raise ValueError(f"a norm takes rows of at most {MAX_ROW} numbers, not {size}")
+    columns = triton.next_power_of_2(size)
+    rows = max(1, TILE // columns)
+    return rows, columns, 4 if rows * columns <= 2048 else 8
+
+
+@triton.jit
+def _normed(x, weight, eps, SIZE: tl.constexpr, dtype: tl.constexpr):
+    """x [ROWS, COLUMNS] float32, zeros past SIZE; rounded where the reference rounds."""
+    # The mean of squares may be finite where their sum is not.
+    scale = tl.rsqrt(tl.sum(x * (x * (1.0 / SIZE)), 1) + eps)
+    x = x * scale[:, None]
+    if weight.dtype == dtype:
+        # The product of two 16-bit numbers is exact in float32, so that it is rounded once, as in 16-bit arithmetic.
+        return round_to(round_to(x, dtype).to(tl.float32) * weight.to(tl.float32)[None, :], dtype)
+    else:
+        return round_to(x * weight.to(tl.float32)[None, :], dtype)
+
+
+@triton.jit(do_not_specialize=["rows", "eps"])
+def rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    rows,
+    eps,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ADD: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    columns = tl.arange(0, COLUMNS)
+    weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    offsets = row.to(tl.int64)[:, None] * SIZE + columns[None, :]
+    inside = (row < rows)[:, None] & (columns < SIZE)[None, :]
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if ADD:
+        total = round_to(x + tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32), dtype)
+        tl.store(sum_ptr + offsets, total, mask=inside)
+        x = total.to(tl.float32)
+    tl.store(out_ptr + offsets, _normed(x, weight, eps, SIZE, dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "eps"])
+def layer_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    rows,
+    eps,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    columns = tl.arange(0, COLUMNS)
+    weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    offsets = row.to(tl.int64)[:, None] * SIZE + columns[None, :]
+    inside = (row < rows)[:, None] & (columns < SIZE)[None, :]
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(x, 1) / SIZE
+    centred = tl.where(inside, x - mean[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, 1) / SIZE + eps)
+    out = centred * scale[:, None] * weight[None, :]
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_ptr + offsets, round_to(out, out_ptr.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _rms_norm(x, x, weight, out, out, eps, add=False)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x, residual = x.contiguous(), residual.contiguous()
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    _rms_norm(x, residual, weight, out, total, eps, add=True)
+    return out, total
+
+
+def _rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, add: bool
+) -> None:
+    size = x.shape[-1]
+    rows = x.numel() // size
+    if not rows:
+        return
+    tile, columns, num_warps = row_tile(size)
+    launch(
+        rms_norm_kernel,
+        (-(-rows // tile), 1, 1),
+        (x, residual, weight, out, total),
+        (rows, eps),
+        num_warps=num_warps,
+        SIZE=size,
+        ROWS=tile,
+        COLUMNS=columns,
+        ADD=add,
+    )
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    size = x.shape[-1]
+    rows = x.numel() // size
+    if not rows:
+        return out
+    tile, columns, num_warps = row_tile(size)
+    launch(
+        layer_norm_kernel,
+        (-(-rows // tile), 1, 1),
+        (x, weight, weight if bias is None else bias, out),
+        (rows, eps),
+        num_warps=num_warps,
+        SIZE=size,
+        ROWS=tile,
+        COLUMNS=columns,
+        HAS_BIAS=bias is not None,
+    )
+    return out

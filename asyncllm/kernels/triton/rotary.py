@@ -1,0 +1,264 @@
+"""Rotary embedding: the step's cosines and sines, and the pass over packed qkv that turns q and k and fills the cache.
+
+A packed qkv [T, heads, D] is a matrix with one row per head of each token, whichever of q, k or v it is. A program
+takes a few rows, so it reads contiguous memory at any number of tokens, and a row's norm is summed in the same order
+whatever the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.kernels.cache import PagedKV
+from asyncllm.kernels.rotary import Rotation
+from asyncllm.kernels.triton.cache import check_cache
+from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
+from asyncllm.kernels.triton.launch import launch
+
+__all__ = ["rope_fill_kv", "rotation"]
+
+ROWS = 16
+"""Heads of a program. With 64 pairs per head each of the 128 threads holds two runs of 8 neighbours."""
+
+
+@triton.jit(do_not_specialize=["factor"], do_not_specialize_on_alignment=["position_ptr"])
+def rotation_kernel(
+    position_ptr,
+    frequency_ptr,
+    cos_ptr,
+    sin_ptr,
+    factor,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OWN: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, BLOCK)
+    inside = pair < PAIRS
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    # OWN: each token has frequencies of its own.
+    frequency = tl.load(frequency_ptr + (token * PAIRS if OWN else 0) + pair, mask=inside, other=0.0)
+    angle = tl.load(position_ptr + token).to(tl.float32) * frequency
+    cos, sin = tl.cos(angle) * factor, tl.sin(angle) * factor
+    first = token * 2 * PAIRS + pair
+    tl.store(cos_ptr + first, cos, mask=inside)
+    tl.store(cos_ptr + first + PAIRS, cos, mask=inside)
+    tl.store(sin_ptr + first, -sin, mask=inside)
+    tl.store(sin_ptr + first + PAIRS, sin, mask=inside)
+
+
+def rotation(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> Rotation:
+    tokens, pairs = positions.shape[0], frequencies.shape[-1]
+    both = torch.empty((2, tokens, 1, 2 * pairs), dtype=torch.float32, device=positions.device)
+    cos, sin = both[0], both[1]
+    if tokens:
+        launch(
+            rotation_kernel,
+            (tokens, 1, 1),
+            (positions.contiguous(), frequencies.contiguous(), cos, sin),
+            (factor,),
+            num_warps=1 if pairs <= 64 else 4,
+            PAIRS=pairs,
+            BLOCK=triton.next_power_of_2(pairs),
+            OWN=frequencies.ndim == 2,
+        )
+    return Rotation(cos, sin)
+
+
+@triton.jit
+def _load_pairs(row_ptr, row_inside, PAIRS: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The two features of each pair, float32 [ROWS, BLOCK] each, zeros past PAIRS. row_ptr [ROWS, 1]."""
+    if INTERLEAVED:
+        feature = tl.arange(0, 2 * BLOCK)[None, :]
+        inside = row_inside[:, None] & (feature < 2 * PAIRS)
+        x = tl.load(row_ptr + feature, mask=inside, other=0.0).to(tl.float32)
+        return tl.split(tl.reshape(x, (x.shape[0], BLOCK, 2)))
+    else:
+        feature = tl.arange(0, BLOCK)[None, :]
+        inside = row_inside[:, None] & (feature < PAIRS)
+        first = tl.load(row_ptr + feature, mask=inside, other=0.0)
+        second = tl.load(row_ptr + PAIRS + feature, mask=inside, other=0.0)
+        return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _store_pairs(row_ptr, first, second, row_inside, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    BLOCK: tl.constexpr = first.shape[1]
+    if INTERLEAVED:
+        feature = tl.arange(0, 2 * BLOCK)[None, :]
+        x = tl.reshape(tl.join(first, second), (first.shape[0], 2 * BLOCK))
+        tl.store(row_ptr + feature, x, mask=row_inside[:, None] & (feature < 2 * PAIRS))
+    else:
+        feature = tl.arange(0, BLOCK)[None, :]
+        inside = row_inside[:, None] & (feature < PAIRS)
+        tl.store(row_ptr + feature, first, mask=inside)
+        tl.store(row_ptr + PAIRS + feature, second, mask=inside)
+
+
+@triton.jit
+def _norm_weight(q_norm_ptr, k_norm_ptr, is_q, feature, inside):
+    """[ROWS, features] float32: each row's weights."""
+    q = tl.load(q_norm_ptr + feature, mask=inside, other=0.0).to(tl.float32)
+    k = tl.load(k_norm_ptr + feature, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(is_q[:, None], q[None, :], k[None, :])
+
+
+@triton.jit
+def _weighted(x, scale, weight, turning, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
+    """Rows of q and k normalised, as `norm.rms_norm` rounds them; rows of v as they are."""
+    scaled = x * scale[:, None]
+    if ROUND_FIRST:
+        scaled = round_to(scaled, dtype).to(tl.float32)
+    return tl.where(turning[:, None], round_to(scaled * weight, dtype).to(tl.float32), x)
+
+
+@triton.jit(do_not_specialize=["tokens", "eps"], do_not_specialize_on_alignment=["slot_ptr"])
+def rope_fill_kv_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    slot_ptr,
+    k_ptr,
+    v_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    q_ptr,
+    tokens,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """PAIRS pairs of features are turned; REST is HEAD_DIM - 2 * PAIRS, padded to a power of two, or 0."""
+    HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token, head = row // HEADS, row % HEADS
+    inside = token < tokens
+    turning = head < NUM_HEADS + NUM_KV_HEADS
+    is_q, is_k = head < NUM_HEADS, (head >= NUM_HEADS) & turning
+    pair = tl.arange(0, BLOCK)
+    rest = 2 * PAIRS + tl.arange(0, REST if REST else 1)
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    if NORM:
+        if INTERLEAVED:
+            first_feature, second_feature = 2 * pair, 2 * pair + 1
+        else:
+            first_feature, second_feature = pair, PAIRS + pair
+        first_weight = _norm_weight(q_norm_ptr, k_norm_ptr, is_q, first_feature, pair < PAIRS)
+        second_weight = _norm_weight(q_norm_ptr, k_norm_ptr, is_q, second_feature, pair < PAIRS)
+        if REST:
+            rest_weight = _norm_weight(q_norm_ptr, k_norm_ptr, is_q, rest, rest < HEAD_DIM)
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+
+    source_ptr = qkv_ptr + row.to(tl.int64)[:, None] * HEAD_DIM
+    first, second = _load_pairs(source_ptr, inside, PAIRS, BLOCK, INTERLEAVED)
+    if REST:
+        rest_inside = inside[:, None] & (rest < HEAD_DIM)[None, :]
+        unturned = tl.load(source_ptr + rest[None, :], mask=rest_inside, other=0.0).to(tl.float32)
+    angle = token.to(tl.int64)[:, None] * (2 * PAIRS) + pair[None, :]
+    turned = (inside & turning)[:, None] & (pair < PAIRS)[None, :]
+    # The second half of the table has the sines with their own sign.
+    cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
+    sin = tl.load(sin_ptr + PAIRS + angle, mask=turned, other=0.0)
+    # Rows of k and v go to the token's slot; padding of a captured step has none.
+    slot = tl.load(slot_ptr + token, mask=inside & (head >= NUM_HEADS), other=-1)
+    written = inside & (slot >= 0)
+
+    if NORM:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        if REST:
+            squares += tl.sum(unturned * unturned, 1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)
+        round_first: tl.constexpr = q_norm_ptr.dtype.element_ty == dtype
+        first = _weighted(first, scale, first_weight, turning, dtype, round_first)
+        second = _weighted(second, scale, second_weight, turning, dtype, round_first)
+        if REST:
+            unturned = _weighted(unturned, scale, rest_weight, turning, dtype, round_first)
+
+    # A row of v has cosine 1 and sine 0, and no partners: 0 times an infinite one would be NaN.
+    keep = turning[:, None]
+    new_first = round_to(first * cos - tl.where(keep, second, 0.0) * sin, dtype)
+    new_second = round_to(second * cos + tl.where(keep, first, 0.0) * sin, dtype)
+
+    out_row = token.to(tl.int64) * NUM_HEADS + head
+    q_row_ptr = q_ptr + out_row[:, None] * HEAD_DIM
+    kv_head = tl.where(is_k, head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS)
+    line = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    k_row_ptr = k_ptr + line[:, None] * HEAD_DIM
+    v_row_ptr = v_ptr + line[:, None] * HEAD_DIM
+    to_q, to_k, to_v = inside & is_q, written & is_k, written & (head >= NUM_HEADS + NUM_KV_HEADS)
+    _store_pairs(q_row_ptr, new_first, new_second, to_q, PAIRS, INTERLEAVED)
+    _store_pairs(k_row_ptr, new_first, new_second, to_k, PAIRS, INTERLEAVED)
+    _store_pairs(v_row_ptr, new_first, new_second, to_v, PAIRS, INTERLEAVED)
+    if REST:
+        kept = round_to(unturned, dtype)
+        within = (rest < HEAD_DIM)[None, :]
+        tl.store(q_row_ptr + rest[None, :], kept, mask=to_q[:, None] & within)
+        tl.store(k_row_ptr + rest[None, :], kept, mask=to_k[:, None] & within)
+        tl.store(v_row_ptr + rest[None, :], kept, mask=to_v[:, None] & within)
+
+
+def rope_fill_kv(
+    qkv: Tensor,
+    rotation: Rotation,
+    cache: PagedKV,
+    plan: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+) -> Tensor:
+    check_cache(cache, qkv.dtype)
+    qkv = qkv.contiguous()
+    tokens = qkv.shape[0]
+    q = torch.empty((tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if not tokens:
+        return q
+    cos, sin = rotation
+    pairs = cos.shape[-1] // 2
+    rest = head_dim - 2 * pairs
+    launch(
+        rope_fill_kv_kernel,
+        (-(-tokens * (num_heads + 2 * num_kv_heads) // ROWS), 1, 1),
+        (
+            qkv,
+            cos,
+            sin,
+            plan,
+            cache.k,
+            cache.v,
+            qkv if q_norm is None else q_norm,
+            qkv if k_norm is None else k_norm,
+            q,
+        ),
+        (tokens, eps),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        PAIRS=pairs,
+        BLOCK=triton.next_power_of_2(pairs),
+        REST=triton.next_power_of_2(rest) if rest else 0,
+        BLOCK_SIZE=cache.k.shape[2],
+        NORM=q_norm is not None,
+        INTERLEAVED=interleaved,
+        ROWS=ROWS,
+    )
+    return q

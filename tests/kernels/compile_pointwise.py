@@ -1,0 +1,116 @@
+"""The configurations of norms, gates, gathers, rotary, cache and step kernels, at the shapes of real models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncllm.kernels.triton import activation, cache, embedding, norm, rotary, step
+from tests.kernels.offline import Case
+
+PDL = {"USE_PDL": True}
+
+
+def _norm(name: str, size: int, *, add: bool, weight: str = "*bf16") -> Case:
+    rows, columns, warps = norm.row_tile(size)
+    signature = {
+        "x_ptr": "*bf16",
+        "residual_ptr": "*bf16",
+        "weight_ptr": weight,
+        "out_ptr": "*bf16",
+        "sum_ptr": "*bf16",
+    }
+    constexprs = {"SIZE": size, "ROWS": rows, "COLUMNS": columns, "ADD": add, **PDL}
+    return Case(name, norm.rms_norm_kernel, {**signature, "rows": "i32", "eps": "fp32"}, constexprs, num_warps=warps)
+
+
+def _layer_norm(name: str, size: int) -> Case:
+    rows, columns, warps = norm.row_tile(size)
+    signature = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16"}
+    constexprs = {"SIZE": size, "ROWS": rows, "COLUMNS": columns, "HAS_BIAS": True, **PDL}
+    return Case(name, norm.layer_norm_kernel, {**signature, "rows": "i32", "eps": "fp32"}, constexprs, num_warps=warps)
+
+
+def _rope(name: str, heads: int, kv_heads: int, head_dim: int, pairs: int, **flags: Any) -> Case:
+    pointers = ("qkv", "cos", "sin", "slot", "k", "v", "q_norm", "k_norm", "q")
+    types = {"cos": "*fp32", "sin": "*fp32", "slot": "*i64"}
+    signature = {f"{pointer}_ptr": types.get(pointer, "*bf16") for pointer in pointers}
+    rest = head_dim - 2 * pairs
+    constexprs = {
+        "NUM_HEADS": heads,
+        "NUM_KV_HEADS": kv_heads,
+        "HEAD_DIM": head_dim,
+        "PAIRS": pairs,
+        "BLOCK": 1 << (pairs - 1).bit_length(),
+        "REST": 1 << (rest - 1).bit_length() if rest else 0,
+        "BLOCK_SIZE": 64,
+        "NORM": False,
+        "INTERLEAVED": False,
+        "ROWS": rotary.ROWS,
+        **PDL,
+        **flags,
+    }
+    return Case(name, rotary.rope_fill_kv_kernel, {**signature, "tokens": "i32", "eps": "fp32"}, constexprs)
+
+
+def _gate(name: str, *, gelu: bool) -> Case:
+    constexprs = {"SIZE": 14336, "COLUMNS": activation.COLUMNS, "GELU": gelu, **PDL}
+    return Case(name, activation.gate_kernel, {"x_ptr": "*bf16", "out_ptr": "*bf16"}, constexprs)
+
+
+CASES = [
+    _norm("add_rms_norm 4096", 4096, add=True),
+    _norm("add_rms_norm 8192", 8192, add=True),
+    _norm("add_rms_norm 16384", 16384, add=True),
+    _norm("add_rms_norm 3584 float32 weight", 3584, add=True, weight="*fp32"),
+    _norm("rms_norm 128", 128, add=False),
+    _layer_norm("layer_norm 4096", 4096),
+    _gate("silu_mul 14336", gelu=False),
+    _gate("gelu_tanh_mul 14336", gelu=True),
+    _rope("rope 128", 32, 8, 128, 64),
+    _rope("rope 128 normed", 32, 8, 128, 64, NORM=True),
+    _rope("rope 128 partial", 32, 8, 128, 32),
+    _rope("rope 128 interleaved", 32, 8, 128, 64, INTERLEAVED=True),
+    _rope("rope 256", 16, 8, 256, 128),
+    _rope("rope 80 normed", 32, 32, 80, 40, NORM=True),
+    Case(
+        "rotation 128",
+        rotary.rotation_kernel,
+        {"position_ptr": "*i64", "frequency_ptr": "*fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "factor": "fp32"},
+        {"PAIRS": 64, "BLOCK": 64, "OWN": False, **PDL},
+        num_warps=1,
+    ),
+    Case(
+        "fill_kv_cache 128",
+        cache.fill_kv_cache_kernel,
+        {"kv_ptr": "*bf16", "slot_ptr": "*i64", "k_ptr": "*bf16", "v_ptr": "*bf16", "tokens": "i32"},
+        {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "FEATURES": 128, "BLOCK_SIZE": 64, "LINES": cache.LINES, **PDL},
+    ),
+    Case(
+        "copy_blocks",
+        cache.copy_blocks_kernel,
+        {"source_ptr": "*i64", "destination_ptr": "*i64", "pool_ptr": "*bf16", "num_blocks": "i32"},
+        {"SIZE": 65536, "CHUNK": cache.CHUNK, **PDL},
+    ),
+    Case(
+        "embed 4096",
+        embedding.gather_kernel,
+        {"index_ptr": "*i64", "table_ptr": "*bf16", "out_ptr": "*bf16", "scale": "fp32"},
+        {"SIZE": 4096, "COLUMNS": embedding.COLUMNS, "SCALED": True, **PDL},
+    ),
+    Case(
+        "prepare_decode",
+        step.prepare_decode_kernel,
+        {
+            **{"slot_ptr": "*i32", "position_ptr": "*i64", "last_token_ptr": "*i64", "table_ptr": "*i32"},
+            **{"out_id_ptr": "*i64", "out_position_ptr": "*i64", "out_slot_ptr": "*i64", "out_kv_len_ptr": "*i32"},
+            **{"out_table_ptr": "*i32", "width": "i32", "table_stride": "i32", "out_stride": "i32"},
+        },
+        {"BLOCK_SIZE": 64, "ENTRIES": step.ENTRIES, **PDL},
+    ),
+    Case(
+        "segments_finite 4096",
+        step.segments_finite_kernel,
+        {"hidden_ptr": "*bf16", "offset_ptr": "*i32", "flag_ptr": "*i32", "segments": "i32"},
+        {"SIZE": 4096, "COLUMNS": 4096, **PDL},
+    ),
+]

@@ -1,0 +1,36 @@
+"""Where launchers run in tests: compiled on a GPU, interpreted on a CPU; and inputs that differ in each GPU run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def fresh_seed() -> int:
+    """A seed of its own for each run, in the test's output if it fails."""
+    seed = int.from_bytes(os.urandom(4), "little")
+    print(f"seed {seed}")
+    return seed
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normally distributed numbers on the test device, drawn on the CPU."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def poison(*shapes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Leave NaN in the memory that the allocator is about to hand out for tensors of these shapes."""
+    kept = [torch.full(shape, torch.nan, dtype=dtype, device=DEVICE) for shape in shapes]
+    del kept
+
+
+def assert_repeatable(run: Callable[[], Tensor]) -> Tensor:
+    """The result of `run`, which is bit for bit the same when it runs again."""
+    first, second = run().clone(), run()
+    assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+    return first

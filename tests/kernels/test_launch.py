@@ -1,0 +1,164 @@
+"""The thin launcher: one variant per key, the right arguments in the right places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from asyncllm.kernels.triton import launch as module
+from asyncllm.kernels.triton.language import wait_for_producers
+from asyncllm.kernels.triton.launch import launch
+from tests.kernels.device import DEVICE
+
+
+class Parameter:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_constexpr = name.isupper()
+        self.do_not_specialize = name == "count"
+
+
+class Compiled:
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, runs: list[tuple[Any, ...]]) -> None:
+        self._runs = runs
+
+    def run(self, *args: Any) -> None:
+        self._runs.append(args)
+
+
+class FakeKernel:
+    """As much of a JIT function as `launch` uses; it records compilations and runs."""
+
+    __name__ = "fake"
+
+    def __init__(self, *names: str) -> None:
+        self.params = [Parameter(name) for name in names]
+        self.arg_names = list(names)
+        self.compilations: list[tuple[Any, ...]] = []
+        self.runs: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def compile_and_run(*args: Any, **options: Any) -> Compiled:
+            self.compilations.append((grid, args, options))
+            return Compiled(self.runs)
+
+        return compile_and_run
+
+
+@pytest.fixture(autouse=True)
+def _no_variant_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ready", {})
+
+
+@pytest.fixture
+def _faked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither interpreter nor stream: for fake kernels."""
+    monkeypatch.setattr(module, "_interpreted", False)
+    monkeypatch.setattr(module, "_raw_stream", lambda device: f"stream of {device}")
+
+
+FAKED = pytest.mark.usefixtures("_faked")
+X = torch.zeros(64)
+
+
+@FAKED
+def test_the_second_launch_runs_what_the_first_compiled() -> None:
+    kernel = FakeKernel("x", "count", "SIZE", "USE_PDL")
+    launch(kernel, (2, 3, 1), (X,), (7,), SIZE=4, num_warps=8, pdl=False)
+    assert kernel.compilations == [
+        ((2, 3, 1), (X, 7), {"SIZE": 4, "USE_PDL": False, "num_warps": 8, "num_stages": 3}),
+    ]
+    assert kernel.runs == []
+    launch(kernel, (5, 1, 1), (X,), (1,), SIZE=4, num_warps=8, pdl=False)
+    assert len(kernel.compilations) == 1
+    assert kernel.runs == [
+        (5, 1, 1, "stream of -1", "function", "metadata", None, None, None, X.data_ptr(), 1, None, None),
+    ]
+
+
+@FAKED
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"tensors": (X.to(torch.int32),)},
+        {"tensors": (X[1:],)},
+        {"scalars": (2.5,)},
+        {"constexprs": {"SIZE": 8}},
+        {"num_warps": 2},
+        {"num_stages": 1},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_what_makes_another_variant(other: dict[str, Any]) -> None:
+    kernel = FakeKernel("x", "count", "SIZE")
+    usual = {"tensors": (X,), "scalars": (7,), "constexprs": {"SIZE": 4}, "num_warps": 4, "num_stages": 3}
+
+    def run(*, tensors: Any, scalars: Any, constexprs: Any, **options: Any) -> None:
+        launch(kernel, (1, 1, 1), tensors, scalars, pdl=False, **options, **constexprs)
+
+    run(**usual)
+    run(**usual | other)
+    run(**usual)
+    assert len(kernel.compilations) == 2
+    assert len(kernel.runs) == 1
+
+
+@FAKED
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("x", "number", "SIZE"), "must name number in do_not_specialize"),
+        (("x", "SIZE", "count"), "is not 1 pointers, 1 numbers"),
+        (("x", "count", "SIZE", "OTHER"), "is not 1 pointers"),
+        (("x", "count", "more", "SIZE"), "is not 1 pointers"),
+    ],
+)
+def test_kernels_that_break_the_rules(names: tuple[str, ...], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        launch(FakeKernel(*names), (1, 1, 1), (X,), (7,), SIZE=4, pdl=False)
+
+
+@FAKED
+def test_pdl_needs_a_kernel_that_waits() -> None:
+    with pytest.raises(TypeError, match="USE_PDL"):
+        launch(FakeKernel("x", "SIZE"), (1, 1, 1), (X,), SIZE=4)
+
+
+@triton.jit(do_not_specialize=["count", "factor"])
+def scale_kernel(x_ptr, out_ptr, count, factor, SIZE: tl.constexpr, USE_PDL: tl.constexpr):
+    wait_for_producers(USE_PDL)
+    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(out_ptr + index, tl.load(x_ptr + index, mask=index < count) * factor, mask=index < count)
+
+
+def test_a_real_kernel() -> None:
+    """Twice with each count: compiled at first, then run directly."""
+    for count in (1, 16, 37, 37, 16, 1):
+        x, out = torch.arange(40.0, device=DEVICE), torch.zeros(40, device=DEVICE)
+        for factor in (2.0, 3.0):
+            launch(scale_kernel, (-(-count // 16), 1, 1), (x, out), (count, factor), SIZE=16)
+            expected = torch.where(torch.arange(40, device=DEVICE) < count, x * factor, 0.0)
+            assert torch.equal(out, expected)
+    # No count and no factor made a variant of its own.
+    assert len(module._ready) == (1 if DEVICE.type == "cuda" else 0)
+
+
+@pytest.mark.gpu
+def test_launches_are_captured_in_a_graph() -> None:
+    x, out = torch.arange(40.0, device=DEVICE), torch.zeros(40, device=DEVICE)
+    launch(scale_kernel, (3, 1, 1), (x, out), (40, 2.0), SIZE=16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            launch(scale_kernel, (3, 1, 1), (x, out), (40, 2.0), SIZE=16)
+            launch(scale_kernel, (3, 1, 1), (out, x), (40, 0.5), SIZE=16)
+        launch(scale_kernel, (3, 1, 1), (x, out), (40, 4.0), SIZE=16)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, torch.arange(40.0, device=DEVICE) * 4)
