@@ -3,9 +3,11 @@
 from asyncllm.kernels.activation import gelu_tanh_mul, silu_mul
 from asyncllm.kernels.attention import (
     DecodePlan,
+    PrefillPlan,
     paged_decode_attention,
     paged_prefill_attention,
     plan_decode_attention,
+    plan_prefill_attention,
 )
 from asyncllm.kernels.cache import PagedKV, copy_blocks, fill_kv_cache, slot_lines
 from asyncllm.kernels.moe import fused_experts, route
@@ -15,6 +17,7 @@ from asyncllm.kernels.rotary import Rotation, apply_rotary, rope_fill_kv
 __all__ = [
     "DecodePlan",
     "PagedKV",
+    "PrefillPlan",
     "Rotation",
     "add_rms_norm",
     "apply_rotary",
@@ -25,6 +28,7 @@ __all__ = [
     "paged_decode_attention",
     "paged_prefill_attention",
     "plan_decode_attention",
+    "plan_prefill_attention",
     "rms_norm",
     "rope_fill_kv",
     "route",

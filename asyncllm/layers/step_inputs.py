@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from asyncllm.kernels import DecodePlan
+from asyncllm.kernels import DecodePlan, PrefillPlan
 
 __all__ = ["StepInputs"]
 
@@ -42,5 +42,7 @@ class StepInputs:
     None unless the model asks."""
     decode_plans: dict[int | None, DecodePlan] = field(default_factory=dict)
     """Attention window -> the plan that all layers with this window share. Written by the first of them."""
+    prefill_plans: dict[int | None, PrefillPlan] = field(default_factory=dict)
+    """The same for the prefill rows."""
     lines: dict[int, Tensor] = field(default_factory=dict)
     """Number of KV heads -> `kernels.slot_lines` of the slot mapping. Written by the first layer with that many."""
