@@ -30,7 +30,7 @@ def decode_rows(inputs: StepInputs) -> StepInputs:
         rope_lens=None if inputs.rope_lens is None else inputs.rope_lens[:count],
         decode_plans={},
         prefill_plans={},
-        lines={},
+        cache_writes={},
     )
 
 
@@ -66,6 +66,6 @@ def prefill_halves(arrays: StepArrays, inputs: StepInputs) -> Iterator[tuple[Ten
                 rope_lens=None if inputs.rope_lens is None else inputs.rope_lens[tokens],
                 decode_plans={},
                 prefill_plans={},
-                lines={},
+                cache_writes={},
             ),
         )

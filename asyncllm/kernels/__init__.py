@@ -3,9 +3,11 @@
 from asyncllm.kernels.activation import gelu_tanh_mul, silu_mul
 from asyncllm.kernels.attention import (
     DecodePlan,
+    PrefillPlan,
     paged_decode_attention,
     paged_prefill_attention,
     plan_decode_attention,
+    plan_prefill_attention,
 )
 from asyncllm.kernels.cache import PagedKV, copy_blocks, fill_kv_cache, plan_cache_write
 from asyncllm.kernels.embedding import embed, gather_rows
@@ -18,6 +20,7 @@ __all__ = [
     "DecodeInputs",
     "DecodePlan",
     "PagedKV",
+    "PrefillPlan",
     "Rotation",
     "add_rms_norm",
     "apply_rotary",
@@ -32,6 +35,7 @@ __all__ = [
     "paged_prefill_attention",
     "plan_cache_write",
     "plan_decode_attention",
+    "plan_prefill_attention",
     "prepare_decode",
     "rms_norm",
     "rope_fill_kv",

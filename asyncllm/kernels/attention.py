@@ -1,21 +1,36 @@
 """Attention over pages: decode (one query per row, batched over rows) and prefill (many queries per row).
 
 Both are exact softmax attention with grouped query heads: query head h reads KV head h // (H / K). A key at position j
-is visible to a query at position p iff j <= p and, with a window, p - j < window. Softcap squashes scores to
-cap * tanh(score / cap) before the mask (Gemma 2). The softmax is taken in float32.
+is visible to a query at position p iff j <= p and, with a window, p - j < window. Of a score, in this order:
+
+- `scale` multiplies q k^T, and a softcap squashes it to cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118);
+- ALiBi adds slope * (j - p), with one slope per query head, float32 [H] (Press et al., arXiv 2108.12409);
+- the softmax is taken in float32; sinks, one logit per query head, float32 [H], enter its denominator as one more key
+  would that has no value (gpt-oss; Xiao et al., arXiv 2309.17453).
+
+What depends on the step alone is planned once, and shared by all layers with this window. A row with kv_len 0 is
+padding: nothing of it is read, and its output is zeros.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.kernels.cache import PagedKV, head_offsets
+from asyncllm.kernels.dispatch import op
 
-__all__ = ["DecodePlan", "paged_decode_attention", "paged_prefill_attention", "plan_decode_attention"]
+__all__ = [
+    "DecodePlan",
+    "PrefillPlan",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "plan_decode_attention",
+    "plan_prefill_attention",
+]
 
 DECODE_TILE = 2**20
 """Most numbers of K gathered at a time: 4 MiB in float32, which stays in the caches of two cores. A layer of 64 rows of
@@ -28,27 +43,60 @@ small."""
 QUERY_TILE = 512
 """Most query rows of a prefill scored at a time; bounds the mask and skips keys that no query of the tile sees."""
 
+DecodePlan: TypeAlias = tuple[Any, ...]
+"""What `plan_decode_attention` gave, for `paged_decode_attention` on the same kind of device; nobody else looks inside."""
 
-class DecodePlan(NamedTuple):
-    """Where decode attention finds its keys and values: all that depends on the batch and the window, not the layer."""
+PrefillPlan: TypeAlias = tuple[Any, ...]
+"""What `plan_prefill_attention` gave, for `paged_prefill_attention` on the same kind of device."""
+
+
+class _DecodeLines(NamedTuple):
+    """Where decode attention finds its keys and values."""
 
     lines: Tensor
     """[2, B * K, width] int64: for each row and KV head the lines (`PagedKV.lines`) of its keys, and of its values."""
     bias: Tensor | None
     """[B * K, 1, width] float32: -inf at lines that the row does not see; None when it sees them all."""
+    distances: Tensor
+    """[B, width] int64: position of the key less that of the query."""
+    padding: Tensor | None
+    """[B] bool: rows without keys; None when there are none."""
 
 
+class _PrefillRows(NamedTuple):
+    """The rows of a prefill."""
+
+    block_tables: Tensor
+    offsets: list[int]
+    """[B + 1]: row b owns queries offsets[b] to offsets[b + 1]."""
+    kv_lens: list[int]
+    window: int | None
+
+
+class _Shape(NamedTuple):
+    """How scores become weights: the arguments that all layers of one kind share."""
+
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    alibi: Tensor | None
+
+
+@op("attention_plan:plan_decode_attention")
 def plan_decode_attention(
     block_tables: Tensor, kv_lens: Tensor, cache: PagedKV, *, window: int | None = None
 ) -> DecodePlan:
     """The plan of one step for all layers with a cache of this shape and with this window.
 
-    block_tables [B, N] integers, kv_lens [B] integers >= 1, the query's own token included.
+    block_tables [B, N] integers, kv_lens [B] integers, the query's own token included; 0 for padding.
+    On a GPU nothing waits for the device, and the plan may be captured in a CUDA graph with the attention that uses it:
+    a replay plans for what kv_lens and block_tables hold then. There, raises ValueError unless the block size is a
+    multiple of 16 and head_dim one of 8 up to 256.
     """
     num_blocks, num_kv_heads, block_size, _ = cache.k.shape
     kv_lens = kv_lens.long()
     shortest, longest = (int(bound) for bound in kv_lens.aminmax())
-    width = longest if window is None else min(window, longest)
+    width = max(longest if window is None else min(window, longest), 1)
     positions = torch.arange(width, device=kv_lens.device).expand(len(kv_lens), -1)
     if width < longest:
         positions = positions + (kv_lens - width).clamp_(min=0)[:, None]
@@ -60,21 +108,48 @@ def plan_decode_attention(
     bias = None
     if shortest < width:
         bias = torch.where(positions < kv_lens[:, None], 0.0, float("-inf")).repeat_interleave(num_kv_heads, 0)[:, None]
-    return DecodePlan(lines.view(2, -1, width), bias)
+    padding = kv_lens == 0 if shortest == 0 else None
+    return _DecodeLines(lines.view(2, -1, width), bias, positions - (kv_lens - 1)[:, None], padding)
 
 
+@op("attention_decode:paged_decode_attention")
 def paged_decode_attention(
-    q: Tensor, cache: PagedKV, plan: DecodePlan, *, scale: float, softcap: float | None = None
+    q: Tensor,
+    cache: PagedKV,
+    plan: DecodePlan,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The last token of each row against what the plan shows it of the row's context. q [B, H, D] -> [B, H, D]."""
+    """The last token of each row against what the plan shows it of the row's context.
+
+    q [B, H, D] -> [B, H, D] of q's type; sinks and alibi [H] float32. The result is written to `out` if that is given.
+    On a GPU it is the same from run to run.
+    """
+    lines = _DecodeLines(*plan)
+    attended = _attend_lines(q, cache, lines, _Shape(scale, softcap, sinks, alibi))
+    if lines.padding is not None:
+        attended = attended.masked_fill(lines.padding[:, None, None], 0.0)
+    return attended if out is None else out.copy_(attended)
+
+
+def _attend_lines(q: Tensor, cache: PagedKV, plan: _DecodeLines, shape: _Shape) -> Tensor:
+    scale, softcap, sinks, alibi = shape
     head_dim = q.shape[-1]
     _, num_lists, width = plan.lines.shape
     grouped = q.reshape(num_lists, -1, head_dim)
-    if softcap is None and num_lists * width <= GATHER_LINES:
+    plain = softcap is None and sinks is None and alibi is None
+    if plain and num_lists * width <= GATHER_LINES:
         both = cache.lines.index_select(0, plan.lines.view(-1)).view(2, 1, num_lists, width, head_dim)
         bias = None if plan.bias is None else plan.bias.to(q.dtype)
         attended = F.scaled_dot_product_attention(grouped[None], both[0], both[1], attn_mask=bias, scale=scale)
         return attended.reshape(q.shape)
+    slopes = None if alibi is None else _per_list(alibi, grouped)
+    sink_logits = None if sinks is None else _per_list(sinks, grouped)
+    distances = plan.distances.repeat_interleave(num_lists // len(q), 0)[:, None] if alibi is not None else None
     tile = max(1, DECODE_TILE // (width * head_dim))
     outputs = []
     for first in range(0, num_lists, tile):
@@ -89,7 +164,9 @@ def paged_decode_attention(
             scores = torch.baddbmm(bias, grouped[lists], k, alpha=scale)
         else:
             scores = torch.bmm(grouped[lists], k).mul_(scale)
-        weights = scores.softmax(-1, torch.float32).to(q.dtype)
+        if slopes is not None and distances is not None:
+            scores = scores + slopes[lists] * distances[lists]
+        weights = _softmax(scores, None if sink_logits is None else sink_logits[lists]).to(q.dtype)
         # A bag is a weighted sum of lines: it reads V in place, where a matmul needs the lines gathered first.
         bags = value_lines[:, None].expand(-1, grouped.shape[1], -1).reshape(-1, width)
         outputs.append(F.embedding_bag(bags, cache.lines, mode="sum", per_sample_weights=weights.view(-1, width)))
@@ -97,30 +174,81 @@ def paged_decode_attention(
     return joined.view(q.shape)
 
 
-def paged_prefill_attention(
-    q: Tensor,
-    cache: PagedKV,
+def _per_list(values: Tensor, grouped: Tensor) -> Tensor:
+    """values [H] -> [B * K, G, 1], as the queries grouped [B * K, G, D] are laid out."""
+    num_lists, group, _ = grouped.shape
+    return values.view(-1, group, 1).repeat(num_lists * group // len(values), 1, 1)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax in float32 of scores [..., S] and, in the denominator, of sinks [..., 1]."""
+    if sinks is None:
+        return scores.softmax(-1, torch.float32)
+    return torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1).softmax(-1, torch.float32)[
+        ..., :-1
+    ]
+
+
+@op("attention_plan:plan_prefill_attention")
+def plan_prefill_attention(
     block_tables: Tensor,
     q_offsets: Tensor,
     kv_lens: Tensor,
+    cache: PagedKV,
+    *,
+    num_heads: int,
+    max_q_len: int,
+    window: int | None = None,
+    invariant: bool = False,
+) -> PrefillPlan:
+    """The plan of one step for all layers with a cache of this shape, this window, and `num_heads` query heads.
+
+    block_tables [B, N] integers; q_offsets [B + 1] integers: row b owns queries q_offsets[b] - q_offsets[0] to
+    q_offsets[b + 1] - q_offsets[0], at most max_q_len of them; kv_lens [B] integers: its query i sits at position
+    kv_lens[b] - (number of its queries) + i.
+
+    On a GPU, `invariant` fixes the tiles, which otherwise follow max_q_len. Then a query gets the same bits whatever
+    else is in the batch, however its prompt is cut into chunks, and also as a row of one query, as in decode. Raises
+    ValueError as `plan_decode_attention` does.
+    """
+    offsets = q_offsets.tolist()
+    return _PrefillRows(block_tables, [offset - offsets[0] for offset in offsets], kv_lens.tolist(), window)
+
+
+@op("attention_prefill:paged_prefill_attention")
+def paged_prefill_attention(
+    q: Tensor,
+    cache: PagedKV,
+    plan: PrefillPlan,
     *,
     scale: float,
-    window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The last tokens of each row, causally, against the row's whole context.
 
-    q [T, H, D]; row b owns queries q_offsets[b] to q_offsets[b + 1] ([B + 1] integers), and its query i sits at
-    position kv_lens[b] - (number of its queries) + i; block_tables [B, N] integers, kv_lens [B] integers -> [T, H, D].
+    q [T, H, D] -> [T, H, D] of q's type; sinks and alibi [H] float32. The result is written to `out` if that is given.
     """
-    output = torch.empty_like(q)
-    offsets = q_offsets.tolist()
-    for row, kv_len in enumerate(kv_lens.tolist()):
-        start, end = offsets[row], offsets[row + 1]
+    rows = _PrefillRows(*plan)
+    shape = _Shape(scale, softcap, sinks, alibi)
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    for row, kv_len in enumerate(rows.kv_lens):
+        start, end = rows.offsets[row], rows.offsets[row + 1]
+        if kv_len == 0:
+            output[start:end].zero_()
+            continue
         for first in range(start, end, QUERY_TILE):
             last = min(first + QUERY_TILE, end)
             output[first:last] = _attend_row(
-                q[first:last], cache, block_tables[row], kv_len - (end - last), last - first, scale, window, softcap
+                q[first:last],
+                cache,
+                rows.block_tables[row],
+                kv_len - (end - last),
+                last - first,
+                rows.window,
+                shape,
             )
     return output
 
@@ -131,9 +259,8 @@ def _attend_row(
     block_table: Tensor,
     kv_len: int,
     q_len: int,
-    scale: float,
     window: int | None,
-    softcap: float | None,
+    shape: _Shape,
 ) -> Tensor:
     """The queries q [q_len, H, D] at positions kv_len - q_len to kv_len - 1 of one row, with its blocks [N]."""
     num_kv_heads, block_size, head_dim = cache.k.shape[1:]
@@ -148,21 +275,23 @@ def _attend_row(
         .view(num_kv_heads, -1, head_dim)[:, lowest - skipped : kv_len - skipped]
         for part in (cache.k, cache.v)
     )
-    return _attend_causally(q, k, v, kv_len - q_len - lowest, scale, window, softcap)
+    return _attend_causally(q, k, v, kv_len - q_len - lowest, window, shape)
 
 
 def _attend_causally(
-    q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, first: int, window: int | None, shape: _Shape
 ) -> Tensor:
     """q [T, H, D] at positions first, first + 1, ... against k and v [K, S, D] at positions 0, 1, ... -> [T, H, D]."""
     tokens, num_heads, _ = q.shape
     num_kv_heads, length, _ = k.shape
     group = num_heads // num_kv_heads
+    scale, softcap, sinks, alibi = shape
+    plain = softcap is None and sinks is None and alibi is None
     visible = None
-    if first > 0 or window is not None:
+    if first > 0 or window is not None or not plain:
         distance = torch.arange(first, first + tokens, device=q.device)[:, None] - torch.arange(length, device=q.device)
         visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    if softcap is None:
+    if plain:
         attended = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k[None],
@@ -174,8 +303,11 @@ def _attend_causally(
         )
         return attended[0].transpose(0, 1)
     grouped = q.view(tokens, num_kv_heads, group, -1).permute(1, 2, 0, 3)
-    scores = torch.matmul(grouped, k[:, None].transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
-    if visible is None:
-        visible = torch.ones(tokens, length, dtype=torch.bool, device=q.device).tril_()
-    weights = scores.masked_fill_(~visible, float("-inf")).softmax(-1, torch.float32).to(v.dtype)
+    scores = torch.matmul(grouped, k[:, None].transpose(-1, -2)).mul_(scale)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if alibi is not None:
+        scores = scores - alibi.view(num_kv_heads, group, 1, 1) * distance
+    scores = scores.masked_fill_(~visible, float("-inf"))
+    weights = _softmax(scores, None if sinks is None else sinks.view(num_kv_heads, group, 1, 1)).to(v.dtype)
     return torch.matmul(weights, v[:, None]).permute(2, 0, 1, 3).reshape(q.shape)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from asyncllm import kernels
-from asyncllm.kernels import DecodePlan, PagedKV, Rotation
+from asyncllm.kernels import DecodePlan, PagedKV, PrefillPlan, Rotation
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear, QKVLinear
 from asyncllm.layers.norm import RMSNorm
@@ -61,34 +61,42 @@ class Attention(Layer):
             k_norm=None if self.k_norm is None else self.k_norm.weight,
             eps=0.0 if self.q_norm is None else self.q_norm.eps,
         )
-        attended = []
-        decode = inputs.num_decode
-        if decode:
-            attended.append(
-                kernels.paged_decode_attention(
-                    q[:decode],
-                    cache,
-                    self._plan(inputs, cache),
-                    scale=self.scale,
-                    softcap=self.softcap,
-                )
-            )
-        if decode < inputs.kv_lens.shape[0]:
-            attended.append(
-                kernels.paged_prefill_attention(
-                    q[decode:],
-                    cache,
-                    inputs.block_tables[decode:],
-                    inputs.q_offsets[decode:] - decode,
-                    inputs.kv_lens[decode:],
-                    scale=self.scale,
-                    window=self.window,
-                    softcap=self.softcap,
-                )
-            )
-        joined = attended[0] if len(attended) == 1 else torch.cat(attended)
-        out: Tensor = self.out(joined.flatten(1))
+        attended = self._attend(q, inputs, cache)
+        out: Tensor = self.out(attended.flatten(1))
         return out
+
+    def _attend(self, q: Tensor, inputs: StepInputs, cache: PagedKV) -> Tensor:
+        """q [T, H, D] -> [T, H, D], new and contiguous."""
+        decode = self._num_decode(inputs)
+        rows = inputs.kv_lens.shape[0]
+        if decode == rows:
+            return kernels.paged_decode_attention(
+                q, cache, self._decode_plan(inputs, cache), scale=self.scale, softcap=self.softcap
+            )
+        attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if decode:
+            kernels.paged_decode_attention(
+                q[:decode],
+                cache,
+                self._decode_plan(inputs, cache),
+                scale=self.scale,
+                softcap=self.softcap,
+                out=attended[:decode],
+            )
+        kernels.paged_prefill_attention(
+            q[decode:],
+            cache,
+            self._prefill_plan(inputs, cache),
+            scale=self.scale,
+            softcap=self.softcap,
+            out=attended[decode:],
+        )
+        return attended
+
+    @staticmethod
+    def _num_decode(inputs: StepInputs) -> int:
+        """Rows that go through decode attention, whose order of sums depends on the batch."""
+        return 0 if inputs.batch_invariant else inputs.num_decode
 
     def _cache_write(self, inputs: StepInputs, cache: PagedKV) -> Tensor:
         """Where the step's tokens go, found by the first layer with as many KV heads."""
@@ -97,7 +105,7 @@ class Attention(Layer):
             plan = inputs.cache_writes[self.num_kv_heads] = kernels.plan_cache_write(inputs.slot_mapping, cache)
         return plan
 
-    def _plan(self, inputs: StepInputs, cache: PagedKV) -> DecodePlan:
+    def _decode_plan(self, inputs: StepInputs, cache: PagedKV) -> DecodePlan:
         """The step's plan for this window, made by the first layer that needs it."""
         plan = inputs.decode_plans.get(self.window)
         if plan is None:
@@ -106,5 +114,22 @@ class Attention(Layer):
                 inputs.kv_lens[: inputs.num_decode],
                 cache,
                 window=self.window,
+            )
+        return plan
+
+    def _prefill_plan(self, inputs: StepInputs, cache: PagedKV) -> PrefillPlan:
+        """The same for the prefill rows."""
+        plan = inputs.prefill_plans.get(self.window)
+        if plan is None:
+            first = self._num_decode(inputs)
+            plan = inputs.prefill_plans[self.window] = kernels.plan_prefill_attention(
+                inputs.block_tables[first:],
+                inputs.q_offsets[first:],
+                inputs.kv_lens[first:],
+                cache,
+                num_heads=self.num_heads,
+                max_q_len=inputs.max_q_len,
+                window=self.window,
+                invariant=inputs.batch_invariant,
             )
         return plan

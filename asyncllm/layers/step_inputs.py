@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from asyncllm.kernels import DecodePlan
+from asyncllm.kernels import DecodePlan, PrefillPlan
 
 __all__ = ["StepInputs"]
 
@@ -46,3 +46,5 @@ class StepInputs:
     """Attention window -> the plan that all layers with this window share. Written by the first of them."""
     cache_writes: dict[int, Tensor] = field(default_factory=dict)
     """Number of KV heads -> `kernels.plan_cache_write` of the slot mapping. Written by the first layer with as many."""
+    prefill_plans: dict[int | None, PrefillPlan] = field(default_factory=dict)
+    """The same for the prefill rows."""

@@ -1,0 +1,250 @@
+"""Decode attention: one query per row, the keys of all rows shared out evenly over a fixed grid."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.kernels.cache import PagedKV
+from asyncllm.kernels.triton.attention_plan import HEADER, DecodeWork, padded_head_dim
+from asyncllm.kernels.triton.attention_tile import FLOOR, LOG2_E, attend_tile, checked_heads, finish, score_scales
+from asyncllm.kernels.triton.language import PDL, release_consumers, round_to, wait_for_producers
+
+__all__ = ["decode_kernel", "paged_decode_attention"]
+
+
+@triton.jit
+def _merge(
+    partials,
+    first_block,
+    num_parts,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The parts of one row and KV head, first to last, PARTS at a time, as one softmax state.
+
+    Other blocks wrote them during this kernel, so they are read from L2 (.cg)."""
+    parts = tl.arange(0, PARTS)
+    heads = tl.arange(0, GROUP_BLOCK)
+    dims = tl.arange(0, PADDED)
+    acc = tl.zeros([GROUP_BLOCK, PADDED], tl.float32)
+    weight_sum = tl.zeros([GROUP_BLOCK], tl.float32)
+    exponent = tl.full([GROUP_BLOCK], FLOOR, tl.float32)
+    for first in tl.range(0, num_parts, PARTS, num_stages=1):
+        part = first + parts
+        slots = (2 * (first_block + part) + (part == 0).to(tl.int32))[:, None] * GROUP + heads[None, :]
+        there = (part < num_parts)[:, None] & (heads < GROUP)[None, :]
+        states = partials + 2 * tl.num_programs(0) * GROUP * D + slots * 2
+        exponents = tl.load(states, mask=there, other=FLOOR, cache_modifier=".cg")
+        sums = tl.load(states + 1, mask=there, other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            partials + slots[:, :, None] * D + dims[None, None, :],
+            mask=there[:, :, None] & (dims < D)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        highest = tl.maximum(exponent, tl.max(exponents, 0))
+        fade = tl.exp2(exponent - highest)
+        shares = tl.exp2(exponents - highest[None, :])
+        weight_sum = weight_sum * fade + tl.sum(sums * shares, 0)
+        acc = acc * fade[:, None] + tl.sum(values * shares[:, :, None], 0)
+        exponent = highest
+    return acc, weight_sum, exponent
+
+
+@triton.jit(do_not_specialize=["block_tables", "table_stride", "window"])
+def decode_kernel(
+    q,
+    k,
+    v,
+    block_tables,
+    work,
+    partials,
+    out,
+    sinks,
+    alibi,
+    squeeze,
+    steepness,
+    window,
+    q_stride,
+    out_stride,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    block = tl.program_id(0)
+    entry = work + HEADER + block * 4
+    row = tl.load(entry)
+    kv_head = tl.load(entry + 1)
+    tile = tl.load(entry + 2)
+    left = tl.load(entry + 3)
+    share = tl.load(work)
+
+    heads = tl.arange(0, ROWS)
+    dims = tl.arange(0, PADDED)
+    tokens = tl.arange(0, TILE)
+    key_offsets = tokens[None, :] * D + dims[:, None]
+    value_offsets = tokens[:, None] * D + dims[None, :]
+    while left > 0:
+        info = work + HEADER + 5 * tl.num_programs(0) + row * 4
+        start = tl.load(info)
+        per_head = tl.load(info + 1)
+        first_tile = tl.load(info + 2)
+        length = tl.load(info + 3)
+        taken = tl.minimum(per_head - tile, left)
+        begin = first_tile + tile
+        end = tl.minimum(begin + taken, tl.cdiv(length, TILE))
+
+        query_heads = kv_head * GROUP + heads
+        grouped = heads < GROUP
+        kept = grouped[:, None] & (dims < D)[None, :]
+        lines = q + row.to(tl.int64) * q_stride + query_heads[:, None] * D + dims[None, :]
+        query = tl.load(lines, mask=kept, other=0.0)
+        query_positions = tl.zeros([ROWS], tl.int32) + (length - 1)
+        slopes = tl.zeros([ROWS], tl.float32)
+        if alibi is not None:
+            slopes = tl.load(alibi + query_heads, mask=grouped, other=0.0) * (LOG2_E / steepness)
+
+        acc = tl.zeros([ROWS, PADDED], tl.float32)
+        weight_sum = tl.zeros([ROWS], tl.float32)
+        maximum = tl.full([ROWS], FLOOR, tl.float32)
+        table = block_tables + row.to(tl.int64) * table_stride
+        # The block id of a tile is loaded one iteration ahead: only then can the loads of K and V run ahead as well.
+        page = tl.load(table + begin * TILE // PAGE, mask=begin < end, other=0)
+        for index in range(begin, end):
+            first_key = index * TILE
+            base = (page.to(tl.int64) * NUM_KV_HEADS + kv_head) * (PAGE * D) + first_key % PAGE * D
+            page = tl.load(table + tl.minimum(index + 1, end - 1) * TILE // PAGE)
+            acc, weight_sum, maximum = attend_tile(
+                query,
+                k + base + key_offsets,
+                v + base + value_offsets,
+                acc,
+                weight_sum,
+                maximum,
+                first_key + tokens,
+                query_positions,
+                length,
+                window,
+                slopes,
+                squeeze,
+                steepness,
+                D,
+                True,
+                HAS_WINDOW,
+                SOFTCAP,
+                alibi is not None,
+            )
+        exponent = maximum * steepness
+
+        place = start + kv_head * per_head
+        first_block = place // share
+        num_tiles = tl.maximum(tl.cdiv(length, TILE) - first_tile, 1)
+        num_parts = (place + num_tiles - 1) // share - first_block + 1
+        target = out + row.to(tl.int64) * out_stride + kv_head * (GROUP * D)
+        if num_parts == 1:
+            result = finish(acc, weight_sum, exponent, sinks, query_heads, grouped)
+            result = round_to(result, out.dtype.element_ty)
+            tl.store(target + heads[:, None] * D + dims[None, :], result, mask=kept)
+        else:
+            # A block has at most one part that starts its row and head, and at most one that does not.
+            slots = (2 * block + (tile == 0).to(tl.int32)) * GROUP + heads
+            tl.store(partials + slots[:, None] * D + dims[None, :], acc, mask=kept)
+            states = partials + 2 * tl.num_programs(0) * GROUP * D + slots * 2
+            tl.store(states, exponent, mask=grouped)
+            tl.store(states + 1, weight_sum, mask=grouped)
+            # All threads of the block have stored their share before one of them draws the ticket.
+            tl.debug_barrier()
+            counter = work + HEADER + 4 * tl.num_programs(0) + first_block
+            ticket = tl.atomic_add(counter, 1, sem="acq_rel")
+            if ticket == num_parts - 1:
+                merged, merged_sum, merged_exponent = _merge(
+                    partials, first_block, num_parts, GROUP, GROUP_BLOCK, D, PADDED, GRID, PARTS
+                )
+                own = tl.arange(0, GROUP_BLOCK)
+                owned = own < GROUP
+                result = finish(merged, merged_sum, merged_exponent, sinks, kv_head * GROUP + own, owned)
+                result = round_to(result, out.dtype.element_ty)
+                inside = owned[:, None] & (dims < D)[None, :]
+                tl.store(target + own[:, None] * D + dims[None, :], result, mask=inside)
+                # The next layer finds the counter as this one did.
+                tl.store(counter, 0)
+
+        left -= taken
+        tile = 0
+        kv_head += 1
+        if kv_head == NUM_KV_HEADS:
+            kv_head = 0
+            row += 1
+
+
+def paged_decode_attention(
+    q: Tensor,
+    cache: PagedKV,
+    plan: DecodeWork,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `asyncllm.kernels.attention.paged_decode_attention`. q may have any stride between rows."""
+    num_heads, head_dim = q.shape[1:]
+    _, num_kv_heads, block_size, _ = cache.k.shape
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    group = num_heads // num_kv_heads
+    group_block = triton.next_power_of_2(group)
+    padded = padded_head_dim(head_dim)
+    partials = torch.empty(2 * plan.grid * group * (head_dim + 2), dtype=torch.float32, device=q.device)
+    squeeze, steepness = score_scales(scale, softcap)
+    decode_kernel[(plan.grid,)](
+        q,
+        cache.k,
+        cache.v,
+        plan.block_tables,
+        plan.work,
+        partials,
+        out,
+        checked_heads("Sinks", sinks, num_heads),
+        checked_heads("ALiBi slopes", alibi, num_heads),
+        squeeze,
+        steepness,
+        plan.window,
+        q.stride(0),
+        out.stride(0),
+        plan.block_tables.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        GROUP_BLOCK=group_block,
+        D=head_dim,
+        PADDED=padded,
+        PAGE=block_size,
+        ROWS=max(16, group_block),
+        TILE=plan.tile,
+        PARTS=max(1, 4096 // (padded * group_block)),
+        HAS_WINDOW=plan.window > 0,
+        SOFTCAP=softcap is not None,
+        num_warps=plan.config.num_warps,
+        num_stages=plan.config.num_stages,
+        **PDL,
+    )
+    return out

@@ -1,0 +1,316 @@
+"""What attention kernels need to know of a step beside its tensors, found on the device once per step and window.
+
+Decode: the keys of all rows and KV heads, in tiles, are one long list, and each block of a fixed grid takes an equal
+share of it. A row that spans blocks is split; its parts are merged by the block that finishes last. The idea is that of
+Stream-K (Osama et al., 2023) and Lean Attention (Sanovar et al., 2024). Which block does what follows from the lengths
+alone, so results are the same from run to run.
+
+Prefill: one entry per tile of queries, those with the most keys first, so that no long one is left for the end.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.kernels.cache import PagedKV
+from asyncllm.kernels.triton.language import PDL, release_consumers, wait_for_producers
+
+__all__ = [
+    "DECODE_CONFIGS",
+    "PREFILL_CONFIGS",
+    "DecodeConfig",
+    "DecodeWork",
+    "PrefillConfig",
+    "PrefillTiles",
+    "decode_config",
+    "key_tile",
+    "padded_head_dim",
+    "plan_decode_attention",
+    "plan_prefill_attention",
+    "prefill_configs",
+]
+
+
+class DecodeConfig(NamedTuple):
+    tile: int
+    """Most keys per step of the inner loop; fewer where a block of the cache is shorter or not a multiple."""
+    num_warps: int
+    num_stages: int
+    """The pipeline holds num_stages - 1 tiles of K and V."""
+    blocks_per_processor: int
+    """Size of the grid; as many as fit a multiprocessor at once."""
+    min_tiles: int
+    """A row is not split into parts shorter than this: reading and merging a part costs about as much as two tiles."""
+
+
+DECODE_CONFIGS: dict[tuple[int, int], DecodeConfig] = {
+    (64, 2): DecodeConfig(64, 4, 4, 3, 4),
+    (128, 2): DecodeConfig(64, 4, 3, 3, 4),
+    (256, 2): DecodeConfig(32, 4, 3, 3, 8),
+    (64, 4): DecodeConfig(32, 4, 3, 3, 8),
+    (128, 4): DecodeConfig(32, 4, 3, 3, 8),
+    (256, 4): DecodeConfig(16, 4, 3, 2, 16),
+}
+"""By padded head_dim (64 for less) and bytes per number. Registers per thread and shared memory on sm_90, 4 query heads
+per KV head: 168 and 53 KB, 143 and 72 KB, 168 and 75 KB for 16-bit numbers. Not yet timed."""
+
+
+class PrefillConfig(NamedTuple):
+    rows: int
+    """Rows of the score matrix: queries times the query heads that share a KV head."""
+    tile: int
+    """Most keys per step of the inner loop."""
+    num_warps: int
+    num_stages: int
+
+
+PREFILL_CONFIGS: dict[tuple[int, int], tuple[PrefillConfig, PrefillConfig]] = {
+    (64, 2): (PrefillConfig(128, 64, 8, 3), PrefillConfig(64, 64, 4, 3)),
+    (128, 2): (PrefillConfig(128, 64, 8, 3), PrefillConfig(64, 64, 4, 3)),
+    (256, 2): (PrefillConfig(128, 32, 8, 3), PrefillConfig(64, 32, 4, 3)),
+    (64, 4): (PrefillConfig(32, 32, 4, 2), PrefillConfig(32, 32, 4, 2)),
+    (128, 4): (PrefillConfig(16, 32, 4, 2), PrefillConfig(16, 32, 4, 2)),
+    (256, 4): (PrefillConfig(16, 16, 4, 2), PrefillConfig(16, 16, 4, 2)),
+}
+"""By padded head_dim (64 for less) and bytes per number: for long prompts, and for short ones. The first is also the one
+of batch-invariant plans. On sm_90 at head_dim 128: 211 registers and 131 KB; 230 and 115 KB. Not yet timed."""
+
+SHORT_PROMPT_ROWS = 512
+"""Longest prompt, times query heads per KV head, for the second config: the first leaves multiprocessors idle."""
+
+HEADER: tl.constexpr = tl.constexpr(16)
+"""Integers before the entries of a decode plan: how many tiles a block takes, then unused ones."""
+
+INTERPRETED_PROCESSORS = 4
+"""Multiprocessors that plans on a CPU, where kernels are interpreted, count with."""
+
+
+class DecodeWork(NamedTuple):
+    """The plan of decode attention on a GPU."""
+
+    work: Tensor
+    """int32: HEADER; per block of the grid its first row, head, tile and number of tiles; per block a ticket counter;
+    per row its first tile in the list of all, its tiles per head in that list, its first visible tile, its length."""
+    block_tables: Tensor
+    config: DecodeConfig
+    tile: int
+    grid: int
+    window: int
+
+
+class PrefillTiles(NamedTuple):
+    """The plan of prefill attention on a GPU."""
+
+    entries: Tensor
+    """[1 + capacity, 4] int32: the number of tiles; then per tile its row, first query, number of queries, and the
+    position of the first query."""
+    block_tables: Tensor
+    config: PrefillConfig
+    tile: int
+    tokens: int
+    """Queries per tile."""
+    num_heads: int
+    window: int
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two that kernels compute with. Raises ValueError when there is no kernel for it."""
+    if head_dim % 8 or not 8 <= head_dim <= 256:
+        raise ValueError(
+            f"Attention on a GPU takes a head_dim that is a multiple of 8 up to 256, not {head_dim}. "
+            "Run this model on the CPU."
+        )
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def key_tile(block_size: int, most: int) -> int:
+    """Keys per tile: a power of two that divides block_size. Raises ValueError unless that can be 16 or more."""
+    if block_size % 16:
+        raise ValueError(
+            f"Attention on a GPU reads blocks of a multiple of 16 tokens, not of {block_size}. "
+            "Set block_size to 64, or to another multiple of 16."
+        )
+    return min(most, block_size & -block_size)
+
+
+def decode_config(cache: PagedKV) -> DecodeConfig:
+    return DECODE_CONFIGS[max(64, padded_head_dim(cache.k.shape[3])), cache.k.element_size()]
+
+
+def prefill_configs(cache: PagedKV) -> tuple[PrefillConfig, PrefillConfig]:
+    return PREFILL_CONFIGS[max(64, padded_head_dim(cache.k.shape[3])), cache.k.element_size()]
+
+
+@lru_cache(maxsize=64)
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit(do_not_specialize=["kv_lens", "num_rows", "window", "grid"])
+def _plan_decode(
+    kv_lens,
+    work,
+    num_rows,
+    window,
+    grid,
+    NUM_KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_GRID: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    rows = tl.arange(0, BLOCK_ROWS)
+    live = rows < num_rows
+    lengths = tl.load(kv_lens + rows, mask=live, other=0).to(tl.int32)
+    first_tiles = tl.where(window > 0, tl.maximum(lengths - window, 0) // TILE, 0)
+    # A row without keys has one tile all the same: somebody has to write its zeros.
+    tiles = tl.maximum(tl.cdiv(lengths, TILE) - first_tiles, 1)
+    tiles = tl.where(live, tiles, 0)
+    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0) * NUM_KV_HEADS, grid), MIN_TILES)
+    # While there are blocks to spare, none takes tiles of two rows or heads.
+    padded = tl.cdiv(tiles, share) * share
+    spare = tl.sum(padded, 0) * NUM_KV_HEADS <= GRID * share
+    units = tl.where(spare, padded, tiles)
+    ends = tl.cumsum(units, 0) * NUM_KV_HEADS
+    starts = ends - units * NUM_KV_HEADS
+    total = tl.sum(units, 0) * NUM_KV_HEADS
+    if tl.program_id(0) == 0:
+        tl.store(work, share)
+        info = work + HEADER + 5 * grid + rows * 4
+        tl.store(info, starts, mask=live)
+        tl.store(info + 1, units, mask=live)
+        tl.store(info + 2, first_tiles, mask=live)
+        tl.store(info + 3, lengths, mask=live)
+    blocks = tl.program_id(0) * BLOCK_GRID + tl.arange(0, BLOCK_grid)
+    begin = blocks * share
+    passed = (ends[None, :] <= begin[:, None]) & live[None, :]
+    row = tl.sum(passed.to(tl.int32), 1)
+    row_start = tl.max(tl.where(passed, ends[None, :], 0), 1)
+    row_end = tl.min(tl.where(passed | (rows >= num_rows)[None, :], 0x7FFFFFFF, ends[None, :]), 1)
+    per_head = tl.maximum((row_end - row_start) // NUM_KV_HEADS, 1)
+    inside = begin - row_start
+    entry = work + HEADER + blocks * 4
+    kept = blocks < grid
+    tl.store(entry, row, mask=kept)
+    tl.store(entry + 1, inside // per_head, mask=kept)
+    tl.store(entry + 2, inside % per_head, mask=kept)
+    tl.store(entry + 3, tl.maximum(tl.minimum(total - begin, share), 0), mask=kept)
+    tl.store(work + HEADER + 4 * grid + blocks, 0, mask=kept)
+
+
+def plan_decode_attention(
+    block_tables: Tensor, kv_lens: Tensor, cache: PagedKV, *, window: int | None = None
+) -> DecodeWork:
+    """See `asyncllm.kernels.attention.plan_decode_attention`."""
+    num_rows = kv_lens.shape[0]
+    config = decode_config(cache)
+    tile = key_tile(cache.k.shape[2], config.tile)
+    grid = _processors(kv_lens.device) * config.blocks_per_processor
+    work = torch.empty(HEADER.value + 5 * grid + 4 * num_rows, dtype=torch.int32, device=kv_lens.device)
+    block_rows = max(256, triton.next_power_of_2(num_rows))
+    block_grid = max(1, 8192 // block_rows)
+    _plan_decode[(triton.cdiv(grid, block_grid),)](
+        kv_lens,
+        work,
+        num_rows,
+        window or 0,
+        grid,
+        NUM_KV_HEADS=cache.k.shape[1],
+        TILE=tile,
+        MIN_TILES=config.min_tiles,
+        BLOCK_ROWS=block_rows,
+        BLOCK_GRID=block_grid,
+        num_warps=4,
+        **PDL,
+    )
+    return DecodeWork(work, block_tables, config, tile, grid, window or 0)
+
+
+@triton.jit(do_not_specialize=["q_offsets", "kv_lens", "num_rows"])
+def _plan_prefill(
+    q_offsets,
+    kv_lens,
+    entries,
+    num_rows,
+    TOKENS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    row = tl.program_id(0)
+    rows = tl.arange(0, BLOCK_ROWS)
+    live = rows < num_rows
+    lengths = tl.load(kv_lens + rows, mask=live, other=0).to(tl.int32)
+    query_starts = tl.load(q_offsets + rows, mask=live, other=0).to(tl.int32)
+    query_ends = tl.load(q_offsets + 1 + rows, mask=live, other=0).to(tl.int32)
+    tiles = tl.cdiv(query_ends - query_starts, TOKENS)
+    length = tl.load(kv_lens + row).to(tl.int32)
+    ahead = live & ((lengths > length) | ((lengths == length) & (rows < row)))
+    first_tile = tl.sum(tl.where(ahead, tiles, 0), 0)
+    if row == 0:
+        tl.store(entries, tl.sum(tiles, 0))
+    # Queries are counted from the first one of the plan's own rows.
+    start = tl.load(q_offsets + row).to(tl.int32) - tl.load(q_offsets).to(tl.int32)
+    count = tl.load(q_offsets + row + 1).to(tl.int32) - tl.load(q_offsets + row).to(tl.int32)
+    num_tiles = tl.cdiv(count, TOKENS)
+    for first in range(0, num_tiles, BLOCK_TILES):
+        ranks = first + tl.arange(0, BLOCK_TILES)
+        kept = ranks < num_tiles
+        query = (num_tiles - 1 - ranks) * TOKENS
+        entry = entries + (1 + first_tile + ranks) * 4
+        tl.store(entry, row, mask=kept)
+        tl.store(entry + 1, start + query, mask=kept)
+        tl.store(entry + 2, tl.minimum(count - query, TOKENS), mask=kept)
+        tl.store(entry + 3, length - count + query, mask=kept)
+
+
+def plan_prefill_attention(
+    block_tables: Tensor,
+    q_offsets: Tensor,
+    kv_lens: Tensor,
+    cache: PagedKV,
+    *,
+    num_heads: int,
+    max_q_len: int,
+    window: int | None = None,
+    invariant: bool = False,
+) -> PrefillTiles:
+    """See `asyncllm.kernels.attention.plan_prefill_attention`."""
+    num_rows = kv_lens.shape[0]
+    group = num_heads // cache.k.shape[1]
+    long, short = prefill_configs(cache)
+    config = short if max_q_len * group <= SHORT_PROMPT_ROWS and not invariant else long
+    if group > config.rows:
+        raise ValueError(
+            f"Attention on a GPU takes up to {config.rows} query heads per KV head, not {group}. "
+            "Run this model on the CPU."
+        )
+    tokens = config.rows // group
+    capacity = num_rows * triton.cdiv(max_q_len, tokens)
+    entries = torch.empty(1 + capacity, 4, dtype=torch.int32, device=kv_lens.device)
+    _plan_prefill[(num_rows,)](
+        q_offsets,
+        kv_lens,
+        entries,
+        num_rows,
+        TOKENS=tokens,
+        BLOCK_ROWS=max(256, triton.next_power_of_2(num_rows)),
+        BLOCK_TILES=64,
+        num_warps=4,
+        **PDL,
+    )
+    tile = key_tile(cache.k.shape[2], config.tile)
+    return PrefillTiles(entries, block_tables, config, tile, tokens, num_heads, window or 0)

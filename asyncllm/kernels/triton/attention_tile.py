@@ -1,0 +1,117 @@
+"""The step that decode and prefill attention share: queries against one tile of keys and values (FlashAttention).
+
+Scores are kept *raw*: q k^T, or tanh of it with a softcap, plus the ALiBi bias in the same units; `steepness` turns raw
+scores into exponents of 2. A running maximum starts at a finite floor, so that a tile which a query does not see at all
+leaves its state as it was, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.kernels.triton.language import dot, round_to
+
+__all__ = ["FLOOR", "attend_tile", "finish", "score_scales"]
+
+FLOOR: tl.constexpr = tl.constexpr(-1e30)
+"""Where running maxima start, in raw scores and in exponents of 2."""
+
+LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
+
+
+def score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
+    """(squeeze, steepness): raw = tanh(q k^T * squeeze) with a softcap, else q k^T; weight = 2^(raw * steepness)."""
+    if softcap is None:
+        return 0.0, scale * LOG2_E.value
+    return scale / softcap, softcap * LOG2_E.value
+
+
+def checked_heads(name: str, values: Tensor | None, num_heads: int) -> Tensor | None:
+    """Sinks or slopes [H] as the kernels read them. Raises ValueError when they are not float32 numbers, one per head."""
+    if values is not None and (values.dtype != torch.float32 or values.shape != (num_heads,)):
+        raise ValueError(
+            f"{name} are float32 [{num_heads}], one per query head, not {values.dtype} {list(values.shape)}."
+        )
+    return values
+
+
+@triton.jit
+def attend_tile(
+    q,
+    key_pointers,
+    value_pointers,
+    acc,
+    weight_sum,
+    maximum,
+    key_positions,
+    query_positions,
+    kv_end,
+    window,
+    slopes,
+    squeeze,
+    steepness,
+    D: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+):
+    """One step of the online softmax.
+
+    q [M, P], key_pointers [P, N], value_pointers [N, P] with head_dim D padded to P; acc [M, P], weight_sum and maximum
+    [M]; key_positions [N], query_positions [M]; keys from kv_end on belong to nobody; slopes [M] in raw units.
+    Each product-and-sum is spelled out as one operation, so that a masked and an unmasked tile round alike.
+    """
+    PADDED: tl.constexpr = acc.shape[1]
+    dims = tl.arange(0, PADDED)
+    if PADDED == D:
+        k = tl.load(key_pointers)
+    else:
+        k = tl.load(key_pointers, mask=(dims < D)[:, None], other=0.0)
+    raw = dot(q, k, tl.zeros([acc.shape[0], key_pointers.shape[1]], tl.float32))
+    if SOFTCAP:
+        # 1 - 2 / (e^2x + 1) is tanh(x); e^2x may overflow to infinity, which gives 1.
+        raw = 1.0 - 2.0 / (tl.exp2(raw * (squeeze * (2.0 * LOG2_E))) + 1.0)
+    if ALIBI or (MASKED and HAS_WINDOW):
+        distance = key_positions[None, :] - query_positions[:, None]
+    if ALIBI:
+        raw = tl.fma(distance.to(tl.float32), slopes[:, None] + tl.zeros_like(raw), raw)
+    if MASKED:
+        visible = key_positions[None, :] <= query_positions[:, None]
+        if HAS_WINDOW:
+            visible = visible & (distance > -window)
+        raw = tl.where(visible, raw, -float("inf"))
+    new_maximum = tl.maximum(maximum, tl.max(raw, 1))
+    offset = (-new_maximum * steepness)[:, None] + tl.zeros_like(raw)
+    weights = tl.exp2(tl.fma(raw, tl.zeros_like(raw) + steepness, offset))
+    fade = tl.exp2((maximum - new_maximum) * steepness)
+    weight_sum = tl.fma(weight_sum, fade, tl.sum(weights, 1))
+    # What nobody owns may be NaN, and 0 times NaN is NaN: such values are replaced, not just given no weight.
+    if MASKED and PADDED == D:
+        v = tl.load(value_pointers, mask=(key_positions < kv_end)[:, None], other=0.0)
+    elif MASKED:
+        v = tl.load(value_pointers, mask=(key_positions < kv_end)[:, None] & (dims < D)[None, :], other=0.0)
+    elif PADDED == D:
+        v = tl.load(value_pointers)
+    else:
+        v = tl.load(value_pointers, mask=(dims < D)[None, :], other=0.0)
+    acc = dot(round_to(weights, v.dtype), v, acc * fade[:, None])
+    return acc, weight_sum, new_maximum
+
+
+@triton.jit
+def finish(acc, weight_sum, exponent, sinks, heads, mask):
+    """acc / weight_sum [M, P], zeros where there was no key. exponent [M] is the maximum in exponents of 2; `sinks`,
+    when given, adds the weight of heads' sink logits to the sum."""
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=mask, other=0.0) * LOG2_E
+        highest = tl.maximum(exponent, sink)
+        fade = tl.exp2(exponent - highest)
+        acc = acc * fade[:, None]
+        weight_sum = weight_sum * fade + tl.exp2(sink - highest)
+    return acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]

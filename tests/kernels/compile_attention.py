@@ -1,0 +1,72 @@
+"""Every config of attention on a GPU, in the Llama-3-8B shape (4 query heads per KV head, blocks of 64 tokens)."""
+
+from __future__ import annotations
+
+import triton
+
+from asyncllm.kernels.triton.attention_decode import decode_kernel
+from asyncllm.kernels.triton.attention_plan import DECODE_CONFIGS, PREFILL_CONFIGS
+from asyncllm.kernels.triton.attention_prefill import prefill_kernel
+from tests.kernels.offline import Case
+
+GROUP = 4
+PAGE = 64
+TYPES = {2: "*bf16", 4: "*fp32"}
+HEAD_DIMS = {16: (16,), 32: (32,), 64: (64,), 128: (80, 96, 128), 256: (256,)}
+EXTRAS = {
+    "": {},
+    "-window": {"HAS_WINDOW": True},
+    "-all": {"HAS_WINDOW": True, "SOFTCAP": True, "sinks": "*fp32", "alibi": "*fp32"},
+}
+STRIDES = {"squeeze": "fp32", "steepness": "fp32", "window": "i32"} | dict.fromkeys(
+    ("q_stride", "out_stride", "table_stride"), "i32"
+)
+
+
+def _case(kind: str, config, head_dim: int, itemsize: int, extra: str, **constexprs) -> Case:
+    dtype = TYPES[itemsize]
+    decode = kind == "decode"
+    own = {"work": "*i32", "partials": "*fp32"} if decode else {"entries": "*i32"}
+    options = {"HAS_WINDOW": False, "SOFTCAP": False, "sinks": None, "alibi": None} | EXTRAS[extra]
+    pointers = {name: type for name, type in options.items() if isinstance(type, str)}
+    fixed = {name: value for name, value in options.items() if name not in pointers}
+    number = "" if decode else f"-{config.rows}x{config.tile}"
+    return Case(
+        name=f"{kind}-{'fp32' if itemsize == 4 else 'bf16'}-{head_dim}{number}{extra}",
+        kernel=decode_kernel if decode else prefill_kernel,
+        signature=dict.fromkeys(("q", "k", "v", "out"), dtype) | {"block_tables": "*i32"} | own | STRIDES | pointers,
+        constexprs={
+            "NUM_KV_HEADS": 8,
+            "GROUP": GROUP,
+            "D": head_dim,
+            "PADDED": triton.next_power_of_2(head_dim),
+            "PAGE": PAGE,
+            "TILE": config.tile,
+            "USE_PDL": True,
+            **fixed,
+            **constexprs,
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        divisible=("q_stride", "out_stride"),
+        options={"launch_pdl": True} if decode else {"launch_pdl": True, "enable_fp_fusion": False},
+    )
+
+
+def _cases() -> list[Case]:
+    cases = []
+    for (padded, itemsize), config in DECODE_CONFIGS.items():
+        for head_dim in HEAD_DIMS[padded]:
+            for extra in EXTRAS if (head_dim, itemsize) == (128, 2) else ("",):
+                parts = max(1, 4096 // (padded * GROUP))
+                constexprs = {"ROWS": 16, "GROUP_BLOCK": GROUP, "GRID": 132 * config.blocks_per_processor}
+                cases.append(_case("decode", config, head_dim, itemsize, extra, PARTS=parts, **constexprs))
+    for (padded, itemsize), configs in PREFILL_CONFIGS.items():
+        for config in dict.fromkeys(configs):
+            for head_dim in HEAD_DIMS[padded]:
+                for extra in EXTRAS if (head_dim, itemsize) == (128, 2) else ("",):
+                    cases.append(_case("prefill", config, head_dim, itemsize, extra, ROWS=config.rows))
+    return cases
+
+
+CASES = _cases()
