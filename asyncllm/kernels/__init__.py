@@ -8,6 +8,7 @@ from asyncllm.kernels.attention import (
     plan_decode_attention,
 )
 from asyncllm.kernels.cache import PagedKV, copy_blocks, fill_kv_cache, slot_lines
+from asyncllm.kernels.linear import linear, linear_invariant
 from asyncllm.kernels.moe import fused_experts, route
 from asyncllm.kernels.norm import add_rms_norm, rms_norm
 from asyncllm.kernels.rotary import Rotation, apply_rotary, rope_fill_kv
@@ -22,6 +23,8 @@ __all__ = [
     "fill_kv_cache",
     "fused_experts",
     "gelu_tanh_mul",
+    "linear",
+    "linear_invariant",
     "paged_decode_attention",
     "paged_prefill_attention",
     "plan_decode_attention",

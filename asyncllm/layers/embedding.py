@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asyncllm.kernels import linear
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear
 
@@ -63,4 +64,4 @@ class TiedOutputEmbedding(Layer):
         self.softcap = softcap
 
     def forward(self, x: Tensor) -> Tensor:
-        return _capped(F.linear(x, self._embedding[0].weight), self.softcap)
+        return _capped(linear(x, self._embedding[0].weight), self.softcap)

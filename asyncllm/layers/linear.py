@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asyncllm.kernels import linear
 from asyncllm.layers.layer import Layer
 
 __all__ = ["Linear", "MergedLinear", "QKVLinear"]
@@ -29,7 +29,7 @@ class Linear(Layer):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
         return {(name, None, None): tuple(parameter.shape) for name, parameter in self.named_parameters(recurse=False)}

@@ -4,53 +4,52 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncllm.kernels.triton import linear_small
+from asyncllm.kernels.triton import linear_invariant, linear_small
+from asyncllm.kernels.triton.linear_small import GemvConfig, SkinnyConfig
 from tests.kernels.offline import Case
 
 _POINTERS = {name: "*bf16" for name in ("x_ptr", "weight_ptr", "bias_ptr", "residual_ptr", "norm_ptr", "out_ptr")}
-_FORMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "residual": {"HAS_RESIDUAL": True},
-    "norm": {"NORM": True},
-    "norm-silu": {"NORM": True, "GATED": True},
-}
+_PDL = {"launch_pdl": True}
 
 
-def _options(form: str) -> dict[str, Any]:
-    base = {"EPS": 1e-5, "NORM": False, "ROUND_FIRST": True, "HAS_BIAS": False, "HAS_RESIDUAL": False, "GATED": False}
-    return {**base, **_FORMS[form], "EARLY": True, "USE_PDL": True}
+def _form(**enabled: bool) -> dict[str, Any]:
+    flags = {"NORM": False, "ROUND_FIRST": True, "HAS_BIAS": False, "HAS_RESIDUAL": False, "GATED": False}
+    return {"EPS": 1e-5, "EARLY": True, "USE_PDL": True, **flags, **enabled}
 
 
-def gemv_case(name: str, form: str, n: int, k: int, tokens: int, rows: int, columns: int, warps: int) -> Case:
-    shape = {"N": n, "K": k, "TOKENS": tokens, "BLOCK_N": rows, "BLOCK_K": columns}
+def gemv_case(name: str, tokens: int, config: GemvConfig, **form: bool) -> Case:
+    shape = {"N": 4096, "K": 4096, "TOKENS": tokens, "BLOCK_N": config.rows, "BLOCK_K": config.columns}
+    return Case(name, linear_small._gemv, _POINTERS, {**shape, **_form(**form)}, config.warps, options=_PDL)
+
+
+def skinny_case(name: str, block_m: int, config: SkinnyConfig, **form: bool) -> Case:
+    shape = {
+        "N": 4096, "K": 4096, "BLOCK_M": block_m, "BLOCK_N": config.rows, "BLOCK_K": config.columns,
+        "SPLITS": config.splits, "PREFETCH": config.prefetch, "BULK": True, **_form(**form),
+    }  # fmt: skip
+    signature = {**_POINTERS, "partial_ptr": "*fp32", "counter_ptr": "*i32", "tokens": "i32"}
+    return Case(name, linear_small._skinny, signature, shape, config.warps, config.stages, options=_PDL)
+
+
+def invariant_case(tokens: int) -> Case:
+    tile = linear_invariant.TILES[tokens]
+    constexprs = {
+        "N": 4096, "K": 4096, "BLOCK_M": tile.tokens, "BLOCK_N": tile.rows, "BLOCK_K": tile.columns,
+        "GROUP": 8, "HAS_BIAS": False, "USE_PDL": True,
+    }  # fmt: skip
+    signature = {name: "*bf16" for name in ("x_ptr", "weight_ptr", "bias_ptr", "out_ptr")} | {"tokens": "i32"}
     return Case(
-        name, linear_small._gemv, _POINTERS, {**shape, **_options(form)}, warps, options={"launch_pdl": True}
+        f"invariant-{tokens}", linear_invariant._invariant, signature, constexprs, tile.warps, tile.stages, options=_PDL
     )
 
 
-def skinny_case(
-    name: str, form: str, n: int, k: int, block_m: int, config: linear_small.SkinnyConfig
-) -> Case:
-    shape = {
-        "N": n, "K": k, "BLOCK_M": block_m, "BLOCK_N": config.rows, "BLOCK_K": config.columns,
-        "SPLITS": config.splits, "PREFETCH": config.prefetch, "BULK": False,
-    }  # fmt: skip
-    signature = {**_POINTERS, "partial_ptr": "*fp32", "counter_ptr": "*i32", "tokens": "i32"}
-    return Case(
-        name, linear_small._skinny, signature, {**shape, **_options(form)}, config.warps, config.stages,
-        options={"launch_pdl": True},
-    )  # fmt: skip
-
-
 CASES = [
-    gemv_case(f"gemv-{form}-{tokens}-{rows}x{columns}", form, 4096, 4096, tokens, rows, columns, 4)
-    for form in _FORMS
-    for tokens in (1, 2, 4)
-    for rows, columns in ((4, 1024), (4, 2048), (2, 2048), (8,1024))
-] + [
-    skinny_case(f"skinny-{form}-{block_m}-{splits}-{rows}", form, 4096, 4096, block_m, linear_small.SkinnyConfig(splits=splits, rows=rows))
-    for form in _FORMS
-    for block_m in (16, 32, 64)
-    for splits in (1, 4)
-    for rows in (64, 128)
+    *(invariant_case(tokens) for tokens in linear_invariant.TILES),
+    gemv_case("gemv-1", 1, GemvConfig(4, 2048)),
+    gemv_case("gemv-4", 4, GemvConfig(4, 2048), HAS_BIAS=True, HAS_RESIDUAL=True),
+    gemv_case("gemv-1-norm-gated", 1, GemvConfig(4, 2048), NORM=True, GATED=True),
+    skinny_case("skinny-16", 16, SkinnyConfig(), HAS_BIAS=True),
+    skinny_case("skinny-16-split", 16, SkinnyConfig(splits=4), HAS_RESIDUAL=True),
+    skinny_case("skinny-32", 32, SkinnyConfig(splits=2), NORM=True),
+    skinny_case("skinny-64-gated", 64, SkinnyConfig(columns=64, stages=5), GATED=True),
 ]

@@ -256,8 +256,9 @@ def _skinny_finish(
 def _skinny(
     x_ptr, weight_ptr, bias_ptr, residual_ptr, norm_ptr, out_ptr, partial_ptr, counter_ptr, tokens,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, PREFETCH: tl.constexpr, BULK: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr, ROUND_FIRST: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr, USE_PDL: tl.constexpr,
+    SPLITS: tl.constexpr, PREFETCH: tl.constexpr, BULK: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr,
+    ROUND_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    EARLY: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to BLOCK_M rows of x [tokens, K] times BLOCK_N rows of the weight, over one of SPLITS ranges of K.
 
@@ -360,7 +361,7 @@ def gemv(
     norm: RmsNorm | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """residual + f(norm(x)) weight^T + bias) without tensor cores; f is the identity, or silu_mul where `gated`.
+    """residual + f(norm(x) weight^T + bias) without tensor cores; f is the identity, or silu_mul where `gated`.
 
     x [T, K] contiguous with T at most 4, weight [N or 2 N, K], bias [N] (not with gated), residual and result [T, N].
     N is a multiple of `config.rows`, K of `config.columns`.
