@@ -177,7 +177,7 @@ def fresh_seed() -> int:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["bias", "norm-float32", "norm-gated-residual"])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 16, 17, 33, 64])
 def test_forms_on_a_gpu(tokens: int, form: str) -> None:
     seed = fresh_seed()
@@ -186,7 +186,7 @@ def test_forms_on_a_gpu(tokens: int, form: str) -> None:
     x = random(tokens, k, seed=seed, dtype=torch.bfloat16, device="cuda")
     weight = (random(2 * n if keys["gated"] else n, k, seed=seed + 5, device="cuda") / 64).bfloat16()
     configs: list[Any] = [SkinnyConfig(stages=3), SkinnyConfig(stages=3, splits=3)]
-    configs += [GemvConfig(4, 1024), GemvConfig(2, 2048)] if tokens <= 4 else []
+    configs += [GemvConfig(4, 1024)] if tokens <= 4 else []
     for config in configs:
         run: Any = gemv if isinstance(config, GemvConfig) else skinny
         poisoned(tokens, n)
@@ -197,8 +197,15 @@ def test_forms_on_a_gpu(tokens: int, form: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 4096), (4096, 14336), (1000, 520), (77, 200)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("n", "k", "dtype"),
+    [
+        (4096, 4096, torch.bfloat16),
+        (4096, 14336, torch.bfloat16),
+        (1000, 520, torch.bfloat16),
+        (77, 200, torch.float16),
+    ],
+)
 def test_rows_have_the_same_bits_in_any_batch(n: int, k: int, dtype: torch.dtype) -> None:
     seed = fresh_seed()
     x = random(2100, k, seed=seed, dtype=dtype, device="cuda")
