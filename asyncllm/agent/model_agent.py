@@ -89,7 +89,7 @@ class ModelAgent:
         if len(rows.slots):
             if rows.indices is not None:
                 hidden = hidden[torch.from_numpy(rows.indices).to(self._device)]
-            sampled = self._sampler.sample(self.model.logits(hidden), rows.slots, rows.positions)
+            sampled = self._sampler.sample(self.model.logits(hidden).float(), rows.slots, rows.positions)
             self._tables.set_last_tokens(rows.slots, sampled.tokens)
             output.slots = rows.slots.tolist()
             output.tokens = sampled.token_list
@@ -107,7 +107,7 @@ class ModelAgent:
             # A tensor made in inference mode would refuse the user's in-place operations.
             whole = torch.empty(len(hidden) if row.output_logits else 0, self.limits.vocab_size)
         for begin in range(0, length, _SCORED_POSITIONS):
-            logits = self.model.logits(hidden[begin : begin + _SCORED_POSITIONS])
+            logits = self.model.logits(hidden[begin : begin + _SCORED_POSITIONS]).float()
             if not logits.amax().isfinite():
                 output.errors[row.slot] = NOT_FINITE
             if row.output_logits:

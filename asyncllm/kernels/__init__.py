@@ -11,10 +11,12 @@ from asyncllm.kernels.attention import (
 )
 from asyncllm.kernels.cache import PagedKV, copy_blocks, fill_kv_cache, plan_cache_write
 from asyncllm.kernels.embedding import embed, gather_rows
+from asyncllm.kernels.linear import linear, linear_invariant
 from asyncllm.kernels.moe import fused_experts, route
 from asyncllm.kernels.norm import add_rms_norm, layer_norm, rms_norm
 from asyncllm.kernels.rotary import Rotation, apply_rotary, rope_fill_kv, rotation
 from asyncllm.kernels.step import DecodeInputs, prepare_decode, segments_finite
+from asyncllm.kernels.tokens import record_tokens
 
 __all__ = [
     "DecodeInputs",
@@ -31,12 +33,15 @@ __all__ = [
     "gather_rows",
     "gelu_tanh_mul",
     "layer_norm",
+    "linear",
+    "linear_invariant",
     "paged_decode_attention",
     "paged_prefill_attention",
     "plan_cache_write",
     "plan_decode_attention",
     "plan_prefill_attention",
     "prepare_decode",
+    "record_tokens",
     "rms_norm",
     "rope_fill_kv",
     "rotation",

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from asyncllm import kernels
 from asyncllm.layers.layer import Layer
-from asyncllm.layers.linear import Linear
+from asyncllm.layers.linear import Linear, Product
 
 __all__ = ["Embedding", "OutputEmbedding", "TiedOutputEmbedding"]
 
@@ -34,13 +33,12 @@ class Embedding(Layer):
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Float32 logits, squashed to softcap * tanh(logits / softcap)."""
-    logits = logits.float()
-    return logits if softcap is None else logits.div(softcap).tanh_().mul_(softcap)
+    """Logits as they are, or in float32 and squashed to softcap * tanh(logits / softcap)."""
+    return logits if softcap is None else logits.float().div_(softcap).tanh_().mul_(softcap)
 
 
 class OutputEmbedding(Linear):
-    """hidden [R, hidden] -> float32 logits [R, vocab]."""
+    """hidden [R, hidden] -> logits [R, vocab], of the hidden states' type, or float32 with a softcap."""
 
     def __init__(self, hidden_size: int, vocab_size: int, *, softcap: float | None = None) -> None:
         super().__init__(hidden_size, vocab_size)
@@ -53,6 +51,8 @@ class OutputEmbedding(Linear):
 class TiedOutputEmbedding(Layer):
     """An output embedding that reads the token embeddings' table."""
 
+    product: Product = staticmethod(kernels.linear)
+
     def __init__(self, embedding: Embedding, *, softcap: float | None = None) -> None:
         super().__init__()
         # Held in a tuple, so that the table stays one parameter of one module.
@@ -60,4 +60,4 @@ class TiedOutputEmbedding(Layer):
         self.softcap = softcap
 
     def forward(self, x: Tensor) -> Tensor:
-        return _capped(F.linear(x, self._embedding[0].weight), self.softcap)
+        return _capped(self.product(x, self._embedding[0].weight), self.softcap)

@@ -7,21 +7,26 @@ one. Parameters are born on whatever device is current (`meta` while a model is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asyncllm import kernels
 from asyncllm.layers.layer import Layer
 
-__all__ = ["Linear", "MergedLinear", "QKVLinear"]
+__all__ = ["Linear", "MergedLinear", "Product", "QKVLinear"]
+
+Product = Callable[..., Tensor]
+"""`kernels.linear`, or another op of its signature."""
 
 
 class Linear(Layer):
     """y = x W^T + b; x [..., in_features] -> [..., out_features]."""
 
     bias: nn.Parameter | None
+    product: Product = staticmethod(kernels.linear)
+    """How the product is computed; a model that must not depend on the batch has `kernels.linear_invariant` here."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -29,7 +34,7 @@ class Linear(Layer):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
     def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
         return {(name, None, None): tuple(parameter.shape) for name, parameter in self.named_parameters(recurse=False)}

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from asyncllm import kernels
 from asyncllm.kernels import PagedKV
 from asyncllm.layers.block import Block
 from asyncllm.layers.embedding import Embedding, OutputEmbedding, TiedOutputEmbedding
@@ -77,6 +78,12 @@ class DecoderLM(nn.Module):
                 setattr(module, name, nn.Parameter(empty, requires_grad=False))
         self.rotary = RotaryEmbedding(self.config.rope, device)
 
+    def make_batch_invariant(self) -> None:
+        """Take products that round every row alike, whatever the batch."""
+        for module in self.modules():
+            if hasattr(module, "product"):
+                module.product = kernels.linear_invariant
+
     def forward(self, inputs: StepInputs, caches: Sequence[PagedKV]) -> Tensor:
         """One step: writes the T tokens' keys and values into the caches, one per layer.
 
@@ -92,6 +99,7 @@ class DecoderLM(nn.Module):
         return self.norm.add(branch, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] of `forward` -> float32 logits [R, vocab], after the family's final softcap."""
+        """hidden [R, hidden] of `forward` -> logits [R, vocab] after the family's final softcap, of the model's type or
+        float32."""
         logits: Tensor = self.head(hidden)
         return logits

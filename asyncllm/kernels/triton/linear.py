@@ -1,0 +1,60 @@
+"""Launchers of the linear ops, and the measured table that says where Triton beats cuBLAS."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncllm.kernels.triton.linear_invariant import choose_tile, matmul_invariant
+from asyncllm.kernels.triton.linear_small import GemvConfig, SkinnyConfig, gemv, skinny
+
+__all__ = ["TABLES", "linear", "linear_invariant"]
+
+Config = GemvConfig | SkinnyConfig
+
+TABLES: dict[str, dict[tuple[int, int], tuple[tuple[int, Config], ...]]] = {}
+"""By device name, then by weight shape (N, K): the most tokens that a configuration is for, ascending. What no entry
+covers goes to cuBLAS. An entry stands only where it was measured to be at least 5 % faster."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    table = _table(x.device)
+    if table:
+        rows = x.reshape(-1, x.shape[-1])
+        config = _choose(table, rows, weight)
+        if isinstance(config, GemvConfig):
+            return gemv(rows, weight, bias, config=config).view(*x.shape[:-1], weight.shape[0])
+        if config is not None:
+            return skinny(rows, weight, bias, config=config).view(*x.shape[:-1], weight.shape[0])
+    return F.linear(x, weight, bias)
+
+
+def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if rows.shape[0] == 0:
+        return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    tile = choose_tile(rows.shape[0], weight.shape[0], _processors(x.device))
+    return matmul_invariant(rows, weight.contiguous(), bias, tile).view(*x.shape[:-1], weight.shape[0])
+
+
+def _choose(
+    table: dict[tuple[int, int], tuple[tuple[int, Config], ...]], rows: Tensor, weight: Tensor
+) -> Config | None:
+    if rows.dtype.itemsize == 2 and rows.is_contiguous() and weight.is_contiguous():
+        for most, config in table.get((weight.shape[0], weight.shape[1]), ()):
+            if 0 < rows.shape[0] <= most:
+                return config
+    return None
+
+
+@cache
+def _table(device: torch.device) -> dict[tuple[int, int], tuple[tuple[int, Config], ...]]:
+    return TABLES.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
