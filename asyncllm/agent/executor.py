@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-from asyncllm.batch import Batch, Executor, Limits, StepOutput
+from asyncllm.batch import Batch, Executor, Limits, StartTimes, StepOutput
 from asyncllm.config import EngineConfig
 from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, ModelError
 
@@ -41,9 +41,11 @@ def open_executor(config: EngineConfig, model_path: Path) -> Executor:
     """The executor for `config`, not yet started. `model_path` is the checkpoint's folder."""
 
     def load() -> StepRunner:
+        times = StartTimes()
         from asyncllm.agent.model_agent import ModelAgent
 
-        return ModelAgent(config, model_path)
+        times.lap("import")
+        return ModelAgent(config, model_path, times=times)
 
     return ThreadExecutor(load)
 

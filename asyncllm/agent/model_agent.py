@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncllm.agent.inputs import SlotTables
 from asyncllm.agent.kv_cache import allocate_pool, pool_blocks
 from asyncllm.agent.sampler import NOT_FINITE, Sampler, rank_tokens
-from asyncllm.batch import Batch, Limits, PrefillRow, StepOutput
+from asyncllm.batch import Batch, Limits, PrefillRow, StartTimes, StepOutput
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidParameter
 from asyncllm.kernels import copy_blocks
@@ -41,8 +41,12 @@ class ModelAgent:
     All methods belong to one thread. `limits` is what the engine has to know.
     """
 
-    def __init__(self, config: EngineConfig, path: Path, *, model: DecoderLM | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, path: Path, *, model: DecoderLM | None = None, times: StartTimes | None = None
+    ) -> None:
         """Load the checkpoint in the folder `path`, unless its `model` is given, and size the KV pool.
+
+        `times` is the clock of a start that has begun already.
 
         Raises ModelError when the checkpoint cannot be loaded or no block fits, and InvalidParameter when
         `session_len` asks for more positions than the model has.
@@ -52,12 +56,18 @@ class ModelAgent:
             "rope_scaling_factor": config.rope_scaling_factor,
             "hf_overrides": config.hf_overrides,
         }
+        times = times or StartTimes()
         device = _device(config)
+        if device.type == "cuda":
+            # The device's context, which the first allocation makes.
+            torch.empty(1, device=device)
+        times.lap("device")
         model_config = read_config(path, **asked) if model is None else model.config
         max_position = _max_position(config, model_config)
         dtype = _dtype(config, model_config, device)
         if model is None:
             model = open_model(path, dtype=dtype, device=device, **asked)
+        times.lap("load")
         block_size = config.tokens_per_block
         num_blocks = pool_blocks(config, model_config, max_position=max_position, dtype=dtype, device=device)
         # A whole batch may end while the next one, in other slots, is in flight already.
@@ -68,6 +78,7 @@ class ModelAgent:
         self._sampler = Sampler(num_slots, model_config.vocab_size, device)
         self._not_finite: set[int] = set()
         self._device = device
+        times.lap("pool")
         self.limits = Limits(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -80,6 +91,7 @@ class ModelAgent:
             architecture=model_config.architecture,
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             model_path=str(path),
+            start_seconds=times.seconds,
         )
 
     @torch.inference_mode()
