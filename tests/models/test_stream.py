@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -223,6 +223,22 @@ def test_buffers_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(made) <= 2 * stream_module.BUFFERS_PER_THREAD
     gc.collect()
     assert all(len(gc.get_referrers(tensor)) == 1 for tensor in alive), "somebody else than this test holds a buffer"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_loads_from_streamed_tensors_as_from_mapped_ones(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_checkpoint(family, tmp_path, dtype=torch.bfloat16)
+    expected = open_model(tmp_path, dtype=torch.float32, device=CPU)
+
+    def streamed(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        yield from read(checkpoint, list(names), threads=2, buffer_bytes=3000).items()
+
+    monkeypatch.setattr(Checkpoint, "read", streamed)
+    found = dict(open_model(tmp_path, dtype=torch.float32, device=CPU).named_parameters())
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(found[name], parameter), name
 
 
 @pytest.mark.gpu
