@@ -148,12 +148,12 @@ class AsyncEngine:
         self._state = "running"
         _live.add(self)
 
-    async def _find_model(self) -> tuple[Executor, Callable[[], None]]:
-        """Find the model. -> the executor that will run it, and what opens the files that read its text."""
+    async def _find_model(self) -> tuple[Executor, Callable[[], None] | None]:
+        """Find the model. -> the executor that will run it, and what is to be called to open tokenizer and template."""
         executor, tokenizer, chat_template = self._given
         if executor is not None and tokenizer is not None and chat_template is not None:
             self.tokenizer, self.chat_template = tokenizer, chat_template
-            return executor, lambda: None
+            return executor, None
 
         def find() -> tuple[Executor, Callable[[], None]]:
             from asyncllm.agent.executor import open_executor
@@ -170,11 +170,12 @@ class AsyncEngine:
 
         return await _in_thread(find)
 
-    async def _load(self, executor: Executor, open_text: Callable[[], None]) -> Limits:
+    async def _load(self, executor: Executor, open_text: Callable[[], None] | None) -> Limits:
         """Start the executor, and read the tokenizer meanwhile: weights wait for disk and device, not for Python."""
         starting = asyncio.get_running_loop().create_task(executor.start(), name="asyncllm-load")
         try:
-            await _in_thread(open_text)
+            if open_text is not None:
+                await _in_thread(open_text)
             return await starting
         except BaseException:
             starting.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import threading
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from asyncllm.agent.executor import StepRunner, ThreadExecutor
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.models import stream as stream_module
 from asyncllm.models.checkpoint import Checkpoint, TensorEntry
@@ -180,6 +182,31 @@ def test_a_thread_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="can't start"):
         read(checkpoint, threads=4, buffer_bytes=500)
+
+
+@pytest.mark.anyio
+async def test_a_start_that_is_cancelled_while_weights_stream(tmp_path: Path) -> None:
+    """The executor's thread goes on to the end of the load, and then it and the readers are gone."""
+    checkpoint = save(tmp_path, {str(number): torch.randn(100) for number in range(50)})
+    loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+    def load() -> StepRunner:
+        def take(entry: TensorEntry, tensor: Tensor) -> None:
+            loop.call_soon_threadsafe(begun.set)
+            time.sleep(0.002)
+
+        stream(checkpoint.tensors.values(), CPU, take, threads=4, buffer_bytes=400)
+        raise AssertionError("nobody waits for this one")
+
+    executor = ThreadExecutor(load)
+    starting = asyncio.create_task(executor.start())
+    await begun.wait()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert any(thread.name.startswith(THREAD_NAME) for thread in threading.enumerate())
+    await executor.close()
+    assert not any(thread.name.startswith("asyncllm") for thread in threading.enumerate())
 
 
 def test_memory_on_the_way_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
