@@ -52,6 +52,12 @@ def save(folder: Path, tensors: dict[str, Tensor]) -> Checkpoint:
     return Checkpoint.open(folder)
 
 
+@pytest.fixture
+def fifty(tmp_path: Path) -> Checkpoint:
+    """A checkpoint of fifty tensors of 400 bytes."""
+    return save(tmp_path, {str(number): torch.randn(100) for number in range(50)})
+
+
 def read(checkpoint: Checkpoint, names: list[str] | None = None, **settings: int) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
@@ -153,8 +159,7 @@ def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("error", [MemoryError("device full"), KeyboardInterrupt()])
-def test_a_consumer_that_raises_ends_the_threads(tmp_path: Path, error: BaseException) -> None:
-    checkpoint = save(tmp_path, {str(number): torch.randn(100) for number in range(50)})
+def test_a_consumer_that_raises_ends_the_threads(fifty: Checkpoint, error: BaseException) -> None:
     taken: list[str] = []
 
     def take(entry: TensorEntry, tensor: Tensor) -> None:
@@ -163,7 +168,7 @@ def test_a_consumer_that_raises_ends_the_threads(tmp_path: Path, error: BaseExce
             raise error
 
     with pytest.raises(type(error)):
-        stream(checkpoint.tensors.values(), CPU, take, threads=4, buffer_bytes=400)
+        stream(fifty.tensors.values(), CPU, take, threads=4, buffer_bytes=400)
     assert len(taken) == 4
     assert not any(thread.name.startswith(THREAD_NAME) for thread in threading.enumerate())
 
@@ -185,9 +190,8 @@ def test_a_thread_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.anyio
-async def test_a_start_that_is_cancelled_while_weights_stream(tmp_path: Path) -> None:
+async def test_a_start_that_is_cancelled_while_weights_stream(fifty: Checkpoint) -> None:
     """The executor's thread goes on to the end of the load, and then it and the readers are gone."""
-    checkpoint = save(tmp_path, {str(number): torch.randn(100) for number in range(50)})
     loop, begun = asyncio.get_running_loop(), asyncio.Event()
 
     def load() -> StepRunner:
@@ -195,7 +199,7 @@ async def test_a_start_that_is_cancelled_while_weights_stream(tmp_path: Path) ->
             loop.call_soon_threadsafe(begun.set)
             time.sleep(0.002)
 
-        stream(checkpoint.tensors.values(), CPU, take, threads=4, buffer_bytes=400)
+        stream(fifty.tensors.values(), CPU, take, threads=4, buffer_bytes=400)
         raise AssertionError("nobody waits for this one")
 
     executor = ThreadExecutor(load)
