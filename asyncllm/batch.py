@@ -10,6 +10,7 @@ of the device's state tables (block table, last token, position, sampling state)
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any, Protocol
 
 import msgspec
@@ -21,6 +22,7 @@ __all__ = [
     "PrefillRow",
     "SamplingParams",
     "SlotStart",
+    "StartTimes",
     "StepOutput",
     "TokenLogprobs",
 ]
@@ -160,6 +162,22 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str = ""
     num_parameters: int = 0
     model_path: str = ""
+    start_seconds: dict[str, float] = {}
+    """How long each phase of the start took, in order (`StartTimes`)."""
+
+
+class StartTimes:
+    """A clock of the phases of a start, which follow one another: import, device, load, pool, capture."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """End `phase`, which began where the one before ended."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
 
 
 class Executor(Protocol):

@@ -29,8 +29,9 @@ from asyncllm.agent.prompt_scores import PromptScores
 from asyncllm.agent.sampler import NOT_FINITE
 from asyncllm.agent.transfers import MAX_STEPS_IN_FLIGHT, Transfers
 from asyncllm.agent.warm_up import largest_step, measure_reserve
-from asyncllm.batch import Batch, Limits, StepOutput
+from asyncllm.batch import Batch, Limits, StartTimes, StepOutput
 from asyncllm.config import EngineConfig
+from asyncllm.kernels import PagedKV
 from asyncllm.models.decoder import DecoderLM
 
 __all__ = ["DeviceAgent", "PendingStep"]
@@ -67,8 +68,8 @@ class PendingStep:
         self._results: list[Tensor] = []
         self._arrival: torch.cuda.Event | None = None
         on_gpu = agent.on_gpu
-        self._began = torch.cuda.Event(enable_timing=True) if on_gpu else None
-        self._ended = torch.cuda.Event(enable_timing=True) if on_gpu else None
+        self._began = _timing_event() if on_gpu else None
+        self._ended = _timing_event() if on_gpu else None
         if self._began is not None:
             self._began.record()
 
@@ -118,13 +119,20 @@ class DeviceAgent:
     engine has to know.
     """
 
-    def __init__(self, config: EngineConfig, path: Path, *, model: DecoderLM | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, path: Path, *, model: DecoderLM | None = None, times: StartTimes | None = None
+    ) -> None:
         """Load the checkpoint in the folder `path`, unless its `model` is given, size the KV pool, capture graphs.
+
+        `times` is the clock of a start that has begun already.
 
         Raises ModelError when the checkpoint cannot be loaded or no block fits, and InvalidParameter when
         `session_len` asks for more positions than the model has.
         """
-        opened = OpenedModel.open(config, path, model=model)
+        times = times or StartTimes()
+        opened = OpenedModel.open(config, path, model=model, times=times)
+        if config.batch_invariant:
+            opened.model.make_batch_invariant()
         self.model, self._device = opened.model, opened.device
         self.on_gpu = self._device.type == "cuda"
         block_size = config.tokens_per_block
@@ -158,7 +166,8 @@ class DeviceAgent:
             parts = [self._decode_logits, self._decode_tokens]
             reserve = 0
             if self._transfers.stream is not None:
-                self._caches = allocate_pool(opened.model.config, _FEW_BLOCKS, block_size, opened.dtype, self._device)
+                few = allocate_pool(opened.model.config, _FEW_BLOCKS, block_size, opened.dtype, self._device)
+                self._caches = [PagedKV.over(pages) for pages in few]
                 step = largest_step(
                     config.max_batch_size,
                     _prompts(config.prefill_budget, opened.max_position),
@@ -169,6 +178,7 @@ class DeviceAgent:
                 )
                 reserve = measure_reserve(self.model, step, self._caches, sizes, parts, self._transfers.stream)
                 self._caches = []
+                del few
                 torch.cuda.empty_cache()
             num_blocks = pool_blocks(
                 config,
@@ -178,13 +188,20 @@ class DeviceAgent:
                 device=self._device,
                 reserve=reserve,
             )
-            self._caches = allocate_pool(opened.model.config, num_blocks, block_size, opened.dtype, self._device)
+            self._pool = allocate_pool(opened.model.config, num_blocks, block_size, opened.dtype, self._device)
+            self._caches = [PagedKV.over(pages) for pages in self._pool]
+            times.lap("pool")
             self._graphs: DecodeGraphs | None = None
             if self._transfers.stream is not None:
                 self._graphs = DecodeGraphs(sizes, parts, self._transfers.stream)
                 self._transfers.stream.synchronize()
+        times.lap("capture")
         self.limits: Limits = opened.limits(
-            num_blocks, block_size, num_slots, max_steps_in_flight=MAX_STEPS_IN_FLIGHT if self.on_gpu else 2
+            num_blocks,
+            block_size,
+            num_slots,
+            max_steps_in_flight=MAX_STEPS_IN_FLIGHT if self.on_gpu else 2,
+            start_seconds=times.seconds,
         )
 
     @torch.inference_mode()
@@ -274,7 +291,7 @@ class DeviceAgent:
         if batch.copies:
             pairs = torch.tensor(batch.copies, dtype=torch.int64, pin_memory=self.on_gpu)
             pairs = pairs.to(self._device, non_blocking=True)
-            kernels.copy_blocks(self._caches, pairs[:, 0], pairs[:, 1])
+            kernels.copy_blocks(self._pool, pairs[:, 0], pairs[:, 1])
         if not batch.decode and not batch.prefill:
             self._tables.flush()
             pending.download(self._transfers, [])
@@ -331,6 +348,10 @@ class DeviceAgent:
             pending.out_of_memory = True
             hidden[num_decode:] = torch.nan
         return hidden
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _prompts(num_tokens: int, longest: int) -> list[int]:

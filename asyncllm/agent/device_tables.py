@@ -71,7 +71,7 @@ class DeviceTables:
 
         self._decode_rows = np.zeros((3, max_rows), np.int32)
         """Slots, positions and prompt lengths of a decode step, on the host."""
-        room = [self._decode_rows, np.zeros(max_rows, np.int64), np.zeros(max_rows, np.int32)]
+        room: list[NDArray[Any]] = [self._decode_rows, np.zeros(max_rows, np.int64), np.zeros(max_rows, np.int32)]
         self._decode_bytes = torch.zeros(offsets(room)[-1], dtype=torch.uint8, device=device)
         fixed = self._decode_bytes[: self._decode_rows.nbytes].view(torch.int32).view(3, max_rows)
         self.decode_slots, self.decode_positions, self._decode_prompt_lens = fixed

@@ -1,29 +1,43 @@
-"""Which executor runs the steps of an engine: in a thread on a CPU, launched from the event loop on a GPU."""
+"""Which agent runs the steps of an engine: one that computes them in a thread, or one that launches them on a GPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from asyncllm.batch import Executor
+from asyncllm.agent.stream_executor import StepLauncher, StreamExecutor
+from asyncllm.agent.thread_executor import StepRunner
+from asyncllm.batch import Batch, Executor, StartTimes, StepOutput
 from asyncllm.config import EngineConfig
 
 __all__ = ["open_executor"]
 
 
 def open_executor(config: EngineConfig, model_path: Path) -> Executor:
-    """The executor for `config`, not yet started. `model_path` is the checkpoint's folder.
+    """The executor for `config`, not yet started. `model_path` is the checkpoint's folder."""
 
-    Imports torch, which takes seconds. Raises InvalidParameter when `device_type` asks for a device that is not there.
-    """
-    from asyncllm.agent.opening import choose_device
+    def load() -> StepRunner[Batch, StepOutput] | StepLauncher:
+        times = StartTimes()
+        from asyncllm.agent.opening import choose_device
 
-    if choose_device(config).type == "cpu":
-        from asyncllm.agent.model_agent import ModelAgent
-        from asyncllm.agent.thread_executor import ThreadExecutor
+        if choose_device(config).type == "cpu":
+            from asyncllm.agent.model_agent import ModelAgent
 
-        return ThreadExecutor(lambda: ModelAgent(config, model_path))
+            times.lap("import")
+            return ModelAgent(config, model_path, times=times)
+        from asyncllm.agent.device_agent import DeviceAgent
 
-    from asyncllm.agent.device_agent import DeviceAgent
-    from asyncllm.agent.stream_executor import StreamExecutor, release_memory
+        times.lap("import")
+        return DeviceAgent(config, model_path, times=times)
 
-    return StreamExecutor(lambda: DeviceAgent(config, model_path), release=release_memory)
+    return StreamExecutor(load, release=_release_memory)
+
+
+def _release_memory() -> None:
+    """Give the device memory that nothing refers to any more back to the system."""
+    import gc
+
+    import torch
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -13,7 +13,7 @@ from asyncllm.agent.inputs import SlotTables
 from asyncllm.agent.kv_cache import allocate_pool, pool_blocks
 from asyncllm.agent.opening import OpenedModel
 from asyncllm.agent.sampler import NOT_FINITE, Sampler, rank_tokens
-from asyncllm.batch import Batch, PrefillRow, StepOutput
+from asyncllm.batch import Batch, PrefillRow, StartTimes, StepOutput
 from asyncllm.config import EngineConfig
 from asyncllm.errors import UnsupportedFeature
 from asyncllm.kernels import PagedKV, copy_blocks
@@ -31,8 +31,12 @@ class ModelAgent:
     All methods belong to one thread. `limits` is what the engine has to know.
     """
 
-    def __init__(self, config: EngineConfig, path: Path, *, model: DecoderLM | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, path: Path, *, model: DecoderLM | None = None, times: StartTimes | None = None
+    ) -> None:
         """Load the checkpoint in the folder `path`, unless its `model` is given, and size the KV pool.
+
+        `times` is the clock of a start that has begun already.
 
         Raises ModelError when the checkpoint cannot be loaded or no block fits, InvalidParameter when `session_len`
         asks for more positions than the model has, and UnsupportedFeature for what only a GPU can do.
@@ -43,7 +47,8 @@ class ModelAgent:
                 "or batch_invariant=False.",
                 "batch_invariant",
             )
-        opened = OpenedModel.open(config, path, model=model)
+        times = times or StartTimes()
+        opened = OpenedModel.open(config, path, model=model, times=times)
         model, device, dtype, max_position, _ = opened
         block_size = config.tokens_per_block
         num_blocks = pool_blocks(config, model.config, max_position=max_position, dtype=dtype, device=device)
@@ -56,7 +61,8 @@ class ModelAgent:
         self._sampler = Sampler(num_slots, model.config.vocab_size, device)
         self._not_finite: set[int] = set()
         self._device = device
-        self.limits = opened.limits(num_blocks, block_size, num_slots)
+        times.lap("pool")
+        self.limits = opened.limits(num_blocks, block_size, num_slots, start_seconds=times.seconds)
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> StepOutput:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
-from asyncllm.batch import Limits
+from asyncllm.batch import Limits, StartTimes
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidParameter
 from asyncllm.models.config import ModelConfig
@@ -37,8 +37,8 @@ class OpenedModel(NamedTuple):
     path: Path
 
     @staticmethod
-    def open(config: EngineConfig, path: Path, *, model: DecoderLM | None = None) -> OpenedModel:
-        """Load the checkpoint in the folder `path`, unless its `model` is given.
+    def open(config: EngineConfig, path: Path, *, times: StartTimes, model: DecoderLM | None = None) -> OpenedModel:
+        """Load the checkpoint in the folder `path`, unless its `model` is given. `times` gets what it took.
 
         Raises ModelError when the checkpoint cannot be loaded, and InvalidParameter when `session_len` asks for more
         positions than the model has.
@@ -49,11 +49,16 @@ class OpenedModel(NamedTuple):
             "hf_overrides": config.hf_overrides,
         }
         device = choose_device(config)
+        if device.type == "cuda":
+            # The device's context, which the first allocation makes.
+            torch.empty(1, device=device)
+        times.lap("device")
         model_config = read_config(path, **asked) if model is None else model.config
         max_position = _max_position(config, model_config)
         dtype = _dtype(config, model_config, device)
         if model is None:
             model = open_model(path, dtype=dtype, device=device, **asked)
+        times.lap("load")
         return OpenedModel(model, device, dtype, max_position, path)
 
     def limits(self, num_blocks: int, block_size: int, num_slots: int, **more: Any) -> Limits:

@@ -40,7 +40,8 @@ class PromptScores:
             if row.prompt_logprobs is not None and known:
                 tokens = self._send(known, piece.device)
                 ranked = sampling.token_logprobs(piece[: len(known)], tokens, row.prompt_logprobs)
-                self._ranked.append((known, *(self._fetch(part) for part in ranked)))
+                chosen, top, ids = (self._fetch(part) for part in ranked)
+                self._ranked.append((known, chosen, top, ids))
 
     def write(self, output: StepOutput) -> None:
         """Put the scores where the engine looks for them."""

@@ -3,7 +3,8 @@
 A launch is a few hundred short calls, each of which gives the interpreter lock away. In a thread of their own they
 would queue for it behind whatever else the process runs: 30 such calls take 37 us alone and 5.3 ms beside a thread of
 busy Python at the interpreter's default switch interval. In the loop's thread there is nobody to queue behind. Waiting
-is one call that sleeps in the driver, so a thread does that, and nothing polls.
+is one call that sleeps in the driver, so a thread does that, and nothing polls. What computes its steps itself, on a
+CPU, runs in that thread instead.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, runtime_checkable
 
 from asyncllm.agent.thread_executor import (
+    StepRunner,
     ThreadExecutor,
     attempt,
     dead,
@@ -25,7 +27,7 @@ from asyncllm.agent.thread_executor import (
 from asyncllm.batch import Batch, Limits, StepOutput
 from asyncllm.errors import EngineClosed
 
-__all__ = ["LaunchedStep", "StepLauncher", "StreamExecutor", "release_memory"]
+__all__ = ["LaunchedStep", "StepLauncher", "StreamExecutor"]
 
 
 class LaunchedStep(Protocol):
@@ -42,10 +44,8 @@ class LaunchedStep(Protocol):
         """The results, after `wait`."""
 
 
-_Pending = TypeVar("_Pending", bound=LaunchedStep)
-
-
-class StepLauncher(Protocol[_Pending]):
+@runtime_checkable
+class StepLauncher(Protocol):
     """What a `StreamExecutor` drives: `DeviceAgent`, or a fake. Apart from being made, it is used in the loop's thread
     alone."""
 
@@ -56,27 +56,31 @@ class StepLauncher(Protocol[_Pending]):
     def blocked(self) -> bool:
         """Whether `launch` must wait for `resume`."""
 
-    def launch(self, batch: Batch, /) -> _Pending: ...
+    def launch(self, batch: Batch, /) -> LaunchedStep: ...
 
-    def resume(self) -> _Pending | None:
+    def resume(self) -> LaunchedStep | None:
         """Complete the launch of a step that could not go on before; None if there is none, or it still cannot."""
 
 
 class StreamExecutor:
-    """States: new, started, then dead or closed. `load` is called in the waiting thread and makes the `StepLauncher`.
+    """States: new, started, then dead or closed. `load` is called in the thread and makes what runs the steps.
 
-    `release` is called in that thread when the launcher is gone. Written by the loop's thread, except for the launcher,
-    which appears before `start` returns.
+    `release` is called in the thread when that is gone. Written by the loop's thread, except for the launcher, which
+    appears before `start` returns.
     """
 
     def __init__(
-        self, load: Callable[[], StepLauncher[_Pending]], *, release: Callable[[], None] | None = None
+        self,
+        load: Callable[[], StepRunner[Batch, StepOutput] | StepLauncher],
+        *,
+        release: Callable[[], None] | None = None,
     ) -> None:
-        self._launchers: list[StepLauncher[_Pending]] = []
+        self._launchers: list[StepLauncher] = []
         """The launcher, once there is one and as long as it may be used."""
-        self._thread: ThreadExecutor[LaunchedStep, LaunchedStep] = ThreadExecutor(
-            partial(_load_waiter, load, self._launchers), release=release
+        self._thread: ThreadExecutor[Any, Any] = ThreadExecutor(
+            partial(_load_runner, load, self._launchers), release=release
         )
+        """Runs whole steps, or waits for launched ones."""
         self._held: deque[tuple[Batch, asyncio.Future[StepOutput]]] = deque()
         """Steps that cannot be launched yet."""
         self._unfinished: asyncio.Future[StepOutput] | None = None
@@ -92,12 +96,12 @@ class StreamExecutor:
 
         Raises EngineClosed unless started and not closed.
         """
+        if self._failure is None and not self._launchers:
+            return self._thread.submit(batch)
         future: asyncio.Future[StepOutput] = asyncio.get_running_loop().create_future()
         if self._failure is not None:
             set_seen_exception(future, dead(self._failure))
             return future
-        if not self._launchers:
-            raise EngineClosed("This executor is not running: it was closed, or never started.")
         self._held.append((batch, future))
         self._launch()
         return future
@@ -176,17 +180,12 @@ class _Waiter:
         return pending
 
 
-def _load_waiter(load: Callable[[], StepLauncher[_Pending]], launchers: list[StepLauncher[_Pending]]) -> _Waiter:
-    launcher = load()
-    launchers.append(launcher)
-    return _Waiter(launcher.limits)
-
-
-def release_memory() -> None:
-    """Give the device memory that nothing refers to any more back to the system."""
-    import gc
-
-    import torch
-
-    gc.collect()
-    torch.cuda.empty_cache()
+def _load_runner(
+    load: Callable[[], StepRunner[Batch, StepOutput] | StepLauncher], launchers: list[StepLauncher]
+) -> StepRunner[Any, Any]:
+    """What the thread drives."""
+    loaded = load()
+    if isinstance(loaded, StepLauncher):
+        launchers.append(loaded)
+        return _Waiter(loaded.limits)
+    return loaded

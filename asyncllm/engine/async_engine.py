@@ -38,9 +38,23 @@ from asyncllm.types import Chunk, Message, Response
 __all__ = ["AsyncEngine"]
 
 Config = TypeVar("Config", EngineConfig, GenerationConfig, ChatTemplateConfig)
+Result = TypeVar("Result")
 
 _live: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()
 """Engines that have started and not closed, for tests that look for leaks."""
+
+
+async def _in_thread(call: Callable[[], Result]) -> Result:
+    """What `call` returns, run in a thread of its own.
+
+    Reading and importing take seconds. Such a thread leaves none behind in the loop's pool, and the loop does not wait
+    for it when this task is cancelled.
+    """
+    thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-open")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(thread, call)
+    finally:
+        thread.shutdown(wait=False)
 
 
 class AsyncEngine:
@@ -111,8 +125,8 @@ class AsyncEngine:
     async def _start_up(self) -> None:
         executor: Executor | None = None
         try:
-            executor = await self._open_model()
-            self.limits = await executor.start()
+            executor, open_text = await self._find_model()
+            self.limits = await self._load(executor, open_text)
             self.admission = Admission(self.tokenizer, self.chat_template, self.limits, self.config.session_len)
             scheduler = Scheduler(
                 self.limits,
@@ -134,30 +148,41 @@ class AsyncEngine:
         self._state = "running"
         _live.add(self)
 
-    async def _open_model(self) -> Executor:
-        """Find the model, open what reads its text, and make the executor that will run it."""
+    async def _find_model(self) -> tuple[Executor, Callable[[], None] | None]:
+        """Find the model. -> the executor that will run it, and what is to be called to open tokenizer and template."""
         executor, tokenizer, chat_template = self._given
         if executor is not None and tokenizer is not None and chat_template is not None:
             self.tokenizer, self.chat_template = tokenizer, chat_template
-            return executor
+            return executor, None
 
-        def open_files() -> Executor:
+        def find() -> tuple[Executor, Callable[[], None]]:
             from asyncllm.agent.executor import open_executor
             from asyncllm.locate import locate
 
             config = self.config
             folder = locate(self.model_path, revision=config.revision, download_dir=config.download_dir)
-            self.tokenizer = tokenizer or Tokenizer.from_folder(folder)
-            self.chat_template = chat_template or ChatTemplate.open(folder, self.chat_template_config)
-            return executor or open_executor(config, folder)
 
-        # Reading and importing take seconds; a thread of its own leaves none behind in the loop's pool, and the loop
-        # does not wait for it when this task is cancelled.
-        thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-open")
+            def open_text() -> None:
+                self.tokenizer = tokenizer or Tokenizer.from_folder(folder)
+                self.chat_template = chat_template or ChatTemplate.open(folder, self.chat_template_config)
+
+            return executor or open_executor(config, folder), open_text
+
+        return await _in_thread(find)
+
+    async def _load(self, executor: Executor, open_text: Callable[[], None] | None) -> Limits:
+        """Start the executor, and read the tokenizer meanwhile: weights wait for disk and device, not for Python."""
+        starting = asyncio.get_running_loop().create_task(executor.start(), name="asyncllm-load")
         try:
-            return await asyncio.get_running_loop().run_in_executor(thread, open_files)
-        finally:
-            thread.shutdown(wait=False)
+            if open_text is not None:
+                await _in_thread(open_text)
+            return await starting
+        except BaseException:
+            starting.cancel()
+            await asyncio.wait([starting])
+            if not starting.cancelled():
+                starting.exception()
+            raise
 
     async def close(self) -> None:
         """End open requests with EngineClosed, wait for steps in flight, release the model. Idempotent.

@@ -32,8 +32,8 @@ PIPELINE_DEPTH = 2
 """Steps in flight: one on the device, one ready to follow it."""
 
 LOOK_AHEAD_MS = 6.0
-"""When nobody waits to be admitted, steps for so much time are launched ahead where the device allows it: the short steps
-of small models would otherwise wait for the event loop. The steps ahead of a row that stops are computed in vain."""
+"""When nobody waits to be admitted, steps for so much time are launched ahead where the device allows it: small models'
+steps would otherwise wait for the event loop. What is computed ahead for a row that stops is computed in vain."""
 
 STEP_MS_WEIGHT = 0.05
 """Of the newest step in the moving average of step times."""

@@ -278,9 +278,7 @@ def _attend_row(
     return _attend_causally(q, k, v, kv_len - q_len - lowest, window, shape)
 
 
-def _attend_causally(
-    q: Tensor, k: Tensor, v: Tensor, first: int, window: int | None, shape: _Shape
-) -> Tensor:
+def _attend_causally(q: Tensor, k: Tensor, v: Tensor, first: int, window: int | None, shape: _Shape) -> Tensor:
     """q [T, H, D] at positions first, first + 1, ... against k and v [K, S, D] at positions 0, 1, ... -> [T, H, D]."""
     tokens, num_heads, _ = q.shape
     num_kv_heads, length, _ = k.shape

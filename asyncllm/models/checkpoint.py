@@ -21,7 +21,7 @@ from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint, ModelNotFound, short
 
-__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "Checkpoint", "TensorEntry", "read_header"]
+__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "Checkpoint", "TensorEntry", "read_header", "unreadable"]
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -53,6 +53,8 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     file: Path
+    data_start: int
+    """Where the header ends in the file."""
     start: int
     end: int
 
@@ -108,10 +110,15 @@ class Checkpoint:
                     for entry in wanted:
                         yield entry.name, opened.get_tensor(entry.name)
             except (OSError, SafetensorError) as error:
-                raise InvalidCheckpoint(
-                    f"{file} could not be read ({error}), although its header was valid. "
-                    f"Check that nothing rewrites the folder while it is loaded."
-                ) from error
+                raise unreadable(file, error) from error
+
+
+def unreadable(file: Path, why: object) -> InvalidCheckpoint:
+    """The error for data that cannot be read behind a header that could."""
+    return InvalidCheckpoint(
+        f"{file} could not be read ({why}), although its header was valid. "
+        f"Check that nothing rewrites the folder while it is loaded."
+    )
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
@@ -146,7 +153,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         _refuse(file, "has a __metadata__ that is not a mapping of strings")
-    entries = {name: _parse_entry(file, name, fields) for name, fields in header.items()}
+    entries = {name: _parse_entry(file, name, fields, 8 + length) for name, fields in header.items()}
     _check_layout(file, entries, data_size=size - 8 - length)
     return entries
 
@@ -176,7 +183,7 @@ def _parse_json(file: Path, text: bytes, what: str) -> dict[str, Any]:
     return parsed
 
 
-def _parse_entry(file: Path, name: str, fields: Any) -> TensorEntry:
+def _parse_entry(file: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
     where = f"declares tensor {short(name)}"
     if not name:
         _refuse(file, f"{where} without a name")
@@ -202,7 +209,7 @@ def _parse_entry(file: Path, name: str, fields: Any) -> TensorEntry:
             f"{where} as {dtype} {short(shape)}, which takes {short(needed / 8 if needed % 8 else needed // 8)} bytes, "
             f"but gives it {short(end - start)} bytes",
         )
-    return TensorEntry(name, dtype, tuple(shape), file, start, end)
+    return TensorEntry(name, dtype, tuple(shape), file, data_start, start, end)
 
 
 def _check_layout(file: Path, entries: Mapping[str, TensorEntry], data_size: int) -> None:

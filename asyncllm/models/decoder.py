@@ -13,6 +13,7 @@ from asyncllm import kernels
 from asyncllm.kernels import PagedKV
 from asyncllm.layers.block import Block
 from asyncllm.layers.embedding import Embedding, OutputEmbedding, TiedOutputEmbedding
+from asyncllm.layers.linear import Linear
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.rotary import RotaryEmbedding
 from asyncllm.layers.step_inputs import StepInputs
@@ -81,7 +82,7 @@ class DecoderLM(nn.Module):
     def make_batch_invariant(self) -> None:
         """Take products that round every row alike, whatever the batch."""
         for module in self.modules():
-            if hasattr(module, "product"):
+            if isinstance(module, Linear | TiedOutputEmbedding):
                 module.product = kernels.linear_invariant
 
     def forward(self, inputs: StepInputs, caches: Sequence[PagedKV]) -> Tensor:

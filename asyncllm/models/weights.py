@@ -25,13 +25,12 @@ from torch import Tensor, nn
 
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel, short
 from asyncllm.models.checkpoint import Checkpoint, TensorEntry
+from asyncllm.models.stream import FLOAT_DTYPES, stream
 
 __all__ = ["PartKey", "Target", "WeightMap", "WeightOwner", "load"]
 
 PartKey = tuple[str, str | None, int | None]
 """(suffix, part, index): ("weight", "q", None), ("weight", "up", 3), ("bias", None, None)."""
-
-FLOAT_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
 
 _Tree = dict[str | None, Any]
 
@@ -53,7 +52,7 @@ class WeightOwner(Protocol):
     def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
         """Copy a tensor of the declared shape into the parameter, converting to its dtype and device.
 
-        `tensor` is a read-only view of a file that is closed afterwards.
+        `tensor` is on the parameter's device already, or a read-only view of a file. Its memory is gone afterwards.
         """
 
 
@@ -191,16 +190,25 @@ def load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> None:
             f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Check that config.json belongs to these "
             f"weights and that no shard is missing."
         )
-    with closing(checkpoint.read(plan)) as tensors:
-        for name, tensor in tensors:
-            target = plan[name]
-            owner = owners[target.module]
-            pieces = [tensor]
-            if target.layout is not None:
-                sizes = [expected[target.module, key][0] for key in target.keys]
-                pieces = _LAYOUTS[target.layout](tensor, sizes, owner)
-            for (suffix, part, index), piece in zip(target.keys, pieces, strict=True):
-                owner.load_part(suffix, part, index, piece)
+
+    def take(entry: TensorEntry, tensor: Tensor) -> None:
+        target = plan[entry.name]
+        owner = owners[target.module]
+        pieces = [tensor]
+        if target.layout is not None:
+            sizes = [expected[target.module, key][0] for key in target.keys]
+            pieces = _LAYOUTS[target.layout](tensor, sizes, owner)
+        for (suffix, part, index), piece in zip(target.keys, pieces, strict=True):
+            owner.load_part(suffix, part, index, piece)
+
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type == "cpu":
+        # The file's pages are the source of the only copy: nothing to stage.
+        with closing(checkpoint.read(plan)) as tensors:
+            for name, tensor in tensors:
+                take(checkpoint.tensors[name], tensor)
+    else:
+        stream([checkpoint.tensors[name] for name in plan], device, take)
 
 
 def _owners(model: nn.Module) -> dict[str, WeightOwner]:

@@ -1,0 +1,278 @@
+"""Tensors of a checkpoint to a device: threads read the files into page-locked buffers that are copied up meanwhile.
+
+The bytes pass page cache -> buffer -> device. Only the second copy is the device's own; the first is done by the
+threads, outside the interpreter lock, and is what takes the time. One thread, the caller's, makes all calls to torch.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import torch
+from torch import Tensor
+
+from asyncllm.models.checkpoint import TensorEntry, unreadable
+
+__all__ = ["BUFFER_BYTES", "FLOAT_DTYPES", "READ_THREADS", "stream"]
+
+FLOAT_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+"""The format's names of the types that can be streamed."""
+
+READ_THREADS = 8
+BUFFER_BYTES = 16 * 2**20
+BUFFERS_PER_THREAD = 2
+"""One that is read into while the other waits for its copy."""
+
+THREAD_NAME = "asyncllm-read"
+
+ALIGNMENT = 8
+"""Tensors share a piece of device memory only where each begins at a multiple of the largest element size."""
+
+Take = Callable[[TensorEntry, Tensor], None]
+
+
+@dataclass(slots=True)
+class _Span:
+    """Tensors that follow one another in a file and arrive together, or one tensor larger than a buffer."""
+
+    descriptor: int
+    start: int
+    """Position in the file."""
+    entries: list[TensorEntry]
+    num_bytes: int = 0
+    missing: int = 0
+    """Bytes that have not been copied to `memory` yet."""
+    memory: Tensor | None = None
+    """uint8 [num_bytes] on the device, from the first chunk on until the tensors are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """What one buffer carries: bytes `offset` to `offset + length` of a span."""
+
+    span: _Span
+    offset: int
+    length: int
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Host memory, as torch and as the operating system see it."""
+
+    tensor: Tensor
+    view: memoryview
+    copied: torch.cuda.Event | None
+
+
+@dataclass(slots=True)
+class _Traffic:
+    """All that the caller's thread and the readers share."""
+
+    chunks: deque[_Chunk]
+    """Chunks that no reader has begun, in the order of the files."""
+    free: SimpleQueue[_Buffer | None] = field(default_factory=SimpleQueue)
+    """Buffers to read into; None ends a reader."""
+    filled: SimpleQueue[tuple[_Chunk, _Buffer] | BaseException] = field(default_factory=SimpleQueue)
+
+
+def stream(
+    entries: Iterable[TensorEntry],
+    device: torch.device,
+    take: Take,
+    *,
+    threads: int = READ_THREADS,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> None:
+    """Read tensors by several threads and hand each, whole and on `device`, to `take(entry, tensor)`.
+
+    `take` is called in the caller's thread, once per tensor and in about the order of the files. On a CUDA device the
+    current stream is one of the loader's own then: work that `take` enqueues on it is done when `stream` returns, and
+    the tensor's memory is used again afterwards. On the device, at most one buffer's worth of memory per buffer and
+    the tensors larger than a buffer that are on their way are taken besides the parameters.
+
+    Whether it returns or raises, the threads have ended, the files are closed and the buffers are given back.
+
+    Raises:
+        InvalidCheckpoint: a file has vanished, is shorter than its header says, or cannot be read.
+        What `take` raises.
+    """
+    with ExitStack() as stack:
+        spans = _plan(entries, buffer_bytes, lambda file: _open(file, stack))
+        traffic = _Traffic(deque(_chunks(spans, buffer_bytes)))
+        threads = min(threads, len(traffic.chunks))
+        stack.enter_context(_upload_stream(device))
+        _receive(traffic, device, take, threads)
+
+
+def _receive(traffic: _Traffic, device: torch.device, take: Take, threads: int) -> None:
+    """Copy every chunk to the device as its buffer is filled, and hand over the tensors that are complete."""
+    num_chunks = len(traffic.chunks)
+    buffer_bytes = max((chunk.length for chunk in traffic.chunks), default=0)
+    num_buffers = threads * BUFFERS_PER_THREAD
+    copying: deque[_Buffer] = deque()
+    made = received = 0
+    with _readers(traffic, threads):
+        while received < num_chunks:
+            try:
+                # While nothing has arrived there is time to make another buffer, which takes the driver milliseconds,
+                # or to wait until the device is through with one.
+                arrived = traffic.filled.get(block=made == num_buffers and not copying)
+            except Empty:
+                if made < num_buffers:
+                    made += 1
+                    traffic.free.put(_make_buffer(device, buffer_bytes))
+                else:
+                    buffer = copying.popleft()
+                    if buffer.copied is not None:
+                        buffer.copied.synchronize()
+                    traffic.free.put(buffer)
+                continue
+            if isinstance(arrived, BaseException):
+                raise arrived
+            chunk, buffer = arrived
+            span = chunk.span
+            if span.memory is None:
+                span.memory = torch.empty(span.num_bytes, dtype=torch.uint8, device=device)
+            span.memory[chunk.offset :][: chunk.length].copy_(buffer.tensor[: chunk.length], non_blocking=True)
+            if buffer.copied is not None:
+                buffer.copied.record()
+            copying.append(buffer)
+            received += 1
+            span.missing -= chunk.length
+            if not span.missing:
+                _hand_over(span, span.memory, take)
+                span.memory = None
+
+
+def _hand_over(span: _Span, memory: Tensor, take: Take) -> None:
+    begin = span.entries[0].start
+    for entry in span.entries:
+        stored = memory[entry.start - begin : entry.end - begin]
+        take(entry, stored.view(FLOAT_DTYPES[entry.dtype]).view(entry.shape))
+
+
+def _open(file: Path, stack: ExitStack) -> int:
+    try:
+        descriptor = os.open(file, os.O_RDONLY)
+    except OSError as error:
+        raise unreadable(file, error) from error
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _plan(entries: Iterable[TensorEntry], most: int, open_file: Callable[[Path], int]) -> list[_Span]:
+    """Spans of at most `most` bytes, unless a single tensor is larger, in the order of each file."""
+    spans: list[_Span] = []
+    by_file: dict[Path, list[TensorEntry]] = {}
+    for entry in entries:
+        by_file.setdefault(entry.file, []).append(entry)
+    for file, wanted in by_file.items():
+        wanted.sort(key=lambda entry: (entry.start, entry.end))
+        descriptor = open_file(file)
+        span: _Span | None = None
+        for entry in wanted:
+            begin = span.entries[0].start if span else 0
+            joins = span is not None and entry.start == begin + span.num_bytes and entry.end - begin <= most
+            if span is None or not joins or (entry.start - begin) % ALIGNMENT:
+                span = _Span(descriptor, entry.data_start + entry.start, [])
+                spans.append(span)
+            span.entries.append(entry)
+            span.num_bytes += entry.end - entry.start
+            span.missing = span.num_bytes
+    return spans
+
+
+def _chunks(spans: Iterable[_Span], most: int) -> Iterator[_Chunk]:
+    for span in spans:
+        # A span of empty tensors is a chunk too: it carries no bytes, but its tensors are to be taken.
+        for offset in range(0, max(span.num_bytes, 1), most):
+            yield _Chunk(span, offset, min(most, span.num_bytes - offset))
+
+
+def _make_buffer(device: torch.device, num_bytes: int) -> _Buffer:
+    """Page-locked on a CUDA device, which copies from it at full speed and without waiting; else ordinary memory."""
+    pinned = device.type == "cuda"
+    tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+    copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+    return _Buffer(tensor, tensor.numpy().data, copied)
+
+
+@contextmanager
+def _upload_stream(device: torch.device) -> Iterator[None]:
+    """A stream of its own as the current one; afterwards it is done, and unused memory is back with the driver."""
+    if device.type != "cuda":
+        yield
+        return
+    uploads = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # The parameters' memory may still be in use by what was enqueued before.
+    uploads.wait_stream(torch.cuda.current_stream(device))
+    try:
+        with torch.cuda.stream(uploads):
+            yield
+    finally:
+        uploads.synchronize()
+        torch.cuda.empty_cache()
+        # The public name is newer than the oldest torch that is supported.
+        release_host_cache = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
+        release_host_cache()
+
+
+@contextmanager
+def _readers(traffic: _Traffic, count: int) -> Iterator[None]:
+    """Reader threads, which have ended when the block is left."""
+    readers = [
+        threading.Thread(target=_read, args=(traffic,), name=f"{THREAD_NAME}-{number}", daemon=True)
+        for number in range(count)
+    ]
+    started: list[threading.Thread] = []
+    try:
+        for reader in readers:
+            reader.start()
+            started.append(reader)
+        yield
+    finally:
+        # A reader that finds a buffer first finds no chunk for it, and ends as well.
+        traffic.chunks.clear()
+        for _ in started:
+            traffic.free.put(None)
+        for reader in started:
+            reader.join()
+        # What the queues still hold would keep the buffers.
+        for queue in (traffic.free, traffic.filled):
+            while not queue.empty():
+                queue.get()
+
+
+def _read(traffic: _Traffic) -> None:
+    """The main function of a reader: buffers in, chunks out."""
+    while (buffer := traffic.free.get()) is not None:
+        try:
+            chunk = traffic.chunks.popleft()
+        except IndexError:
+            return
+        try:
+            _fill(buffer.view[: chunk.length], chunk)
+        except BaseException as error:
+            traffic.filled.put(error)
+            return
+        traffic.filled.put((chunk, buffer))
+
+
+def _fill(view: memoryview, chunk: _Chunk) -> None:
+    file = chunk.span.entries[0].file
+    position, read = chunk.span.start + chunk.offset, 0
+    while read < len(view):
+        try:
+            count = os.preadv(chunk.span.descriptor, [view[read:]], position + read)
+        except OSError as error:
+            raise unreadable(file, error) from error
+        if count == 0:
+            raise unreadable(file, f"it ends at byte {position + read}")
+        read += count

@@ -1,0 +1,331 @@
+"""Checkpoints of random weights: any shape in the hub's layout, for timing a model that is not at hand.
+
+    python bench/shapes.py llama-3-8b FOLDER
+    python bench/shapes.py my-config.json FOLDER --seed 1
+
+Writes config.json, shards of bfloat16 with their index, and a byte-level tokenizer that fills the vocabulary. Matrices
+are normal with deviation 0.02, norms are ones; the same seed gives the same files on the same kind of device. Random
+numbers come from a GPU if there is one, and several threads write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
+
+__all__ = ["SHAPES", "write_checkpoint", "write_tokenizer"]
+
+DEVIATION = 0.02
+MAX_SHARD_BYTES = 4 * 2**30
+CHUNK_BYTES = 32 * 2**20
+"""Random numbers are drawn, copied and written in pieces of this size."""
+WRITE_THREADS = 8
+
+_SPECIAL = ("<unk>", "<s>", "</s>")
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "vocab_size": 128256,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {
+        **_LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 8192,
+    },
+    "llama-3.2-1b": {
+        **_LLAMA,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+    },
+    "tiny": {
+        **_LLAMA,
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor of the checkpoint; its elements are bfloat16."""
+
+    name: str
+    shape: tuple[int, ...]
+    ones: bool = False
+    """A norm, instead of random numbers."""
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * math.prod(self.shape)
+
+
+def weights(config: dict[str, Any]) -> Iterator[Weight]:
+    """Every tensor that a checkpoint of `config` holds.
+
+    Raises ValueError for an architecture whose names are not known here.
+    """
+    architecture = config["architectures"][0]
+    if architecture not in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
+        raise ValueError(f"{architecture}: only Llama, Mistral, Qwen3 and Qwen3-MoE shapes can be written")
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        raise ValueError("shapes with biases cannot be written")
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    queries, keys = heads * head_dim, config.get("num_key_value_heads", heads) * head_dim
+    yield Weight("model.embed_tokens.weight", (config["vocab_size"], hidden))
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        yield Weight(f"{prefix}.input_layernorm.weight", (hidden,), ones=True)
+        yield Weight(f"{prefix}.self_attn.q_proj.weight", (queries, hidden))
+        yield Weight(f"{prefix}.self_attn.k_proj.weight", (keys, hidden))
+        yield Weight(f"{prefix}.self_attn.v_proj.weight", (keys, hidden))
+        yield Weight(f"{prefix}.self_attn.o_proj.weight", (hidden, queries))
+        if architecture.startswith("Qwen3"):
+            yield Weight(f"{prefix}.self_attn.q_norm.weight", (head_dim,), ones=True)
+            yield Weight(f"{prefix}.self_attn.k_norm.weight", (head_dim,), ones=True)
+        yield Weight(f"{prefix}.post_attention_layernorm.weight", (hidden,), ones=True)
+        if architecture == "Qwen3MoeForCausalLM":
+            yield Weight(f"{prefix}.mlp.gate.weight", (config["num_experts"], hidden))
+            for expert in range(config["num_experts"]):
+                yield from _mlp(f"{prefix}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
+        else:
+            yield from _mlp(f"{prefix}.mlp", hidden, config["intermediate_size"])
+    yield Weight("model.norm.weight", (hidden,), ones=True)
+    if not config.get("tie_word_embeddings"):
+        yield Weight("lm_head.weight", (config["vocab_size"], hidden))
+
+
+def _mlp(prefix: str, hidden: int, intermediate: int) -> Iterator[Weight]:
+    yield Weight(f"{prefix}.gate_proj.weight", (intermediate, hidden))
+    yield Weight(f"{prefix}.up_proj.weight", (intermediate, hidden))
+    yield Weight(f"{prefix}.down_proj.weight", (hidden, intermediate))
+
+
+def write_checkpoint(
+    config: dict[str, Any],
+    folder: Path,
+    *,
+    seed: int = 0,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[int], object] = lambda count: None,
+) -> None:
+    """Write a complete model folder. `config` are the fields of config.json, special token ids apart.
+
+    `progress` is told of every piece how many bytes it has.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**config, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
+    shards: list[list[Weight]] = [[]]
+    room = max_shard_bytes
+    for weight in weights(config):
+        if shards[-1] and weight.num_bytes > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(weight)
+        room -= weight.num_bytes
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    total = sum(weight.num_bytes for shard in shards for weight in shard)
+    with Writer(seed) as writer:
+        for name, shard in zip(names, shards, strict=True):
+            _write_shard(folder / name, shard, writer, progress)
+    where = {weight.name: name for name, shard in zip(names, shards, strict=True) for weight in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    write_tokenizer(folder, config["vocab_size"])
+
+
+def _write_shard(file: Path, shard: list[Weight], writer: Writer, progress: Callable[[int], object]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for weight in shard:
+        end = position + weight.num_bytes
+        header[weight.name] = {"dtype": "BF16", "shape": weight.shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        os.write(descriptor, struct.pack("<Q", len(text)) + text)
+        position = 8 + len(text)
+        for weight in shard:
+            for start in range(0, weight.num_bytes, CHUNK_BYTES):
+                size = min(CHUNK_BYTES, weight.num_bytes - start)
+                writer.write(descriptor, position + start, size // 2, ones=weight.ones)
+                progress(size)
+            position += weight.num_bytes
+        writer.finish()
+    finally:
+        os.close(descriptor)
+
+
+class Writer:
+    """Draws numbers on the device and writes them by several threads."""
+
+    def __init__(self, seed: int) -> None:
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._drawn = torch.empty(CHUNK_BYTES // 2, dtype=torch.bfloat16, device=self._device)
+        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
+        for _ in range(2 * WRITE_THREADS):
+            pinned = self._device.type == "cuda"
+            self._free.put(torch.empty(CHUNK_BYTES // 2, dtype=torch.bfloat16, pin_memory=pinned))
+        self._pool = ThreadPoolExecutor(WRITE_THREADS)
+        self._writes: list[Future[None]] = []
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def write(self, descriptor: int, position: int, count: int, *, ones: bool) -> None:
+        """Enqueue `count` numbers for `position` of the file."""
+        drawn = self._drawn[:count]
+        if ones:
+            drawn.fill_(1)
+        else:
+            drawn.normal_(0, DEVIATION, generator=self._generator)
+        buffer = self._free.get()
+        buffer[:count].copy_(drawn)
+        self._writes.append(self._pool.submit(self._write, descriptor, position, buffer, count))
+
+    def _write(self, descriptor: int, position: int, buffer: torch.Tensor, count: int) -> None:
+        try:
+            data = buffer[:count].view(torch.uint8).numpy().data
+            while data:
+                written = os.pwrite(descriptor, data, position)
+                position, data = position + written, data[written:]
+        finally:
+            self._free.put(buffer)
+
+    def finish(self) -> None:
+        """Wait until everything is written. Raises what a write raised."""
+        writes, self._writes = self._writes, []
+        for write in writes:
+            write.result()
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write a byte-level tokenizer in which every id below `vocab_size` stands for text.
+
+    After three special tokens and the 256 bytes come pairs and then longer runs of printable characters, each merged
+    from the run before it: encoding and opening it cost what they cost with a trained vocabulary of that size. Raises
+    ValueError for a vocabulary below 259.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: id_ for id_, token in enumerate((*_SPECIAL, *alphabet))}
+    if vocab_size < len(vocab):
+        raise ValueError(f"vocab_size is {vocab_size}, and the bytes alone take {len(vocab)} ids")
+    letters = [character for character in alphabet if character.isascii() or character == "Ġ"]
+    merges: list[tuple[str, str]] = []
+    runs = (run for length in itertools.count(2) for run in itertools.product(letters, repeat=length))
+    while len(vocab) < vocab_size:
+        *first, last = next(runs)
+        merges.append(("".join(first), last))
+        vocab["".join(first) + last] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=_SPECIAL[0]))
+    tokenizer.add_special_tokens(list(_SPECIAL))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **dict(zip(("unk_token", "bos_token", "eos_token"), _SPECIAL, strict=True)),
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    ids = {"bos_token_id": 1, "eos_token_id": 2}
+    (folder / "generation_config.json").write_text(json.dumps(ids, indent=2), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("shape", help=f"{', '.join(SHAPES)}, or the path of a config.json")
+    parser.add_argument("folder", type=Path, help="where the checkpoint is written")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if arguments.shape in SHAPES:
+        config = SHAPES[arguments.shape]
+    else:
+        try:
+            config = json.loads(Path(arguments.shape).read_text(encoding="utf-8"))
+        except OSError:
+            sys.exit(f"{arguments.shape} is neither a shape ({', '.join(SHAPES)}) nor the path of a config.json")
+    total = sum(weight.num_bytes for weight in weights(config))
+    with tqdm(total=total, unit="B", unit_scale=True, desc=arguments.folder.name) as progress:
+        write_checkpoint(config, arguments.folder, seed=arguments.seed, progress=progress.update)
+
+
+if __name__ == "__main__":
+    main()

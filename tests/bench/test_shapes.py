@@ -1,0 +1,100 @@
+"""bench/shapes.py: checkpoints of random weights that the loader takes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
+from asyncllm.models.checkpoint import Checkpoint
+from asyncllm.models.registry import open_model, read_config
+from asyncllm.text.tokenizer import Tokenizer
+from bench.shapes import SHAPES, weights, write_checkpoint, write_tokenizer
+
+ROOT = Path(__file__).parent.parent.parent
+CPU = torch.device("cpu")
+
+REDUCED: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "llama-3-8b": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16},
+    "llama-3.2-1b": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16},
+    "qwen3-30b-a3b": {"hidden_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 16},
+}
+"""Sizes that make every shape quick to write, with all that distinguishes it."""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_loader_takes_every_shape(tmp_path: Path, shape: str) -> None:
+    config = {**SHAPES[shape], **REDUCED[shape], "vocab_size": 300}
+    write_checkpoint(config, tmp_path, max_shard_bytes=40_000)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    model = open_model(tmp_path, dtype=torch.bfloat16, device=CPU)
+    assert torch.equal(model.norm.weight, torch.ones(64, dtype=torch.bfloat16))
+    embedding = model.embed.weight.float()
+    assert embedding.std().item() == pytest.approx(0.02, rel=0.1)
+    assert embedding.mean().abs() < 0.002
+    assert len(embedding.unique()) > 1000
+
+
+def test_the_shapes_have_the_sizes_that_they_are_named_after() -> None:
+    sizes = {name: sum(weight.num_bytes // 2 for weight in weights(config)) for name, config in SHAPES.items()}
+    assert sizes["llama-3-8b"] == 8_030_261_248
+    assert sizes["llama-3.2-1b"] == 1_235_814_400
+    assert sizes["qwen3-30b-a3b"] == 30_532_122_624
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    contents = []
+    for number, seed in enumerate((5, 5, 6)):
+        write_checkpoint(SHAPES["tiny"], tmp_path / str(number), seed=seed)
+        contents.append(b"".join(file.read_bytes() for file in sorted((tmp_path / str(number)).glob("*.safetensors"))))
+    assert contents[0] == contents[1] != contents[2]
+
+
+@pytest.mark.parametrize("vocab_size", [259, 300, 20_000])
+def test_every_id_has_a_text(tmp_path: Path, vocab_size: int) -> None:
+    write_tokenizer(tmp_path, vocab_size)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.vocab_size == vocab_size
+    assert all(tokenizer.token_bytes(id_) for id_ in range(vocab_size))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2,))
+    text = "Hello, world!\n你好 🙂 <xyz> abcabc"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    if vocab_size > 10_000:
+        assert len(ids) < len(text.encode())
+
+
+def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="258"):
+        write_tokenizer(tmp_path, 258)
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM"):
+        list(weights({"architectures": ["Gemma2ForCausalLM"]}))
+    with pytest.raises(ValueError, match="bias"):
+        list(weights({**SHAPES["tiny"], "attention_bias": True}))
+
+
+def test_the_command_writes_a_model_that_answers(tmp_path: Path) -> None:
+    source = tmp_path / "config.json"
+    source.write_text(json.dumps(SHAPES["tiny"]))
+    command = [sys.executable, "bench/shapes.py", str(source), str(tmp_path / "model"), "--seed", "3"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert read_config(tmp_path / "model").vocab_size == SHAPES["tiny"]["vocab_size"]
+    assert Checkpoint.open(tmp_path / "model").num_bytes == sum(w.num_bytes for w in weights(SHAPES["tiny"]))
+
+    async def answer() -> int:
+        async with AsyncEngine(str(tmp_path / "model"), EngineConfig(device_type="cpu")) as engine:
+            config = GenerationConfig(max_new_tokens=5, ignore_eos=True)
+            return (await engine.generate("Hello", config)).generate_token_len
+
+    assert asyncio.run(answer()) == 5
+    refused = subprocess.run([*command[:2], "no-such-shape", "x"], cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert "no-such-shape is neither" in refused.stderr
