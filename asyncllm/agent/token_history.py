@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncllm.agent.upload import upload
 from asyncllm.batch import SlotStart
 
 __all__ = ["TokenHistory"]
@@ -50,15 +53,16 @@ class TokenHistory:
         if counted:
             row = self._borrow_row()
             self._row[start.slot] = row
-            known = torch.tensor(start.token_ids, dtype=torch.int64, device=self._device)
+            known = upload(np.array(start.token_ids, np.int64), self._device)
             answer = known[start.num_prompt :]
             self._seen[row] = False
             self._seen[row, known] = True
-            self._counts[row] = torch.bincount(answer, minlength=self._counts.shape[1])
+            self._counts[row] = 0
+            self._counts[row].index_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
 
     def counts(self, slots: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """For slots that count: tokens seen in prompt or answer [R, V] bool, occurrences in the answer [R, V] int32."""
-        rows = torch.from_numpy(self._row[slots]).to(self._device)
+        rows = upload(self._row[slots], self._device)
         return self._seen[rows], self._counts[rows]
 
     def banned(self, slot: int) -> NDArray[np.int64]:
@@ -69,18 +73,21 @@ class TokenHistory:
         }
         return np.fromiter(ids, np.int64, len(ids))
 
-    def extend(self, slots: NDArray[np.int64], tokens: Tensor, token_list: list[int]) -> None:
-        """Append one token to the history of each of `slots` that keeps one; `tokens` are on the device and host."""
-        if self._tails:
-            for slot, token in zip(slots.tolist(), token_list, strict=True):
-                if slot in self._tails:
-                    self._tails[slot] = [*self._tails[slot], token][-max(map(len, self._bad_words[slot])) :]
-        counting = np.flatnonzero(self._row[slots] != _NO_ROW)
+    def count(self, slots: NDArray[np.int64], tokens: Tensor) -> None:
+        """Add one token, on the device, to the occurrences of each of `slots` [R] that counts; -1 stands for none."""
+        counting = np.flatnonzero((slots >= 0) & (self._row[slots] != _NO_ROW))
         if len(counting):
-            rows = torch.from_numpy(self._row[slots[counting]]).to(self._device)
-            drawn = tokens[torch.from_numpy(counting).to(self._device)]
+            rows = upload(self._row[slots[counting]], self._device)
+            drawn = tokens[upload(counting, self._device)]
             self._counts[rows, drawn] += 1
             self._seen[rows, drawn] = True
+
+    def observe(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Append one token to the last tokens of each of `slots` that has bad words."""
+        if self._tails:
+            for slot, token in zip(slots, tokens, strict=True):
+                if slot in self._tails:
+                    self._tails[slot] = [*self._tails[slot], token][-max(map(len, self._bad_words[slot])) :]
 
     def _borrow_row(self) -> int:
         if not self._free_rows:

@@ -7,19 +7,30 @@ itself: `token_logprobs` takes the logits as they were before the first of these
 What is drawn for a row depends on its logits, its seed and its position alone, never on the rest of the batch: noise is
 counter-based (Philox4x32-10, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") and keyed by
 (seed, position, token id). Wherever two tokens are equal the lower id comes first.
+
+The same logits give the same token on every device and in every build of torch: the logarithm and the exponential are
+polynomials of our own in float32, made of single additions, subtractions and multiplications in a fixed order, and
+probability masses are added up as integers, in which no order of addition makes a difference.
 """
 
 from __future__ import annotations
 
+import math
+import struct
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from asyncllm.kernels.dispatch import op
 
 __all__ = [
     "add_bias",
     "ban",
     "gumbel_noise",
     "gumbel_noise_at",
+    "mass",
+    "pack_settings",
     "penalize",
     "philox",
     "sample",
@@ -32,6 +43,40 @@ _WORD = 0xFFFFFFFF
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
+
+NOT_FINITE, NOTHING_LEFT = 1, 2
+"""Flags of rows that nothing can be drawn from: a logit is NaN or infinity; all of them are minus infinity."""
+
+NUM_SETTINGS = 5
+"""Columns of a table of settings: seed, top-k, bits of the float64 top-p, least mass (min-p), bits of the float32
+reciprocal temperature, which is 0 for a greedy row."""
+
+_SMALLEST_NORMAL = 2.0**-126
+_ONE = 2**40
+"""Mass of the most likely token. The masses of up to 2**22 tokens add up within an int64."""
+
+LOG_TAIL = (
+    0.09048784524202347,
+    -0.1403089165687561,
+    0.147038996219635,
+    -0.16602718830108643,
+    0.19984222948551178,
+    -0.2500070333480835,
+    0.33333414793014526,
+)
+"""log(1 + f) = f - f**2 / 2 + f**3 * tail(f) for 1 + f from sqrt(1/2) to sqrt(2); highest power first.
+
+Interpolates at Chebyshev nodes with a relative error below 1.3e-7; all coefficients are float32."""
+
+EXP_TAIL = (0.001392637612298131, 0.008363333530724049, 0.04166655242443085, 0.16666576266288757, 0.5)
+"""exp(r) = 1 + r + r**2 * tail(r) for |r| <= log(2) / 2, in the same manner; relative error below 1.1e-8 before rounding."""
+
+LOG_2, LOG2_E = 0.6931471824645996, 1.4426950216293335
+LOG_2_HIGH, LOG_2_LOW = 0.693359375, -0.00021219444170128554
+"""log(2) in two parts, whose first times a small integer is exact."""
+ROUNDER = 12582912.0
+"""1.5 * 2**23: adding and subtracting it rounds a small float32 to an integer."""
+SQRT_HALF_BITS = 0x3F3504F3
 
 _NUCLEUS_WIDTH = 256
 """Most likely tokens among which top-p is tried first; a row whose nucleus is wider sorts its whole vocabulary."""
@@ -64,7 +109,44 @@ def uniform(words: Tensor) -> Tensor:
 
 def _gumbel(words: Tensor) -> Tensor:
     # -log(-log1p(-u)): large values, which decide the draw, come from u near 0, where float32 resolves every word.
-    return uniform(words).neg_().log1p_().neg_().log_().neg_()
+    below = uniform(words).neg_()
+    exponents, fractions = _split(below + 1.0)
+    # Where 1 - u has the exponent 0, -u is its fraction without the rounding of the sum.
+    exponential = _log(exponents, torch.where(exponents == 0, below, fractions)).neg_()
+    return _log(*_split(exponential)).neg_()
+
+
+def _split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Positive normal float32 `values` as (1 + f) * 2**e with 1 + f in [sqrt(1/2), sqrt(2)): e int32, f float32."""
+    offset = values.view(torch.int32) - SQRT_HALF_BITS
+    exponents = offset >> 23
+    return exponents, offset.bitwise_and_(0x7FFFFF).add_(SQRT_HALF_BITS).view(torch.float32).sub_(1.0)
+
+
+def _log(exponents: Tensor, fractions: Tensor) -> Tensor:
+    tail = _horner(LOG_TAIL, fractions)
+    tail.mul_(fractions).sub_(0.5).mul_(fractions * fractions).add_(fractions)
+    return tail.add_(exponents.to(torch.float32).mul_(LOG_2))
+
+
+def _horner(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
+    # One product or sum at a time: a fused multiply-add would round once where others round twice.
+    value = (x * coefficients[0]).add_(coefficients[1])
+    for coefficient in coefficients[2:]:
+        value.mul_(x).add_(coefficient)
+    return value
+
+
+def mass(shifted: Tensor) -> Tensor:
+    """exp(shifted) as a multiple of 2**-40, rounded down, for float32 `shifted` <= 0: int64 in [0, 2**40]."""
+    # From -40 on down it is 0 anyway.
+    shifted = shifted.clamp_min(-40.0)
+    powers = (shifted * LOG2_E).add_(ROUNDER).sub_(ROUNDER)
+    rest = (shifted - powers * LOG_2_HIGH).sub_(powers * LOG_2_LOW)
+    value = _horner(EXP_TAIL, rest).mul_(rest * rest).add_(rest).add_(1.0)
+    bits = value.view(torch.int32)
+    mantissas = (bits & 0x7FFFFF).bitwise_or_(0x800000).to(torch.int64)
+    return mantissas.bitwise_left_shift_(17).bitwise_right_shift_(127 - (bits >> 23) - powers.to(torch.int32))
 
 
 def _noise_words(seeds: Tensor, positions: Tensor, quads: Tensor) -> Words:
@@ -72,14 +154,17 @@ def _noise_words(seeds: Tensor, positions: Tensor, quads: Tensor) -> Words:
     return philox(seeds, (quads, positions, positions >> 32, torch.zeros_like(positions)))
 
 
+def _all_words(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    quads = torch.arange((vocab_size + 3) // 4, device=seeds.device).unsqueeze(0)
+    return torch.stack(_noise_words(seeds, positions, quads), dim=-1).flatten(1)[:, :vocab_size]
+
+
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise, float32 [R, vocab_size], for `seeds` [R] and `positions` [R], both int64.
 
     Token id t takes word t % 4 of the Philox block with counter (t // 4, position low, position high, 0).
     """
-    quads = torch.arange((vocab_size + 3) // 4, device=seeds.device).unsqueeze(0)
-    words = torch.stack(_noise_words(seeds, positions, quads), dim=-1)
-    return _gumbel(words.flatten(1)[:, :vocab_size])
+    return _gumbel(_all_words(seeds, positions, vocab_size))
 
 
 def gumbel_noise_at(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
@@ -103,73 +188,118 @@ def top_tokens(logits: Tensor, width: int) -> Tensor:
     return _WORD - (best & _WORD)
 
 
-def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-) -> Tensor:
-    """Draw one token per row: int64 [R].
+def pack_settings(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> tuple[int, ...]:
+    """A row of the settings that `sample` reads: NUM_SETTINGS integers of 64 bits with sign.
 
-    `logits` [R, V] float32, after penalties, bias and bans; -inf means impossible, and each row has a finite maximum.
-    `temperature` [R] float32 (0: greedy), `top_k` [R] int64 (0: no limit, 1: greedy), `top_p` [R] and `min_p` [R]
-    float64 (1 and 0: no limit), `seeds` [R] int64, `positions` [R] int64, those of the tokens to be drawn.
+    `temperature` 0 and `top_k` 1 mean greedy; `top_k` 0, `top_p` 1 and `min_p` 0 mean no limit. `seed` counts modulo
+    2**64.
     """
-    maxima, tokens = logits.max(dim=-1)
-    drawn = (temperature > 0) & (top_k != 1)
-    bounded = drawn & (top_k > 0)
+    narrow = struct.unpack("f", struct.pack("f", min(temperature, 2.0**126)))[0]
+    # The reciprocal is a normal number, so that it does not matter how a device treats others.
+    reciprocal = 0.0 if narrow == 0 or top_k == 1 else 1.0 / max(narrow, _SMALLEST_NORMAL)
+    return (
+        (seed + 2**63) % 2**64 - 2**63,
+        top_k,
+        struct.unpack("q", struct.pack("d", top_p))[0],
+        math.ceil(min_p * _ONE),
+        struct.unpack("i", struct.pack("f", reciprocal))[0],
+    )
+
+
+@op("sampling:sample")
+def sample(
+    logits: Tensor, settings: Tensor, slots: Tensor | None, positions: Tensor, tokens: Tensor, flags: Tensor
+) -> None:
+    """Draw one token per row of `logits` [R, V] (float32, float16 or bfloat16), after penalties, bias and bans.
+
+    -inf means impossible. Row r goes by row `slots[r]` of `settings` [N, NUM_SETTINGS] int64 (see `pack_settings`), or
+    by row r if `slots` is None; `slots` [R] int32 or int64, -1 in rows that only fill up the batch. `positions` [R]
+    int32 or int64 are those of the tokens to be drawn. Writes `tokens` [R] int64 and `flags` [R] int32: 0, or
+    NOT_FINITE or NOTHING_LEFT. The token of a failed row, or of one without a slot, is 0.
+    """
+    maxima, best = logits.max(dim=-1)
+    maxima = maxima.float()
+    flags.copy_(torch.where(maxima < torch.inf, maxima.isneginf() * NOTHING_LEFT, NOT_FINITE))
+    if slots is not None:
+        flags.masked_fill_(slots < 0, 0)
+        settings = settings[slots.clamp_min(0)]
+    usable = maxima.isfinite() if slots is None else maxima.isfinite() & (slots >= 0)
+    tokens.copy_(best.masked_fill_(~usable, 0))
+    seeds, top_k, top_p, least, reciprocal = settings.unbind(-1)
+    top_p = top_p.contiguous().view(torch.float64)
+    reciprocal = reciprocal.to(torch.int32).view(torch.float32)
+    drawn = usable & (reciprocal > 0)
+    bounded = drawn & (top_k > 0) & (top_k < logits.shape[-1])
     nucleus = drawn & ~bounded & (top_p < 1)
     dense = drawn & ~bounded & ~nucleus
+    positions = positions.to(torch.int64)
     if dense.any():
         rows = dense.nonzero().squeeze(-1)
-        shifted = _shift(logits[rows], maxima[rows], temperature[rows])
-        noise = gumbel_noise(seeds[rows], positions[rows], logits.shape[-1])
-        tokens[rows] = noise.add_(_cut(shifted, min_p[rows])).max(dim=-1).indices
+        shifted = _shift(logits[rows], maxima[rows], reciprocal[rows])
+        words = _all_words(seeds[rows], positions[rows], logits.shape[-1])
+        tokens[rows] = _draw_any(_cut(shifted, None, least[rows]), words)
     if bounded.any():
         rows = bounded.nonzero().squeeze(-1)
-        ids = top_tokens(logits[rows], int(top_k[rows].max()))
-        shifted = _shift(logits[rows].gather(-1, ids), maxima[rows], temperature[rows])
+        ids = top_tokens(logits[rows].float(), int(top_k[rows].max()))
+        shifted = _shift(logits[rows].gather(-1, ids), maxima[rows], reciprocal[rows])
         ranks = torch.arange(ids.shape[-1], device=ids.device)
         shifted = shifted.masked_fill(ranks >= top_k[rows].unsqueeze(-1), -torch.inf)
-        # The last running sum, not a sum of its own: its rounding does not depend on how wide the others' k makes it.
-        mass = shifted.double().exp_().cumsum(dim=-1)
-        shifted = _keep_nucleus(shifted, mass, mass[:, -1], top_p[rows])
-        tokens[rows] = _draw(_cut(shifted, min_p[rows]), ids, seeds[rows], positions[rows])
+        masses = mass(shifted)
+        running = masses.cumsum(dim=-1)
+        shifted = _keep_nucleus(shifted, running, _limit(top_p[rows], running[:, -1]))
+        tokens[rows] = _draw(_cut(shifted, masses, least[rows]), ids, seeds[rows], positions[rows])
     if nucleus.any():
         rows = nucleus.nonzero().squeeze(-1)
-        total = _shift(logits[rows], maxima[rows], temperature[rows]).double().exp_().sum(dim=-1)
+        limit = _limit(top_p[rows], mass(_shift(logits[rows], maxima[rows], reciprocal[rows])).sum(dim=-1))
         for width in (_NUCLEUS_WIDTH, logits.shape[-1]):
-            ids = top_tokens(logits[rows], width)
-            shifted = _shift(logits[rows].gather(-1, ids), maxima[rows], temperature[rows])
-            mass = shifted.double().exp_().cumsum(dim=-1)
-            shifted = _keep_nucleus(shifted, mass, total, top_p[rows])
-            tokens[rows] = _draw(_cut(shifted, min_p[rows]), ids, seeds[rows], positions[rows])
-            wide = mass[:, -1] < top_p[rows] * total
+            ids = top_tokens(logits[rows].float(), width)
+            shifted = _shift(logits[rows].gather(-1, ids), maxima[rows], reciprocal[rows])
+            masses = mass(shifted)
+            running = masses.cumsum(dim=-1)
+            shifted = _keep_nucleus(shifted, running, limit)
+            tokens[rows] = _draw(_cut(shifted, masses, least[rows]), ids, seeds[rows], positions[rows])
+            wide = running[:, -1] < limit
             if width >= logits.shape[-1] or not wide.any():
                 break
-            rows, total = rows[wide], total[wide]
-    return tokens
+            rows, limit = rows[wide], limit[wide]
 
 
-def _shift(logits: Tensor, maxima: Tensor, temperature: Tensor) -> Tensor:
+def _shift(logits: Tensor, maxima: Tensor, reciprocal: Tensor) -> Tensor:
     # The maximum becomes exactly 0 whatever the temperature, so that a tiny one cannot overflow.
-    return (logits - maxima.unsqueeze(-1)) / temperature.unsqueeze(-1)
+    return (logits.float() - maxima.unsqueeze(-1)).mul_(reciprocal.unsqueeze(-1))
 
 
-def _cut(shifted: Tensor, min_p: Tensor) -> Tensor:
-    """Drop tokens below `min_p` times the probability of the most likely one, whose shifted logit is 0."""
-    if not min_p.any():
+def _cut(shifted: Tensor, masses: Tensor | None, least: Tensor) -> Tensor:
+    """Drop tokens whose mass is below the `least`: min-p, as the most likely one has a mass of one."""
+    if not least.any():
         return shifted
-    return shifted.masked_fill(shifted.double() < min_p.log().unsqueeze(-1), -torch.inf)
+    return shifted.masked_fill((mass(shifted) if masses is None else masses) < least.unsqueeze(-1), -torch.inf)
 
 
-def _keep_nucleus(shifted: Tensor, mass: Tensor, total: Tensor, top_p: Tensor) -> Tensor:
-    """Drop tokens before which the running `mass` of the falling row has reached `top_p` of `total` already."""
-    limit = torch.where(top_p < 1, top_p * total, torch.inf).unsqueeze(-1)
-    return shifted.masked_fill(pad(mass[:, :-1] >= limit, (1, 0), value=False), -torch.inf)
+def _limit(top_p: Tensor, total: Tensor) -> Tensor:
+    """The mass at which a nucleus ends: `top_p` of `total`, rounded up to int64; never reached without a top-p."""
+    limit = (total.to(torch.float64) * top_p).ceil_().to(torch.int64).clamp_min_(1)
+    return torch.where(top_p < 1, limit, 2**62)
+
+
+def _keep_nucleus(shifted: Tensor, running: Tensor, limit: Tensor) -> Tensor:
+    """Drop tokens before which the `running` mass of the falling row has reached the `limit` already."""
+    return shifted.masked_fill(pad(running[:, :-1] >= limit.unsqueeze(-1), (1, 0), value=False), -torch.inf)
+
+
+def _draw_any(shifted: Tensor, words: Tensor) -> Tensor:
+    """Gumbel-max over all tokens: `shifted` logits and noise `words` [R, V].
+
+    Torch's own logarithms, quicker but not the same everywhere, choose the few tokens that can win; both errors together
+    are far below the margin, as the best score is between -3 and 23.
+    """
+    scores = uniform(words).neg_().log1p_().neg_().log_().neg_().add_(shifted)
+    rows, ids = (scores >= scores.amax(dim=-1, keepdim=True) - 1e-3).nonzero(as_tuple=True)
+    scores = _gumbel(words[rows, ids]).add_(shifted[rows, ids])
+    best = scores.new_full((len(shifted),), -torch.inf).scatter_reduce_(0, rows, scores, "amax")
+    won = scores == best[rows]
+    tokens = ids.new_full((len(shifted),), shifted.shape[-1])
+    return tokens.scatter_reduce_(0, rows[won], ids[won], "amin")
 
 
 def _draw(shifted: Tensor, ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

@@ -1,0 +1,140 @@
+"""Sampling for steps that are launched without waiting for the device: the counterpart of `agent.sampler`.
+
+A step goes: `start` for slots with new owners, `upload`, `draw` (the part that a CUDA graph may hold), then
+`edit_and_redraw` and `logprobs`. Nothing of this waits. When the step's tokens and flags are on the host, `errors` and
+`PendingLogprobs.result` say the rest. Tokens equal those of `Sampler` for the same logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncllm.agent.logit_edits import edit_logits
+from asyncllm.agent.sampler import list_logprobs
+from asyncllm.agent.sampling_params import LONG_BAD_WORDS, PENALTIES, SlotParams
+from asyncllm.agent.token_history import TokenHistory
+from asyncllm.agent.upload import upload
+from asyncllm.batch import SlotStart, TokenLogprobs
+from asyncllm.kernels import sampling
+
+__all__ = ["DeviceSampler", "PendingLogprobs"]
+
+
+class PendingLogprobs:
+    """Log-probabilities of a step on their way to the host."""
+
+    def __init__(self, slots: list[int], num_top: list[int], parts: tuple[Tensor, ...]) -> None:
+        self._slots = slots
+        self._num_top = num_top
+        self._parts = tuple(_to_host(part) for part in parts)
+
+    def result(self, failed: Collection[int] = ()) -> dict[int, TokenLogprobs]:
+        """Slot -> log-probabilities, for slots that ask for them and are not among the `failed`.
+
+        To be called after an event recorded behind `DeviceSampler.logprobs` on the same stream has happened.
+        """
+        tokens, chosen, top, ids = self._parts
+        entries = list_logprobs(tokens, chosen, top, ids, self._num_top)
+        return {slot: entry for slot, entry in zip(self._slots, entries, strict=True) if slot not in failed}
+
+
+class DeviceSampler:
+    """Sampling state of `num_slots` slots over a vocabulary of `vocab_size` tokens, for steps in flight.
+
+    In all methods a slot of -1 marks a row that only fills up the batch; the other slots of a batch are distinct.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._params = SlotParams(num_slots, vocab_size)
+        self._history = TokenHistory(num_slots, vocab_size, device)
+        self._settings = torch.zeros(num_slots, sampling.NUM_SETTINGS, dtype=torch.int64, device=device)
+        self._dirty: set[int] = set()
+
+    def start(self, start: SlotStart) -> None:
+        """Give the slot to a new sequence; nothing of its former owner remains. Seen by the device after `upload`."""
+        self._params.start(start)
+        self._dirty.add(start.slot)
+        if start.slot in self._params.faults:
+            self._history.clear(start.slot)
+        else:
+            self._history.start(start, counted=bool(self._params.edits[start.slot] & PENALTIES))
+
+    def upload(self) -> None:
+        """Bring the settings of slots started since the last call to the device, behind all steps launched so far."""
+        if self._dirty:
+            slots = np.fromiter(self._dirty, np.int64, len(self._dirty))
+            rows = upload(np.column_stack([slots, self._params.settings[slots]]), self._device)
+            self._settings.index_copy_(0, rows[:, 0], rows[:, 1:])
+            self._dirty.clear()
+
+    def draw(self, logits: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, flags: Tensor) -> None:
+        """Draw from `logits` [R, V] as they are into `tokens` [R] int64 and `flags` [R] int32, for `slots` [R] int32.
+
+        `positions` [R] int32 or int64 are those of the tokens to be drawn. See `sampling.sample`.
+        """
+        sampling.sample(logits, self._settings, slots, positions, tokens, flags)
+
+    def edit_and_redraw(
+        self,
+        logits: Tensor,
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        device_slots: Tensor,
+        device_positions: Tensor,
+        tokens: Tensor,
+        flags: Tensor,
+    ) -> None:
+        """Draw again, into `tokens` and `flags`, for the rows whose logits have to be changed first.
+
+        `slots` and `positions` are `device_slots` and `device_positions` on the host. `logits` stay as they are.
+        """
+        rows = np.flatnonzero((slots >= 0) & (self._params.edits[slots] != 0))
+        if not len(rows):
+            return
+        index, owners = upload(rows, self._device), slots[rows]
+        processed = logits[index].to(torch.float32)
+        edit_logits(processed, owners, positions[rows], self._params, self._history)
+        redrawn = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        found = torch.empty(len(rows), dtype=torch.int32, device=self._device)
+        sampling.sample(processed, self._settings, device_slots[index], device_positions[index], redrawn, found)
+        # A row whose logits were useless before stays so, even if what made them so is banned.
+        usable = flags[index] == 0
+        tokens[index] = torch.where(usable, redrawn, 0)
+        flags[index] = torch.where(usable, found, sampling.NOT_FINITE)
+        self._history.count(slots, tokens)
+
+    def needs_host(self, slots: NDArray[np.int64]) -> bool:
+        """Whether the next `edit_and_redraw` with `slots` needs their last tokens on the host, through `observe`."""
+        return bool((self._params.edits[slots[slots >= 0]] & LONG_BAD_WORDS).any())
+
+    def observe(self, slots: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """Take note of the `tokens` [R] that a step drew for `slots` [R]; once for each step and in order."""
+        self._history.observe(slots.tolist(), tokens.tolist())
+
+    def logprobs(self, logits: Tensor, slots: NDArray[np.int64], tokens: Tensor) -> PendingLogprobs | None:
+        """Log-probabilities of the drawn `tokens` [R] under the model's own `logits` [R, V]; None if none are asked."""
+        asked = np.where(slots >= 0, self._params.num_logprobs[slots], -1)
+        rows = np.flatnonzero(asked >= 0)
+        if not len(rows):
+            return None
+        index = upload(rows, self._device)
+        num_top = asked[rows].tolist()
+        drawn = tokens[index]
+        ranked = sampling.token_logprobs(logits[index].to(torch.float32), drawn, max(num_top))
+        return PendingLogprobs(slots[rows].tolist(), num_top, (drawn, *ranked))
+
+    def errors(self, slots: NDArray[np.int64], flags: NDArray[np.int32]) -> dict[int, str]:
+        """Slot -> why its token is meaningless, from the `flags` [R] of a step."""
+        return self._params.errors(slots, flags)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

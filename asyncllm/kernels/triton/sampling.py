@@ -1,0 +1,494 @@
+"""Draw a token per row of logits with no sort and no word from the host: the bits of `kernels.sampling.sample`.
+
+Two kernels. The first finds the maximum of every group of 64 neighbouring tokens. The second draws:
+
+- Greedy rows need the groups' maxima and one group.
+- Rows without top-k and top-p add noise to all tokens; several programs share a row and meet in an atomic maximum.
+- Filtered rows keep a prefix of the order (value falling, id rising), so all there is to find is its last value and how
+  many tokens of that value belong to it. The k-th largest group maximum is a lower bound of the k-th largest token, and
+  only groups that reach the bound are looked at from then on: a few thousand tokens, between whose keys (integers in
+  the order of the floats) the last value is found by bisection. Top-p bisects over mass instead of count. Without top-k
+  it takes the total mass, to which all programs of the row add, and looks at more groups when the bound was too high.
+
+Everything that decides is either an integer or one rounding at a time (`enable_fp_fusion=False`), hence equal to the
+reference bit by bit, and the atomics do not depend on an order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.kernels import sampling
+from asyncllm.kernels.triton.language import PDL, release_consumers, wait_for_producers
+
+__all__ = ["sample"]
+
+_GROUP = tl.constexpr(64)
+_TILE_GROUPS = tl.constexpr(64)
+_QUADS = tl.constexpr(512)
+"""Philox blocks, of four tokens each, per iteration of a dense row."""
+_FIRST_GROUPS = tl.constexpr(64)
+"""Groups in which a nucleus without top-k is looked for first; eight times as many each time it is not within."""
+
+_BEST, _MASS, _TICKET, _STATE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+"""Columns of the state that programs of a row share, and their number."""
+
+_NOT_FINITE, _NOTHING_LEFT = tl.constexpr(sampling.NOT_FINITE), tl.constexpr(sampling.NOTHING_LEFT)
+_NUM_SETTINGS = tl.constexpr(sampling.NUM_SETTINGS)
+_LOG_2, _LOG2_E = tl.constexpr(sampling.LOG_2), tl.constexpr(sampling.LOG2_E)
+_LOG_2_HIGH, _LOG_2_LOW = tl.constexpr(sampling.LOG_2_HIGH), tl.constexpr(sampling.LOG_2_LOW)
+_ROUNDER = tl.constexpr(sampling.ROUNDER)
+_SQRT_HALF_BITS = tl.constexpr(sampling.SQRT_HALF_BITS)
+_LOG_TAIL = tl.constexpr(sampling.LOG_TAIL)
+_EXP_TAIL = tl.constexpr(sampling.EXP_TAIL)
+_LOWEST = tl.constexpr(-(2**63))
+_ID_MASK = tl.constexpr(0xFFFFFFFF)
+
+_SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+"""Low bits that are 0 in each float32 that came from the type: keys do without them, and bisections take fewer steps."""
+
+_PROGRAMS = 528
+"""Programs wanted in all, four for each of 132 multiprocessors; rows are divided until there are so many."""
+_MAX_SPLITS = 32
+
+
+@triton.jit
+def _key(x, SHIFT: tl.constexpr):
+    """float32 -> int32 in the same order, NaN above everything. Adding 0.0 makes -0.0 equal to 0.0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF) >> SHIFT
+
+
+@triton.jit
+def _value(key, SHIFT: tl.constexpr):
+    """The float32 that has this key."""
+    whole = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
+    return (whole ^ ((whole >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _log(exponent, fraction):
+    tail = fraction * _LOG_TAIL[0] + _LOG_TAIL[1]
+    for power in tl.static_range(2, 7):
+        tail = tail * fraction + _LOG_TAIL[power]
+    return ((tail * fraction - 0.5) * (fraction * fraction) + fraction) + exponent.to(tl.float32) * _LOG_2
+
+
+@triton.jit
+def _split(x):
+    offset = x.to(tl.int32, bitcast=True) - _SQRT_HALF_BITS
+    return offset >> 23, ((offset & 0x7FFFFF) + _SQRT_HALF_BITS).to(tl.float32, bitcast=True) - 1.0
+
+
+@triton.jit
+def _gumbel(words):
+    below = 0.0 - tl.minimum(tl.maximum(words.to(tl.float32) * 2.0**-32, 2.0**-33), 1.0 - 2.0**-24)
+    exponent, fraction = _split(below + 1.0)
+    exponent, fraction = _split(0.0 - _log(exponent, tl.where(exponent == 0, below, fraction)))
+    return 0.0 - _log(exponent, fraction)
+
+
+@triton.jit
+def _mass(shifted):
+    shifted = tl.maximum(shifted, -40.0)
+    power = (shifted * _LOG2_E + _ROUNDER) - _ROUNDER
+    rest = (shifted - power * _LOG_2_HIGH) - power * _LOG_2_LOW
+    tail = rest * _EXP_TAIL[0] + _EXP_TAIL[1]
+    for index in tl.static_range(2, 5):
+        tail = tail * rest + _EXP_TAIL[index]
+    bits = ((tail * (rest * rest) + rest) + 1.0).to(tl.int32, bitcast=True)
+    mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64)
+    return (mantissa << 17) >> (127 - (bits >> 23) - power.to(tl.int32)).to(tl.int64)
+
+
+@triton.jit
+def _noise_words(seed, position, quads):
+    zero = quads * 0
+    low = zero + (position & _ID_MASK).to(tl.int32)
+    high = zero + (position >> 32).to(tl.int32)
+    return tl.philox(seed, quads, low, high, zero)
+
+
+@triton.jit
+def _group_maxima(
+    logits,
+    maxima,
+    state,
+    groups_per_program,
+    VOCAB: tl.constexpr,
+    STRIDE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Program (r, s): keys of the maxima of some groups of row r, and, if s is 0, the row's state as it begins."""
+    row = tl.program_id(0).to(tl.int64)
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    if tl.program_id(1) == 0:
+        tl.store(state + row * _STATE + _BEST, _LOWEST)
+        tl.store(state + row * _STATE + _MASS, tl.full((), 0, tl.int64))
+        tl.store(state + row * _STATE + _TICKET, tl.full((), 0, tl.int64))
+    begin = tl.program_id(1) * groups_per_program
+    end = tl.minimum(begin + groups_per_program, NUM_GROUPS)
+    for first in range(begin, end, _TILE_GROUPS):
+        groups = first + tl.arange(0, _TILE_GROUPS)
+        tokens = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+        x = tl.load(logits + row * STRIDE + tokens, mask=tokens < VOCAB, other=-float("inf")).to(tl.float32)
+        tl.store(maxima + row * NUM_GROUPS + groups, tl.max(_key(x, SHIFT), axis=1), mask=groups < end)
+
+
+@triton.jit
+def _first_of(logits_row, maxima, top, VOCAB: tl.constexpr, NUM_GROUPS: tl.constexpr, SHIFT: tl.constexpr):
+    """Lowest id of the tokens whose key is `top`, the row's maximum."""
+    group = tl.min(tl.where(maxima == top, tl.arange(0, NUM_GROUPS), NUM_GROUPS))
+    tokens = group * _GROUP + tl.arange(0, _GROUP)
+    x = tl.load(logits_row + tokens, mask=tokens < VOCAB, other=-float("inf")).to(tl.float32)
+    return tl.min(tl.where(_key(x, SHIFT) == top, tokens, VOCAB)).to(tl.int64)
+
+
+@triton.jit
+def _pack(scores, ids):
+    """Scores and ids as int64 in the order (score rising, id falling): the maximum is the winner."""
+    return (_key(scores, 0).to(tl.int64) << 32) | (ids.to(tl.int64) ^ _ID_MASK)
+
+
+@triton.jit
+def _dense_best(logits_row, seed, position, top_value, reciprocal, least, begin, end, VOCAB: tl.constexpr):
+    """The packed winner among the Philox blocks [begin, end) of a row that has neither top-k nor top-p."""
+    best = tl.full((_QUADS,), -float("inf"), tl.float32)
+    ids = tl.zeros((_QUADS,), tl.int32)
+    for first in range(begin, end, _QUADS):
+        quads = first + tl.arange(0, _QUADS)
+        words = _noise_words(seed, position, quads)
+        for place in tl.static_range(4):
+            tokens = quads * 4 + place
+            x = tl.load(logits_row + tokens, mask=tokens < VOCAB, other=-float("inf")).to(tl.float32)
+            shifted = (x - top_value) * reciprocal
+            scores = _gumbel(words[place]) + shifted
+            if least > 0:
+                scores = tl.where(_mass(shifted) >= least, scores, -float("inf"))
+            # Tokens come in rising order, so that the first of equal scores stays.
+            better = scores > best
+            best = tl.where(better, scores, best)
+            ids = tl.where(better, tokens, ids)
+    return tl.max(_pack(best, ids))
+
+
+@triton.jit
+def _total_mass(logits_row, top_value, reciprocal, begin, end, VOCAB: tl.constexpr):
+    total = tl.zeros((4 * _QUADS,), tl.int64)
+    for first in range(begin * 4, end * 4, 4 * _QUADS):
+        tokens = first + tl.arange(0, 4 * _QUADS)
+        x = tl.load(logits_row + tokens, mask=tokens < VOCAB, other=-float("inf")).to(tl.float32)
+        total += _mass((x - top_value) * reciprocal)
+    return tl.sum(total)
+
+
+@triton.jit
+def _choose_groups(maxima, chosen, bound, VOCAB: tl.constexpr, NUM_GROUPS: tl.constexpr):
+    """Write the numbers of the groups whose maximum reaches `bound`, rising, to `chosen`; returns how many."""
+    groups = tl.arange(0, NUM_GROUPS)
+    reached = (maxima >= bound) & (groups * _GROUP < VOCAB)
+    places = tl.cumsum(reached.to(tl.int32), 0) - 1
+    # Neither may reads of the list before overtake the writes, nor the writes reads after.
+    tl.debug_barrier()
+    tl.store(chosen + places, groups, mask=reached)
+    tl.debug_barrier()
+    return tl.sum(reached.to(tl.int32))
+
+
+@triton.jit
+def _tile(logits_row, chosen, first, num_chosen, VOCAB: tl.constexpr, SHIFT: tl.constexpr):
+    """Tokens, float32 logits, keys and validity of 64 chosen groups: [64, 64] each."""
+    places = first + tl.arange(0, _TILE_GROUPS)
+    groups = tl.load(chosen + places, mask=places < num_chosen, other=0)
+    tokens = tl.multiple_of(groups * _GROUP, 64)[:, None] + tl.arange(0, _GROUP)[None, :]
+    valid = (places < num_chosen)[:, None] & (tokens < VOCAB)
+    x = tl.load(logits_row + tokens, mask=valid, other=-float("inf")).to(tl.float32)
+    return tokens, x, _key(x, SHIFT), valid
+
+
+@triton.jit
+def _tally(
+    logits_row,
+    chosen,
+    num_chosen,
+    threshold,
+    top_value,
+    reciprocal,
+    MASS: tl.constexpr,
+    VOCAB: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """How many tokens, or if MASS how much mass, of the chosen groups have a key of at least `threshold`: int64."""
+    total = tl.zeros((), tl.int64)
+    for first in range(0, num_chosen, _TILE_GROUPS):
+        _tokens, x, keys, valid = _tile(logits_row, chosen, first, num_chosen, VOCAB, SHIFT)
+        reached = valid & (keys >= threshold)
+        if MASS:
+            total += tl.sum(tl.where(reached, _mass((x - top_value) * reciprocal), 0))
+        else:
+            total += tl.sum(reached.to(tl.int32)).to(tl.int64)
+    return total
+
+
+@triton.jit
+def _last_key(
+    logits_row,
+    chosen,
+    num_chosen,
+    wanted,
+    low,
+    high,
+    top_value,
+    reciprocal,
+    MASS: tl.constexpr,
+    VOCAB: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """The largest key in [low, high] at which the tally reaches `wanted`; `low` if there is none."""
+    low = low.to(tl.int64)
+    high = high.to(tl.int64)
+    while low < high:
+        middle = low + ((high - low + 1) >> 1)
+        tally = _tally(
+            logits_row, chosen, num_chosen, middle.to(tl.int32), top_value, reciprocal, MASS, VOCAB, SHIFT
+        )
+        if tally >= wanted:
+            low = middle
+        else:
+            high = middle - 1
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _bound(maxima, wanted, low, high):
+    """The largest key in [low, high] that `wanted` group maxima reach; `low` if there is none."""
+    low = low.to(tl.int64)
+    high = high.to(tl.int64)
+    while low < high:
+        middle = low + ((high - low + 1) >> 1)
+        if tl.sum((maxima >= middle.to(tl.int32)).to(tl.int32)) >= wanted:
+            low = middle
+        else:
+            high = middle - 1
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _nucleus_limit(top_p, total):
+    return tl.maximum(tl.ceil(total.to(tl.float64) * top_p).to(tl.int64), 1)
+
+
+@triton.jit
+def _filtered_token(
+    logits_row,
+    maxima,
+    chosen,
+    seed,
+    position,
+    top,
+    top_value,
+    reciprocal,
+    top_k,
+    top_p,
+    least,
+    total,
+    VOCAB: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Draw for a row with top-k or top-p. `total` is its mass, which matters if there is no top-k (`top_k` 0)."""
+    # A key that each token reaches, one with a logit of -inf too.
+    floor = tl.full((), -0x7F800001 >> SHIFT, tl.int32)
+    limit = _nucleus_limit(top_p, total)
+    wanted = tl.where(top_k > 0, top_k, _FIRST_GROUPS)
+    bound = floor
+    num_chosen = tl.zeros((), tl.int32)
+    searching = True
+    while searching:
+        bound = _bound(maxima, wanted, floor, top)
+        num_chosen = _choose_groups(maxima, chosen, bound, VOCAB, NUM_GROUPS)
+        searching = False
+        if (top_k == 0) & (bound > floor):
+            searching = (
+                _tally(logits_row, chosen, num_chosen, bound, top_value, reciprocal, True, VOCAB, SHIFT) < limit
+            )
+        wanted *= 8
+    # The prefix ends with the `ties` lowest ids among the tokens whose key is `last`.
+    last = bound
+    ties = tl.full((), 1 << 62, tl.int64)
+    if top_k > 0:
+        last = _last_key(
+            logits_row, chosen, num_chosen, top_k, bound, top, top_value, reciprocal, False, VOCAB, SHIFT
+        )
+        above = _tally(logits_row, chosen, num_chosen, last + 1, top_value, reciprocal, False, VOCAB, SHIFT)
+        ties = top_k - above
+    if top_p < 1:
+        if top_k > 0:
+            above = _tally(logits_row, chosen, num_chosen, last + 1, top_value, reciprocal, True, VOCAB, SHIFT)
+            each = _mass((_value(last, SHIFT) - top_value) * reciprocal)
+            limit = _nucleus_limit(top_p, above + ties * each)
+        final = _last_key(
+            logits_row, chosen, num_chosen, limit, last, top, top_value, reciprocal, True, VOCAB, SHIFT
+        )
+        above = _tally(logits_row, chosen, num_chosen, final + 1, top_value, reciprocal, True, VOCAB, SHIFT)
+        each = _mass((_value(final, SHIFT) - top_value) * reciprocal)
+        if each > 0:
+            needed = (limit - above + each - 1) // each
+            ties = tl.where(final > last, needed, tl.minimum(ties, needed))
+        last = final
+    best = tl.full((), _LOWEST, tl.int64)
+    for first in range(0, num_chosen, _TILE_GROUPS):
+        tokens, x, keys, valid = _tile(logits_row, chosen, first, num_chosen, VOCAB, SHIFT)
+        tied = (valid & (keys == last)).to(tl.int32)
+        kept = valid & (keys > last)
+        in_groups = tl.sum(tied, axis=1)
+        num_tied = tl.sum(in_groups).to(tl.int64)
+        if num_tied > ties:
+            before = (tl.cumsum(in_groups, 0) - in_groups)[:, None] + tl.cumsum(tied, 1)
+            kept = kept | ((tied > 0) & (before <= ties))
+        else:
+            kept = kept | (tied > 0)
+        ties = tl.maximum(ties - num_tied, 0)
+        shifted = (x - top_value) * reciprocal
+        if least > 0:
+            kept = kept & (_mass(shifted) >= least)
+        w0, w1, w2, w3 = _noise_words(seed, position, tokens >> 2)
+        place = tokens & 3
+        words = tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
+        best = tl.maximum(best, tl.max(_pack(tl.where(kept, _gumbel(words) + shifted, -float("inf")), tokens)))
+    return (best & _ID_MASK) ^ _ID_MASK
+
+
+@triton.jit
+def _draw_rows(
+    logits,
+    settings,
+    slots,
+    positions,
+    tokens,
+    flags,
+    maxima,
+    state,
+    chosen,
+    VOCAB: tl.constexpr,
+    STRIDE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Program (r, s) of (R, S): part s of the work on row r, or all of it if it cannot be shared and s is 0."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    slot = row
+    if slots is not None:
+        slot = tl.load(slots + row).to(tl.int64)
+    # Rows without a slot work like greedy ones; what they find is put aside at the end.
+    own = settings + tl.maximum(slot, 0) * _NUM_SETTINGS
+    seed = tl.load(own)
+    top_k = tl.load(own + 1)
+    top_p = tl.load(own + 2).to(tl.float64, bitcast=True)
+    least = tl.load(own + 3)
+    reciprocal = tl.load(own + 4).to(tl.int32).to(tl.float32, bitcast=True)
+    position = tl.load(positions + row).to(tl.int64)
+    top_k = tl.where(top_k < VOCAB, top_k, 0)
+    keys = tl.load(maxima + row * NUM_GROUPS + tl.arange(0, NUM_GROUPS))
+    top = tl.max(keys)
+    flag = tl.where(top >= (0x7F800000 >> SHIFT), _NOT_FINITE, 0)
+    flag = tl.where(top <= (-0x7F800001 >> SHIFT), _NOTHING_LEFT, flag)
+    flag = tl.where(slot < 0, 0, flag)
+    idle = (flag != 0) | (slot < 0)
+    logits_row = logits + row * STRIDE
+    top_value = _value(top, SHIFT)
+    state_row = state + row * _STATE
+    quads_per_part = tl.cdiv(tl.cdiv(VOCAB, 4 * _QUADS), tl.num_programs(1)) * _QUADS
+    begin = part * quads_per_part
+    end = tl.minimum(begin + quads_per_part, tl.cdiv(VOCAB, 4))
+    if idle | (reciprocal == 0):
+        if part == 0:
+            token = _first_of(logits_row, keys, top, VOCAB, NUM_GROUPS, SHIFT)
+            tl.store(tokens + row, tl.where(idle, 0, token))
+            tl.store(flags + row, flag)
+    elif (top_k > 0) | (top_p < 1):
+        alone = part == 0
+        total = tl.zeros((), tl.int64)
+        if top_k == 0:
+            tl.atomic_add(
+                state_row + _MASS, _total_mass(logits_row, top_value, reciprocal, begin, end, VOCAB), sem="acq_rel"
+            )
+            alone = tl.atomic_add(state_row + _TICKET, 1, sem="acq_rel") == tl.num_programs(1) - 1
+            if alone:
+                total = tl.atomic_add(state_row + _MASS, 0, sem="acq_rel")
+        if alone:
+            token = _filtered_token(
+                logits_row,
+                keys,
+                chosen + row * NUM_GROUPS,
+                seed,
+                position,
+                top,
+                top_value,
+                reciprocal,
+                top_k,
+                top_p,
+                least,
+                total,
+                VOCAB,
+                NUM_GROUPS,
+                SHIFT,
+            )
+            tl.store(tokens + row, token)
+            tl.store(flags + row, 0)
+    else:
+        best = _dense_best(logits_row, seed, position, top_value, reciprocal, least, begin, end, VOCAB)
+        tl.atomic_max(state_row + _BEST, best, sem="acq_rel")
+        if tl.atomic_add(state_row + _TICKET, 1, sem="acq_rel") == tl.num_programs(1) - 1:
+            best = tl.atomic_max(state_row + _BEST, _LOWEST, sem="acq_rel")
+            tl.store(tokens + row, (best & _ID_MASK) ^ _ID_MASK)
+            tl.store(flags + row, 0)
+
+
+def sample(
+    logits: Tensor, settings: Tensor, slots: Tensor | None, positions: Tensor, tokens: Tensor, flags: Tensor
+) -> None:
+    """See `kernels.sampling.sample`. `logits` may have any stride between rows."""
+    num_rows, vocab_size = logits.shape
+    if not num_rows:
+        return
+    num_groups = triton.next_power_of_2(max(triton.cdiv(vocab_size, _GROUP.value), _TILE_GROUPS.value))
+    splits = max(1, min(_MAX_SPLITS, _PROGRAMS // num_rows, triton.cdiv(vocab_size, 4 * _QUADS.value)))
+    tiles = triton.cdiv(triton.cdiv(vocab_size, _GROUP.value), _TILE_GROUPS.value)
+    groups_per_program = triton.cdiv(tiles, splits) * _TILE_GROUPS.value
+    maxima = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)
+    chosen = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)
+    state = torch.empty((num_rows, _STATE.value), dtype=torch.int64, device=logits.device)
+    sizes = {
+        "VOCAB": vocab_size,
+        "STRIDE": logits.stride(0),
+        "NUM_GROUPS": num_groups,
+        "SHIFT": _SHIFTS[logits.dtype],
+        **PDL,
+    }
+    programs = triton.cdiv(num_groups, groups_per_program)
+    _group_maxima[(num_rows, programs)](logits, maxima, state, groups_per_program, num_warps=4, **sizes)
+    _draw_rows[(num_rows, splits)](
+        logits,
+        settings,
+        slots,
+        positions,
+        tokens,
+        flags,
+        maxima,
+        state,
+        chosen,
+        num_warps=8,
+        enable_fp_fusion=False,
+        **sizes,
+    )
