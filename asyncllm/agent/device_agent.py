@@ -157,8 +157,9 @@ class DeviceAgent:
                 transfers=self._transfers,
                 device=self._device,
             )
-            self.sampler = DeviceSampler(num_slots, vocab_size, self._device, self._max_rows)
+            self.sampler = DeviceSampler(num_slots, vocab_size, self._device)
             self._tokens = torch.zeros(self._max_rows, dtype=torch.int64, device=self._device)
+            self._drawn_positions = torch.zeros(self._max_rows, dtype=torch.int32, device=self._device)
             self._flags = torch.zeros(self._max_rows, dtype=torch.int32, device=self._device)
             self._results = torch.zeros(2 * self._max_rows, dtype=torch.int32, device=self._device)
             self._no_flags = torch.zeros(0, dtype=torch.int32, device=self._device)
@@ -265,7 +266,13 @@ class DeviceAgent:
             slots, tokens, flags = self._tables.decode_slots[:size], self._tokens[:size], self._flags[:size]
             results, logits = self._results[: 2 * size].view(2, size), self._logits[:num_rows]
             if self.sampler.edit_and_redraw(
-                logits, pending.slots, positions, slots[:num_rows], tokens[:num_rows], flags[:num_rows]
+                logits,
+                pending.slots,
+                positions,
+                slots[:num_rows],
+                self._drawn_positions[:num_rows],
+                tokens[:num_rows],
+                flags[:num_rows],
             ):
                 kernels.record_tokens(tokens, flags, slots, self._tables.last_tokens, results)
             pending.logprobs = self.sampler.logprobs(logits, pending.slots, tokens[:num_rows])
@@ -282,7 +289,8 @@ class DeviceAgent:
         """Captured: choice of the fixed rows' tokens."""
         slots, positions = self._tables.decode_slots[:num_rows], self._tables.decode_positions[:num_rows]
         tokens, flags = self._tokens[:num_rows], self._flags[:num_rows]
-        self.sampler.draw(self._logits[:num_rows], slots, positions + 1, tokens, flags)
+        drawn = torch.add(positions, 1, out=self._drawn_positions[:num_rows])
+        self.sampler.draw(self._logits[:num_rows], slots, drawn, tokens, flags)
         results = self._results[: 2 * num_rows].view(2, num_rows)
         kernels.record_tokens(tokens, flags, slots, self._tables.last_tokens, results)
 
@@ -318,7 +326,9 @@ class DeviceAgent:
             results = torch.empty(2, count, dtype=torch.int32, device=self._device)
             if count:
                 self.sampler.draw(logits, step.slots, step.positions, tokens, flags)
-                self.sampler.edit_and_redraw(logits, rows.slots, rows.positions, step.slots, tokens, flags)
+                self.sampler.edit_and_redraw(
+                    logits, rows.slots, rows.positions, step.slots, step.positions, tokens, flags
+                )
                 kernels.record_tokens(tokens, flags, step.slots, self._tables.last_tokens, results)
                 pending.logprobs = self.sampler.logprobs(logits, rows.slots, tokens)
             pending.download(self._transfers, [results, unsound])

@@ -89,14 +89,15 @@ class DeviceSampler:
         device_positions: Tensor,
         tokens: Tensor,
         flags: Tensor,
-    ) -> None:
-        """Draw again, into `tokens` and `flags`, for the rows whose logits have to be changed first.
+    ) -> bool:
+        """Draw again, into `tokens` and `flags`, for the rows whose logits have to be changed first. True if there are
+        any.
 
         `slots` and `positions` are `device_slots` and `device_positions` on the host. `logits` stay as they are.
         """
         rows = np.flatnonzero((slots >= 0) & (self._params.edits[slots] != 0))
         if not len(rows):
-            return
+            return False
         index, owners = upload(rows, self._device), slots[rows]
         processed = logits[index].to(torch.float32)
         edit_logits(processed, owners, positions[rows], self._params, self._history)
@@ -108,6 +109,7 @@ class DeviceSampler:
         tokens[index] = torch.where(usable, redrawn, 0)
         flags[index] = torch.where(usable, found, sampling.NOT_FINITE)
         self._history.count(slots, tokens)
+        return True
 
     def needs_host(self, slots: NDArray[np.int64]) -> bool:
         """Whether the next `edit_and_redraw` with `slots` needs their last tokens on the host, through `observe`."""

@@ -38,8 +38,8 @@ class Transfers:
         self._pinned: list[Tensor | None] = [None] * (MAX_STEPS_IN_FLIGHT + 1)
         """Bytes, one buffer a turn, which grow to what was asked for."""
         self._turn = 0
-        self.stream = torch.cuda.Stream(device) if self._on_gpu else None
-        self._down_stream = torch.cuda.Stream(device) if self._on_gpu else None
+        self.stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
+        self._down_stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._last_download: torch.cuda.Event | None = None
 
     def computing(self) -> AbstractContextManager[Any]:
@@ -87,7 +87,7 @@ class Transfers:
                 torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
                 for tensor in tensors
             ]
-            arrival = torch.cuda.Event(blocking=True)
+            arrival = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             arrival.record()
         self._last_download = arrival
         return arriving, arrival

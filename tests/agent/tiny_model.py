@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncllm.agent.device_agent import DeviceAgent
 from asyncllm.agent.model_agent import ModelAgent
 from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart, StepOutput
 from asyncllm.config import EngineConfig
@@ -51,6 +52,28 @@ def tiny_agent(model: DecoderLM | None = None, **settings: Any) -> ModelAgent:
     return ModelAgent(config, Path("tiny"), model=model or tiny_llama())
 
 
+class StepByStep:
+    """A DeviceAgent whose steps are waited for, so that it can stand in for a ModelAgent."""
+
+    def __init__(self, agent: DeviceAgent) -> None:
+        self.agent = agent
+        self.model, self.limits = agent.model, agent.limits
+        self._tables = agent._tables
+
+    def step(self, batch: Batch) -> StepOutput:
+        pending = self.agent.launch(batch)
+        pending.wait()
+        return pending.output()
+
+
+def tiny_device_agent(model: DecoderLM | None = None, **settings: Any) -> StepByStep:
+    """The agent of GPUs on a CPU: the same tables, transfers and sampling around the torch references."""
+    config = EngineConfig(
+        **{"device_type": "cpu", "block_size": 4, "num_gpu_blocks": 80, "max_batch_size": 8, **settings}
+    ).checked()
+    return StepByStep(DeviceAgent(config, Path("tiny"), model=model or tiny_llama()))
+
+
 @torch.inference_mode()
 def plain_logits(model: DecoderLM, tokens: Sequence[int]) -> Tensor:
     """Logits [tokens, vocab] of one forward pass over the whole sequence, in one block."""
@@ -82,7 +105,7 @@ def plain_greedy(model: DecoderLM, prompt: Sequence[int], count: int) -> list[in
 class Driver:
     """Allocates blocks in a scattered order and feeds sequences to an agent, each in a slot of its own."""
 
-    def __init__(self, agent: ModelAgent) -> None:
+    def __init__(self, agent: ModelAgent | StepByStep) -> None:
         self.agent = agent
         self.num_steps = 0
         self.tables: dict[int, list[int]] = {}

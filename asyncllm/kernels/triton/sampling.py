@@ -255,9 +255,7 @@ def _last_key(
     high = high.to(tl.int64)
     while low < high:
         middle = low + ((high - low + 1) >> 1)
-        tally = _tally(
-            logits_row, chosen, num_chosen, middle.to(tl.int32), top_value, reciprocal, MASS, VOCAB, SHIFT
-        )
+        tally = _tally(logits_row, chosen, num_chosen, middle.to(tl.int32), top_value, reciprocal, MASS, VOCAB, SHIFT)
         if tally >= wanted:
             low = middle
         else:
@@ -315,17 +313,13 @@ def _filtered_token(
         num_chosen = _choose_groups(maxima, chosen, bound, VOCAB, NUM_GROUPS)
         searching = False
         if (top_k == 0) & (bound > floor):
-            searching = (
-                _tally(logits_row, chosen, num_chosen, bound, top_value, reciprocal, True, VOCAB, SHIFT) < limit
-            )
+            searching = _tally(logits_row, chosen, num_chosen, bound, top_value, reciprocal, True, VOCAB, SHIFT) < limit
         wanted *= 8
     # The prefix ends with the `ties` lowest ids among the tokens whose key is `last`.
     last = bound
     ties = tl.full((), 1 << 62, tl.int64)
     if top_k > 0:
-        last = _last_key(
-            logits_row, chosen, num_chosen, top_k, bound, top, top_value, reciprocal, False, VOCAB, SHIFT
-        )
+        last = _last_key(logits_row, chosen, num_chosen, top_k, bound, top, top_value, reciprocal, False, VOCAB, SHIFT)
         above = _tally(logits_row, chosen, num_chosen, last + 1, top_value, reciprocal, False, VOCAB, SHIFT)
         ties = top_k - above
     if top_p < 1:
@@ -333,9 +327,7 @@ def _filtered_token(
             above = _tally(logits_row, chosen, num_chosen, last + 1, top_value, reciprocal, True, VOCAB, SHIFT)
             each = _mass((_value(last, SHIFT) - top_value) * reciprocal)
             limit = _nucleus_limit(top_p, above + ties * each)
-        final = _last_key(
-            logits_row, chosen, num_chosen, limit, last, top, top_value, reciprocal, True, VOCAB, SHIFT
-        )
+        final = _last_key(logits_row, chosen, num_chosen, limit, last, top, top_value, reciprocal, True, VOCAB, SHIFT)
         above = _tally(logits_row, chosen, num_chosen, final + 1, top_value, reciprocal, True, VOCAB, SHIFT)
         each = _mass((_value(final, SHIFT) - top_value) * reciprocal)
         if each > 0:
