@@ -75,11 +75,11 @@ PREFILL_CONFIGS: dict[tuple[int, int], tuple[PrefillConfig, PrefillConfig]] = {
     (128, 2): (PrefillConfig(128, 64, 8, 3), PrefillConfig(64, 64, 4, 3)),
     (256, 2): (PrefillConfig(128, 32, 8, 3), PrefillConfig(64, 32, 4, 3)),
     (64, 4): (PrefillConfig(32, 32, 4, 2), PrefillConfig(32, 32, 4, 2)),
-    (128, 4): (PrefillConfig(16, 32, 4, 2), PrefillConfig(16, 32, 4, 2)),
+    (128, 4): (PrefillConfig(16, 16, 4, 2), PrefillConfig(16, 16, 4, 2)),
     (256, 4): (PrefillConfig(16, 16, 4, 2), PrefillConfig(16, 16, 4, 2)),
 }
-"""By padded head_dim (64 for less) and bytes per number: for long prompts, and for short ones. The first is also the one
-of batch-invariant plans. On sm_90 at head_dim 128: 211 registers and 131 KB; 230 and 115 KB. Not yet timed."""
+"""By padded head_dim (64 for less) and bytes per number: for long prompts, and for short ones. The first is that of
+batch-invariant plans. On sm_90 at head_dim 128: 211 registers and 131 KB; 230 and 115 KB. Not yet timed."""
 
 SHORT_PROMPT_ROWS = 512
 """Longest prompt, times query heads per KV head, for the second config: the first leaves multiprocessors idle."""
@@ -126,7 +126,7 @@ def padded_head_dim(head_dim: int) -> int:
             f"Attention on a GPU takes a head_dim that is a multiple of 8 up to 256, not {head_dim}. "
             "Run this model on the CPU."
         )
-    return max(16, triton.next_power_of_2(head_dim))
+    return 1 << max(4, (head_dim - 1).bit_length())
 
 
 def key_tile(block_size: int, most: int) -> int:
@@ -180,7 +180,7 @@ def _plan_decode(
     share = tl.maximum(tl.cdiv(tl.sum(tiles, 0) * NUM_KV_HEADS, grid), MIN_TILES)
     # While there are blocks to spare, none takes tiles of two rows or heads.
     padded = tl.cdiv(tiles, share) * share
-    spare = tl.sum(padded, 0) * NUM_KV_HEADS <= GRID * share
+    spare = tl.sum(padded, 0) * NUM_KV_HEADS <= grid * share
     units = tl.where(spare, padded, tiles)
     ends = tl.cumsum(units, 0) * NUM_KV_HEADS
     starts = ends - units * NUM_KV_HEADS
@@ -192,7 +192,7 @@ def _plan_decode(
         tl.store(info + 1, units, mask=live)
         tl.store(info + 2, first_tiles, mask=live)
         tl.store(info + 3, lengths, mask=live)
-    blocks = tl.program_id(0) * BLOCK_GRID + tl.arange(0, BLOCK_grid)
+    blocks = tl.program_id(0) * BLOCK_GRID + tl.arange(0, BLOCK_GRID)
     begin = blocks * share
     passed = (ends[None, :] <= begin[:, None]) & live[None, :]
     row = tl.sum(passed.to(tl.int32), 1)

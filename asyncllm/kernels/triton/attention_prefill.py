@@ -140,7 +140,7 @@ def prefill_kernel(
     table = block_tables + row.to(tl.int64) * table_stride
     kv_end = position + count
     end = tl.cdiv(tl.maximum(kv_end, 0), TILE)
-    # Tiles that every query sees whole: those that end at or before the first query, and begin in the last one's window.
+    # Tiles that every query sees whole: those up to the first query that begin in the last one's window.
     whole_begin = 0
     whole_end = tl.maximum(position + 1, 0) // TILE
     if HAS_WINDOW:
