@@ -303,10 +303,7 @@ def _attend_causally(q: Tensor, k: Tensor, v: Tensor, first: int, window: int | 
         return attended[0].transpose(0, 1)
     grouped = q.view(tokens, num_kv_heads, group, -1).permute(1, 2, 0, 3)
     scores = torch.matmul(grouped, k[:, None].transpose(-1, -2))
-    if softcap is None:
-        scores = scores.mul_(scale)
-    else:
-        scores = scores.mul_(scale / softcap).tanh_().mul_(softcap)
+    scores = scores.mul_(scale) if softcap is None else scores.mul_(scale / softcap).tanh_().mul_(softcap)
     if alibi is not None:
         scores = scores - alibi.view(num_kv_heads, group, 1, 1) * distance
     scores = scores.masked_fill_(~visible, float("-inf"))
