@@ -208,6 +208,32 @@ def test_a_decode_plan_gives_every_tile_to_one_block(lengths: list[int], window:
     assert work[header + 4 * plan.grid : header + 5 * plan.grid] == [0] * plan.grid
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_prefill_plan_has_every_query_once_and_long_rows_first(invariant: bool) -> None:
+    lengths, counts = [40, 700, 90, 8], [40, 300, 1, 0]
+    cache = PagedKV.over(torch.zeros(2, 1, 2, 64, 128, dtype=torch.bfloat16, device=DEVICE))
+    plan = attention_plan.plan_prefill_attention(
+        torch.zeros(4, 1, dtype=torch.int32, device=DEVICE),
+        offsets_of(counts, DEVICE, base=9),
+        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        cache,
+        num_heads=2,
+        max_q_len=300,
+        invariant=invariant,
+    )
+    entries = plan.entries[1 : 1 + int(plan.entries[0, 0])].tolist()
+    assert plan.tokens == (128 if invariant else 64)
+    assert [row for row, *_ in entries] == sorted((row for row, *_ in entries), key=lengths.__getitem__, reverse=True)
+    queries = []
+    for row, first, count, position in entries:
+        start = sum(counts[:row])
+        assert position == lengths[row] - counts[row] + first - start
+        queries += [(row, query - start) for query in range(first, first + count)]
+    assert sorted(queries) == [(row, query) for row in range(4) for query in range(counts[row])]
+    positions = [position for row, _, _, position in entries if row == 1]
+    assert positions == sorted(positions, reverse=True)
+
+
 def test_what_kernels_do_not_take_is_refused() -> None:
     def plan(block_size: int, head_dim: int) -> None:
         cache = PagedKV.over(torch.zeros(2, 1, 1, block_size, head_dim, device=DEVICE))
@@ -222,6 +248,11 @@ def test_what_kernels_do_not_take_is_refused() -> None:
     decode_plan = attention_plan.plan_decode_attention(pages.block_tables, pages.kv_lens, pages.cache)
     with pytest.raises(ValueError, match="Sinks are float32 \\[4\\], one per query head"):
         attention_decode.paged_decode_attention(q, pages.cache, decode_plan, scale=1.0, sinks=torch.zeros(2))
+    prefill_plan = attention_plan.plan_prefill_attention(
+        pages.block_tables, offsets_of([1], DEVICE), pages.kv_lens, pages.cache, num_heads=2, max_q_len=1
+    )
+    with pytest.raises(ValueError, match="The plan is for 2 query heads, and q has 4"):
+        attention_prefill.paged_prefill_attention(q, pages.cache, prefill_plan, scale=1.0)
 
 
 @pytest.mark.timeout(120)

@@ -46,7 +46,7 @@ class DecodeConfig(NamedTuple):
     blocks_per_processor: int
     """Size of the grid; as many as fit a multiprocessor at once."""
     min_tiles: int
-    """A row is not split into parts shorter than this: reading and merging a part costs about as much as two tiles."""
+    """A row is not split into parts of fewer tiles than this: each part has to be written, read and merged."""
 
 
 DECODE_CONFIGS: dict[tuple[int, int], DecodeConfig] = {

@@ -244,6 +244,8 @@ def paged_prefill_attention(
     """See `asyncllm.kernels.attention.paged_prefill_attention`. q may have any stride between tokens."""
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = cache.k.shape
+    if num_heads != plan.num_heads:
+        raise ValueError(f"The plan is for {plan.num_heads} query heads, and q has {num_heads}. Plan for these heads.")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_rows = plan.block_tables.shape[0]
