@@ -44,7 +44,7 @@ QUERY_TILE = 512
 """Most query rows of a prefill scored at a time; bounds the mask and skips keys that no query of the tile sees."""
 
 DecodePlan: TypeAlias = tuple[Any, ...]
-"""What `plan_decode_attention` gave, for `paged_decode_attention` on the same kind of device; nobody else looks inside."""
+"""What `plan_decode_attention` gave, for `paged_decode_attention` on the same kind of device. Opaque to others."""
 
 PrefillPlan: TypeAlias = tuple[Any, ...]
 """What `plan_prefill_attention` gave, for `paged_prefill_attention` on the same kind of device."""
@@ -285,25 +285,25 @@ def _attend_causally(q: Tensor, k: Tensor, v: Tensor, first: int, window: int | 
     group = num_heads // num_kv_heads
     scale, softcap, sinks, alibi = shape
     plain = softcap is None and sinks is None and alibi is None
+    causal = plain and first == 0 and window is None
     visible = None
-    if first > 0 or window is not None or not plain:
+    if not causal:
         distance = torch.arange(first, first + tokens, device=q.device)[:, None] - torch.arange(length, device=q.device)
         visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    if plain:
+    if plain or visible is None:
         attended = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k[None],
             v[None],
             attn_mask=visible,
-            is_causal=visible is None,
+            is_causal=causal,
             scale=scale,
             enable_gqa=group > 1,
         )
         return attended[0].transpose(0, 1)
     grouped = q.view(tokens, num_kv_heads, group, -1).permute(1, 2, 0, 3)
-    scores = torch.matmul(grouped, k[:, None].transpose(-1, -2)).mul_(scale)
-    if softcap is not None:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    scores = torch.matmul(grouped, k[:, None].transpose(-1, -2))
+    scores = scores.mul_(scale) if softcap is None else scores.mul_(scale / softcap).tanh_().mul_(softcap)
     if alibi is not None:
         scores = scores - alibi.view(num_kv_heads, group, 1, 1) * distance
     scores = scores.masked_fill_(~visible, float("-inf"))

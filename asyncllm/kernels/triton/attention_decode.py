@@ -176,7 +176,7 @@ def decode_kernel(
             ticket = tl.atomic_add(counter, 1, sem="acq_rel")
             if ticket == num_parts - 1:
                 merged, merged_sum, merged_exponent = _merge(
-                    partials, first_block, num_parts, GROUP, GROUP_BLOCK, D, PADDED, GRID, PARTS
+                    partials, first_block, num_parts, GROUP, GROUP_BLOCK, D, PADDED, PARTS
                 )
                 own = tl.arange(0, GROUP_BLOCK)
                 owned = own < GROUP

@@ -46,19 +46,24 @@ class DecodeConfig(NamedTuple):
     blocks_per_processor: int
     """Size of the grid; as many as fit a multiprocessor at once."""
     min_tiles: int
-    """A row is not split into parts shorter than this: reading and merging a part costs about as much as two tiles."""
+    """A row is not split into parts of fewer tiles than this: each part has to be written, read and merged."""
 
 
 DECODE_CONFIGS: dict[tuple[int, int], DecodeConfig] = {
     (64, 2): DecodeConfig(64, 4, 4, 3, 4),
-    (128, 2): DecodeConfig(64, 4, 3, 3, 4),
+    (128, 2): DecodeConfig(64, 4, 4, 2, 4),
     (256, 2): DecodeConfig(32, 4, 3, 3, 8),
     (64, 4): DecodeConfig(32, 4, 3, 3, 8),
     (128, 4): DecodeConfig(32, 4, 3, 3, 8),
     (256, 4): DecodeConfig(16, 4, 3, 2, 16),
 }
 """By padded head_dim (64 for less) and bytes per number. Registers per thread and shared memory on sm_90, 4 query heads
-per KV head: 168 and 53 KB, 143 and 72 KB, 168 and 75 KB for 16-bit numbers. Not yet timed."""
+per KV head: 168 and 53 KB, 143 and 104 KB, 168 and 75 KB for 16-bit numbers.
+
+Timed at head_dim 128, 32 query heads over 8, on an H200 (Triton 3.6): 256 rows of 1,024 tokens take 255 us, 97 % of the
+4.34 TB/s that a plain read reaches; 256 of 640, 166 us (93 %); 64 of 640, 47.5 us (81 %); 16 of 640, 19.5 us (50 %); one
+of 256, 6.6 us. Three blocks per processor of 3 stages: 255, 165, 51.5, 20.0 and 6.6 us. Two of 3 stages: 325 us for the
+first; 8 warps: 264 us; tiles of 32 keys: 301 us. The others are not timed."""
 
 
 class PrefillConfig(NamedTuple):
@@ -72,14 +77,19 @@ class PrefillConfig(NamedTuple):
 
 PREFILL_CONFIGS: dict[tuple[int, int], tuple[PrefillConfig, PrefillConfig]] = {
     (64, 2): (PrefillConfig(128, 64, 8, 3), PrefillConfig(64, 64, 4, 3)),
-    (128, 2): (PrefillConfig(128, 64, 8, 3), PrefillConfig(64, 64, 4, 3)),
+    (128, 2): (PrefillConfig(64, 64, 4, 3), PrefillConfig(64, 64, 4, 2)),
     (256, 2): (PrefillConfig(128, 32, 8, 3), PrefillConfig(64, 32, 4, 3)),
     (64, 4): (PrefillConfig(32, 32, 4, 2), PrefillConfig(32, 32, 4, 2)),
-    (128, 4): (PrefillConfig(16, 32, 4, 2), PrefillConfig(16, 32, 4, 2)),
+    (128, 4): (PrefillConfig(16, 16, 4, 2), PrefillConfig(16, 16, 4, 2)),
     (256, 4): (PrefillConfig(16, 16, 4, 2), PrefillConfig(16, 16, 4, 2)),
 }
-"""By padded head_dim (64 for less) and bytes per number: for long prompts, and for short ones. The first is also the one
-of batch-invariant plans. On sm_90 at head_dim 128: 211 registers and 131 KB; 230 and 115 KB. Not yet timed."""
+"""By padded head_dim (64 for less) and bytes per number: for long prompts, and for short ones. The first is that of
+batch-invariant plans. On sm_90 at head_dim 128: 230 registers and 115 KB.
+
+Timed at head_dim 128, 32 query heads over 8, on an H200 (Triton 3.6), in TFLOP/s for 4 prompts of 2,048, one of 8,192,
+8 of 256, and 512 tokens after 4,096: rows 64, 4 warps, 3 stages 398, 480, 125, 430; the same with 2 stages 341, 376, 144,
+373; rows 128, 8 warps, 3 stages 377, 474, 124, 425; rows 128 by 128 keys 376, 507, 104, 455, but it spills. torch's own
+attention without pages: 524, 581, 169. The other types and sizes are not timed."""
 
 SHORT_PROMPT_ROWS = 512
 """Longest prompt, times query heads per KV head, for the second config: the first leaves multiprocessors idle."""
@@ -126,7 +136,7 @@ def padded_head_dim(head_dim: int) -> int:
             f"Attention on a GPU takes a head_dim that is a multiple of 8 up to 256, not {head_dim}. "
             "Run this model on the CPU."
         )
-    return max(16, triton.next_power_of_2(head_dim))
+    return 1 << max(4, (head_dim - 1).bit_length())
 
 
 def key_tile(block_size: int, most: int) -> int:
@@ -180,7 +190,7 @@ def _plan_decode(
     share = tl.maximum(tl.cdiv(tl.sum(tiles, 0) * NUM_KV_HEADS, grid), MIN_TILES)
     # While there are blocks to spare, none takes tiles of two rows or heads.
     padded = tl.cdiv(tiles, share) * share
-    spare = tl.sum(padded, 0) * NUM_KV_HEADS <= GRID * share
+    spare = tl.sum(padded, 0) * NUM_KV_HEADS <= grid * share
     units = tl.where(spare, padded, tiles)
     ends = tl.cumsum(units, 0) * NUM_KV_HEADS
     starts = ends - units * NUM_KV_HEADS
@@ -192,7 +202,7 @@ def _plan_decode(
         tl.store(info + 1, units, mask=live)
         tl.store(info + 2, first_tiles, mask=live)
         tl.store(info + 3, lengths, mask=live)
-    blocks = tl.program_id(0) * BLOCK_GRID + tl.arange(0, BLOCK_grid)
+    blocks = tl.program_id(0) * BLOCK_GRID + tl.arange(0, BLOCK_GRID)
     begin = blocks * share
     passed = (ends[None, :] <= begin[:, None]) & live[None, :]
     row = tl.sum(passed.to(tl.int32), 1)

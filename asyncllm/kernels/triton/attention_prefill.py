@@ -140,7 +140,7 @@ def prefill_kernel(
     table = block_tables + row.to(tl.int64) * table_stride
     kv_end = position + count
     end = tl.cdiv(tl.maximum(kv_end, 0), TILE)
-    # Tiles that every query sees whole: those that end at or before the first query, and begin in the last one's window.
+    # Tiles that every query sees whole: those up to the first query that begin in the last one's window.
     whole_begin = 0
     whole_end = tl.maximum(position + 1, 0) // TILE
     if HAS_WINDOW:
@@ -244,6 +244,8 @@ def paged_prefill_attention(
     """See `asyncllm.kernels.attention.paged_prefill_attention`. q may have any stride between tokens."""
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = cache.k.shape
+    if num_heads != plan.num_heads:
+        raise ValueError(f"The plan is for {plan.num_heads} query heads, and q has {num_heads}. Plan for these heads.")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_rows = plan.block_tables.shape[0]

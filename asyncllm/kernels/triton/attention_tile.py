@@ -32,7 +32,7 @@ def score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
 
 
 def checked_heads(name: str, values: Tensor | None, num_heads: int) -> Tensor | None:
-    """Sinks or slopes [H] as the kernels read them. Raises ValueError when they are not float32 numbers, one per head."""
+    """Sinks or slopes as the kernels read them. Raises ValueError unless they are float32 [H]."""
     if values is not None and (values.dtype != torch.float32 or values.shape != (num_heads,)):
         raise ValueError(
             f"{name} are float32 [{num_heads}], one per query head, not {values.dtype} {list(values.shape)}."
@@ -69,10 +69,7 @@ def attend_tile(
     """
     PADDED: tl.constexpr = acc.shape[1]
     dims = tl.arange(0, PADDED)
-    if PADDED == D:
-        k = tl.load(key_pointers)
-    else:
-        k = tl.load(key_pointers, mask=(dims < D)[:, None], other=0.0)
+    k = tl.load(key_pointers) if PADDED == D else tl.load(key_pointers, mask=(dims < D)[:, None], other=0.0)
     raw = dot(q, k, tl.zeros([acc.shape[0], key_pointers.shape[1]], tl.float32))
     if SOFTCAP:
         # 1 - 2 / (e^2x + 1) is tanh(x); e^2x may overflow to infinity, which gives 1.
