@@ -84,9 +84,7 @@ class Sampler:
         errors = params.errors(slots, flags)
         return Sampled(tokens, token_list, self._logprobs(logits, tokens, slots, errors), errors)
 
-    def _draw(
-        self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> tuple[Tensor, Tensor]:
+    def _draw(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Tokens and flags, as of `sampling.sample`, for the rows of `logits`, whose owners are `slots`."""
         tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         flags = torch.empty(len(slots), dtype=torch.int32, device=self._device)
