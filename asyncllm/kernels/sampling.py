@@ -69,7 +69,7 @@ LOG_TAIL = (
 Interpolates at Chebyshev nodes with a relative error below 1.3e-7; all coefficients are float32."""
 
 EXP_TAIL = (0.001392637612298131, 0.008363333530724049, 0.04166655242443085, 0.16666576266288757, 0.5)
-"""exp(r) = 1 + r + r**2 * tail(r) for |r| <= log(2) / 2, in the same manner; relative error below 1.1e-8 before rounding."""
+"""exp(r) = 1 + r + r**2 * tail(r) for |r| <= log(2) / 2, found in the same way, with an error below 1.1e-8."""
 
 LOG_2, LOG2_E = 0.6931471824645996, 1.4426950216293335
 LOG_2_HIGH, LOG_2_LOW = 0.693359375, -0.00021219444170128554
@@ -290,8 +290,8 @@ def _keep_nucleus(shifted: Tensor, running: Tensor, limit: Tensor) -> Tensor:
 def _draw_any(shifted: Tensor, words: Tensor) -> Tensor:
     """Gumbel-max over all tokens: `shifted` logits and noise `words` [R, V].
 
-    Torch's own logarithms, quicker but not the same everywhere, choose the few tokens that can win; both errors together
-    are far below the margin, as the best score is between -3 and 23.
+    Torch's own logarithms, quicker but not the same everywhere, choose the few tokens that can win; both errors
+    together are far below the margin, as the best score is between -3 and 23.
     """
     scores = uniform(words).neg_().log1p_().neg_().log_().neg_().add_(shifted)
     rows, ids = (scores >= scores.amax(dim=-1, keepdim=True) - 1e-3).nonzero(as_tuple=True)

@@ -38,6 +38,10 @@ TRITON_RANDINT4X = {
 """Words of `tl.randint4x(seed, offset)` at offsets 1000 and 1001 (Triton 3.7.1)."""
 
 
+NOISE_BITS = [1102511529, 1102148120, 1095509949, 1067415969, 1065851097, -2147483648, -1096336230, -1070337975]
+MASSES = [1098412654592, 814538227712, 737024671744, 404487733248, 497888832, 2266]
+
+
 def philox_words(seed: int, counter: tuple[int, ...]) -> tuple[int, ...]:
     c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
     return tuple(int(word) for word in sampling.philox(torch.tensor([seed]), (c0, c1, c2, c3)))
@@ -101,36 +105,30 @@ def test_top_tokens_orders_by_value_then_id() -> None:
         assert sampling.top_tokens(torch.tensor([row]), width)[0].tolist() == expected[:width]
 
 
+def draw(logits: Tensor, settings: Tensor, positions: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Tokens and flags that `sample` writes over poison."""
+    tokens = torch.full((len(logits),), -7)
+    flags = torch.full((len(logits),), -7, dtype=torch.int32)
+    sampling.sample(logits, settings, slots, positions, tokens, flags)
+    return tokens, flags
+
+
 class Rows:
     """Arguments of `sample` for R rows, each with its own settings."""
 
     def __init__(self, logits: Tensor, settings: list[tuple[float, int, float, float]], first_seed: int = 1) -> None:
         rows = len(logits)
         self.logits = logits
-        chosen = [settings[row % len(settings)] for row in range(rows)]
-        self.temperature = torch.tensor([entry[0] for entry in chosen])
-        self.top_k = torch.tensor([entry[1] for entry in chosen])
-        self.top_p = torch.tensor([entry[2] for entry in chosen], dtype=torch.float64)
-        self.min_p = torch.tensor([entry[3] for entry in chosen], dtype=torch.float64)
-        self.seeds = torch.arange(first_seed, first_seed + rows)
+        self.settings = torch.tensor(
+            [sampling.pack_settings(*settings[row % len(settings)], seed=first_seed + row) for row in range(rows)]
+        )
         self.positions = torch.arange(rows) * 7
 
     def sample(self, rows: list[int] | None = None) -> list[int]:
         picked = torch.tensor(range(len(self.logits)) if rows is None else rows)
-        return sampling.sample(
-            *(
-                values[picked]
-                for values in (
-                    self.logits,
-                    self.temperature,
-                    self.top_k,
-                    self.top_p,
-                    self.min_p,
-                    self.seeds,
-                    self.positions,
-                )
-            )
-        ).tolist()
+        tokens, flags = draw(self.logits[picked], self.settings[picked], self.positions[picked])
+        assert not flags.any()
+        return tokens.tolist()
 
 
 SETTINGS = [
@@ -144,7 +142,64 @@ SETTINGS = [
     (1.5, 0, 0.999, 0.01),
     (1e-30, 0, 1.0, 0.0),
     (1.0, 10**9, 0.3, 0.5),
+    (1e38, 0, 0.6, 0.0),
 ]
+
+
+def test_mass_is_the_exponential_rounded_down() -> None:
+    shifted = torch.cat([torch.linspace(-30, 0, 100_001), torch.tensor([-1e-8, -1e-45, -0.0])])
+    exact = shifted.double().exp() * 2.0**40
+    masses = sampling.mass(shifted)
+    assert ((masses - exact.floor()).abs() <= 2e-7 * exact + 1).all()
+    assert masses.max() == 2**40
+    assert sampling.mass(torch.tensor([0.0, -28.0, -41.0, -3e38, -torch.inf])).tolist() == [2**40, 0, 0, 0, 0]
+
+
+def test_noise_has_the_bits_that_every_device_shall_draw() -> None:
+    words = torch.tensor([0, 1, 12345, 2**30, 1258291200, 2714937127, 3 * 2**30, 2**32 - 1])
+    assert sampling._gumbel(words).view(torch.int32).tolist() == NOISE_BITS
+    assert sampling.mass(torch.tensor([-1e-3, -0.3, -0.4, -1.0, -7.7, -20.0])).tolist() == MASSES
+
+
+@pytest.mark.parametrize(
+    ("value", "flag"),
+    [(torch.nan, sampling.NOT_FINITE), (torch.inf, sampling.NOT_FINITE), (-torch.inf, sampling.NOTHING_LEFT)],
+)
+@pytest.mark.parametrize("setting", [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (1.0, 0, 0.9, 0.0)])
+def test_failed_rows_and_rows_without_a_slot_are_told(
+    value: float, flag: int, setting: tuple[float, int, float, float]
+) -> None:
+    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(4))
+    good = Rows(logits, [setting])
+    expected = good.sample()
+    logits[1, 7:] = value
+    if flag == sampling.NOTHING_LEFT:
+        logits[1] = value
+    slots = torch.tensor([0, 1, -1, 3])
+    tokens, flags = draw(logits, good.settings, good.positions, slots)
+    assert flags.tolist() == [0, flag, 0, 0]
+    assert tokens.tolist() == [expected[0], 0, 0, expected[3]]
+
+
+def test_slots_choose_settings() -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(5))
+    rows = Rows(logits, [(1.0, 0, 1.0, 0.0), (2.0, 9, 0.9, 0.0), (0.0, 0, 1.0, 0.0)])
+    order = torch.tensor([2, 0, 1], dtype=torch.int32)
+    assert draw(logits, rows.settings[order.argsort()], rows.positions, order)[0].tolist() == rows.sample()
+
+
+def test_settings_pack_into_64_bits() -> None:
+    assert sampling.pack_settings(0.0, 0, 1.0, 0.0, 2**64 - 1)[0] == -1
+    assert sampling.pack_settings(0.0, 7, 1.0, 0.25, 3)[1:4:2] == (7, 2**38)
+    bits = [sampling.pack_settings(temperature, 0, 1.0, 0.0, 0)[4] for temperature in (0.0, 1e-60, 0.5, 1e-45, 1e300)]
+    reciprocals = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    assert reciprocals.tolist() == [0.0, 0.0, 2.0, 2.0**126, 2.0**-126]
+
+
+def test_logits_of_16_bits_draw_what_their_float32_values_do() -> None:
+    logits = torch.randn(11, 500, generator=torch.Generator().manual_seed(6)).bfloat16()
+    narrow, wide = Rows(logits, SETTINGS), Rows(logits.float(), SETTINGS)
+    assert narrow.sample() == wide.sample()
 
 
 @pytest.mark.parametrize("vocab_size", [50, 1031])
@@ -307,6 +362,16 @@ def test_no_most_likely_tokens_on_request_of_none() -> None:
     chosen, top, ids = sampling.token_logprobs(torch.zeros(2, 4), torch.tensor([1, 2]), 0)
     assert chosen.tolist() == pytest.approx([math.log(0.25)] * 2)
     assert top.shape == ids.shape == (2, 0)
+
+
+def test_the_quick_choice_of_candidates_changes_nothing() -> None:
+    logits = (torch.randn(60, 400, generator=torch.Generator().manual_seed(7)) * 2).round()
+    rows = Rows(logits, [(1.0, 0, 1.0, 0.0), (0.4, 0, 1.0, 0.05), (30.0, 0, 1.0, 0.0)])
+    reciprocal = rows.settings[:, 4].to(torch.int32).view(torch.float32)
+    shifted = sampling._shift(logits, logits.amax(-1), reciprocal)
+    shifted = sampling._cut(shifted, None, rows.settings[:, 3])
+    noise = sampling.gumbel_noise(rows.settings[:, 0], rows.positions, 400)
+    assert (noise + shifted).argmax(-1).tolist() == rows.sample()
 
 
 def test_the_chi_square_notices_noise_that_is_not_uniform(monkeypatch: pytest.MonkeyPatch) -> None:

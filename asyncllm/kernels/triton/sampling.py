@@ -28,6 +28,9 @@ __all__ = ["sample"]
 
 _GROUP = tl.constexpr(64)
 _TILE_GROUPS = tl.constexpr(64)
+"""Groups that are looked at together."""
+_DRAWN_GROUPS = tl.constexpr(16)
+"""Groups that are drawn from together: noise takes many registers."""
 _QUADS = tl.constexpr(512)
 """Philox blocks, of four tokens each, per iteration of a dense row."""
 _FIRST_GROUPS = tl.constexpr(64)
@@ -41,6 +44,7 @@ _NUM_SETTINGS = tl.constexpr(sampling.NUM_SETTINGS)
 _LOG_2, _LOG2_E = tl.constexpr(sampling.LOG_2), tl.constexpr(sampling.LOG2_E)
 _LOG_2_HIGH, _LOG_2_LOW = tl.constexpr(sampling.LOG_2_HIGH), tl.constexpr(sampling.LOG_2_LOW)
 _ROUNDER = tl.constexpr(sampling.ROUNDER)
+_ROUNDER_BITS = tl.constexpr(0x4B400000)
 _SQRT_HALF_BITS = tl.constexpr(sampling.SQRT_HALF_BITS)
 _LOG_TAIL = tl.constexpr(sampling.LOG_TAIL)
 _EXP_TAIL = tl.constexpr(sampling.EXP_TAIL)
@@ -48,10 +52,12 @@ _LOWEST = tl.constexpr(-(2**63))
 _ID_MASK = tl.constexpr(0xFFFFFFFF)
 
 _SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
-"""Low bits that are 0 in each float32 that came from the type: keys do without them, and bisections take fewer steps."""
+"""Low bits that are 0 in each float32 that came from the type; keys do without them: bisections take fewer steps."""
 
-_PROGRAMS = 528
-"""Programs wanted in all, four for each of 132 multiprocessors; rows are divided until there are so many."""
+_MAXIMA_WARPS, _MAXIMA_PROGRAMS = 4, 1056
+_DRAW_WARPS, _DRAW_PROGRAMS = 8, 528
+"""Warps of a program, and programs wanted in all: rows are divided until there are so many. Compiled for sm_90 without
+a spill: maxima 32 to 37 registers; draw 80 to 110, hence two or three programs on each of the 132 multiprocessors."""
 _MAX_SPLITS = 32
 
 
@@ -70,11 +76,17 @@ def _value(key, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def _small_float(integer):
+    """int32 -> float32 for small numbers, at a fraction of the price of the conversion."""
+    return (integer + _ROUNDER_BITS).to(tl.float32, bitcast=True) - _ROUNDER
+
+
+@triton.jit
 def _log(exponent, fraction):
     tail = fraction * _LOG_TAIL[0] + _LOG_TAIL[1]
     for power in tl.static_range(2, 7):
         tail = tail * fraction + _LOG_TAIL[power]
-    return ((tail * fraction - 0.5) * (fraction * fraction) + fraction) + exponent.to(tl.float32) * _LOG_2
+    return ((tail * fraction - 0.5) * (fraction * fraction) + fraction) + _small_float(exponent) * _LOG_2
 
 
 @triton.jit
@@ -84,11 +96,28 @@ def _split(x):
 
 
 @triton.jit
+def _uniform(words):
+    return tl.minimum(tl.maximum(words.to(tl.float32) * 2.0**-32, 2.0**-33), 1.0 - 2.0**-24)
+
+
+@triton.jit
 def _gumbel(words):
-    below = 0.0 - tl.minimum(tl.maximum(words.to(tl.float32) * 2.0**-32, 2.0**-33), 1.0 - 2.0**-24)
+    below = 0.0 - _uniform(words)
     exponent, fraction = _split(below + 1.0)
     exponent, fraction = _split(0.0 - _log(exponent, tl.where(exponent == 0, below, fraction)))
     return 0.0 - _log(exponent, fraction)
+
+
+@triton.jit
+def _noise_bound(words):
+    """Slightly more than the Gumbel noise of these words, without logarithms.
+
+    -log(-log1p(-u)) < -log(u), and log2((1 + f) * 2**e) >= e + f, which the bits of a float32 spell, shifted by 127.
+    """
+    bits = _uniform(words).to(tl.int32, bitcast=True) >> 8
+    # As in _small_float, for numbers below 2**23.
+    digits = (bits | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    return (127 * 2.0**15 - digits) * (_LOG_2 * 2.0**-15) + 0.001
 
 
 @triton.jit
@@ -101,7 +130,8 @@ def _mass(shifted):
         tail = tail * rest + _EXP_TAIL[index]
     bits = ((tail * (rest * rest) + rest) + 1.0).to(tl.int32, bitcast=True)
     mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64)
-    return (mantissa << 17) >> (127 - (bits >> 23) - power.to(tl.int32)).to(tl.int64)
+    whole = (power + _ROUNDER).to(tl.int32, bitcast=True) - _ROUNDER_BITS
+    return (mantissa << 17) >> (127 - (bits >> 23) - whole).to(tl.int64)
 
 
 @triton.jit
@@ -112,7 +142,7 @@ def _noise_words(seed, position, quads):
     return tl.philox(seed, quads, low, high, zero)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups_per_program"])
 def _group_maxima(
     logits,
     maxima,
@@ -158,23 +188,36 @@ def _pack(scores, ids):
 
 @triton.jit
 def _dense_best(logits_row, seed, position, top_value, reciprocal, least, begin, end, VOCAB: tl.constexpr):
-    """The packed winner among the Philox blocks [begin, end) of a row that has neither top-k nor top-p."""
+    """The packed winner among the Philox blocks [begin, end) of a row that has neither top-k nor top-p.
+
+    Tiles whose tokens stay below the best score so far even with the bound of their noise are done with that; of n
+    tiles about log(n) are not.
+    """
     best = tl.full((_QUADS,), -float("inf"), tl.float32)
     ids = tl.zeros((_QUADS,), tl.int32)
+    # What the most likely token has at the least: its shifted logit is 0 and no noise is below -2.82.
+    beaten = tl.full((), -2.9, tl.float32)
     for first in range(begin, end, _QUADS):
         quads = first + tl.arange(0, _QUADS)
         words = _noise_words(seed, position, quads)
+        most = tl.full((_QUADS,), -float("inf"), tl.float32)
         for place in tl.static_range(4):
             tokens = quads * 4 + place
             x = tl.load(logits_row + tokens, mask=tokens < VOCAB, other=-float("inf")).to(tl.float32)
-            shifted = (x - top_value) * reciprocal
-            scores = _gumbel(words[place]) + shifted
-            if least > 0:
-                scores = tl.where(_mass(shifted) >= least, scores, -float("inf"))
-            # Tokens come in rising order, so that the first of equal scores stays.
-            better = scores > best
-            best = tl.where(better, scores, best)
-            ids = tl.where(better, tokens, ids)
+            most = tl.maximum(most, (x - top_value) * reciprocal + _noise_bound(words[place]))
+        if tl.max(most) >= beaten:
+            for place in tl.static_range(4):
+                tokens = quads * 4 + place
+                x = tl.load(logits_row + tokens, mask=tokens < VOCAB, other=-float("inf")).to(tl.float32)
+                shifted = (x - top_value) * reciprocal
+                scores = _gumbel(words[place]) + shifted
+                if least > 0:
+                    scores = tl.where(_mass(shifted) >= least, scores, -float("inf"))
+                # Tokens come in rising order, so that the first of equal scores stays.
+                better = scores > best
+                best = tl.where(better, scores, best)
+                ids = tl.where(better, tokens, ids)
+            beaten = tl.maximum(beaten, tl.max(best))
     return tl.max(_pack(best, ids))
 
 
@@ -202,9 +245,9 @@ def _choose_groups(maxima, chosen, bound, VOCAB: tl.constexpr, NUM_GROUPS: tl.co
 
 
 @triton.jit
-def _tile(logits_row, chosen, first, num_chosen, VOCAB: tl.constexpr, SHIFT: tl.constexpr):
-    """Tokens, float32 logits, keys and validity of 64 chosen groups: [64, 64] each."""
-    places = first + tl.arange(0, _TILE_GROUPS)
+def _tile(logits_row, chosen, first, num_chosen, GROUPS: tl.constexpr, VOCAB: tl.constexpr, SHIFT: tl.constexpr):
+    """Tokens, float32 logits, keys and validity of some chosen groups: [GROUPS, 64] each."""
+    places = first + tl.arange(0, GROUPS)
     groups = tl.load(chosen + places, mask=places < num_chosen, other=0)
     tokens = tl.multiple_of(groups * _GROUP, 64)[:, None] + tl.arange(0, _GROUP)[None, :]
     valid = (places < num_chosen)[:, None] & (tokens < VOCAB)
@@ -227,7 +270,7 @@ def _tally(
     """How many tokens, or if MASS how much mass, of the chosen groups have a key of at least `threshold`: int64."""
     total = tl.zeros((), tl.int64)
     for first in range(0, num_chosen, _TILE_GROUPS):
-        _tokens, x, keys, valid = _tile(logits_row, chosen, first, num_chosen, VOCAB, SHIFT)
+        _tokens, x, keys, valid = _tile(logits_row, chosen, first, num_chosen, _TILE_GROUPS, VOCAB, SHIFT)
         reached = valid & (keys >= threshold)
         if MASS:
             total += tl.sum(tl.where(reached, _mass((x - top_value) * reciprocal), 0))
@@ -315,9 +358,12 @@ def _filtered_token(
         if (top_k == 0) & (bound > floor):
             searching = _tally(logits_row, chosen, num_chosen, bound, top_value, reciprocal, True, VOCAB, SHIFT) < limit
         wanted *= 8
-    # The prefix ends with the `ties` lowest ids among the tokens whose key is `last`.
+    # The prefix ends among the tokens whose key is `last`: by rising id, as many as top-k has room for, and as long as
+    # the mass before each, a multiple of `each`, leaves `room` for top-p.
     last = bound
     ties = tl.full((), 1 << 62, tl.int64)
+    each = tl.zeros((), tl.int64)
+    room = tl.full((), 1, tl.int64)
     if top_k > 0:
         last = _last_key(logits_row, chosen, num_chosen, top_k, bound, top, top_value, reciprocal, False, VOCAB, SHIFT)
         above = _tally(logits_row, chosen, num_chosen, last + 1, top_value, reciprocal, False, VOCAB, SHIFT)
@@ -330,23 +376,23 @@ def _filtered_token(
         final = _last_key(logits_row, chosen, num_chosen, limit, last, top, top_value, reciprocal, True, VOCAB, SHIFT)
         above = _tally(logits_row, chosen, num_chosen, final + 1, top_value, reciprocal, True, VOCAB, SHIFT)
         each = _mass((_value(final, SHIFT) - top_value) * reciprocal)
-        if each > 0:
-            needed = (limit - above + each - 1) // each
-            ties = tl.where(final > last, needed, tl.minimum(ties, needed))
+        room = limit - above
+        ties = tl.where(final > last, 1 << 62, ties)
         last = final
+    seen = tl.zeros((), tl.int64)
     best = tl.full((), _LOWEST, tl.int64)
-    for first in range(0, num_chosen, _TILE_GROUPS):
-        tokens, x, keys, valid = _tile(logits_row, chosen, first, num_chosen, VOCAB, SHIFT)
+    for first in range(0, num_chosen, _DRAWN_GROUPS):
+        tokens, x, keys, valid = _tile(logits_row, chosen, first, num_chosen, _DRAWN_GROUPS, VOCAB, SHIFT)
         tied = (valid & (keys == last)).to(tl.int32)
         kept = valid & (keys > last)
         in_groups = tl.sum(tied, axis=1)
         num_tied = tl.sum(in_groups).to(tl.int64)
-        if num_tied > ties:
-            before = (tl.cumsum(in_groups, 0) - in_groups)[:, None] + tl.cumsum(tied, 1)
-            kept = kept | ((tied > 0) & (before <= ties))
+        if (seen + num_tied > ties) | ((seen + num_tied - 1) * each >= room):
+            rank = seen + ((tl.cumsum(in_groups, 0) - in_groups)[:, None] + tl.cumsum(tied, 1)).to(tl.int64)
+            kept = kept | ((tied > 0) & (rank <= ties) & ((rank - 1) * each < room))
         else:
             kept = kept | (tied > 0)
-        ties = tl.maximum(ties - num_tied, 0)
+        seen += num_tied
         shifted = (x - top_value) * reciprocal
         if least > 0:
             kept = kept & (_mass(shifted) >= least)
@@ -450,27 +496,30 @@ def _draw_rows(
 def sample(
     logits: Tensor, settings: Tensor, slots: Tensor | None, positions: Tensor, tokens: Tensor, flags: Tensor
 ) -> None:
-    """See `kernels.sampling.sample`. `logits` may have any stride between rows."""
+    """See `kernels.sampling.sample`. `logits` may have any stride between rows, which are contiguous themselves."""
     num_rows, vocab_size = logits.shape
     if not num_rows:
         return
     num_groups = triton.next_power_of_2(max(triton.cdiv(vocab_size, _GROUP.value), _TILE_GROUPS.value))
-    splits = max(1, min(_MAX_SPLITS, _PROGRAMS // num_rows, triton.cdiv(vocab_size, 4 * _QUADS.value)))
-    tiles = triton.cdiv(triton.cdiv(vocab_size, _GROUP.value), _TILE_GROUPS.value)
-    groups_per_program = triton.cdiv(tiles, splits) * _TILE_GROUPS.value
+    tiles = num_groups // _TILE_GROUPS.value
+    maxima_splits = max(1, min(_MAX_SPLITS, _MAXIMA_PROGRAMS // num_rows, tiles))
+    draw_splits = max(1, min(_MAX_SPLITS, _DRAW_PROGRAMS // num_rows, triton.cdiv(vocab_size, 4 * _QUADS.value)))
+    groups_per_program = triton.cdiv(tiles, maxima_splits) * _TILE_GROUPS.value
     maxima = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)
     chosen = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)
     state = torch.empty((num_rows, _STATE.value), dtype=torch.int64, device=logits.device)
     sizes = {
         "VOCAB": vocab_size,
-        "STRIDE": logits.stride(0),
+        # Of a single row torch may state any stride.
+        "STRIDE": logits.stride(0) if num_rows > 1 else vocab_size,
         "NUM_GROUPS": num_groups,
         "SHIFT": _SHIFTS[logits.dtype],
         **PDL,
     }
-    programs = triton.cdiv(num_groups, groups_per_program)
-    _group_maxima[(num_rows, programs)](logits, maxima, state, groups_per_program, num_warps=4, **sizes)
-    _draw_rows[(num_rows, splits)](
+    _group_maxima[(num_rows, triton.cdiv(num_groups, groups_per_program))](
+        logits, maxima, state, groups_per_program, num_warps=_MAXIMA_WARPS, **sizes
+    )
+    _draw_rows[(num_rows, draw_splits)](
         logits,
         settings,
         slots,
@@ -480,7 +529,7 @@ def sample(
         maxima,
         state,
         chosen,
-        num_warps=8,
+        num_warps=_DRAW_WARPS,
         enable_fp_fusion=False,
         **sizes,
     )
