@@ -13,10 +13,12 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+from asyncllm.agent.context import context_meanwhile
 from asyncllm.batch import Batch, Executor, Limits, StartTimes, StepOutput
 from asyncllm.config import EngineConfig
 from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, ModelError
@@ -42,8 +44,8 @@ def open_executor(config: EngineConfig, model_path: Path) -> Executor:
 
     def load() -> StepRunner:
         times = StartTimes()
-        from asyncllm.agent.model_agent import ModelAgent
-
+        with nullcontext() if config.device_type == "cpu" else context_meanwhile():
+            from asyncllm.agent.model_agent import ModelAgent
         times.lap("import")
         return ModelAgent(config, model_path, times=times)
 
