@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
+from asyncllm.agent.context import context_meanwhile
 from asyncllm.agent.stream_executor import StepLauncher, StreamExecutor
 from asyncllm.agent.thread_executor import StepRunner
 from asyncllm.batch import Batch, Executor, StartTimes, StepOutput
@@ -17,7 +19,8 @@ def open_executor(config: EngineConfig, model_path: Path) -> Executor:
 
     def load() -> StepRunner[Batch, StepOutput] | StepLauncher:
         times = StartTimes()
-        from asyncllm.agent.opening import choose_device
+        with nullcontext() if config.device_type == "cpu" else context_meanwhile():
+            from asyncllm.agent.opening import choose_device
 
         if choose_device(config).type == "cpu":
             from asyncllm.agent.model_agent import ModelAgent
