@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from workloads import Work
@@ -85,6 +87,9 @@ def open_transformers(model: str, dtype: str) -> Iterator[Timed]:
 
     One request is answered by `model.generate`, more by `model.generate_batch` (continuous batching).
     """
+    # In this folder is a kernels.py, which transformers would take for the hub library of that name.
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
+
     import torch
     from transformers import AutoModelForCausalLM
     from transformers import GenerationConfig as HubGenerationConfig

@@ -11,10 +11,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+from table import emit
+from torch import Tensor
 
 __all__ = ["measure"]
 
@@ -35,35 +40,52 @@ def measure(
     rows: tuple[int, ...] = ROWS,
 ) -> dict[str, Any]:
     """Terabytes and teraflops per second; see the module. Smaller sizes are for tests."""
-    import torch
+    figures: dict[str, Any] = {"engine": "limits"}
+    figures |= _bandwidths(device, buffer)
+    figures["matmul_TFLOPs"] = _matmul(device, square)
+    return figures | _skinny_products(device, weight, rows)
 
-    dtype = torch.bfloat16
-    itemsize = 2
-    source = torch.randn(buffer, device=device, dtype=dtype)
+
+def _bandwidths(device: str, buffer: int) -> dict[str, float]:
+    source = _random(device, buffer)
     target = torch.empty_like(source)
-    size = buffer * itemsize
-    figures: dict[str, Any] = {
-        "copy_TBs": round(2 * size / seconds(lambda: target.copy_(source), device) / 1e12, 2),
-        "read_TBs": round(size / seconds(lambda: source.sum(dtype=torch.float32), device) / 1e12, 2),
+    size = buffer * source.itemsize
+    return {
+        "copy_TBs": _tera(2 * size, lambda: target.copy_(source), device),
+        "read_TBs": _tera(size, lambda: source.sum(dtype=torch.float32), device),
     }
-    del source, target
-    a = torch.randn(square, square, device=device, dtype=dtype)
-    b = torch.randn_like(a)
-    figures["matmul_TFLOPs"] = round(2 * square**3 / seconds(lambda: a @ b, device) / 1e12)
-    del a, b
-    copies = [torch.randn(weight, device=device, dtype=dtype) for _ in range(WEIGHT_COPIES)]
-    for count in rows:
-        x = torch.randn(count, weight[1], device=device, dtype=dtype)
-        turns = itertools.cycle(copies)
-        took = seconds(lambda x=x, turns=turns: x @ next(turns).t(), device, calls=8 * WEIGHT_COPIES)  # type: ignore[misc]
-        figures[f"skinny_m{count}_TBs"] = round(weight[0] * weight[1] * itemsize / took / 1e12, 2)
-    return {"engine": "limits", **figures}
 
 
-def seconds(call: Callable[[], object], device: str, calls: int = 20) -> float:
+def _matmul(device: str, square: int) -> int:
+    a, b = _random(device, square, square), _random(device, square, square)
+    return round(_tera(2 * square**3, lambda: a @ b, device))
+
+
+def _skinny_products(device: str, weight: tuple[int, int], rows: tuple[int, ...]) -> dict[str, float]:
+    copies = itertools.cycle([_random(device, *weight) for _ in range(WEIGHT_COPIES)])
+    size = weight[0] * weight[1] * torch.bfloat16.itemsize
+
+    def product(x: Tensor) -> Tensor:
+        return x @ next(copies).t()
+
+    calls = 8 * WEIGHT_COPIES
+    return {
+        f"skinny_m{count}_TBs": _tera(size, partial(product, _random(device, count, weight[1])), device, calls)
+        for count in rows
+    }
+
+
+def _random(device: str, *size: int) -> Tensor:
+    return torch.randn(size, device=device, dtype=torch.bfloat16)
+
+
+def _tera(amount: int, call: Callable[[], object], device: str, calls: int = 20) -> float:
+    """10^12 units a second, when each call handles `amount`."""
+    return round(amount / seconds(call, device, calls) / 1e12, 2)
+
+
+def seconds(call: Callable[[], object], device: str, calls: int) -> float:
     """Mean duration of a call, on a GPU by its own clock."""
-    import torch
-
     for _ in range(3):
         call()
     if device == "cpu":
@@ -78,23 +100,17 @@ def seconds(call: Callable[[], object], device: str, calls: int = 20) -> float:
 
 
 def _wall_seconds(call: Callable[[], object], calls: int) -> float:
-    from time import perf_counter
-
-    start = perf_counter()
+    start = time.perf_counter()
     for _ in range(calls):
         call()
-    return (perf_counter() - start) / calls
+    return (time.perf_counter() - start) / calls
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures to this file")
     arguments = parser.parse_args()
-    line = json.dumps(measure())
-    print(line)
-    if arguments.json:
-        with arguments.json.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+    emit(measure(), arguments.json)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["format_table", "read_records"]
+from tqdm import tqdm
+
+__all__ = ["emit", "format_table", "read_records"]
 
 FIGURES = {
     "step_ms": ("step ms", False),
@@ -23,6 +26,15 @@ FIGURES = {
     "total_s": ("seconds in all", False),
 }
 """Key of a record -> what the row is called, and whether more is better."""
+
+
+def emit(record: dict[str, Any], path: Path | None) -> None:
+    """Print a record as one line, and append it to the file if there is one."""
+    line = json.dumps(record)
+    tqdm.write(line, file=sys.stdout)  # above the progress bar, where one is shown
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -12,18 +12,17 @@ that other engines' benchmarks of the same works print.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import limits
 from engines import EngineProcess, Timed, open_ours, open_transformers
-from table import format_table, read_records
+from table import emit, format_table, read_records
 from tqdm import tqdm
 from workloads import ALL_WORKS, Plan, Work, plan, record, token_ids, warm_up
 
@@ -35,11 +34,17 @@ BUNDLED = "tiny-chat"
 
 
 def measure(
-    plans: Sequence[Plan], engines: dict[str, Timed], warm_ups: Sequence[Work], repeat: int = 1
-) -> list[dict[str, Any]]:
-    """Warm up, then time each plan, all its runs `repeat` times, the engines in turns. Records by plan, then engine."""
+    plans: Sequence[Plan],
+    engines: dict[str, Timed],
+    warm_ups: Sequence[Work],
+    report: Callable[[dict[str, Any]], None],
+    repeat: int = 1,
+) -> None:
+    """Warm up, then time each plan, all its runs `repeat` times, the engines in turns.
+
+    Each record is reported as soon as it is known, by plan, then engine.
+    """
     runs = len(warm_ups) + repeat * sum(len(each.first) + len(each.whole) for each in plans)
-    records = []
     with tqdm(total=runs * len(engines), unit="run", file=sys.stderr, leave=False) as progress:
 
         def timed(label: str, works: Sequence[Work]) -> dict[str, list[float]]:
@@ -54,8 +59,8 @@ def measure(
         timed("warm-up", warm_ups)
         for each in plans:
             first, whole = timed(each.name, each.first * repeat), timed(each.name, each.whole * repeat)
-            records += [record(each, name, first[name], whole[name]) for name in engines]
-    return records
+            for name in engines:
+                report(record(each, name, first[name], whole[name]))
 
 
 def measure_limits() -> dict[str, Any]:
@@ -75,7 +80,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--against", choices=["transformers", "none"], help="who takes turns with asyncllm")
     parser.add_argument("--limits", action="store_true", help="measure the card's own ceilings first")
     parser.add_argument("--beside", action="append", default=[], metavar="FILE", help="print these JSON lines as well")
-    parser.add_argument("--json", metavar="FILE", help="append the figures to this file")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="append the figures to this file")
     parsed = parser.parse_args(arguments)
     bundled = parsed.model == BUNDLED
     parsed.work = parsed.work or ("b1,b16,b64" if bundled else ",".join(ALL_WORKS))
@@ -93,7 +98,14 @@ def main() -> None:
         plan(name, prompt_len=arguments.prompt_len, new_tokens=arguments.new_tokens, ids=ids)
         for name in arguments.work.split(",")
     ]
-    records = [measure_limits()] if arguments.limits else []
+    records: list[dict[str, Any]] = []
+
+    def report(figures: dict[str, Any]) -> None:
+        records.append(figures)
+        emit(figures, arguments.json)
+
+    if arguments.limits:
+        report(measure_limits())
     with ExitStack() as processes:
         engines: dict[str, Timed] = {}
 
@@ -106,12 +118,7 @@ def main() -> None:
         if arguments.against == "transformers":
             for dtype in ("auto", "float32"):
                 start(f"transformers {dtype}", open_transformers, arguments.model, dtype)
-        records += measure(plans, engines, warm_up(plans, ids), arguments.repeat)
-    for each in records:
-        print(json.dumps(each))
-    if arguments.json:
-        with Path(arguments.json).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(each) + "\n" for each in records)
+        measure(plans, engines, warm_up(plans, ids), report, arguments.repeat)
     beside = [each for path in arguments.beside for each in read_records(Path(path))]
     print(format_table(records + beside))
 
