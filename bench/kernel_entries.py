@@ -1,0 +1,292 @@
+"""The table of bench/kernels.py: each op at the shapes of a model, what it must move and compute, and torch's own way.
+
+Adding an entry is adding an `Entry` to one of the functions below. `build` makes fresh inputs and returns the call to
+time; it runs several times, so that a cold entry finds none of its inputs in a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncllm import kernels
+from asyncllm.kernels import PagedKV, sampling
+
+__all__ = ["LLAMA_3_8B", "Entry", "Shapes", "entries"]
+
+Call = Callable[[], object]
+
+EPSILON = 1e-5
+LOGIT_SPREAD = 3.0
+"""Standard deviation of the logits to sample from, so that top-p leaves some of the top-k tokens out."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The model and the batches. Prompts of `prefill` are (requests, tokens each)."""
+
+    hidden: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    intermediate: int = 14336
+    vocab: int = 128256
+    block_size: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+    rows: tuple[int, ...] = (1, 16, 64, 256)
+    chunk: int = 8192
+    """Tokens of a prefill step."""
+    decode: tuple[tuple[int, int], ...] = ((1, 256), (16, 640), (64, 640), (256, 1024))
+    """(requests, tokens of context each)."""
+    prefill: tuple[tuple[int, int], ...] = ((1, 8192), (4, 2048), (16, 512))
+
+
+LLAMA_3_8B = Shapes()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One op at one shape."""
+
+    name: str
+    build: Callable[[], Call]
+    size: float
+    """Bytes that have to be read and written."""
+    flops: float = 0.0
+    """Multiplications and additions that have to be done by matrix units."""
+    peer: Callable[[], Call] | None = None
+    """The same in torch: cuBLAS, scaled_dot_product_attention, F.rms_norm, ..."""
+    cold: bool = True
+    """Inputs come from memory; else they are what the kernel before has just written, and may lie in the L2 cache."""
+
+
+def entries(shapes: Shapes) -> list[Entry]:
+    """All of them, in the order in which a step runs them."""
+    groups = (_norms, _linears, _rotary, _decode_attention, _prefill_attention, _activation, _sampling)
+    return [entry for group in groups for entry in group(shapes)]
+
+
+def _random(shapes: Shapes, *size: int) -> Tensor:
+    return torch.randn(size, device=shapes.device, dtype=shapes.dtype)
+
+
+def _on(shapes: Shapes, apply: Callable[..., object], *sizes: tuple[int, ...]) -> Callable[[], Call]:
+    """How to build a call of `apply` on fresh random tensors of these sizes."""
+
+    def build() -> Call:
+        return partial(apply, *(_random(shapes, *size) for size in sizes))
+
+    return build
+
+
+def _norms(shapes: Shapes) -> Iterator[Entry]:
+    def rms(x: Tensor, weight: Tensor) -> Tensor:
+        return kernels.rms_norm(x, weight, EPSILON)
+
+    def rms_torch(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, EPSILON)
+
+    def add_rms(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.add_rms_norm(x, residual, weight, EPSILON)
+
+    def add_rms_torch(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return rms_torch(total, weight), total
+
+    weight = (shapes.hidden,)
+    for rows in (*shapes.rows, shapes.chunk):
+        plane, size = (rows, shapes.hidden), rows * shapes.hidden * shapes.dtype.itemsize
+        yield Entry(
+            f"rms_norm {rows}",
+            _on(shapes, rms, plane, weight),
+            2 * size,
+            peer=_on(shapes, rms_torch, plane, weight),
+            cold=False,
+        )
+        yield Entry(
+            f"add_rms_norm {rows}",
+            _on(shapes, add_rms, plane, plane, weight),
+            4 * size,
+            peer=_on(shapes, add_rms_torch, plane, plane, weight),
+            cold=False,
+        )
+
+
+def _linears(shapes: Shapes) -> Iterator[Entry]:
+    heads = shapes.heads * shapes.head_dim
+    weights = {
+        "qkv": (heads + 2 * shapes.kv_heads * shapes.head_dim, shapes.hidden),
+        "out": (shapes.hidden, heads),
+        "gate_up": (2 * shapes.intermediate, shapes.hidden),
+        "down": (shapes.hidden, shapes.intermediate),
+        "head": (shapes.vocab, shapes.hidden),
+    }
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        return kernels.linear(x, weight)
+
+    for name, (out_size, in_size) in weights.items():
+        for rows in shapes.rows:
+            sizes = (rows, in_size), (out_size, in_size)
+            yield Entry(
+                f"linear {name} {rows}",
+                _on(shapes, linear, *sizes),
+                (out_size * in_size + rows * (in_size + out_size)) * shapes.dtype.itemsize,
+                flops=2.0 * rows * out_size * in_size,
+                peer=_on(shapes, F.linear, *sizes),
+            )
+
+
+def _paged(shapes: Shapes, lengths: Sequence[int]) -> tuple[PagedKV, Tensor, Tensor]:
+    """A cache with a context of each length in blocks of random order; block tables [B, N], lengths [B], both int32."""
+    width = -(-max(lengths) // shapes.block_size) + 1
+    count = len(lengths) * width
+    pages = _random(shapes, 2, count, shapes.kv_heads, shapes.block_size, shapes.head_dim)
+    tables = torch.randperm(count, device=shapes.device).to(torch.int32).view(len(lengths), width)
+    return PagedKV.over(pages), tables, torch.tensor(lengths, dtype=torch.int32, device=shapes.device)
+
+
+def _kv_bytes(shapes: Shapes, tokens: int) -> int:
+    return 2 * tokens * shapes.kv_heads * shapes.head_dim * shapes.dtype.itemsize
+
+
+def _rotary(shapes: Shapes) -> Iterator[Entry]:
+    features = (shapes.heads + 2 * shapes.kv_heads) * shapes.head_dim
+
+    def build(rows: int) -> Call:
+        cache, _, _ = _paged(shapes, [rows])
+        angles = torch.rand(rows, 1, shapes.head_dim, device=shapes.device)
+        return partial(
+            kernels.rope_fill_kv,
+            _random(shapes, rows, features),
+            kernels.Rotation(angles.cos(), angles.sin()),
+            cache,
+            kernels.plan_cache_write(torch.arange(rows, device=shapes.device), cache),
+            num_heads=shapes.heads,
+            num_kv_heads=shapes.kv_heads,
+            head_dim=shapes.head_dim,
+        )
+
+    for rows in (*shapes.rows, shapes.chunk):
+        # Heads of q, k and v are read and written; cosines and sines, float32, are read.
+        size = rows * 2 * (features * shapes.dtype.itemsize + shapes.head_dim * 4)
+        yield Entry(f"rope_fill_kv {rows}", partial(build, rows), size, cold=False)
+
+
+def _decode_attention(shapes: Shapes) -> Iterator[Entry]:
+    def plan(requests: int, context: int) -> Call:
+        cache, tables, lengths = _paged(shapes, [context] * requests)
+        return partial(kernels.plan_decode_attention, tables, lengths, cache, window=None)
+
+    def attend(requests: int, context: int) -> Call:
+        cache, tables, lengths = _paged(shapes, [context] * requests)
+        planned = kernels.plan_decode_attention(tables, lengths, cache, window=None)
+        q = _random(shapes, requests, shapes.heads, shapes.head_dim)
+        return partial(kernels.paged_decode_attention, q, cache, planned, scale=shapes.head_dim**-0.5)
+
+    for requests, context in shapes.decode:
+        label, tokens = f"{requests}x{context}", requests * context
+        queries = requests * shapes.heads * shapes.head_dim
+        keys = (requests, shapes.kv_heads, context, shapes.head_dim)
+        yield Entry(
+            f"plan_decode_attention {label}",
+            partial(plan, requests, context),
+            4.0 * tokens / shapes.block_size,
+            cold=False,
+        )
+        yield Entry(
+            f"decode_attention {label}",
+            partial(attend, requests, context),
+            _kv_bytes(shapes, tokens) + 2 * queries * shapes.dtype.itemsize,
+            4.0 * queries * context,
+            _on(
+                shapes,
+                partial(F.scaled_dot_product_attention, enable_gqa=True),
+                (requests, shapes.heads, 1, shapes.head_dim),
+                keys,
+                keys,
+            ),
+        )
+
+
+def _prefill_attention(shapes: Shapes) -> Iterator[Entry]:
+    def attend(requests: int, length: int) -> Call:
+        cache, tables, lengths = _paged(shapes, [length] * requests)
+        offsets = torch.arange(0, requests * length + 1, length, dtype=torch.int32, device=shapes.device)
+        planned = kernels.plan_prefill_attention(
+            tables, offsets, lengths, cache, num_heads=shapes.heads, max_q_len=length, window=None
+        )
+        q = _random(shapes, requests * length, shapes.heads, shapes.head_dim)
+        return partial(kernels.paged_prefill_attention, q, cache, planned, scale=shapes.head_dim**-0.5)
+
+    for requests, length in shapes.prefill:
+        tokens, features = requests * length, shapes.heads * shapes.head_dim
+        keys = (requests, shapes.kv_heads, length, shapes.head_dim)
+        yield Entry(
+            f"prefill_attention {requests}x{length}",
+            partial(attend, requests, length),
+            _kv_bytes(shapes, tokens) + 2 * tokens * features * shapes.dtype.itemsize,
+            # A query sees the tokens before it and itself: half of all pairs.
+            4.0 * features * requests * length * (length + 1) / 2,
+            _on(
+                shapes,
+                partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True),
+                (requests, shapes.heads, length, shapes.head_dim),
+                keys,
+                keys,
+            ),
+        )
+
+
+def _activation(shapes: Shapes) -> Iterator[Entry]:
+    def silu_torch(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+    for rows in (*shapes.rows, shapes.chunk):
+        plane = (rows, 2 * shapes.intermediate)
+        yield Entry(
+            f"silu_mul {rows}",
+            _on(shapes, kernels.silu_mul, plane),
+            3 * rows * shapes.intermediate * shapes.dtype.itemsize,
+            peer=_on(shapes, silu_torch, plane),
+            cold=False,
+        )
+
+
+def _sampling(shapes: Shapes) -> Iterator[Entry]:
+    top_k = min(50, shapes.vocab)
+
+    def build(rows: int, *wanted: Any) -> Call:
+        settings = torch.tensor([sampling.pack_settings(*wanted, seed) for seed in range(rows)], device=shapes.device)
+        return partial(
+            sampling.sample,
+            _random(shapes, rows, shapes.vocab).mul_(LOGIT_SPREAD),
+            settings,
+            None,
+            torch.arange(rows, device=shapes.device),
+            torch.empty(rows, dtype=torch.int64, device=shapes.device),
+            torch.empty(rows, dtype=torch.int32, device=shapes.device),
+        )
+
+    def draw_torch(logits: Tensor) -> Tensor:
+        values, ids = logits.float().mul(LOGIT_SPREAD / 0.8).topk(top_k, dim=-1)
+        weights = values.softmax(-1)
+        weights = weights.masked_fill(weights.cumsum(-1) - weights >= 0.95, 0.0)
+        # The largest of weight / Exp(1) is a draw by weight that the host need not wait for.
+        return ids.gather(-1, weights.div(torch.empty_like(weights).exponential_()).argmax(-1, keepdim=True))
+
+    for rows in shapes.rows:
+        plane = (rows, shapes.vocab)
+        size = rows * shapes.vocab * shapes.dtype.itemsize
+        greedy, drawn = partial(build, rows, 0.0, 1, 1.0, 0.0), partial(build, rows, 0.8, top_k, 0.95, 0.0)
+        argmax = _on(shapes, partial(torch.argmax, dim=-1), plane)
+        yield Entry(f"sample greedy {rows}", greedy, size, peer=argmax, cold=False)
+        yield Entry(f"sample top-k top-p {rows}", drawn, size, peer=_on(shapes, draw_torch, plane), cold=False)

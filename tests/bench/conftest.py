@@ -1,0 +1,16 @@
+"""The modules of bench/ import each other by plain names, as scripts of one folder do; tests find them imported."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+FOLDER = str(Path(__file__).parent.parent.parent / "bench")
+MODULES = ("workloads", "engines", "table", "limits", "throughput", "latency", "cpu", "kernel_timing", "roofline")
+
+# The folder does not stay on the path: it has a kernels.py, which transformers would take for another library.
+sys.path.insert(0, FOLDER)
+for module in MODULES:
+    import_module(module)
+sys.path.remove(FOLDER)
