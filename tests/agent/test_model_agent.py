@@ -19,14 +19,13 @@ from tests.agent.tiny_model import (
     NAN_TOKEN,
     VOCAB_SIZE,
     Driver,
+    StepByStep,
     plain_greedy,
     plain_logits,
-    StepByStep,
     tiny_agent,
     tiny_device_agent,
     tiny_llama,
 )
-
 
 MakeAgent = Callable[..., ModelAgent | StepByStep]
 

@@ -61,7 +61,7 @@ DECODE_CONFIGS: dict[tuple[int, int], DecodeConfig] = {
 per KV head: 168 and 53 KB, 143 and 104 KB, 168 and 75 KB for 16-bit numbers.
 
 Timed at head_dim 128, 32 query heads over 8, on an H200 (Triton 3.6): 256 rows of 1,024 tokens take 255 us, 97 % of the
-4.34 TB/s that a plain read reaches; 256 of 640, 166 us (93 %); 64 of 640, 47.5 us (81 %); 16 of 640, 19.5 us (50 %); one
+4.34 TB/s that a plain read reaches; 256 of 640, 166 us (93 %); 64 of 640, 47.5 us (81 %); 16 of 640, 19.5 us; one
 of 256, 6.6 us. Three blocks per processor of 3 stages: 255, 165, 51.5, 20.0 and 6.6 us. Two of 3 stages: 325 us for the
 first; 8 warps: 264 us; tiles of 32 keys: 301 us. The others are not timed."""
 
@@ -87,7 +87,7 @@ PREFILL_CONFIGS: dict[tuple[int, int], tuple[PrefillConfig, PrefillConfig]] = {
 batch-invariant plans. On sm_90 at head_dim 128: 230 registers and 115 KB.
 
 Timed at head_dim 128, 32 query heads over 8, on an H200 (Triton 3.6), in TFLOP/s for 4 prompts of 2,048, one of 8,192,
-8 of 256, and 512 tokens after 4,096: rows 64, 4 warps, 3 stages 398, 480, 125, 430; the same with 2 stages 341, 376, 144,
+8 of 256, and 512 tokens after 4,096: rows 64, 4 warps, 3 stages 398, 480, 125, 430; with 2 stages 341, 376, 144,
 373; rows 128, 8 warps, 3 stages 377, 474, 124, 425; rows 128 by 128 keys 376, 507, 104, 455, but it spills. torch's own
 attention without pages: 524, 581, 169. The other types and sizes are not timed."""
 
