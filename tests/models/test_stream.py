@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from asyncllm.agent.executor import StepRunner, ThreadExecutor
+from asyncllm.agent.thread_executor import StepRunner, ThreadExecutor
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.models import stream as stream_module
 from asyncllm.models.checkpoint import Checkpoint, TensorEntry
