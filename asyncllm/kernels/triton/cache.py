@@ -14,7 +14,7 @@ from asyncllm.kernels.triton.launch import launch
 __all__ = ["check_cache", "copy_blocks", "fill_kv_cache", "plan_cache_write"]
 
 LINES = 16
-"""Lines (heads of a token's key or value) of a program: with heads of 128, 16 bytes per thread and load, 26 registers."""
+"""Lines (heads of a token's key or value) of a program: with heads of 128, two loads of 16 bytes, 26 registers."""
 
 CHUNK = 8192
 """Numbers of a program that copies: 16 KiB of bfloat16, eight loads of 16 bytes per thread in flight, 46 registers."""
