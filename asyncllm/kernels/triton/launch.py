@@ -1,8 +1,9 @@
-"""Launching a kernel for two microseconds of Python instead of ten.
+"""Launching a kernel with little Python: a step outside CUDA graphs makes some 250 launches.
 
-`kernel[grid](...)` inspects every argument anew to find the compiled variant. A step outside CUDA graphs makes some 250
-launches, so `launch` keeps what it found: one dictionary look-up, then the compiled kernel's own runner, which Triton
-3.6 and 3.7 call alike. A kernel that is launched this way follows three rules:
+`kernel[grid](...)` inspects every argument anew to find the compiled variant. `launch` keeps what was found: one
+dictionary look-up, then the compiled kernel's own runner, which Triton 3.6 and 3.7 call alike. With five tensors, two
+numbers and four constexprs it takes 2.7 us before the driver's part. A kernel that is launched this way follows three
+rules:
 
 - Its parameters come in this order: pointers, run-time numbers, constexprs.
 - Its run-time integers are named in `do_not_specialize` and fit in 32 bits. No variant depends on their values.
