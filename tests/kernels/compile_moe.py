@@ -13,7 +13,9 @@ MODELS = {"mixtral": (4096, 14336, 2, 8), "qwen3": (2048, 768, 8, 128)}
 
 def matmul(model: str, swiglu: bool, block_tokens: int, ungrouped: bool = False, dtype: str = "bf16") -> Case:
     width, hidden, top_k, _ = MODELS[model]
-    tile = moe.FLOAT32_TILE if dtype == "fp32" else moe.TILES[block_tokens][not swiglu]
+    tile = (moe.UNGROUPED_TILES if ungrouped else moe.TILES[block_tokens])[not swiglu]
+    if dtype == "fp32":
+        tile = moe.FLOAT32_TILE
     constexprs: dict[str, Any] = {
         "ROWS": 2 * hidden if swiglu else width,
         "COLUMNS": width if swiglu else hidden,
@@ -63,9 +65,9 @@ def route(model: str) -> Case:
     )
 
 
-def group(model: str, chunk: int) -> Case:
+def group(model: str, chunk: moe.Chunk) -> Case:
     return Case(
-        f"{model} group {chunk}",
+        f"{model} group {chunk.size}",
         moe._group,
         {
             "expert_ids_pointer": "*i64",
@@ -74,7 +76,8 @@ def group(model: str, chunk: int) -> Case:
             "num_assignments": "i32",
             "max_blocks": "i32",
         },
-        {"PADDED_EXPERTS": MODELS[model][3], "BLOCK_TOKENS": 16, "CHUNK": chunk, "USE_PDL": True},
+        {"PADDED_EXPERTS": MODELS[model][3], "BLOCK_TOKENS": 16, "CHUNK": chunk.size, "USE_PDL": True},
+        num_warps=chunk.warps,
         options={"launch_pdl": True},
     )
 
@@ -96,7 +99,7 @@ CASES = [
     matmul("qwen3", False, 16, ungrouped=True),
     matmul("qwen3", True, 16, dtype="fp32"),
     route("qwen3"),
-    group("qwen3", 512),
-    group("qwen3", 2048),
+    group("qwen3", moe.FEW_ASSIGNMENTS),
+    group("qwen3", moe.MANY_ASSIGNMENTS),
     weighted_sum("qwen3"),
 ]
