@@ -156,15 +156,15 @@ async def profile(engine: AsyncEngine, work: Work, opens: str) -> dict[str, Any]
         await stream(engine, work)
         torch.cuda.synchronize()
     results: Any = profiler.profiler.kineto_results if profiler.profiler is not None else None
-    events = results.events() if results is not None else []
-    kernels = sorted(
-        (
-            Kernel(event.name(), event.start_ns() / 1e3, (event.start_ns() + event.duration_ns()) / 1e3)
-            for event in events
-            if event.device_type() == DeviceType.CUDA and not event.name().startswith(NOT_KERNELS)
-        ),
-        key=lambda kernel: kernel.start,
-    )
+    events = [] if results is None else [event for event in results.events() if event.device_type() == DeviceType.CUDA]
+    # Nanoseconds since 1970 are too many digits for a float: the first event is 0.
+    origin = min((event.start_ns() for event in events), default=0)
+    kernels = []
+    for event in events:
+        if not event.name().startswith(NOT_KERNELS):
+            start = event.start_ns() - origin
+            kernels.append(Kernel(event.name(), start / 1e3, (start + event.duration_ns()) / 1e3))
+    kernels.sort(key=lambda kernel: kernel.start)
     opener = find_opener(kernels, work.new_tokens[0] - 1, opens)
     if opener is None:
         return {"opens": None, "kernels": len(kernels)}

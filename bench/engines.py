@@ -7,6 +7,7 @@ are cores, which triples the step of a small model on two cores, and because a G
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import sys
@@ -153,7 +154,7 @@ class EngineProcess:
         return answer
 
     def close(self) -> None:
-        if self._process.is_alive():
+        with contextlib.suppress(BrokenPipeError):  # it may have ended by itself
             self._connection.send(None)
         self._process.join(timeout=30)
         self._connection.close()

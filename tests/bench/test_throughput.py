@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from workloads import Work, plan, static, warm_up
 
 from asyncllm import AsyncEngine
 from asyncllm.errors import InvalidParameter
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -139,3 +143,17 @@ def test_ceilings_count_what_a_call_handles(monkeypatch: pytest.MonkeyPatch) -> 
     assert figures["read_TBs"] == 20.0
     assert figures["matmul_TFLOPs"] == 2000
     assert figures["skinny_m3_TBs"] == 4.0
+
+
+def test_the_program_times_the_bundled_model_and_prints_one_table(tmp_path: Path) -> None:
+    peers, out = tmp_path / "peers.jsonl", tmp_path / "result.jsonl"
+    peers.write_text('{"work": "b2", "step_ms": 1000.0, "engine": "peer"}\n', encoding="utf-8")
+    command = [sys.executable, "bench/throughput.py", "--against", "none", "--work", "b2", "--prompt-len", "8"]
+    command += ["--new-tokens", "4", "--config", '{"max_batch_size": 2}', "--json", str(out), "--beside", str(peers)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
+    (figures,) = read_records(out)
+    assert list(figures) == ["work", "first_s", "total_s", "decode_tok_s", "step_ms", "engine"]
+    assert figures["engine"] == "asyncllm"
+    assert json.loads(done.stdout.splitlines()[0]) == figures
+    assert "| work | figure | asyncllm | peer | ratio |" in done.stdout
+    assert "b2:" in done.stderr, "the progress bar"
