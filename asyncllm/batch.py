@@ -154,7 +154,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int
     """Rows of the state tables: at least `max_batch_size`, more when rows in flight need a grace period."""
     max_steps_in_flight: int = 2
-    """Steps that may be submitted and not yet read."""
+    """Steps to submit before the oldest is read, when nobody waits to be admitted."""
     dynamic_rope_from: int | None = None
     """Dynamic NTK: prompts longer than this have a rotary base of their own. None: no such scaling."""
     device: str = "cpu"

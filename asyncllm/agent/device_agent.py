@@ -9,6 +9,7 @@ Decode steps are replayed from CUDA graphs; steps with prompt tokens are launche
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ from asyncllm.kernels import PagedKV
 from asyncllm.models.decoder import DecoderLM
 
 __all__ = ["DeviceAgent", "PendingStep"]
+
+_LOOK_AHEAD_BYTES = 16 * 10**9
+"""Weights that steps in flight should read: some 4 ms of an H200's memory."""
 
 _FEW_BLOCKS = 2
 """A pool to measure steps with, before the real one is sized."""
@@ -201,7 +205,7 @@ class DeviceAgent:
             num_blocks,
             block_size,
             num_slots,
-            max_steps_in_flight=MAX_STEPS_IN_FLIGHT if self.on_gpu else 2,
+            max_steps_in_flight=_steps_ahead(self.model) if self.on_gpu else 2,
             start_seconds=times.seconds,
         )
 
@@ -358,6 +362,16 @@ class DeviceAgent:
             pending.out_of_memory = True
             hidden[num_decode:] = torch.nan
         return hidden
+
+
+def _steps_ahead(model: DecoderLM) -> int:
+    """Steps to launch before the oldest is read: two, or more where they are so short that the host would be late.
+
+    A step reads all weights once. How many rows it has does not count, nor any measurement, so that batches are the same
+    from run to run: a row that stops is in the batch until its last launched step.
+    """
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    return max(2, min(MAX_STEPS_IN_FLIGHT, math.ceil(_LOOK_AHEAD_BYTES / num_bytes)))
 
 
 def _timing_event() -> torch.cuda.Event:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections import deque
 
 from asyncllm.batch import Executor, StepOutput
@@ -30,10 +29,6 @@ logger = logging.getLogger("asyncllm")
 
 PIPELINE_DEPTH = 2
 """Steps in flight: one on the device, one ready to follow it."""
-
-LOOK_AHEAD_MS = 6.0
-"""When nobody waits to be admitted, steps for so much time are launched ahead where the device allows it: small models'
-steps would otherwise wait for the event loop. What is computed ahead for a row that stops is computed in vain."""
 
 STEP_MS_WEIGHT = 0.05
 """Of the newest step in the moving average of step times."""
@@ -191,11 +186,8 @@ class EngineLoop:
             self._in_flight.append(future)
 
     def _depth(self) -> int:
-        """Steps to have in flight."""
-        most = self.scheduler.max_steps_in_flight
-        if most <= PIPELINE_DEPTH or self.scheduler.num_waiting or not self._step_ms:
-            return PIPELINE_DEPTH
-        return min(most, max(PIPELINE_DEPTH, math.ceil(LOOK_AHEAD_MS / self._step_ms)))
+        """Steps to have in flight. A prompt that waits is admitted between two steps, and not behind many."""
+        return PIPELINE_DEPTH if self.scheduler.num_waiting else self.scheduler.max_steps_in_flight
 
     def _deliver(self, advanced: list[Sequence]) -> None:
         """Turn the tokens of a step into text and hand them over."""
