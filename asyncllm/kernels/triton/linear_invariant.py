@@ -38,9 +38,9 @@ TILES = {
     128: Tile(64, 128, 64, 4, 6),
     256: Tile(128, 256, 64, 8, 3),
 }
-"""By tokens. On an H200, bf16, weights [28672, 4096] and [4096, 4096], against cuBLAS: 1 token 61.7 us (55.8) and 12.4 us
-(12.5); 64 tokens 65.8 us (61.1) and 13.7 us (12.0); 256 tokens 106 us (88) and 18.6 us (18.0); 8,192 tokens 637 TFLOP/s
-(815) and 654 TFLOP/s (806). The bits of all five were compared for 1 to 300 and 8,192 tokens: no difference."""
+"""By tokens. On an H200, bf16, weights [28672, 4096] and [4096, 4096], against cuBLAS: 1 token 61.7 us (55.8) and 12.4
+us (12.5); 64 tokens 65.8 us (61.1) and 13.7 us (12.0); 256 tokens 106 us (88) and 18.6 us (18.0); 8,192 tokens 637
+TFLOP/s (815) and 654 TFLOP/s (806). The bits of all five were compared for 1 to 300 and 8,192 tokens: no difference."""
 
 _GROUP = 8
 """Tiles of tokens that share one tile of the weight while it is in L2."""
@@ -75,8 +75,8 @@ def _invariant(
     token_ids = (group * GROUP + inside % height) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = inside // height * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_K)
-    wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
+    wait_for_producers(USE_PDL)
 
     # Rows beyond the end repeat the last one, which costs no mask; their products are not stored.
     w_rows = weight_ptr + (rows if EVEN_N else tl.minimum(rows, N - 1))[:, None].to(tl.int64) * K
