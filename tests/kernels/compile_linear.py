@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
-from asyncllm.kernels.triton import linear_invariant, linear_small
+from asyncllm.kernels.triton import linear, linear_invariant, linear_small
 from asyncllm.kernels.triton.linear_small import GemvConfig, SkinnyConfig
 from tests.kernels.offline import Case
 
-_POINTERS = {name: "*bf16" for name in ("x_ptr", "weight_ptr", "bias_ptr", "residual_ptr", "norm_ptr", "out_ptr")}
+_POINTERS = {name: "*bf16" for name in ("x_ptr", "weight_ptr", "bias_ptr", "out_ptr")}
 _PDL = {"launch_pdl": True}
 
 
-def _form(**enabled: bool) -> dict[str, Any]:
-    flags = {"NORM": False, "ROUND_FIRST": True, "HAS_BIAS": False, "HAS_RESIDUAL": False, "GATED": False}
-    return {"EPS": 1e-5, "EARLY": True, "USE_PDL": True, **flags, **enabled}
-
-
-def gemv_case(name: str, tokens: int, config: GemvConfig, **form: bool) -> Case:
-    shape = {"N": 4096, "K": 4096, "TOKENS": tokens, "BLOCK_N": config.rows, "BLOCK_K": config.columns}
-    return Case(name, linear_small._gemv, _POINTERS, {**shape, **_form(**form)}, config.warps, options=_PDL)
-
-
-def skinny_case(name: str, block_m: int, config: SkinnyConfig, **form: bool) -> Case:
-    shape = {
-        "N": 4096, "K": 4096, "BLOCK_M": block_m, "BLOCK_N": config.rows, "BLOCK_K": config.columns,
-        "SPLITS": config.splits, "PREFETCH": config.prefetch, "BULK": True, **_form(**form),
+def gemv_case(tokens: int, config: GemvConfig, n: int = 4096, k: int = 4096) -> Case:
+    constexprs = {
+        "N": n, "K": k, "TOKENS": tokens, "BLOCK_N": config.rows, "BLOCK_K": config.columns,
+        "HAS_BIAS": False, "USE_PDL": True,
     }  # fmt: skip
+    name = f"gemv-{tokens}-{n}x{k}-{'-'.join(map(str, vars(config).values()))}"
+    return Case(name, linear_small._gemv, _POINTERS, constexprs, config.warps, options=_PDL)
+
+
+def skinny_case(tokens: int, config: SkinnyConfig, n: int = 4096, k: int = 4096) -> Case:
+    constexprs = {
+        "N": n, "K": k, "BLOCK_M": tokens, "BLOCK_N": config.rows, "BLOCK_K": config.columns,
+        "SPLITS": config.splits, "AHEAD": config.ahead, "INTERLEAVED": config.interleaved,
+        "HAS_BIAS": False, "USE_PDL": True,
+    }  # fmt: skip
+    name = f"skinny-{tokens}-{n}x{k}-{'-'.join(map(str, vars(config).values()))}"
     signature = {**_POINTERS, "partial_ptr": "*fp32", "counter_ptr": "*i32", "tokens": "i32"}
-    return Case(name, linear_small._skinny, signature, shape, config.warps, config.stages, options=_PDL)
+    return Case(name, linear_small._skinny, signature, constexprs, config.warps, config.stages, options=_PDL)
 
 
 def invariant_case(tokens: int) -> Case:
@@ -43,13 +44,21 @@ def invariant_case(tokens: int) -> Case:
     )
 
 
+def _of_tables() -> Iterator[Case]:
+    """Every entry of the tables, as it is for the most tokens it serves."""
+    for table in linear.TABLES.values():
+        for (n, k), entries in table.items():
+            for most, config in entries:
+                if isinstance(config, GemvConfig):
+                    yield gemv_case(most, config, n, k)
+                else:
+                    yield skinny_case(16 if most <= 16 else 32 if most <= 32 else 64, config, n, k)
+
+
 CASES = [
+    *_of_tables(),
     *(invariant_case(tokens) for tokens in linear_invariant.TILES),
-    gemv_case("gemv-1", 1, GemvConfig(4, 2048)),
-    gemv_case("gemv-4", 4, GemvConfig(4, 2048), HAS_BIAS=True, HAS_RESIDUAL=True),
-    gemv_case("gemv-1-norm-gated", 1, GemvConfig(4, 2048), NORM=True, GATED=True),
-    skinny_case("skinny-16", 16, SkinnyConfig(), HAS_BIAS=True),
-    skinny_case("skinny-16-split", 16, SkinnyConfig(splits=4), HAS_RESIDUAL=True),
-    skinny_case("skinny-32", 32, SkinnyConfig(splits=2), NORM=True),
-    skinny_case("skinny-64-gated", 64, SkinnyConfig(columns=64, stages=5), GATED=True),
+    gemv_case(4, GemvConfig(4, 1024)),
+    skinny_case(16, SkinnyConfig(splits=4, ahead=2)),
+    skinny_case(64, SkinnyConfig()),
 ]
