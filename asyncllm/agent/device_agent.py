@@ -367,7 +367,7 @@ class DeviceAgent:
 def _steps_ahead(model: DecoderLM) -> int:
     """Steps to launch before the oldest is read: two, or more where they are so short that the host would be late.
 
-    A step reads all weights once. How many rows it has does not count, nor any measurement, so that batches are the same
+    A step reads all weights once. Rows do not count, nor does any measurement, so that batches are the same
     from run to run: a row that stops is in the batch until its last launched step.
     """
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
