@@ -29,7 +29,7 @@ from asyncllm.agent.opening import OpenedModel
 from asyncllm.agent.prompt_scores import PromptScores
 from asyncllm.agent.sampler import NOT_FINITE
 from asyncllm.agent.transfers import MAX_STEPS_IN_FLIGHT, Transfers
-from asyncllm.agent.warm_up import largest_step, measure_reserve
+from asyncllm.agent.warm_up import largest_step, measure_reserve, warm_up_batches
 from asyncllm.batch import Batch, Limits, StartTimes, StepOutput
 from asyncllm.config import EngineConfig
 from asyncllm.kernels import PagedKV
@@ -200,6 +200,12 @@ class DeviceAgent:
             if self._transfers.stream is not None:
                 self._graphs = DecodeGraphs(sizes, parts, self._transfers.stream)
                 self._transfers.stream.synchronize()
+        if self.on_gpu:
+            longest = min(config.prefill_budget, opened.max_position)
+            for batch in warm_up_batches(num_blocks, block_size, longest, opened.max_position):
+                pending = self.launch(batch)
+                pending.wait()
+                pending.output()
         times.lap("capture")
         self.limits: Limits = opened.limits(
             num_blocks,

@@ -1,18 +1,19 @@
-"""How much memory steps take beside weights and KV, measured by running the largest ones."""
+"""Before the first request: how much memory steps take, and every kernel that a step may need, compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from asyncllm import kernels
 from asyncllm.agent.graphs import DecodeGraphs
+from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart
 from asyncllm.kernels import PagedKV
 from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.decoder import DecoderLM
 
-__all__ = ["largest_step", "measure_reserve"]
+__all__ = ["largest_step", "measure_reserve", "warm_up_batches"]
 
 SAFETY_BYTES = 256 * 2**20
 """Left free on top of what was measured: library workspaces that appear later, and fragmentation."""
@@ -84,3 +85,38 @@ def measure_reserve(
     graphs.clear()
     torch.cuda.empty_cache()
     return int(1.1 * step_bytes) + largest + each * (len(sizes) - 1) + SAFETY_BYTES
+
+
+def warm_up_batches(num_blocks: int, block_size: int, max_tokens: int, max_position: int) -> Iterator[Batch]:
+    """Steps in slots 0 and 1 that between them launch each variant of each kernel outside the graphs.
+
+    Which variant a kernel takes depends on how many tokens a step has, in steps of powers of two, on how long the
+    longest prompt is, and on what the rows' parameters ask for. Compiling one takes a second, in which a running event
+    loop would stand still.
+    """
+    edited = SamplingParams(
+        temperature=0.8,
+        top_k=50,
+        repetition_penalty=1.1,
+        logit_bias=((0, 1.0),),
+        min_new_tokens=4,
+        stop_token_ids=(0,),
+        bad_words=((0,),),
+        logprobs=1,
+    )
+    sizes = [1 << power for power in range(max_tokens.bit_length()) if 1 << power < max_tokens] + [max_tokens]
+    for step, size in enumerate(sizes):
+        length = max(1, min(size, max_position - 3))  # and two tokens after it
+        blocks = [block % num_blocks for block in range(-(-length // block_size) + 1)]
+        params = SamplingParams() if step % 2 else edited
+        known = [0] * length
+        starts = [
+            SlotStart(slot=slot, params=params, num_prompt=length, num_tokens=length, token_ids=known)
+            for slot in (0, 1)
+        ]
+        rows = [PrefillRow(slot=slot, tokens=known, position=0, sample=True) for slot in (0, 1)]
+        tables = [(slot, 0, blocks) for slot in (0, 1)]
+        copies = [(0, 1)] if num_blocks > 1 else []
+        yield Batch(step=0, starts=starts, new_blocks=tables, copies=copies, decode=[], prefill=rows[:1])
+        yield Batch(step=0, starts=[], new_blocks=[], copies=[], decode=[0], prefill=rows[1:])
+        yield Batch(step=0, starts=[], new_blocks=[], copies=[], decode=[0], prefill=[])
