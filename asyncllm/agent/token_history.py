@@ -29,6 +29,8 @@ class TokenHistory:
         self._device = device
         self._row = np.full(num_slots, _NO_ROW, np.int64)
         self._free_rows: list[int] = []
+        self._true = torch.ones((), dtype=torch.bool, device=device)
+        """Assigning Python's True to indexed entries would wait for the device."""
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self._bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
@@ -56,7 +58,7 @@ class TokenHistory:
             known = upload(np.array(start.token_ids, np.int64), self._device)
             answer = known[start.num_prompt :]
             self._seen[row] = False
-            self._seen[row, known] = True
+            self._seen[row].index_put_((known,), self._true)
             self._counts[row] = 0
             self._counts[row].index_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
 
@@ -80,7 +82,7 @@ class TokenHistory:
             rows = upload(self._row[slots[counting]], self._device)
             drawn = tokens[upload(counting, self._device)]
             self._counts[rows, drawn] += 1
-            self._seen[rows, drawn] = True
+            self._seen.index_put_((rows, drawn), self._true)
 
     def observe(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """Append one token to the last tokens of each of `slots` that has bad words."""

@@ -107,7 +107,7 @@ def warm_up_batches(num_blocks: int, block_size: int, max_tokens: int, max_posit
     sizes = [1 << power for power in range(max_tokens.bit_length()) if 1 << power < max_tokens] + [max_tokens]
     for step, size in enumerate(sizes):
         length = max(1, min(size, max_position - 3))  # and two tokens after it
-        blocks = [block % num_blocks for block in range(-(-length // block_size) + 1)]
+        blocks = [block % num_blocks for block in range(-(-(length + 2) // block_size))]
         params = SamplingParams() if step % 2 else edited
         known = [0] * length
         starts = [
