@@ -137,7 +137,7 @@ class DeviceAgent:
         opened = OpenedModel.open(config, path, model=model, times=times)
         if config.batch_invariant:
             opened.model.make_batch_invariant()
-        self.model, self._device = opened.model, opened.device
+        self.model, self._device, self._dtype = opened.model, opened.device, opened.dtype
         self.on_gpu = self._device.type == "cuda"
         block_size = config.tokens_per_block
         sizes = bucket_sizes(config.max_batch_size)
@@ -167,7 +167,10 @@ class DeviceAgent:
             self._flags = torch.zeros(self._max_rows, dtype=torch.int32, device=self._device)
             self._results = torch.zeros(2 * self._max_rows, dtype=torch.int32, device=self._device)
             self._no_flags = torch.zeros(0, dtype=torch.int32, device=self._device)
-            self._logits = torch.zeros(self._max_rows, vocab_size, dtype=opened.dtype, device=self._device)
+            # A model with a final softcap gives float32.
+            hidden = torch.zeros(1, opened.model.config.hidden_size, dtype=opened.dtype, device=self._device)
+            logits = opened.model.logits(hidden)
+            self._logits = torch.zeros(self._max_rows, vocab_size, dtype=logits.dtype, device=self._device)
             parts = [self._decode_logits, self._decode_tokens]
             reserve = 0
             if self._transfers.stream is not None:
@@ -358,7 +361,7 @@ class DeviceAgent:
         torch.cuda.empty_cache()
         config = self.model.config
         shape = (len(step.arrays.positions), config.hidden_size)
-        hidden = torch.full(shape, torch.nan, dtype=self._logits.dtype, device=self._device)
+        hidden = torch.full(shape, torch.nan, dtype=self._dtype, device=self._device)
         if num_decode:
             hidden[:num_decode] = self.model(decode_rows(step.inputs), self._caches)
         try:

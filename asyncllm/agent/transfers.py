@@ -5,6 +5,8 @@ On a CPU the same calls are plain copies, so that what launches steps can be tes
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,6 +26,12 @@ _ALIGNMENT = 16
 
 _FIRST_BYTES = 2**16
 
+_Streams = tuple[torch.cuda.Stream, torch.cuda.Stream]
+
+_idle_streams: defaultdict[torch.device, list[_Streams]] = defaultdict(list)
+"""Pairs of streams that no engine uses. An engine takes one of them before it makes new ones, since the matrix library
+keeps a workspace of 34 MB for every stream that it ever saw."""
+
 
 class Transfers:
     """Two streams of a device: `stream` computes, a second one brings results to the host.
@@ -38,8 +46,11 @@ class Transfers:
         self._pinned: list[Tensor | None] = [None] * (MAX_STEPS_IN_FLIGHT + 1)
         """Bytes, one buffer a turn, which grow to what was asked for."""
         self._turn = 0
-        self.stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
-        self._down_stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
+        self.stream: torch.cuda.Stream | None = None
+        self._down_stream: torch.cuda.Stream | None = None
+        if self._on_gpu:
+            self.stream, self._down_stream = streams = _borrow_streams(device)
+            weakref.finalize(self, _idle_streams[device].append, streams)
         self._last_download: torch.cuda.Event | None = None
 
     def computing(self) -> AbstractContextManager[Any]:
@@ -94,6 +105,13 @@ class Transfers:
 
 
 _TORCH_TYPES = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32, np.float64: torch.float64}
+
+
+def _borrow_streams(device: torch.device) -> _Streams:
+    idle = _idle_streams[device]
+    if idle:
+        return idle.pop()
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def offsets(arrays: Sequence[NDArray[Any]]) -> list[int]:

@@ -330,7 +330,8 @@ def add_bias(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) ->
 
 def ban(logits: Tensor, rows: Tensor, token_ids: Tensor) -> None:
     """Make the tokens at (`rows` [N], `token_ids` [N]) int64 of `logits` [R, V] impossible, in place."""
-    logits[rows, token_ids] = -torch.inf
+    # Assigning the number itself would wait for the device.
+    logits.index_put_((rows, token_ids), logits.new_full((), -torch.inf))
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
