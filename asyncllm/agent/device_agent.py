@@ -320,17 +320,21 @@ class DeviceAgent:
         step = self._tables.advance(batch)
         rows = step.arrays.rows
         pending.slots = rows.slots
-        hidden = self._forward(step, pending)
+        scored = [
+            (row, first)
+            for row, first in zip(batch.prefill, rows.prefill_starts, strict=True)
+            if row.output_logits or row.prompt_logprobs is not None
+        ]
+        if scored or self.model.config.num_layers < 2:
+            step.sampled = None
+        hidden, stream = self._forward(step, pending)
         unsound = self._no_flags
         if batch.prefill:
             # A chunk that nothing is sampled from is looked at too: its blocks may not enter the prefix cache.
-            unsound = kernels.segments_finite(hidden, step.prefill_offsets)
-        for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
-            if row.output_logits or row.prompt_logprobs is not None:
-                pending.scores.append(PromptScores(row, hidden[first : first + len(row.tokens)], self.model.logits))
-        if step.indices is not None:
-            hidden = kernels.gather_rows(hidden, step.indices)
-        logits = self.model.logits(hidden)
+            unsound = kernels.segments_finite(stream, step.prefill_offsets)
+        for row, first in scored:
+            pending.scores.append(PromptScores(row, stream[first : first + len(row.tokens)], self.model.logits))
+        logits = self.model.logits(hidden[: len(rows.slots)])
 
         def sample() -> None:
             count = len(rows.slots)
@@ -348,12 +352,18 @@ class DeviceAgent:
 
         self._sample_when_possible(pending, sample)
 
-    def _forward(self, step: DeviceStep, pending: PendingStep) -> Tensor:
-        """Hidden states [T, H]. When memory runs out, prompt tokens are computed in two halves, once; if that fails as
-        well their rows fail, and the decode rows go on."""
+    def _forward(self, step: DeviceStep, pending: PendingStep) -> tuple[Tensor, Tensor]:
+        """Hidden states of the rows that are sampled from [R, H], and of all tokens [T, H]: the latter before the last
+        layer, or after it if `step.sampled` is None.
+
+        When memory runs out, prompt tokens are computed in two halves, once; if that fails as well their rows fail, and
+        the decode rows go on.
+        """
         try:
+            if step.sampled is not None:
+                return self.model.sampled_hidden(step.inputs, self._caches, step.sampled)
             hidden: Tensor = self.model(step.inputs, self._caches)
-            return hidden
+            return kernels.gather_rows(hidden, step.indices), hidden
         except torch.OutOfMemoryError:
             num_decode = step.arrays.num_decode
             if num_decode == len(step.arrays.row_slots):
@@ -370,7 +380,7 @@ class DeviceAgent:
         except torch.OutOfMemoryError:
             pending.out_of_memory = True
             hidden[num_decode:] = torch.nan
-        return hidden
+        return kernels.gather_rows(hidden, step.indices), hidden
 
 
 def _steps_ahead(model: DecoderLM) -> int:

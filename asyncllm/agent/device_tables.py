@@ -19,7 +19,7 @@ from asyncllm.agent.slots import SlotArrays, StepArrays
 from asyncllm.agent.transfers import Transfers, offsets
 from asyncllm.batch import Batch, SlotStart
 from asyncllm.kernels import DecodeInputs
-from asyncllm.layers.step_inputs import StepInputs
+from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
 __all__ = ["DeviceStep", "DeviceTables"]
 
@@ -34,8 +34,11 @@ class DeviceStep:
     """[R] int32: the rows that are sampled from."""
     positions: Tensor
     """[R] int32: positions of the tokens to be drawn."""
-    indices: Tensor | None
-    """[R] int64: their rows of the hidden states; None: all of them, in order."""
+    indices: Tensor
+    """[R] int64: their places among the step's tokens."""
+    sampled: SampledRows | None
+    """What the last layer goes on with; None when that is all tokens. There is at least one row, whose result nobody
+    reads when no token is sampled."""
     prefill_offsets: Tensor
     """[P + 1] int32: where the tokens of each prefill row begin and end."""
 
@@ -151,7 +154,7 @@ class DeviceTables:
             arrays.kv_lens.astype(np.int32),
             rows.slots.astype(np.int32),
             rows.positions.astype(np.int32),
-            np.zeros(0, np.int64) if rows.indices is None else rows.indices,
+            np.arange(num_decode) if rows.indices is None else rows.indices,
             arrays.prompt_lens,
             *self._take_updates(),
         ]
@@ -186,14 +189,41 @@ class DeviceTables:
             rope_lens=prompt_lens if self._rope_lens else None,
             batch_invariant=self._batch_invariant,
         )
+        sampled = None
+        if rows.indices is not None:
+            if len(rows.slots):
+                sampled = self._sampled_rows(indices, sampled_slots, sampled_positions)
+            else:
+                sampled = self._sampled_rows(indices.new_zeros(1), row_slots[:1], positions[:1].int() + 1)
         return DeviceStep(
             arrays=arrays,
             inputs=inputs,
             slots=sampled_slots,
             positions=sampled_positions,
-            indices=None if rows.indices is None else indices,
+            indices=indices,
+            sampled=sampled,
             prefill_offsets=q_offsets[num_decode:],
         )
+
+    def _sampled_rows(self, indices: Tensor, slots: Tensor, kv_lens: Tensor) -> SampledRows:
+        """The step's tokens at `indices` [R], of `slots` [R] int32, as rows that see `kv_lens` [R] int32 tokens."""
+        num_rows = len(indices)
+        row_numbers = self._row_numbers
+        if num_rows >= len(row_numbers):
+            row_numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=indices.device)
+        inputs = StepInputs(
+            input_ids=indices,
+            positions=indices,
+            slot_mapping=indices,
+            num_decode=num_rows,
+            q_offsets=row_numbers[: num_rows + 1],
+            kv_lens=kv_lens,
+            block_tables=self.block_tables.index_select(0, slots),
+            max_q_len=1,
+            max_kv_len=self._slots.max_blocks * self._block_size,
+            batch_invariant=self._batch_invariant,
+        )
+        return SampledRows(indices=indices, inputs=inputs)
 
     def flush(self) -> None:
         """Bring up new blocks without a step."""

@@ -10,7 +10,7 @@ from asyncllm.kernels import DecodePlan, PagedKV, PrefillPlan, Rotation
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear, QKVLinear
 from asyncllm.layers.norm import RMSNorm
-from asyncllm.layers.step_inputs import StepInputs
+from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
 __all__ = ["Attention"]
 
@@ -48,7 +48,15 @@ class Attention(Layer):
         self.scale = head_dim**-0.5 if scale is None else scale
         self.softcap = softcap
 
-    def forward(self, x: Tensor, rotation: Rotation, inputs: StepInputs, cache: PagedKV) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        inputs: StepInputs,
+        cache: PagedKV,
+        sampled: SampledRows | None = None,
+    ) -> Tensor:
+        """`sampled`: attend for these rows only -> [R, hidden]; keys and values of all tokens are written."""
         q = kernels.rope_fill_kv(
             self.qkv(x),
             rotation,
@@ -61,6 +69,8 @@ class Attention(Layer):
             k_norm=None if self.k_norm is None else self.k_norm.weight,
             eps=0.0 if self.q_norm is None else self.q_norm.eps,
         )
+        if sampled is not None:
+            q, inputs = kernels.gather_rows(q.flatten(1), sampled.indices).view(-1, *q.shape[1:]), sampled.inputs
         attended = self._attend(q, inputs, cache)
         out: Tensor = self.out(attended.flatten(1))
         return out

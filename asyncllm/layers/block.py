@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from asyncllm import kernels
 from asyncllm.kernels import PagedKV, Rotation
 from asyncllm.layers.attention import Attention
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.norm import RMSNorm
-from asyncllm.layers.step_inputs import StepInputs
+from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
 __all__ = ["Block", "SandwichBlock"]
+
+
+def _rows(residual: Tensor, sampled: SampledRows | None) -> Tensor:
+    return residual if sampled is None else kernels.gather_rows(residual, sampled.indices)
 
 
 class Block(Layer):
@@ -28,14 +33,22 @@ class Block(Layer):
         self.mlp = mlp
 
     def forward(
-        self, branch: Tensor | None, residual: Tensor, rotation: Rotation, inputs: StepInputs, cache: PagedKV
+        self,
+        branch: Tensor | None,
+        residual: Tensor,
+        rotation: Rotation,
+        inputs: StepInputs,
+        cache: PagedKV,
+        sampled: SampledRows | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """residual and branch [T, hidden]; branch is None in the first block. -> (branch, residual) for the next."""
+        """residual and branch [T, hidden]; branch is None in the first block. -> (branch, residual) for the next, of
+        the `sampled` rows alone if they are given."""
         if branch is None:
             normed = self.attn_norm(residual)
         else:
             normed, residual = self.attn_norm.add(branch, residual)
-        normed, residual = self.mlp_norm.add(self.attn(normed, rotation, inputs, cache), residual)
+        attended = self.attn(normed, rotation, inputs, cache, sampled)
+        normed, residual = self.mlp_norm.add(attended, _rows(residual, sampled))
         return self.mlp(normed), residual
 
 
@@ -57,12 +70,18 @@ class SandwichBlock(Block):
         self.mlp_post_norm = mlp_post_norm
 
     def forward(
-        self, branch: Tensor | None, residual: Tensor, rotation: Rotation, inputs: StepInputs, cache: PagedKV
+        self,
+        branch: Tensor | None,
+        residual: Tensor,
+        rotation: Rotation,
+        inputs: StepInputs,
+        cache: PagedKV,
+        sampled: SampledRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         if branch is None:
             normed = self.attn_norm(residual)
         else:
             normed, residual = self.attn_norm.add(branch, residual)
-        attended = self.attn_post_norm(self.attn(normed, rotation, inputs, cache))
-        normed, residual = self.mlp_norm.add(attended, residual)
+        attended = self.attn_post_norm(self.attn(normed, rotation, inputs, cache, sampled))
+        normed, residual = self.mlp_norm.add(attended, _rows(residual, sampled))
         return self.mlp_post_norm(self.mlp(normed)), residual

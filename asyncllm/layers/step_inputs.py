@@ -8,7 +8,7 @@ from torch import Tensor
 
 from asyncllm.kernels import DecodePlan, PrefillPlan
 
-__all__ = ["StepInputs"]
+__all__ = ["SampledRows", "StepInputs"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,3 +48,14 @@ class StepInputs:
     """Number of KV heads -> `kernels.plan_cache_write` of the slot mapping. Written by the first layer with as many."""
     prefill_plans: dict[int | None, PrefillPlan] = field(default_factory=dict)
     """The same for the prefill rows."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SampledRows:
+    """The tokens of a step whose hidden states are wanted, one each of R rows. Nobody reads the others' after the last
+    layer has written their keys and values, so that the rest of that layer is a decode step of these rows."""
+
+    indices: Tensor
+    """[R] int64: their places among the step's tokens."""
+    inputs: StepInputs
+    """The R rows as a decode step; only what attention reads of it is of use."""

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
-from asyncllm.kernels import PagedKV
+from asyncllm.kernels import PagedKV, Rotation
 from asyncllm.layers.block import Block
 from asyncllm.layers.embedding import Embedding, OutputEmbedding, TiedOutputEmbedding
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.rotary import RotaryEmbedding
-from asyncllm.layers.step_inputs import StepInputs
+from asyncllm.layers.step_inputs import SampledRows, StepInputs
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.weights import WeightMap
 
@@ -91,13 +91,35 @@ class DecoderLM(nn.Module):
         -> hidden states after the final norm [T, hidden].
         """
         rotation = self.rotary(inputs.positions, inputs.rope_lens)
+        branch, residual = self._layers(inputs, rotation, caches, len(self.layers))
+        return self.norm.add(branch, residual)[0]
+
+    def sampled_hidden(
+        self, inputs: StepInputs, caches: Sequence[PagedKV], sampled: SampledRows
+    ) -> tuple[Tensor, Tensor]:
+        """The same step, for callers who want the hidden states of some tokens: -> those [R, hidden], and the residual
+        stream of all tokens [T, hidden] before the last layer. The model has two layers or more.
+
+        The other tokens stop where the last layer has their keys and values: a prompt saves most of one layer.
+        """
+        rotation = self.rotary(inputs.positions, inputs.rope_lens)
+        branch, residual = self._layers(inputs, rotation, caches, len(self.layers) - 1)
+        residual = residual + branch
+        last: Block = self.layers[-1]  # type: ignore[assignment]
+        branch, selected = last(None, residual, rotation, inputs, caches[-1], sampled)
+        return self.norm.add(branch, selected)[0], residual
+
+    def _layers(
+        self, inputs: StepInputs, rotation: Rotation, caches: Sequence[PagedKV], count: int
+    ) -> tuple[Tensor, Tensor]:
+        """The embedding and the first `count` layers -> (branch, residual)."""
         residual: Tensor = self.embed(inputs.input_ids)
         branch: Tensor | None = None
-        for block, cache in zip(self.layers, caches, strict=True):
-            branch, residual = block(branch, residual, rotation, inputs, cache)
+        for index in range(count):
+            branch, residual = self.layers[index](branch, residual, rotation, inputs, caches[index])
         if branch is None:
             raise ValueError("a decoder needs at least one layer")
-        return self.norm.add(branch, residual)[0]
+        return branch, residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] of `forward` -> logits [R, vocab] after the family's final softcap, of the model's type or
