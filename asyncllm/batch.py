@@ -155,6 +155,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of the state tables: at least `max_batch_size`, more when rows in flight need a grace period."""
     max_steps_in_flight: int = 2
     """Steps to submit before the oldest is read, when nobody waits to be admitted."""
+    token_tile: int = 1
+    """Steps with many tokens are fastest when their number is a multiple of this."""
     dynamic_rope_from: int | None = None
     """Dynamic NTK: prompts longer than this have a rotary base of their own. None: no such scaling."""
     device: str = "cpu"

@@ -40,6 +40,10 @@ __all__ = ["DeviceAgent", "PendingStep"]
 _LOOK_AHEAD_BYTES = 16 * 10**9
 """Weights that steps in flight should read: some 4 ms of an H200's memory."""
 
+_TOKEN_TILE = 128
+"""Matrix products of Llama-3-8B on an H200 take 0.62 us a token for 512 or 640 tokens, 0.65 us for 384, and 0.65 to
+0.92 us between these (0.92 us for 448)."""
+
 _FEW_BLOCKS = 2
 """A pool to measure steps with, before the real one is sized."""
 
@@ -214,6 +218,7 @@ class DeviceAgent:
             num_blocks,
             block_size,
             num_slots,
+            token_tile=_TOKEN_TILE if self.on_gpu else 1,
             max_steps_in_flight=_steps_ahead(self.model) if self.on_gpu else 2,
             start_seconds=times.seconds,
         )

@@ -23,6 +23,9 @@ from asyncllm.types import FinishReason
 
 __all__ = ["Scheduler", "SchedulerCounts"]
 
+MIN_ROUNDED_TILES = 3
+"""Steps of fewer tiles are never cut: one tile less would be much less."""
+
 
 class SchedulerCounts:
     """Totals since start. Written by the scheduler, read by `stats()`."""
@@ -67,6 +70,7 @@ class Scheduler:
     ) -> None:
         self._block_size = limits.block_size
         self._num_slots = limits.num_slots
+        self._token_tile = limits.token_tile
         self.max_steps_in_flight = limits.max_steps_in_flight
         self._max_running = min(max_batch_size, limits.num_slots)
         self._prefill_budget = prefill_budget
@@ -206,37 +210,58 @@ class Scheduler:
     def _schedule_prefill(self, batch: Batch, prefill: list[tuple[Sequence, PrefillRow]]) -> None:
         """Fill the token budget with chunks of admitted sequences, then admit more."""
         budget = self._prefill_budget
+        chunks: list[tuple[Sequence, int]] = []
         while budget > 0:
-            if not self._prefilling and not self._admit(batch):
+            if len(chunks) == len(self._prefilling) and not self._admit(batch):
                 break
-            sequence = self._prefilling[0]
-            known = len(sequence.token_ids)
-            start = sequence.num_computed
-            end = min(known, start + budget)
-            request = sequence.request
-            wants_logprobs = sequence.index == 0 and not self._prompt_is_scored(request)
-            row = PrefillRow(
-                slot=sequence.slot,
-                tokens=sequence.token_ids[start:end],
-                position=start,
-                sample=end == known and sequence.remaining > 0,
-                prompt_logprobs=request.prompt_logprobs_asked if wants_logprobs else None,
-                next_token=sequence.token_ids[end] if wants_logprobs and end < known else None,
-                output_logits=request.output_logits,
-            )
-            batch.prefill.append(row)
-            prefill.append((sequence, row))
-            budget -= end - start
-            self.counts.prefill_tokens += end - start
-            sequence.num_computed = end
-            sequence.last_step = batch.step
-            if end == known:
-                self._prefilling.popleft()
-                sequence.state = SequenceState.DECODE
-                sequence.prefilled_by = batch.step
-                if row.sample:
-                    sequence.pending += 1
-                    sequence.remaining -= 1
+            sequence = self._prefilling[len(chunks)]
+            length = min(len(sequence.token_ids) - sequence.num_computed, budget)
+            chunks.append((sequence, length))
+            budget -= length
+        for sequence, length in self._round_down(chunks, len(batch.decode)):
+            self._schedule_chunk(batch, sequence, length, prefill)
+
+    def _round_down(self, chunks: list[tuple[Sequence, int]], num_decode: int) -> list[tuple[Sequence, int]]:
+        """Leave the last tokens to the next step if then the tokens of this one come in whole tiles.
+
+        Nobody loses by it who would not wait anyway: prompts wait for a row, so that the device is busy throughout.
+        """
+        total = num_decode + sum(length for _, length in chunks)
+        excess = total % self._token_tile
+        if not self._waiting or total < MIN_ROUNDED_TILES * self._token_tile or not excess:
+            return chunks
+        sequence, length = chunks[-1]
+        return [*chunks[:-1], (sequence, length - excess)] if length > excess else chunks
+
+    def _schedule_chunk(
+        self, batch: Batch, sequence: Sequence, length: int, prefill: list[tuple[Sequence, PrefillRow]]
+    ) -> None:
+        """Compute the next `length` known tokens of the first prefilling sequence."""
+        known, start = len(sequence.token_ids), sequence.num_computed
+        end = start + length
+        request = sequence.request
+        wants_logprobs = sequence.index == 0 and not self._prompt_is_scored(request)
+        row = PrefillRow(
+            slot=sequence.slot,
+            tokens=sequence.token_ids[start:end],
+            position=start,
+            sample=end == known and sequence.remaining > 0,
+            prompt_logprobs=request.prompt_logprobs_asked if wants_logprobs else None,
+            next_token=sequence.token_ids[end] if wants_logprobs and end < known else None,
+            output_logits=request.output_logits,
+        )
+        batch.prefill.append(row)
+        prefill.append((sequence, row))
+        self.counts.prefill_tokens += length
+        sequence.num_computed = end
+        sequence.last_step = batch.step
+        if end == known:
+            self._prefilling.popleft()
+            sequence.state = SequenceState.DECODE
+            sequence.prefilled_by = batch.step
+            if row.sample:
+                sequence.pending += 1
+                sequence.remaining -= 1
 
     def _admit(self, batch: Batch) -> bool:
         """Give the oldest waiting sequence a slot and blocks for all of its known tokens, if there is room."""

@@ -435,3 +435,35 @@ class TestIntegrity:
         next(iter(driver.scheduler._running)).state = SequenceState.PREFILL
         with pytest.raises(AssertionError, match="prefilling"):
             driver.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("others", [0, 3])
+def test_big_steps_end_at_a_whole_tile_while_others_wait(others: int) -> None:
+    """A device of tiles of 4 tokens: 3 decode rows and a prompt of 10 tokens are 13, one more than three tiles."""
+    driver = Driver(max_batch_size=4, budget=16, caching=False, token_tile=4)
+    running = [driver.submit([index], 30) for index in range(3)]
+    driver.turn(1)
+    request = driver.submit(PROMPT, 2)
+    waiting = [driver.submit(PROMPT, 2) for _ in range(others)]
+    batch = driver.schedule()
+    assert batch is not None
+    assert chunk_sizes(batch.prefill) == ([9] if others else [10])
+    driver.drain()
+    for each in (request, *waiting):
+        assert driver.answers(each) == [expected_answer(PROMPT, 2)]
+    for each in running:
+        assert len(driver.answers(each)[0]) == 30
+    driver.check_drained()
+
+
+def test_small_steps_are_not_cut() -> None:
+    driver = Driver(max_batch_size=2, budget=16, caching=False, token_tile=8)
+    driver.submit([1], 30)
+    driver.turn(1)
+    for _ in range(3):
+        driver.submit(PROMPT, 2)
+    batch = driver.schedule()
+    assert batch is not None
+    assert chunk_sizes(batch.prefill) == [10]
+    driver.drain()
+    driver.check_drained()
