@@ -374,3 +374,15 @@ def test_an_agent_is_gone_with_its_last_reference(params: SamplingParams) -> Non
         assert reference() is None
     finally:
         gc.enable()
+
+
+def test_more_new_blocks_than_fit_beside_decode_rows(graphs: Callable[[DeviceAgent], EagerGraphs]) -> None:
+    """A step's fixed bytes have room for one new block per row; with more, it is launched kernel by kernel."""
+    model = sound_llama()
+    steps = single_steps(model, [1, 2, 3], 4, GREEDY)
+    agent = device_agent_of(model, num_gpu_blocks=NUM_BLOCKS + 1)
+    fake = graphs(agent)
+    steps[2].batch.new_blocks = [(6, 0, list(range(40, 70)))]
+    InFlight(agent).run(steps, lambda: 2)
+    assert [size for part, size in fake.replayed if part == 0] == [2, 2]
+    assert agent._tables.block_tables[6, :30].tolist() == list(range(40, 70))
