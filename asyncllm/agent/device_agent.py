@@ -28,6 +28,7 @@ from asyncllm.agent.kv_cache import allocate_pool, pool_blocks
 from asyncllm.agent.opening import OpenedModel
 from asyncllm.agent.prompt_scores import PromptScores
 from asyncllm.agent.sampler import NOT_FINITE
+from asyncllm.agent.thread_state import own_thread_state
 from asyncllm.agent.transfers import MAX_STEPS_IN_FLIGHT, Transfers
 from asyncllm.agent.warm_up import largest_step, measure_reserve, warm_up_batches
 from asyncllm.batch import Batch, Limits, PrefillRow, StartTimes, StepOutput
@@ -237,13 +238,12 @@ class DeviceAgent:
             pending.wait()
             pending.output()
 
-    @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingStep:
         """Launch a step. A row that fails is named in its `StepOutput.errors`; what raises, here or in the step's
         `wait`, concerns the whole step and all after it."""
         if self.blocked or self.num_launched - self.num_read >= MAX_STEPS_IN_FLIGHT:
             raise RuntimeError("no step can be launched before another one has been read")
-        with self._transfers.computing():
+        with own_thread_state(self._device.type), self._transfers.computing():
             pending = PendingStep(self, batch)
             self.num_launched += 1
             for start in batch.starts:
@@ -263,7 +263,6 @@ class DeviceAgent:
         """Whether nothing can be launched before `resume` has launched the sampling of the last step."""
         return self._unsampled is not None
 
-    @torch.inference_mode()
     def resume(self) -> PendingStep | None:
         """Launch the sampling that waited, if all steps before it have been read. Returns its step if so."""
         if self._unsampled is None:
@@ -272,7 +271,7 @@ class DeviceAgent:
         if self.num_read < pending.index:
             return None
         self._unsampled = None
-        with self._transfers.computing():
+        with own_thread_state(self._device.type), self._transfers.computing():
             sample()
         return pending
 

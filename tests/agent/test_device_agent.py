@@ -7,6 +7,7 @@ import random
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,18 @@ def test_dynamic_rope_in_flight(graphed: bool, graphs: Callable[[DeviceAgent], E
     if graphed:
         graphs(agent)
     InFlight(agent).run(steps, lambda: 4)
+
+
+@pytest.mark.parametrize(
+    "around", [torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16)], ids=["device", "autocast"]
+)
+def test_what_the_program_switched_on_in_the_loops_thread_does_not_matter(around: AbstractContextManager[Any]) -> None:
+    model = sound_llama()
+    steps = schedule_of(model, 1).steps(30)
+    agent = device_agent_of(model)
+    with around:
+        InFlight(agent).run(steps, lambda: 3)
+    assert torch.empty(1).device.type == "cpu"
 
 
 def single_steps(model: DecoderLM, prompt: list[int], count: int, params: SamplingParams) -> list[Answered]:
