@@ -28,9 +28,10 @@ from asyncllm.agent.kv_cache import allocate_pool, pool_blocks
 from asyncllm.agent.opening import OpenedModel
 from asyncllm.agent.prompt_scores import PromptScores
 from asyncllm.agent.sampler import NOT_FINITE
+from asyncllm.agent.thread_state import own_thread_state
 from asyncllm.agent.transfers import MAX_STEPS_IN_FLIGHT, Transfers
 from asyncllm.agent.warm_up import largest_step, measure_reserve, warm_up_batches
-from asyncllm.batch import Batch, Limits, StartTimes, StepOutput
+from asyncllm.batch import Batch, Limits, PrefillRow, StartTimes, StepOutput
 from asyncllm.config import EngineConfig
 from asyncllm.kernels import PagedKV
 from asyncllm.models.decoder import DecoderLM
@@ -51,7 +52,7 @@ _FORWARD, _SAMPLE = 0, 1
 """The parts of a captured decode step."""
 
 OUT_OF_MEMORY = (
-    "The device had no memory left to compute this prompt, even in halves. Lower max_prefill_token_num or "
+    "The device had no memory left to compute or score this prompt, even in parts. Lower max_prefill_token_num or "
     "cache_max_entry_count."
 )
 
@@ -66,7 +67,8 @@ class PendingStep:
         self.scores: list[PromptScores] = []
         self.logprobs: Any = None
         """What `DeviceSampler.logprobs` gave."""
-        self.out_of_memory = False
+        self.failed: dict[int, str] = {}
+        """Slot -> why it failed, if that was known at launch."""
         self.index = agent.num_launched
         """How many steps were launched before this one."""
         self.launched = False
@@ -104,13 +106,13 @@ class PendingStep:
             # Rows beyond the batch are padding.
             tokens, flags = sampled[:, : len(self.slots)]
             output.slots, output.tokens = self.slots.tolist(), tokens.tolist()
-            if flags.any():
-                output.errors = sampler.errors(self.slots, flags)
+            output.errors = sampler.errors(self.slots, flags)
             for row in np.flatnonzero(unsound).tolist():
-                output.errors[batch.prefill[row].slot] = OUT_OF_MEMORY if self.out_of_memory else NOT_FINITE
+                output.errors[batch.prefill[row].slot] = NOT_FINITE
             sampler.observe(self.slots, tokens)
             for scores in self.scores:
                 scores.write(output)
+            output.errors |= self.failed
             if self.logprobs is not None:
                 entries = self.logprobs.result()
                 output.logprobs = {slot: entry for slot, entry in entries.items() if slot not in output.errors}
@@ -143,93 +145,110 @@ class DeviceAgent:
             opened.model.make_batch_invariant()
         self.model, self._device, self._dtype = opened.model, opened.device, opened.dtype
         self.on_gpu = self._device.type == "cuda"
-        block_size = config.tokens_per_block
-        sizes = bucket_sizes(config.max_batch_size)
-        self._max_rows = max(sizes[-1], config.max_batch_size)
-        # A whole batch may end while the next one, in other slots, is in flight already.
-        num_slots = 2 * config.max_batch_size
-        vocab_size = opened.model.config.vocab_size
         self._transfers = Transfers(self._device)
         self._unsampled: tuple[PendingStep, Callable[[], None]] | None = None
         """The step whose sampling waits until all before it are read, and what launches it."""
         self.num_launched = 0
         self.num_read = 0
+        sizes = bucket_sizes(config.max_batch_size)
+        # A whole batch may end while the next one, in other slots, is in flight already.
+        num_slots = 2 * config.max_batch_size
         with torch.inference_mode(), self._transfers.computing():
-            self._tables = DeviceTables(
-                num_slots=num_slots,
-                max_rows=self._max_rows,
-                max_position=opened.max_position,
-                block_size=block_size,
-                rope_lens=opened.model.config.dynamic_rope,
-                batch_invariant=config.batch_invariant,
-                transfers=self._transfers,
-                device=self._device,
-            )
-            self.sampler = DeviceSampler(num_slots, vocab_size, self._device)
-            self._tokens = torch.zeros(self._max_rows, dtype=torch.int64, device=self._device)
-            self._drawn_positions = torch.zeros(self._max_rows, dtype=torch.int32, device=self._device)
-            self._flags = torch.zeros(self._max_rows, dtype=torch.int32, device=self._device)
-            self._results = torch.zeros(2 * self._max_rows, dtype=torch.int32, device=self._device)
-            self._no_flags = torch.zeros(0, dtype=torch.int32, device=self._device)
-            # A model with a final softcap gives float32.
-            hidden = torch.zeros(1, opened.model.config.hidden_size, dtype=opened.dtype, device=self._device)
-            logits = opened.model.logits(hidden)
-            self._logits = torch.zeros(self._max_rows, vocab_size, dtype=logits.dtype, device=self._device)
-            parts = [self._decode_logits, self._decode_tokens]
-            reserve = 0
-            if self._transfers.stream is not None:
-                few = allocate_pool(opened.model.config, _FEW_BLOCKS, block_size, opened.dtype, self._device)
-                self._caches = [PagedKV.over(pages) for pages in few]
-                step = largest_step(
-                    config.max_batch_size,
-                    _prompts(config.prefill_budget, opened.max_position),
-                    block_size,
-                    _FEW_BLOCKS,
-                    rope_lens=opened.model.config.dynamic_rope,
-                    batch_invariant=config.batch_invariant,
-                )
-                reserve = measure_reserve(self.model, step, self._caches, sizes, parts, self._transfers.stream)
-                self._caches = []
-                del few
-                torch.cuda.empty_cache()
+            self._allocate_state(config, opened, num_slots, max_rows=max(sizes[-1], config.max_batch_size))
             num_blocks = pool_blocks(
                 config,
-                opened.model.config,
+                self.model.config,
                 max_position=opened.max_position,
                 dtype=opened.dtype,
                 device=self._device,
-                reserve=reserve,
+                reserve=self._measure(config, opened, sizes),
             )
-            self._pool = allocate_pool(opened.model.config, num_blocks, block_size, opened.dtype, self._device)
-            self._caches = [PagedKV.over(pages) for pages in self._pool]
+            self._allocate_pool(opened, num_blocks, config.tokens_per_block)
             times.lap("pool")
-            self._graphs: DecodeGraphs | None = None
-            if self._transfers.stream is not None:
-                self._graphs = DecodeGraphs(sizes, parts, self._transfers.stream)
-                self._transfers.stream.synchronize()
-        if self.on_gpu:
-            longest = min(config.prefill_budget, opened.max_position)
-            for batch in warm_up_batches(num_blocks, block_size, longest, opened.max_position):
-                pending = self.launch(batch)
-                pending.wait()
-                pending.output()
-        times.lap("capture")
+            self._graphs = self._capture(sizes)
         self.limits: Limits = opened.limits(
             num_blocks,
-            block_size,
+            config.tokens_per_block,
             num_slots,
             token_tile=_TOKEN_TILE if self.on_gpu else 1,
             max_steps_in_flight=_steps_ahead(self.model) if self.on_gpu else 2,
-            start_seconds=times.seconds,
+            start_seconds=times.seconds,  # the clock's own, which gets its last entry below
         )
+        if self.on_gpu:
+            self._warm_up(min(config.prefill_budget, opened.max_position))
+        times.lap("capture")
 
-    @torch.inference_mode()
+    def _allocate_state(self, config: EngineConfig, opened: OpenedModel, num_slots: int, *, max_rows: int) -> None:
+        """Tables by slot, and the tensors that captured steps read and write."""
+        self._tables = DeviceTables(
+            num_slots=num_slots,
+            max_rows=max_rows,
+            max_position=opened.max_position,
+            block_size=config.tokens_per_block,
+            rope_lens=self.model.config.dynamic_rope,
+            batch_invariant=config.batch_invariant,
+            transfers=self._transfers,
+            device=self._device,
+        )
+        vocab_size = self.model.config.vocab_size
+        self.sampler = DeviceSampler(num_slots, vocab_size, self._device)
+        self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=self._device)
+        self._drawn_positions = torch.zeros(max_rows, dtype=torch.int32, device=self._device)
+        self._flags = torch.zeros(max_rows, dtype=torch.int32, device=self._device)
+        self._results = torch.zeros(2 * max_rows, dtype=torch.int32, device=self._device)
+        self._no_flags = torch.zeros(0, dtype=torch.int32, device=self._device)
+        # A model with a final softcap gives float32.
+        logits = self.model.logits(
+            torch.zeros(1, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
+        )
+        self._logits = torch.zeros(max_rows, vocab_size, dtype=logits.dtype, device=self._device)
+
+    def _allocate_pool(self, opened: OpenedModel, num_blocks: int, block_size: int) -> None:
+        """The KV pool, and what attention sees of it: one cache per layer."""
+        self._pool = allocate_pool(self.model.config, num_blocks, block_size, opened.dtype, self._device)
+        self._caches = [PagedKV.over(pages) for pages in self._pool]
+
+    def _measure(self, config: EngineConfig, opened: OpenedModel, sizes: list[int]) -> int:
+        """Bytes that steps take beside weights and KV, found out with a pool of a few blocks."""
+        if self._transfers.stream is None:
+            return 0
+        self._allocate_pool(opened, _FEW_BLOCKS, config.tokens_per_block)
+        step = largest_step(
+            config.max_batch_size,
+            _prompts(config.prefill_budget, opened.max_position),
+            config.tokens_per_block,
+            _FEW_BLOCKS,
+            rope_lens=self.model.config.dynamic_rope,
+            batch_invariant=config.batch_invariant,
+        )
+        parts = [self._decode_logits, self._decode_tokens]
+        reserve = measure_reserve(self.model, step, self._caches, sizes, parts, self._transfers.stream)
+        del self._pool, self._caches
+        torch.cuda.empty_cache()
+        return reserve
+
+    def _capture(self, sizes: list[int]) -> DecodeGraphs | None:
+        """Decode steps of the whole pool as graphs; None where there are no graphs."""
+        if self._transfers.stream is None:
+            return None
+        graphs = DecodeGraphs(sizes, [self._decode_logits, self._decode_tokens], self._transfers.stream)
+        self._transfers.stream.synchronize()
+        return graphs
+
+    def _warm_up(self, max_tokens: int) -> None:
+        """Run steps of all sizes that ask for everything, so that nothing is compiled later, in the event loop."""
+        limits = self.limits
+        for batch in warm_up_batches(limits.num_blocks, limits.block_size, max_tokens, limits.max_position):
+            pending = self.launch(batch)
+            pending.wait()
+            pending.output()
+
     def launch(self, batch: Batch) -> PendingStep:
         """Launch a step. A row that fails is named in its `StepOutput.errors`; what raises, here or in the step's
         `wait`, concerns the whole step and all after it."""
         if self.blocked or self.num_launched - self.num_read >= MAX_STEPS_IN_FLIGHT:
             raise RuntimeError("no step can be launched before another one has been read")
-        with self._transfers.computing():
+        with own_thread_state(self._device.type), self._transfers.computing():
             pending = PendingStep(self, batch)
             self.num_launched += 1
             for start in batch.starts:
@@ -249,7 +268,6 @@ class DeviceAgent:
         """Whether nothing can be launched before `resume` has launched the sampling of the last step."""
         return self._unsampled is not None
 
-    @torch.inference_mode()
     def resume(self) -> PendingStep | None:
         """Launch the sampling that waited, if all steps before it have been read. Returns its step if so."""
         if self._unsampled is None:
@@ -258,7 +276,7 @@ class DeviceAgent:
         if self.num_read < pending.index:
             return None
         self._unsampled = None
-        with self._transfers.computing():
+        with own_thread_state(self._device.type), self._transfers.computing():
             sample()
         return pending
 
@@ -338,7 +356,8 @@ class DeviceAgent:
             # A chunk that nothing is sampled from is looked at too: its blocks may not enter the prefix cache.
             unsound = kernels.segments_finite(stream, step.prefill_offsets)
         for row, first in scored:
-            pending.scores.append(PromptScores(row, stream[first : first + len(row.tokens)], self.model.logits))
+            if row.slot not in pending.failed:
+                self._score(row, stream[first : first + len(row.tokens)], pending)
         logits = self.model.logits(hidden[: len(rows.slots)])
 
         def sample() -> None:
@@ -356,6 +375,13 @@ class DeviceAgent:
             pending.download(self._transfers, [results, unsound])
 
         self._sample_when_possible(pending, sample)
+
+    def _score(self, row: PrefillRow, hidden: Tensor, pending: PendingStep) -> None:
+        """Launch what a prefill row asks for besides a token. Its whole logits may be too much, for this row alone."""
+        try:
+            pending.scores.append(PromptScores(row, hidden, self.model.logits))
+        except torch.OutOfMemoryError:
+            pending.failed[row.slot] = OUT_OF_MEMORY
 
     def _forward(self, step: DeviceStep, pending: PendingStep) -> tuple[Tensor, Tensor]:
         """Hidden states of the rows that are sampled from [R, H], and of all tokens [T, H]: the latter before the last
@@ -383,7 +409,7 @@ class DeviceAgent:
             for tokens, inputs in prefill_halves(step.arrays, step.inputs):
                 hidden[tokens] = self.model(inputs, self._caches)
         except torch.OutOfMemoryError:
-            pending.out_of_memory = True
+            pending.failed = {row.slot: OUT_OF_MEMORY for row in pending.batch.prefill}
             hidden[num_decode:] = torch.nan
         return kernels.gather_rows(hidden, step.indices), hidden
 

@@ -92,7 +92,8 @@ class DeviceTables:
 
     def fits(self, batch: Batch, num_rows: int) -> bool:
         """Whether the batch is a decode step that `advance_decode` can bring up in `num_rows` rows."""
-        return not batch.prefill and not batch.copies and 0 < len(batch.decode) <= num_rows >= len(self._updates)
+        num_blocks = sum(len(blocks) for _, blocks in self._updates)
+        return not batch.prefill and not batch.copies and 0 < len(batch.decode) <= num_rows >= num_blocks
 
     def advance_decode(self, batch: Batch) -> NDArray[np.int64]:
         """Bring a decode step to the fixed tensors that `decode_inputs` reads. Returns its slots [R]."""

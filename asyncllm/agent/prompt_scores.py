@@ -32,14 +32,15 @@ class PromptScores:
         successors = row.tokens[1:] if row.next_token is None else [*row.tokens[1:], row.next_token]
         length = len(hidden) if row.output_logits else len(successors)
         for begin in range(0, length, _SCORED_POSITIONS):
-            piece = logits(hidden[begin : begin + _SCORED_POSITIONS]).float()
+            piece = logits(hidden[begin : begin + _SCORED_POSITIONS])
             self._finite.append(self._fetch(piece.amax().isfinite()))
             if row.output_logits:
+                # In the model's type: pinned memory is dear, and the host widens them without loss.
                 self._logits.append(self._fetch(piece))
             known = successors[begin : begin + len(piece)]
             if row.prompt_logprobs is not None and known:
                 tokens = self._send(known, piece.device)
-                ranked = sampling.token_logprobs(piece[: len(known)], tokens, row.prompt_logprobs)
+                ranked = sampling.token_logprobs(piece[: len(known)].float(), tokens, row.prompt_logprobs)
                 chosen, top, ids = (self._fetch(part) for part in ranked)
                 self._ranked.append((known, chosen, top, ids))
 
@@ -47,21 +48,28 @@ class PromptScores:
         """Put the scores where the engine looks for them."""
         row = self._row
         if not all(finite.item() for finite in self._finite):
-            output.errors[row.slot] = NOT_FINITE
+            output.errors.setdefault(row.slot, NOT_FINITE)
         if row.output_logits:
             with torch.inference_mode(False):
                 # A tensor made in inference mode would refuse the user's in-place operations.
-                output.logits[row.slot] = torch.cat([piece.float() for piece in self._logits])
+                whole = torch.empty(len(row.tokens), self._logits[0].shape[1], dtype=torch.float32, device="cpu")
+            begin = 0
+            for piece in self._logits:
+                whole[begin : begin + len(piece)] = piece
+                begin += len(piece)
+            output.logits[row.slot] = whole
         if row.prompt_logprobs is not None:
             output.prompt_logprobs[row.slot] = [entry for part in self._ranked for entry in _entries(*part)]
 
     def _fetch(self, tensor: Tensor) -> Tensor:
         if not self._pinned:
             return tensor.clone()
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
 
     def _send(self, tokens: list[int], device: torch.device) -> Tensor:
-        return torch.tensor(tokens, dtype=torch.int64, pin_memory=self._pinned).to(device, non_blocking=True)
+        known = torch.tensor(tokens, dtype=torch.int64, device="cpu", pin_memory=self._pinned)
+        return known.to(device, non_blocking=True)
 
 
 def _entries(known: list[int], chosen: Tensor, top: Tensor, ids: Tensor) -> list[TokenLogprobs]:

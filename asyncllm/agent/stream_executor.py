@@ -10,6 +10,7 @@ CPU, runs in that thread instead.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -63,10 +64,10 @@ class StepLauncher(Protocol):
 
 
 class StreamExecutor:
-    """States: new, started, then dead or closed. `load` is called in the thread and makes what runs the steps.
+    """States: new, running from the end of `start` on, perhaps dead, then closed.
 
-    `release` is called in the thread when that is gone. Written by the loop's thread, except for the launcher, which
-    appears before `start` returns.
+    `load` is called in the thread and makes what runs the steps; `release` is called there when that is gone. Written
+    by the loop's thread, except for the launcher, which the thread hands over before `start` returns.
     """
 
     def __init__(
@@ -75,32 +76,47 @@ class StreamExecutor:
         *,
         release: Callable[[], None] | None = None,
     ) -> None:
-        self._launchers: list[StepLauncher] = []
-        """The launcher, once there is one and as long as it may be used."""
+        self._loaded = _Handover()
         self._thread: ThreadExecutor[Any, Any] = ThreadExecutor(
-            partial(_load_runner, load, self._launchers), release=release
+            partial(_load_runner, load, self._loaded), release=release
         )
         """Runs whole steps, or waits for launched ones."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Where it was started, once it was."""
+        self._running = False
+        self._launches = False
+        """Whether there is a launcher, perhaps gone by now."""
         self._held: deque[tuple[Batch, asyncio.Future[StepOutput]]] = deque()
         """Steps that cannot be launched yet."""
         self._unfinished: asyncio.Future[StepOutput] | None = None
         """Of the step that is launched in part."""
-        self._failure: BaseException | None = None
+        self._waited: deque[asyncio.Future[LaunchedStep]] = deque()
+        """Of the launched steps, oldest first: what the thread waits for."""
+        self._launch_error: BaseException | None = None
+        """Of the first step that failed: nothing is launched after it."""
+        self._step_error: BaseException | None = None
+        """Of the first launched step that failed: what was launched after it is not read."""
 
     async def start(self) -> Limits:
         """Load in the thread. Raises what `load` raises, errors that are not asyncllm's as ModelError."""
-        return await self._thread.start()
+        limits = await self._thread.start()
+        self._loop = asyncio.get_running_loop()
+        self._launches = self._loaded.launcher is not None
+        self._running = not self._loaded.closed
+        return limits
 
     def submit(self, batch: Batch) -> asyncio.Future[StepOutput]:
         """Launch a step; its future raises what the step raised, and every later one EngineDead with that as cause.
 
         Raises EngineClosed unless started and not closed.
         """
-        if self._failure is None and not self._launchers:
+        if self._loop is None or not self._running:
+            raise EngineClosed("This executor is not running: it was closed, or never started.")
+        if not self._launches:
             return self._thread.submit(batch)
-        future: asyncio.Future[StepOutput] = asyncio.get_running_loop().create_future()
-        if self._failure is not None:
-            set_seen_exception(future, dead(self._failure))
+        future: asyncio.Future[StepOutput] = self._loop.create_future()
+        if self._launch_error is not None:
+            set_seen_exception(future, dead(self._launch_error))
             return future
         self._held.append((batch, future))
         self._launch()
@@ -108,56 +124,84 @@ class StreamExecutor:
 
     async def close(self) -> None:
         """Let the launched steps finish, drop the others, end the thread, release the memory. Any number of times."""
-        self._drop(EngineClosed("The executor was closed before this step ran."))
-        self._launchers.clear()
-        await self._thread.close()
+        here = self._loop is asyncio.get_running_loop()
+        if self._loop is not None and self._running:
+            self._running = False
+            closed = EngineClosed("The executor was closed before this step ran.")
+            if here:
+                self._drop(closed)
+            else:
+                # Futures belong to their own loop. If that is closed, nobody waits for them any more.
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._drop, closed)
+        self._loaded.close()
+        try:
+            if here and self._waited:
+                # The thread drops what it is not waiting for yet when it is told to end.
+                await asyncio.wait(self._waited)
+        finally:
+            await self._thread.close()
 
     def _launch(self) -> None:
-        """Launch all that can be launched."""
-        launcher = self._launchers[0]
-        if self._unfinished is not None:
-            pending, failure = attempt(launcher.resume)
-            if failure is not None:
-                self._fail(self._unfinished, failure)
+        """Launch all that can be launched.
+
+        An error leads back to the frame of this function, which therefore has no variable for the launcher.
+        """
+        if self._unfinished is not None and self._loaded.launcher is not None:
+            pending, failure = attempt(self._loaded.launcher.resume)
+            if pending is None and failure is None:
                 return
-            if pending is None:
-                return
-            self._watch(pending, self._unfinished)
-            self._unfinished = None
-        while self._held and not launcher.blocked:
+            future, self._unfinished = self._unfinished, None
+            self._go_on(future, pending, failure)
+        while self._held and self._loaded.launcher is not None and not self._loaded.launcher.blocked:
             batch, future = self._held.popleft()
-            pending, failure = attempt(launcher.launch, batch)
-            if failure is not None:
-                self._fail(future, failure)
-                return
-            assert pending is not None
-            if pending.launched:
-                self._watch(pending, future)
-            else:
-                self._unfinished = future
+            self._go_on(future, *attempt(self._loaded.launcher.launch, batch))
+
+    def _go_on(
+        self, future: asyncio.Future[StepOutput], pending: LaunchedStep | None, failure: BaseException | None
+    ) -> None:
+        """Wait for a step that is launched, or launched in part, or see to it that nothing follows one that failed."""
+        if pending is None:
+            assert failure is not None
+            self._fail(future, failure)
+        elif pending.launched:
+            self._watch(pending, future)
+        else:
+            self._unfinished = future
 
     def _watch(self, pending: LaunchedStep, future: asyncio.Future[StepOutput]) -> None:
         waited = self._thread.submit(pending)
+        self._waited.append(waited)
         waited.add_done_callback(partial(self._read, future))
 
     def _read(self, future: asyncio.Future[StepOutput], waited: asyncio.Future[LaunchedStep]) -> None:
-        """The device is done with a step."""
+        """The device is done with the oldest launched step."""
+        self._waited.popleft()
         error = waited.exception()
+        if isinstance(error, EngineClosed):
+            # Dropped by the thread, since `close` was cancelled.
+            set_seen_exception(future, error)
+            return
+        if self._step_error is not None:
+            set_seen_exception(future, dead(self._step_error))
+            return
         if error is None:
             output, error = attempt(waited.result().output)
+        # An error leads back to this frame, and what was waited for to the model.
+        del waited
         if error is not None:
+            self._step_error = error
             self._fail(future, error)
-            return
-        set_result(future, output)
-        if self._launchers:
+        else:
+            set_result(future, output)
             self._launch()
 
     def _fail(self, future: asyncio.Future[StepOutput], error: BaseException) -> None:
-        """No step runs after one that failed."""
+        """No step is launched after one that failed."""
         set_exception(future, error)
-        if self._failure is None:
-            self._failure = error
-            self._launchers.clear()
+        if self._launch_error is None:
+            self._launch_error = error
+            self._loaded.close()
             self._drop(dead(error))
 
     def _drop(self, error: BaseException) -> None:
@@ -167,6 +211,25 @@ class StreamExecutor:
             self._unfinished = None
         while self._held:
             set_seen_exception(self._held.popleft()[1], error)
+
+
+class _Handover:
+    """The launcher, on its way from the thread that makes it to the loop's. Either may find that it is too late."""
+
+    def __init__(self) -> None:
+        self.launcher: StepLauncher | None = None
+        """None before it is made, and once it may not be used any more."""
+        self.closed = False
+
+    def put(self, launcher: StepLauncher) -> None:
+        self.launcher = launcher
+        # In this order, as `close` may come in between.
+        if self.closed:
+            self.launcher = None
+
+    def close(self) -> None:
+        self.closed = True
+        self.launcher = None
 
 
 class _Waiter:
@@ -181,11 +244,11 @@ class _Waiter:
 
 
 def _load_runner(
-    load: Callable[[], StepRunner[Batch, StepOutput] | StepLauncher], launchers: list[StepLauncher]
+    load: Callable[[], StepRunner[Batch, StepOutput] | StepLauncher], loaded: _Handover
 ) -> StepRunner[Any, Any]:
     """What the thread drives."""
-    loaded = load()
-    if isinstance(loaded, StepLauncher):
-        launchers.append(loaded)
-        return _Waiter(loaded.limits)
-    return loaded
+    made = load()
+    if isinstance(made, StepLauncher):
+        loaded.put(made)
+        return _Waiter(made.limits)
+    return made

@@ -457,7 +457,8 @@ class AsyncEngine:
         return self.running().stats(len(self._table()))
 
     def check_idle(self) -> None:
-        """Raise AssertionError if a request is open, or a row or block is held; for tests."""
+        """Raise AssertionError if a request is open, or a row or block is held by anything but steps that still run;
+        for tests, right after the last answer too."""
         if self._loop is not None:
             self._loop.check_idle()
 

@@ -187,7 +187,8 @@ class EngineLoop:
 
     def _depth(self) -> int:
         """Steps to have in flight. A prompt that waits is admitted between two steps, and not behind many."""
-        return PIPELINE_DEPTH if self.scheduler.num_waiting else self.scheduler.max_steps_in_flight
+        most = self.scheduler.max_steps_in_flight
+        return min(PIPELINE_DEPTH, most) if self.scheduler.num_waiting else most
 
     def _deliver(self, advanced: list[Sequence]) -> None:
         """Turn the tokens of a step into text and hand them over."""
@@ -293,10 +294,14 @@ class EngineLoop:
         )
 
     def check_idle(self) -> None:
-        """Raise AssertionError if a request is open, or a row or block is held; for tests."""
+        """Raise AssertionError if a request is open, or a row or block is held; for tests.
+
+        Steps that were launched before it was known that all answers have ended may still run, and the blocks that
+        they may write are theirs until they have been read. `stats()` counts them.
+        """
         assert not self._open, f"{len(self._open)} requests are open"
-        assert not self._in_flight, f"{len(self._in_flight)} steps are in flight"
         self.scheduler.check_integrity()
         assert self.scheduler.num_running == 0, "rows are held"
         assert self.scheduler.num_waiting == 0, "sequences are waiting"
-        assert self.scheduler.blocks.num_held == 0, f"{self.scheduler.blocks.num_held} blocks are held"
+        held = self.scheduler.blocks.num_held
+        assert held == 0 or self._in_flight, f"{held} blocks are held, and no step is in flight that may write them"

@@ -66,6 +66,7 @@ class FakeDevice:
         num_slots: int = 16,
         vocab_size: int = 258,
         max_position: int = 4096,
+        max_steps_in_flight: int = 2,
         oracle: Oracle | None = None,
         row_failure: Callable[[list[int]], str | None] | None = None,
     ) -> None:
@@ -76,6 +77,7 @@ class FakeDevice:
             max_position=max_position,
             vocab_size=vocab_size,
             num_slots=num_slots,
+            max_steps_in_flight=max_steps_in_flight,
             device="fake",
             architecture="Fake",
         )

@@ -33,6 +33,7 @@ class FakeExecutor:
         num_slots: int = 16,
         vocab_size: int = 258,
         max_position: int = 4096,
+        max_steps_in_flight: int = 2,
         oracle: Oracle | None = None,
         row_failure: Callable[[list[int]], str | None] | None = None,
         latency: float = 0.0,
@@ -47,6 +48,7 @@ class FakeExecutor:
             num_slots=num_slots,
             vocab_size=vocab_size,
             max_position=max_position,
+            max_steps_in_flight=max_steps_in_flight,
             oracle=oracle,
             row_failure=row_failure,
         )

@@ -27,7 +27,7 @@ from asyncllm.engine.sequence import Request
 from tests.engine.driver import Driver, expected_answer
 
 EXAMPLES = int(os.environ.get("ASYNCLLM_MACHINE_EXAMPLES", "150"))
-MAX_DEPTH = 3
+MAX_DEPTH = 6
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
@@ -46,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 20),
         interval=st.integers(1, 3),
         caching=st.booleans(),
+        depth=st.integers(2, MAX_DEPTH),
     )
     def begin(
         self,
@@ -56,7 +57,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget: int,
         interval: int,
         caching: bool,
+        depth: int,
     ) -> None:
+        self.depth = depth
         self.room = num_blocks * block_size
         self.driver = Driver(
             num_blocks=num_blocks,
@@ -91,7 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.asked[request] = max_new, seeds, stop_ids
         return request
 
-    @precondition(lambda self: len(self.driver.in_flight) < MAX_DEPTH)
+    @precondition(lambda self: len(self.driver.in_flight) < self.depth)
     @rule()
     def schedule(self) -> None:
         self.driver.schedule()
@@ -101,10 +104,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def complete(self) -> None:
         self.driver.complete()
 
-    @rule(depth=st.integers(1, MAX_DEPTH), turns=st.integers(1, 8))
-    def run(self, depth: int, turns: int) -> None:
+    @rule(waits=st.booleans(), turns=st.integers(1, 8))
+    def run(self, waits: bool, turns: int) -> None:
         for _ in range(turns):
-            self.driver.turn(depth)
+            self.driver.turn(2 if waits else self.depth)
             self.driver.check()
 
     @rule(request=requests)
