@@ -11,7 +11,7 @@ import triton.language as tl
 
 from asyncllm.kernels.triton import launch as module
 from asyncllm.kernels.triton.language import wait_for_producers
-from asyncllm.kernels.triton.launch import launch
+from asyncllm.kernels.triton.launch import Configured, launch
 from tests.kernels.device import DEVICE
 
 
@@ -53,7 +53,7 @@ class FakeKernel:
 
 @pytest.fixture(autouse=True)
 def _no_variant_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ready", {})
+    monkeypatch.setattr(module, "_configured", {})
 
 
 @pytest.fixture
@@ -92,12 +92,14 @@ def test_the_second_launch_runs_what_the_first_compiled() -> None:
         {"constexprs": {"SIZE": 8}},
         {"num_warps": 2},
         {"num_stages": 1},
+        {"fp_fusion": False},
     ],
     ids=lambda other: next(iter(other)),
 )
 def test_what_makes_another_variant(other: dict[str, Any]) -> None:
     kernel = FakeKernel("x", "count", "SIZE")
-    usual = {"tensors": (X,), "scalars": (7,), "constexprs": {"SIZE": 4}, "num_warps": 4, "num_stages": 3}
+    usual: dict[str, Any] = {"tensors": (X,), "scalars": (7,), "constexprs": {"SIZE": 4}}
+    usual |= {"num_warps": 4, "num_stages": 3, "fp_fusion": True}
 
     def run(*, tensors: Any, scalars: Any, constexprs: Any, **options: Any) -> None:
         launch(kernel, (1, 1, 1), tensors, scalars, pdl=False, **options, **constexprs)
@@ -125,6 +127,17 @@ def test_kernels_that_break_the_rules(names: tuple[str, ...], message: str) -> N
 
 
 @FAKED
+def test_a_configured_kernel_is_told_what_changes() -> None:
+    kernel = FakeKernel("x", "count", "SIZE")
+    configured = Configured(kernel, pdl=False, num_warps=8, fp_fusion=False, SIZE=4)
+    for count in (1, 5, 6):
+        configured((count, 1, 1), (X,), (count,))
+    options = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
+    assert kernel.compilations == [((1, 1, 1), (X, 1), {"SIZE": 4, **options})]
+    assert [(run[0], run[-2:]) for run in kernel.runs] == [(5, (5, None)), (6, (6, None))]
+
+
+@FAKED
 def test_pdl_needs_a_kernel_that_waits() -> None:
     with pytest.raises(TypeError, match="USE_PDL"):
         launch(FakeKernel("x", "SIZE"), (1, 1, 1), (X,), SIZE=4)
@@ -146,7 +159,8 @@ def test_a_real_kernel() -> None:
             expected = torch.where(torch.arange(40, device=DEVICE) < count, x * factor, 0.0)
             assert torch.equal(out, expected)
     # No count and no factor made a variant of its own.
-    assert len(module._ready) == (1 if DEVICE.type == "cuda" else 0)
+    (configured,) = module._configured.values()
+    assert len(configured._ready) == (1 if DEVICE.type == "cuda" else 0)
 
 
 @pytest.mark.gpu

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
-from asyncllm.kernels.triton.launch import launch
+from asyncllm.kernels.triton.launch import Configured
 
 __all__ = ["gelu_tanh_mul", "silu_mul"]
 
@@ -62,6 +64,10 @@ def _gate(x: Tensor, *, gelu: bool) -> Tensor:
     size = x.shape[-1] // 2
     out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
     if out.numel():
-        grid = (out.numel() // size, -(-size // COLUMNS), 1)
-        launch(gate_kernel, grid, (x, out), num_warps=4, SIZE=size, COLUMNS=COLUMNS, GELU=gelu)
+        _configured(size, gelu)((out.numel() // size, -(-size // COLUMNS), 1), (x, out))
     return out
+
+
+@functools.cache
+def _configured(size: int, gelu: bool) -> Configured:
+    return Configured(gate_kernel, num_warps=4, SIZE=size, COLUMNS=COLUMNS, GELU=gelu)

@@ -5,13 +5,15 @@ A row's sums are taken in an order that depends on its length alone, so that the
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
-from asyncllm.kernels.triton.launch import launch
+from asyncllm.kernels.triton.launch import Configured
 
 __all__ = ["add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -129,20 +131,16 @@ def _rms_norm(
 ) -> None:
     size = x.shape[-1]
     rows = x.numel() // size
-    if not rows:
-        return
-    tile, columns, num_warps = row_tile(size)
-    launch(
-        rms_norm_kernel,
-        (-(-rows // tile), 1, 1),
-        (x, residual, weight, out, total),
-        (rows, eps),
-        num_warps=num_warps,
-        SIZE=size,
-        ROWS=tile,
-        COLUMNS=columns,
-        ADD=add,
-    )
+    if rows:
+        tile, kernel = _configured_rms_norm(size, add)
+        kernel((-(-rows // tile), 1, 1), (x, residual, weight, out, total), (rows, eps))
+
+
+@functools.cache
+def _configured_rms_norm(size: int, add: bool) -> tuple[int, Configured]:
+    """Rows of a program, and the kernel."""
+    rows, columns, num_warps = row_tile(size)
+    return rows, Configured(rms_norm_kernel, num_warps=num_warps, SIZE=size, ROWS=rows, COLUMNS=columns, ADD=add)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -150,18 +148,16 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     out = torch.empty_like(x)
     size = x.shape[-1]
     rows = x.numel() // size
-    if not rows:
-        return out
-    tile, columns, num_warps = row_tile(size)
-    launch(
-        layer_norm_kernel,
-        (-(-rows // tile), 1, 1),
-        (x, weight, weight if bias is None else bias, out),
-        (rows, eps),
-        num_warps=num_warps,
-        SIZE=size,
-        ROWS=tile,
-        COLUMNS=columns,
-        HAS_BIAS=bias is not None,
-    )
+    if rows:
+        tile, kernel = _configured_layer_norm(size, bias is not None)
+        kernel((-(-rows // tile), 1, 1), (x, weight, weight if bias is None else bias, out), (rows, eps))
     return out
+
+
+@functools.cache
+def _configured_layer_norm(size: int, has_bias: bool) -> tuple[int, Configured]:
+    """Rows of a program, and the kernel."""
+    rows, columns, warps = row_tile(size)
+    return rows, Configured(
+        layer_norm_kernel, num_warps=warps, SIZE=size, ROWS=rows, COLUMNS=columns, HAS_BIAS=has_bias
+    )

@@ -7,6 +7,8 @@ whatever the batch.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,7 @@ from asyncllm.kernels.cache import PagedKV
 from asyncllm.kernels.rotary import Rotation
 from asyncllm.kernels.triton.cache import check_cache
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
-from asyncllm.kernels.triton.launch import launch
+from asyncllm.kernels.triton.launch import Configured, launch
 
 __all__ = ["rope_fill_kv", "rotation"]
 
@@ -233,32 +235,38 @@ def rope_fill_kv(
     if not tokens:
         return q
     cos, sin = rotation
-    pairs = cos.shape[-1] // 2
+    norm = q_norm is not None and k_norm is not None
+    kernel = _configured(num_heads, num_kv_heads, head_dim, cos.shape[-1] // 2, cache.k.shape[2], norm, interleaved)
+    tensors = (
+        qkv,
+        cos,
+        sin,
+        plan,
+        cache.k,
+        cache.v,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        q,
+    )
+    kernel((-(-tokens * (num_heads + 2 * num_kv_heads) // ROWS), 1, 1), tensors, (tokens, eps))
+    return q
+
+
+@functools.cache
+def _configured(
+    num_heads: int, num_kv_heads: int, head_dim: int, pairs: int, block_size: int, norm: bool, interleaved: bool
+) -> Configured:
     rest = head_dim - 2 * pairs
-    launch(
+    return Configured(
         rope_fill_kv_kernel,
-        (-(-tokens * (num_heads + 2 * num_kv_heads) // ROWS), 1, 1),
-        (
-            qkv,
-            cos,
-            sin,
-            plan,
-            cache.k,
-            cache.v,
-            qkv if q_norm is None else q_norm,
-            qkv if k_norm is None else k_norm,
-            q,
-        ),
-        (tokens, eps),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         PAIRS=pairs,
         BLOCK=triton.next_power_of_2(pairs),
         REST=triton.next_power_of_2(rest) if rest else 0,
-        BLOCK_SIZE=cache.k.shape[2],
-        NORM=q_norm is not None and k_norm is not None,
+        BLOCK_SIZE=block_size,
+        NORM=norm,
         INTERLEAVED=interleaved,
         ROWS=ROWS,
     )
-    return q
