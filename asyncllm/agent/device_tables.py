@@ -133,7 +133,6 @@ class DeviceTables:
             kv_lens=fixed.kv_lens,
             block_tables=fixed.block_tables,
             max_q_len=1,
-            max_kv_len=self._slots.max_blocks * self._block_size,
             rope_lens=self._decode_prompt_lens[:num_rows] if self._rope_lens else None,
             batch_invariant=self._batch_invariant,
         )
@@ -185,7 +184,6 @@ class DeviceTables:
             kv_lens=kv_lens,
             block_tables=self.block_tables.index_select(0, row_slots),
             max_q_len=arrays.max_q_len,
-            max_kv_len=int(arrays.kv_lens.max()),
             rope_lens=prompt_lens if self._rope_lens else None,
             batch_invariant=self._batch_invariant,
         )
@@ -220,7 +218,6 @@ class DeviceTables:
             kv_lens=kv_lens,
             block_tables=self.block_tables.index_select(0, slots),
             max_q_len=1,
-            max_kv_len=self._slots.max_blocks * self._block_size,
             batch_invariant=self._batch_invariant,
         )
         return SampledRows(indices=indices, inputs=inputs)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncllm.kernels.triton.language import dot, round_to
 
-__all__ = ["FLOOR", "attend_tile", "finish", "score_scales"]
+__all__ = ["FLOOR", "LOG2_E", "attend_tile", "check_heads", "finish", "score_scales"]
 
 FLOOR: tl.constexpr = tl.constexpr(-1e30)
 """Where running maxima start, in raw scores and in exponents of 2."""
@@ -31,13 +31,15 @@ def score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
     return scale / softcap, softcap * LOG2_E.value
 
 
-def checked_heads(name: str, values: Tensor | None, num_heads: int) -> Tensor | None:
-    """Sinks or slopes as the kernels read them. Raises ValueError unless they are float32 [H]."""
-    if values is not None and (values.dtype != torch.float32 or values.shape != (num_heads,)):
-        raise ValueError(
-            f"{name} are float32 [{num_heads}], one per query head, not {values.dtype} {list(values.shape)}."
-        )
-    return values
+def check_heads(planned: int, num_heads: int, sinks: Tensor | None, alibi: Tensor | None) -> None:
+    """Raises ValueError unless the plan is for so many query heads, and sinks and slopes are float32 [H] or absent."""
+    if planned != num_heads:
+        raise ValueError(f"The plan is for {planned} query heads, and q has {num_heads}. Plan for these heads.")
+    for name, values in (("Sinks", sinks), ("ALiBi slopes", alibi)):
+        if values is not None and (values.dtype != torch.float32 or values.shape != (num_heads,)):
+            raise ValueError(
+                f"{name} are float32 [{num_heads}], one per query head, not {values.dtype} {list(values.shape)}."
+            )
 
 
 @triton.jit
@@ -102,10 +104,10 @@ def attend_tile(
 
 
 @triton.jit
-def finish(acc, weight_sum, exponent, sinks, heads, mask):
-    """acc / weight_sum [M, P], zeros where there was no key. exponent [M] is the maximum in exponents of 2; `sinks`,
-    when given, adds the weight of heads' sink logits to the sum."""
-    if sinks is not None:
+def finish(acc, weight_sum, exponent, sinks, heads, mask, SINKS: tl.constexpr):
+    """acc / weight_sum [M, P], zeros where there was no key. exponent [M] is the maximum in exponents of 2; SINKS: the
+    weight of heads' sink logits is added to the sum."""
+    if SINKS:
         sink = tl.load(sinks + heads, mask=mask, other=0.0) * LOG2_E
         highest = tl.maximum(exponent, sink)
         fade = tl.exp2(exponent - highest)
