@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels import sampling
-from asyncllm.kernels.triton.language import PDL, release_consumers, wait_for_producers
+from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
+from asyncllm.kernels.triton.launch import launch
 
 __all__ = ["sample"]
 
@@ -143,7 +144,7 @@ def _noise_words(seed, position, quads):
 
 
 @triton.jit(do_not_specialize=["groups_per_program"])
-def _group_maxima(
+def group_maxima_kernel(
     logits,
     maxima,
     state,
@@ -155,9 +156,9 @@ def _group_maxima(
     USE_PDL: tl.constexpr,
 ):
     """Program (r, s): keys of the maxima of some groups of row r, and, if s is 0, the row's state as it begins."""
+    release_consumers(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     wait_for_producers(USE_PDL)
-    release_consumers(USE_PDL)
     if tl.program_id(1) == 0:
         tl.store(state + row * _STATE + _BEST, _LOWEST)
         tl.store(state + row * _STATE + _MASS, tl.full((), 0, tl.int64))
@@ -403,8 +404,8 @@ def _filtered_token(
     return (best & _ID_MASK) ^ _ID_MASK
 
 
-@triton.jit
-def _draw_rows(
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "tokens", "flags"])
+def draw_kernel(
     logits,
     settings,
     slots,
@@ -418,15 +419,16 @@ def _draw_rows(
     STRIDE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     SHIFT: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Program (r, s) of (R, S): part s of the work on row r, or all of it if it cannot be shared and s is 0."""
+    release_consumers(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     wait_for_producers(USE_PDL)
-    release_consumers(USE_PDL)
     slot = row
-    if slots is not None:
+    if HAS_SLOTS:
         slot = tl.load(slots + row).to(tl.int64)
     # Rows without a slot work like greedy ones; what they find is put aside at the end.
     own = settings + tl.maximum(slot, 0) * _NUM_SETTINGS
@@ -500,11 +502,11 @@ def sample(
     num_rows, vocab_size = logits.shape
     if not num_rows:
         return
-    num_groups = triton.next_power_of_2(max(triton.cdiv(vocab_size, _GROUP.value), _TILE_GROUPS.value))
+    num_groups = triton.next_power_of_2(max(-(-vocab_size // _GROUP.value), _TILE_GROUPS.value))
     tiles = num_groups // _TILE_GROUPS.value
     maxima_splits = max(1, min(_MAX_SPLITS, _MAXIMA_PROGRAMS // num_rows, tiles))
-    draw_splits = max(1, min(_MAX_SPLITS, _DRAW_PROGRAMS // num_rows, triton.cdiv(vocab_size, 4 * _QUADS.value)))
-    groups_per_program = triton.cdiv(tiles, maxima_splits) * _TILE_GROUPS.value
+    draw_splits = max(1, min(_MAX_SPLITS, _DRAW_PROGRAMS // num_rows, -(-vocab_size // (4 * _QUADS.value))))
+    groups_per_program = -(-tiles // maxima_splits) * _TILE_GROUPS.value
     maxima = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)
     chosen = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)
     state = torch.empty((num_rows, _STATE.value), dtype=torch.int64, device=logits.device)
@@ -514,22 +516,21 @@ def sample(
         "STRIDE": logits.stride(0) if num_rows > 1 else vocab_size,
         "NUM_GROUPS": num_groups,
         "SHIFT": _SHIFTS[logits.dtype],
-        **PDL,
     }
-    _group_maxima[(num_rows, triton.cdiv(num_groups, groups_per_program))](
-        logits, maxima, state, groups_per_program, num_warps=_MAXIMA_WARPS, **sizes
+    launch(
+        group_maxima_kernel,
+        (num_rows, -(-num_groups // groups_per_program), 1),
+        (logits, maxima, state),
+        (groups_per_program,),
+        num_warps=_MAXIMA_WARPS,
+        **sizes,
     )
-    _draw_rows[(num_rows, draw_splits)](
-        logits,
-        settings,
-        slots,
-        positions,
-        tokens,
-        flags,
-        maxima,
-        state,
-        chosen,
+    launch(
+        draw_kernel,
+        (num_rows, draw_splits, 1),
+        (logits, settings, positions if slots is None else slots, positions, tokens, flags, maxima, state, chosen),
         num_warps=_DRAW_WARPS,
-        enable_fp_fusion=False,
+        fp_fusion=False,
+        HAS_SLOTS=slots is not None,
         **sizes,
     )
