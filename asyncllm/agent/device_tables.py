@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.agent.slots import SlotArrays, StepArrays
-from asyncllm.agent.transfers import Transfers, offsets
+from asyncllm.agent.upload import offsets, upload_together
 from asyncllm.batch import Batch, SlotStart
 from asyncllm.kernels import DecodeInputs
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
@@ -55,7 +55,6 @@ class DeviceTables:
         block_size: int,
         rope_lens: bool,
         batch_invariant: bool,
-        transfers: Transfers,
         device: torch.device,
     ) -> None:
         """`max_rows`: most rows of a decode step in fixed tensors, padding included."""
@@ -63,7 +62,7 @@ class DeviceTables:
         self._block_size = block_size
         self._rope_lens = rope_lens
         self._batch_invariant = batch_invariant
-        self._transfers = transfers
+        self._device = device
         self._updates: list[tuple[int, list[int]]] = []
         """(entry of the flat block tables, block ids to write from there on), not yet on the device."""
         # One entry more than a row can own: kernels read one page ahead.
@@ -102,7 +101,7 @@ class DeviceTables:
         rows[0, len(slots) :] = -1
         rows[1, : len(slots)], rows[2, : len(slots)] = self._slots.advance_decode(slots)
         arrays: list[NDArray[Any]] = [rows, *self._take_updates()]
-        _, *updates = self._transfers.upload(arrays, into=self._decode_bytes)
+        _, *updates = upload_together(arrays, self._device, into=self._decode_bytes)
         self._apply(*updates)
         return slots
 
@@ -169,7 +168,7 @@ class DeviceTables:
             indices,
             prompt_lens,
             *updates,
-        ) = self._transfers.upload(everything)
+        ) = upload_together(everything, self._device)
         self._apply(*updates)
         input_ids = torch.empty_like(positions)
         if num_decode:
@@ -225,7 +224,7 @@ class DeviceTables:
     def flush(self) -> None:
         """Bring up new blocks without a step."""
         if self._updates:
-            self._apply(*self._transfers.upload(self._take_updates()))
+            self._apply(*upload_together(self._take_updates(), self._device))
 
     def _take_updates(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Entries of the flat block tables, and the block ids that belong there."""
