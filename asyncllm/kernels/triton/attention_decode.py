@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.cache import PagedKV
-from asyncllm.kernels.triton.attention_plan import (
-    HEADER,
-    AttentionShape,
-    DecodeConfig,
-    DecodeWork,
-    key_tile,
-    padded_head_dim,
-)
-from asyncllm.kernels.triton.attention_tile import FLOOR, LOG2_E, attend_tile, check_heads, finish, score_scales
+from asyncllm.kernels.triton.attention_launch import Variant, launch_attention
+from asyncllm.kernels.triton.attention_plan import HEADER, DecodeConfig, DecodeWork, key_tile, padded_head_dim
+from asyncllm.kernels.triton.attention_tile import FLOOR, LOG2_E, attend_tile, finish
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured
 
@@ -73,11 +66,11 @@ def decode_attention_kernel(
     k,
     v,
     block_tables,
-    work,
-    partials,
     out,
     sinks,
     alibi,
+    work,
+    partials,
     squeeze,
     steepness,
     window,
@@ -220,65 +213,21 @@ def paged_decode_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `asyncllm.kernels.attention.paged_decode_attention`. q and out may have any stride between tokens."""
-    check_heads(plan.shape.num_heads, q.shape[1], sinks, alibi)
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    kernel = _configured(
-        plan.shape,
-        plan.config,
-        q.stride(0),
-        out.stride(0),
-        plan.window > 0,
-        softcap is not None,
-        sinks is not None,
-        alibi is not None,
-    )
-    tensors = (
-        q,
-        cache.k,
-        cache.v,
-        plan.block_tables,
-        plan.work,
-        plan.partials,
-        out,
-        plan.partials if sinks is None else sinks,
-        plan.partials if alibi is None else alibi,
-    )
-    kernel((plan.grid, 1, 1), tensors, (*score_scales(scale, softcap), plan.window, plan.table_stride))
-    return out
+    own = (plan.work, plan.partials)
+    return launch_attention(_configured, (plan.grid, 1, 1), own, q, cache, plan, scale, softcap, sinks, alibi, out)
 
 
 @functools.cache
-def _configured(
-    shape: AttentionShape,
-    config: DecodeConfig,
-    q_stride: int,
-    out_stride: int,
-    windowed: bool,
-    softcap: bool,
-    sinks: bool,
-    alibi: bool,
-) -> Configured:
-    group = shape.num_heads // shape.num_kv_heads
-    group_block = triton.next_power_of_2(group)
-    padded = padded_head_dim(shape.head_dim)
+def _configured(variant: Variant, config: DecodeConfig) -> Configured:
+    shape = variant.shape
+    group_block = triton.next_power_of_2(shape.group)
     return Configured(
         decode_attention_kernel,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        Q_STRIDE=q_stride,
-        OUT_STRIDE=out_stride,
-        NUM_KV_HEADS=shape.num_kv_heads,
-        GROUP=group,
         GROUP_BLOCK=group_block,
-        D=shape.head_dim,
-        PADDED=padded,
-        PAGE=shape.block_size,
         ROWS=max(16, group_block),
         TILE=key_tile(shape.block_size, config.tile),
-        PARTS=max(1, 4096 // (padded * group_block)),
-        HAS_WINDOW=windowed,
-        SOFTCAP=softcap,
-        SINKS=sinks,
-        ALIBI=alibi,
+        PARTS=max(1, 4096 // (padded_head_dim(shape.head_dim) * group_block)),
+        **variant.constexprs(),
     )

@@ -111,6 +111,11 @@ class AttentionShape(NamedTuple):
     head_dim: int
     block_size: int
 
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
 
 class DecodeWork(NamedTuple):
     """The plan of decode attention on a GPU. Layers use it in turn: all of them write `work` and `partials`."""
@@ -244,7 +249,7 @@ def plan_decode_attention(
     shape, config = _shape(num_heads, cache), decode_config(cache)
     grid = _processors(kv_lens.device) * config.blocks_per_processor
     work = torch.empty(HEADER.value + 5 * grid + 4 * num_rows, dtype=torch.int32, device=kv_lens.device)
-    numbers = 2 * grid * (num_heads // shape.num_kv_heads) * (shape.head_dim + 2)
+    numbers = 2 * grid * shape.group * (shape.head_dim + 2)
     partials = torch.empty(numbers, dtype=torch.float32, device=kv_lens.device)
     block_rows = max(256, triton.next_power_of_2(num_rows))
     block_grid = max(1, 8192 // block_rows)
@@ -315,7 +320,7 @@ def plan_prefill_attention(
     """See `asyncllm.kernels.attention.plan_prefill_attention`."""
     num_rows = kv_lens.shape[0]
     shape = _shape(num_heads, cache)
-    group = num_heads // shape.num_kv_heads
+    group = shape.group
     long, short = prefill_configs(cache)
     config = short if max_q_len * group <= SHORT_PROMPT_ROWS and not invariant else long
     if group > config.rows:

@@ -9,20 +9,14 @@ from __future__ import annotations
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.cache import PagedKV
-from asyncllm.kernels.triton.attention_plan import (
-    AttentionShape,
-    PrefillConfig,
-    PrefillTiles,
-    key_tile,
-    padded_head_dim,
-)
-from asyncllm.kernels.triton.attention_tile import FLOOR, LOG2_E, attend_tile, check_heads, finish, score_scales
+from asyncllm.kernels.triton.attention_launch import Variant, launch_attention
+from asyncllm.kernels.triton.attention_plan import PrefillConfig, PrefillTiles, key_tile
+from asyncllm.kernels.triton.attention_tile import FLOOR, LOG2_E, attend_tile, finish
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured
 
@@ -96,10 +90,10 @@ def prefill_attention_kernel(
     k,
     v,
     block_tables,
-    entries,
     out,
     sinks,
     alibi,
+    entries,
     squeeze,
     steepness,
     window,
@@ -253,64 +247,21 @@ def paged_prefill_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `asyncllm.kernels.attention.paged_prefill_attention`. q and out may have any stride between tokens."""
-    check_heads(plan.shape.num_heads, q.shape[1], sinks, alibi)
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    kernel = _configured(
-        plan.shape,
-        plan.config,
-        q.stride(0),
-        out.stride(0),
-        plan.window > 0,
-        softcap is not None,
-        sinks is not None,
-        alibi is not None,
-    )
-    tensors = (
-        q,
-        cache.k,
-        cache.v,
-        plan.block_tables,
-        plan.entries,
-        out,
-        plan.entries if sinks is None else sinks,
-        plan.entries if alibi is None else alibi,
-    )
     # As many tiles as there can be; those that there are not end at once.
     num_tiles = min(q.shape[0] // plan.tokens + plan.num_rows, plan.capacity)
     grid = (num_tiles, plan.shape.num_kv_heads, 1)
-    kernel(grid, tensors, (*score_scales(scale, softcap), plan.window, plan.table_stride))
-    return out
+    return launch_attention(_configured, grid, (plan.entries,), q, cache, plan, scale, softcap, sinks, alibi, out)
 
 
 @functools.cache
-def _configured(
-    shape: AttentionShape,
-    config: PrefillConfig,
-    q_stride: int,
-    out_stride: int,
-    windowed: bool,
-    softcap: bool,
-    sinks: bool,
-    alibi: bool,
-) -> Configured:
+def _configured(variant: Variant, config: PrefillConfig) -> Configured:
     return Configured(
         prefill_attention_kernel,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         # Fused products and sums only where they are written: masked and unmasked tiles have to round alike.
         fp_fusion=False,
-        Q_STRIDE=q_stride,
-        OUT_STRIDE=out_stride,
-        NUM_KV_HEADS=shape.num_kv_heads,
-        GROUP=shape.num_heads // shape.num_kv_heads,
-        D=shape.head_dim,
-        PADDED=padded_head_dim(shape.head_dim),
-        PAGE=shape.block_size,
         ROWS=config.rows,
-        TILE=key_tile(shape.block_size, config.tile),
-        HAS_WINDOW=windowed,
-        SOFTCAP=softcap,
-        SINKS=sinks,
-        ALIBI=alibi,
+        TILE=key_tile(variant.shape.block_size, config.tile),
+        **variant.constexprs(),
     )

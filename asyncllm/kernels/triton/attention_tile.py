@@ -9,37 +9,17 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from asyncllm.kernels.triton.language import dot, round_to
 
-__all__ = ["FLOOR", "LOG2_E", "attend_tile", "check_heads", "finish", "score_scales"]
+__all__ = ["FLOOR", "LOG2_E", "attend_tile", "finish"]
 
 FLOOR: tl.constexpr = tl.constexpr(-1e30)
 """Where running maxima start, in raw scores and in exponents of 2."""
 
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
-
-
-def score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
-    """(squeeze, steepness): raw = tanh(q k^T * squeeze) with a softcap, else q k^T; weight = 2^(raw * steepness)."""
-    if softcap is None:
-        return 0.0, scale * LOG2_E.value
-    return scale / softcap, softcap * LOG2_E.value
-
-
-def check_heads(planned: int, num_heads: int, sinks: Tensor | None, alibi: Tensor | None) -> None:
-    """Raises ValueError unless the plan is for so many query heads, and sinks and slopes are float32 [H] or absent."""
-    if planned != num_heads:
-        raise ValueError(f"The plan is for {planned} query heads, and q has {num_heads}. Plan for these heads.")
-    for name, values in (("Sinks", sinks), ("ALiBi slopes", alibi)):
-        if values is not None and (values.dtype != torch.float32 or values.shape != (num_heads,)):
-            raise ValueError(
-                f"{name} are float32 [{num_heads}], one per query head, not {values.dtype} {list(values.shape)}."
-            )
 
 
 @triton.jit
