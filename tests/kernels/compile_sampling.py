@@ -16,7 +16,7 @@ CASES = [
             sampling.group_maxima_kernel,
             {"logits": f"*{dtype}", "maxima": "*i32", "state": "*i64", "groups_per_program": "i32"},
             {**_SIZES, "SHIFT": shift},
-            num_warps=4,
+            num_warps=8,
         ),
         Case(
             f"draw {dtype}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,6 +137,24 @@ def test_a_configured_kernel_is_told_what_changes() -> None:
     options = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
     assert kernel.compilations == [((1, 1, 1), (X, 1), {"SIZE": 4, **options})]
     assert [(run[0], run[-2:]) for run in kernel.runs] == [(5, (5, None)), (6, (6, None))]
+
+
+def jitted_functions() -> list[Any]:
+    """The functions under `triton.jit` that take USE_PDL, as (file and name, syntax tree)."""
+    found = []
+    for file in sorted(Path(module.__file__).parent.glob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and "USE_PDL" in [argument.arg for argument in node.args.args]:
+                found.append(pytest.param(node, id=f"{file.stem}:{node.name}"))
+    return [entry for entry in found if not str(entry.id).startswith("language:")]
+
+
+@pytest.mark.parametrize("kernel", jitted_functions())
+def test_every_kernel_waits_and_releases(kernel: ast.FunctionDef) -> None:
+    """Once each, whatever the arguments are: a block that returned before the wait would let data be read too early."""
+    calls = [ast.unparse(statement) for statement in kernel.body]
+    assert calls.count("wait_for_producers(USE_PDL)") == 1
+    assert calls.count("release_consumers(USE_PDL)") == 1
 
 
 @FAKED

@@ -2,7 +2,8 @@
 
 `kernel[grid](...)` inspects every argument anew to find the compiled variant, some 40 us of Python for attention. A
 `Configured` kernel keeps what was found: one dictionary look-up, then the compiled kernel's own runner, which Triton
-3.6 and 3.7 call alike. A kernel that is launched this way follows three rules:
+3.6 and 3.7 call alike. That takes 1.9 us before the driver's part for five tensors, and 2.9 us for nine. A kernel that
+is launched this way follows three rules:
 
 - Its parameters come in this order: pointers, run-time numbers, constexprs.
 - Its run-time integers are named in `do_not_specialize` and fit in 32 bits. No variant depends on their values.
