@@ -183,11 +183,11 @@ def _rotary(shapes: Shapes) -> Iterator[Entry]:
 def _decode_attention(shapes: Shapes) -> Iterator[Entry]:
     def plan(requests: int, context: int) -> Call:
         cache, tables, lengths = _paged(shapes, [context] * requests)
-        return partial(kernels.plan_decode_attention, tables, lengths, cache, window=None)
+        return partial(kernels.plan_decode_attention, tables, lengths, cache, num_heads=shapes.heads)
 
     def attend(requests: int, context: int) -> Call:
         cache, tables, lengths = _paged(shapes, [context] * requests)
-        planned = kernels.plan_decode_attention(tables, lengths, cache, window=None)
+        planned = kernels.plan_decode_attention(tables, lengths, cache, num_heads=shapes.heads)
         q = _random(shapes, requests, shapes.heads, shapes.head_dim)
         return partial(kernels.paged_decode_attention, q, cache, planned, scale=shapes.head_dim**-0.5)
 
@@ -221,7 +221,7 @@ def _prefill_attention(shapes: Shapes) -> Iterator[Entry]:
         cache, tables, lengths = _paged(shapes, [length] * requests)
         offsets = torch.arange(0, requests * length + 1, length, dtype=torch.int32, device=shapes.device)
         planned = kernels.plan_prefill_attention(
-            tables, offsets, lengths, cache, num_heads=shapes.heads, max_q_len=length, window=None
+            tables, offsets, lengths, cache, num_heads=shapes.heads, max_q_len=length
         )
         q = _random(shapes, requests * length, shapes.heads, shapes.head_dim)
         return partial(kernels.paged_prefill_attention, q, cache, planned, scale=shapes.head_dim**-0.5)

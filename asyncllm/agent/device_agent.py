@@ -30,6 +30,7 @@ from asyncllm.agent.prompt_scores import PromptScores
 from asyncllm.agent.sampler import NOT_FINITE
 from asyncllm.agent.thread_state import own_thread_state
 from asyncllm.agent.transfers import MAX_STEPS_IN_FLIGHT, Transfers
+from asyncllm.agent.upload import upload
 from asyncllm.agent.warm_up import largest_step, measure_reserve, warm_up_batches
 from asyncllm.batch import Batch, Limits, PrefillRow, StartTimes, StepOutput
 from asyncllm.config import EngineConfig
@@ -74,7 +75,8 @@ class PendingStep:
         self.launched = False
         """Whether all of it is launched, so that `wait` comes to an end."""
         self._agent = agent
-        self._device_results: list[Tensor] = []
+        self._downloaded: list[Tensor] = []
+        """What the download reads: held so that its memory is not lent again before."""
         self._results: list[Tensor] = []
         self._arrival: torch.cuda.Event | None = None
         on_gpu = agent.on_gpu
@@ -88,7 +90,7 @@ class PendingStep:
         self.launched = True
         if self._ended is not None:
             self._ended.record()
-        self._device_results = results
+        self._downloaded = results
         self._results, self._arrival = transfers.download(results)
 
     def wait(self) -> None:
@@ -187,7 +189,6 @@ class DeviceAgent:
             block_size=config.tokens_per_block,
             rope_lens=self.model.config.dynamic_rope,
             batch_invariant=config.batch_invariant,
-            transfers=self._transfers,
             device=self._device,
         )
         vocab_size = self.model.config.vocab_size
@@ -333,8 +334,7 @@ class DeviceAgent:
     def _launch_eagerly(self, batch: Batch, pending: PendingStep) -> None:
         """Any step, kernel by kernel."""
         if batch.copies:
-            pairs = torch.tensor(batch.copies, dtype=torch.int64, pin_memory=self.on_gpu)
-            pairs = pairs.to(self._device, non_blocking=True)
+            pairs = upload(np.array(batch.copies, np.int64), self._device)
             kernels.copy_blocks(self._pool, pairs[:, 0], pairs[:, 1])
         if not batch.decode and not batch.prefill:
             self._tables.flush()

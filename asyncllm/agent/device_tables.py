@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.agent.slots import SlotArrays, StepArrays
-from asyncllm.agent.transfers import Transfers, offsets
+from asyncllm.agent.upload import offsets, upload_together
 from asyncllm.batch import Batch, SlotStart
 from asyncllm.kernels import DecodeInputs
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
@@ -55,7 +55,6 @@ class DeviceTables:
         block_size: int,
         rope_lens: bool,
         batch_invariant: bool,
-        transfers: Transfers,
         device: torch.device,
     ) -> None:
         """`max_rows`: most rows of a decode step in fixed tensors, padding included."""
@@ -63,7 +62,7 @@ class DeviceTables:
         self._block_size = block_size
         self._rope_lens = rope_lens
         self._batch_invariant = batch_invariant
-        self._transfers = transfers
+        self._device = device
         self._updates: list[tuple[int, list[int]]] = []
         """(entry of the flat block tables, block ids to write from there on), not yet on the device."""
         # One entry more than a row can own: kernels read one page ahead.
@@ -103,7 +102,7 @@ class DeviceTables:
         rows[0, len(slots) :] = -1
         rows[1, : len(slots)], rows[2, : len(slots)] = self._slots.advance_decode(slots)
         arrays: list[NDArray[Any]] = [rows, *self._take_updates()]
-        _, *updates = self._transfers.upload(arrays, into=self._decode_bytes)
+        _, *updates = upload_together(arrays, self._device, into=self._decode_bytes)
         self._apply(*updates)
         return slots
 
@@ -134,7 +133,6 @@ class DeviceTables:
             kv_lens=fixed.kv_lens,
             block_tables=fixed.block_tables,
             max_q_len=1,
-            max_kv_len=self._slots.max_blocks * self._block_size,
             rope_lens=self._decode_prompt_lens[:num_rows] if self._rope_lens else None,
             batch_invariant=self._batch_invariant,
         )
@@ -171,7 +169,7 @@ class DeviceTables:
             indices,
             prompt_lens,
             *updates,
-        ) = self._transfers.upload(everything)
+        ) = upload_together(everything, self._device)
         self._apply(*updates)
         input_ids = torch.empty_like(positions)
         if num_decode:
@@ -186,7 +184,6 @@ class DeviceTables:
             kv_lens=kv_lens,
             block_tables=self.block_tables.index_select(0, row_slots),
             max_q_len=arrays.max_q_len,
-            max_kv_len=int(arrays.kv_lens.max()),
             rope_lens=prompt_lens if self._rope_lens else None,
             batch_invariant=self._batch_invariant,
         )
@@ -221,7 +218,6 @@ class DeviceTables:
             kv_lens=kv_lens,
             block_tables=self.block_tables.index_select(0, slots),
             max_q_len=1,
-            max_kv_len=self._slots.max_blocks * self._block_size,
             batch_invariant=self._batch_invariant,
         )
         return SampledRows(indices=indices, inputs=inputs)
@@ -229,7 +225,7 @@ class DeviceTables:
     def flush(self) -> None:
         """Bring up new blocks without a step."""
         if self._updates:
-            self._apply(*self._transfers.upload(self._take_updates()))
+            self._apply(*upload_together(self._take_updates(), self._device))
 
     def _take_updates(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Entries of the flat block tables, and the block ids that belong there."""

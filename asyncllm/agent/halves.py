@@ -28,8 +28,7 @@ def decode_rows(inputs: StepInputs) -> StepInputs:
         block_tables=inputs.block_tables[:count],
         max_q_len=1,
         rope_lens=None if inputs.rope_lens is None else inputs.rope_lens[:count],
-        decode_plans={},
-        prefill_plans={},
+        attention_plans={},
         cache_writes={},
     )
 
@@ -64,8 +63,7 @@ def prefill_halves(arrays: StepArrays, inputs: StepInputs) -> Iterator[tuple[Ten
                 block_tables=inputs.block_tables[torch.from_numpy(rows + first_row).to(device)],
                 max_q_len=int(lengths.max()),
                 rope_lens=None if inputs.rope_lens is None else inputs.rope_lens[tokens],
-                decode_plans={},
-                prefill_plans={},
+                attention_plans={},
                 cache_writes={},
             ),
         )

@@ -63,7 +63,6 @@ class SlotTables:
             kv_lens=self._tensor(step.kv_lens.astype(np.int32)),
             block_tables=self._tensor(self._slots.block_tables(step.row_slots, step.kv_lens)),
             max_q_len=step.max_q_len,
-            max_kv_len=int(step.kv_lens.max()),
             rope_lens=self._tensor(step.prompt_lens) if self._rope_lens else None,
         )
         return inputs, step.rows

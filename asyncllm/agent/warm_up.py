@@ -45,7 +45,6 @@ def largest_step(
         kv_lens=lens,
         block_tables=torch.zeros(len(lens), -(-longest // block_size) + 1, dtype=torch.int32, device=device),
         max_q_len=longest,
-        max_kv_len=longest,
         rope_lens=torch.ones(num_tokens, dtype=torch.int64, device=device) if rope_lens else None,
         batch_invariant=batch_invariant,
     )

@@ -84,14 +84,15 @@ class _Shape(NamedTuple):
 
 @op("attention_plan:plan_decode_attention")
 def plan_decode_attention(
-    block_tables: Tensor, kv_lens: Tensor, cache: PagedKV, *, window: int | None = None
+    block_tables: Tensor, kv_lens: Tensor, cache: PagedKV, *, num_heads: int, window: int | None = None
 ) -> DecodePlan:
-    """The plan of one step for all layers with a cache of this shape and with this window.
+    """The plan of one step for all layers with a cache of this shape, this window, and `num_heads` query heads.
 
     block_tables [B, N] integers, kv_lens [B] integers, the query's own token included; 0 for padding.
     On a GPU nothing waits for the device, and the plan may be captured in a CUDA graph with the attention that uses it:
-    a replay plans for what kv_lens and block_tables hold then. There, raises ValueError unless the block size is a
-    multiple of 16 and head_dim one of 8 up to 256.
+    a replay plans for what kv_lens and block_tables hold then. Attention keeps its partial sums in the plan, so that
+    layers use it one after another. Raises ValueError there unless the block size is a multiple of 16 and head_dim one
+    of 8 up to 256.
     """
     num_blocks, num_kv_heads, block_size, _ = cache.k.shape
     kv_lens = kv_lens.long()
@@ -126,14 +127,21 @@ def paged_decode_attention(
 ) -> Tensor:
     """The last token of each row against what the plan shows it of the row's context.
 
-    q [B, H, D] -> [B, H, D] of q's type; sinks and alibi [H] float32. The result is written to `out` if that is given.
-    On a GPU it is the same from run to run.
+    q [T, H, D] -> [T, H, D] of q's type, of which the first B tokens are those of the plan's B rows; what follows them
+    is not read, and not written. sinks and alibi [H] float32. The result is written to `out` if that is given. On a GPU
+    it is the same from run to run.
     """
     lines = _DecodeLines(*plan)
-    attended = _attend_lines(q, cache, lines, _Shape(scale, softcap, sinks, alibi))
+    rows = lines.distances.shape[0]
+    attended = _attend_lines(q[:rows], cache, lines, _Shape(scale, softcap, sinks, alibi))
     if lines.padding is not None:
         attended = attended.masked_fill(lines.padding[:, None, None], 0.0)
-    return attended if out is None else out.copy_(attended)
+    if out is None:
+        if rows == q.shape[0]:
+            return attended
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out[:rows] = attended
+    return out
 
 
 def _attend_lines(q: Tensor, cache: PagedKV, plan: _DecodeLines, shape: _Shape) -> Tensor:
@@ -203,16 +211,14 @@ def plan_prefill_attention(
 ) -> PrefillPlan:
     """The plan of one step for all layers with a cache of this shape, this window, and `num_heads` query heads.
 
-    block_tables [B, N] integers; q_offsets [B + 1] integers: row b owns queries q_offsets[b] - q_offsets[0] to
-    q_offsets[b + 1] - q_offsets[0], at most max_q_len of them; kv_lens [B] integers: its query i sits at position
-    kv_lens[b] - (number of its queries) + i.
+    block_tables [B, N] integers; q_offsets [B + 1] integers: row b owns queries q_offsets[b] to q_offsets[b + 1], at
+    most max_q_len of them; kv_lens [B] integers: its query i sits at position kv_lens[b] - (number of its queries) + i.
 
     On a GPU, `invariant` fixes the tiles, which otherwise follow max_q_len. Then a query gets the same bits whatever
     else is in the batch, however its prompt is cut into chunks, and also as a row of one query, as in decode. Raises
     ValueError as `plan_decode_attention` does.
     """
-    offsets = q_offsets.tolist()
-    return _PrefillRows(block_tables, [offset - offsets[0] for offset in offsets], kv_lens.tolist(), window)
+    return _PrefillRows(block_tables, q_offsets.tolist(), kv_lens.tolist(), window)
 
 
 @op("attention_prefill:paged_prefill_attention")
@@ -229,7 +235,8 @@ def paged_prefill_attention(
 ) -> Tensor:
     """The last tokens of each row, causally, against the row's whole context.
 
-    q [T, H, D] -> [T, H, D] of q's type; sinks and alibi [H] float32. The result is written to `out` if that is given.
+    q [T, H, D] -> [T, H, D] of q's type; tokens that belong to none of the plan's rows are not read, and not written.
+    sinks and alibi [H] float32. The result is written to `out` if that is given.
     """
     rows = _PrefillRows(*plan)
     shape = _Shape(scale, softcap, sinks, alibi)

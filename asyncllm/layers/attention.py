@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from asyncllm import kernels
@@ -77,36 +76,16 @@ class Attention(Layer):
 
     def _attend(self, q: Tensor, inputs: StepInputs, cache: PagedKV) -> Tensor:
         """q [T, H, D] -> [T, H, D], new and contiguous."""
-        decode = self._num_decode(inputs)
-        rows = inputs.kv_lens.shape[0]
-        if decode == rows:
-            return kernels.paged_decode_attention(
-                q, cache, self._decode_plan(inputs, cache), scale=self.scale, softcap=self.softcap
+        decode, prefill = self._plans(inputs, cache)
+        attended = None
+        if decode is not None:
+            attended = kernels.paged_decode_attention(q, cache, decode, scale=self.scale, softcap=self.softcap)
+        if prefill is not None:
+            attended = kernels.paged_prefill_attention(
+                q, cache, prefill, scale=self.scale, softcap=self.softcap, out=attended
             )
-        attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if decode:
-            kernels.paged_decode_attention(
-                q[:decode],
-                cache,
-                self._decode_plan(inputs, cache),
-                scale=self.scale,
-                softcap=self.softcap,
-                out=attended[:decode],
-            )
-        kernels.paged_prefill_attention(
-            q[decode:],
-            cache,
-            self._prefill_plan(inputs, cache),
-            scale=self.scale,
-            softcap=self.softcap,
-            out=attended[decode:],
-        )
+        assert attended is not None
         return attended
-
-    @staticmethod
-    def _num_decode(inputs: StepInputs) -> int:
-        """Rows that go through decode attention, whose order of sums depends on the batch."""
-        return 0 if inputs.batch_invariant else inputs.num_decode
 
     def _cache_write(self, inputs: StepInputs, cache: PagedKV) -> Tensor:
         """Where the step's tokens go, found by the first layer with as many KV heads."""
@@ -115,31 +94,37 @@ class Attention(Layer):
             plan = inputs.cache_writes[self.num_kv_heads] = kernels.plan_cache_write(inputs.slot_mapping, cache)
         return plan
 
-    def _decode_plan(self, inputs: StepInputs, cache: PagedKV) -> DecodePlan:
-        """The step's plan for this window, made by the first layer that needs it."""
-        plan = inputs.decode_plans.get(self.window)
-        if plan is None:
-            plan = inputs.decode_plans[self.window] = kernels.plan_decode_attention(
-                inputs.block_tables[: inputs.num_decode],
-                inputs.kv_lens[: inputs.num_decode],
-                cache,
-                window=self.window,
+    def _plans(self, inputs: StepInputs, cache: PagedKV) -> tuple[DecodePlan | None, PrefillPlan | None]:
+        """The step's plans for this window, made by the first layer that needs them; None where there are no rows."""
+        plans = inputs.attention_plans.get(self.window)
+        if plans is None:
+            # The order of sums in decode attention depends on the batch.
+            decode = 0 if inputs.batch_invariant else inputs.num_decode
+            plans = inputs.attention_plans[self.window] = (
+                self._plan_decode(inputs, cache, decode) if decode else None,
+                self._plan_prefill(inputs, cache, decode) if decode < inputs.kv_lens.shape[0] else None,
             )
-        return plan
+        return plans
 
-    def _prefill_plan(self, inputs: StepInputs, cache: PagedKV) -> PrefillPlan:
-        """The same for the prefill rows."""
-        plan = inputs.prefill_plans.get(self.window)
-        if plan is None:
-            first = self._num_decode(inputs)
-            plan = inputs.prefill_plans[self.window] = kernels.plan_prefill_attention(
-                inputs.block_tables[first:],
-                inputs.q_offsets[first:],
-                inputs.kv_lens[first:],
-                cache,
-                num_heads=self.num_heads,
-                max_q_len=inputs.max_q_len,
-                window=self.window,
-                invariant=inputs.batch_invariant,
-            )
-        return plan
+    def _plan_decode(self, inputs: StepInputs, cache: PagedKV, count: int) -> DecodePlan:
+        """The first `count` rows."""
+        return kernels.plan_decode_attention(
+            inputs.block_tables[:count],
+            inputs.kv_lens[:count],
+            cache,
+            num_heads=self.num_heads,
+            window=self.window,
+        )
+
+    def _plan_prefill(self, inputs: StepInputs, cache: PagedKV, first: int) -> PrefillPlan:
+        """The rows from `first` on."""
+        return kernels.plan_prefill_attention(
+            inputs.block_tables[first:],
+            inputs.q_offsets[first:],
+            inputs.kv_lens[first:],
+            cache,
+            num_heads=self.num_heads,
+            max_q_len=inputs.max_q_len,
+            window=self.window,
+            invariant=inputs.batch_invariant,
+        )

@@ -36,18 +36,16 @@ class StepInputs:
     """[B, N] int32."""
     max_q_len: int
     """Most tokens of a prefill row; 1 when there is none."""
-    max_kv_len: int
     rope_lens: Tensor | None = None
     """[T] int64: prompt length of each token's sequence, which fixes its dynamic NTK base.
     None unless the model asks."""
     batch_invariant: bool = False
     """Whether a row's result may depend on nothing but the row: attention then takes the same steps for every row."""
-    decode_plans: dict[int | None, DecodePlan] = field(default_factory=dict)
-    """Attention window -> the plan that all layers with this window share. Written by the first of them."""
+    attention_plans: dict[int | None, tuple[DecodePlan | None, PrefillPlan | None]] = field(default_factory=dict)
+    """Attention window -> the plans that all layers with this window share, of the decode rows and of the prefill rows.
+    Written by the first of them."""
     cache_writes: dict[int, Tensor] = field(default_factory=dict)
     """Number of KV heads -> `kernels.plan_cache_write` of the slot mapping. Written by the first layer with as many."""
-    prefill_plans: dict[int | None, PrefillPlan] = field(default_factory=dict)
-    """The same for the prefill rows."""
 
 
 @dataclass(slots=True, kw_only=True)

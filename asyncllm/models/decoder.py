@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -115,8 +116,8 @@ class DecoderLM(nn.Module):
         """The embedding and the first `count` layers -> (branch, residual)."""
         residual: Tensor = self.embed(inputs.input_ids)
         branch: Tensor | None = None
-        for index in range(count):
-            branch, residual = self.layers[index](branch, residual, rotation, inputs, caches[index])
+        for block, cache in islice(zip(self.layers, caches, strict=True), count):
+            branch, residual = block(branch, residual, rotation, inputs, cache)
         if branch is None:
             raise ValueError("a decoder needs at least one layer")
         return branch, residual

@@ -89,7 +89,6 @@ def plain_logits(model: DecoderLM, tokens: Sequence[int]) -> Tensor:
         kv_lens=torch.tensor([length], dtype=torch.int32),
         block_tables=torch.zeros(1, 1, dtype=torch.int32),
         max_q_len=length,
-        max_kv_len=length,
         rope_lens=torch.full((length,), length),
     )
     return model.logits(model(inputs, caches))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart
 from asyncllm.engine.delivery import Answer, Delivery
 from asyncllm.engine.scheduler import Scheduler
@@ -52,6 +54,7 @@ class Driver:
         interval: int = 1,
         caching: bool = True,
         row_failure: Callable[[list[int]], str | None] | None = None,
+        token_tile: int = 1,
     ) -> None:
         self.device = FakeDevice(
             num_blocks=num_blocks,
@@ -64,7 +67,7 @@ class Driver:
         self.max_batch_size = max_batch_size
         self.budget = budget
         self.scheduler = Scheduler(
-            self.device.limits,
+            msgspec.structs.replace(self.device.limits, token_tile=token_tile),
             max_batch_size=max_batch_size,
             prefill_budget=budget,
             prefill_interval=interval,

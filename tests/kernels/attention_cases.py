@@ -104,6 +104,6 @@ def expected_prefill(q: Tensor, pages: Pages, counts: list[int], variant: Varian
 
 
 def offsets_of(counts: list[int], device: str = "cpu", base: int = 0) -> Tensor:
-    return torch.tensor([base, *(base + sum(counts[: n + 1]) for n in range(len(counts)))], dtype=torch.int32).to(
-        device
-    )
+    """Where rows of so many queries begin and end behind `base` tokens of others."""
+    ends = [base + sum(counts[: n + 1]) for n in range(len(counts))]
+    return torch.tensor([base, *ends], dtype=torch.int32).to(device)

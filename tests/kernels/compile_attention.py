@@ -6,9 +6,9 @@ from typing import Any
 
 import triton
 
-from asyncllm.kernels.triton.attention_decode import decode_kernel
+from asyncllm.kernels.triton.attention_decode import decode_attention_kernel
 from asyncllm.kernels.triton.attention_plan import DECODE_CONFIGS, PREFILL_CONFIGS
-from asyncllm.kernels.triton.attention_prefill import prefill_kernel
+from asyncllm.kernels.triton.attention_prefill import prefill_attention_kernel
 from tests.kernels.offline import Case
 
 GROUP = 4
@@ -17,26 +17,31 @@ TYPES = {2: "*bf16", 4: "*fp32"}
 HEAD_DIMS = {64: (64,), 128: (80, 128), 256: (256,)}
 EXTRAS: dict[str, dict[str, Any]] = {
     "": {},
-    "-all": {"HAS_WINDOW": True, "SOFTCAP": True, "sinks": "*fp32", "alibi": "*fp32"},
+    "-all": {"HAS_WINDOW": True, "SOFTCAP": True, "SINKS": True, "ALIBI": True},
 }
-STRIDES = {"squeeze": "fp32", "steepness": "fp32", "window": "i32"} | dict.fromkeys(
-    ("q_stride", "out_stride", "table_stride"), "i32"
-)
+OWN = {"decode": {"work": "*i32", "partials": "*fp32"}, "prefill": {"entries": "*i32"}}
+SHARED = {
+    "block_tables": "*i32",
+    "sinks": "*fp32",
+    "alibi": "*fp32",
+    "squeeze": "fp32",
+    "steepness": "fp32",
+    "window": "i32",
+    "table_stride": "i32",
+}
 
 
 def _case(kind: str, config: Any, head_dim: int, itemsize: int, extra: str, **constexprs: int) -> Case:
     dtype = TYPES[itemsize]
     decode = kind == "decode"
-    own = {"work": "*i32", "partials": "*fp32"} if decode else {"entries": "*i32"}
-    options = {"HAS_WINDOW": False, "SOFTCAP": False, "sinks": None, "alibi": None} | EXTRAS[extra]
-    pointers = {name: type for name, type in options.items() if isinstance(type, str)}
-    fixed = {name: value for name, value in options.items() if name not in pointers}
     number = "" if decode else f"-{config.rows}x{config.tile}"
     return Case(
         name=f"{kind}-{'fp32' if itemsize == 4 else 'bf16'}-{head_dim}{number}{extra}",
-        kernel=decode_kernel if decode else prefill_kernel,
-        signature=dict.fromkeys(("q", "k", "v", "out"), dtype) | {"block_tables": "*i32"} | own | STRIDES | pointers,
+        kernel=decode_attention_kernel if decode else prefill_attention_kernel,
+        signature=dict.fromkeys(("q", "k", "v", "out"), dtype) | OWN[kind] | SHARED,
         constexprs={
+            "Q_STRIDE": 8 * GROUP * head_dim,
+            "OUT_STRIDE": 8 * GROUP * head_dim,
             "NUM_KV_HEADS": 8,
             "GROUP": GROUP,
             "D": head_dim,
@@ -44,12 +49,12 @@ def _case(kind: str, config: Any, head_dim: int, itemsize: int, extra: str, **co
             "PAGE": PAGE,
             "TILE": config.tile,
             "USE_PDL": True,
-            **fixed,
+            **dict.fromkeys(("HAS_WINDOW", "SOFTCAP", "SINKS", "ALIBI"), False),
+            **EXTRAS[extra],
             **constexprs,
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        divisible=("q_stride", "out_stride"),
         options={"launch_pdl": True} if decode else {"launch_pdl": True, "enable_fp_fusion": False},
     )
 

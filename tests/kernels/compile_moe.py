@@ -29,28 +29,29 @@ def matmul(model: str, swiglu: bool, block_tokens: int, ungrouped: bool = False,
         "USE_PDL": True,
     }
     signature = {
-        "x_pointer": f"*{dtype}",
-        "weight_pointer": f"*{dtype}",
-        "y_pointer": f"*{dtype}",
-        "slots_pointer": "*i64" if ungrouped else "*i32",
-        "block_experts_pointer": "*i64" if ungrouped else "*i32",
+        "x_ptr": f"*{dtype}",
+        "weight_ptr": f"*{dtype}",
+        "y_ptr": f"*{dtype}",
+        "slots_ptr": "*i64" if ungrouped else "*i32",
+        "block_experts_ptr": "*i64" if ungrouped else "*i32",
         "num_assignments": "i32",
         "max_blocks": "i32",
     }
     name = f"{model} {'gate_up' if swiglu else 'down'} {block_tokens}{' ungrouped' * ungrouped} {dtype}"
-    return Case(name, moe._grouped_matmul, signature, constexprs, tile.warps, tile.stages, options={"launch_pdl": True})
+    return Case(
+        name, moe.grouped_matmul_kernel, signature, constexprs, tile.warps, tile.stages, options={"launch_pdl": True}
+    )
 
 
 def route(model: str) -> Case:
     _, _, top_k, experts = MODELS[model]
     return Case(
         f"{model} route",
-        moe._route,
+        moe.route_kernel,
         {
-            "logits_pointer": "*bf16",
-            "weights_pointer": "*fp32",
-            "expert_ids_pointer": "*i64",
-            "num_tokens": "i32",
+            "logits_ptr": "*bf16",
+            "weights_ptr": "*fp32",
+            "expert_ids_ptr": "*i64",
         },
         {
             "NUM_EXPERTS": experts,
@@ -68,11 +69,11 @@ def route(model: str) -> Case:
 def group(model: str, chunk: moe.Chunk) -> Case:
     return Case(
         f"{model} group {chunk.size}",
-        moe._group,
+        moe.group_kernel,
         {
-            "expert_ids_pointer": "*i64",
-            "slots_pointer": "*i32",
-            "block_experts_pointer": "*i32",
+            "expert_ids_ptr": "*i64",
+            "slots_ptr": "*i32",
+            "block_experts_ptr": "*i32",
             "num_assignments": "i32",
             "max_blocks": "i32",
         },
@@ -86,8 +87,8 @@ def weighted_sum(model: str) -> Case:
     width, _, top_k, _ = MODELS[model]
     return Case(
         f"{model} weighted sum",
-        moe._weighted_sum,
-        {"y_pointer": "*bf16", "weights_pointer": "*fp32", "out_pointer": "*bf16"},
+        moe.weighted_sum_kernel,
+        {"y_ptr": "*bf16", "weights_ptr": "*fp32", "out_ptr": "*bf16"},
         {"WIDTH": width, "TOP_K": top_k, "TILE": 1024, "USE_PDL": True},
         options={"launch_pdl": True},
     )

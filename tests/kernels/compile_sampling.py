@@ -13,14 +13,14 @@ CASES = [
     for case in (
         Case(
             f"maxima {dtype}",
-            sampling._group_maxima,
+            sampling.group_maxima_kernel,
             {"logits": f"*{dtype}", "maxima": "*i32", "state": "*i64", "groups_per_program": "i32"},
             {**_SIZES, "SHIFT": shift},
-            num_warps=4,
+            num_warps=8,
         ),
         Case(
             f"draw {dtype}",
-            sampling._draw_rows,
+            sampling.draw_kernel,
             {
                 "logits": f"*{dtype}",
                 "settings": "*i64",
@@ -32,7 +32,7 @@ CASES = [
                 "state": "*i64",
                 "chosen": "*i32",
             },
-            {**_SIZES, "SHIFT": shift},
+            {**_SIZES, "SHIFT": shift, "HAS_SLOTS": True},
             num_warps=8,
             options={"enable_fp_fusion": False},
         ),

@@ -26,7 +26,7 @@ MAX_SHARED_BYTES = 232_448
 @dataclass(frozen=True)
 class Case:
     """One configuration of a kernel. `signature` gives the Triton type of each argument that is not a constexpr, such
-    as "*bf16" or "i32"; pointers, and the integers named in `divisible`, count as divisible by 16."""
+    as "*bf16" or "i32"; pointers count as divisible by 16."""
 
     name: str
     kernel: Any
@@ -34,7 +34,6 @@ class Case:
     constexprs: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
-    divisible: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -63,7 +62,7 @@ def compile_case(case: Case) -> Compiled:
     divisible = [
         index
         for index, name in enumerate(names)
-        if name not in case.constexprs and (case.signature[name].startswith("*") or name in case.divisible)
+        if name not in case.constexprs and case.signature[name].startswith("*")
     ]
     source = ASTSource(
         fn=case.kernel,

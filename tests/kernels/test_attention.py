@@ -21,14 +21,16 @@ from tests.kernels.attention_cases import (
 
 
 def decode(q: Tensor, pages: Pages, variant: Variant) -> Tensor:
-    plan = kernels.plan_decode_attention(pages.block_tables, pages.kv_lens, pages.cache, window=variant.window)
+    plan = kernels.plan_decode_attention(
+        pages.block_tables, pages.kv_lens, pages.cache, num_heads=q.shape[1], window=variant.window
+    )
     return kernels.paged_decode_attention(q, pages.cache, plan, **variant.extras(q.shape[1]))
 
 
 def prefill(q: Tensor, pages: Pages, counts: list[int], variant: Variant) -> Tensor:
     plan = kernels.plan_prefill_attention(
         pages.block_tables,
-        offsets_of(counts, base=5),
+        offsets_of(counts),
         pages.kv_lens,
         pages.cache,
         num_heads=q.shape[1],
@@ -126,15 +128,26 @@ def test_half_precision(dtype: torch.dtype, variant: Variant) -> None:
         torch.testing.assert_close(actual.double(), expected, atol=3e-2, rtol=3e-2)
 
 
-def test_results_go_where_out_says() -> None:
-    pages = Pages([23, 9], 16, 2)
-    q = torch.randn(2, 4, HEAD_DIM, generator=generator(3))
-    out = torch.full((3, 4, HEAD_DIM), float("nan"))
-    plan = kernels.plan_decode_attention(pages.block_tables, pages.kv_lens, pages.cache)
-    assert kernels.paged_decode_attention(q, pages.cache, plan, scale=SCALE, out=out[:2]).data_ptr() == out.data_ptr()
-    assert torch.equal(out[:2], decode(q, pages, Variant()))
+@pytest.mark.parametrize("given", [True, False])
+def test_two_decode_rows_and_a_chunk_share_q_and_out(given: bool) -> None:
+    pages = Pages([23, 9, 14], 16, 2)
+    counts = [1, 1, 5]
+    q = torch.randn(7, 4, HEAD_DIM, generator=generator(3))
+    out = torch.full((8, 4, HEAD_DIM), float("nan"))[1:] if given else None
+    plan = kernels.plan_decode_attention(pages.block_tables[:2], pages.kv_lens[:2], pages.cache, num_heads=4)
+    attended = kernels.paged_decode_attention(q, pages.cache, plan, scale=SCALE, out=out)
+    assert attended.shape == q.shape
+    if out is not None:
+        assert attended.data_ptr() == out.data_ptr()
+        assert out[2:].isnan().all()
     plan = kernels.plan_prefill_attention(
-        pages.block_tables, offsets_of([1, 1]), pages.kv_lens, pages.cache, num_heads=4, max_q_len=1
+        pages.block_tables[2:],
+        offsets_of(counts)[2:],
+        pages.kv_lens[2:],
+        pages.cache,
+        num_heads=4,
+        max_q_len=5,
     )
-    kernels.paged_prefill_attention(q, pages.cache, plan, scale=SCALE, out=out[1:])
-    assert torch.equal(out[1:], prefill(q, pages, [1, 1], Variant()))
+    assert kernels.paged_prefill_attention(q, pages.cache, plan, scale=SCALE, out=attended) is attended
+    expected = expected_prefill(q, pages, counts, Variant())
+    torch.testing.assert_close(attended.double(), expected, atol=2e-6, rtol=1e-5)

@@ -29,6 +29,9 @@ if DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
     from asyncllm.kernels.triton import attention_decode, attention_plan, attention_prefill
 
 
+FOREIGN = 3
+"""Tokens in front of those of a prefill plan's rows."""
+
 PLAIN = Variant()
 ALL = Variant(window=100, softcap=2.0, sinks=True, alibi=True)
 
@@ -78,7 +81,9 @@ def assert_near(actual: Tensor, expected: Tensor, case: Case) -> None:
 def run_decode(case: Case) -> None:
     pages, q, out = case.tensors()
     variant = case.variant
-    plan = attention_plan.plan_decode_attention(pages.block_tables, pages.kv_lens, pages.cache, window=variant.window)
+    plan = attention_plan.plan_decode_attention(
+        pages.block_tables, pages.kv_lens, pages.cache, num_heads=case.heads[0], window=variant.window
+    )
     extras = variant.extras(case.heads[0], DEVICE)
     attention_decode.paged_decode_attention(q, pages.cache, plan, out=out, **extras)
     assert_near(out, expected_decode(q, pages, variant), case)
@@ -92,7 +97,7 @@ def run_prefill(case: Case, *, invariant: bool = False) -> None:
     variant = case.variant
     plan = attention_plan.plan_prefill_attention(
         pages.block_tables,
-        offsets_of(case.counts, DEVICE, base=3),
+        offsets_of(case.counts, DEVICE, base=FOREIGN),
         pages.kv_lens,
         pages.cache,
         num_heads=case.heads[0],
@@ -101,9 +106,15 @@ def run_prefill(case: Case, *, invariant: bool = False) -> None:
         invariant=invariant,
     )
     extras = variant.extras(case.heads[0], DEVICE)
+    # Tokens of other rows stand in front, and are left alone.
+    q, out = (
+        torch.cat([torch.full_like(tensor[:1].expand(FOREIGN, -1, -1), torch.nan), tensor]) for tensor in (q, out)
+    )
     attention_prefill.paged_prefill_attention(q, pages.cache, plan, out=out, **extras)
-    assert_near(out, expected_prefill(q, pages, case.counts, variant), case)
-    assert torch.equal(attention_prefill.paged_prefill_attention(q, pages.cache, plan, **extras), out)
+    assert out[:FOREIGN].isnan().all()
+    assert_near(out[FOREIGN:], expected_prefill(q[FOREIGN:], pages, case.counts, variant), case)
+    again = attention_prefill.paged_prefill_attention(q, pages.cache, plan, **extras)
+    assert torch.equal(again[FOREIGN:], out[FOREIGN:])
 
 
 @pytest.mark.parametrize(
@@ -187,7 +198,7 @@ def test_a_decode_plan_gives_every_tile_to_one_block(lengths: list[int], window:
     cache = PagedKV.over(torch.zeros(2, 1, heads, 64, 128, dtype=torch.bfloat16, device=DEVICE))
     tables = torch.zeros(len(lengths), 1, dtype=torch.int32, device=DEVICE)
     kv_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    plan = attention_plan.plan_decode_attention(tables, kv_lens, cache, window=window)
+    plan = attention_plan.plan_decode_attention(tables, kv_lens, cache, num_heads=2 * heads, window=window)
     header = attention_plan.HEADER.value
     work = plan.work.tolist()
     share = work[0]
@@ -214,7 +225,7 @@ def test_a_prefill_plan_has_every_query_once_and_long_rows_first(invariant: bool
     cache = PagedKV.over(torch.zeros(2, 1, 2, 64, 128, dtype=torch.bfloat16, device=DEVICE))
     plan = attention_plan.plan_prefill_attention(
         torch.zeros(4, 1, dtype=torch.int32, device=DEVICE),
-        offsets_of(counts, DEVICE, base=9),
+        offsets_of(counts, DEVICE, base=FOREIGN),
         torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         cache,
         num_heads=2,
@@ -226,7 +237,7 @@ def test_a_prefill_plan_has_every_query_once_and_long_rows_first(invariant: bool
     assert [row for row, *_ in entries] == sorted((row for row, *_ in entries), key=lengths.__getitem__, reverse=True)
     queries = []
     for row, first, count, position in entries:
-        start = sum(counts[:row])
+        start = FOREIGN + sum(counts[:row])
         assert position == lengths[row] - counts[row] + first - start
         queries += [(row, query - start) for query in range(first, first + count)]
     assert sorted(queries) == [(row, query) for row in range(4) for query in range(counts[row])]
@@ -238,14 +249,14 @@ def test_what_kernels_do_not_take_is_refused() -> None:
     def plan(block_size: int, head_dim: int) -> None:
         cache = PagedKV.over(torch.zeros(2, 1, 1, block_size, head_dim, device=DEVICE))
         tables = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
-        attention_plan.plan_decode_attention(tables, tables[0], cache)
+        attention_plan.plan_decode_attention(tables, tables[0], cache, num_heads=1)
 
     with pytest.raises(ValueError, match=r"multiple of 16 tokens, not of 40\. Set block_size"):
         plan(40, 64)
     with pytest.raises(ValueError, match="head_dim that is a multiple of 8 up to 256, not 288"):
         plan(64, 288)
     pages, q, _ = Case([3], heads=(4, 2), head_dim=16).tensors()
-    decode_plan = attention_plan.plan_decode_attention(pages.block_tables, pages.kv_lens, pages.cache)
+    decode_plan = attention_plan.plan_decode_attention(pages.block_tables, pages.kv_lens, pages.cache, num_heads=4)
     with pytest.raises(ValueError, match="Sinks are float32 \\[4\\], one per query head"):
         attention_decode.paged_decode_attention(q, pages.cache, decode_plan, scale=1.0, sinks=torch.zeros(2))
     prefill_plan = attention_plan.plan_prefill_attention(
@@ -333,7 +344,7 @@ def test_a_captured_decode_follows_the_lengths() -> None:
     kv_lens, tables = pages.kv_lens.clone(), pages.block_tables.clone()
 
     def step() -> None:
-        plan = kernels.plan_decode_attention(tables, kv_lens, pages.cache)
+        plan = kernels.plan_decode_attention(tables, kv_lens, pages.cache, num_heads=LLAMA["heads"][0])
         for _ in range(3):
             kernels.paged_decode_attention(q, pages.cache, plan, scale=SCALE, out=out)
 

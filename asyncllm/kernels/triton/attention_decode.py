@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import torch
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.cache import PagedKV
-from asyncllm.kernels.triton.attention_plan import HEADER, DecodeWork, padded_head_dim
-from asyncllm.kernels.triton.attention_tile import FLOOR, LOG2_E, attend_tile, checked_heads, finish, score_scales
-from asyncllm.kernels.triton.language import PDL, release_consumers, round_to, wait_for_producers
+from asyncllm.kernels.triton.attention_launch import Variant, launch_attention
+from asyncllm.kernels.triton.attention_plan import HEADER, DecodeConfig, DecodeWork, key_tile, padded_head_dim
+from asyncllm.kernels.triton.attention_tile import FLOOR, LOG2_E, attend_tile, finish
+from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
+from asyncllm.kernels.triton.launch import Configured
 
-__all__ = ["decode_kernel", "paged_decode_attention"]
+__all__ = ["decode_attention_kernel", "paged_decode_attention"]
 
 
 @triton.jit
@@ -57,23 +60,23 @@ def _merge(
     return acc, weight_sum, exponent
 
 
-@triton.jit(do_not_specialize=["block_tables", "table_stride", "window"])
-def decode_kernel(
+@triton.jit(do_not_specialize=["window", "table_stride"], do_not_specialize_on_alignment=["block_tables"])
+def decode_attention_kernel(
     q,
     k,
     v,
     block_tables,
-    work,
-    partials,
     out,
     sinks,
     alibi,
+    work,
+    partials,
     squeeze,
     steepness,
     window,
-    q_stride,
-    out_stride,
     table_stride,
+    Q_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -85,10 +88,12 @@ def decode_kernel(
     PARTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    ALIBI: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
+    wait_for_producers(USE_PDL)
     block = tl.program_id(0)
     entry = work + HEADER + block * 4
     row = tl.load(entry)
@@ -115,11 +120,12 @@ def decode_kernel(
         query_heads = kv_head * GROUP + heads
         grouped = heads < GROUP
         kept = grouped[:, None] & (dims < D)[None, :]
-        lines = q + row.to(tl.int64) * q_stride + query_heads[:, None] * D + dims[None, :]
+        # A decode step has few rows: 32 bits do, and with 64 the kernel spills registers at head_dim 80.
+        lines = q + row * Q_STRIDE + query_heads[:, None] * D + dims[None, :]
         query = tl.load(lines, mask=kept, other=0.0)
         query_positions = tl.zeros([ROWS], tl.int32) + (length - 1)
         slopes = tl.zeros([ROWS], tl.float32)
-        if alibi is not None:
+        if ALIBI:
             slopes = tl.load(alibi + query_heads, mask=grouped, other=0.0) * (LOG2_E / steepness)
 
         acc = tl.zeros([ROWS, PADDED], tl.float32)
@@ -150,7 +156,7 @@ def decode_kernel(
                 True,
                 HAS_WINDOW,
                 SOFTCAP,
-                alibi is not None,
+                ALIBI,
             )
         exponent = maximum * steepness
 
@@ -158,9 +164,9 @@ def decode_kernel(
         first_block = place // share
         num_tiles = tl.maximum(tl.cdiv(length, TILE) - first_tile, 1)
         num_parts = (place + num_tiles - 1) // share - first_block + 1
-        target = out + row.to(tl.int64) * out_stride + kv_head * (GROUP * D)
+        target = out + row.to(tl.int64) * OUT_STRIDE + kv_head * (GROUP * D)
         if num_parts == 1:
-            result = finish(acc, weight_sum, exponent, sinks, query_heads, grouped)
+            result = finish(acc, weight_sum, exponent, sinks, query_heads, grouped, SINKS)
             result = round_to(result, out.dtype.element_ty)
             tl.store(target + heads[:, None] * D + dims[None, :], result, mask=kept)
         else:
@@ -180,7 +186,7 @@ def decode_kernel(
                 )
                 own = tl.arange(0, GROUP_BLOCK)
                 owned = own < GROUP
-                result = finish(merged, merged_sum, merged_exponent, sinks, kv_head * GROUP + own, owned)
+                result = finish(merged, merged_sum, merged_exponent, sinks, kv_head * GROUP + own, owned, SINKS)
                 result = round_to(result, out.dtype.element_ty)
                 inside = owned[:, None] & (dims < D)[None, :]
                 tl.store(target + own[:, None] * D + dims[None, :], result, mask=inside)
@@ -206,45 +212,22 @@ def paged_decode_attention(
     alibi: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `asyncllm.kernels.attention.paged_decode_attention`. q may have any stride between rows."""
-    num_heads, head_dim = q.shape[1:]
-    _, num_kv_heads, block_size, _ = cache.k.shape
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    group = num_heads // num_kv_heads
-    group_block = triton.next_power_of_2(group)
-    padded = padded_head_dim(head_dim)
-    partials = torch.empty(2 * plan.grid * group * (head_dim + 2), dtype=torch.float32, device=q.device)
-    squeeze, steepness = score_scales(scale, softcap)
-    decode_kernel[(plan.grid,)](
-        q,
-        cache.k,
-        cache.v,
-        plan.block_tables,
-        plan.work,
-        partials,
-        out,
-        checked_heads("Sinks", sinks, num_heads),
-        checked_heads("ALiBi slopes", alibi, num_heads),
-        squeeze,
-        steepness,
-        plan.window,
-        q.stride(0),
-        out.stride(0),
-        plan.block_tables.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
+    """See `asyncllm.kernels.attention.paged_decode_attention`. q and out may have any stride between tokens."""
+    own = (plan.work, plan.partials)
+    return launch_attention(_configured, (plan.grid, 1, 1), own, q, cache, plan, scale, softcap, sinks, alibi, out)
+
+
+@functools.cache
+def _configured(variant: Variant, config: DecodeConfig) -> Configured:
+    shape = variant.shape
+    group_block = triton.next_power_of_2(shape.group)
+    return Configured(
+        decode_attention_kernel,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         GROUP_BLOCK=group_block,
-        D=head_dim,
-        PADDED=padded,
-        PAGE=block_size,
         ROWS=max(16, group_block),
-        TILE=plan.tile,
-        PARTS=max(1, 4096 // (padded * group_block)),
-        HAS_WINDOW=plan.window > 0,
-        SOFTCAP=softcap is not None,
-        num_warps=plan.config.num_warps,
-        num_stages=plan.config.num_stages,
-        **PDL,
+        TILE=key_tile(shape.block_size, config.tile),
+        PARTS=max(1, 4096 // (padded_head_dim(shape.head_dim) * group_block)),
+        **variant.constexprs(),
     )
-    return out

@@ -19,11 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.cache import PagedKV
-from asyncllm.kernels.triton.language import PDL, release_consumers, wait_for_producers
+from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
+from asyncllm.kernels.triton.launch import launch
 
 __all__ = [
     "DECODE_CONFIGS",
     "PREFILL_CONFIGS",
+    "AttentionShape",
     "DecodeConfig",
     "DecodeWork",
     "PrefillConfig",
@@ -101,15 +103,33 @@ INTERPRETED_PROCESSORS = 4
 """Multiprocessors that plans on a CPU, where kernels are interpreted, count with."""
 
 
+class AttentionShape(NamedTuple):
+    """What the kernels of all layers that share a plan are compiled for."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
 class DecodeWork(NamedTuple):
-    """The plan of decode attention on a GPU."""
+    """The plan of decode attention on a GPU. Layers use it in turn: all of them write `work` and `partials`."""
 
     work: Tensor
     """int32: HEADER; per block of the grid its first row, head, tile and number of tiles; per block a ticket counter;
     per row its first tile in the list of all, its tiles per head in that list, its first visible tile, its length."""
+    partials: Tensor
+    """float32: for each block of the grid the values of two parts, [2 * grid, G, D] for G query heads per KV head; then
+    their states, [2 * grid, G, 2]."""
     block_tables: Tensor
+    table_stride: int
+    shape: AttentionShape
     config: DecodeConfig
-    tile: int
     grid: int
     window: int
 
@@ -121,11 +141,13 @@ class PrefillTiles(NamedTuple):
     """[1 + capacity, 4] int32: the number of tiles; then per tile its row, first query, number of queries, and the
     position of the first query."""
     block_tables: Tensor
+    table_stride: int
+    shape: AttentionShape
     config: PrefillConfig
-    tile: int
     tokens: int
     """Queries per tile."""
-    num_heads: int
+    num_rows: int
+    capacity: int
     window: int
 
 
@@ -164,8 +186,8 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@triton.jit(do_not_specialize=["kv_lens", "num_rows", "window", "grid"])
-def _plan_decode(
+@triton.jit(do_not_specialize=["num_rows", "window", "grid"], do_not_specialize_on_alignment=["kv_lens"])
+def plan_decode_kernel(
     kv_lens,
     work,
     num_rows,
@@ -178,8 +200,8 @@ def _plan_decode(
     BLOCK_GRID: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
+    wait_for_producers(USE_PDL)
     rows = tl.arange(0, BLOCK_ROWS)
     live = rows < num_rows
     lengths = tl.load(kv_lens + rows, mask=live, other=0).to(tl.int32)
@@ -220,35 +242,33 @@ def _plan_decode(
 
 
 def plan_decode_attention(
-    block_tables: Tensor, kv_lens: Tensor, cache: PagedKV, *, window: int | None = None
+    block_tables: Tensor, kv_lens: Tensor, cache: PagedKV, *, num_heads: int, window: int | None = None
 ) -> DecodeWork:
     """See `asyncllm.kernels.attention.plan_decode_attention`."""
     num_rows = kv_lens.shape[0]
-    config = decode_config(cache)
-    tile = key_tile(cache.k.shape[2], config.tile)
+    shape, config = _shape(num_heads, cache), decode_config(cache)
     grid = _processors(kv_lens.device) * config.blocks_per_processor
     work = torch.empty(HEADER.value + 5 * grid + 4 * num_rows, dtype=torch.int32, device=kv_lens.device)
+    numbers = 2 * grid * shape.group * (shape.head_dim + 2)
+    partials = torch.empty(numbers, dtype=torch.float32, device=kv_lens.device)
     block_rows = max(256, triton.next_power_of_2(num_rows))
     block_grid = max(1, 8192 // block_rows)
-    _plan_decode[(triton.cdiv(grid, block_grid),)](
-        kv_lens,
-        work,
-        num_rows,
-        window or 0,
-        grid,
-        NUM_KV_HEADS=cache.k.shape[1],
-        TILE=tile,
+    launch(
+        plan_decode_kernel,
+        (-(-grid // block_grid), 1, 1),
+        (kv_lens, work),
+        (num_rows, window or 0, grid),
+        NUM_KV_HEADS=shape.num_kv_heads,
+        TILE=key_tile(shape.block_size, config.tile),
         MIN_TILES=config.min_tiles,
         BLOCK_ROWS=block_rows,
         BLOCK_GRID=block_grid,
-        num_warps=4,
-        **PDL,
     )
-    return DecodeWork(work, block_tables, config, tile, grid, window or 0)
+    return DecodeWork(work, partials, block_tables, block_tables.stride(0), shape, config, grid, window or 0)
 
 
-@triton.jit(do_not_specialize=["q_offsets", "kv_lens", "num_rows"])
-def _plan_prefill(
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["q_offsets", "kv_lens"])
+def plan_prefill_kernel(
     q_offsets,
     kv_lens,
     entries,
@@ -258,8 +278,8 @@ def _plan_prefill(
     BLOCK_TILES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
+    wait_for_producers(USE_PDL)
     row = tl.program_id(0)
     rows = tl.arange(0, BLOCK_ROWS)
     live = rows < num_rows
@@ -272,9 +292,8 @@ def _plan_prefill(
     first_tile = tl.sum(tl.where(ahead, tiles, 0), 0)
     if row == 0:
         tl.store(entries, tl.sum(tiles, 0))
-    # Queries are counted from the first one of the plan's own rows.
-    start = tl.load(q_offsets + row).to(tl.int32) - tl.load(q_offsets).to(tl.int32)
-    count = tl.load(q_offsets + row + 1).to(tl.int32) - tl.load(q_offsets + row).to(tl.int32)
+    start = tl.load(q_offsets + row).to(tl.int32)
+    count = tl.load(q_offsets + row + 1).to(tl.int32) - start
     num_tiles = tl.cdiv(count, TOKENS)
     for first in range(0, num_tiles, BLOCK_TILES):
         ranks = first + tl.arange(0, BLOCK_TILES)
@@ -300,7 +319,8 @@ def plan_prefill_attention(
 ) -> PrefillTiles:
     """See `asyncllm.kernels.attention.plan_prefill_attention`."""
     num_rows = kv_lens.shape[0]
-    group = num_heads // cache.k.shape[1]
+    shape = _shape(num_heads, cache)
+    group = shape.group
     long, short = prefill_configs(cache)
     config = short if max_q_len * group <= SHORT_PROMPT_ROWS and not invariant else long
     if group > config.rows:
@@ -308,19 +328,25 @@ def plan_prefill_attention(
             f"Attention on a GPU takes up to {config.rows} query heads per KV head, not {group}. "
             "Run this model on the CPU."
         )
+    # Checked here, and not in the first layer.
+    key_tile(shape.block_size, config.tile)
     tokens = config.rows // group
-    capacity = num_rows * triton.cdiv(max_q_len, tokens)
+    capacity = num_rows * -(-max_q_len // tokens)
     entries = torch.empty(1 + capacity, 4, dtype=torch.int32, device=kv_lens.device)
-    _plan_prefill[(num_rows,)](
-        q_offsets,
-        kv_lens,
-        entries,
-        num_rows,
+    launch(
+        plan_prefill_kernel,
+        (num_rows, 1, 1),
+        (q_offsets, kv_lens, entries),
+        (num_rows,),
         TOKENS=tokens,
         BLOCK_ROWS=max(256, triton.next_power_of_2(num_rows)),
         BLOCK_TILES=64,
-        num_warps=4,
-        **PDL,
     )
-    tile = key_tile(cache.k.shape[2], config.tile)
-    return PrefillTiles(entries, block_tables, config, tile, tokens, num_heads, window or 0)
+    return PrefillTiles(
+        entries, block_tables, block_tables.stride(0), shape, config, tokens, num_rows, capacity, window or 0
+    )
+
+
+def _shape(num_heads: int, cache: PagedKV) -> AttentionShape:
+    _, num_kv_heads, block_size, head_dim = cache.k.shape
+    return AttentionShape(num_heads, num_kv_heads, head_dim, block_size)

@@ -7,17 +7,20 @@ not on how the prompt was cut into chunks. `plan_prefill_attention(invariant=Tru
 
 from __future__ import annotations
 
-import torch
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.cache import PagedKV
-from asyncllm.kernels.triton.attention_plan import PrefillTiles, padded_head_dim
-from asyncllm.kernels.triton.attention_tile import FLOOR, LOG2_E, attend_tile, checked_heads, finish, score_scales
-from asyncllm.kernels.triton.language import PDL, release_consumers, round_to, wait_for_producers
+from asyncllm.kernels.triton.attention_launch import Variant, launch_attention
+from asyncllm.kernels.triton.attention_plan import PrefillConfig, PrefillTiles, key_tile
+from asyncllm.kernels.triton.attention_tile import FLOOR, LOG2_E, attend_tile, finish
+from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
+from asyncllm.kernels.triton.launch import Configured
 
-__all__ = ["paged_prefill_attention", "prefill_kernel"]
+__all__ = ["paged_prefill_attention", "prefill_attention_kernel"]
 
 
 @triton.jit
@@ -81,22 +84,22 @@ def _attend_tiles(
     return acc, weight_sum, maximum
 
 
-@triton.jit(do_not_specialize=["block_tables", "table_stride", "window"])
-def prefill_kernel(
+@triton.jit(do_not_specialize=["window", "table_stride"], do_not_specialize_on_alignment=["block_tables"])
+def prefill_attention_kernel(
     q,
     k,
     v,
     block_tables,
-    entries,
     out,
     sinks,
     alibi,
+    entries,
     squeeze,
     steepness,
     window,
-    q_stride,
-    out_stride,
     table_stride,
+    Q_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -106,10 +109,12 @@ def prefill_kernel(
     TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    ALIBI: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
+    wait_for_producers(USE_PDL)
     number = tl.program_id(0)
     if number >= tl.load(entries):
         return
@@ -128,10 +133,10 @@ def prefill_kernel(
     owned = queries < count
     kept = owned[:, None] & (dims < D)[None, :]
     lines = (first_query + queries).to(tl.int64)
-    query = tl.load(q + (lines * q_stride + query_heads * D)[:, None] + dims[None, :], mask=kept, other=0.0)
+    query = tl.load(q + (lines * Q_STRIDE + query_heads * D)[:, None] + dims[None, :], mask=kept, other=0.0)
     query_positions = position + queries
     slopes = tl.zeros([ROWS], tl.float32)
-    if alibi is not None:
+    if ALIBI:
         slopes = tl.load(alibi + query_heads, mask=owned, other=0.0) * (LOG2_E / steepness)
 
     acc = tl.zeros([ROWS, PADDED], tl.float32)
@@ -171,7 +176,7 @@ def prefill_kernel(
             True,
             HAS_WINDOW,
             SOFTCAP,
-            alibi is not None,
+            ALIBI,
         )
     acc, weight_sum, maximum = _attend_tiles(
         query,
@@ -197,7 +202,7 @@ def prefill_kernel(
         False,
         HAS_WINDOW,
         SOFTCAP,
-        alibi is not None,
+        ALIBI,
     )
     acc, weight_sum, maximum = _attend_tiles(
         query,
@@ -223,11 +228,11 @@ def prefill_kernel(
         True,
         HAS_WINDOW,
         SOFTCAP,
-        alibi is not None,
+        ALIBI,
     )
-    result = finish(acc, weight_sum, maximum * steepness, sinks, query_heads, owned)
+    result = finish(acc, weight_sum, maximum * steepness, sinks, query_heads, owned, SINKS)
     result = round_to(result, out.dtype.element_ty)
-    tl.store(out + (lines * out_stride + query_heads * D)[:, None] + dims[None, :], result, mask=kept)
+    tl.store(out + (lines * OUT_STRIDE + query_heads * D)[:, None] + dims[None, :], result, mask=kept)
 
 
 def paged_prefill_attention(
@@ -241,45 +246,22 @@ def paged_prefill_attention(
     alibi: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `asyncllm.kernels.attention.paged_prefill_attention`. q may have any stride between tokens."""
-    num_tokens, num_heads, head_dim = q.shape
-    _, num_kv_heads, block_size, _ = cache.k.shape
-    if num_heads != plan.num_heads:
-        raise ValueError(f"The plan is for {plan.num_heads} query heads, and q has {num_heads}. Plan for these heads.")
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    num_rows = plan.block_tables.shape[0]
-    squeeze, steepness = score_scales(scale, softcap)
+    """See `asyncllm.kernels.attention.paged_prefill_attention`. q and out may have any stride between tokens."""
     # As many tiles as there can be; those that there are not end at once.
-    num_tiles = min(num_tokens // plan.tokens + num_rows, plan.entries.shape[0] - 1)
-    prefill_kernel[(num_tiles, num_kv_heads)](
-        q,
-        cache.k,
-        cache.v,
-        plan.block_tables,
-        plan.entries,
-        out,
-        checked_heads("Sinks", sinks, num_heads),
-        checked_heads("ALiBi slopes", alibi, num_heads),
-        squeeze,
-        steepness,
-        plan.window,
-        q.stride(0),
-        out.stride(0),
-        plan.block_tables.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=num_heads // num_kv_heads,
-        D=head_dim,
-        PADDED=padded_head_dim(head_dim),
-        PAGE=block_size,
-        ROWS=plan.config.rows,
-        TILE=plan.tile,
-        HAS_WINDOW=plan.window > 0,
-        SOFTCAP=softcap is not None,
-        num_warps=plan.config.num_warps,
-        num_stages=plan.config.num_stages,
+    num_tiles = min(q.shape[0] // plan.tokens + plan.num_rows, plan.capacity)
+    grid = (num_tiles, plan.shape.num_kv_heads, 1)
+    return launch_attention(_configured, grid, (plan.entries,), q, cache, plan, scale, softcap, sinks, alibi, out)
+
+
+@functools.cache
+def _configured(variant: Variant, config: PrefillConfig) -> Configured:
+    return Configured(
+        prefill_attention_kernel,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         # Fused products and sums only where they are written: masked and unmasked tiles have to round alike.
-        enable_fp_fusion=False,
-        **PDL,
+        fp_fusion=False,
+        ROWS=config.rows,
+        TILE=key_tile(variant.shape.block_size, config.tile),
+        **variant.constexprs(),
     )
-    return out

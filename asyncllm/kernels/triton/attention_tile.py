@@ -9,35 +9,17 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from asyncllm.kernels.triton.language import dot, round_to
 
-__all__ = ["FLOOR", "attend_tile", "finish", "score_scales"]
+__all__ = ["FLOOR", "LOG2_E", "attend_tile", "finish"]
 
 FLOOR: tl.constexpr = tl.constexpr(-1e30)
 """Where running maxima start, in raw scores and in exponents of 2."""
 
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
-
-
-def score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
-    """(squeeze, steepness): raw = tanh(q k^T * squeeze) with a softcap, else q k^T; weight = 2^(raw * steepness)."""
-    if softcap is None:
-        return 0.0, scale * LOG2_E.value
-    return scale / softcap, softcap * LOG2_E.value
-
-
-def checked_heads(name: str, values: Tensor | None, num_heads: int) -> Tensor | None:
-    """Sinks or slopes as the kernels read them. Raises ValueError unless they are float32 [H]."""
-    if values is not None and (values.dtype != torch.float32 or values.shape != (num_heads,)):
-        raise ValueError(
-            f"{name} are float32 [{num_heads}], one per query head, not {values.dtype} {list(values.shape)}."
-        )
-    return values
 
 
 @triton.jit
@@ -102,10 +84,10 @@ def attend_tile(
 
 
 @triton.jit
-def finish(acc, weight_sum, exponent, sinks, heads, mask):
-    """acc / weight_sum [M, P], zeros where there was no key. exponent [M] is the maximum in exponents of 2; `sinks`,
-    when given, adds the weight of heads' sink logits to the sum."""
-    if sinks is not None:
+def finish(acc, weight_sum, exponent, sinks, heads, mask, SINKS: tl.constexpr):
+    """acc / weight_sum [M, P], zeros where there was no key. exponent [M] is the maximum in exponents of 2; SINKS: the
+    weight of heads' sink logits is added to the sum."""
+    if SINKS:
         sink = tl.load(sinks + heads, mask=mask, other=0.0) * LOG2_E
         highest = tl.maximum(exponent, sink)
         fade = tl.exp2(exponent - highest)

@@ -1,10 +1,10 @@
 """Mixture of experts on a GPU: routing, and the experts' gated MLPs as two grouped matrix products.
 
-An assignment is one (token, chosen expert) pair, numbered token * top_k + choice. `_group` lists the assignments by
-expert in blocks of a fixed number of tokens, so that each block needs the weights of one expert only. `_grouped_matmul`
-runs over those blocks: once from the tokens to the experts' hidden rows, with SwiGLU before the store, and once from
-there to the experts' outputs. `_weighted_sum` adds up what the experts of a token say. Nothing is read back by the
-host, so all of it can be captured in a CUDA graph.
+An assignment is one (token, chosen expert) pair, numbered token * top_k + choice. `group_kernel` lists the assignments
+by expert in blocks of a fixed number of tokens, so that each block needs the weights of one expert only.
+`grouped_matmul_kernel` runs over those blocks: once from the tokens to the experts' hidden rows, with SwiGLU before the
+store, and once from there to the experts' outputs. `weighted_sum_kernel` adds up what the experts of a token say.
+Nothing is read back by the host, so all of it can be captured in a CUDA graph.
 
 The weights are always the left operand of the tensor cores' product and the tokens the right one. A tile of few tokens
 then runs on wgmma like a tile of many, and an output is the same sum in the same order whatever the tile's size: a
@@ -20,13 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.kernels.triton.language import PDL, dot, release_consumers, round_to, wait_for_producers
+from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
+from asyncllm.kernels.triton.launch import launch
 
 __all__ = ["TILES", "Blocks", "Chunk", "Tile", "fused_experts", "group", "multiply", "route", "tokens_per_block"]
 
 
 class Tile(NamedTuple):
-    """What one program of `_grouped_matmul` takes: `rows` of the weights by a block of tokens, in steps of `depth`."""
+    """A program of `grouped_matmul_kernel`: `rows` of the weights by a block of tokens, `depth` columns at a time."""
 
     rows: int
     depth: int
@@ -66,7 +67,7 @@ of Mixtral takes 1,286 us for 1,024 tokens with 1, 1,069 with 4, 1,061 with 8, 1
 
 
 class Chunk(NamedTuple):
-    """How many assignments `_group` looks at together, and by how many warps."""
+    """How many assignments `group_kernel` looks at together, and by how many warps."""
 
     size: int
     warps: int
@@ -78,12 +79,15 @@ MANY_ASSIGNMENTS = Chunk(2048, 4)
 """47 us for 4,096 tokens of Qwen3-30B-A3B, 14 us for those of Mixtral."""
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _route(
-    logits_pointer,
-    weights_pointer,
-    expert_ids_pointer,
-    num_tokens,
+SUM_TILE = 1024
+"""Columns of a program of `weighted_sum_kernel`."""
+
+
+@triton.jit
+def route_kernel(
+    logits_ptr,
+    weights_ptr,
+    expert_ids_ptr,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
@@ -91,12 +95,12 @@ def _route(
     PADDED_K: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    release_consumers(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, PADDED_EXPERTS)
     exists = expert < NUM_EXPERTS
     wait_for_producers(USE_PDL)
-    release_consumers(USE_PDL)
-    logits = tl.load(logits_pointer + token * NUM_EXPERTS + expert, mask=exists, other=float("-inf")).to(tl.float32)
+    logits = tl.load(logits_ptr + token * NUM_EXPERTS + expert, mask=exists, other=float("-inf")).to(tl.float32)
     probability = tl.exp(logits - tl.max(logits, 0))
     probability = probability / tl.sum(probability, 0)
 
@@ -121,15 +125,15 @@ def _route(
     if RENORMALIZE:
         weights = weights / tl.sum(weights, 0)
     at = token * TOP_K + place
-    tl.store(weights_pointer + at, weights, mask=place < TOP_K)
-    tl.store(expert_ids_pointer + at, ids.to(tl.int64), mask=place < TOP_K)
+    tl.store(weights_ptr + at, weights, mask=place < TOP_K)
+    tl.store(expert_ids_ptr + at, ids.to(tl.int64), mask=place < TOP_K)
 
 
 @triton.jit(do_not_specialize=["num_assignments", "max_blocks"])
-def _group(
-    expert_ids_pointer,
-    slots_pointer,
-    block_experts_pointer,
+def group_kernel(
+    expert_ids_ptr,
+    slots_ptr,
+    block_experts_ptr,
     num_assignments,
     max_blocks,
     PADDED_EXPERTS: tl.constexpr,
@@ -142,14 +146,14 @@ def _group(
     slots [max_blocks * BLOCK_TOKENS]: assignments, num_assignments where there is none. block_experts [max_blocks]: the
     expert of each block, -1 behind the last.
     """
+    release_consumers(USE_PDL)
     expert = tl.program_id(0)
     wait_for_producers(USE_PDL)
-    release_consumers(USE_PDL)
     counts = tl.zeros([PADDED_EXPERTS], tl.int32)
     for start in range(0, num_assignments, CHUNK):
         assignment = start + tl.arange(0, CHUNK)
         exists = assignment < num_assignments
-        ids = tl.load(expert_ids_pointer + assignment, mask=exists, other=0).to(tl.int32)
+        ids = tl.load(expert_ids_ptr + assignment, mask=exists, other=0).to(tl.int32)
         counts += tl.histogram(ids, PADDED_EXPERTS, mask=exists)
     blocks = (counts + BLOCK_TOKENS - 1) // BLOCK_TOKENS
     experts = tl.arange(0, PADDED_EXPERTS)
@@ -162,36 +166,36 @@ def _group(
         for start in range(0, num_assignments, CHUNK):
             assignment = start + tl.arange(0, CHUNK)
             exists = assignment < num_assignments
-            mine = tl.load(expert_ids_pointer + assignment, mask=exists, other=-1).to(tl.int32) == expert
+            mine = tl.load(expert_ids_ptr + assignment, mask=exists, other=-1).to(tl.int32) == expert
             counted = tl.cumsum(mine.to(tl.int32), 0)
-            tl.store(slots_pointer + next_slot + counted - 1, assignment, mask=mine)
+            tl.store(slots_ptr + next_slot + counted - 1, assignment, mask=mine)
             next_slot += tl.sum(mine.to(tl.int32), 0)
         padding = next_slot + tl.arange(0, BLOCK_TOKENS)
         tl.store(
-            slots_pointer + padding,
+            slots_ptr + padding,
             tl.zeros([BLOCK_TOKENS], tl.int32) + num_assignments,
             mask=padding < (first_block + own_blocks) * BLOCK_TOKENS,
         )
         for start in range(0, own_blocks, 128):
             block = start + tl.arange(0, 128)
             tl.store(
-                block_experts_pointer + first_block + block,
+                block_experts_ptr + first_block + block,
                 tl.zeros([128], tl.int32) + expert,
                 mask=block < own_blocks,
             )
     if expert == tl.num_programs(0) - 1:
         for start in range(first_block + own_blocks, max_blocks, 128):
             block = start + tl.arange(0, 128)
-            tl.store(block_experts_pointer + block, tl.full([128], -1, tl.int32), mask=block < max_blocks)
+            tl.store(block_experts_ptr + block, tl.full([128], -1, tl.int32), mask=block < max_blocks)
 
 
 @triton.jit(do_not_specialize=["num_assignments", "max_blocks"])
-def _grouped_matmul(
-    x_pointer,
-    weight_pointer,
-    y_pointer,
-    slots_pointer,
-    block_experts_pointer,
+def grouped_matmul_kernel(
+    x_ptr,
+    weight_ptr,
+    y_ptr,
+    slots_ptr,
+    block_experts_ptr,
     num_assignments,
     max_blocks,
     ROWS: tl.constexpr,
@@ -210,6 +214,7 @@ def _grouped_matmul(
     x [*, COLUMNS], weight [E, ROWS, COLUMNS], y [num_assignments, ROWS or, with SWIGLU, ROWS // 2]. UNGROUPED: block b
     is assignment b, block_experts are the expert ids and slots are not read.
     """
+    release_consumers(USE_PDL)
     OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
     TILE_OUTPUTS: tl.constexpr = TILE_ROWS // 2 if SWIGLU else TILE_ROWS
     NUM_TILES: tl.constexpr = (OUTPUTS + TILE_OUTPUTS - 1) // TILE_OUTPUTS
@@ -221,15 +226,14 @@ def _grouped_matmul(
     first_output = (within // group_blocks) * TILE_OUTPUTS
 
     wait_for_producers(USE_PDL)
-    release_consumers(USE_PDL)
-    expert = tl.load(block_experts_pointer + block).to(tl.int64)
+    expert = tl.load(block_experts_ptr + block).to(tl.int64)
     if expert < 0:
         return
     lane = tl.arange(0, BLOCK_TOKENS)
     if UNGROUPED:
         slots = tl.where(lane == 0, block, num_assignments)
     else:
-        slots = tl.load(slots_pointer + block * BLOCK_TOKENS + lane)
+        slots = tl.load(slots_ptr + block * BLOCK_TOKENS + lane)
     is_filled = slots < num_assignments
     # Padding computes the first row once more, and rows beyond the weights the last one: that costs nothing and keeps
     # masks out of the loop.
@@ -243,21 +247,21 @@ def _grouped_matmul(
         weight_row = tl.minimum(first_output + tile_row, OUTPUTS - 1)
 
     depth = tl.arange(0, TILE_DEPTH)
-    x_pointers = x_pointer + x_row[None, :] * COLUMNS + depth[:, None]
-    weight_pointers = weight_pointer + expert * (ROWS * COLUMNS) + weight_row[:, None] * COLUMNS + depth[None, :]
+    x_ptrs = x_ptr + x_row[None, :] * COLUMNS + depth[:, None]
+    weight_ptrs = weight_ptr + expert * (ROWS * COLUMNS) + weight_row[:, None] * COLUMNS + depth[None, :]
     total = tl.zeros([TILE_ROWS, BLOCK_TOKENS], tl.float32)
     for start in range(0, COLUMNS, TILE_DEPTH):
         if COLUMNS % TILE_DEPTH == 0:
-            weight = tl.load(weight_pointers)
-            x = tl.load(x_pointers)
+            weight = tl.load(weight_ptrs)
+            x = tl.load(x_ptrs)
         else:
-            weight = tl.load(weight_pointers, mask=depth[None, :] < COLUMNS - start, other=0.0)
-            x = tl.load(x_pointers, mask=depth[:, None] < COLUMNS - start, other=0.0)
+            weight = tl.load(weight_ptrs, mask=depth[None, :] < COLUMNS - start, other=0.0)
+            x = tl.load(x_ptrs, mask=depth[:, None] < COLUMNS - start, other=0.0)
         total = dot(weight, x, total)
-        weight_pointers += TILE_DEPTH
-        x_pointers += TILE_DEPTH
+        weight_ptrs += TILE_DEPTH
+        x_ptrs += TILE_DEPTH
 
-    dtype: tl.constexpr = y_pointer.dtype.element_ty
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
     if SWIGLU:
         pairs = tl.reshape(total, (TILE_ROWS // 16, 2, 8, BLOCK_TOKENS)).permute(0, 2, 3, 1)
         gate, up = tl.split(pairs)
@@ -266,33 +270,33 @@ def _grouped_matmul(
         total = round_to(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32) * up
     y_column = first_output + tl.arange(0, TILE_OUTPUTS)
     tl.store(
-        y_pointer + slots[None, :].to(tl.int64) * OUTPUTS + y_column[:, None],
+        y_ptr + slots[None, :].to(tl.int64) * OUTPUTS + y_column[:, None],
         round_to(total, dtype),
         mask=is_filled[None, :] & (y_column < OUTPUTS)[:, None],
     )
 
 
 @triton.jit
-def _weighted_sum(
-    y_pointer,
-    weights_pointer,
-    out_pointer,
+def weighted_sum_kernel(
+    y_ptr,
+    weights_ptr,
+    out_ptr,
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
     TILE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    release_consumers(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     exists = column < WIDTH
     wait_for_producers(USE_PDL)
-    release_consumers(USE_PDL)
     total = tl.zeros([TILE], tl.float32)
     for choice in tl.static_range(TOP_K):
         assignment = token * TOP_K + choice
-        y = tl.load(y_pointer + assignment * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
-        total += tl.load(weights_pointer + assignment) * y
-    tl.store(out_pointer + token * WIDTH + column, round_to(total, out_pointer.dtype.element_ty), mask=exists)
+        y = tl.load(y_ptr + assignment * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
+        total += tl.load(weights_ptr + assignment) * y
+    tl.store(out_ptr + token * WIDTH + column, round_to(total, out_ptr.dtype.element_ty), mask=exists)
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -301,18 +305,16 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     expert_ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
     if num_tokens:
-        _route[(num_tokens,)](
-            logits.contiguous(),
-            weights,
-            expert_ids,
-            num_tokens,
+        launch(
+            route_kernel,
+            (num_tokens, 1, 1),
+            (logits.contiguous(), weights, expert_ids),
+            num_warps=1 if num_experts <= 256 else 4,
             NUM_EXPERTS=num_experts,
             TOP_K=top_k,
             RENORMALIZE=renormalize,
             PADDED_EXPERTS=_power_of_two(num_experts),
             PADDED_K=_power_of_two(top_k),
-            num_warps=1 if num_experts <= 256 else 4,
-            **PDL,
         )
     return weights, expert_ids
 
@@ -340,9 +342,9 @@ def fused_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exp
     outputs = torch.empty(num_assignments, width, dtype=x.dtype, device=x.device)
     multiply(x, gate_up, hidden, blocks, tiles[0], top_k=top_k, swiglu=True)
     multiply(hidden, down, outputs, blocks, tiles[1], top_k=1, swiglu=False)
-    _weighted_sum[(num_tokens, -(-width // 1024))](
-        outputs, weights, out, WIDTH=width, TOP_K=top_k, TILE=min(1024, _power_of_two(width)), num_warps=4, **PDL
-    )
+    tile = min(SUM_TILE, _power_of_two(width))
+    grid = (num_tokens, -(-width // tile), 1)
+    launch(weighted_sum_kernel, grid, (outputs, weights, out), WIDTH=width, TOP_K=top_k, TILE=tile)
     return out
 
 
@@ -364,14 +366,13 @@ def multiply(x: Tensor, weight: Tensor, y: Tensor, blocks: Blocks, tile: Tile, *
     """
     num_blocks = blocks.experts.shape[0]
     tile_outputs = tile.rows // 2 if swiglu else tile.rows
-    _grouped_matmul[(num_blocks * -(-y.shape[1] // tile_outputs),)](
-        x,
-        weight,
-        y,
-        blocks.slots,
-        blocks.experts,
-        y.shape[0],
-        num_blocks,
+    launch(
+        grouped_matmul_kernel,
+        (num_blocks * -(-y.shape[1] // tile_outputs), 1, 1),
+        (x, weight, y, blocks.slots, blocks.experts),
+        (y.shape[0], num_blocks),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         ROWS=weight.shape[1],
         COLUMNS=weight.shape[2],
         ASSIGNMENTS_PER_X=top_k,
@@ -381,9 +382,6 @@ def multiply(x: Tensor, weight: Tensor, y: Tensor, blocks: Blocks, tile: Tile, *
         TILE_ROWS=tile.rows,
         TILE_DEPTH=tile.depth,
         BLOCKS_PER_GROUP=BLOCKS_PER_GROUP,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **PDL,
     )
 
 
@@ -395,17 +393,15 @@ def group(expert_ids: Tensor, num_experts: int, block_tokens: int) -> Blocks:
     slots = torch.empty(max_blocks * block_tokens, dtype=torch.int32, device=expert_ids.device)
     block_experts = torch.empty(max_blocks, dtype=torch.int32, device=expert_ids.device)
     chunk = FEW_ASSIGNMENTS if num_assignments <= FEW_ASSIGNMENTS.size else MANY_ASSIGNMENTS
-    _group[(num_experts,)](
-        expert_ids,
-        slots,
-        block_experts,
-        num_assignments,
-        max_blocks,
+    launch(
+        group_kernel,
+        (num_experts, 1, 1),
+        (expert_ids, slots, block_experts),
+        (num_assignments, max_blocks),
+        num_warps=chunk.warps,
         PADDED_EXPERTS=_power_of_two(num_experts),
         BLOCK_TOKENS=block_tokens,
         CHUNK=chunk.size,
-        num_warps=chunk.warps,
-        **PDL,
     )
     return Blocks(block_experts, slots, block_tokens, False)
 

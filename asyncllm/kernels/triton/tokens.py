@@ -1,4 +1,4 @@
-"""Launcher of `kernels.tokens`."""
+"""What a step leaves behind: one program notes the tokens of a whole decode batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.kernels.triton.language import PDL, wait_for_producers
+from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
+from asyncllm.kernels.triton.launch import launch
 
 __all__ = ["record_tokens"]
 
@@ -14,8 +15,14 @@ BLOCK = 256
 """Rows per program: a whole decode batch of the usual size."""
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _record_tokens(tokens, flags, slots, last_tokens, results, num_rows, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["tokens", "flags", "slots", "last_tokens", "results"],
+)
+def record_tokens_kernel(
+    tokens, flags, slots, last_tokens, results, num_rows, BLOCK: tl.constexpr, USE_PDL: tl.constexpr
+):
+    release_consumers(USE_PDL)
     wait_for_producers(USE_PDL)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
@@ -28,5 +35,6 @@ def _record_tokens(tokens, flags, slots, last_tokens, results, num_rows, BLOCK: 
 
 def record_tokens(tokens: Tensor, flags: Tensor, slots: Tensor, last_tokens: Tensor, results: Tensor) -> None:
     num_rows = tokens.shape[0]
-    grid = (triton.cdiv(num_rows, BLOCK),)
-    _record_tokens[grid](tokens, flags, slots, last_tokens, results, num_rows, BLOCK=BLOCK, num_warps=4, **PDL)
+    if num_rows:
+        grid = (-(-num_rows // BLOCK), 1, 1)
+        launch(record_tokens_kernel, grid, (tokens, flags, slots, last_tokens, results), (num_rows,), BLOCK=BLOCK)
