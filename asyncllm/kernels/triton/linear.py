@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncllm.kernels.linear import check_out
 from asyncllm.kernels.triton.linear_invariant import choose_tile, matmul_invariant
 from asyncllm.kernels.triton.linear_small import GemvConfig, SkinnyConfig, gemv, skinny
 
@@ -44,24 +45,38 @@ covers goes to cuBLAS. An entry stands where it was measured to be at least 5 % 
 dependent launch hides included: bf16, weights of 32 layers in turn, Triton 3.6.0, CUDA 13.0."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    check_out(x, weight, out)
     table = _table(x.device)
     if table:
         rows = x.reshape(-1, x.shape[-1])
         config = _choose(table, rows, weight)
-        if isinstance(config, GemvConfig):
-            return gemv(rows, weight, bias, config=config).view(*x.shape[:-1], weight.shape[0])
         if config is not None:
-            return skinny(rows, weight, bias, config=config).view(*x.shape[:-1], weight.shape[0])
-    return F.linear(x, weight, bias)
+            into = None if out is None else out.view(-1, weight.shape[0])
+            if isinstance(config, GemvConfig):
+                y = gemv(rows, weight, bias, config=config, out=into)
+            else:
+                y = skinny(rows, weight, bias, config=config, out=into)
+            return y.view(*x.shape[:-1], weight.shape[0]) if out is None else out
+    if out is None:
+        return F.linear(x, weight, bias)
+    rows, into = x.reshape(-1, x.shape[-1]), out.view(-1, weight.shape[0])
+    if bias is None:
+        torch.mm(rows, weight.t(), out=into)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=into)
+    return out
 
 
-def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    check_out(x, weight, out)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if rows.shape[0] == 0:
-        return x.new_empty((*x.shape[:-1], weight.shape[0]))
+        return x.new_empty((*x.shape[:-1], weight.shape[0])) if out is None else out
     tile = choose_tile(rows.shape[0], weight.shape[0], _processors(x.device))
-    return matmul_invariant(rows, weight.contiguous(), bias, tile).view(*x.shape[:-1], weight.shape[0])
+    into = None if out is None else out.view(-1, weight.shape[0])
+    y = matmul_invariant(rows, weight.contiguous(), bias, tile, out=into)
+    return y.view(*x.shape[:-1], weight.shape[0]) if out is None else out
 
 
 def _choose(

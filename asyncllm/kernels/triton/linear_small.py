@@ -192,14 +192,18 @@ def _counters(device: torch.device) -> Tensor:
     return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
-def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: GemvConfig) -> Tensor:
-    """x [T, K], T at most 4, times weight [N, K] transposed, plus bias [N] -> [T, N], without tensor cores.
+def gemv(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: GemvConfig, out: Tensor | None = None
+) -> Tensor:
+    """x [T, K], T at most 4, times weight [N, K] transposed, plus bias [N] -> [T, N], `out` if given, without tensor
+    cores.
 
     All are contiguous. `config.rows` divides N, `config.columns` divides K.
     """
     tokens, k = x.shape
     n = weight.shape[0]
-    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
     _gemv[(n // config.rows,)](
         x, weight, weight if bias is None else bias, out, n, k, tokens, config.rows, config.columns, bias is not None,
         num_warps=config.warps, **PDL,
@@ -207,15 +211,18 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: GemvC
     return out
 
 
-def skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: SkinnyConfig) -> Tensor:
-    """x [T, K], T at most 64, times weight [N, K] transposed, plus bias [N] -> [T, N], on tensor cores.
+def skinny(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: SkinnyConfig, out: Tensor | None = None
+) -> Tensor:
+    """x [T, K], T at most 64, times weight [N, K] transposed, plus bias [N] -> [T, N], `out` if given, on tensor cores.
 
     All are contiguous. `config.rows` divides N, `config.columns` divides K.
     """
     tokens, k = x.shape
     n = weight.shape[0]
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
     partial = counters = out
     if config.splits > 1:
         partial = torch.empty(config.splits * n * block_m, dtype=torch.float32, device=x.device)
