@@ -42,7 +42,11 @@ TABLES: dict[str, dict[tuple[int, int], tuple[tuple[int, Config], ...]]] = {
 }
 """By device name, then by weight shape (N, K): the most tokens that a configuration is for, ascending. What no entry
 covers goes to cuBLAS. An entry stands where it was measured to be at least 5 % faster, the launch gap that programmatic
-dependent launch hides included: bf16, weights of 32 layers in turn, Triton 3.6.0, CUDA 13.0."""
+dependent launch hides included: bf16, weights of 32 layers in turn, Triton 3.6.0, CUDA 13.0.
+
+From 65 tokens on cuBLAS stays ahead. At 256 tokens it takes 21.8, 18.4, 88.7, 47.3 and 366 us for the five weights, in
+this order; tiles read through tensor descriptors, as whole tiles, split or in equal shares ("stream-K"), took 23.5,
+20.9, 91.9, 50.4 and 391 us at best."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
