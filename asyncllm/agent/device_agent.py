@@ -320,7 +320,7 @@ class DeviceAgent:
     def _decode_logits(self, num_rows: int) -> None:
         """Captured: forward pass of the fixed rows, to their logits."""
         hidden = self.model(self._tables.decode_inputs(num_rows), self._caches)
-        self._logits[:num_rows] = self.model.logits(hidden)
+        self.model.logits(hidden, self._logits[:num_rows])
 
     def _decode_tokens(self, num_rows: int) -> None:
         """Captured: choice of the fixed rows' tokens."""

@@ -8,26 +8,40 @@ from torch import Tensor
 
 from asyncllm.kernels.dispatch import op
 
-__all__ = ["linear", "linear_invariant"]
+__all__ = ["check_out", "linear", "linear_invariant"]
 
 
 @op("linear:linear")
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x weight^T + bias. x [..., K], weight [N, K], bias [N], all of one dtype -> [..., N]."""
-    return F.linear(x, weight, bias)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """x weight^T + bias. x [..., K], weight [N, K], bias [N], all of one dtype -> [..., N], contiguous `out` if given.
+
+    Raises ValueError if `out` has another shape or dtype, or gaps.
+    """
+    check_out(x, weight, out)
+    y = F.linear(x, weight, bias)
+    return y if out is None else out.copy_(y)
 
 
 @op("linear:linear_invariant")
-def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """`linear` whose every row comes out with the same bits whatever other rows are in x.
 
     Matrix libraries choose the order of summation by the number of rows. Here it depends on the weight's shape alone,
     so that a request gets the same tokens alone and in a batch (He, "Defeating Nondeterminism in LLM Inference", 2025).
     """
+    check_out(x, weight, out)
     rows = x.reshape(-1, x.shape[-1]).float()
     y = x.new_empty((rows.shape[0], weight.shape[0]), dtype=torch.float32)
     for row, result in zip(rows, y, strict=True):
         torch.mv(weight.float(), row, out=result)
     if bias is not None:
         y += bias.float()
-    return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+    y = y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+    return y if out is None else out.copy_(y)
+
+
+def check_out(x: Tensor, weight: Tensor, out: Tensor | None) -> None:
+    """Raise ValueError unless `out` can take the product of x and weight."""
+    shape = (*x.shape[:-1], weight.shape[0])
+    if out is not None and (out.shape != shape or out.dtype != x.dtype or not out.is_contiguous()):
+        raise ValueError(f"out is {out.dtype} {list(out.shape)}, not contiguous {x.dtype} {list(shape)}")

@@ -32,20 +32,26 @@ class Embedding(Layer):
         self.weight.copy_(tensor)
 
 
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Logits as they are, or in float32 and squashed to softcap * tanh(logits / softcap)."""
-    return logits if softcap is None else logits.float().div_(softcap).tanh_().mul_(softcap)
+def _logits(product: Product, x: Tensor, weight: Tensor, softcap: float | None, out: Tensor | None) -> Tensor:
+    """x weight^T as it is, or in float32 and squashed to softcap * tanh(logits / softcap); in `out` if given."""
+    if softcap is None:
+        return product(x, weight, out=out)
+    capped = product(x, weight).float().div_(softcap).tanh_().mul_(softcap)
+    return capped if out is None else out.copy_(capped)
 
 
 class OutputEmbedding(Linear):
-    """hidden [R, hidden] -> logits [R, vocab], of the hidden states' type, or float32 with a softcap."""
+    """hidden [R, hidden] -> logits [R, vocab], of the hidden states' type, or float32 with a softcap.
+
+    They are in `out` if that is given, [R, vocab] of the type they would have without it.
+    """
 
     def __init__(self, hidden_size: int, vocab_size: int, *, softcap: float | None = None) -> None:
         super().__init__(hidden_size, vocab_size)
         self.softcap = softcap
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _capped(super().forward(x), self.softcap)
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return _logits(self.product, x, self.weight, self.softcap, out)
 
 
 class TiedOutputEmbedding(Layer):
@@ -59,5 +65,6 @@ class TiedOutputEmbedding(Layer):
         self._embedding = (embedding,)
         self.softcap = softcap
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _capped(self.product(x, self._embedding[0].weight), self.softcap)
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """As `OutputEmbedding.forward`."""
+        return _logits(self.product, x, self._embedding[0].weight, self.softcap, out)

@@ -122,8 +122,8 @@ class DecoderLM(nn.Module):
             raise ValueError("a decoder needs at least one layer")
         return branch, residual
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden [R, hidden] of `forward` -> logits [R, vocab] after the family's final softcap, of the model's type or
-        float32."""
-        logits: Tensor = self.head(hidden)
+        float32; in `out` if given, of that shape and type."""
+        logits: Tensor = self.head(hidden, out)
         return logits

@@ -24,8 +24,7 @@ def gemv_case(tokens: int, config: GemvConfig, n: int = 4096, k: int = 4096) -> 
 def skinny_case(tokens: int, config: SkinnyConfig, n: int = 4096, k: int = 4096) -> Case:
     constexprs = {
         "N": n, "K": k, "BLOCK_M": tokens, "BLOCK_N": config.rows, "BLOCK_K": config.columns,
-        "SPLITS": config.splits, "AHEAD": config.ahead, "INTERLEAVED": config.interleaved,
-        "HAS_BIAS": False, "USE_PDL": True,
+        "SPLITS": config.splits, "HAS_BIAS": False, "USE_PDL": True,
     }  # fmt: skip
     name = f"skinny-{tokens}-{n}x{k}-{'-'.join(map(str, vars(config).values()))}"
     signature = {**_POINTERS, "partial_ptr": "*fp32", "counter_ptr": "*i32", "tokens": "i32"}
@@ -59,6 +58,6 @@ CASES = [
     *_of_tables(),
     *(invariant_case(tokens) for tokens in linear_invariant.TILES),
     gemv_case(4, GemvConfig(4, 1024)),
-    skinny_case(16, SkinnyConfig(splits=4, ahead=2)),
+    skinny_case(16, SkinnyConfig(splits=4)),
     skinny_case(64, SkinnyConfig()),
 ]

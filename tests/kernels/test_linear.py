@@ -68,6 +68,20 @@ def test_a_split_sum_leaves_its_counters_at_zero_and_repeats() -> None:
     assert torch.equal(skinny(x, weight, config=config), first)
 
 
+@pytest.mark.parametrize(
+    "product", [kernels.linear, launchers.linear, kernels.linear_invariant, launchers.linear_invariant]
+)
+def test_a_product_in_a_given_tensor(product: Any) -> None:
+    x, weight, bias = random(2, 3, 32), random(5, 32, seed=1), random(5, seed=2)
+    for given in (None, bias):
+        out = torch.full((2, 3, 5), torch.nan)
+        assert product(x, weight, given, out=out) is out
+        assert torch.equal(out, product(x, weight, given))
+    for wrong in (torch.empty(3, 5), torch.empty(2, 3, 5, dtype=torch.float64), torch.empty(2, 3, 10)[..., ::2]):
+        with pytest.raises(ValueError, match="out is"):
+            product(x, weight, out=wrong)
+
+
 def test_the_table_decides_by_shape_and_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {(16, 64): ((2, GemvConfig(4, 32)), (20, SkinnyConfig(rows=16, columns=32)))}
     monkeypatch.setattr(launchers, "_table", lambda device: table)
@@ -80,7 +94,10 @@ def test_the_table_decides_by_shape_and_number_of_tokens(monkeypatch: pytest.Mon
         x = random(tokens, 64, seed=2, dtype=torch.bfloat16)
         used.clear()
         assert_close(launchers.linear(x, weight, bias), expected(x, weight, bias))
-        assert used == ([] if name is None else [name])
+        out = torch.full((tokens, 16), torch.nan, dtype=torch.bfloat16)
+        assert launchers.linear(x, weight, bias, out=out) is out
+        assert_close(out, expected(x, weight, bias))
+        assert used == ([] if name is None else [name, name])
     used.clear()
     x = random(2, 2, 64, seed=3, dtype=torch.bfloat16)
     assert launchers.linear(x, weight).shape == (2, 2, 16)

@@ -116,6 +116,21 @@ def test_output_embedding_gives_capped_float32_logits() -> None:
     torch.testing.assert_close(logits, 2 * torch.tanh((x @ head.weight.t()).float() / 2))
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_logits_in_a_given_tensor(softcap: float | None) -> None:
+    embedding = Embedding(4, 3).to(torch.bfloat16)
+    x = random(2, 3, seed=9).bfloat16()
+    for head in (
+        OutputEmbedding(3, 4, softcap=softcap).to(torch.bfloat16),
+        TiedOutputEmbedding(embedding, softcap=softcap),
+    ):
+        fill(embedding if isinstance(head, TiedOutputEmbedding) else head)
+        rows = torch.full((3, 4), torch.nan, dtype=head(x).dtype)
+        assert head(x, rows[:2]).data_ptr() == rows.data_ptr()
+        assert torch.equal(rows[:2], head(x))
+        assert rows[2].isnan().all()
+
+
 def test_tied_output_embedding_owns_no_parameter() -> None:
     embedding = Embedding(4, 3)
     fill(embedding)

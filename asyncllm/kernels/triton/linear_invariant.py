@@ -97,11 +97,15 @@ def _invariant(
     tl.store(out_ptrs, tl.trans(round_to(acc, dtype)), mask=(token_ids < tokens)[:, None] & (rows < N)[None, :])
 
 
-def matmul_invariant(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
-    """x [T, K] times weight [N, K] transposed, plus bias [N]: the same bits with every tile. Contiguous, T not 0."""
+def matmul_invariant(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, out: Tensor | None = None) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, plus bias [N] -> [T, N], `out` if given: the same bits with every tile.
+
+    All are contiguous, T is not 0.
+    """
     tokens, k = x.shape
     n = weight.shape[0]
-    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
     _invariant[(triton.cdiv(tokens, tile.tokens) * triton.cdiv(n, tile.rows),)](
         x, weight, weight if bias is None else bias, out, tokens, n, k, tile.tokens, tile.rows, tile.columns,
         _GROUP, bias is not None, num_warps=tile.warps, num_stages=tile.stages, **PDL,
