@@ -83,10 +83,15 @@ class Case:
         return launchers.rope_fill_kv(self.qkv, self.rotation, cache, self.slots, **self.arguments), cache
 
     def expected(self) -> tuple[Tensor, PagedKV]:
-        """By the reference in float32, but with the norm's rounding to the dtype of qkv."""
-        cache = self.cache()
-        plan = kernels.plan_cache_write.reference(self.slots, cache)
-        return kernels.rope_fill_kv.reference(self.qkv, self.rotation, cache, plan, **self.arguments), cache
+        """By the reference in float32, but with the norm's rounding to the dtype of qkv. On the CPU: the ops that it is
+        made of would be launched where the tensors are on a GPU."""
+        pages = torch.full(self.shape, 7.0, dtype=self.qkv.dtype)
+        cache = PagedKV.over(pages)
+        arguments = {name: each.cpu() if isinstance(each, Tensor) else each for name, each in self.arguments.items()}
+        rotation = Rotation(*(part.cpu() for part in self.rotation))
+        plan = kernels.plan_cache_write(self.slots.cpu(), cache)
+        q = kernels.rope_fill_kv(self.qkv.cpu(), rotation, cache, plan, **arguments)
+        return q.to(DEVICE), PagedKV.over(pages.to(DEVICE))
 
 
 SHAPES = pytest.mark.parametrize(
