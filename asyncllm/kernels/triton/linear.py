@@ -16,11 +16,16 @@ __all__ = ["TABLES", "linear", "linear_invariant"]
 
 Config = GemvConfig | SkinnyConfig
 
-TABLES: dict[str, dict[tuple[int, int], tuple[tuple[int, Config], ...]]] = {
+Table = dict[tuple[int, int], tuple[tuple[int, Config | None], ...]]
+
+TABLES: dict[str, Table] = {
     "NVIDIA H200": {
         (6144, 4096): (
             (1, GemvConfig(4, 1024)),  # 12.0 us, cuBLAS 15.2
             (2, GemvConfig(8, 1024)),  # 13.4 us, 16.3
+            (16, None),
+            (32, SkinnyConfig(64, 128, splits=2, stages=3)),
+            (64, SkinnyConfig(64, 128, splits=1, stages=5)),
         ),
         (4096, 4096): (
             (1, GemvConfig(4, 2048, warps=8)),  # 8.9 us, 12.4
@@ -29,7 +34,12 @@ TABLES: dict[str, dict[tuple[int, int], tuple[tuple[int, Config], ...]]] = {
             (32, SkinnyConfig(64, 128, splits=2, stages=5)),  # 10.6 us, 12.9
             (64, SkinnyConfig(64, 128, splits=2, stages=5)),  # 11.3 us, 12.3
         ),
-        (28672, 4096): ((1, GemvConfig(4, 2048, warps=8)),),  # 51.7 us, 54.5
+        (28672, 4096): (
+            (1, GemvConfig(4, 2048, warps=8)),  # 51.7 us, 54.5
+            (2, None),
+            (32, SkinnyConfig(64, 128, splits=1, stages=4)),
+            (64, SkinnyConfig(64, 128, splits=1, stages=3)),
+        ),
         (4096, 14336): (
             (1, GemvConfig(8, 2048, warps=8)),  # 26.7 us, 30.4
             (2, GemvConfig(2, 2048)),  # 29.0 us, 30.5
@@ -41,8 +51,11 @@ TABLES: dict[str, dict[tuple[int, int], tuple[tuple[int, Config], ...]]] = {
     }
 }
 """By device name, then by weight shape (N, K): the most tokens that a configuration is for, ascending. What no entry
-covers goes to cuBLAS. An entry stands where it was measured to be at least 5 % faster, the launch gap that programmatic
-dependent launch hides included: bf16, weights of 32 layers in turn, Triton 3.6.0, CUDA 13.0.
+covers, and what has None, goes to cuBLAS. Figures are bf16, weights of 32 layers in turn, Triton 3.6.0, CUDA 13.0.
+
+An entry with a figure stands where the product alone was at least 5 % faster. The others are as fast as cuBLAS alone,
+but shorten a whole layer, as programmatic dependent launch hides the gaps around them: from 121.6 to 119.6 us at 16
+tokens, from 126.9 to about 122 at 32 and from 130.8 to 128.5 at 64 (all cuBLAS: 126.9, 129.4, 134.6).
 
 From 65 tokens on cuBLAS stays ahead. At 256 tokens it takes 21.8, 18.4, 88.7, 47.3 and 366 us for the five weights, in
 this order; tiles read through tensor descriptors, as whole tiles, split or in equal shares ("stream-K"), took 23.5,
@@ -83,9 +96,7 @@ def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, o
     return y.view(*x.shape[:-1], weight.shape[0]) if out is None else out
 
 
-def _choose(
-    table: dict[tuple[int, int], tuple[tuple[int, Config], ...]], rows: Tensor, weight: Tensor
-) -> Config | None:
+def _choose(table: Table, rows: Tensor, weight: Tensor) -> Config | None:
     if rows.dtype.itemsize == 2 and rows.is_contiguous() and weight.is_contiguous():
         for most, config in table.get((weight.shape[0], weight.shape[1]), ()):
             if 0 < rows.shape[0] <= most:
@@ -94,7 +105,7 @@ def _choose(
 
 
 @cache
-def _table(device: torch.device) -> dict[tuple[int, int], tuple[tuple[int, Config], ...]]:
+def _table(device: torch.device) -> Table:
     return TABLES.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
 
 
