@@ -113,6 +113,8 @@ def test_every_configuration_of_the_table_fits_its_weight() -> None:
         for (n, k), entries in table.items():
             assert [most for most, _ in entries] == sorted({most for most, _ in entries})
             for most, config in entries:
+                if config is None:
+                    continue
                 assert most <= (4 if isinstance(config, GemvConfig) else 64)
                 assert n % config.rows == k % config.columns == 0
                 assert isinstance(config, GemvConfig) or n // config.rows <= linear_small._MAX_TILES

@@ -35,11 +35,11 @@ def gate_kernel(
     GELU: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    release_consumers(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < SIZE
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     gate = tl.load(x_ptr + row * (2 * SIZE) + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * (2 * SIZE) + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     if GELU:

@@ -92,8 +92,8 @@ def decode_attention_kernel(
     ALIBI: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    release_consumers(USE_PDL)
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     block = tl.program_id(0)
     entry = work + HEADER + block * 4
     row = tl.load(entry)

@@ -200,8 +200,8 @@ def plan_decode_kernel(
     BLOCK_GRID: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    release_consumers(USE_PDL)
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     rows = tl.arange(0, BLOCK_ROWS)
     live = rows < num_rows
     lengths = tl.load(kv_lens + rows, mask=live, other=0).to(tl.int32)
@@ -278,8 +278,8 @@ def plan_prefill_kernel(
     BLOCK_TILES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    release_consumers(USE_PDL)
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     row = tl.program_id(0)
     rows = tl.arange(0, BLOCK_ROWS)
     live = rows < num_rows

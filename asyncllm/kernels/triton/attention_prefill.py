@@ -113,8 +113,8 @@ def prefill_attention_kernel(
     ALIBI: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    release_consumers(USE_PDL)
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     number = tl.program_id(0)
     if number >= tl.load(entries):
         return

@@ -45,11 +45,11 @@ def fill_kv_cache_kernel(
     USE_PDL: tl.constexpr,
 ):
     """FEATURES is HEAD_DIM padded to a power of two."""
-    release_consumers(USE_PDL)
     row = tl.program_id(0) * LINES + tl.arange(0, LINES)
     token, head = row // (2 * NUM_KV_HEADS), row % (2 * NUM_KV_HEADS)
     feature = tl.arange(0, FEATURES)[None, :]
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     slot = tl.load(slot_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
     inside = (slot >= 0)[:, None] & (feature < HEAD_DIM)
     kv = tl.load(kv_ptr + row.to(tl.int64)[:, None] * HEAD_DIM + feature, mask=inside)
@@ -89,8 +89,8 @@ def copy_blocks_kernel(
     CHUNK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    release_consumers(USE_PDL)
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     pair = tl.program_id(0)
     source = tl.load(source_ptr + pair).to(tl.int64)
     destination = tl.load(destination_ptr + pair).to(tl.int64)

@@ -28,10 +28,10 @@ def gather_kernel(
     SCALED: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    release_consumers(USE_PDL)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < SIZE
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     source = tl.load(index_ptr + tl.program_id(0)).to(tl.int64)
     row = tl.load(table_ptr + source * SIZE + columns, mask=inside)
     if SCALED:

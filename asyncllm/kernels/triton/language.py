@@ -6,8 +6,10 @@ load, compute in float32, and round and multiply matrices through the functions 
 
 PDL is programmatic dependent launch (CUDA 12, compute capability 9.0): a kernel launched with `launch_pdl=True` may
 start while its predecessor drains, and must call `wait_for_producers` before it reads or writes anything that another
-kernel writes or reads. Its first statement is `release_consumers`: the next kernel's blocks then come in and wait as
-soon as all of its own have begun. On an H200 that takes 1 us off a layer of a decode step.
+kernel writes or reads. It calls `release_consumers` right after that, which lets the blocks of the next kernel come in
+and wait. Released before the wait, several kernels queue up in the multiprocessors: a decode step of one row of
+Llama-3-8B takes 4.08 ms then, instead of 3.94 ms. Only products of few tokens release first, as they have weights to
+ask for before the wait, and those after them too.
 """
 
 from __future__ import annotations

@@ -95,11 +95,11 @@ def route_kernel(
     PADDED_K: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    release_consumers(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, PADDED_EXPERTS)
     exists = expert < NUM_EXPERTS
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     logits = tl.load(logits_ptr + token * NUM_EXPERTS + expert, mask=exists, other=float("-inf")).to(tl.float32)
     probability = tl.exp(logits - tl.max(logits, 0))
     probability = probability / tl.sum(probability, 0)
@@ -146,9 +146,9 @@ def group_kernel(
     slots [max_blocks * BLOCK_TOKENS]: assignments, num_assignments where there is none. block_experts [max_blocks]: the
     expert of each block, -1 behind the last.
     """
-    release_consumers(USE_PDL)
     expert = tl.program_id(0)
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     counts = tl.zeros([PADDED_EXPERTS], tl.int32)
     for start in range(0, num_assignments, CHUNK):
         assignment = start + tl.arange(0, CHUNK)
@@ -214,7 +214,6 @@ def grouped_matmul_kernel(
     x [*, COLUMNS], weight [E, ROWS, COLUMNS], y [num_assignments, ROWS or, with SWIGLU, ROWS // 2]. UNGROUPED: block b
     is assignment b, block_experts are the expert ids and slots are not read.
     """
-    release_consumers(USE_PDL)
     OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
     TILE_OUTPUTS: tl.constexpr = TILE_ROWS // 2 if SWIGLU else TILE_ROWS
     NUM_TILES: tl.constexpr = (OUTPUTS + TILE_OUTPUTS - 1) // TILE_OUTPUTS
@@ -226,6 +225,7 @@ def grouped_matmul_kernel(
     first_output = (within // group_blocks) * TILE_OUTPUTS
 
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     expert = tl.load(block_experts_ptr + block).to(tl.int64)
     if expert < 0:
         return
@@ -286,11 +286,11 @@ def weighted_sum_kernel(
     TILE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    release_consumers(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     exists = column < WIDTH
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     total = tl.zeros([TILE], tl.float32)
     for choice in tl.static_range(TOP_K):
         assignment = token * TOP_K + choice

@@ -65,13 +65,13 @@ def rms_norm_kernel(
     ADD: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    release_consumers(USE_PDL)
     columns = tl.arange(0, COLUMNS)
     weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offsets = row.to(tl.int64)[:, None] * SIZE + columns[None, :]
     inside = (row < rows)[:, None] & (columns < SIZE)[None, :]
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if ADD:
@@ -95,13 +95,13 @@ def layer_norm_kernel(
     HAS_BIAS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    release_consumers(USE_PDL)
     columns = tl.arange(0, COLUMNS)
     weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offsets = row.to(tl.int64)[:, None] * SIZE + columns[None, :]
     inside = (row < rows)[:, None] & (columns < SIZE)[None, :]
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(x, 1) / SIZE
     centred = tl.where(inside, x - mean[:, None], 0.0)

@@ -39,11 +39,11 @@ def rotation_kernel(
     OWN: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    release_consumers(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)
     inside = pair < PAIRS
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     # OWN: each token has frequencies of its own.
     frequency = tl.load(frequency_ptr + (token * PAIRS if OWN else 0) + pair, mask=inside, other=0.0)
     angle = tl.load(position_ptr + token).to(tl.float32) * frequency
@@ -146,7 +146,6 @@ def rope_fill_kv_kernel(
     USE_PDL: tl.constexpr,
 ):
     """PAIRS pairs of features are turned; REST is HEAD_DIM - 2 * PAIRS, padded to a power of two, or 0."""
-    release_consumers(USE_PDL)
     HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = row // HEADS, row % HEADS
@@ -166,6 +165,7 @@ def rope_fill_kv_kernel(
         if REST:
             rest_weight = _norm_weight(q_norm_ptr, k_norm_ptr, is_q, rest, rest < HEAD_DIM)
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
 
     source_ptr = qkv_ptr + row.to(tl.int64)[:, None] * HEAD_DIM
     first, second = _load_pairs(source_ptr, inside, PAIRS, BLOCK, INTERLEAVED)

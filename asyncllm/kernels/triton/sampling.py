@@ -160,9 +160,9 @@ def group_maxima_kernel(
     USE_PDL: tl.constexpr,
 ):
     """Program (r, s): keys of the maxima of some groups of row r, and, if s is 0, the row's state as it begins."""
-    release_consumers(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     if tl.program_id(1) == 0:
         tl.store(state + row * _STATE + _BEST, _LOWEST)
         tl.store(state + row * _STATE + _MASS, tl.full((), 0, tl.int64))
@@ -427,10 +427,10 @@ def draw_kernel(
     USE_PDL: tl.constexpr,
 ):
     """Program (r, s) of (R, S): part s of the work on row r, or all of it if it cannot be shared and s is 0."""
-    release_consumers(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     slot = row
     if HAS_SLOTS:
         slot = tl.load(slots + row).to(tl.int64)

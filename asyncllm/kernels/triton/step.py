@@ -48,8 +48,8 @@ def prepare_decode_kernel(
     ENTRIES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    release_consumers(USE_PDL)
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     row = tl.program_id(0)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     is_row = slot >= 0
@@ -100,8 +100,8 @@ def segments_finite_kernel(
     COLUMNS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    release_consumers(USE_PDL)
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     row = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)
     x = tl.load(hidden_ptr + row.to(tl.int64) * SIZE + columns, mask=columns < SIZE, other=0.0).to(tl.float32)

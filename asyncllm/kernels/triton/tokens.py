@@ -22,8 +22,8 @@ BLOCK = 256
 def record_tokens_kernel(
     tokens, flags, slots, last_tokens, results, num_rows, BLOCK: tl.constexpr, USE_PDL: tl.constexpr
 ):
-    release_consumers(USE_PDL)
     wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
     token = tl.load(tokens + rows, mask=inside, other=0)
