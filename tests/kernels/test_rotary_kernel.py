@@ -104,9 +104,11 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 def check(case: Case) -> None:
     (q, cache), (expected_q, expected_cache) = case.launched(), case.expected()
     tolerance = TOLERANCE[q.dtype]
+    # A normed number on the edge between two of its type may fall to either side, and turning may leave little of it.
+    atol = 16 * tolerance if "q_norm" in case.arguments else tolerance
     assert q.is_contiguous()
-    torch.testing.assert_close(q, expected_q, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(cache.k, expected_cache.k, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(q, expected_q, atol=atol, rtol=tolerance)
+    torch.testing.assert_close(cache.k, expected_cache.k, atol=atol, rtol=tolerance)
     assert torch.equal(cache.v, expected_cache.v)
     unwritten = expected_cache.lines == 7.0
     assert torch.equal(cache.lines == 7.0, unwritten)
