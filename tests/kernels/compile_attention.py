@@ -6,8 +6,9 @@ from typing import Any
 
 import triton
 
+from asyncllm.kernels.triton import attention_hopper
 from asyncllm.kernels.triton.attention_decode import decode_attention_kernel
-from asyncllm.kernels.triton.attention_plan import DECODE_CONFIGS, PREFILL_CONFIGS
+from asyncllm.kernels.triton.attention_plan import DECODE_CONFIGS, FEW_ROWS_CONFIGS, PREFILL_CONFIGS
 from asyncllm.kernels.triton.attention_prefill import prefill_attention_kernel
 from tests.kernels.offline import Case
 
@@ -34,7 +35,7 @@ SHARED = {
 def _case(kind: str, config: Any, head_dim: int, itemsize: int, extra: str, **constexprs: int) -> Case:
     dtype = TYPES[itemsize]
     decode = kind == "decode"
-    number = "" if decode else f"-{config.rows}x{config.tile}"
+    number = f"-{config.blocks_per_processor}" if decode else f"-{config.rows}x{config.tile}"
     return Case(
         name=f"{kind}-{'fp32' if itemsize == 4 else 'bf16'}-{head_dim}{number}{extra}",
         kernel=decode_attention_kernel if decode else prefill_attention_kernel,
@@ -61,18 +62,46 @@ def _case(kind: str, config: Any, head_dim: int, itemsize: int, extra: str, **co
 
 def _cases() -> list[Case]:
     cases = []
-    for (padded, itemsize), config in DECODE_CONFIGS.items():
+    for (padded, itemsize), config in (*DECODE_CONFIGS.items(), *FEW_ROWS_CONFIGS.items()):
         for head_dim in HEAD_DIMS[padded] if itemsize == 2 else (padded,):
             for extra in EXTRAS if (head_dim, itemsize) == (128, 2) else ("",):
-                parts = max(1, 4096 // (padded * GROUP))
-                constexprs = {"ROWS": 16, "GROUP_BLOCK": GROUP}
-                cases.append(_case("decode", config, head_dim, itemsize, extra, PARTS=parts, **constexprs))
+                constexprs = {"ROWS": 16, "GROUP_BLOCK": GROUP, "PARTS": max(1, 4096 // (padded * GROUP))}
+                cases.append(_case("decode", config, head_dim, itemsize, extra, **constexprs))
     for (padded, itemsize), configs in PREFILL_CONFIGS.items():
         for config in dict.fromkeys(configs):
             for head_dim in HEAD_DIMS[padded] if itemsize == 2 else (padded,):
                 for extra in EXTRAS if (head_dim, itemsize) == (128, 2) else ("",):
                     cases.append(_case("prefill", config, head_dim, itemsize, extra, ROWS=config.rows))
-    return cases
+    return cases + [_hopper_case(slots) for slots in (attention_hopper.FEW_SLOTS, attention_hopper.MORE_SLOTS)]
+
+
+def _hopper_case(slots: tuple[int, int]) -> Case:
+    head_dim, rows, tile = attention_hopper.HEAD_DIM, attention_hopper.ROWS, attention_hopper.TILE
+    numbers = {"steepness": "fp32", "value_line": "i32", "table_stride": "i32"}
+    return Case(
+        name=f"hopper-{slots[0]}",
+        kernel=attention_hopper.prefill_hopper_kernel,
+        signature={
+            "lines": f"tensordesc<bf16[{tile}, {head_dim}],{attention_hopper.LINES!r}>",
+            **dict.fromkeys(("q", "out"), "*bf16"),
+            **dict.fromkeys(("block_tables", "entries"), "*i32"),
+            **numbers,
+        },
+        constexprs={
+            "Q_STRIDE": 8 * GROUP * head_dim,
+            "OUT_STRIDE": 8 * GROUP * head_dim,
+            "NUM_KV_HEADS": 8,
+            "GROUP": GROUP,
+            "D": head_dim,
+            "PAGE": PAGE,
+            "ROWS": rows,
+            "TILE": tile,
+            "KEYS": slots[0],
+            "VALUES": slots[1],
+            "USE_PDL": True,
+        },
+        options={"launch_pdl": True, "enable_fp_fusion": False},
+    )
 
 
 CASES = _cases()

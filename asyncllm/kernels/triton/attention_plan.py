@@ -24,6 +24,7 @@ from asyncllm.kernels.triton.launch import launch
 
 __all__ = [
     "DECODE_CONFIGS",
+    "FEW_ROWS_CONFIGS",
     "PREFILL_CONFIGS",
     "AttentionShape",
     "DecodeConfig",
@@ -62,10 +63,21 @@ DECODE_CONFIGS: dict[tuple[int, int], DecodeConfig] = {
 """By padded head_dim (64 for less) and bytes per number. Registers per thread and shared memory on sm_90, 4 query heads
 per KV head: 168 and 53 KB, 143 and 104 KB, 168 and 75 KB for 16-bit numbers.
 
-Timed at head_dim 128, 32 query heads over 8, on an H200 (Triton 3.6): 256 rows of 1,024 tokens take 255 us, 97 % of the
-4.34 TB/s that a plain read reaches; 256 of 640, 166 us (93 %); 64 of 640, 47.5 us (81 %); 16 of 640, 19.5 us; one
-of 256, 6.6 us. Three blocks per processor of 3 stages: 255, 165, 51.5, 20.0 and 6.6 us. Two of 3 stages: 325 us for the
-first; 8 warps: 264 us; tiles of 32 keys: 301 us. The others are not timed."""
+Timed at head_dim 128, 32 query heads over 8, on an H200 (Triton 3.6), between small kernels: 256 rows of 1,024 tokens
+add 261 us, 95 % of the 4.34 TB/s that a plain read reaches; 256 of 640, 170 us; 64 of 640, 47.5 us; 32 of 640, 25.4 us.
+With three blocks per processor of 3 stages: 304, 198, 62 and 37.5 us. One after another without other kernels, two of 3
+stages took 325 us for the first instead of 255, 8 warps 264 us, tiles of 32 keys 301 us. The others are not timed.
+
+Asking for a block's first tiles before the wait for the kernel ahead, so that they are in the L2 cache by then, gained
+0.3 us up to 4 rows and cost 1 to 3 us from 16 on."""
+
+FEW_ROWS = 16
+
+FEW_ROWS_CONFIGS = {(128, 2): DecodeConfig(64, 4, 6, 1, 2)}
+"""For up to FEW_ROWS rows: one large block per processor, so that rows are split less, and shares are more even. As
+above, for 1 row, 4, 8 and 16 of 640 tokens: 7.4, 6.7, 11.4 and 15.9 us instead of 12.9, 12.6, 13.8 and 18.9; for 1,024
+tokens 7.4, 8.6, 15.9 and 22.3 instead of 14.4, 13.0, 15.9 and 24.8; timed with 16 parts merged at a time, not 8. Parts
+of at least 8 tiles: 12.6, 11.3, 12.9 and 15.6 us for 640. For 32 rows it is slower: 30.7 instead of 25.4 us."""
 
 
 class PrefillConfig(NamedTuple):
@@ -99,6 +111,12 @@ SHORT_PROMPT_ROWS = 512
 HEADER: tl.constexpr = tl.constexpr(16)
 """Integers before the entries of a decode plan: how many tiles a block takes, then unused ones."""
 
+ENTRY: tl.constexpr = tl.constexpr(16)
+"""Integers of an entry of a decode plan, which is one line of 64 bytes."""
+
+ENTRY_PAGE: tl.constexpr = tl.constexpr(8)
+"""Where in an entry the cache's block of the first tile is: keys are asked for without a look at the block table."""
+
 INTERPRETED_PROCESSORS = 4
 """Multiprocessors that plans on a CPU, where kernels are interpreted, count with."""
 
@@ -121,8 +139,9 @@ class DecodeWork(NamedTuple):
     """The plan of decode attention on a GPU. Layers use it in turn: all of them write `work` and `partials`."""
 
     work: Tensor
-    """int32: HEADER; per block of the grid its first row, head, tile and number of tiles; per block a ticket counter;
-    per row its first tile in the list of all, its tiles per head in that list, its first visible tile, its length."""
+    """int32: HEADER; per block of the grid an entry: its first row, head, tile and number of tiles, the numbers of that
+    row, and the cache's block of its first tile; per block a ticket counter; per row its first tile in the list of all,
+    its tiles per head in that list, its first visible tile, its length."""
     partials: Tensor
     """float32: for each block of the grid the values of two parts, [2 * grid, G, D] for G query heads per KV head; then
     their states, [2 * grid, G, 2]."""
@@ -171,8 +190,11 @@ def key_tile(block_size: int, most: int) -> int:
     return min(most, block_size & -block_size)
 
 
-def decode_config(cache: PagedKV) -> DecodeConfig:
-    return DECODE_CONFIGS[max(64, padded_head_dim(cache.k.shape[3])), cache.k.element_size()]
+def decode_config(cache: PagedKV, num_rows: int) -> DecodeConfig:
+    key = max(64, padded_head_dim(cache.k.shape[3])), cache.k.element_size()
+    if num_rows <= FEW_ROWS and key in FEW_ROWS_CONFIGS:
+        return FEW_ROWS_CONFIGS[key]
+    return DECODE_CONFIGS[key]
 
 
 def prefill_configs(cache: PagedKV) -> tuple[PrefillConfig, PrefillConfig]:
@@ -186,14 +208,20 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@triton.jit(do_not_specialize=["num_rows", "window", "grid"], do_not_specialize_on_alignment=["kv_lens"])
+@triton.jit(
+    do_not_specialize=["table_stride", "num_rows", "window", "grid"],
+    do_not_specialize_on_alignment=["block_tables", "kv_lens"],
+)
 def plan_decode_kernel(
+    block_tables,
     kv_lens,
     work,
+    table_stride,
     num_rows,
     window,
     grid,
     NUM_KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -219,7 +247,7 @@ def plan_decode_kernel(
     total = tl.sum(units, 0) * NUM_KV_HEADS
     if tl.program_id(0) == 0:
         tl.store(work, share)
-        info = work + HEADER + 5 * grid + rows * 4
+        info = work + HEADER + (ENTRY + 1) * grid + rows * 4
         tl.store(info, starts, mask=live)
         tl.store(info + 1, units, mask=live)
         tl.store(info + 2, first_tiles, mask=live)
@@ -232,13 +260,25 @@ def plan_decode_kernel(
     row_end = tl.min(tl.where(passed | (rows >= num_rows)[None, :], 0x7FFFFFFF, ends[None, :]), 1)
     per_head = tl.maximum((row_end - row_start) // NUM_KV_HEADS, 1)
     inside = begin - row_start
-    entry = work + HEADER + blocks * 4
+    tile = inside % per_head
+    taken = tl.maximum(tl.minimum(total - begin, share), 0)
     kept = blocks < grid
+    busy = kept & (taken > 0)
+    length = tl.load(kv_lens + row, mask=busy, other=0).to(tl.int32)
+    first_tile = tl.where(window > 0, tl.maximum(length - window, 0) // TILE, 0)
+    entry = work + HEADER + blocks * ENTRY
     tl.store(entry, row, mask=kept)
     tl.store(entry + 1, inside // per_head, mask=kept)
-    tl.store(entry + 2, inside % per_head, mask=kept)
-    tl.store(entry + 3, tl.maximum(tl.minimum(total - begin, share), 0), mask=kept)
-    tl.store(work + HEADER + 4 * grid + blocks, 0, mask=kept)
+    tl.store(entry + 2, tile, mask=kept)
+    tl.store(entry + 3, taken, mask=kept)
+    tl.store(entry + 4, row_start, mask=kept)
+    tl.store(entry + 5, per_head, mask=kept)
+    tl.store(entry + 6, first_tile, mask=kept)
+    tl.store(entry + 7, length, mask=kept)
+    table = block_tables + row.to(tl.int64) * table_stride
+    page = tl.load(table + (first_tile + tile) * TILE // PAGE, mask=busy & (length > 0), other=0)
+    tl.store(entry + ENTRY_PAGE, page, mask=kept)
+    tl.store(work + HEADER + ENTRY * grid + blocks, 0, mask=kept)
 
 
 def plan_decode_attention(
@@ -246,9 +286,10 @@ def plan_decode_attention(
 ) -> DecodeWork:
     """See `asyncllm.kernels.attention.plan_decode_attention`."""
     num_rows = kv_lens.shape[0]
-    shape, config = _shape(num_heads, cache), decode_config(cache)
+    shape, config = _shape(num_heads, cache), decode_config(cache, num_rows)
     grid = _processors(kv_lens.device) * config.blocks_per_processor
-    work = torch.empty(HEADER.value + 5 * grid + 4 * num_rows, dtype=torch.int32, device=kv_lens.device)
+    integers = HEADER.value + (ENTRY.value + 1) * grid + 4 * num_rows
+    work = torch.empty(integers, dtype=torch.int32, device=kv_lens.device)
     numbers = 2 * grid * shape.group * (shape.head_dim + 2)
     partials = torch.empty(numbers, dtype=torch.float32, device=kv_lens.device)
     block_rows = max(256, triton.next_power_of_2(num_rows))
@@ -256,9 +297,10 @@ def plan_decode_attention(
     launch(
         plan_decode_kernel,
         (-(-grid // block_grid), 1, 1),
-        (kv_lens, work),
-        (num_rows, window or 0, grid),
+        (block_tables, kv_lens, work),
+        (block_tables.stride(0), num_rows, window or 0, grid),
         NUM_KV_HEADS=shape.num_kv_heads,
+        PAGE=shape.block_size,
         TILE=key_tile(shape.block_size, config.tile),
         MIN_TILES=config.min_tiles,
         BLOCK_ROWS=block_rows,

@@ -3,18 +3,22 @@
 Tiles of keys start at multiples of the tile from position 0, whatever the chunk is, and a tile that a query does not
 see leaves its state untouched. So with one config a query's result depends on its row's tokens alone: not on the batch,
 not on how the prompt was cut into chunks. `plan_prefill_attention(invariant=True)` pins the config.
+
+Where `attention_hopper` applies, it takes long prompts over, with the same bits.
 """
 
 from __future__ import annotations
 
 import functools
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.cache import PagedKV
-from asyncllm.kernels.triton.attention_launch import Variant, launch_attention
+from asyncllm.kernels.triton.attention_hopper import attend_on_hopper, runs_on_hopper
+from asyncllm.kernels.triton.attention_launch import Variant, launch_attention, variant_of
 from asyncllm.kernels.triton.attention_plan import PrefillConfig, PrefillTiles, key_tile
 from asyncllm.kernels.triton.attention_tile import FLOOR, LOG2_E, attend_tile, finish
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
@@ -247,10 +251,18 @@ def paged_prefill_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `asyncllm.kernels.attention.paged_prefill_attention`. q and out may have any stride between tokens."""
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    variant = variant_of(q, out, plan, softcap, sinks, alibi)
     # As many tiles as there can be; those that there are not end at once.
     num_tiles = min(q.shape[0] // plan.tokens + plan.num_rows, plan.capacity)
     grid = (num_tiles, plan.shape.num_kv_heads, 1)
-    return launch_attention(_configured, grid, (plan.entries,), q, cache, plan, scale, softcap, sinks, alibi, out)
+    if runs_on_hopper(variant, plan, q):
+        attend_on_hopper(grid, variant, plan, q, cache, scale, out)
+        return out
+    configured = _configured(variant, plan.config)
+    launch_attention(configured, grid, (plan.entries,), q, cache, plan, scale, softcap, sinks, alibi, out)
+    return out
 
 
 @functools.cache
