@@ -6,7 +6,6 @@ from typing import Any
 
 import triton
 
-from asyncllm.kernels.triton import attention_hopper
 from asyncllm.kernels.triton.attention_decode import decode_attention_kernel
 from asyncllm.kernels.triton.attention_plan import DECODE_CONFIGS, FEW_ROWS_CONFIGS, PREFILL_CONFIGS
 from asyncllm.kernels.triton.attention_prefill import prefill_attention_kernel
@@ -72,36 +71,7 @@ def _cases() -> list[Case]:
             for head_dim in HEAD_DIMS[padded] if itemsize == 2 else (padded,):
                 for extra in EXTRAS if (head_dim, itemsize) == (128, 2) else ("",):
                     cases.append(_case("prefill", config, head_dim, itemsize, extra, ROWS=config.rows))
-    return cases + [_hopper_case(slots) for slots in (attention_hopper.FEW_SLOTS, attention_hopper.MORE_SLOTS)]
-
-
-def _hopper_case(slots: tuple[int, int]) -> Case:
-    head_dim, rows, tile = attention_hopper.HEAD_DIM, attention_hopper.ROWS, attention_hopper.TILE
-    numbers = {"steepness": "fp32", "value_line": "i32", "table_stride": "i32"}
-    return Case(
-        name=f"hopper-{slots[0]}",
-        kernel=attention_hopper.prefill_hopper_kernel,
-        signature={
-            "lines": f"tensordesc<bf16[{tile}, {head_dim}],{attention_hopper.LINES!r}>",
-            **dict.fromkeys(("q", "out"), "*bf16"),
-            **dict.fromkeys(("block_tables", "entries"), "*i32"),
-            **numbers,
-        },
-        constexprs={
-            "Q_STRIDE": 8 * GROUP * head_dim,
-            "OUT_STRIDE": 8 * GROUP * head_dim,
-            "NUM_KV_HEADS": 8,
-            "GROUP": GROUP,
-            "D": head_dim,
-            "PAGE": PAGE,
-            "ROWS": rows,
-            "TILE": tile,
-            "KEYS": slots[0],
-            "VALUES": slots[1],
-            "USE_PDL": True,
-        },
-        options={"launch_pdl": True, "enable_fp_fusion": False},
-    )
+    return cases
 
 
 CASES = _cases()

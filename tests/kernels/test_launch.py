@@ -10,7 +10,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from asyncllm.kernels.triton import launch as module
 from asyncllm.kernels.triton.language import wait_for_producers
@@ -162,16 +161,6 @@ def test_every_kernel_waits_and_releases(kernel: ast.FunctionDef) -> None:
 def test_pdl_needs_a_kernel_that_waits() -> None:
     with pytest.raises(TypeError, match="USE_PDL"):
         launch(FakeKernel("x", "SIZE"), (1, 1, 1), (X,), SIZE=4)
-
-
-@FAKED
-def test_tensor_descriptors_come_first_and_their_blocks_make_variants() -> None:
-    kernel = FakeKernel("matrix", "x", "count", "SIZE")
-    wide, narrow = (TensorDescriptor(X, [8, 8], [8, 1], [2, columns]) for columns in (8, 4))
-    for matrix in (wide, narrow, narrow):
-        launch(kernel, (1, 1, 1), (X,), (7,), descriptors=(matrix,), SIZE=4, pdl=False)
-    assert [args for _, args, _ in kernel.compilations] == [(wide, X, 7), (narrow, X, 7)]
-    assert [run[9:] for run in kernel.runs] == [(narrow, X.data_ptr(), 7, None)]
 
 
 @triton.jit(do_not_specialize=["count", "factor"])

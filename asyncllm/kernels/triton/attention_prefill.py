@@ -4,7 +4,6 @@ Tiles of keys start at multiples of the tile from position 0, whatever the chunk
 see leaves its state untouched. So with one config a query's result depends on its row's tokens alone: not on the batch,
 not on how the prompt was cut into chunks. `plan_prefill_attention(invariant=True)` pins the config.
 
-Where `attention_hopper` applies, it takes long prompts over, with the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.cache import PagedKV
-from asyncllm.kernels.triton.attention_hopper import attend_on_hopper, runs_on_hopper
 from asyncllm.kernels.triton.attention_launch import Variant, launch_attention, variant_of
 from asyncllm.kernels.triton.attention_plan import PrefillConfig, PrefillTiles, key_tile
 from asyncllm.kernels.triton.attention_tile import FLOOR, LOG2_E, attend_tile, finish
@@ -257,9 +255,6 @@ def paged_prefill_attention(
     # As many tiles as there can be; those that there are not end at once.
     num_tiles = min(q.shape[0] // plan.tokens + plan.num_rows, plan.capacity)
     grid = (num_tiles, plan.shape.num_kv_heads, 1)
-    if runs_on_hopper(variant, plan, q):
-        attend_on_hopper(grid, variant, plan, q, cache, scale, out)
-        return out
     configured = _configured(variant, plan.config)
     launch_attention(configured, grid, (plan.entries,), q, cache, plan, scale, softcap, sinks, alibi, out)
     return out

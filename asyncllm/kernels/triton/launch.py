@@ -5,7 +5,7 @@
 3.6 and 3.7 call alike. That takes 1.9 us before the driver's part for five tensors, and 2.9 us for nine. A kernel that
 is launched this way follows three rules:
 
-- Its parameters come in this order: tensor descriptors, pointers, run-time numbers, constexprs.
+- Its parameters come in this order: pointers, run-time numbers, constexprs.
 - Its run-time integers are named in `do_not_specialize` and fit in 32 bits. No variant depends on their values.
 - A pointer into the middle of a tensor of small integers (`kv_lens[decode:]`) is named in
   `do_not_specialize_on_alignment`. Otherwise each alignment that comes along at run time compiles a variant.
@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from asyncllm.kernels.triton.language import INTERPRET, PDL
 
@@ -78,7 +77,6 @@ class Configured:
         grid: tuple[int, int, int],
         tensors: tuple[Tensor, ...],
         scalars: tuple[float, ...] = (),
-        descriptors: tuple[TensorDescriptor, ...] = (),
     ) -> None:
         """Run it on the current stream of the first tensor's device.
 
@@ -87,26 +85,23 @@ class Configured:
         """
         if _interpreted:
             gate = {"USE_PDL": False} if "USE_PDL" in self._kernel.arg_names else {}
-            self._kernel[grid](*descriptors, *tensors, *scalars, **self._constexprs, **gate)
+            self._kernel[grid](*tensors, *scalars, **self._constexprs, **gate)
             return
         pointers = tuple(map(_address, tensors))
         device = tensors[0].get_device()
         key = (device, *map(_dtype, tensors), *map(type, scalars))
         if functools.reduce(operator.or_, pointers) & _ALIGNMENT:
             key += tuple(pointer & _ALIGNMENT == 0 for pointer in pointers)
-        if descriptors:
-            key += tuple((descriptor.base.dtype, *descriptor.block_shape) for descriptor in descriptors)
         ready = self._ready.get(key)
         if ready is None:
-            _check(self._kernel, (*descriptors, *tensors), scalars, self._constexprs)
+            _check(self._kernel, tensors, scalars, self._constexprs)
             # The first launch of a variant is Triton's own: it compiles, and returns what runs from then on.
-            arguments = (*descriptors, *tensors, *scalars)
-            compiled = self._kernel[grid](*arguments, **self._constexprs, **self._options)
+            compiled = self._kernel[grid](*tensors, *scalars, **self._constexprs, **self._options)
             self._ready[key] = compiled.run, compiled.function, compiled.packed_metadata
             return
         run, function, metadata = ready
         assert _raw_stream is not None
-        arguments = (*descriptors, *pointers, *scalars, *self._places)
+        arguments = (*pointers, *scalars, *self._places)
         run(*grid, _raw_stream(device), function, metadata, None, None, None, *arguments)
 
 
@@ -119,7 +114,6 @@ def launch(
     tensors: tuple[Tensor, ...],
     scalars: tuple[float, ...] = (),
     *,
-    descriptors: tuple[TensorDescriptor, ...] = (),
     num_warps: int = 4,
     num_stages: int = 3,
     pdl: bool = True,
@@ -133,7 +127,7 @@ def launch(
         configured = _configured[key] = Configured(
             kernel, num_warps=num_warps, num_stages=num_stages, pdl=pdl, fp_fusion=fp_fusion, **constexprs
         )
-    configured(grid, tensors, scalars, descriptors)
+    configured(grid, tensors, scalars)
 
 
 def _pdl_options(kernel: Any, pdl: bool) -> dict[str, Any]:
@@ -146,7 +140,7 @@ def _pdl_options(kernel: Any, pdl: bool) -> dict[str, Any]:
 
 def _check(
     kernel: Any,
-    tensors: tuple[Tensor | TensorDescriptor, ...],
+    tensors: tuple[Tensor, ...],
     scalars: tuple[float, ...],
     constexprs: dict[str, Any],
 ) -> None:
