@@ -18,7 +18,7 @@ def gemv_case(tokens: int, config: GemvConfig, n: int = 4096, k: int = 4096) -> 
         "HAS_BIAS": False, "USE_PDL": True,
     }  # fmt: skip
     name = f"gemv-{tokens}-{n}x{k}-{'-'.join(map(str, vars(config).values()))}"
-    return Case(name, linear_small._gemv, _POINTERS, constexprs, config.warps, options=_PDL)
+    return Case(name, linear_small.gemv_kernel, _POINTERS, constexprs, config.warps, options=_PDL)
 
 
 def skinny_case(tokens: int, config: SkinnyConfig, n: int = 4096, k: int = 4096) -> Case:
@@ -28,7 +28,7 @@ def skinny_case(tokens: int, config: SkinnyConfig, n: int = 4096, k: int = 4096)
     }  # fmt: skip
     name = f"skinny-{tokens}-{n}x{k}-{'-'.join(map(str, vars(config).values()))}"
     signature = {**_POINTERS, "partial_ptr": "*fp32", "counter_ptr": "*i32", "tokens": "i32"}
-    return Case(name, linear_small._skinny, signature, constexprs, config.warps, config.stages, options=_PDL)
+    return Case(name, linear_small.skinny_kernel, signature, constexprs, config.warps, config.stages, options=_PDL)
 
 
 def invariant_case(tokens: int) -> Case:
@@ -39,7 +39,13 @@ def invariant_case(tokens: int) -> Case:
     }  # fmt: skip
     signature = {name: "*bf16" for name in ("x_ptr", "weight_ptr", "bias_ptr", "out_ptr")} | {"tokens": "i32"}
     return Case(
-        f"invariant-{tokens}", linear_invariant._invariant, signature, constexprs, tile.warps, tile.stages, options=_PDL
+        f"invariant-{tokens}",
+        linear_invariant.invariant_kernel,
+        signature,
+        constexprs,
+        tile.warps,
+        tile.stages,
+        options=_PDL,
     )
 
 

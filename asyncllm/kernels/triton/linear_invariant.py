@@ -57,7 +57,7 @@ def choose_tile(tokens: int, n: int, processors: int) -> Tile:
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _invariant(
+def invariant_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, tokens,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
@@ -106,7 +106,7 @@ def matmul_invariant(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile,
     n = weight.shape[0]
     if out is None:
         out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
-    _invariant[(triton.cdiv(tokens, tile.tokens) * triton.cdiv(n, tile.rows),)](
+    invariant_kernel[(triton.cdiv(tokens, tile.tokens) * triton.cdiv(n, tile.rows),)](
         x, weight, weight if bias is None else bias, out, tokens, n, k, tile.tokens, tile.rows, tile.columns,
         _GROUP, bias is not None, num_warps=tile.warps, num_stages=tile.stages, **PDL,
     )  # fmt: skip

@@ -1,13 +1,13 @@
 """Linear layers for up to 64 tokens, where reading the weight is all that takes time.
 
-Two kernels. `_gemv` multiplies in float32 without tensor cores, for up to four tokens: a program owns whole rows of the
-weight. `_skinny` gives the weight to the tensor cores as their first operand ("swap AB": 64 rows of it are one wgmma,
-the tokens are its narrow side), optionally splitting the sum over several programs of which the last to arrive adds up
-all partial sums in the order of the splits, so that runs repeat bit by bit.
+Two kernels. `gemv_kernel` multiplies in float32 without tensor cores, for up to four tokens: a program owns whole rows
+of the weight. `skinny_kernel` gives the weight to the tensor cores as their first operand ("swap AB": 64 rows of it are
+one wgmma, the tokens are its narrow side), optionally splitting the sum over several programs of which the last to
+arrive adds up all partial sums in the order of the splits, so that runs repeat bit by bit.
 
-No kernel ever writes weights, so `_gemv` requests the first of them before it waits for the kernel that produces the
-input: launch and ramp overlap with what runs before. `_skinny` does not: bringing its first tiles to the L2 cache
-before the wait made a layer up to 15 us slower, never faster.
+No kernel ever writes weights, so `gemv_kernel` requests the first of them before it waits for the kernel that produces
+the input: launch and ramp overlap with what runs before. `skinny_kernel` does not: bringing its first tiles to the L2
+cache before the wait made a layer up to 15 us slower, never faster.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["GemvConfig", "SkinnyConfig", "gemv", "skinny"]
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """Tile of `_gemv`: `rows` of the weight by `columns` at a time; `columns` divides the input size."""
+    """Tile of `gemv_kernel`: `rows` of the weight by `columns` at a time; `columns` divides the input size."""
 
     rows: int
     columns: int
@@ -36,7 +36,7 @@ class GemvConfig:
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """Tile of `_skinny`: `rows` of the weight by `columns` at a time, the sum split over `splits` programs."""
+    """Tile of `skinny_kernel`: `rows` of the weight by `columns` at a time, the sum split over `splits` programs."""
 
     rows: int = 64
     columns: int = 64
@@ -62,7 +62,7 @@ def _gemv_store(acc, bias_ptr, out_ptr, rows, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def _gemv(
+def gemv_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr,
     N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
@@ -110,7 +110,7 @@ def _skinny_store(acc, tokens, bias_ptr, out_ptr, rows, token_ids, N: tl.constex
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _skinny(
+def skinny_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr, tokens,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
@@ -175,7 +175,7 @@ def gemv(
     n = weight.shape[0]
     if out is None:
         out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
-    _gemv[(n // config.rows,)](
+    gemv_kernel[(n // config.rows,)](
         x, weight, weight if bias is None else bias, out, n, k, tokens, config.rows, config.columns, bias is not None,
         num_warps=config.warps, **PDL,
     )  # fmt: skip
@@ -198,7 +198,7 @@ def skinny(
     if config.splits > 1:
         partial = torch.empty(config.splits * n * block_m, dtype=torch.float32, device=x.device)
         counters = _counters(x.device)
-    _skinny[(config.splits, n // config.rows)](
+    skinny_kernel[(config.splits, n // config.rows)](
         x, weight, weight if bias is None else bias, out, partial, counters, tokens, n, k, block_m, config.rows,
         config.columns, config.splits, bias is not None,
         num_warps=config.warps, num_stages=config.stages, **PDL,
