@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncllm import kernels
-from asyncllm.agent.device_sampler import DeviceSampler
+from asyncllm.agent.device_sampler import DeviceSampler, PendingLogprobs
 from asyncllm.agent.device_tables import DeviceStep, DeviceTables
 from asyncllm.agent.graphs import DecodeGraphs, bucket_sizes
 from asyncllm.agent.halves import decode_rows, prefill_halves
@@ -66,8 +65,7 @@ class PendingStep:
         self.slots: NDArray[np.int64] = np.zeros(0, np.int64)
         """Slots that are sampled from, in batch order."""
         self.scores: list[PromptScores] = []
-        self.logprobs: Any = None
-        """What `DeviceSampler.logprobs` gave."""
+        self.logprobs: PendingLogprobs | None = None
         self.failed: dict[int, str] = {}
         """Slot -> why it failed, if that was known at launch."""
         self.index = agent.num_launched
@@ -116,8 +114,7 @@ class PendingStep:
                 scores.write(output)
             output.errors |= self.failed
             if self.logprobs is not None:
-                entries = self.logprobs.result()
-                output.logprobs = {slot: entry for slot, entry in entries.items() if slot not in output.errors}
+                output.logprobs = self.logprobs.result(output.errors)
         if self._began is not None and self._ended is not None and self._results:
             output.elapsed_ms = self._began.elapsed_time(self._ended)
         self._agent.num_read += 1

@@ -18,6 +18,7 @@ from asyncllm.agent.logit_edits import edit_logits
 from asyncllm.agent.sampler import list_logprobs
 from asyncllm.agent.sampling_params import LONG_BAD_WORDS, PENALTIES, SlotParams
 from asyncllm.agent.token_history import TokenHistory
+from asyncllm.agent.transfers import fetch
 from asyncllm.agent.upload import upload
 from asyncllm.batch import SlotStart, TokenLogprobs
 from asyncllm.kernels import sampling
@@ -31,7 +32,7 @@ class PendingLogprobs:
     def __init__(self, slots: list[int], num_top: list[int], parts: tuple[Tensor, ...]) -> None:
         self._slots = slots
         self._num_top = num_top
-        self._parts = tuple(_to_host(part) for part in parts)
+        self._parts = tuple(fetch(part) for part in parts)
 
     def result(self, failed: Collection[int] = ()) -> dict[int, TokenLogprobs]:
         """Slot -> log-probabilities, for slots that ask for them and are not among the `failed`.
@@ -39,7 +40,7 @@ class PendingLogprobs:
         To be called after an event recorded behind `DeviceSampler.logprobs` on the same stream has happened.
         """
         tokens, chosen, top, ids = self._parts
-        entries = list_logprobs(tokens, chosen, top, ids, self._num_top)
+        entries = list_logprobs(tokens.tolist(), chosen, top, ids, self._num_top)
         return {slot: entry for slot, entry in zip(self._slots, entries, strict=True) if slot not in failed}
 
 
@@ -134,9 +135,3 @@ class DeviceSampler:
     def errors(self, slots: NDArray[np.int64], flags: NDArray[np.int32]) -> dict[int, str]:
         """Slot -> why its token is meaningless, from the `flags` [R] of a step."""
         return self._params.errors(slots, flags)
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -206,15 +206,12 @@ class DeviceTables:
     def _sampled_rows(self, indices: Tensor, slots: Tensor, kv_lens: Tensor) -> SampledRows:
         """The step's tokens at `indices` [R], of `slots` [R] int32, as rows that see `kv_lens` [R] int32 tokens."""
         num_rows = len(indices)
-        row_numbers = self._row_numbers
-        if num_rows >= len(row_numbers):
-            row_numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=indices.device)
         inputs = StepInputs(
             input_ids=indices,
             positions=indices,
             slot_mapping=indices,
             num_decode=num_rows,
-            q_offsets=row_numbers[: num_rows + 1],
+            q_offsets=self._row_numbers[: num_rows + 1],
             kv_lens=kv_lens,
             block_tables=self.block_tables.index_select(0, slots),
             max_q_len=1,

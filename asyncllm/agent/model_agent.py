@@ -7,22 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from asyncllm.agent.inputs import SlotTables
 from asyncllm.agent.kv_cache import allocate_pool, pool_blocks
 from asyncllm.agent.opening import OpenedModel
-from asyncllm.agent.sampler import NOT_FINITE, Sampler, rank_tokens
-from asyncllm.batch import Batch, PrefillRow, StartTimes, StepOutput
+from asyncllm.agent.prompt_scores import PromptScores
+from asyncllm.agent.sampler import NOT_FINITE, Sampler
+from asyncllm.batch import Batch, StartTimes, StepOutput
 from asyncllm.config import EngineConfig
 from asyncllm.errors import UnsupportedFeature
 from asyncllm.kernels import PagedKV, copy_blocks
 from asyncllm.models.decoder import DecoderLM
 
 __all__ = ["ModelAgent"]
-
-_SCORED_POSITIONS = 512
-"""Most positions whose logits are in memory at once when a prompt is scored."""
 
 
 class ModelAgent:
@@ -91,7 +88,7 @@ class ModelAgent:
             if not hidden[first : first + len(row.tokens)].sum(dtype=torch.float32).isfinite():
                 output.errors[row.slot] = NOT_FINITE
             if row.output_logits or row.prompt_logprobs is not None:
-                self._score(row, hidden[first : first + len(row.tokens)], output)
+                PromptScores(row, hidden[first : first + len(row.tokens)], self.model.logits).write(output)
         if len(rows.slots):
             if rows.indices is not None:
                 hidden = hidden[torch.from_numpy(rows.indices).to(self._device)]
@@ -102,31 +99,6 @@ class ModelAgent:
             output.logprobs = sampled.logprobs
             output.errors.update(sampled.errors)
         self._contain(batch, output)
-
-    def _score(self, row: PrefillRow, hidden: Tensor, output: StepOutput) -> None:
-        """Write the row's prompt log-probabilities and logits from its hidden states [chunk, H] into `output`."""
-        successors = row.tokens[1:] if row.next_token is None else [*row.tokens[1:], row.next_token]
-        num_top = row.prompt_logprobs
-        length = len(hidden) if row.output_logits else len(successors)
-        ranked = []
-        with torch.inference_mode(False):
-            # A tensor made in inference mode would refuse the user's in-place operations.
-            whole = torch.empty(len(hidden) if row.output_logits else 0, self.limits.vocab_size)
-        for begin in range(0, length, _SCORED_POSITIONS):
-            logits = self.model.logits(hidden[begin : begin + _SCORED_POSITIONS]).float()
-            if not logits.amax().isfinite():
-                output.errors[row.slot] = NOT_FINITE
-            if row.output_logits:
-                whole[begin : begin + len(logits)] = logits
-            if num_top is not None:
-                known = successors[begin : begin + len(logits)]
-                if known:
-                    tokens = torch.tensor(known, dtype=torch.int64, device=self._device)
-                    ranked += rank_tokens(logits[: len(known)], tokens, [num_top] * len(known))
-        if row.output_logits:
-            output.logits[row.slot] = whole
-        if num_top is not None:
-            output.prompt_logprobs[row.slot] = ranked
 
     def _contain(self, batch: Batch, output: StepOutput) -> None:
         """Keep what is not finite inside the sequence that computed it.

@@ -17,7 +17,7 @@ from asyncllm.agent.upload import upload
 from asyncllm.batch import SlotStart, TokenLogprobs
 from asyncllm.kernels import sampling
 
-__all__ = ["NOT_FINITE", "Sampled", "Sampler", "rank_tokens"]
+__all__ = ["NOT_FINITE", "Sampled", "Sampler", "list_logprobs"]
 
 
 class Sampled(NamedTuple):
@@ -100,23 +100,19 @@ class Sampler:
         if not len(rows):
             return {}
         index = upload(rows, self._device)
-        ranked = rank_tokens(logits[index], tokens[index], asked[rows].tolist())
+        drawn, num_top = tokens[index], asked[rows].tolist()
+        ranked = list_logprobs(drawn.tolist(), *sampling.token_logprobs(logits[index], drawn, max(num_top)), num_top)
         return {slot: entry for slot, entry in zip(slots[rows].tolist(), ranked, strict=True) if slot not in errors}
 
 
-def rank_tokens(logits: Tensor, tokens: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Per row of raw `logits` [R, V]: (id, log-probability) of its entry of `tokens` [R], then of the `num_top[row]`
-    most likely tokens in falling order, among which the former may appear again."""
-    return list_logprobs(tokens, *sampling.token_logprobs(logits, tokens, max(num_top)), num_top)
-
-
 def list_logprobs(
-    tokens: Tensor, chosen: Tensor, top: Tensor, ids: Tensor, num_top: Sequence[int]
+    tokens: Sequence[int], chosen: Tensor, top: Tensor, ids: Tensor, num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """The results of `sampling.token_logprobs` for `tokens` [R], with `num_top[row]` most likely ones in each row."""
+    """Per row of what `sampling.token_logprobs` gave for `tokens` [R]: (id, log-probability) of its token, then of the
+    `num_top[row]` most likely ones in falling order, among which the former may appear again."""
     return [
         [(token, logprob), *zip(row_ids[:width], row_top[:width], strict=True)]
         for token, logprob, row_ids, row_top, width in zip(
-            tokens.tolist(), chosen.tolist(), ids.tolist(), top.tolist(), num_top, strict=True
+            tokens, chosen.tolist(), ids.tolist(), top.tolist(), num_top, strict=True
         )
     ]

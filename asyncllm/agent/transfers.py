@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MAX_STEPS_IN_FLIGHT", "Transfers"]
+__all__ = ["MAX_STEPS_IN_FLIGHT", "Transfers", "fetch"]
 
 MAX_STEPS_IN_FLIGHT = 8
 """Most steps launched and not yet read."""
@@ -56,17 +56,22 @@ class Transfers:
         The caller keeps `tensors` alive until then.
         """
         if self.stream is None or self._down_stream is None:
-            return [tensor.clone() for tensor in tensors], None
+            return [fetch(tensor) for tensor in tensors], None
         self._down_stream.wait_stream(self.stream)
         with torch.cuda.stream(self._down_stream):
-            arriving = [
-                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-                for tensor in tensors
-            ]
+            arriving = [fetch(tensor) for tensor in tensors]
             arrival = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             arrival.record()
         self._last_download = arrival
         return arriving, arrival
+
+
+def fetch(tensor: Tensor) -> Tensor:
+    """A copy on the host, which is there when the current stream has come so far; nobody waits for it here."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def _borrow_streams(device: torch.device) -> _Streams:

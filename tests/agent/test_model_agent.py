@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncllm.agent import model_agent
+from asyncllm.agent import prompt_scores
 from asyncllm.agent.model_agent import ModelAgent
 from asyncllm.batch import Batch, SamplingParams
 from asyncllm.config import EngineConfig
@@ -125,7 +125,7 @@ def test_copies_happen_before_the_step_writes(make_agent: MakeAgent) -> None:
 def test_prompt_logprobs_and_logits_equal_plain_forward(
     make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr(model_agent, "_SCORED_POSITIONS", 6)
+    monkeypatch.setattr(prompt_scores, "_SCORED_POSITIONS", 6)
     agent = make_agent()
     driver = Driver(agent)
     prompt = prompt_of(25)
