@@ -185,7 +185,6 @@ MESSAGES = [
     b"ping",
     {"role": "user", "content": "ping"},
     [],
-    [5],
     [None],
     ["ping", 5],
     [{}],
@@ -228,6 +227,17 @@ class TestPrompts:
         with pytest.raises((InvalidMessage, UnsupportedFeature)):
             pipe(["ping", prompt, "ping"])
         assert pipe.stats().requests_finished == before
+
+    @pytest.mark.parametrize("ids", [[-1], [258], [5, "x"], [5, None], [True], [5, 2.0]], ids=str)
+    def test_token_ids_inside_a_batch(self, pipe: FakePipeline, ids: Any) -> None:
+        before = pipe.stats().requests_finished
+        with pytest.raises(InvalidParameter, match="token ids are integers in"):
+            pipe(["ping", ids, "ping"])
+        assert pipe.stats().requests_finished == before
+
+    def test_token_ids_are_no_prompt_of_their_own(self, pipe: FakePipeline) -> None:
+        with pytest.raises(InvalidMessage):
+            pipe([5])
 
     @pytest.mark.parametrize("prompt", labelled(MESSAGES))
     def test_the_same_in_a_session(self, pipe: FakePipeline, prompt: Any) -> None:

@@ -19,7 +19,7 @@ from asyncllm.engine.admission import Admission, check_adapter
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.generation import Generation, interleave
 from asyncllm.engine.loop import EngineLoop
-from asyncllm.engine.prompts import Prompts, is_single, pair_with_configs
+from asyncllm.engine.prompts import Prompts, is_single, is_token_ids, longest_first, pair_with_configs
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.sequence import Request
 from asyncllm.engine.session import Session
@@ -372,16 +372,19 @@ class AsyncEngine:
         adapter_name: str | None = None,
         on_response: Callable[[Response], None] | None = None,
     ) -> Response | list[Response]:
-        """Answer one prompt, or a list of them in order. `on_response` is called as each is complete.
+        """Answer one prompt, or a list of them; responses come in the prompts' order.
 
-        Bad input raises before anything runs to its end. A request that fails inside a step gives a Response with
-        finish_reason 'error', and the others go on.
+        As all are awaited together, those with the largest `max_new_tokens` are admitted first. `on_response` is
+        called for each in order, as soon as it and those before it are complete. Bad input raises before anything runs
+        to its end. A request that fails inside a step gives a Response with finish_reason 'error', and the others go
+        on.
         """
-        generations = self._batch(prompts, gen_config, do_preprocess, adapter_name, streaming=False)
+        pairs = pair_with_configs(prompts, gen_config)
+        generations = self._batch(pairs, do_preprocess, adapter_name, streaming=False)
         responses = []
         try:
-            for generation in generations:
-                await generation.start()
+            for index in longest_first([config for _, config in pairs]):
+                await generations[index].start()
                 await asyncio.sleep(0)  # many prompts do not hold up the loop
             for index, generation in enumerate(generations):
                 try:
@@ -405,22 +408,24 @@ class AsyncEngine:
         adapter_name: str | None = None,
     ) -> AsyncIterator[Chunk]:
         """The chunks of all answers as they come; `chunk.index` says to which prompt one belongs."""
-        return interleave(self._batch(prompts, gen_config, do_preprocess, adapter_name, streaming=True))
+        pairs = pair_with_configs(prompts, gen_config)
+        return interleave(self._batch(pairs, do_preprocess, adapter_name, streaming=True))
 
     def _batch(
         self,
-        prompts: Prompts,
-        gen_config: GenerationConfig | Sequence[GenerationConfig] | None,
+        pairs: Sequence[tuple[Any, GenerationConfig | None]],
         do_preprocess: bool,
         adapter_name: str | None,
         *,
         streaming: bool,
     ) -> list[Generation]:
         generations = []
-        for index, (prompt, config) in enumerate(pair_with_configs(prompts, gen_config)):
+        for index, (prompt, config) in enumerate(pairs):
+            ids = prompt if is_token_ids(prompt) else None
             generation = self.generate(
-                prompt,
+                None if ids is not None else prompt,
                 config,
+                input_ids=ids,
                 do_preprocess=do_preprocess,
                 adapter_name=adapter_name,
                 stream_response=streaming,
