@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.sequence import Request
-from asyncllm.errors import RequestFailed
+from asyncllm.errors import EngineError, RequestFailed
 from asyncllm.types import Chunk, Response
 
 if TYPE_CHECKING:
@@ -126,6 +126,13 @@ class Generation:
         self.cancel()
         if self._request is not None:
             await self._delivery.wait_end()
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt as the model gets it, history included. Raises EngineError before `start`."""
+        if self._request is None:
+            raise EngineError("The prompt's token ids are known once the generation has started.")
+        return self._request.prompt_ids
 
     @property
     def ended(self) -> bool:

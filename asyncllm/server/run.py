@@ -1,0 +1,216 @@
+"""Running the server: socket, TLS, signals, and an end that lets answers finish."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from aiohttp import web
+
+from asyncllm.config import ServerConfig
+from asyncllm.engine.async_engine import AsyncEngine
+from asyncllm.errors import InvalidParameter, ModelError
+from asyncllm.server.access import Access, read_keys
+from asyncllm.server.app import build_app
+from asyncllm.server.sampling import OPENAI_DEFAULTS, defaults_of
+from asyncllm.server.service import Phase, Service
+
+__all__ = ["bind", "open_service", "run", "serve_until_stopped"]
+
+logger = logging.getLogger("asyncllm.server")
+
+BACKLOG = 1024
+"""Connections that the kernel keeps until they are accepted."""
+
+
+def open_service(engine: AsyncEngine, config: ServerConfig) -> Service:
+    """The service of an engine, started or not. Raises InvalidParameter for settings that do not hold."""
+    config = config.checked()
+    defaults = OPENAI_DEFAULTS
+    if config.generation_config == "auto":
+        defaults = defaults_of(_checkpoint_defaults(engine.model_path))
+    return Service(engine, config, Access(config, read_keys(config)), defaults)
+
+
+def _checkpoint_defaults(model_path: str) -> dict[str, object]:
+    """generation_config.json of a model on disk; nothing for an engine whose model has no folder."""
+    from asyncllm.locate import locate
+    from asyncllm.text.checkpoint_files import read_json_object
+
+    try:
+        folder = locate(model_path)
+    except ModelError:
+        return {}
+    return read_json_object(Path(folder) / "generation_config.json")
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """The listening socket. Raises InvalidParameter when the address is taken or not this machine's."""
+    family = socket.AF_INET6 if ":" in config.server_name else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.server_name, config.server_port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise InvalidParameter(
+            f"Cannot listen on {config.server_name}:{config.server_port}: {error.strerror or error}. Choose another "
+            f"server_port or server_name, or stop what uses it.",
+            "server_port",
+        ) from None
+    return listener
+
+
+def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
+    """The certificate and key to serve https with. Raises InvalidParameter."""
+    if not config.ssl:
+        return None
+    key = config.ssl_keyfile or os.environ.get("SSL_KEYFILE")
+    certificate = config.ssl_certfile or os.environ.get("SSL_CERTFILE")
+    if not key or not certificate:
+        raise InvalidParameter(
+            "ssl needs a key and a certificate: set ssl_keyfile and ssl_certfile, or the variables SSL_KEYFILE and "
+            "SSL_CERTFILE.",
+            "ssl",
+        )
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidParameter(
+            f"The certificate {certificate!r} and the key {key!r} cannot be used ({type(error).__name__}: "
+            f"{error.strerror or error}). Give PEM files that belong together.",
+            "ssl",
+        ) from None
+    return context
+
+
+@asynccontextmanager
+async def listening(
+    service: Service, listener: socket.socket, tls: ssl.SSLContext | None
+) -> AsyncIterator[Callable[[], None]]:
+    """Accept connections. Yields what stops accepting further ones; the open ones end with the block."""
+    config = service.config
+    runner = web.AppRunner(
+        build_app(service),
+        # A client that leaves cancels its handler, and with it the answer.
+        handler_cancellation=True,
+        keepalive_timeout=config.keep_alive_timeout,
+        access_log=None,
+        shutdown_timeout=1.0,
+    )
+    await runner.setup()
+    handlers = runner.server
+    assert handlers is not None
+
+    def accept() -> asyncio.BaseProtocol:
+        return handlers() if len(handlers.connections) < config.max_connections else _Refused()
+
+    try:
+        server = await asyncio.get_running_loop().create_server(accept, sock=listener, ssl=tls)
+        try:
+            yield server.close
+        finally:
+            server.close()
+    finally:
+        await runner.cleanup()
+
+
+class _Refused(asyncio.Protocol):
+    """A connection above `max_connections`."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+async def serve_until_stopped(service: Service, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+    """Serve until `service.stop` is set, then drain: refuse new requests, let the running ones finish for
+    `drain_timeout` seconds, and end what is left with an error event. Setting `service.stop_now` cuts that short."""
+    async with listening(service, listener, tls) as stop_accepting:
+        await service.stop.wait()
+        service.phase = Phase.DRAINING
+        if service.config.drain_delay:
+            await _at_most(service.config.drain_delay, service.stop_now)
+        stop_accepting()
+        await _at_most(service.config.drain_timeout, service.stop_now, service.idle)
+        # What still runs gets its error event now; the handlers end by themselves.
+        await service.engine.close()
+        await _at_most(service.config.write_timeout, service.stop_now, service.idle)
+
+
+async def _at_most(seconds: float, *events: asyncio.Event) -> None:
+    """Wait for the first of the events, or for the time to pass."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def run(engine: AsyncEngine, config: ServerConfig, announce: Callable[[str], None] | None = None) -> None:
+    """Load the model, serve it, and stop at SIGTERM or SIGINT: the first lets answers finish, the second does not.
+
+    `announce` gets the lines that tell where the server listens. Raises InvalidParameter, ModelError.
+    """
+    service = open_service(engine, config)
+    tls = tls_context(service.config)
+    listener = bind(service.config)
+    task = asyncio.current_task()
+    assert task is not None
+    loading = True
+
+    def asked_to_stop() -> None:
+        if loading:
+            task.cancel()
+        elif service.stop.is_set():
+            service.stop_now.set()
+        else:
+            service.stop.set()
+
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, asked_to_stop)
+    try:
+        with listener:
+            try:
+                async with engine:
+                    loading = False
+                    for line in _greeting(service, listener):
+                        (announce or _say)(line)
+                    await serve_until_stopped(service, listener, tls)
+            except asyncio.CancelledError:
+                if not loading or task.uncancel():
+                    raise
+    finally:
+        for number in signals:
+            with suppress(ValueError):
+                loop.remove_signal_handler(number)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _greeting(service: Service, listener: socket.socket) -> list[str]:
+    config = service.config
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if config.ssl else "http"
+    shown = f"[{host}]" if ":" in host else host
+    keys = service.access.num_keys
+    auth = f"{keys} key(s)" if keys else "no key needed"
+    return [
+        f"{service.engine.model_name} at {scheme}://{shown}:{port}/v1 ({auth}; routes: {scheme}://{shown}:{port}/)",
+        "Ctrl-C lets answers finish, twice stops at once.",
+    ]
