@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypedDict
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,8 @@ __all__ = [
     "EngineConfig",
     "GenerationConfig",
     "PytorchEngineConfig",
+    "RequestKeywords",
+    "RequestOptions",
     "ServerConfig",
     "TurbomindEngineConfig",
 ]
@@ -157,6 +159,40 @@ class GenerationConfig(_Config, frozen=True, kw_only=True):
             raise InvalidParameter(f"{name} must be None or in [{low}, {high}] (given: {value}).", name)
 
 
+class RequestOptions(_Config, frozen=True, kw_only=True):
+    """How a request stands among the others: the keywords of `generate`, `chat`, `batch_infer` and `stream_infer`."""
+
+    priority: Annotated[
+        int, Meta(ge=-MAX_COUNT, le=MAX_COUNT, description="Lower values are served earlier; arrival breaks ties.")
+    ] = 0
+    timeout: Annotated[
+        float | None,
+        Meta(description="Seconds from the first await to the last token; then DeadlineExceeded. None: no limit."),
+    ] = None
+    cache_salt: Annotated[
+        str | None,
+        Meta(description="Requests share cached prefixes, and can tell by their speed, only if their salt is equal."),
+    ] = None
+
+    def _check(self) -> None:
+        if self.timeout is not None and not (math.isfinite(self.timeout) and self.timeout > 0):
+            raise InvalidParameter(
+                f"timeout must be None or a number of seconds above 0 (given: {self.timeout}).", "timeout"
+            )
+        if self.cache_salt == "":
+            raise InvalidParameter(
+                "cache_salt is empty, which sets nobody apart. Use None, or some text.", "cache_salt"
+            )
+
+
+class RequestKeywords(TypedDict, total=False):
+    """The fields of RequestOptions as keywords of a call."""
+
+    priority: int
+    timeout: float | None
+    cache_salt: str | None
+
+
 class EngineConfig(_Config, frozen=True, kw_only=True):
     """How a model is loaded and run."""
 
@@ -203,6 +239,24 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
         Literal["recompute", "copy"],
         Meta(description="What happens to the KV of a preempted sequence; only recompute so far."),
     ] = "recompute"
+    max_queued_requests: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_COUNT,
+            description="Most requests that wait for a row; more are refused with QueueFull. 0: no bound, as a program "
+            "that queues 10,000 prompts of its own wants it; set one where strangers queue.",
+        ),
+    ] = 0
+    max_queued_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_COUNT,
+            description="Most tokens of the requests that wait for a row; one that finds nobody waiting is never "
+            "refused. 0: no bound.",
+        ),
+    ] = 0
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV blocks of equal prompt beginnings.")] = True
     batch_invariant: Annotated[
         bool,

@@ -16,7 +16,9 @@
     └── EngineError (RuntimeError)
         ├── EngineClosed                     the engine was closed, or never started
         ├── EngineDead                       the engine loop died; the cause is chained
-        └── RequestFailed                    one request failed inside a step; the others go on
+        ├── QueueFull                        too much waits already; `retry_after` says when to come back
+        └── RequestFailed                    one request failed; the others go on
+            └── DeadlineExceeded (TimeoutError)  its `timeout` is over
 
 Messages say what is wrong, why, and what to do, in that order.
 """
@@ -26,6 +28,7 @@ from __future__ import annotations
 __all__ = [
     "AsyncLLMError",
     "ContextLengthExceeded",
+    "DeadlineExceeded",
     "EngineClosed",
     "EngineDead",
     "EngineError",
@@ -35,6 +38,7 @@ __all__ = [
     "InvalidRequest",
     "ModelError",
     "ModelNotFound",
+    "QueueFull",
     "RequestFailed",
     "SessionBusy",
     "SessionError",
@@ -130,8 +134,20 @@ class EngineDead(EngineError):
     """The engine loop died; `__cause__` is the error that killed it."""
 
 
+class QueueFull(EngineError):
+    """Too many requests or tokens wait already. `retry_after`: seconds after which there should be room."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class RequestFailed(EngineError):
-    """One request failed inside a step; its neighbours go on."""
+    """One request failed; its neighbours go on."""
+
+
+class DeadlineExceeded(RequestFailed, TimeoutError):
+    """The request's `timeout` was over before its answer was complete."""
 
 
 def short(name: object) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, overload
 
 import msgspec
 
-from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig
+from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords
 from asyncllm.engine.prompts import Prompts, is_single
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.types import Chunk, Message, Response
@@ -122,11 +122,12 @@ class Pipeline:
     ) -> Response | list[Response]:
         """Answer one prompt (str or messages) with a Response, or a list of prompts with a list of them, in order.
 
-        `gen_config` is one for all prompts, or a list with one for each. `options` are fields of it that older
-        programs pass directly. Bad input raises before anything runs; a prompt that fails inside a step gives a
-        Response with finish_reason 'error', and the others go on.
+        `gen_config` is one for all prompts, or a list with one for each. `options` are the fields of RequestOptions
+        (priority, timeout...), and those of `gen_config` that older programs pass directly. Bad input raises before
+        anything runs; a prompt that fails inside a step, or at its timeout, gives a Response with finish_reason
+        'error', and the others go on.
         """
-        config = _merge(gen_config, options)
+        config, keywords = _split(gen_config, options)
         total = 1 if is_single(prompts) else len(prompts)
         done: queue.SimpleQueue[Response | None] = queue.SimpleQueue()
         future = self._loop.submit(
@@ -136,6 +137,7 @@ class Pipeline:
                 do_preprocess=do_preprocess,
                 adapter_name=adapter_name,
                 on_response=done.put if use_tqdm else None,
+                **keywords,
             )
         )
         if use_tqdm:
@@ -158,9 +160,11 @@ class Pipeline:
 
         Leaving the loop early ends the answers. Bad input raises with the first chunk.
         """
-        config = _merge(gen_config, options)
+        config, keywords = _split(gen_config, options)
         return self._stream(
-            lambda: self._engine.stream_infer(prompts, config, do_preprocess=do_preprocess, adapter_name=adapter_name)
+            lambda: self._engine.stream_infer(
+                prompts, config, do_preprocess=do_preprocess, adapter_name=adapter_name, **keywords
+            )
         )
 
     def session(self) -> ChatSession:
@@ -209,10 +213,11 @@ class Pipeline:
         found = session if session is not None else self.session()
         if not isinstance(found, ChatSession):
             raise InvalidParameter(f"session must come from session() or chat(), not {session!r}.", "session")
-        config: Any = _merge(gen_config, options)
+        merged, keywords = _split(gen_config, options)
+        config: Any = merged
         chunks = self._stream(
             lambda: self._engine.chat(
-                prompt, found.inner, config, do_preprocess=do_preprocess, adapter_name=adapter_name
+                prompt, found.inner, config, do_preprocess=do_preprocess, adapter_name=adapter_name, **keywords
             )
         )
         if stream_response:
@@ -345,21 +350,23 @@ def _replace(config: Config, fields: dict[str, Any]) -> Config:
     return config.from_dict({**msgspec.structs.asdict(config), **fields}).checked()
 
 
-def _merge(gen_config: GenConfigs, options: dict[str, Any]) -> GenConfigs:
-    """`gen_config`, with the fields that older programs pass directly in their place."""
+def _split(gen_config: GenConfigs, options: dict[str, Any]) -> tuple[GenConfigs, RequestKeywords]:
+    """`gen_config`, with the fields that older programs pass directly in their place; and what is about the request."""
+    keywords: Any = {name: value for name, value in options.items() if name in RequestKeywords.__optional_keys__}
+    options = {name: value for name, value in options.items() if name not in keywords}
     for name in options:
         if name not in SEED_ERA_OPTIONS:
             raise InvalidParameter(
                 f"There is no option {name!r}. Sampling is set in gen_config; direct options are "
-                f"{', '.join(SEED_ERA_OPTIONS)}.",
+                f"{', '.join([*sorted(RequestKeywords.__optional_keys__), *SEED_ERA_OPTIONS])}.",
                 name,
             )
     if not options:
-        return gen_config
+        return gen_config, keywords
     fields = {SEED_ERA_OPTIONS[name]: value for name, value in options.items()}
     if isinstance(gen_config, list | tuple):
-        return [_replace(config, fields) for config in gen_config]
-    return _replace(GenerationConfig() if gen_config is None else cast(GenerationConfig, gen_config), fields)
+        return [_replace(config, fields) for config in gen_config], keywords
+    return _replace(GenerationConfig() if gen_config is None else cast(GenerationConfig, gen_config), fields), keywords
 
 
 def _sequences(input_ids: Any) -> list[Any]:

@@ -11,7 +11,7 @@ __all__ = ["Chunk", "FinishReason", "Message", "Response"]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """stop: end-of-sequence, a stop token or a stop word. length: max_new_tokens or the session length.
-abort: cancelled by `stop_session` or by closing. error: this request failed inside a step."""
+abort: cancelled by `stop_session` or by closing. error: this request failed inside a step, or its timeout was over."""
 
 Message = dict[str, Any]
 """An OpenAI chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str | list of parts}."""

@@ -33,6 +33,7 @@ from asyncllm import (
     UnsupportedModel,
     pipeline,
 )
+from asyncllm.config import RequestOptions
 from asyncllm.testing import FakePipeline, fake_parts
 from tests.bad_values import bad_values
 
@@ -75,6 +76,21 @@ class TestSettings:
         with pytest.raises(InvalidParameter, match=name) as caught:
             ask(pipe, "ping", GenerationConfig(**{name: value}))
         assert caught.value.param == name
+
+    @pytest.mark.parametrize("case", labelled(list(bad_values(RequestOptions))))
+    def test_request_option(self, pipe: FakePipeline, case: tuple[str, Any]) -> None:
+        name, value = case
+        for call in (ask, lambda pipe, prompt, **options: pipe(prompt, **options)):
+            with pytest.raises(InvalidParameter, match=name) as caught:
+                call(pipe, "ping", **{name: value})
+            assert caught.value.param == name
+
+    @pytest.mark.parametrize(
+        "options", [{"timeout": 0}, {"timeout": -1.5}, {"cache_salt": ""}, {"deadline": 5}, {"Priority": 1}], ids=str
+    )
+    def test_request_rule(self, pipe: FakePipeline, options: dict[str, Any]) -> None:
+        with pytest.raises(InvalidParameter, match=next(iter(options))):
+            ask(pipe, "ping", **options)
 
     @pytest.mark.parametrize("case", labelled(list(bad_values(EngineConfig))))
     def test_engine_field(self, case: tuple[str, Any]) -> None:

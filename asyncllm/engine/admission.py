@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from asyncllm.batch import Limits, SamplingParams
-from asyncllm.config import GenerationConfig
+from asyncllm.config import GenerationConfig, RequestOptions
 from asyncllm.engine.delivery import Answer, Delivery
-from asyncllm.engine.sequence import Request
+from asyncllm.engine.sequence import ORDINARY, Request, Terms
 from asyncllm.errors import ContextLengthExceeded, EngineClosed, InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.detokenizer import Detokenizer
@@ -59,6 +59,14 @@ class Admission:
         if self._threads is not None:
             self._threads.shutdown(wait=False)
             self._threads = None
+
+    def terms(self, options: Mapping[str, Any]) -> Terms:
+        """The keywords of a call, checked; its time begins now. Raises InvalidParameter."""
+        if not options:
+            return ORDINARY
+        asked = RequestOptions.from_dict(dict(options)).checked()
+        deadline = None if asked.timeout is None else asyncio.get_running_loop().time() + asked.timeout
+        return Terms(asked.priority, deadline, asked.cache_salt)
 
     def render(self, messages: str | Sequence[Message] | None, *, do_preprocess: bool) -> Rendered:
         """The prompt's text. Raises InvalidMessage."""
@@ -119,6 +127,7 @@ class Admission:
         history_len: int = 0,
         score_only: bool = False,
         output_logits: bool = False,
+        terms: Terms = ORDINARY,
     ) -> Request:
         """A request ready for the scheduler. `config` has been checked. Raises InvalidRequest."""
         if not prompt_ids:
@@ -180,6 +189,7 @@ class Admission:
             history_len=history_len,
             prompt_logprobs=config.prompt_logprobs,
             output_logits=output_logits,
+            terms=terms,
         )
 
     def _room(self, prompt_len: int, needed: int) -> int:

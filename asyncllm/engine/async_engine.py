@@ -11,15 +11,16 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from asyncllm.batch import Executor, Limits
-from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig
+from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords
 from asyncllm.engine.admission import Admission, check_adapter
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.generation import Generation, interleave
 from asyncllm.engine.loop import EngineLoop
 from asyncllm.engine.prompts import Prompts, is_single, is_token_ids, longest_first, pair_with_configs
+from asyncllm.engine.queue_bounds import QueueBounds
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.sequence import Request
 from asyncllm.engine.session import Session
@@ -141,7 +142,8 @@ class AsyncEngine:
                 await asyncio.shield(asyncio.get_running_loop().create_task(executor.close()))
             raise
         self._executor = executor
-        self._loop = EngineLoop(scheduler, executor, name=f"asyncllm-engine-{self.model_name}")
+        bounds = QueueBounds(self.config.max_queued_requests, self.config.max_queued_tokens)
+        self._loop = EngineLoop(scheduler, executor, bounds, name=f"asyncllm-engine-{self.model_name}")
         self._sessions = SessionTable(
             self._loop, self.admission, self.tokenizer, self.chat_template, self.chat, self.limits.block_size
         )
@@ -244,14 +246,15 @@ class AsyncEngine:
         adapter_name: str | None = None,
         input_ids: Sequence[int] | None = None,
         stream_response: bool = True,
+        **options: Unpack[RequestKeywords],
     ) -> Generation:
         """Answer a prompt (str), a conversation (messages) or token ids.
 
         `session_id` with `sequence_end=False` keeps the conversation for a next call with `sequence_start=False`,
         which goes on after its first `step` tokens, or after all of them if `step` is 0. With
-        `stream_response=False` the reader gets one chunk, at the end. Errors are raised by the first await.
+        `stream_response=False` the reader gets one chunk, at the end. `options` are the fields of RequestOptions:
+        priority, timeout, cache_salt. Errors are raised by the first await.
         """
-
         if not (sequence_start and sequence_end):
             return self._turn(
                 lambda: self._table().find_or_start(session_id, sequence_start=sequence_start, step=step),
@@ -263,9 +266,11 @@ class AsyncEngine:
                 input_ids=input_ids,
                 streaming=stream_response,
                 close_after=sequence_end,
+                options=options,
             )
 
         async def prepare(delivery: Delivery) -> Request:
+            terms = self.admission.terms(options)
             check_adapter(adapter_name)
             config = checked(GenerationConfig, gen_config, "gen_config")
             if step:
@@ -275,7 +280,7 @@ class AsyncEngine:
             else:
                 text = self.admission.render(messages, do_preprocess=do_preprocess)
                 prompt_ids = await self.admission.encode(text)
-            return self.admission.build(prompt_ids, config, delivery, session_id=session_id)
+            return self.admission.build(prompt_ids, config, delivery, session_id=session_id, terms=terms)
 
         return Generation(self.running, prepare, Delivery(streaming=stream_response))
 
@@ -287,6 +292,7 @@ class AsyncEngine:
         *,
         do_preprocess: bool = True,
         adapter_name: str | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> Generation:
         """The next turn of a session, or the first of a new one, which the Generation then carries as `session`."""
         found = session or self.session()
@@ -299,6 +305,7 @@ class AsyncEngine:
             input_ids=None,
             streaming=True,
             close_after=False,
+            options=options,
         )
         generation.session = found
         return generation
@@ -315,22 +322,22 @@ class AsyncEngine:
         input_ids: Sequence[int] | None,
         streaming: bool,
         close_after: bool,
+        options: RequestKeywords,
     ) -> Generation:
         session: Session | None = None
 
         def ended() -> None:
-            if session is not None:
-                session.record()
-                if close_after:
-                    session.close()
+            if session is not None and session.record() and close_after:
+                session.close()
 
         async def prepare(delivery: Delivery) -> Request:
             nonlocal session
+            terms = self.admission.terms(options)
             check_adapter(adapter_name)
             config = checked(GenerationConfig, gen_config, "gen_config")
             found = find()
             request = await found.prepare(
-                delivery, prompt, config, step=step, do_preprocess=do_preprocess, input_ids=input_ids
+                delivery, prompt, config, step=step, do_preprocess=do_preprocess, input_ids=input_ids, terms=terms
             )
             session = found
             return request
@@ -371,16 +378,17 @@ class AsyncEngine:
         do_preprocess: bool = True,
         adapter_name: str | None = None,
         on_response: Callable[[Response], None] | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> Response | list[Response]:
         """Answer one prompt, or a list of them; responses come in the prompts' order.
 
         As all are awaited together, those with the largest `max_new_tokens` are admitted first. `on_response` is
         called for each in order, as soon as it and those before it are complete. Bad input raises before anything runs
-        to its end. A request that fails inside a step gives a Response with finish_reason 'error', and the others go
-        on.
+        to its end. A request that fails inside a step, or at its deadline, gives a Response with finish_reason
+        'error', and the others go on.
         """
         pairs = pair_with_configs(prompts, gen_config)
-        generations = self._batch(pairs, do_preprocess, adapter_name, streaming=False)
+        generations = self._batch(pairs, do_preprocess, adapter_name, options, streaming=False)
         responses = []
         try:
             for index in longest_first([config for _, config in pairs]):
@@ -406,16 +414,18 @@ class AsyncEngine:
         *,
         do_preprocess: bool = True,
         adapter_name: str | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> AsyncIterator[Chunk]:
         """The chunks of all answers as they come; `chunk.index` says to which prompt one belongs."""
         pairs = pair_with_configs(prompts, gen_config)
-        return interleave(self._batch(pairs, do_preprocess, adapter_name, streaming=True))
+        return interleave(self._batch(pairs, do_preprocess, adapter_name, options, streaming=True))
 
     def _batch(
         self,
         pairs: Sequence[tuple[Any, GenerationConfig | None]],
         do_preprocess: bool,
         adapter_name: str | None,
+        options: RequestKeywords,
         *,
         streaming: bool,
     ) -> list[Generation]:
@@ -429,6 +439,7 @@ class AsyncEngine:
                 do_preprocess=do_preprocess,
                 adapter_name=adapter_name,
                 stream_response=streaming,
+                **options,
             )
             generation.index = index
             generations.append(generation)

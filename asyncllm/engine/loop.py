@@ -1,12 +1,13 @@
 """EngineLoop: the one task that owns scheduler, steps in flight and delivery.
 
-    new request ──> _arrived ──┐
-    reader left ──> _abandoned ├──> run(): update(N) -> schedule() -> submit(N + 2) -> deliver(N) ──> Delivery
-    step done ────> _in_flight ┘
+    new request ──> _arrived ───┐
+    reader left ──> _abandoned ─┤
+    time is over ─> _overdue ───┼─> run(): update(N) -> schedule() -> submit(N + 2) -> deliver(N) ──> Delivery
+    step done ────> _in_flight ─┘
 
 Two steps are in flight whenever there is work, or more where they are short: while the device computes step N + 1, the
-loop reads step N, launches N + 2, and only then turns N's tokens into text. The task sleeps on one event, which a new
-request, an abandoned one and a completed step set; nothing polls.
+loop reads step N, launches N + 2, and only then turns N's tokens into text. The task sleeps on one event, which each of
+these four sets; nothing polls.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
+from itertools import islice
 
 from asyncllm.batch import Executor, StepOutput
+from asyncllm.engine.queue_bounds import QueueBounds
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.sequence import Request, Sequence
 from asyncllm.engine.stats import EngineStats
-from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, EngineError, RequestFailed
-from asyncllm.types import Chunk
+from asyncllm.errors import AsyncLLMError, DeadlineExceeded, EngineClosed, EngineDead, EngineError, RequestFailed
+from asyncllm.types import Chunk, FinishReason
 
 __all__ = ["EngineLoop"]
 
@@ -35,23 +38,30 @@ STEP_MS_WEIGHT = 0.05
 
 
 class EngineLoop:
-    """States: running, then closed or dead. Written by the task, except for the three inboxes it empties."""
+    """States: running, then closed or dead. Written by the task, except for the inboxes it empties."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, name: str) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, bounds: QueueBounds | None = None, *, name: str
+    ) -> None:
         """Start the task in the running event loop."""
         self.scheduler = scheduler
         self._executor = executor
+        self._bounds = bounds if bounds is not None else QueueBounds()
         self._state = "running"
         self._cause: BaseException | None = None
-        self._open: dict[Request, None] = {}
-        """Requests that have not had their terminal event."""
+        self._open: dict[Request, asyncio.TimerHandle | None] = {}
+        """Requests that have not had their terminal event -> the timer of their deadline."""
         self._arrived: deque[Request] = deque()
         """Inbox of `open`."""
+        self._arrived_tokens = 0
+        """Prompt tokens of the requests in it."""
+        self._overdue: deque[Request] = deque()
+        """Inbox of the timers."""
         self._abandoned: deque[Request] = deque()
         """Inbox of `abandon`."""
         self._in_flight: deque[asyncio.Future[StepOutput]] = deque()
         """Submitted steps, oldest first; the executor resolves them."""
-        self._started = self._finished = self._cancelled = self._failed = 0
+        self._started = self._finished = self._cancelled = self._failed = self._expired = 0
         self._step_ms = 0.0
         self._wake = asyncio.Event()
         self._event_loop = asyncio.get_running_loop()
@@ -90,12 +100,29 @@ class EngineLoop:
         return list(self._open)
 
     def open(self, request: Request) -> None:
-        """Queue a request that `Admission` built."""
+        """Queue a request that `Admission` built. Raises QueueFull, DeadlineExceeded, EngineError."""
         self.check_running()
-        self._open[request] = None
+        now, deadline = self._event_loop.time(), request.terms.deadline
+        if deadline is not None and deadline <= now:
+            self._started += 1
+            self._expired += 1
+            raise DeadlineExceeded("The request's timeout was over when its prompt had been encoded. Allow more time.")
+        requests, tokens = self.num_queued()
+        self._bounds.check(requests, tokens, len(request.prompt_ids), now)
+        timer = None if deadline is None else self._event_loop.call_at(deadline, self._time_is_over, request)
+        self._open[request] = timer
         self._arrived.append(request)
+        self._arrived_tokens += len(request.prompt_ids)
         self._started += 1
         self._wake.set()
+
+    def num_queued(self) -> tuple[int, int]:
+        """Requests that wait for a row, and their tokens; those that find one at the loop's next turn are left out."""
+        waiting = self.scheduler.waiting
+        served = 0 if waiting else min(self.scheduler.num_free_rows, len(self._arrived))
+        served_tokens = sum(len(request.prompt_ids) for request in islice(self._arrived, served))
+        requests = waiting.num_requests + len(self._arrived) - served
+        return requests, waiting.num_tokens + self._arrived_tokens - served_tokens
 
     def abandon(self, request: Request) -> None:
         """End a request whose reader has left, at the loop's next turn."""
@@ -107,6 +134,10 @@ class EngineLoop:
         with contextlib.suppress(RuntimeError):
             # The loop may be closed, and then nothing is left to end.
             self._event_loop.call_soon_threadsafe(self.abandon, request)
+
+    def _time_is_over(self, request: Request) -> None:
+        self._overdue.append(request)
+        self._wake.set()
 
     async def _run(self) -> None:
         """The engine task."""
@@ -134,9 +165,8 @@ class EngineLoop:
                 raise
         finally:
             for request in list(self._open):
-                del self._open[request]
                 self._failed += 1
-                request.delivery.end(self._last_words())
+                self._end(request, self._last_words())
             if self._in_flight:
                 await asyncio.wait(self._in_flight)
                 for future in self._in_flight:
@@ -154,18 +184,35 @@ class EngineLoop:
     def _empty_inboxes(self) -> None:
         while self._arrived:
             self.scheduler.add(self._arrived.popleft())
+        self._arrived_tokens = 0
         while self._abandoned:
             request = self._abandoned.popleft()
-            if request not in self._open:
-                continue
-            self.scheduler.cancel(request)
-            for sequence in request.sequences:
-                if sequence.finish_reason == "abort":
-                    self._send(sequence)
-            if request in self._open:
-                del self._open[request]
+            if self._cut_short(request, "abort"):
                 self._cancelled += 1
-                request.delivery.end()
+                self._end(request)
+        while self._overdue:
+            request = self._overdue.popleft()
+            if self._cut_short(request, "error"):
+                self._expired += 1
+                self._end(request, _deadline_exceeded(request))
+
+    def _cut_short(self, request: Request, reason: FinishReason) -> bool:
+        """End an open request's sequences and send what they have; False if it is not open, or not any more."""
+        if request not in self._open:
+            return False
+        unfinished = [sequence for sequence in request.sequences if sequence.finish_reason is None]
+        self.scheduler.cancel(request, reason)
+        for sequence in unfinished:
+            self._send(sequence)
+        return request in self._open
+
+    def _end(self, request: Request, error: AsyncLLMError | None = None) -> None:
+        """The terminal event of an open request."""
+        timer = self._open.pop(request)
+        if timer is not None:
+            timer.cancel()
+        self._bounds.request_ended(self._event_loop.time())
+        request.delivery.end(error)
 
     def _read_step(self, future: asyncio.Future[StepOutput]) -> list[Sequence]:
         """Take in a completed step. Raises the error of a step that failed as a whole."""
@@ -255,25 +302,26 @@ class EngineLoop:
         if sequence.error is not None:
             self._fail(request, sequence.error)
         elif request.finished:
-            del self._open[request]
             self._finished += 1
-            request.delivery.end()
+            self._end(request)
 
     def _fail(self, request: Request, why: str, cause: BaseException | None = None) -> None:
         """End an open request with RequestFailed."""
         error = RequestFailed(f"The request failed in a step: {why}. The other requests go on.")
         error.__cause__ = cause
         self.scheduler.cancel(request, "error")
-        del self._open[request]
         self._failed += 1
-        request.delivery.end(error)
+        self._end(request, error)
 
     def stats(self, num_sessions: int) -> EngineStats:
         """A snapshot of what the engine holds and has done."""
         scheduler, blocks, counts = self.scheduler, self.scheduler.blocks, self.scheduler.counts
+        queued_requests, queued_tokens = self.num_queued()
         return EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting + sum(len(request.sequences) for request in self._arrived),
+            queued_requests=queued_requests,
+            queued_tokens=queued_tokens,
             sessions=num_sessions,
             steps_in_flight=len(self._in_flight),
             blocks_total=blocks.num_blocks,
@@ -290,6 +338,8 @@ class EngineLoop:
             requests_finished=self._finished,
             requests_cancelled=self._cancelled,
             requests_failed=self._failed,
+            requests_expired=self._expired,
+            requests_refused=self._bounds.num_refused,
             step_ms=self._step_ms,
         )
 
@@ -305,3 +355,11 @@ class EngineLoop:
         assert self.scheduler.num_waiting == 0, "sequences are waiting"
         held = self.scheduler.blocks.num_held
         assert held == 0 or self._in_flight, f"{held} blocks are held, and no step is in flight that may write them"
+
+
+def _deadline_exceeded(request: Request) -> DeadlineExceeded:
+    first = request.sequences[0]
+    done = f"{first.num_generated} tokens of its answer were there" if first.num_generated else "it had no token yet"
+    return DeadlineExceeded(
+        f"The request's timeout is over: {done}. Allow more time, ask for fewer tokens, or lower its priority value."
+    )

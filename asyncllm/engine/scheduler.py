@@ -1,12 +1,13 @@
 """The scheduler: which tokens of which sequences the next step computes.
 
-It keeps the queue, the running sequences, slots and blocks, and knows nothing of time, text, tensors or tasks. The
-engine calls `schedule()` for the next `Batch`, possibly before it has read the ones before, and `update()` with each
-`StepOutput` in order. Everything about unread steps is arithmetic on `Sequence.pending`, so that the next step never
-waits for a token's value.
+It keeps the running sequences, slots and blocks, and knows nothing of time, text, tensors or tasks; `WaitingQueue` says
+who is next. The engine calls `schedule()` for the next `Batch`, possibly before it has read the ones before, and
+`update()` with each `StepOutput` in order. Everything about unread steps is arithmetic on `Sequence.pending`, so that
+the next step never waits for a token's value.
 
 A sequence holds blocks for all of its known tokens from admission on; only decoding asks for more. When there are
-none, the newest running sequence is preempted (recompute), so that the oldest always progresses.
+none, the newest running sequence of the lowest class is preempted (recompute), so that the oldest of the highest class
+always progresses.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from asyncllm.batch import Batch, Limits, PrefillRow, SlotStart, StepOutput
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.prefix_cache import PrefixCache, extend_hashes, root_hash
 from asyncllm.engine.sequence import Request, Sequence, SequenceState
+from asyncllm.engine.waiting_queue import WaitingQueue
 from asyncllm.types import FinishReason
 
 __all__ = ["Scheduler", "SchedulerCounts"]
@@ -67,6 +69,7 @@ class Scheduler:
         prefill_budget: int,
         prefill_interval: int,
         prefix_caching: bool,
+        waiting: WaitingQueue | None = None,
     ) -> None:
         self._block_size = limits.block_size
         self._num_slots = limits.num_slots
@@ -80,9 +83,9 @@ class Scheduler:
         self.prefix_cache = PrefixCache() if prefix_caching else None
         self.blocks = BlockManager(limits.num_blocks, self.prefix_cache)
         self.counts = SchedulerCounts()
-        self._waiting: deque[Sequence] = deque()
-        """In order of arrival; finished ones are skipped when they come up."""
+        self.waiting = waiting if waiting is not None else WaitingQueue()
         self.num_waiting = 0
+        """Sequences in the queue, and siblings whose leader is not through with the prompt."""
         self._running: dict[Sequence, None] = {}
         """Sequences with a slot, in order of admission; preempted ones come back in order of arrival."""
         self._prefilling: deque[Sequence] = deque()
@@ -99,13 +102,18 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_free_rows(self) -> int:
+        """Sequences that would find a row at once."""
+        return min(len(self._free_slots), self._max_running - len(self._running))
+
     def add(self, request: Request) -> None:
         """Queue a request's first sequence; its siblings follow when the prompt has been computed."""
         if self.prefix_cache is not None:
             extend_hashes(request.block_hashes, self._root(request), request.prompt_ids, self._block_size)
         leader = request.sequences[0]
         leader.hashes = list(request.block_hashes)
-        self._waiting.append(leader)
+        self.waiting.push(leader)
         self.num_waiting += len(request.sequences)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -113,6 +121,7 @@ class Scheduler:
         if sequence.state is SequenceState.FINISHED:
             return
         if sequence.state is SequenceState.WAITING:
+            self.waiting.discard(sequence)
             self.num_waiting -= 1
         else:
             self._leave(sequence)
@@ -133,7 +142,7 @@ class Scheduler:
         batch = Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[], prefill=[])
         sampled = self._schedule_decode(batch)
         prefill: list[tuple[Sequence, PrefillRow]] = []
-        if self._prefilling or self._waiting:
+        if self._prefilling or self.waiting:
             if batch.decode and self._decode_steps + 1 < self._prefill_interval:
                 self._decode_steps += 1
             else:
@@ -176,7 +185,7 @@ class Scheduler:
             if self.blocks.num_fenced:
                 # What steps in flight hold comes back without preempting anybody else.
                 return False
-            victim = next(reversed(self._running))
+            victim = max(reversed(self._running), key=self.waiting.rank)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -192,7 +201,7 @@ class Scheduler:
         # Logits are asked for alone, without an answer, so that the prompt is all that is computed again.
         sequence.request.logits.clear()
         self.num_waiting += 1
-        self._waiting.appendleft(sequence)
+        self.waiting.push(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a running sequence out of its row."""
@@ -228,7 +237,7 @@ class Scheduler:
         """
         total = num_decode + sum(length for _, length in chunks)
         excess = total % self._token_tile
-        if not self._waiting or total < MIN_ROUNDED_TILES * self._token_tile or not excess:
+        if not self.waiting or total < MIN_ROUNDED_TILES * self._token_tile or not excess:
             return chunks
         sequence, length = chunks[-1]
         return [*chunks[:-1], (sequence, length - excess)] if length > excess else chunks
@@ -264,13 +273,11 @@ class Scheduler:
                 sequence.remaining -= 1
 
     def _admit(self, batch: Batch) -> bool:
-        """Give the oldest waiting sequence a slot and blocks for all of its known tokens, if there is room."""
-        while self._waiting and self._waiting[0].state is SequenceState.FINISHED:
-            self._waiting.popleft()
-        if not self._waiting or not self._free_slots or len(self._running) >= self._max_running:
+        """Give the first waiting sequence a slot and blocks for all of its known tokens, if there is room."""
+        if self.num_free_rows <= 0:
             return False
-        sequence = self._waiting[0]
-        if sequence.pending:
+        sequence = self.waiting.first()
+        if sequence is None or sequence.pending:
             # Preempted while a step was in flight: its last token is not known yet.
             return False
         known = len(sequence.token_ids)
@@ -281,7 +288,7 @@ class Scheduler:
         reserve = len(self._running)
         if self.blocks.num_available - idle_shared < num_blocks - len(shared) + reserve:
             return False
-        self._waiting.popleft()
+        self.waiting.admit(sequence)
         self.num_waiting -= 1
         self.blocks.share(shared)
         own = self.blocks.allocate(num_blocks - len(shared))
@@ -328,10 +335,10 @@ class Scheduler:
         return self.prefix_cache.match(sequence.hashes[:last_block]), None
 
     def _root(self, request: Request) -> bytes:
-        prompt_len = len(request.prompt_ids)
+        prompt_len, cache_salt = len(request.prompt_ids), request.terms.cache_salt
         if self._dynamic_rope_from is not None and prompt_len > self._dynamic_rope_from:
-            return root_hash(b"rope", struct.pack("<q", prompt_len))
-        return root_hash()
+            return root_hash(b"rope", struct.pack("<q", prompt_len), cache_salt=cache_salt)
+        return root_hash(cache_salt=cache_salt)
 
     def update(self, output: StepOutput) -> list[Sequence]:
         """Read the oldest step in flight. Returns the sequences that got a token or ended by this step."""
@@ -402,14 +409,14 @@ class Scheduler:
         return request.prompt_logprobs_asked is None or len(request.prompt_logprobs) >= len(request.prompt_ids) - 1
 
     def _admit_siblings(self, request: Request) -> None:
-        """Queue the other answers to the prompt, before everybody else: their prompt is computed."""
+        """Queue the other answers to the prompt, whose prompt is computed."""
         if request.siblings_queued:
             return
         request.siblings_queued = True
-        for sequence in reversed(request.sequences[1:]):
+        for sequence in request.sequences[1:]:
             if sequence.state is SequenceState.WAITING:
                 sequence.hashes = list(request.block_hashes)
-                self._waiting.appendleft(sequence)
+                self.waiting.push(sequence)
 
     def _commit(self, sequence: Sequence, num_written: int | None = None) -> None:
         """Offer the sequence's full blocks, written by steps that have been read, to the prefix cache."""
@@ -427,7 +434,7 @@ class Scheduler:
     def sequences(self) -> Iterator[Sequence]:
         """Every live sequence: running, waiting, and siblings whose leader is still at the prompt."""
         seen: dict[Request, None] = {}
-        for sequence in (*self._running, *self._waiting):
+        for sequence in (*self._running, *self.waiting):
             seen[sequence.request] = None
         for request in seen:
             yield from (sequence for sequence in request.sequences if sequence.state is not SequenceState.FINISHED)

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as Items
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncllm.batch import SamplingParams, TokenLogprobs
 from asyncllm.engine.delivery import Answer, Delivery
 from asyncllm.types import FinishReason
 
-__all__ = ["Request", "Sequence", "SequenceState"]
+__all__ = ["ORDINARY", "Request", "Sequence", "SequenceState", "Terms"]
+
+
+class Terms(NamedTuple):
+    """How a request stands among the others: its RequestOptions, checked by `engine.admission`."""
+
+    priority: int = 0
+    """Lower is served earlier."""
+    deadline: float | None = None
+    """In the event loop's time: when the request ends, answered or not."""
+    cache_salt: str | None = None
+    """Only requests of equal salt share cached prefixes."""
+
+
+ORDINARY = Terms()
 
 
 class SequenceState(enum.Enum):
@@ -41,6 +55,7 @@ class Request:
         "sequences",
         "session_id",
         "siblings_queued",
+        "terms",
     )
 
     def __init__(
@@ -58,8 +73,11 @@ class Request:
         history_len: int = 0,
         prompt_logprobs: int | None = None,
         output_logits: bool = False,
+        terms: Terms = ORDINARY,
     ) -> None:
         self.id = id
+        """Rises in the order of arrival."""
+        self.terms = terms
         self.prompt_ids = prompt_ids
         self.named_stop_ids = named_stop_ids
         """Those of the stop ids that the caller named, reported as `stop_reason`."""

@@ -14,6 +14,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences with a row in the batch."""
     waiting: int
     """Sequences in the queue, preempted ones included."""
+    queued_requests: int
+    """Requests whose first sequence waits for a row, as `max_queued_requests` counts them."""
+    queued_tokens: int
+    """Tokens of the waiting sequences, as `max_queued_tokens` counts them."""
     sessions: int
     steps_in_flight: int
     blocks_total: int
@@ -37,6 +41,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     requests_finished: int
     requests_cancelled: int
     requests_failed: int
+    requests_expired: int
+    """Requests that ended at their deadline."""
+    requests_refused: int
+    """Calls that found the queue full; they were never started."""
     step_ms: float
     """Moving average over about 20 steps of a step's time on the device."""
 

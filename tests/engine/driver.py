@@ -10,8 +10,9 @@ import msgspec
 from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart
 from asyncllm.engine.delivery import Answer, Delivery
 from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.sequence import Request, SequenceState
+from asyncllm.engine.sequence import ORDINARY, Request, SequenceState, Terms
 from asyncllm.engine.sequence import Sequence as Row
+from asyncllm.engine.waiting_queue import WaitingQueue
 from asyncllm.testing import ByteTokenizer, FakeDevice, Oracle, hash_oracle
 from asyncllm.text.detokenizer import Detokenizer
 
@@ -55,6 +56,7 @@ class Driver:
         caching: bool = True,
         row_failure: Callable[[list[int]], str | None] | None = None,
         token_tile: int = 1,
+        waiting: WaitingQueue | None = None,
     ) -> None:
         self.device = FakeDevice(
             num_blocks=num_blocks,
@@ -72,6 +74,7 @@ class Driver:
             prefill_budget=budget,
             prefill_interval=interval,
             prefix_caching=caching,
+            waiting=waiting,
         )
         self.in_flight: deque[Batch] = deque()
         self.batches: list[Batch] = []
@@ -91,6 +94,7 @@ class Driver:
         seeds: Sequence[int | None] = (None,),
         stop_ids: Sequence[int] = (),
         prompt_logprobs: int | None = None,
+        terms: Terms = ORDINARY,
     ) -> Request:
         """Queue a request with one answer for each seed; None is greedy."""
         tokenizer = ByteTokenizer()
@@ -111,6 +115,7 @@ class Driver:
                 for _ in seeds
             ],
             prompt_logprobs=prompt_logprobs,
+            terms=terms,
         )
         self.requests.append(request)
         self.ends[request] = 0
