@@ -382,16 +382,18 @@ class AsyncEngine:
     ) -> Response | list[Response]:
         """Answer one prompt, or a list of them; responses come in the prompts' order.
 
-        As all are awaited together, those with the largest `max_new_tokens` are admitted first. `on_response` is
-        called for each in order, as soon as it and those before it are complete. Bad input raises before anything runs
-        to its end. A request that fails inside a step, or at its deadline, gives a Response with finish_reason
-        'error', and the others go on.
+        As all are awaited together, those with the largest `max_new_tokens` are admitted first, unless there is a
+        `timeout`. `on_response` is called for each in order, as soon as it and those before it are complete. Bad input
+        raises before anything runs to its end. A request that fails inside a step, or at its deadline, gives a Response
+        with finish_reason 'error', and the others go on.
         """
         pairs = pair_with_configs(prompts, gen_config)
         generations = self._batch(pairs, do_preprocess, adapter_name, options, streaming=False)
         responses = []
         try:
-            for index in longest_first([config for _, config in pairs]):
+            # Under a timeout a long answer in front would be the end of those behind it.
+            in_order = range(len(pairs)) if options.get("timeout") else longest_first([config for _, config in pairs])
+            for index in in_order:
                 await generations[index].start()
                 await asyncio.sleep(0)  # many prompts do not hold up the loop
             for index, generation in enumerate(generations):
