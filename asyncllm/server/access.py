@@ -18,7 +18,8 @@ from asyncllm.server.errors import ApiError
 
 __all__ = ["Access", "Auth", "is_loopback", "read_keys"]
 
-LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
+"""Under which clients call a server on their own machine; no name server can point an address elsewhere."""
 KEYS_VARIABLE = "ASYNCLLM_API_KEYS"
 
 

@@ -32,12 +32,16 @@ BACKLOG = 1024
 
 
 def open_service(engine: AsyncEngine, config: ServerConfig) -> Service:
-    """The service of an engine, started or not. Raises InvalidParameter for settings that do not hold."""
+    """The service of an engine, started or not. Blocks on files, and on the hub for a model that is not here yet.
+
+    Raises InvalidParameter for settings that do not hold.
+    """
     config = config.checked()
+    access = Access(config, read_keys(config))
     defaults = OPENAI_DEFAULTS
     if config.generation_config == "auto":
         defaults = defaults_of(_checkpoint_defaults(engine.model_path))
-    return Service(engine, config, Access(config, read_keys(config)), defaults)
+    return Service(engine, config, access, defaults)
 
 
 def _checkpoint_defaults(model_path: str) -> dict[str, object]:
@@ -163,8 +167,8 @@ async def run(engine: AsyncEngine, config: ServerConfig, announce: Callable[[str
 
     `announce` gets the lines that tell where the server listens. Raises InvalidParameter, ModelError.
     """
-    service = open_service(engine, config)
-    tls = tls_context(service.config)
+    service = await asyncio.to_thread(open_service, engine, config)
+    tls = await asyncio.to_thread(tls_context, service.config)
     listener = bind(service.config)
     task = asyncio.current_task()
     assert task is not None
