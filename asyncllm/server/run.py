@@ -11,6 +11,7 @@ import ssl
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -165,7 +166,8 @@ async def _at_most(seconds: float, *events: asyncio.Event) -> None:
 async def run(engine: AsyncEngine, config: ServerConfig, announce: Callable[[str], None] | None = None) -> None:
     """Load the model, serve it, and stop at SIGTERM or SIGINT: the first lets answers finish, the second does not.
 
-    `announce` gets the lines that tell where the server listens. Raises InvalidParameter, ModelError.
+    `announce` gets the address once the model is loaded; without it, two lines on standard error tell it. Raises
+    InvalidParameter, ModelError.
     """
     service = await asyncio.to_thread(open_service, engine, config)
     tls = await asyncio.to_thread(tls_context, service.config)
@@ -191,8 +193,7 @@ async def run(engine: AsyncEngine, config: ServerConfig, announce: Callable[[str
             try:
                 async with engine:
                     loading = False
-                    for line in _greeting(service, listener):
-                        (announce or _say)(line)
+                    (announce or partial(_greet, service))(_address(service, listener))
                     await serve_until_stopped(service, listener, tls)
             except asyncio.CancelledError:
                 if not loading or task.uncancel():
@@ -203,18 +204,17 @@ async def run(engine: AsyncEngine, config: ServerConfig, announce: Callable[[str
                 loop.remove_signal_handler(number)
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _greeting(service: Service, listener: socket.socket) -> list[str]:
-    config = service.config
+def _address(service: Service, listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    scheme = "https" if config.ssl else "http"
-    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if service.config.ssl else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _greet(service: Service, address: str) -> None:
     keys = service.access.num_keys
     auth = f"{keys} key(s)" if keys else "no key needed"
-    return [
-        f"{service.engine.model_name} at {scheme}://{shown}:{port}/v1 ({auth}; routes: {scheme}://{shown}:{port}/)",
-        "Ctrl-C lets answers finish, twice stops at once.",
-    ]
+    print(
+        f"{service.engine.model_name} at {address}/v1 ({auth}; routes: {address}/)\n"
+        f"Ctrl-C lets answers finish, twice stops at once.",
+        file=sys.stderr,
+        flush=True,
+    )
