@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncllm import __version__, flags
@@ -13,9 +13,11 @@ from asyncllm.config import EngineConfig, GenerationConfig
 from asyncllm.errors import AsyncLLMError, InvalidParameter
 from asyncllm.model_options import DEFAULT_MODEL, MODEL_HELP, add_model_settings, load_template
 from asyncllm.serve import command as serve_command
+from asyncllm.terminal import CHAT_HELP, converse, print_answer
 
 if TYPE_CHECKING:
-    from asyncllm.pipeline import ChatSession, Pipeline
+    from asyncllm.pipeline import Pipeline
+    from asyncllm.types import Chunk
 
 __all__ = ["main"]
 
@@ -23,8 +25,6 @@ WRONG_USAGE = 2
 """Exit status as argparse has it."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
-
-CHAT_HELP = "Type a message. Ctrl-C stops an answer, /reset forgets the conversation, exit or Ctrl-D leaves."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
     model, prompt = _model_and_prompt(options)
     pipe, generation = _open(options, model)
     with pipe:
-        ending = _print_answer(pipe.stream_infer(prompt, generation))
+        ending = print_answer(pipe.stream_infer(prompt, generation))
     print()
     if ending == "length":
         print(f"(cut after {generation.max_new_tokens} tokens; see --max-new-tokens)", file=sys.stderr)
@@ -120,54 +120,28 @@ def _model_and_prompt(options: argparse.Namespace) -> tuple[str, str]:
     return model, prompt
 
 
-def _print_answer(chunks: Iterator[Any]) -> str | None:
-    """Print an answer as it comes; returns its finish reason."""
-    ending = None
-    for chunk in chunks:
-        sys.stdout.write(chunk.text)
-        sys.stdout.flush()
-        ending = chunk.finish_reason
-    return ending
-
-
 def _chat(options: argparse.Namespace) -> int:
     pipe, generation = _open(options, options.model)
     with pipe:
-        print(f"{pipe.model_name}: {CHAT_HELP}")
-        session = pipe.session()
-        while (text := _ask()) is not None:
-            if text == "/reset":
-                session.close()
-                session = pipe.session()
-                print("(forgotten)")
-            elif text:
-                _turn(session, text, generation)
+        converse(pipe.model_name, _LocalConversation(pipe, generation))
     return 0
 
 
-def _ask() -> str | None:
-    """The next line; None when the user leaves. Ctrl-C at the prompt clears the line."""
-    try:
-        text = input("> ").strip()
-    except EOFError:
-        print()
-        return None
-    except KeyboardInterrupt:
-        print()
-        return ""
-    return None if text == "exit" else text
+class _LocalConversation:
+    """With a model in this process."""
 
+    def __init__(self, pipe: Pipeline, generation: GenerationConfig) -> None:
+        self._pipe = pipe
+        self._generation = generation
+        self._session = pipe.session()
 
-def _turn(session: ChatSession, text: str, generation: GenerationConfig) -> None:
-    answer = session.chat(text, generation, stream_response=True)
-    try:
-        ending = _print_answer(answer)
-        print("" if ending == "stop" else f" ({ending})")
-    except KeyboardInterrupt:
-        answer.close()
-        print(" (stopped)")
-    except AsyncLLMError as error:
-        print(f"asyncllm: {error}", file=sys.stderr)
+    def answer(self, text: str) -> Generator[Chunk, None, None]:
+        answer: Generator[Chunk, None, None] = self._session.chat(text, self._generation, stream_response=True)
+        return answer
+
+    def forget(self) -> None:
+        self._session.close()
+        self._session = self._pipe.session()
 
 
 def _doctor(options: argparse.Namespace) -> int:

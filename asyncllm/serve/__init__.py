@@ -12,7 +12,10 @@ from asyncllm.errors import InvalidParameter
 if TYPE_CHECKING:
     from asyncllm.server.client import APIClient
 
-__all__ = ["client", "serve"]
+__all__ = ["DEFAULT_URL", "client", "serve"]
+
+DEFAULT_URL = "http://127.0.0.1:23333"
+"""Of a server that was started without further words."""
 
 
 def serve(
@@ -69,7 +72,7 @@ def serve(
     )
 
 
-def client(api_server_url: str = "http://127.0.0.1:23333", api_key: str | None = None) -> APIClient:
+def client(api_server_url: str = DEFAULT_URL, api_key: str | None = None) -> APIClient:
     """The client of a server that runs already. Raises InvalidParameter for what is no address."""
     from asyncllm.server.client import APIClient
 

@@ -1,4 +1,5 @@
-"""`asyncllm serve`: a server in the foreground. Nothing of it is imported before the command runs."""
+"""`asyncllm serve`: a server in the foreground, or a conversation with one. What a command needs is imported when it
+runs."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ from typing import Any
 from asyncllm import flags
 from asyncllm.config import EngineConfig, ServerConfig
 from asyncllm.model_options import DEFAULT_MODEL, MODEL_HELP, add_model_settings, load_template
+from asyncllm.serve import DEFAULT_URL
+from asyncllm.terminal import CHAT_HELP, converse
 
 __all__ = ["add", "spelled_out"]
 
-SERVER = "api_server"
-WORDS = (SERVER, "-h", "--help")
+SERVER, CLIENT = "api_server", "api_client"
+WORDS = (SERVER, CLIENT, "-h", "--help")
 """What may follow `serve`; anything else belongs to its api_server."""
 
 
@@ -30,8 +33,8 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Give the command line its `serve`."""
     serve = commands.add_parser(
         "serve",
-        help="Serve a model over HTTP.",
-        description=f"Serve a model over HTTP. `asyncllm serve MODEL` is `asyncllm serve {SERVER} MODEL`.",
+        help="Serve a model over HTTP, or talk to a server.",
+        description=f"Serve a model, or talk to a server. `asyncllm serve MODEL` is `asyncllm serve {SERVER} MODEL`.",
     )
     kinds = serve.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
@@ -55,6 +58,18 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     )
     add_model_settings(server)
 
+    about = f"Have a conversation with a server. {CHAT_HELP}"
+    client = kinds.add_parser(CLIENT, help="Have a conversation with a server.", description=about)
+    client.set_defaults(run=_talk, parser=client)
+    client.add_argument("url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"Default: {DEFAULT_URL}.")
+    client.add_argument("--api-key", metavar="STR", help="One of the server's keys, if it has any.")
+    client.add_argument(
+        "--session-id",
+        type=int,
+        metavar="INT",
+        help="Let the server keep the conversation under this number, to come back to it. Default: it is kept here.",
+    )
+
 
 def _serve(options: argparse.Namespace) -> int:
     config = flags.load(options, ServerConfig)
@@ -69,6 +84,20 @@ def _serve(options: argparse.Namespace) -> int:
     engine = AsyncEngine(options.model or DEFAULT_MODEL, engine_config, template)
     with asyncio.Runner(loop_factory=fastest_loop()) as runner:
         runner.run(run(engine, config))
+    return 0
+
+
+def _talk(options: argparse.Namespace) -> int:
+    from asyncllm.serve.conversation import ClientConversation, SessionConversation
+    from asyncllm.server.client import APIClient
+
+    with APIClient(options.url, options.api_key) as client:
+        model = client.available_models[0]
+        kept_here = options.session_id is None
+        converse(
+            f"{model} at {client.api_server_url}",
+            ClientConversation(client, model) if kept_here else SessionConversation(client, options.session_id),
+        )
     return 0
 
 

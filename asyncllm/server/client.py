@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from asyncllm.errors import InvalidParameter, ServerError, ServerUnreachable, short
+from asyncllm.serve import DEFAULT_URL
 
-__all__ = ["DEFAULT_URL", "APIClient"]
+__all__ = ["APIClient"]
 
-DEFAULT_URL = "http://127.0.0.1:23333"
 DONE = b"[DONE]"
 
 Messages = str | list[dict[str, Any]]

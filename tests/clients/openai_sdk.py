@@ -102,7 +102,7 @@ def blocking() -> None:
 async def not_blocking() -> None:
     async with openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=5) as client:
         create = client.chat.completions.create
-        answers = await asyncio.gather(*(create(model=MODEL, messages=QUESTION, seed=index) for index in range(6)))
+        answers = await asyncio.gather(*(create(model=MODEL, messages=QUESTION, max_tokens=32) for _ in range(2)))
         assert all(answer.choices[0].message.content for answer in answers)
         text = ""
         async for chunk in await create(model=MODEL, messages=QUESTION, temperature=0, stream=True):

@@ -34,9 +34,7 @@ async def blocking(served: Served, work: Callable[[openai.OpenAI], T]) -> T:
     """Let a program with the client that blocks run beside the server."""
 
     def run() -> T:
-        with openai.OpenAI(
-            **{"base_url": f"{served.url}/v1", "api_key": "none", "max_retries": 0, **options}
-        ) as client:
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
             return work(client)
 
     return await asyncio.to_thread(run)
