@@ -102,9 +102,14 @@ class _ChatEvents:
         self._tally = Tally()
         self._begun: set[int] = set()
         """Choices whose role has been sent."""
+        self._plain = not (body.return_token_ids or body.logprobs or self._tail.continuous)
+        self._plain_end = b'},"logprobs":null,"finish_reason":null}' + self._tail.plain
 
     def chunk(self, chunk: Chunk) -> bytes:
         """The events of one chunk."""
+        if self._plain and chunk.finish_reason is None and chunk.choice in self._begun:
+            text = encode(chunk.text)
+            return b'%b{"index":%d,"delta":{"content":%b%b' % (self._head, chunk.choice, text, self._plain_end)
         self._tally.add(chunk)
         tail = self._tail.of(self._tally.usage()) if self._tail.continuous else self._tail.plain
         head = b'%b{"index":%d,"delta":' % (self._head, chunk.choice)

@@ -165,12 +165,17 @@ class _CompletionEvents:
         self._body = body
         self._pieces = pieces
         self._tally = Tally()
+        self._plain = not (body.return_token_ids or body.logprobs is not None or self._tail.continuous)
+        self._plain_end = b',"logprobs":null,"finish_reason":null}' + self._tail.plain
 
     def chunk(self, chunk: Chunk) -> bytes:
         """The event of one chunk."""
-        self._tally.add(chunk)
         pieces = self._pieces
         first = not pieces.begun(chunk.index, chunk.choice)
+        if self._plain and not first and chunk.finish_reason is None and pieces.generates:
+            choice = chunk.index * pieces.choices_per_prompt + chunk.choice
+            return b'%b{"index":%d,"text":%b%b' % (self._head, choice, encode(chunk.text), self._plain_end)
+        self._tally.add(chunk)
         text, logprobs = pieces.take(chunk.index, chunk, chunk.choice)
         event = b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b' % (
             self._head,
