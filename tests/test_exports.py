@@ -15,6 +15,7 @@ PUBLIC = [
     "ChatTemplateConfig",
     "Chunk",
     "ContextLengthExceeded",
+    "Embedding",
     "EngineClosed",
     "EngineConfig",
     "EngineDead",

@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncllm.batch import SamplingParams, TokenLogprobs
 from asyncllm.engine.delivery import Answer, Delivery
-from asyncllm.types import FinishReason
+from asyncllm.types import FinishReason, Pooling
 
 __all__ = ["Request", "Sequence", "SequenceState"]
 
@@ -34,6 +34,8 @@ class Request:
         "logits",
         "named_stop_ids",
         "output_logits",
+        "pooled",
+        "pooling",
         "prompt_ids",
         "prompt_logprobs",
         "prompt_logprobs_asked",
@@ -58,6 +60,7 @@ class Request:
         history_len: int = 0,
         prompt_logprobs: int | None = None,
         output_logits: bool = False,
+        pooling: Pooling | None = None,
     ) -> None:
         self.id = id
         self.prompt_ids = prompt_ids
@@ -69,8 +72,9 @@ class Request:
         """Tokens of `prompt_ids` that earlier turns of the session brought in."""
         self.prompt_logprobs_asked = prompt_logprobs
         self.output_logits = output_logits
-        self.reuses_prefix = prompt_logprobs is None and not output_logits
-        """False when every position of the prompt must be computed again, because its logits are asked for."""
+        self.pooling = pooling
+        self.reuses_prefix = prompt_logprobs is None and not output_logits and pooling != "mean"
+        """False when every position of the prompt must be computed again, because its hidden states are needed."""
         self.delivery = delivery
         self.sequences = [
             Sequence(self, index, params[index], stop_ids, max_new_tokens, answers[index])
@@ -86,6 +90,8 @@ class Request:
         """Written by the scheduler, chunk by chunk."""
         self.logits: list[Any] = []
         """Written by the scheduler, chunk by chunk."""
+        self.pooled: list[float] | None = None
+        """Sum of the hidden states that `pooling` asks for. Written by the scheduler, chunk by chunk."""
 
     @property
     def finished(self) -> bool:

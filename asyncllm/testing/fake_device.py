@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
@@ -65,6 +66,7 @@ class FakeDevice:
         block_size: int = 4,
         num_slots: int = 16,
         vocab_size: int = 258,
+        hidden_size: int = 16,
         max_position: int = 4096,
         max_steps_in_flight: int = 2,
         oracle: Oracle | None = None,
@@ -76,6 +78,7 @@ class FakeDevice:
             block_size=block_size,
             max_position=max_position,
             vocab_size=vocab_size,
+            hidden_size=hidden_size,
             num_slots=num_slots,
             max_steps_in_flight=max_steps_in_flight,
             device="fake",
@@ -118,7 +121,7 @@ class FakeDevice:
             if row.sample:
                 self._sample(batch.step, row.slot, output)
             else:
-                self._read(batch.step, row.slot)
+                self._compute(row, self._read(batch.step, row.slot), output)
         self.num_steps += 1
         self.num_tokens += batch.num_tokens
         return output
@@ -254,6 +257,26 @@ class FakeDevice:
         output.tokens.append(token)
         if params.logprobs is not None:
             output.logprobs[slot] = self._logprobs(token, token, params.logprobs)
+
+    def _compute(self, row: PrefillRow, history: list[int], output: StepOutput) -> None:
+        """What a row without a token gives: an error, or the sum of made-up hidden states that its `pooling` asks for.
+
+        A position's hidden state is a hash of the tokens up to there.
+        """
+        error = self.row_failure(history) if self.row_failure is not None else None
+        if error is not None:
+            output.errors[row.slot] = error
+        if row.pooling is None:
+            return
+        first = row.position if row.pooling == "mean" else len(history) - 1
+        sums = [0.0] * self.limits.hidden_size
+        key = 0
+        for position, token in enumerate(history):
+            key = zlib.crc32(token.to_bytes(8, "little"), key)
+            if position >= first:
+                dice = random.Random(key)
+                sums = [value + dice.uniform(-1, 1) for value in sums]
+        output.pooled[row.slot] = sums
 
     def _score(self, row: PrefillRow, output: StepOutput) -> None:
         successors = row.tokens[1:] + ([] if row.next_token is None else [row.next_token])
