@@ -470,7 +470,7 @@ class AsyncEngine:
             return self.admission.build(prompt_ids, config, delivery, score_only=True, output_logits=output_logits)
 
         async with Generation(self.running, prepare, Delivery(streaming=False)) as generation:
-            return await anext(generation)
+            return await generation.only_chunk()
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine holds and has done."""

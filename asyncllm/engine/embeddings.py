@@ -45,7 +45,7 @@ class EmbeddingForm:
         self._dimensions = dimensions
 
     def embedding(self, chunk: Chunk) -> Embedding:
-        """The embedding of a prompt, from the last chunk of its request."""
+        """The embedding of a prompt, from the chunk of its request."""
         assert chunk.pooled is not None
         values = chunk.pooled[: self._dimensions]
         scale = float(chunk.input_token_len) if self.pooling == "mean" else 1.0
@@ -68,7 +68,7 @@ async def embed(
             await request.start()
             await asyncio.sleep(0)  # many prompts do not hold up the loop
         for request in requests:
-            embeddings.append(form.embedding(await anext(request)))
+            embeddings.append(form.embedding(await request.only_chunk()))
             await asyncio.sleep(0)
     finally:
         for request in requests:

@@ -13,9 +13,11 @@ from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.sequence import Request, SequenceState
 from asyncllm.engine.sequence import Sequence as Row
 from asyncllm.testing import ByteTokenizer, FakeDevice, Oracle, hash_oracle
+from asyncllm.testing.fake_device import hash_hidden
 from asyncllm.text.detokenizer import Detokenizer
+from asyncllm.types import Pooling
 
-__all__ = ["Driver", "expected_answer"]
+__all__ = ["Driver", "expected_answer", "expected_pooled"]
 
 VOCAB = 8
 
@@ -38,6 +40,12 @@ def expected_answer(
         if history[-1] in stop_ids:
             break
     return history[len(prompt) :]
+
+
+def expected_pooled(prompt: Sequence[int], pooling: Pooling, hidden_size: int = 16) -> list[float]:
+    """What a prompt's hidden states must add up to."""
+    hidden = hash_hidden(prompt, hidden_size)
+    return [sum(column) for column in zip(*(hidden if pooling == "mean" else hidden[-1:]), strict=True)]
 
 
 class Driver:
@@ -91,6 +99,7 @@ class Driver:
         seeds: Sequence[int | None] = (None,),
         stop_ids: Sequence[int] = (),
         prompt_logprobs: int | None = None,
+        pooling: Pooling | None = None,
     ) -> Request:
         """Queue a request with one answer for each seed; None is greedy."""
         tokenizer = ByteTokenizer()
@@ -111,6 +120,7 @@ class Driver:
                 for _ in seeds
             ],
             prompt_logprobs=prompt_logprobs,
+            pooling=pooling,
         )
         self.requests.append(request)
         self.ends[request] = 0
