@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncllm.agent import pooled_hidden
 from asyncllm.agent.device_agent import OUT_OF_MEMORY
 from asyncllm.agent.model_agent import ModelAgent
-from asyncllm.batch import PrefillRow, StepOutput
+from asyncllm.batch import PrefillRow, SamplingParams, StepOutput
 from asyncllm.layers.step_inputs import SampledRows
 from tests.agent.tiny_model import (
     GREEDY,
@@ -119,6 +119,43 @@ def test_a_row_that_is_not_finite_harms_no_other(make_agent: MakeAgent, pooling:
     assert good.errors == {}
     assert bad.tokens == good.tokens
     assert [bad.pooled[slot] for slot in (0, 1)] == [good.pooled[slot] for slot in (0, 1)]
+
+
+def test_embedding_and_generating_do_not_change_each_other_by_a_bit(make_agent: MakeAgent) -> None:
+    """In steps of the same rows, it touches nobody what the other rows hold, or how they are sampled."""
+
+    def run(*, temperature: float = 1.0, embedded: int = 0, pools: bool = True) -> tuple[list[StepOutput], Any]:
+        agent = make_agent()
+        driver = Driver(agent)
+        for slot in (0, 1, 2):
+            driver.start(slot, prompt_of(24, slot), SamplingParams(temperature=temperature, seed=slot, logprobs=2))
+        outputs = [driver.step(prefill=[driver.chunk(slot, prompt_of(24, slot)) for slot in (0, 1, 2)])]
+        prompts = {slot: prompt_of(24, slot + embedded) for slot in (3, 4)}
+        for slot, prompt in prompts.items():
+            driver.start(slot, prompt)
+        for begin in range(0, 24, 8):
+            wishes: dict[int, Any] = {3: "mean", 4: "last" if begin == 16 else None} if pools else {3: None, 4: None}
+            rows = [
+                driver.chunk(slot, prompts[slot][begin : begin + 8], sample=False, pooling=pooling)
+                for slot, pooling in wishes.items()
+            ]
+            outputs.append(driver.step([0, 1, 2], rows))
+        assert [sorted(output.pooled) for output in outputs] == ([[], [3], [3], [3, 4]] if pools else [[]] * 4)
+        return outputs, [output.pooled for output in outputs]
+
+    answers, vectors = run()
+    with_others, other_vectors = run(embedded=50)
+    assert [(step.tokens, step.logprobs) for step in answers] == [(step.tokens, step.logprobs) for step in with_others]
+    assert vectors != other_vectors
+    other_answers, same_vectors = run(temperature=0.0)
+    assert [step.tokens for step in answers] != [step.tokens for step in other_answers]
+    assert vectors == same_vectors
+    without, _ = run(pools=False)
+    for step, other in zip(answers, without, strict=True):
+        assert step.tokens == other.tokens
+        if make_agent is tiny_agent:
+            assert step.logprobs == other.logprobs
+        # The other agent's last layer has more rows when it pools, and a product of more rows rounds differently.
 
 
 def test_what_only_the_last_layer_makes_infinite_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,7 @@ from asyncllm.engine.delivery import Answer, Delivery
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.sequence import Request, SequenceState
 from asyncllm.engine.sequence import Sequence as Row
-from asyncllm.testing import ByteTokenizer, FakeDevice, Oracle, hash_oracle
-from asyncllm.testing.fake_device import hash_hidden
+from asyncllm.testing import ByteTokenizer, FakeDevice, Oracle, hash_hidden, hash_oracle
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.types import Pooling
 

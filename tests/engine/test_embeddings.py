@@ -17,8 +17,7 @@ from asyncllm.errors import (
     InvalidRequest,
     RequestFailed,
 )
-from asyncllm.testing import FakeEngine, hash_oracle
-from asyncllm.testing.fake_device import hash_hidden
+from asyncllm.testing import FakeEngine, hash_hidden, hash_oracle
 from asyncllm.types import Embedding, Pooling
 from tests.engine.driver import expected_pooled
 
