@@ -236,6 +236,7 @@ class Pipeline:
     def embed(
         self,
         prompts: EmbeddingInput,
+        *,
         pooling: Pooling = "last",
         normalize: bool = True,
         dimensions: int | None = None,
