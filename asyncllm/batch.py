@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -144,7 +145,7 @@ class StepOutput(msgspec.Struct, kw_only=True):
     """Slot -> one entry per position of its chunk that has a known successor."""
     logits: dict[int, Any] = {}
     """Slot -> float32 CPU tensor [chunk, vocab]."""
-    pooled: dict[int, list[float]] = {}
+    pooled: dict[int, Sequence[float]] = {}
     """Slot -> the sum that its row's `pooling` asks for [hidden], added in float32."""
     errors: dict[int, str] = {}
     """Slot -> why this row failed (a non-finite logit, say). The other rows are unharmed."""

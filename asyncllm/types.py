@@ -51,7 +51,7 @@ class Chunk(msgspec.Struct, kw_only=True):
     """On the first chunk, if asked for: one entry per prompt token; None for the first, which nothing precedes."""
     logits: Any = None
     """On the last chunk of a scoring request: float32 tensor [tokens, vocab]."""
-    pooled: list[float] | None = None
+    pooled: Sequence[float] | None = None
     """On the last chunk of an embedding request: the sum of the pooled hidden states [hidden]."""
 
     @property

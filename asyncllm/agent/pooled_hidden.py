@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 
 import torch
@@ -38,9 +39,10 @@ class PooledHidden:
     def write(self, output: StepOutput) -> None:
         """Put the sums where the engine looks for them."""
         finite = self._sums.isfinite().all(1).tolist()
-        for slot, values, sound in zip(self._slots, self._sums.tolist(), finite, strict=True):
+        for slot, values, sound in zip(self._slots, self._sums.numpy(), finite, strict=True):
             if sound:
-                output.pooled[slot] = values
+                # Python floats of thousands of entries take long to make, and a step may end many prompts at once.
+                output.pooled[slot] = array("f", values.tobytes())
             else:
                 output.errors.setdefault(slot, NOT_FINITE)
 

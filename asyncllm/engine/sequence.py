@@ -90,7 +90,7 @@ class Request:
         """Written by the scheduler, chunk by chunk."""
         self.logits: list[Any] = []
         """Written by the scheduler, chunk by chunk."""
-        self.pooled: list[float] | None = None
+        self.pooled: Items[float] | None = None
         """Sum of the hidden states that `pooling` asks for. Written by the scheduler, chunk by chunk."""
 
     @property

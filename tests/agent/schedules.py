@@ -199,7 +199,7 @@ def assert_same_output(one: StepOutput, other: StepOutput) -> None:
         _assert_same_entries(entries, other.prompt_logprobs[slot])
     assert one.pooled.keys() == other.pooled.keys()
     for slot, values in one.pooled.items():
-        assert values == pytest.approx(other.pooled[slot], abs=1e-4, rel=1e-4)
+        assert list(values) == pytest.approx(list(other.pooled[slot]), abs=1e-4, rel=1e-4)
     assert one.logits.keys() == other.logits.keys()
     for slot, logits in one.logits.items():
         torch.testing.assert_close(logits, other.logits[slot], atol=1e-4, rtol=1e-4)

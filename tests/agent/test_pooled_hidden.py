@@ -187,7 +187,7 @@ def test_sums_are_taken_in_float32(make_agent: MakeAgent, monkeypatch: pytest.Mo
     driver = Driver(agent)
     driver.start(0, [1] * 100)
     output = driver.step(prefill=[driver.chunk(0, [1] * 100, sample=False, pooling="mean")])
-    assert output.pooled[0] == [399.0] * 64, "which bfloat16 does not have"
+    assert list(output.pooled[0]) == [399.0] * 64, "which bfloat16 does not have"
 
 
 def test_only_what_is_asked_for_keeps_the_last_layer_whole(monkeypatch: pytest.MonkeyPatch) -> None:
