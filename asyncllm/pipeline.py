@@ -14,7 +14,7 @@ import msgspec
 from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords
 from asyncllm.engine.prompts import Prompts, is_single
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
-from asyncllm.types import Chunk, Message, Response
+from asyncllm.types import Chunk, Embedding, Message, Pooling, Response
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from asyncllm.engine.async_engine import AsyncEngine
+    from asyncllm.engine.embeddings import EmbeddingInput
     from asyncllm.engine.session import Session
     from asyncllm.engine.stats import EngineStats
     from asyncllm.text.tokenizer import Tokenizer
@@ -236,6 +237,18 @@ class Pipeline:
 
         input_ids = self._loop.call(_gather(encode, [prompts] if single else list(prompts)))
         return {"input_ids": input_ids[0] if single else input_ids}
+
+    def embed(
+        self,
+        prompts: EmbeddingInput,
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+    ) -> Embedding | list[Embedding]:
+        """The embedding of one prompt (a text or token ids), or of a list of them, as `AsyncEngine.embed`."""
+        embedding = self._engine.embed(prompts, pooling=pooling, normalize=normalize, dimensions=dimensions)
+        return self._loop.call(embedding)
 
     def get_ppl(self, input_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[float]:
         """Per sequence, the mean cross-entropy of its tokens after the first, in nats."""

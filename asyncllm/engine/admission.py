@@ -21,7 +21,7 @@ from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.literals import Literals
 from asyncllm.text.tokenizer import Tokenizer
-from asyncllm.types import Message
+from asyncllm.types import Message, Pooling
 
 __all__ = ["Admission", "Rendered", "check_adapter"]
 
@@ -77,7 +77,7 @@ class Admission:
             )
         if isinstance(messages, str):
             if not messages:
-                raise InvalidMessage("The prompt is empty: there is nothing to continue. Pass at least one character.")
+                raise InvalidMessage("The prompt is empty: there is nothing to read. Pass at least one character.")
             if not do_preprocess:
                 return Rendered(messages)
             messages = [{"role": "user", "content": messages}]
@@ -128,10 +128,11 @@ class Admission:
         score_only: bool = False,
         output_logits: bool = False,
         terms: Terms = ORDINARY,
+        pooling: Pooling | None = None,
     ) -> Request:
         """A request ready for the scheduler. `config` has been checked. Raises InvalidRequest."""
         if not prompt_ids:
-            raise InvalidMessage("The prompt has no tokens: there is nothing to continue. Pass some text.")
+            raise InvalidMessage("The prompt has no tokens: there is nothing to read. Pass some text.")
         highest = max(prompt_ids)
         if highest >= self._vocab_size:
             # A tokenizer may know more tokens than the model has embeddings; looking one up would fail the whole step.
@@ -190,6 +191,7 @@ class Admission:
             prompt_logprobs=config.prompt_logprobs,
             output_logits=output_logits,
             terms=terms,
+            pooling=pooling,
         )
 
     def _room(self, prompt_len: int, needed: int) -> int:

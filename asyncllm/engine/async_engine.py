@@ -17,6 +17,7 @@ from asyncllm.batch import Executor, Limits
 from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords
 from asyncllm.engine.admission import Admission, check_adapter
 from asyncllm.engine.delivery import Delivery
+from asyncllm.engine.embeddings import EmbeddingForm, EmbeddingInput, embed
 from asyncllm.engine.generation import Generation, interleave
 from asyncllm.engine.loop import EngineLoop
 from asyncllm.engine.prompts import Prompts, is_single, is_token_ids, longest_first, pair_with_configs
@@ -34,7 +35,7 @@ from asyncllm.errors import (
 )
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
-from asyncllm.types import Chunk, Message, Response
+from asyncllm.types import Chunk, Embedding, Message, Pooling, Response
 
 __all__ = ["AsyncEngine"]
 
@@ -447,6 +448,25 @@ class AsyncEngine:
             generations.append(generation)
         return generations
 
+    async def embed(
+        self,
+        prompts: EmbeddingInput,
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+    ) -> Embedding | list[Embedding]:
+        """The embedding of one prompt (a text or token ids), or of a list of them in order.
+
+        It is the hidden state after the final norm of the prompt's `last` token, or the `mean` of all its tokens,
+        cut to the first `dimensions` entries and then scaled to length 1 (`normalize`). A text is encoded as it is: no
+        chat template is applied, and a model that was trained to embed at an end token needs it in the text.
+        The first error, of whichever prompt, ends the call. Raises InvalidRequest, RequestFailed, EngineError.
+        """
+        self.running()
+        form = EmbeddingForm(pooling, normalize, dimensions, self.limits.hidden_size)
+        return await embed(self.running, self.admission, prompts, form)
+
     async def get_logits(self, input_ids: Sequence[int]) -> Any:
         """The logits after each token: a float32 CPU tensor [tokens, vocab]. Nothing is generated."""
         from asyncllm.agent.scoring import concatenate
@@ -468,7 +488,7 @@ class AsyncEngine:
             return self.admission.build(prompt_ids, config, delivery, score_only=True, output_logits=output_logits)
 
         async with Generation(self.running, prepare, Delivery(streaming=False)) as generation:
-            return await anext(generation)
+            return await generation.only_chunk()
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine holds and has done."""

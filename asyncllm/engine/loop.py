@@ -294,6 +294,8 @@ class EngineLoop:
             chunk.prompt_logprobs = [None, *(dict(entry) for entry in request.prompt_logprobs)]
         if last and request.logits:
             chunk.logits = request.logits
+        if last:
+            chunk.pooled = request.pooled
         answer.num_sent = sequence.num_generated
         request.delivery.put(chunk)
 

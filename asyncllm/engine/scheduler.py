@@ -198,8 +198,9 @@ class Scheduler:
         sequence.state = SequenceState.WAITING
         sequence.num_computed = 0
         sequence.committed = 0
-        # Logits are asked for alone, without an answer, so that the prompt is all that is computed again.
+        # Logits and embeddings are asked for alone, without an answer: the prompt is all that is computed again.
         sequence.request.logits.clear()
+        sequence.request.pooled = None
         self.num_waiting += 1
         self.waiting.push(sequence)
 
@@ -258,6 +259,7 @@ class Scheduler:
             prompt_logprobs=request.prompt_logprobs_asked if wants_logprobs else None,
             next_token=sequence.token_ids[end] if wants_logprobs and end < known else None,
             output_logits=request.output_logits,
+            pooling=request.pooling if end == known or request.pooling == "mean" else None,
         )
         batch.prefill.append(row)
         prefill.append((sequence, row))
@@ -394,6 +396,10 @@ class Scheduler:
             return not row.sample
         if row.output_logits and row.slot in output.logits:
             request.logits.append(output.logits[row.slot])
+        if row.pooling is not None:
+            chunk = output.pooled[row.slot]
+            before = request.pooled
+            request.pooled = chunk if before is None else [a + b for a, b in zip(before, chunk, strict=True)]
         end = row.position + len(row.tokens)
         self._commit(sequence, end)
         if sequence.index == 0 and end >= sequence.num_prompt:

@@ -24,7 +24,8 @@ from hypothesis.stateful import (
 
 from asyncllm.engine.prefix_cache import extend_hashes, root_hash
 from asyncllm.engine.sequence import Request
-from tests.engine.driver import Driver, expected_answer
+from asyncllm.types import Pooling
+from tests.engine.driver import Driver, expected_answer, expected_pooled
 
 EXAMPLES = int(os.environ.get("ASYNCLLM_MACHINE_EXAMPLES", "150"))
 MAX_DEPTH = 6
@@ -94,6 +95,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.asked[request] = max_new, seeds, stop_ids
         return request
 
+    @rule(target=requests, prompt=prompts, pooling=st.sampled_from(["last", "mean"]))
+    def embed(self, prompt: list[int], pooling: Pooling) -> Any:
+        request = self.driver.submit(prompt[: self.room], 0, pooling=pooling)
+        self.asked[request] = 0, [None], []
+        return request
+
     @precondition(lambda self: len(self.driver.in_flight) < self.depth)
     @rule()
     def schedule(self) -> None:
@@ -152,12 +159,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 whole = row.finish_reason in ("stop", "length")
                 assert answer == (expected if whole else expected[: len(answer)])
                 if whole:
-                    assert (row.finish_reason == "stop") == (answer[-1] in stop_ids)
+                    assert (row.finish_reason == "stop") == any(token in stop_ids for token in answer[-1:])
                 else:
                     assert row.finish_reason is None or request in self.cancelled
             if request.prompt_logprobs_asked is not None and request.finished and request not in self.cancelled:
                 following = [next(iter(dict(entry))) for entry in request.prompt_logprobs]
                 assert following == request.prompt_ids[1:]
+            if request.pooling is not None and request.finished and request not in self.cancelled:
+                expected_sum = expected_pooled(request.prompt_ids, request.pooling)
+                assert request.pooled == pytest.approx(expected_sum, abs=1e-9)
 
     def teardown(self) -> None:
         if hasattr(self, "driver"):
