@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from typing import Annotated, Any, Literal, Self, TypedDict
+from typing import Annotated, Any, Literal, Self, TypedDict, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -25,6 +25,7 @@ __all__ = [
     "RequestOptions",
     "ServerConfig",
     "TurbomindEngineConfig",
+    "checked",
 ]
 
 Capability = Literal["completion", "chat", "infilling", "python"]
@@ -84,6 +85,18 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def _check(self) -> None:
         """Rules across fields."""
+
+
+Config = TypeVar("Config", bound=_Config)
+
+
+def checked(cls: type[Config], value: Config | None, name: str) -> Config:
+    """The argument `name` of a call if it holds; the default for None. Raises InvalidParameter."""
+    if value is None:
+        return cls()
+    if not isinstance(value, cls):
+        raise InvalidParameter(f"{name} must be a {cls.__name__}, not {type(value).__name__}.", name)
+    return value.checked()
 
 
 class GenerationConfig(_Config, frozen=True, kw_only=True):
@@ -169,6 +182,9 @@ class RequestOptions(_Config, frozen=True, kw_only=True):
         float | None,
         Meta(description="Seconds from the first await to the last token; then DeadlineExceeded. None: no limit."),
     ] = None
+    user_id: Annotated[
+        str | None, Meta(description="Whom the request counts for, in the QoS file; None: the user 'default'.")
+    ] = None
     cache_salt: Annotated[
         str | None,
         Meta(description="Requests share cached prefixes, and can tell by their speed, only if their salt is equal."),
@@ -190,6 +206,7 @@ class RequestKeywords(TypedDict, total=False):
 
     priority: int
     timeout: float | None
+    user_id: str | None
     cache_salt: str | None
 
 
@@ -257,6 +274,10 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
             "refused. 0: no bound.",
         ),
     ] = 0
+    qos_config_path: Annotated[
+        str | None,
+        Meta(description="JSON file of user groups and quotas, LMDeploy's format; None: all users are served alike."),
+    ] = None
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV blocks of equal prompt beginnings.")] = True
     batch_invariant: Annotated[
         bool,

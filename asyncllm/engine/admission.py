@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from asyncllm.batch import Limits, SamplingParams
 from asyncllm.config import GenerationConfig, RequestOptions
 from asyncllm.engine.delivery import Answer, Delivery
+from asyncllm.engine.quality_of_service import QualityOfService
 from asyncllm.engine.sequence import ORDINARY, Request, Terms
 from asyncllm.errors import ContextLengthExceeded, EngineClosed, InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.text.chat_template import ChatTemplate
@@ -42,8 +43,16 @@ class Rendered(NamedTuple):
 class Admission:
     """Renders, encodes and validates. Holds no per-request state."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, limits: Limits, session_len: int | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        limits: Limits,
+        session_len: int | None,
+        quality: QualityOfService | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._quality = quality
         self._template = template
         self._vocab_size = limits.vocab_size
         self._pool_tokens = limits.num_blocks * limits.block_size
@@ -62,11 +71,18 @@ class Admission:
 
     def terms(self, options: Mapping[str, Any]) -> Terms:
         """The keywords of a call, checked; its time begins now. Raises InvalidParameter."""
-        if not options:
+        if not options and self._quality is None:
             return ORDINARY
         asked = RequestOptions.from_dict(dict(options)).checked()
+        if self._quality is None and asked.user_id is not None:
+            raise InvalidParameter(
+                "user_id means something to quality of service, and the engine has none: EngineConfig.qos_config_path "
+                "is None. Set it, or leave user_id out.",
+                "user_id",
+            )
+        user = None if self._quality is None else self._quality.find(asked.user_id)
         deadline = None if asked.timeout is None else asyncio.get_running_loop().time() + asked.timeout
-        return Terms(asked.priority, deadline, asked.cache_salt)
+        return Terms(asked.priority, user, deadline, asked.cache_salt)
 
     def render(self, messages: str | Sequence[Message] | None, *, do_preprocess: bool) -> Rendered:
         """The prompt's text. Raises InvalidMessage."""

@@ -14,19 +14,21 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from asyncllm.batch import Executor, Limits
-from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords
+from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords, checked
 from asyncllm.engine.admission import Admission, check_adapter
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.embeddings import EmbeddingForm, EmbeddingInput, embed
 from asyncllm.engine.generation import Generation, interleave
 from asyncllm.engine.loop import EngineLoop
 from asyncllm.engine.prompts import Prompts, is_single, is_token_ids, longest_first, pair_with_configs
+from asyncllm.engine.quality_of_service import QualityOfService
 from asyncllm.engine.queue_bounds import QueueBounds
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.sequence import Request
 from asyncllm.engine.session import Session
 from asyncllm.engine.sessions import SessionTable
 from asyncllm.engine.stats import EngineStats
+from asyncllm.engine.waiting_queue import WaitingQueue
 from asyncllm.errors import (
     EngineClosed,
     EngineError,
@@ -39,7 +41,6 @@ from asyncllm.types import Chunk, Embedding, Message, Pooling, Response
 
 __all__ = ["AsyncEngine"]
 
-Config = TypeVar("Config", EngineConfig, GenerationConfig, ChatTemplateConfig)
 Result = TypeVar("Result")
 
 _live: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()
@@ -127,15 +128,20 @@ class AsyncEngine:
     async def _start_up(self) -> None:
         executor: Executor | None = None
         try:
+            path = self.config.qos_config_path
+            quality = None if path is None else await _in_thread(lambda: QualityOfService.open(path))
             executor, open_text = await self._find_model()
             self.limits = await self._load(executor, open_text)
-            self.admission = Admission(self.tokenizer, self.chat_template, self.limits, self.config.session_len)
+            self.admission = Admission(
+                self.tokenizer, self.chat_template, self.limits, self.config.session_len, quality
+            )
             scheduler = Scheduler(
                 self.limits,
                 max_batch_size=self.config.max_batch_size,
                 prefill_budget=self.config.prefill_budget,
                 prefill_interval=self.config.prefill_interval,
                 prefix_caching=self.config.enable_prefix_caching,
+                waiting=WaitingQueue(quality),
             )
         except BaseException:
             self._state = "closed"
@@ -254,7 +260,7 @@ class AsyncEngine:
         `session_id` with `sequence_end=False` keeps the conversation for a next call with `sequence_start=False`,
         which goes on after its first `step` tokens, or after all of them if `step` is 0. With
         `stream_response=False` the reader gets one chunk, at the end. `options` are the fields of RequestOptions:
-        priority, timeout, cache_salt. Errors are raised by the first await.
+        priority, timeout, user_id, cache_salt. Errors are raised by the first await.
         """
         if not (sequence_start and sequence_end):
             return self._turn(
@@ -467,25 +473,35 @@ class AsyncEngine:
         form = EmbeddingForm(pooling, normalize, dimensions, self.limits.hidden_size)
         return await embed(self.running, self.admission, prompts, form)
 
-    async def get_logits(self, input_ids: Sequence[int]) -> Any:
+    async def get_logits(self, input_ids: Sequence[int], **options: Unpack[RequestKeywords]) -> Any:
         """The logits after each token: a float32 CPU tensor [tokens, vocab]. Nothing is generated."""
         from asyncllm.agent.scoring import concatenate
 
-        chunk = await self._score(input_ids, GenerationConfig(), output_logits=True)
+        chunk = await self._score(input_ids, GenerationConfig(), options, output_logits=True)
         return concatenate(chunk.logits)
 
-    async def get_ppl(self, input_ids: Sequence[int]) -> float:
+    async def get_ppl(self, input_ids: Sequence[int], **options: Unpack[RequestKeywords]) -> float:
         """Mean cross-entropy of the tokens after the first, in nats: the logarithm of the perplexity."""
         if isinstance(input_ids, Sequence) and len(input_ids) < 2:
             raise InvalidParameter("Perplexity needs at least 2 tokens: the first has nothing before it.", "input_ids")
-        chunk = await self._score(input_ids, GenerationConfig(prompt_logprobs=0))
+        chunk = await self._score(input_ids, GenerationConfig(prompt_logprobs=0), options)
         entries = [entry for entry in chunk.prompt_logprobs or [] if entry is not None]
         return -sum(next(iter(entry.values())) for entry in entries) / len(entries)
 
-    async def _score(self, input_ids: Sequence[int], config: GenerationConfig, *, output_logits: bool = False) -> Chunk:
+    async def _score(
+        self,
+        input_ids: Sequence[int],
+        config: GenerationConfig,
+        options: RequestKeywords,
+        *,
+        output_logits: bool = False,
+    ) -> Chunk:
         async def prepare(delivery: Delivery) -> Request:
+            terms = self.admission.terms(options)
             prompt_ids = self.admission.check_token_ids(input_ids)
-            return self.admission.build(prompt_ids, config, delivery, score_only=True, output_logits=output_logits)
+            return self.admission.build(
+                prompt_ids, config, delivery, score_only=True, output_logits=output_logits, terms=terms
+            )
 
         async with Generation(self.running, prepare, Delivery(streaming=False)) as generation:
             return await generation.only_chunk()
@@ -499,12 +515,3 @@ class AsyncEngine:
         for tests, right after the last answer too."""
         if self._loop is not None:
             self._loop.check_idle()
-
-
-def checked(cls: type[Config], value: Config | None, name: str) -> Config:
-    """The config itself if it holds; the default for None. Raises InvalidParameter."""
-    if value is None:
-        return cls()
-    if not isinstance(value, cls):
-        raise InvalidParameter(f"{name} must be a {cls.__name__}, not {type(value).__name__}.", name)
-    return value.checked()

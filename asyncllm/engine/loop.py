@@ -342,6 +342,7 @@ class EngineLoop:
             requests_failed=self._failed,
             requests_expired=self._expired,
             requests_refused=self._bounds.num_refused,
+            user_tokens={} if scheduler.waiting.quality is None else scheduler.waiting.quality.used(),
             step_ms=self._step_ms,
         )
 

@@ -290,13 +290,13 @@ class Scheduler:
         reserve = len(self._running)
         if self.blocks.num_available - idle_shared < num_blocks - len(shared) + reserve:
             return False
-        self.waiting.admit(sequence)
         self.num_waiting -= 1
         self.blocks.share(shared)
         own = self.blocks.allocate(num_blocks - len(shared))
         if source is not None:
             batch.copies.append((source, own[0]))
         cached = len(shared) * self._block_size if source is None else known - 1
+        self.waiting.admit(sequence, known - cached)
         sequence.blocks = shared + own
         sequence.slot = self._free_slots.pop()
         sequence.num_computed = cached
@@ -372,6 +372,7 @@ class Scheduler:
                 self.finish(sequence, "stop")
             elif sequence.remaining <= 0 and sequence.pending == 0:
                 self.finish(sequence, "length")
+        self.waiting.charge(advanced)
         self.blocks.step_read(flight.step)
         while self._fenced_slots and self._fenced_slots[0][0] <= flight.step:
             self._free_slots.append(self._fenced_slots.popleft()[1])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from asyncllm.batch import SamplingParams, TokenLogprobs
 from asyncllm.engine.delivery import Answer, Delivery
+from asyncllm.engine.quality_of_service import User
 from asyncllm.types import FinishReason, Pooling
 
 __all__ = ["ORDINARY", "Request", "Sequence", "SequenceState", "Terms"]
@@ -18,6 +19,8 @@ class Terms(NamedTuple):
 
     priority: int = 0
     """Lower is served earlier."""
+    user: User | None = None
+    """Whom it counts for; None: there is no quality of service."""
     deadline: float | None = None
     """In the event loop's time: when the request ends, answered or not."""
     cache_salt: str | None = None
