@@ -274,6 +274,14 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
             "refused. 0: no bound.",
         ),
     ] = 0
+    stall_timeout: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds without a completed step, while there is work, after which the engine ends as "
+            "EngineDead. 0: never, as a long prompt may take minutes on a slow CPU; on a GPU, 60 is plenty.",
+        ),
+    ] = 0.0
     qos_config_path: Annotated[
         str | None,
         Meta(description="JSON file of user groups and quotas, LMDeploy's format; None: all users are served alike."),
@@ -323,7 +331,7 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
             )
         if self.cache_block_seq_len is not None and not 1 <= self.cache_block_seq_len <= 1024:
             raise InvalidParameter("cache_block_seq_len must be None or in [1, 1024].", "cache_block_seq_len")
-        for name in ("cache_max_entry_count", "rope_scaling_factor"):
+        for name in ("cache_max_entry_count", "rope_scaling_factor", "stall_timeout"):
             if not math.isfinite(getattr(self, name)):
                 raise InvalidParameter(f"{name} must be a finite number.", name)
         if self.cache_max_entry_count > 1 and self.cache_max_entry_count != int(self.cache_max_entry_count):
