@@ -291,7 +291,11 @@ class TestContinuousBatching:
     def test_no_group_is_preempted_for_one_after_it(self, quality: QualityOfService, clock: Clock, depth: int) -> None:
         driver = Driver(num_blocks=12, num_slots=4, waiting=WaitingQueue(quality, clock))
         users = [quality.users[user_id] for user_id in ("zoe", "boss", "bob", "zoe")]
-        requests = [driver.submit([index, 1, 2], 24, terms=Terms(user=user)) for index, user in enumerate(users)]
+        requests = []
+        for index, user in enumerate(users):
+            requests.append(driver.submit([index, 1, 2], 24, terms=Terms(user=user)))
+            driver.schedule()  # so that rows are taken in this order
+            driver.complete()
         victims: list[int] = []
         preempt = driver.scheduler._preempt
 

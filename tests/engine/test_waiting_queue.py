@@ -171,10 +171,11 @@ class TestScheduling:
     def test_the_last_class_is_preempted_first(self, priorities: tuple[int, ...], depth: int) -> None:
         """Four rows that grow to 7 blocks each, in a pool of 12."""
         driver = Driver(num_blocks=12, num_slots=4)
-        requests = [
-            driver.submit([index, 1, 2], 24, terms=Terms(priority=priority))
-            for index, priority in enumerate(priorities)
-        ]
+        requests = []
+        for index, priority in enumerate(priorities):
+            requests.append(driver.submit([index, 1, 2], 24, terms=Terms(priority=priority)))
+            driver.schedule()  # so that rows are taken in this order
+            driver.complete()
         preempted, preempt = [], driver.scheduler._preempt
 
         def watched(row: Sequence) -> None:
