@@ -6,8 +6,9 @@ import logging
 import queue
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast, overload
 
 import msgspec
 
@@ -250,15 +251,20 @@ class Pipeline:
         embedding = self._engine.embed(prompts, pooling=pooling, normalize=normalize, dimensions=dimensions)
         return self._loop.call(embedding)
 
-    def get_ppl(self, input_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[float]:
+    def get_ppl(
+        self, input_ids: Sequence[int] | Sequence[Sequence[int]], **options: Unpack[RequestKeywords]
+    ) -> list[float]:
         """Per sequence, the mean cross-entropy of its tokens after the first, in nats."""
-        return self._loop.call(_gather(self._engine.get_ppl, _sequences(input_ids)))
+        return self._loop.call(_gather(partial(self._engine.get_ppl, **options), _sequences(input_ids)))
 
-    def get_logits(self, input_ids: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    def get_logits(
+        self, input_ids: Sequence[int] | Sequence[Sequence[int]], **options: Unpack[RequestKeywords]
+    ) -> Tensor:
         """The logits after each token: float32 [sequences, tokens, vocab], shorter sequences padded with zeros."""
         from torch.nn.utils.rnn import pad_sequence
 
-        return pad_sequence(self._loop.call(_gather(self._engine.get_logits, _sequences(input_ids))), batch_first=True)
+        logits = self._loop.call(_gather(partial(self._engine.get_logits, **options), _sequences(input_ids)))
+        return pad_sequence(logits, batch_first=True)
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine holds and has done."""

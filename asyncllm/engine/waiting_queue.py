@@ -110,7 +110,7 @@ class WaitingQueue:
     def admit(self, sequence: Sequence, num_to_compute: int) -> None:
         """The sequence got its row; so many of its known tokens are to be computed."""
         user = sequence.request.terms.user
-        if user is not None and not sequence.num_generated:
+        if user is not None and sequence.last_step < 0:
             user.current += num_to_compute
         longest = next(iter(self._waiting))
         if sequence.request.id > longest.request.id:
