@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 from asyncllm.batch import Executor, Limits
 from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords, checked
@@ -19,6 +18,7 @@ from asyncllm.engine.admission import Admission, check_adapter
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.embeddings import EmbeddingForm, EmbeddingInput, embed
 from asyncllm.engine.generation import Generation, interleave
+from asyncllm.engine.in_thread import in_thread
 from asyncllm.engine.loop import EngineLoop
 from asyncllm.engine.prompts import Prompts, is_single, is_token_ids, longest_first, pair_with_configs
 from asyncllm.engine.quality_of_service import QualityOfService
@@ -29,35 +29,15 @@ from asyncllm.engine.session import Session
 from asyncllm.engine.sessions import SessionTable
 from asyncllm.engine.stats import EngineStats
 from asyncllm.engine.waiting_queue import WaitingQueue
-from asyncllm.errors import (
-    EngineClosed,
-    EngineError,
-    InvalidParameter,
-    RequestFailed,
-)
+from asyncllm.errors import EngineClosed, EngineError, InvalidParameter, RequestFailed
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Chunk, Embedding, Message, Pooling, Response
 
 __all__ = ["AsyncEngine"]
 
-Result = TypeVar("Result")
-
 _live: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()
 """Engines that have started and not closed, for tests that look for leaks."""
-
-
-async def _in_thread(call: Callable[[], Result]) -> Result:
-    """What `call` returns, run in a thread of its own.
-
-    Reading and importing take seconds. Such a thread leaves none behind in the loop's pool, and the loop does not wait
-    for it when this task is cancelled.
-    """
-    thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-open")
-    try:
-        return await asyncio.get_running_loop().run_in_executor(thread, call)
-    finally:
-        thread.shutdown(wait=False)
 
 
 class AsyncEngine:
@@ -129,7 +109,7 @@ class AsyncEngine:
         executor: Executor | None = None
         try:
             path = self.config.qos_config_path
-            quality = None if path is None else await _in_thread(lambda: QualityOfService.open(path))
+            quality = None if path is None else await in_thread(lambda: QualityOfService.open(path))
             executor, open_text = await self._find_model()
             self.limits = await self._load(executor, open_text)
             self.admission = Admission(
@@ -178,14 +158,14 @@ class AsyncEngine:
 
             return executor or open_executor(config, folder), open_text
 
-        return await _in_thread(find)
+        return await in_thread(find)
 
     async def _load(self, executor: Executor, open_text: Callable[[], None] | None) -> Limits:
         """Start the executor, and read the tokenizer meanwhile: weights wait for disk and device, not for Python."""
         starting = asyncio.get_running_loop().create_task(executor.start(), name="asyncllm-load")
         try:
             if open_text is not None:
-                await _in_thread(open_text)
+                await in_thread(open_text)
             return await starting
         except BaseException:
             starting.cancel()
