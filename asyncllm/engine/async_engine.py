@@ -15,12 +15,13 @@ from typing import Any, Self, Unpack
 from asyncllm.batch import Executor, Limits
 from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords, checked
 from asyncllm.engine.admission import Admission, check_adapter
+from asyncllm.engine.batches import generations_of, responses_of
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.embeddings import EmbeddingForm, EmbeddingInput, embed
 from asyncllm.engine.generation import Generation, interleave
 from asyncllm.engine.in_thread import in_thread
 from asyncllm.engine.loop import EngineLoop
-from asyncllm.engine.prompts import Prompts, is_single, is_token_ids, longest_first, pair_with_configs
+from asyncllm.engine.prompts import Prompts, is_single, longest_first, pair_with_configs
 from asyncllm.engine.quality_of_service import QualityOfService
 from asyncllm.engine.queue_bounds import QueueBounds
 from asyncllm.engine.scheduler import Scheduler
@@ -29,7 +30,7 @@ from asyncllm.engine.session import Session
 from asyncllm.engine.sessions import SessionTable
 from asyncllm.engine.stats import EngineStats
 from asyncllm.engine.waiting_queue import WaitingQueue
-from asyncllm.errors import EngineClosed, EngineError, InvalidParameter, RequestFailed
+from asyncllm.errors import EngineClosed, EngineError, InvalidParameter
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Chunk, Embedding, Message, Pooling, Response
@@ -376,25 +377,17 @@ class AsyncEngine:
         with finish_reason 'error', and the others go on.
         """
         pairs = pair_with_configs(prompts, gen_config)
-        generations = self._batch(pairs, do_preprocess, adapter_name, options, streaming=False)
-        responses = []
-        try:
-            # Under a timeout a long answer in front would be the end of those behind it.
-            in_order = range(len(pairs)) if options.get("timeout") else longest_first([config for _, config in pairs])
-            for index in in_order:
-                await generations[index].start()
-                await asyncio.sleep(0)  # many prompts do not hold up the loop
-            for index, generation in enumerate(generations):
-                try:
-                    response = await generation.response()
-                except RequestFailed as error:
-                    response = Response(finish_reason="error", error_message=str(error), index=index)
-                responses.append(response)
-                if on_response is not None:
-                    on_response(response)
-        finally:
-            for generation in generations:
-                generation.cancel()
+        generations = generations_of(
+            self.generate,
+            pairs,
+            do_preprocess=do_preprocess,
+            adapter_name=adapter_name,
+            stream_response=False,
+            **options,
+        )
+        # Under a timeout a long answer in front would be the end of those behind it.
+        order = range(len(pairs)) if options.get("timeout") else longest_first([config for _, config in pairs])
+        responses = await responses_of(generations, order, on_response)
         return responses[0] if is_single(prompts) else responses
 
     def stream_infer(
@@ -408,32 +401,9 @@ class AsyncEngine:
     ) -> AsyncIterator[Chunk]:
         """The chunks of all answers as they come; `chunk.index` says to which prompt one belongs."""
         pairs = pair_with_configs(prompts, gen_config)
-        return interleave(self._batch(pairs, do_preprocess, adapter_name, options, streaming=True))
-
-    def _batch(
-        self,
-        pairs: Sequence[tuple[Any, GenerationConfig | None]],
-        do_preprocess: bool,
-        adapter_name: str | None,
-        options: RequestKeywords,
-        *,
-        streaming: bool,
-    ) -> list[Generation]:
-        generations = []
-        for index, (prompt, config) in enumerate(pairs):
-            ids = prompt if is_token_ids(prompt) else None
-            generation = self.generate(
-                None if ids is not None else prompt,
-                config,
-                input_ids=ids,
-                do_preprocess=do_preprocess,
-                adapter_name=adapter_name,
-                stream_response=streaming,
-                **options,
-            )
-            generation.index = index
-            generations.append(generation)
-        return generations
+        return interleave(
+            generations_of(self.generate, pairs, do_preprocess=do_preprocess, adapter_name=adapter_name, **options)
+        )
 
     async def embed(
         self,
