@@ -242,7 +242,8 @@ class AsyncEngine:
         `session_id` with `sequence_end=False` keeps the conversation for a next call with `sequence_start=False`,
         which goes on after its first `step` tokens, or after all of them if `step` is 0. With
         `stream_response=False` the reader gets one chunk, at the end. `options` are the fields of RequestOptions:
-        priority, timeout, user_id, cache_salt. Errors are raised by the first await.
+        priority, timeout, user_id, cache_salt, and for the chat template add_generation_prompt, continue_final_message
+        and chat_template_kwargs. Errors are raised by the first await.
         """
         if not (sequence_start and sequence_end):
             return self._turn(
@@ -259,7 +260,8 @@ class AsyncEngine:
             )
 
         async def prepare(delivery: Delivery) -> Request:
-            terms = self.admission.terms(options)
+            asked = self.admission.options(options, renders=do_preprocess and input_ids is None)
+            terms = self.admission.terms(asked)
             check_adapter(adapter_name)
             config = checked(GenerationConfig, gen_config, "gen_config")
             if step:
@@ -267,7 +269,7 @@ class AsyncEngine:
             if input_ids is not None:
                 prompt_ids = self.admission.check_token_ids(input_ids)
             else:
-                text = self.admission.render(messages, do_preprocess=do_preprocess)
+                text = self.admission.render(messages, do_preprocess=do_preprocess, options=asked)
                 prompt_ids = await self.admission.encode(text)
             return self.admission.build(prompt_ids, config, delivery, session_id=session_id, terms=terms)
 
@@ -321,12 +323,20 @@ class AsyncEngine:
 
         async def prepare(delivery: Delivery) -> Request:
             nonlocal session
-            terms = self.admission.terms(options)
+            asked = self.admission.options(options, renders=do_preprocess and input_ids is None)
+            terms = self.admission.terms(asked)
             check_adapter(adapter_name)
             config = checked(GenerationConfig, gen_config, "gen_config")
             found = find()
             request = await found.prepare(
-                delivery, prompt, config, step=step, do_preprocess=do_preprocess, input_ids=input_ids, terms=terms
+                delivery,
+                prompt,
+                config,
+                step=step,
+                do_preprocess=do_preprocess,
+                input_ids=input_ids,
+                options=asked,
+                terms=terms,
             )
             session = found
             return request
@@ -424,6 +434,27 @@ class AsyncEngine:
         form = EmbeddingForm(pooling, normalize, dimensions, self.limits.hidden_size)
         return await embed(self.running, self.admission, prompts, form)
 
+    async def encode(
+        self,
+        prompts: Prompts,
+        *,
+        do_preprocess: bool = True,
+        add_bos: bool = True,
+        **options: Unpack[RequestKeywords],
+    ) -> list[int] | list[list[int]]:
+        """The token ids that `generate` would make of a prompt, or of each of a list of prompts.
+
+        `add_bos=False` leaves out what the checkpoint's tokenizer puts in front. Long texts are encoded in a thread.
+        Raises InvalidRequest, EngineClosed.
+        """
+        self.running()
+        asked = self.admission.options(options, renders=do_preprocess)
+        pairs = pair_with_configs(prompts, None)
+        encoded = await self.admission.encode_all(
+            [prompt for prompt, _ in pairs], asked, do_preprocess=do_preprocess, add_bos=add_bos
+        )
+        return encoded[0] if is_single(prompts) else encoded
+
     async def get_logits(self, input_ids: Sequence[int], **options: Unpack[RequestKeywords]) -> Any:
         """The logits after each token: a float32 CPU tensor [tokens, vocab]. Nothing is generated."""
         from asyncllm.agent.scoring import concatenate
@@ -448,7 +479,7 @@ class AsyncEngine:
         output_logits: bool = False,
     ) -> Chunk:
         async def prepare(delivery: Delivery) -> Request:
-            terms = self.admission.terms(options)
+            terms = self.admission.terms(self.admission.options(options, renders=False))
             prompt_ids = self.admission.check_token_ids(input_ids)
             return self.admission.build(
                 prompt_ids, config, delivery, score_only=True, output_logits=output_logits, terms=terms
