@@ -11,10 +11,14 @@ from aiohttp import web
 from asyncllm.server.access import Auth
 from asyncllm.server.chat import chat_completions
 from asyncllm.server.completions import completions
+from asyncllm.server.generate import generate
 from asyncllm.server.health import health, live, ready
 from asyncllm.server.models import list_models, show_model
+from asyncllm.server.native_requests import DetokenizeRequest, EncodeRequest, GenerateRequest, TokenizeRequest
+from asyncllm.server.native_responses import DetokenizeResponse, EncodeResponse, GenerateResponse, TokenizeResponse
 from asyncllm.server.requests import ChatRequest, CompletionRequest
 from asyncllm.server.responses import ChatResponse, CompletionResponse, Model, ModelList
+from asyncllm.server.tokens import detokenize, encode_texts, tokenize
 
 __all__ = ["ROUTES", "Route"]
 
@@ -55,6 +59,29 @@ ROUTES: tuple[Route, ...] = (
         body=CompletionRequest,
         answer=CompletionResponse,
         streams=True,
+    ),
+    Route(
+        method="POST",
+        path="/generate",
+        handler=generate,
+        auth=Auth.KEY,
+        body=GenerateRequest,
+        answer=GenerateResponse,
+        streams=True,
+    ),
+    Route(
+        method="POST", path="/tokenize", handler=tokenize, auth=Auth.KEY, body=TokenizeRequest, answer=TokenizeResponse
+    ),
+    Route(
+        method="POST",
+        path="/detokenize",
+        handler=detokenize,
+        auth=Auth.KEY,
+        body=DetokenizeRequest,
+        answer=DetokenizeResponse,
+    ),
+    Route(
+        method="POST", path="/v1/encode", handler=encode_texts, auth=Auth.KEY, body=EncodeRequest, answer=EncodeResponse
     ),
     Route(method="GET", path="/v1/models", handler=list_models, auth=Auth.KEY, answer=ModelList),
     # A hub id has a slash in it.

@@ -58,7 +58,9 @@ def test_a_built_in_template_ends_in_all_three_ways(checkpoint: Callable[..., Pa
     assert template.render(messages, continue_final_message=False) == begun + answer
 
 
-def test_a_users_class_is_not_asked_for_what_it_does_not_know(checkpoint: Callable[..., Path]) -> None:
+def test_a_users_class_is_not_asked_for_what_it_does_not_know(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Plain:
         def get_prompt(self, prompt: str, sequence_start: bool = True) -> str:
             return prompt
@@ -66,7 +68,8 @@ def test_a_users_class_is_not_asked_for_what_it_does_not_know(checkpoint: Callab
         def messages2prompt(self, messages: Any, sequence_start: bool = True) -> str:
             return " + ".join(message["content"] for message in messages)
 
-    MODELS.register_module(name="plain", module=Plain, force=True)
+    monkeypatch.setattr(MODELS, "_users", dict(MODELS._users))
+    MODELS.register_module(name="plain", module=Plain)
     template = open_builtin(checkpoint, "plain")
     assert template.render(turns("U", "A")) == "U + A"
     for options in ({"add_generation_prompt": False}, {"continue_final_message": False}):
