@@ -13,6 +13,7 @@ from asyncllm.config import ChatTemplateConfig, EngineConfig
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.testing import ByteTokenizer, FakeEngine, fake_parts
 from asyncllm.text.chat_template import ChatTemplate
+from tests.engine.waits import until
 from tests.server.serving import Served, serving
 
 pytestmark = pytest.mark.anyio
@@ -134,11 +135,9 @@ async def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
     async with serving(engine) as served:
         engine.executor.pause()
         first = asyncio.create_task(chat(served))
-        while not engine.stats().running:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats().running)
         second = asyncio.create_task(chat(served))
-        while not engine.stats().waiting:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats().waiting)
         async with served.http.post(served.url + "/v1/completions", json={"prompt": "x"}) as response:
             answer = await response.json()
             assert (response.status, answer["error"]["code"]) == (429, "queue_full")
@@ -158,11 +157,10 @@ async def test_a_lower_priority_is_served_earlier() -> None:
             assert status == 200
             order.append(prompt)
 
-        tasks = []
-        for number, (prompt, priority) in enumerate([("first", 5), ("late", 1), ("soon", -1)]):
+        tasks: list[asyncio.Task[None]] = []
+        for prompt, priority in (("first", 5), ("late", 1), ("soon", -1)):
             tasks.append(asyncio.create_task(ask(prompt, priority)))
-            while engine.stats().running + engine.stats().waiting <= number:
-                await asyncio.sleep(0.001)
+            await until(lambda: engine.stats().running + engine.stats().waiting == len(tasks))
         engine.executor.resume()
         await asyncio.gather(*tasks)
         assert order == ["first", "soon", "late"]
