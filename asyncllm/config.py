@@ -498,6 +498,15 @@ class ServerConfig(_Config, frozen=True, kw_only=True):
     max_body_bytes: Annotated[int, Meta(ge=1024, le=MAX_COUNT, description="Largest body of a request.")] = 4 * 2**20
     max_prompts: Annotated[int, Meta(ge=1, le=65536, description="Most prompts or inputs in one request.")] = 256
     max_choices: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Most answers per prompt.")] = 16
+    max_sessions: Annotated[
+        int, Meta(ge=1, le=MAX_COUNT, description="Most conversations that /v1/chat/interactive keeps.")
+    ] = 1024
+    max_session_tokens: Annotated[
+        int, Meta(ge=1, le=MAX_COUNT, description="A new one is kept while all hold fewer tokens than this.")
+    ] = 2**22
+    session_ttl: Annotated[
+        float, Meta(gt=0, le=MAX_COUNT, description="Idle seconds after which one is forgotten.")
+    ] = 3600.0
     body_timeout: Annotated[float, Meta(gt=0, le=3600, description="Seconds for a body to arrive.")] = 30.0
     write_timeout: Annotated[
         float, Meta(gt=0, le=3600, description="Seconds that a client may leave an answer unread.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import web
@@ -13,9 +13,22 @@ from asyncllm.server.chat import chat_completions
 from asyncllm.server.completions import completions
 from asyncllm.server.generate import generate
 from asyncllm.server.health import health, live, ready
+from asyncllm.server.interactive import chat_interactive
 from asyncllm.server.models import list_models, show_model
-from asyncllm.server.native_requests import DetokenizeRequest, EncodeRequest, GenerateRequest, TokenizeRequest
-from asyncllm.server.native_responses import DetokenizeResponse, EncodeResponse, GenerateResponse, TokenizeResponse
+from asyncllm.server.native_requests import (
+    DetokenizeRequest,
+    EncodeRequest,
+    GenerateRequest,
+    InteractiveRequest,
+    TokenizeRequest,
+)
+from asyncllm.server.native_responses import (
+    DetokenizeResponse,
+    EncodeResponse,
+    GenerateResponse,
+    InteractiveResponse,
+    TokenizeResponse,
+)
 from asyncllm.server.requests import ChatRequest, CompletionRequest
 from asyncllm.server.responses import ChatResponse, CompletionResponse, Model, ModelList
 from asyncllm.server.tokens import detokenize, encode_texts, tokenize
@@ -38,10 +51,10 @@ class Route:
     answer: type[Any] | None = None
     """The Struct of the answer's JSON; None: another format, or none."""
     streams: bool = False
-    """Whether `stream: true` turns the answer into server-sent events."""
+    """Whether `stream: true` turns the answer into server-sent events, or lines of JSON for interactive chats."""
 
 
-ROUTES: tuple[Route, ...] = (
+_GENERATING = (
     Route(
         method="POST",
         path="/v1/chat/completions",
@@ -60,6 +73,21 @@ ROUTES: tuple[Route, ...] = (
         answer=CompletionResponse,
         streams=True,
     ),
+    Route(
+        method="POST",
+        path="/v1/chat/interactive",
+        handler=chat_interactive,
+        auth=Auth.KEY,
+        body=InteractiveRequest,
+        answer=InteractiveResponse,
+        streams=True,
+    ),
+)
+
+ROUTES: tuple[Route, ...] = (
+    *_GENERATING,
+    # LMDeploy's names of the routes that serve users by quota: here every route does.
+    *(replace(route, path=f"{route.path}_qos") for route in _GENERATING),
     Route(
         method="POST",
         path="/generate",
