@@ -18,6 +18,7 @@ PUBLIC = [
     "Chunk",
     "ContextLengthExceeded",
     "DeadlineExceeded",
+    "Embedding",
     "EngineClosed",
     "EngineConfig",
     "EngineDead",
