@@ -50,10 +50,14 @@ class SessionConversation:
         self._session_id = session_id
 
     def answer(self, text: str) -> Generator[_Piece, None, None]:
-        for item in self._client.chat_interactive_v1(
-            text, session_id=self._session_id, interactive_mode=True, stream=True
-        ):
-            yield _Piece(item["text"], item["finish_reason"])
+        turn = self._client.chat_interactive_v1(text, session_id=self._session_id, interactive_mode=True, stream=True)
+        try:
+            for item in turn:
+                yield _Piece(item["text"], item["finish_reason"])
+        except (GeneratorExit, KeyboardInterrupt):
+            # The server may notice that a connection was closed later than the next turn arrives.
+            list(self._client.chat_interactive_v1("", session_id=self._session_id, cancel=True))
+            raise
 
     def forget(self) -> None:
         self._client.end_session(self._session_id)

@@ -10,6 +10,7 @@ from llama_index.llms.openai_like import OpenAILike
 
 WHERE = {"api_base": os.environ["ASYNCLLM_TEST_URL"] + "/v1", "api_key": os.environ["ASYNCLLM_TEST_KEY"]}
 QUESTION = "What is 17 + 25?"
+BEGINNING = "The name of the girl"
 
 
 MESSAGES = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content=QUESTION)]
@@ -20,15 +21,16 @@ def did(what: str) -> None:
 
 
 def blocking(llm: OpenAILike) -> None:
-    assert llm.complete(QUESTION).text
-    assert "".join(piece.delta or "" for piece in llm.stream_complete(QUESTION))
-    assert llm.chat(MESSAGES).message.content
-    assert "".join(piece.delta or "" for piece in llm.stream_chat(MESSAGES))
+    assert llm.complete(BEGINNING).text
+    assert "".join(piece.delta or "" for piece in llm.stream_complete(BEGINNING))
+    whole = llm.chat(MESSAGES).message.content
+    assert whole == "".join(piece.delta or "" for piece in llm.stream_chat(MESSAGES))
 
 
 async def not_blocking(llm: OpenAILike) -> None:
-    assert (await llm.acomplete(QUESTION)).text
-    assert "".join([piece.delta or "" async for piece in await llm.astream_chat(MESSAGES)])
+    assert (await llm.acomplete(BEGINNING)).text
+    whole = (await llm.achat(MESSAGES)).message.content
+    assert whole == "".join([piece.delta or "" async for piece in await llm.astream_chat(MESSAGES)])
 
 
 for is_chat in (True, False):
