@@ -18,7 +18,7 @@ def did(what: str) -> None:
     print(f"did: {what}", flush=True)
 
 
-chat = ChatOpenAI(model="tiny-chat", temperature=0, **WHERE)
+chat = ChatOpenAI(model="tiny-chat", temperature=0, stream_usage=True, **WHERE)
 answer = chat.invoke(QUESTION)
 assert "42" in answer.text
 assert answer.usage_metadata["output_tokens"] > 0
