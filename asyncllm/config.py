@@ -173,7 +173,7 @@ class GenerationConfig(_Config, frozen=True, kw_only=True):
 
 
 class RequestOptions(_Config, frozen=True, kw_only=True):
-    """How a request stands among the others: the keywords of `generate`, `chat`, `batch_infer` and `stream_infer`."""
+    """How a request stands among the others: the keywords of every call that makes one."""
 
     priority: Annotated[
         int, Meta(ge=-MAX_COUNT, le=MAX_COUNT, description="Lower values are served earlier; arrival breaks ties.")

@@ -24,6 +24,7 @@ from asyncllm.engine.prompts import Prompts, is_single, is_token_ids, longest_fi
 from asyncllm.engine.quality_of_service import QualityOfService
 from asyncllm.engine.queue_bounds import QueueBounds
 from asyncllm.engine.scheduler import Scheduler
+from asyncllm.engine.scoring import score
 from asyncllm.engine.sequence import Request
 from asyncllm.engine.session import Session
 from asyncllm.engine.sessions import SessionTable
@@ -442,6 +443,7 @@ class AsyncEngine:
         pooling: Pooling = "last",
         normalize: bool = True,
         dimensions: int | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> Embedding | list[Embedding]:
         """The embedding of one prompt (a text or token ids), or of a list of them in order.
 
@@ -452,40 +454,22 @@ class AsyncEngine:
         """
         self.running()
         form = EmbeddingForm(pooling, normalize, dimensions, self.limits.hidden_size)
-        return await embed(self.running, self.admission, prompts, form)
+        return await embed(self.running, self.admission, prompts, form, options)
 
     async def get_logits(self, input_ids: Sequence[int], **options: Unpack[RequestKeywords]) -> Any:
         """The logits after each token: a float32 CPU tensor [tokens, vocab]. Nothing is generated."""
         from asyncllm.agent.scoring import concatenate
 
-        chunk = await self._score(input_ids, GenerationConfig(), options, output_logits=True)
+        chunk = await score(self.running, self.admission, input_ids, GenerationConfig(), options, output_logits=True)
         return concatenate(chunk.logits)
 
     async def get_ppl(self, input_ids: Sequence[int], **options: Unpack[RequestKeywords]) -> float:
         """Mean cross-entropy of the tokens after the first, in nats: the logarithm of the perplexity."""
         if isinstance(input_ids, Sequence) and len(input_ids) < 2:
             raise InvalidParameter("Perplexity needs at least 2 tokens: the first has nothing before it.", "input_ids")
-        chunk = await self._score(input_ids, GenerationConfig(prompt_logprobs=0), options)
+        chunk = await score(self.running, self.admission, input_ids, GenerationConfig(prompt_logprobs=0), options)
         entries = [entry for entry in chunk.prompt_logprobs or [] if entry is not None]
         return -sum(next(iter(entry.values())) for entry in entries) / len(entries)
-
-    async def _score(
-        self,
-        input_ids: Sequence[int],
-        config: GenerationConfig,
-        options: RequestKeywords,
-        *,
-        output_logits: bool = False,
-    ) -> Chunk:
-        async def prepare(delivery: Delivery) -> Request:
-            terms = self.admission.terms(options)
-            prompt_ids = self.admission.check_token_ids(input_ids)
-            return self.admission.build(
-                prompt_ids, config, delivery, score_only=True, output_logits=output_logits, terms=terms
-            )
-
-        async with Generation(self.running, prepare, Delivery(streaming=False)) as generation:
-            return await generation.only_chunk()
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine holds and has done."""
