@@ -230,14 +230,7 @@ class Pipeline:
 
     def prepare_inputs(self, prompts: Prompts, do_preprocess: bool = True) -> dict[str, Any]:
         """The token ids that prompts become: {"input_ids": list of ids, or a list of them for a list of prompts}."""
-        single = is_single(prompts)
-        admission = self._engine.admission
-
-        async def encode(prompt: Any) -> list[int]:
-            return await admission.encode(admission.render(prompt, do_preprocess=do_preprocess))
-
-        input_ids = self._loop.call(_gather(encode, [prompts] if single else list(prompts)))
-        return {"input_ids": input_ids[0] if single else input_ids}
+        return {"input_ids": self._loop.call(self._engine.encode(prompts, do_preprocess=do_preprocess))}
 
     def embed(
         self,

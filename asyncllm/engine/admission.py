@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from asyncllm.batch import Limits, SamplingParams
 from asyncllm.config import GenerationConfig, RequestOptions
 from asyncllm.engine.delivery import Answer, Delivery
+from asyncllm.engine.prompts import is_token_ids
 from asyncllm.engine.quality_of_service import QualityOfService
 from asyncllm.engine.sequence import ORDINARY, Request, Terms
 from asyncllm.errors import ContextLengthExceeded, EngineClosed, InvalidMessage, InvalidParameter, UnsupportedFeature
@@ -31,6 +32,9 @@ INLINE_CHARACTERS = 4096
 
 GREEDY_BELOW = 1e-3
 """Temperatures under this count as 0: dividing float32 logits by them overflows."""
+
+
+DEFAULT_OPTIONS = RequestOptions()
 
 
 class Rendered(NamedTuple):
@@ -69,11 +73,30 @@ class Admission:
             self._threads.shutdown(wait=False)
             self._threads = None
 
-    def terms(self, options: Mapping[str, Any]) -> Terms:
-        """The keywords of a call, checked; its time begins now. Raises InvalidParameter."""
-        if not options and self._quality is None:
+    def options(self, keywords: Mapping[str, Any], *, renders: bool) -> RequestOptions:
+        """The keywords of a call, checked; `renders`: the chat template writes its prompt. Raises InvalidRequest."""
+        if not keywords:
+            return DEFAULT_OPTIONS
+        asked = RequestOptions.from_dict(dict(keywords)).checked()
+        field = asked.template_field()
+        if field is not None and not renders:
+            raise InvalidParameter(
+                f"{field} is about the chat template, which has no part in this prompt. Leave it out, or pass messages "
+                f"with do_preprocess=True.",
+                field,
+            )
+        if field is not None and self._template.capability != "chat":
+            raise UnsupportedFeature(
+                f"{field} is for conversations, and the template's capability is {self._template.capability!r}. Leave "
+                f"it out.",
+                field,
+            )
+        return asked
+
+    def terms(self, asked: RequestOptions) -> Terms:
+        """How the request stands among the others; its time begins now. Raises InvalidParameter."""
+        if asked is DEFAULT_OPTIONS and self._quality is None:
             return ORDINARY
-        asked = RequestOptions.from_dict(dict(options)).checked()
         if self._quality is None and asked.user_id is not None:
             raise InvalidParameter(
                 "user_id means something to quality of service, and the engine has none: EngineConfig.qos_config_path "
@@ -84,8 +107,14 @@ class Admission:
         deadline = None if asked.timeout is None else asyncio.get_running_loop().time() + asked.timeout
         return Terms(asked.priority, user, deadline, asked.cache_salt)
 
-    def render(self, messages: str | Sequence[Message] | None, *, do_preprocess: bool) -> Rendered:
-        """The prompt's text. Raises InvalidMessage."""
+    def render(
+        self,
+        messages: str | Sequence[Message] | None,
+        *,
+        do_preprocess: bool,
+        options: RequestOptions = DEFAULT_OPTIONS,
+    ) -> Rendered:
+        """The prompt's text. Raises InvalidRequest."""
         if not isinstance(messages, Sequence):
             raise InvalidMessage(
                 f"A prompt is a str or a list of messages, not {type(messages).__name__}. "
@@ -100,7 +129,13 @@ class Admission:
         elif not do_preprocess:
             raise InvalidMessage("do_preprocess=False takes the prompt as it is: it must be a str, not messages.")
         literals = Literals(self._tokenizer)
-        return self.restored(literals, self._template.render(literals.mark(messages)))
+        text = self._template.render(
+            literals.mark(messages),
+            add_generation_prompt=options.add_generation_prompt is not False,
+            continue_final_message=options.continues,
+            variables=literals.mark_values(options.chat_template_kwargs),
+        )
+        return self.restored(literals, text)
 
     def restored(self, literals: Literals, text: str) -> Rendered:
         """A text rendered from marked messages, with its marks resolved."""
@@ -121,6 +156,20 @@ class Admission:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(2, thread_name_prefix="asyncllm-encode")
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+
+    async def encode_all(
+        self, prompts: Sequence[Any], options: RequestOptions, *, do_preprocess: bool, add_bos: bool
+    ) -> list[list[int]]:
+        """Token ids of each prompt: a text, messages or ids. Raises InvalidRequest."""
+        encoded: list[list[int]] = []
+        for prompt in prompts:
+            if is_token_ids(prompt):
+                encoded.append(self.check_token_ids(prompt))
+                continue
+            text = self.render(prompt, do_preprocess=do_preprocess, options=options)
+            encoded.append(await self.encode(text, add_bos=add_bos))
+            await asyncio.sleep(0)  # many prompts do not hold up the loop
+        return encoded
 
     def check_token_ids(self, token_ids: Sequence[int], name: str = "input_ids") -> list[int]:
         """A copy of the ids as a list. Raises InvalidParameter unless all are in the vocabulary."""

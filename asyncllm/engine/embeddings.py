@@ -101,7 +101,7 @@ def _request(
     options: RequestKeywords,
 ) -> Generation:
     async def prepare(delivery: Delivery) -> Request:
-        terms = admission.terms(options)
+        terms = admission.terms(admission.options(options, renders=False))
         if isinstance(prompt, str):
             prompt_ids = await admission.encode(admission.render(prompt, do_preprocess=False))
         else:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
-from asyncllm.server.access import Auth
+from asyncllm.server.access import KEY, Auth
 from asyncllm.server.errors import as_api_error
 from asyncllm.server.routes import ROUTES, Route
 from asyncllm.server.service import SERVICE, Service, service_of
@@ -17,8 +17,6 @@ __all__ = ["build_app"]
 
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 """The client's X-Request-Id if it is one, else a new one; the response carries it."""
-KEY = web.RequestKey("KEY", int)
-"""Which of the server's keys the request brought; -1 when it needs none."""
 
 GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 

@@ -1,6 +1,7 @@
 """Server-sent events: the answers of generations as `data:` lines, ended by exactly one `data: [DONE]`.
 
-Format: https://html.spec.whatwg.org/multipage/server-sent-events.html, with OpenAI's last line.
+Format: https://html.spec.whatwg.org/multipage/server-sent-events.html, with OpenAI's last line. LMDeploy's interactive
+route streams plain lines of JSON the same way (`NDJSON`).
 
 A chunk goes from the engine's loop to the socket without waking a task: the generation's listener encodes it and gives
 it to the transport, which costs half of what a coroutine per token does (BENCHLOG.md, streams). The handler's task
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -22,13 +24,12 @@ from asyncllm.server.errors import as_api_error, body_of
 from asyncllm.server.service import Service
 from asyncllm.types import Chunk
 
-__all__ = ["DONE", "Events", "event", "stream"]
+__all__ = ["DONE", "NDJSON", "SSE", "Events", "Framing", "event", "stream"]
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 
 HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
@@ -42,6 +43,23 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Framing:
+    """How a stream of JSON objects is written."""
+
+    content_type: str
+    frame: Callable[[bytes], bytes]
+    """One object, without line breaks, as it goes out."""
+    ping: bytes
+    """What a silent stream sends now and then; empty: nothing."""
+    done: bytes
+    """What ends the stream."""
+
+
+SSE = Framing(content_type="text/event-stream; charset=utf-8", frame=event, ping=PING, done=DONE)
+NDJSON = Framing(content_type="application/x-ndjson", frame=lambda data: data + b"\n", ping=b"", done=b"")
+
+
 class Events(Protocol):
     """Writes the chunks of an answer down in a route's format."""
 
@@ -49,27 +67,32 @@ class Events(Protocol):
         """The events of one chunk, as bytes."""
 
     def closing(self) -> bytes:
-        """The events after the last chunk, `DONE` not among them."""
+        """The events after the last chunk, those of the framing not among them."""
 
 
 async def stream(
-    request: web.Request, service: Service, generations: Sequence[Generation], events: Events
+    request: web.Request,
+    service: Service,
+    generations: Sequence[Generation],
+    events: Events,
+    framing: Framing = SSE,
 ) -> web.StreamResponse:
     """Answer with the chunks of `generations` as they come. They have been started, so that errors in the request
     have become HTTP errors; what fails from here on is an event, after which the connection is closed."""
-    response = web.StreamResponse(headers=HEADERS)
+    response = web.StreamResponse(headers={"Content-Type": framing.content_type, **HEADERS})
     await response.prepare(request)
     config = service.config
     out = _Stream(request, response, generations, events, config.write_timeout)
     try:
-        await out.run(config.ping_interval)
-        await out.write(events.closing() + DONE)
+        await out.run(config.ping_interval, framing.ping)
+        if ending := events.closing() + framing.done:
+            await out.write(ending)
     except ConnectionError:
         response.force_close()
     except Exception as error:
         response.force_close()
         with contextlib.suppress(ConnectionError):
-            await out.write(event(body_of(as_api_error(error))) + DONE)
+            await out.write(framing.frame(body_of(as_api_error(error))) + framing.done)
     finally:
         for generation in generations:
             generation.cancel()
@@ -104,7 +127,7 @@ class _Stream:
         """What a listener met; raised in the handler's task."""
         self._wake = asyncio.Event()
 
-    async def run(self, ping_interval: float) -> None:
+    async def run(self, ping_interval: float, ping: bytes) -> None:
         """Write until all generations have ended. Raises their errors, and ConnectionError when the client is gone."""
         for generation in self._open:
             generation.listen(partial(self._forward, generation))
@@ -121,8 +144,8 @@ class _Stream:
                 if self._slow:
                     await self._catch_up()
                 if loop.time() >= timer.when():
-                    if self._silent:
-                        await self.write(PING)
+                    if self._silent and ping:
+                        await self.write(ping)
                     self._silent = True
                     timer = loop.call_later(ping_interval, self._wake.set)
         finally:
