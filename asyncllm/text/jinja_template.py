@@ -24,7 +24,7 @@ MAX_CHARACTERS = 16 * 2**20
 """A rendered prompt longer than this is refused while it is being rendered."""
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"})
-"""Variables that are not for the caller of `render` to choose, beside the template's functions and special tokens."""
+"""Variables that are not for the caller of `render` to choose, beside the special tokens."""
 
 
 class _RaisedByTemplate(jinja2.TemplateError):
@@ -65,7 +65,7 @@ class JinjaTemplate:
                 f"The chat template in {where} does not compile: {error}. Correct it, or choose a template by "
                 f"ChatTemplateConfig(model_name=...)."
             ) from None
-        self.options = frozenset(undeclared) - RESERVED - self._variables.keys() - environment.globals.keys()
+        self.options = frozenset(undeclared) - RESERVED - self._variables.keys()
         """Variables that the template asks for and `render` takes."""
 
     def render(

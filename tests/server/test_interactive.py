@@ -124,9 +124,7 @@ async def test_cancel_stops_labelled_answers_of_the_same_key(path: str) -> None:
         running = asyncio.create_task(served.post(path, body, **by("first-key")))
         await until(lambda: engine.stats().decode_tokens > 5)
         assert (await say(served, "", "second-key", cancel=True))[0] == 200
-        now = engine.stats().decode_tokens
-        await until(lambda: engine.stats().decode_tokens > now + 2 or not engine.stats().running)
-        assert not running.done()
+        assert engine.stats().running == 1
         assert (await say(served, "", "first-key", cancel=True))[0] == 200
         status, answer = await running
         assert status == 200
