@@ -4,10 +4,9 @@ runs."""
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncllm import flags
 from asyncllm.config import EngineConfig, ServerConfig
@@ -15,7 +14,10 @@ from asyncllm.model_options import DEFAULT_MODEL, MODEL_HELP, add_model_settings
 from asyncllm.serve import DEFAULT_URL
 from asyncllm.terminal import CHAT_HELP, converse
 
-__all__ = ["add", "spelled_out"]
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
+__all__ = ["add", "fastest_loop", "spelled_out"]
 
 SERVER, CLIENT = "api_server", "api_client"
 WORDS = (SERVER, CLIENT, "-h", "--help")
@@ -77,6 +79,8 @@ def _serve(options: argparse.Namespace) -> int:
     template = load_template(options)
     _refuse_lost_model(options)
 
+    import asyncio
+
     from asyncllm.engine.async_engine import AsyncEngine
     from asyncllm.server.run import run
 
@@ -110,10 +114,12 @@ def _refuse_lost_model(options: argparse.Namespace) -> None:
         options.parser.error(f"{option} takes all words that follow. Write the model's name before it.")
 
 
-def fastest_loop() -> Callable[[], asyncio.AbstractEventLoop]:
+def fastest_loop() -> Callable[[], AbstractEventLoop]:
     """uvloop's where it is installed. Libraries take the loop that they are run in; a program chooses."""
     try:
         import uvloop
     except ImportError:
+        import asyncio
+
         return asyncio.new_event_loop
     return uvloop.new_event_loop
