@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 
-from asyncllm import cli
+from asyncllm import APIClient, cli
+from asyncllm.serve.conversation import ClientConversation
 from tests.serve.processes import ServerProcess, free_port
 from tests.terminal import Terminal
 
@@ -62,3 +64,32 @@ def test_a_server_that_refuses_or_is_not_there(server: ServerProcess, capsys: py
     assert "whether the server runs" in capsys.readouterr().err
     assert cli.main(["serve", "api_client", "nowhere"]) == 2
     assert "http://host:port" in capsys.readouterr().err
+
+
+class FakeClient:
+    """Answers every conversation with the same two pieces, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[dict[str, Any]]] = []
+
+    def chat_completions_v1(
+        self, model: str, messages: list[dict[str, Any]], **fields: Any
+    ) -> Iterator[dict[str, Any]]:
+        self.asked.append(messages)
+        for piece, reason in (("po", None), ("ng", "stop")):
+            yield {"choices": [{"delta": {"content": piece}, "finish_reason": reason}]}
+
+
+def test_the_messages_are_kept_here_and_a_stopped_answer_as_far_as_it_came() -> None:
+    client = FakeClient()
+    conversation = ClientConversation(cast(APIClient, client), "fake")
+    assert "".join(piece.text for piece in conversation.answer("ping")) == "pong"
+    stopped = conversation.answer("again")
+    next(stopped)
+    stopped.close()
+    list(conversation.answer("more"))
+    assert [message["content"] for message in client.asked[-1]] == ["ping", "pong", "again", "po", "more"]
+    assert [message["role"] for message in client.asked[-1]] == ["user", "assistant"] * 2 + ["user"]
+    conversation.forget()
+    list(conversation.answer("anew"))
+    assert [message["content"] for message in client.asked[-1]] == ["anew"]

@@ -103,7 +103,7 @@ async def test_errors_have_the_clients_classes(
 
 async def test_a_prompt_that_is_too_long_is_told_in_openais_words_and_with_the_numbers() -> None:
     async with asked() as (_, client):
-        with pytest.raises(openai.BadRequestError, match="This model's maximum context length is .* has 20") as caught:
+        with pytest.raises(openai.BadRequestError, match=r"This model's maximum context length is .* has 20") as caught:
             await client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x" * 20000}])
     assert caught.value.code == "context_length_exceeded"
 
