@@ -12,6 +12,7 @@ from asyncllm.server.access import Auth
 from asyncllm.server.errors import as_api_error
 from asyncllm.server.routes import ROUTES, Route
 from asyncllm.server.service import SERVICE, Service, service_of
+from asyncllm.server.sse import send
 
 __all__ = ["build_app"]
 
@@ -52,9 +53,9 @@ async def _entrance(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """Let in or refuse, count, and turn whatever is raised into an answer."""
-    service = service_of(request)
     given = request.headers.get("X-Request-Id", "")
     request[REQUEST_ID] = given if GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
+    service = service_of(request)
     try:
         service.access.check_place(request)
         asked = service.access.preflight(request)
@@ -64,6 +65,18 @@ async def _entrance(
             return await handler(request)
         request[KEY] = service.access.key_of(request)
         with service.work():
-            return await handler(request)
+            # A request is in work until its answer is written, so that a server that drains waits for that too.
+            response = await _answered(request, handler)
+            await send(request, response, service.config.write_timeout)
+            return response
+    except Exception as error:
+        return as_api_error(error).response()
+
+
+async def _answered(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
     except Exception as error:
         return as_api_error(error).response()

@@ -43,7 +43,9 @@ __all__ = [
 Words = Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=64)]
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=MAX_COUNT)]], Meta(max_length=512)]
 NewTokens = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
-Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}(?!\n)$")]
+
+MAX_MESSAGES = 4096
 
 Prompt = str | list[str | int | list[int]]
 """A text, texts, token ids, or several lists of them; a list is of one kind."""
@@ -128,7 +130,7 @@ class Sampled(Ignored, kw_only=True):
 class ChatRequest(Sampled, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] | str
+    messages: Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | str
     max_completion_tokens: NewTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from aiohttp import ClientConnectionResetError, web
@@ -17,10 +18,13 @@ from asyncllm.server.errors import as_api_error, body_of
 from asyncllm.server.service import Service
 from asyncllm.types import Chunk
 
-__all__ = ["DONE", "Events", "event", "stream"]
+__all__ = ["DONE", "Events", "event", "send", "stream"]
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
+
+SMALL = 2**14
+"""Bytes that an empty write buffer takes without the transport asking to wait (64 KiB, asyncio's and uvloop's)."""
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -45,7 +49,7 @@ class Events(Protocol):
 
 
 class _Connection:
-    """The response's body, to a client that may read slowly or not at all."""
+    """The way to a client that may read slowly or not at all."""
 
     def __init__(self, request: web.Request, response: web.StreamResponse, write_timeout: float) -> None:
         self._transport = request.transport
@@ -53,18 +57,60 @@ class _Connection:
         self._write_timeout = write_timeout
 
     async def write(self, data: bytes) -> None:
-        """Raises ConnectionError when the client has left, or has read nothing for `write_timeout` seconds."""
-        if self._transport is None or self._transport.is_closing():
+        """Send a piece. Raises ConnectionError when the client has left. One that reads nothing for `write_timeout`
+        seconds is dropped, which cancels the handler."""
+        await self._pass(self._response.write, len(data), data)
+
+    async def end(self) -> None:
+        """Send what has not been sent, and the end of the body. As `write`."""
+        body = self._response.body if isinstance(self._response, web.Response) else None
+        await self._pass(self._response.write_eof, len(body) if isinstance(body, bytes) else 0)
+
+    async def _pass(self, write: Callable[..., Awaitable[None]], size: int, *data: bytes) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
             raise ClientConnectionResetError("The client has left.")
-        if not self._transport.get_write_buffer_size():
-            await self._response.write(data)
+        if size <= SMALL and not transport.get_write_buffer_size():
+            await write(*data)
             return
+        watch = _Watch(transport, self._write_timeout)
         try:
-            async with asyncio.timeout(self._write_timeout):
-                await self._response.write(data)
-        except TimeoutError:
+            await write(*data)
+        finally:
+            watch.stop()
+
+
+class _Watch:
+    """Drops a connection whose client reads nothing for `patience` seconds; its handler is cancelled with it."""
+
+    def __init__(self, transport: asyncio.WriteTransport, patience: float) -> None:
+        self._transport = transport
+        self._patience = patience
+        self._loop = asyncio.get_running_loop()
+        self._unread = math.inf
+        """Bytes in the write buffer when it was last seen to have shrunk, at `_since`."""
+        self._since = self._loop.time()
+        self._timer = self._loop.call_later(patience / 4, self._look)
+
+    def _look(self) -> None:
+        unread = self._transport.get_write_buffer_size()
+        if unread < self._unread:
+            self._unread, self._since = unread, self._loop.time()
+        elif self._loop.time() - self._since >= self._patience:
             self._transport.abort()
-            raise ClientConnectionResetError("The client does not read.") from None
+            return
+        self._timer = self._loop.call_later(self._patience / 4, self._look)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+
+async def send(request: web.Request, response: web.StreamResponse, write_timeout: float) -> None:
+    """Write a whole response, or the end of a stream. A client that has left or does not read is no error."""
+    with contextlib.suppress(ConnectionError):
+        if not response.prepared:
+            await response.prepare(request)
+        await _Connection(request, response, write_timeout).end()
 
 
 async def stream(
@@ -73,9 +119,9 @@ async def stream(
     """Answer with the chunks of `generations` as they come. They have been started, so that errors in the request
     have become HTTP errors; what fails from here on is an event, after which the connection is closed."""
     response = web.StreamResponse(headers=HEADERS)
-    await response.prepare(request)
     connection = _Connection(request, response, service.config.write_timeout)
     try:
+        await response.prepare(request)
         await _pump(connection, generations, events, service.config.ping_interval)
         await connection.write(events.closing() + DONE)
     except ConnectionError:
@@ -87,8 +133,6 @@ async def stream(
     finally:
         for generation in generations:
             generation.cancel()
-    with contextlib.suppress(ConnectionError):
-        await response.write_eof()
     return response
 
 
