@@ -50,7 +50,10 @@ async def read_body(request: web.Request, config: ServerConfig) -> bytes:
         ) from None
     except (web.RequestPayloadError, UnicodeError, ValueError) as error:
         raise ApiError(
-            400, "The body could not be read: its framing or its encoding is broken.", code="invalid_body"
+            400,
+            "The body could not be read: its framing or its encoding is broken.",
+            code="invalid_body",
+            headers={"Connection": "close"},
         ) from error
 
 

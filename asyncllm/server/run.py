@@ -132,14 +132,14 @@ async def listening(
 
 
 def _http_logger() -> logging.Logger:
-    """aiohttp's, which leaves out what is no HTTP: a traceback for each would let anybody fill the log."""
+    """aiohttp's, which leaves out broken requests: a traceback for each would let anybody fill the log."""
     found = logging.getLogger("asyncllm.server.http")
     found.addFilter(_is_ours)
     return found
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+    return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, web.RequestPayloadError)))
 
 
 class _Refused(asyncio.Protocol):

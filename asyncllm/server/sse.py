@@ -162,6 +162,8 @@ async def _pump(
             for generation in list(open_ones):
                 ended = generation.ended
                 while (chunk := generation.poll()) is not None:
+                    if chunk.finish_reason == "error":
+                        chunk.finish_reason = None  # the event that follows says so
                     await connection.write(events.chunk(chunk))
                     written = True
                 if ended:

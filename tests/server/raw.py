@@ -5,17 +5,34 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Mapping
+import struct
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from tests.server.serving import Served
 
-__all__ = ["Answer", "Wire", "connected", "head", "post"]
+__all__ = ["Answer", "Wire", "connected", "events_of", "head", "post", "until"]
 
 PATIENCE_S = 5.0
 """Longer than anything here may take."""
+
+
+async def until(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
+    """Wait for the condition; it is what happens that counts, and not when."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - nobody announces what a server has forgotten
+            await asyncio.sleep(0.001)
+
+
+def events_of(body: bytes) -> list[Any]:
+    """The events of a stream, which ends with exactly one `[DONE]`; comments left out."""
+    *lines, done = [line for line in body.decode().split("\n\n") if line and not line.startswith(":")]
+    assert done == "data: [DONE]"
+    assert body.endswith(b"data: [DONE]\n\n")
+    assert "data: [DONE]" not in lines
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 class Answer(NamedTuple):
@@ -89,7 +106,10 @@ class Wire:
 
     async def piece(self) -> bytes:
         """The next chunk of a chunked body; empty at its end."""
-        size = int(await self.reader.readline(), 16)
+        line = await self.reader.readline()
+        if not line.endswith(b"\r\n"):
+            raise ConnectionResetError("closed inside a body")
+        size = int(line, 16)
         return (await self.reader.readexactly(size + 2))[:size]
 
     async def closed(self, seconds: float = PATIENCE_S) -> bytes:
@@ -100,8 +120,11 @@ class Wire:
         except ConnectionError:
             return b""
 
-    def abort(self) -> None:
-        """Leave without a word."""
+    def abort(self, *, reset: bool = False) -> None:
+        """Leave without a word; with `reset`, as a machine that does not know of the connection."""
+        if reset:
+            found = self.writer.get_extra_info("socket")
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -28,6 +29,9 @@ class Served:
         """Without a slash at the end."""
         self.http: aiohttp.ClientSession
         """Closed with the server."""
+        self.listener: socket.socket
+        self.task: asyncio.Task[None]
+        """Ends when the server has drained."""
 
     def openai(self, **options: Any) -> openai.AsyncOpenAI:
         """A client of OpenAI's own package, which repeats nothing unless told to."""
@@ -53,11 +57,12 @@ async def serving(engine: AsyncEngine, **config: Any) -> AsyncIterator[Served]:
         listener = bind(service.config)
         host, port = listener.getsockname()[:2]
         served = Served(service, f"{'http' if tls is None else 'https'}://{host}:{port}")
-        task = asyncio.create_task(serve_until_stopped(service, listener, tls))
+        served.listener = listener
+        served.task = asyncio.create_task(serve_until_stopped(service, listener, tls))
         try:
             async with aiohttp.ClientSession() as served.http:
                 yield served
         finally:
             service.stop.set()
             service.stop_now.set()
-            await task
+            await served.task
