@@ -136,7 +136,11 @@ async def connected(served: Served, *, receive_buffer: int | None = None) -> Asy
     own.setblocking(False)
     if receive_buffer is not None:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    await asyncio.get_running_loop().sock_connect(own, (place.hostname, place.port))
+    try:
+        await asyncio.get_running_loop().sock_connect(own, (place.hostname, place.port))
+    except OSError:
+        own.close()
+        raise
     reader, writer = await asyncio.open_connection(sock=own, limit=2**16)
     try:
         yield Wire(reader, writer)
