@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from aiohttp import web
 
 from asyncllm.server.access import KEY, Auth
+from asyncllm.server.connection import send
 from asyncllm.server.errors import as_api_error
 from asyncllm.server.routes import ROUTES, Route
 from asyncllm.server.service import SERVICE, Service, service_of
@@ -49,19 +50,33 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 async def _entrance(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Let in or refuse, count, and turn whatever is raised into an answer."""
-    service = service_of(request)
+    """Let in or refuse, count, turn whatever is raised into an answer, and write that to clients that read it."""
     given = request.headers.get("X-Request-Id", "")
     request[REQUEST_ID] = given if GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
+    service = service_of(request)
     try:
         service.access.check_place(request)
         asked = service.access.preflight(request)
         if asked is not None:
-            return asked
-        if request.app[_AUTH].get(request.match_info.handler, Auth.KEY) is Auth.PUBLIC:
-            return await handler(request)
-        request[KEY] = service.access.key_of(request)
-        with service.work():
-            return await handler(request)
+            response: web.StreamResponse = asked
+        elif request.app[_AUTH].get(request.match_info.handler, Auth.KEY) is Auth.PUBLIC:
+            response = await handler(request)
+        else:
+            request[KEY] = service.access.key_of(request)
+            with service.work():
+                response = await _answered(request, handler)
+                # In work until the answer is written: a server that drains waits for that too.
+                await send(request, response, service.config.write_timeout)
+    except Exception as error:
+        response = as_api_error(error).response()
+    await send(request, response, service.config.write_timeout)
+    return response
+
+
+async def _answered(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
     except Exception as error:
         return as_api_error(error).response()

@@ -31,7 +31,7 @@ def _health(service: Service) -> Health:
         return Health(status="dead")
     stalled = stats.seconds_since_progress > service.config.progress_timeout
     status: Literal["draining", "stalled", "healthy"] = "stalled" if stalled else "healthy"
-    if service.phase is Phase.DRAINING and not stalled:
+    if service.phase is not Phase.SERVING and not stalled:
         status = "draining"
     return Health(status=status, running=stats.running, waiting=stats.waiting)
 

@@ -47,7 +47,9 @@ Stop = Annotated[str, Meta(max_length=256)] | Words | bool | None
 """false, as in LMDeploy's early examples, stands for none."""
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=MAX_COUNT)]], Meta(max_length=512)]
 NewTokens = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
-Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}(?!\n)$")]
+
+MAX_MESSAGES = 4096
 
 Variables = dict[str, str | int | float | bool | None]
 """Of a chat template."""
@@ -148,7 +150,7 @@ class Sampled(Ignored, kw_only=True):
 class ChatRequest(Sampled, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] | str
+    messages: Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | str
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Variables | None = None

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from asyncllm.config import ServerConfig
 from asyncllm.engine.async_engine import AsyncEngine
@@ -107,6 +108,7 @@ async def listening(
         handler_cancellation=True,
         keepalive_timeout=config.keep_alive_timeout,
         access_log=None,
+        logger=_http_logger(),
         shutdown_timeout=1.0,
     )
     await runner.setup()
@@ -117,13 +119,27 @@ async def listening(
         return handlers() if len(handlers.connections) < config.max_connections else _Refused()
 
     try:
-        server = await asyncio.get_running_loop().create_server(accept, sock=listener, ssl=tls)
+        handshake_timeout = config.keep_alive_timeout if tls is not None else None
+        server = await asyncio.get_running_loop().create_server(
+            accept, sock=listener, ssl=tls, ssl_handshake_timeout=handshake_timeout
+        )
         try:
             yield server.close
         finally:
             server.close()
     finally:
         await runner.cleanup()
+
+
+def _http_logger() -> logging.Logger:
+    """aiohttp's, which leaves out broken requests: a traceback for each would let anybody fill the log."""
+    found = logging.getLogger("asyncllm.server.http")
+    found.addFilter(_is_ours)
+    return found
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, web.RequestPayloadError)))
 
 
 class _Refused(asyncio.Protocol):
@@ -134,13 +150,15 @@ class _Refused(asyncio.Protocol):
 
 
 async def serve_until_stopped(service: Service, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
-    """Serve until `service.stop` is set, then drain: refuse new requests, let the running ones finish for
-    `drain_timeout` seconds, and end what is left with an error event. Setting `service.stop_now` cuts that short."""
+    """Serve until `service.stop` is set. Then leave, as /health/ready says from now on, and after `drain_delay` seconds
+    drain: refuse new requests, let the running ones finish for `drain_timeout` seconds, and end what is left with an
+    error event. Setting `service.stop_now` cuts that short."""
     async with listening(service, listener, tls) as stop_accepting:
         await service.stop.wait()
-        service.phase = Phase.DRAINING
         if service.config.drain_delay:
+            service.phase = Phase.LEAVING
             await _at_most(service.config.drain_delay, service.stop_now)
+        service.phase = Phase.DRAINING
         stop_accepting()
         await _at_most(service.config.drain_timeout, service.stop_now, service.idle)
         # What still runs gets its error event now; the handlers end by themselves.

@@ -20,9 +20,11 @@ __all__ = ["SERVICE", "Phase", "Service", "service_of"]
 
 
 class Phase(enum.Enum):
-    """SERVING -> DRAINING, when the server has been asked to stop."""
+    """SERVING -> LEAVING -> DRAINING, when the server has been asked to stop."""
 
     SERVING = "serving"
+    LEAVING = "leaving"
+    """/health/ready says no, and requests that come all the same are served, for `drain_delay` seconds."""
     DRAINING = "draining"
 
 
