@@ -143,7 +143,8 @@ class AsyncEngine:
             raise
         self._executor = executor
         bounds = QueueBounds(self.config.max_queued_requests, self.config.max_queued_tokens)
-        self._loop = EngineLoop(scheduler, executor, bounds, name=f"asyncllm-engine-{self.model_name}")
+        name = f"asyncllm-engine-{self.model_name}"
+        self._loop = EngineLoop(scheduler, executor, bounds, stall_timeout=self.config.stall_timeout, name=name)
         self._sessions = SessionTable(
             self._loop, self.admission, self.tokenizer, self.chat_template, self.chat, self.limits.block_size
         )

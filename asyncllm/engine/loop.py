@@ -23,6 +23,7 @@ from asyncllm.engine.queue_bounds import QueueBounds
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.sequence import Request, Sequence
 from asyncllm.engine.stats import EngineStats
+from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import AsyncLLMError, DeadlineExceeded, EngineClosed, EngineDead, EngineError, RequestFailed
 from asyncllm.types import Chunk, FinishReason
 
@@ -41,7 +42,13 @@ class EngineLoop:
     """States: running, then closed or dead. Written by the task, except for the inboxes it empties."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, bounds: QueueBounds | None = None, *, name: str
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        bounds: QueueBounds | None = None,
+        *,
+        stall_timeout: float = 0.0,
+        name: str,
     ) -> None:
         """Start the task in the running event loop."""
         self.scheduler = scheduler
@@ -65,6 +72,10 @@ class EngineLoop:
         self._step_ms = 0.0
         self._wake = asyncio.Event()
         self._event_loop = asyncio.get_running_loop()
+        self._stall_timeout = stall_timeout
+        self._watchdog = Watchdog(self._event_loop, stall_timeout, self._note_stall)
+        self._stalled: TimeoutError | None = None
+        """Written by the watchdog: what the task shall die of."""
         self._task = self._event_loop.create_task(self._run(), name=name)
 
     def check_running(self) -> None:
@@ -114,6 +125,7 @@ class EngineLoop:
         self._arrived.append(request)
         self._arrived_tokens += len(request.prompt_ids)
         self._started += 1
+        self._watchdog.watch()
         self._wake.set()
 
     def num_queued(self) -> tuple[int, int]:
@@ -139,10 +151,22 @@ class EngineLoop:
         self._overdue.append(request)
         self._wake.set()
 
+    def _note_stall(self) -> None:
+        steps, scheduler = len(self._in_flight), self.scheduler
+        waits_for = f"{steps} steps in flight, which do not complete" if steps else "a step to be scheduled"
+        self._stalled = TimeoutError(
+            f"No step has completed for {self._stall_timeout:g} s (stall_timeout), and the loop waits for {waits_for}: "
+            f"{scheduler.num_running} sequences run, {scheduler.num_waiting} wait, "
+            f"{scheduler.blocks.num_available} of {scheduler.blocks.num_blocks} blocks are available."
+        )
+        self._wake.set()
+
     async def _run(self) -> None:
         """The engine task."""
         try:
             while self._state == "running":
+                if self._stalled is not None:
+                    raise self._stalled
                 self._wake.clear()
                 self._empty_inboxes()
                 advanced = None
@@ -154,6 +178,8 @@ class EngineLoop:
                     # The readers just woken run before the next step is read.
                     await asyncio.sleep(0)
                 else:
+                    if not self._open and not self._in_flight:
+                        self._watchdog.rest()
                     await self._wake.wait()
         except asyncio.CancelledError:
             self._state = "closed"
@@ -164,15 +190,15 @@ class EngineLoop:
             if not isinstance(error, Exception):
                 raise
         finally:
+            self._watchdog.rest()
             for request in list(self._open):
                 self._failed += 1
                 self._end(request, self._last_words())
-            if self._in_flight:
+            for future in self._in_flight:
+                future.add_done_callback(_retrieve)
+            if self._in_flight and self._stalled is None:
                 await asyncio.wait(self._in_flight)
-                for future in self._in_flight:
-                    if not future.cancelled():
-                        future.exception()
-                self._in_flight.clear()
+            self._in_flight.clear()
 
     def _last_words(self) -> AsyncLLMError:
         if self._state == "dead":
@@ -219,6 +245,7 @@ class EngineLoop:
         if future.cancelled():
             raise RuntimeError("the executor cancelled a step")
         output = future.result()
+        self._watchdog.step_completed()
         self._step_ms += STEP_MS_WEIGHT * (output.elapsed_ms - self._step_ms)
         return self.scheduler.update(output)
 
@@ -340,6 +367,7 @@ class EngineLoop:
             requests_failed=self._failed,
             requests_expired=self._expired,
             requests_refused=self._bounds.num_refused,
+            seconds_since_progress=self._watchdog.seconds_since_progress,
             step_ms=self._step_ms,
         )
 
@@ -355,6 +383,12 @@ class EngineLoop:
         assert self.scheduler.num_waiting == 0, "sequences are waiting"
         held = self.scheduler.blocks.num_held
         assert held == 0 or self._in_flight, f"{held} blocks are held, and no step is in flight that may write them"
+
+
+def _retrieve(step: asyncio.Future[StepOutput]) -> None:
+    """Take notice of a step's error that nobody waits for, or the event loop would report it."""
+    if not step.cancelled():
+        step.exception()
 
 
 def _deadline_exceeded(request: Request) -> DeadlineExceeded:

@@ -45,6 +45,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that ended at their deadline."""
     requests_refused: int
     """Calls that found the queue full; they were never started."""
+    seconds_since_progress: float
+    """How long there has been work and no step has completed; 0 when there is none."""
     step_ms: float
     """Moving average over about 20 steps of a step's time on the device."""
 
