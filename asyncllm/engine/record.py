@@ -12,7 +12,7 @@ __all__ = ["RequestRecord", "RequestTimes"]
 
 
 class RequestTimes:
-    """When a request got how far, in seconds of `time.monotonic`: an event loop's own clock may be as coarse as 1 ms."""
+    """When a request got how far, in seconds of `time.monotonic`; an event loop's own may be as coarse as 1 ms."""
 
     __slots__ = ("admitted", "arrived", "prefilled", "queued")
 

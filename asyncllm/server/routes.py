@@ -12,6 +12,7 @@ from asyncllm.server.access import Auth
 from asyncllm.server.chat import chat_completions
 from asyncllm.server.completions import completions
 from asyncllm.server.health import health, live, ready
+from asyncllm.server.metrics import metrics
 from asyncllm.server.models import list_models, show_model
 from asyncllm.server.requests import ChatRequest, CompletionRequest
 from asyncllm.server.responses import ChatResponse, CompletionResponse, Model, ModelList
@@ -33,6 +34,10 @@ class Route:
     """The Struct of the request's JSON; None: no body."""
     answer: type[Any] | None = None
     """The Struct of the answer's JSON; None: another format, or none."""
+    work: bool = True
+    """Whether it is counted as work. What is not answers at once, also when the server is full or drains."""
+    switch: str | None = None
+    """The field of ServerConfig that leaves the route out when it is set."""
     streams: bool = False
     """Whether `stream: true` turns the answer into server-sent events."""
 
@@ -56,10 +61,11 @@ ROUTES: tuple[Route, ...] = (
         answer=CompletionResponse,
         streams=True,
     ),
-    Route(method="GET", path="/v1/models", handler=list_models, auth=Auth.KEY, answer=ModelList),
+    Route(method="GET", path="/v1/models", handler=list_models, auth=Auth.KEY, work=False, answer=ModelList),
     # A hub id has a slash in it.
-    Route(method="GET", path="/v1/models/{id:.+}", handler=show_model, auth=Auth.KEY, answer=Model),
-    Route(method="GET", path="/health", handler=health, auth=Auth.PUBLIC),
-    Route(method="GET", path="/health/live", handler=live, auth=Auth.PUBLIC),
-    Route(method="GET", path="/health/ready", handler=ready, auth=Auth.PUBLIC),
+    Route(method="GET", path="/v1/models/{id:.+}", handler=show_model, auth=Auth.KEY, work=False, answer=Model),
+    Route(method="GET", path="/metrics", handler=metrics, auth=Auth.KEY, work=False, switch="disable_metrics"),
+    Route(method="GET", path="/health", handler=health, auth=Auth.PUBLIC, work=False),
+    Route(method="GET", path="/health/live", handler=live, auth=Auth.PUBLIC, work=False),
+    Route(method="GET", path="/health/ready", handler=ready, auth=Auth.PUBLIC, work=False),
 )

@@ -14,6 +14,7 @@ from asyncllm.config import GenerationConfig, ServerConfig
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.server.access import Access
 from asyncllm.server.errors import ApiError, retry_after
+from asyncllm.server.instruments import Instruments
 
 __all__ = ["SERVICE", "Phase", "Service", "service_of"]
 
@@ -34,6 +35,7 @@ class Service:
         self.access = access
         self.defaults = defaults
         """Sampling parameters of requests that leave them out."""
+        self.instruments = None if config.disable_metrics else Instruments(engine)
         self.phase = Phase.SERVING
         self.created = int(time.time())
         """Seconds since 1970, as /v1/models shows it."""
