@@ -14,7 +14,7 @@ from asyncllm.server.access import Auth
 from asyncllm.server.access_log import log_request
 from asyncllm.server.errors import as_api_error
 from asyncllm.server.routes import ROUTES, Route
-from asyncllm.server.service import SERVICE, Service, service_of
+from asyncllm.server.service import SERVICE, TABLE, Service, service_of
 
 __all__ = ["build_app"]
 
@@ -30,9 +30,6 @@ OTHER = "other"
 
 GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
-_TABLE = web.AppKey("_TABLE", dict[web.AbstractRoute, Route])
-"""By aiohttp's route. What has no entry, such as an unknown path, asks for a key."""
-
 
 def build_app(service: Service, routes: Sequence[Route] = ROUTES) -> web.Application:
     """The application of a started engine. Raises ValueError for a route that does not say who may call it."""
@@ -44,7 +41,7 @@ def build_app(service: Service, routes: Sequence[Route] = ROUTES) -> web.Applica
             raise ValueError(f"{route.method} {route.path} does not say who may call it.")
         if route.switch is None or not getattr(service.config, route.switch):
             table[app.router.add_route(route.method, route.path, route.handler)] = route
-    app[_TABLE] = table
+    app[TABLE] = table
     app.on_response_prepare.append(_add_headers)
     app.cleanup_ctx.append(_measure)
     return app
@@ -69,7 +66,7 @@ async def _entrance(
     """Measure, and write the access log's line."""
     began = time.monotonic()
     service = service_of(request)
-    route = request.app[_TABLE].get(request.match_info.route)
+    route = request.app[TABLE].get(request.match_info.route)
     status = CLIENT_LEFT
     try:
         response = await _answer(request, service, route, handler)

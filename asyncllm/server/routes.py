@@ -11,9 +11,10 @@ from aiohttp import web
 from asyncllm.server.access import Auth
 from asyncllm.server.chat import chat_completions
 from asyncllm.server.completions import completions
-from asyncllm.server.health import health, live, ready
+from asyncllm.server.health import Health, health, live, ready
 from asyncllm.server.metrics import metrics
 from asyncllm.server.models import list_models, show_model
+from asyncllm.server.openapi import openapi_json
 from asyncllm.server.requests import ChatRequest, CompletionRequest
 from asyncllm.server.responses import ChatResponse, CompletionResponse, Model, ModelList
 
@@ -34,6 +35,10 @@ class Route:
     """The Struct of the request's JSON; None: no body."""
     answer: type[Any] | None = None
     """The Struct of the answer's JSON; None: another format, or none."""
+    content_type: str | None = None
+    """Of an answer in another format."""
+    also: tuple[int, ...] = ()
+    """Statuses beside 200 that come with the answer's Struct and not with an error."""
     work: bool = True
     """Whether it is counted as work. What is not answers at once, also when the server is full or drains."""
     switch: str | None = None
@@ -64,8 +69,26 @@ ROUTES: tuple[Route, ...] = (
     Route(method="GET", path="/v1/models", handler=list_models, auth=Auth.KEY, work=False, answer=ModelList),
     # A hub id has a slash in it.
     Route(method="GET", path="/v1/models/{id:.+}", handler=show_model, auth=Auth.KEY, work=False, answer=Model),
-    Route(method="GET", path="/metrics", handler=metrics, auth=Auth.KEY, work=False, switch="disable_metrics"),
-    Route(method="GET", path="/health", handler=health, auth=Auth.PUBLIC, work=False),
-    Route(method="GET", path="/health/live", handler=live, auth=Auth.PUBLIC, work=False),
-    Route(method="GET", path="/health/ready", handler=ready, auth=Auth.PUBLIC, work=False),
+    Route(
+        method="GET",
+        path="/metrics",
+        handler=metrics,
+        auth=Auth.KEY,
+        content_type="text/plain",
+        work=False,
+        switch="disable_metrics",
+    ),
+    Route(method="GET", path="/health", handler=health, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False),
+    Route(method="GET", path="/health/live", handler=live, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False),
+    Route(method="GET", path="/health/ready", handler=ready, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False),
+    # It names the model and the server's limits.
+    Route(
+        method="GET",
+        path="/openapi.json",
+        handler=openapi_json,
+        auth=Auth.KEY,
+        content_type="application/json",
+        work=False,
+        switch="disable_docs",
+    ),
 )

@@ -7,6 +7,7 @@ import enum
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -16,7 +17,10 @@ from asyncllm.server.access import Access
 from asyncllm.server.errors import ApiError, retry_after
 from asyncllm.server.instruments import Instruments
 
-__all__ = ["SERVICE", "Phase", "Service", "service_of"]
+if TYPE_CHECKING:
+    from asyncllm.server.routes import Route
+
+__all__ = ["SERVICE", "TABLE", "Phase", "Service", "service_of", "table_of"]
 
 
 class Phase(enum.Enum):
@@ -46,6 +50,8 @@ class Service:
         self.idle = asyncio.Event()
         """Set while no request is in work."""
         self.idle.set()
+        self.openapi = b""
+        """The document of /openapi.json. Written by the first who asks for it."""
         self._in_work = 0
 
     @property
@@ -92,7 +98,14 @@ class Service:
 
 
 SERVICE = web.AppKey("SERVICE", Service)
+TABLE: web.AppKey[dict[web.AbstractRoute, Route]] = web.AppKey("TABLE", dict)
+"""By aiohttp's route. What has no entry, such as an unknown path, asks for a key."""
 
 
 def service_of(request: web.Request) -> Service:
     return request.app[SERVICE]
+
+
+def table_of(request: web.Request) -> list[Route]:
+    """The routes that are served, in the table's order."""
+    return list(request.app[TABLE].values())
