@@ -17,8 +17,9 @@ import msgspec
 from aiohttp import web
 
 from asyncllm import __version__
-from asyncllm.config import MAX_LOGIT_BIAS
+from asyncllm.config import MAX_LOGIT_BIAS, GenerationConfig
 from asyncllm.server.access import Auth
+from asyncllm.server.errors import NAMES
 from asyncllm.server.field_notes import field_notes
 from asyncllm.server.requests import REFUSED, CompletionRequest, Ignored, Prompt, Sampled
 from asyncllm.server.sampling import COMPLETION_TOKENS
@@ -36,8 +37,17 @@ PATH_PARAMETER = re.compile(r"\{(\w+)(?::[^{}]*)?\}")
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters for which the checkpoint may have defaults of its own."""
 
-GROUPS = (("/v1/", "OpenAI's routes"), ("/health", "Watching"), ("/metrics", "Watching"))
+GROUPS = {
+    "v1": "Answers and models",
+    "health": "Watching",
+    "metrics": "Watching",
+    "openapi.json": "Documentation",
+    "": "Documentation",
+}
 """By the beginning of the path."""
+
+ENGINE_NAMES = {name: engine_name for engine_name, name in NAMES.items()} | {"max_completion_tokens": "max_new_tokens"}
+"""Where a field has no note of its own, the engine's setting of the same meaning has one."""
 
 ERROR: Schema = {
     "type": "object",
@@ -100,12 +110,16 @@ async def openapi_json(request: web.Request) -> web.Response:
     """This server's routes as an OpenAPI 3.1 document."""
     service = service_of(request)
     if not service.openapi:
-        # Reads source files for the fields' notes.
+        # Takes a tenth of a second, and reads source files for the fields' notes.
         thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-openapi")
-        document = asyncio.get_running_loop().run_in_executor(thread, document_of, table_of(request), service)
+        writing = asyncio.get_running_loop().run_in_executor(thread, _write, table_of(request), service)
         thread.shutdown(wait=False)
-        service.openapi = msgspec.json.encode(await document)
+        await writing
     return web.Response(body=service.openapi, content_type="application/json")
+
+
+def _write(routes: list[Route], service: Service) -> None:
+    service.openapi = msgspec.json.encode(document_of(routes, service))
 
 
 def document_of(routes: Iterable[Route], service: Service) -> Schema:
@@ -148,7 +162,7 @@ def _operation(route: Route, name: str, service: Service) -> Schema:
         "operationId": name,
         "summary": re.split(r"(?<=[.:;])\s", text, maxsplit=1)[0].rstrip(".:;"),
         "description": text,
-        "tags": [next((group for prefix, group in GROUPS if route.path.startswith(prefix)), "More")],
+        "tags": [GROUPS.get(route.path.split("/")[1], "More routes")],
         "responses": _responses(route, service),
     }
     if parameters := PATH_PARAMETER.findall(route.path):
@@ -225,10 +239,13 @@ def _describe(schema: Schema, kind: type[Any], service: Service) -> None:
     """Fill in what msgspec does not know: notes, values that are supported, bounds of this server."""
     properties: Schema = schema.get("properties", {})
     notes, hints = field_notes(kind), get_type_hints(kind)
+    settings = _setting_notes()
     is_request = issubclass(kind, msgspec.Struct) and bool(getattr(kind.__struct_config__, "forbid_unknown_fields", 0))
     for name, field in properties.items():
         if name in notes:
             field["description"] = notes[name]
+        elif is_request and not any("description" in each for each in (field, *field.get("anyOf", ()))):
+            field.update(settings.get(ENGINE_NAMES.get(name, name), {}))
         if field.get("default", ...) is None:
             # The absence of a value, which the field's description explains.
             del field["default"]
@@ -252,6 +269,17 @@ def _describe(schema: Schema, kind: type[Any], service: Service) -> None:
             schema["allOf"].append(_only_with("top_logprobs", "logprobs"))
 
 
+def _setting_notes() -> dict[str, Schema]:
+    """By setting of GenerationConfig, its description as an entry of a schema."""
+    _, components = msgspec.json.schema_components([GenerationConfig])
+    notes = {}
+    for name, field in components["GenerationConfig"]["properties"].items():
+        for each in (field, *field.get("anyOf", ())):
+            if "description" in each:
+                notes[name] = {"description": each["description"]}
+    return notes
+
+
 def _bound(name: str, field: Schema, hint: Any, service: Service) -> None:
     """Narrow the schema of a request's field to what this server takes."""
     limits, config = service.engine.limits, service.config
@@ -260,7 +288,8 @@ def _bound(name: str, field: Schema, hint: Any, service: Service) -> None:
         field["anyOf"] = [{"enum": [service.engine.model_name]}, {"type": "null"}]
     elif name == "messages" and hint == (list[dict[str, Any]] | str):
         messages = {"type": "array", "minItems": 1, "items": {"$ref": REF.format(name="Message")}}
-        field["anyOf"] = [messages, {"type": "string", "minLength": 1, "description": "One user message."}]
+        field["anyOf"] = [messages, {"type": "string", "minLength": 1}]
+        field["description"] = "The conversation; a text is one user message."
     elif hint == Prompt:
         text: Schema = {"type": "string", "minLength": 1}
         tokens: Schema = {"type": "array", "items": token, "minItems": 1}

@@ -11,6 +11,7 @@ from aiohttp import web
 from asyncllm.server.access import Auth
 from asyncllm.server.chat import chat_completions
 from asyncllm.server.completions import completions
+from asyncllm.server.docs import docs
 from asyncllm.server.health import Health, health, live, ready
 from asyncllm.server.metrics import metrics
 from asyncllm.server.models import list_models, show_model
@@ -88,6 +89,15 @@ ROUTES: tuple[Route, ...] = (
         handler=openapi_json,
         auth=Auth.KEY,
         content_type="application/json",
+        work=False,
+        switch="disable_docs",
+    ),
+    Route(
+        method="GET",
+        path="/",
+        handler=docs,
+        auth=Auth.PUBLIC,
+        content_type="text/html",
         work=False,
         switch="disable_docs",
     ),
