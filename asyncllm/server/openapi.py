@@ -66,6 +66,8 @@ ERROR: Schema = {
     },
 }
 
+GIVEN: Schema = {"not": {"type": "null"}}
+
 ERRORS = {
     "400": "Something in the request is wrong; `param` says what.",
     "401": "The key is missing or wrong.",
@@ -212,7 +214,7 @@ def _responses(route: Route, service: Service) -> Schema:
     return responses
 
 
-def _all_structs(kinds: Iterable[type[Any]]) -> list[type[Any]]:
+def _all_structs(kinds: Iterable[type[msgspec.Struct]]) -> list[type[msgspec.Struct]]:
     """The Structs, and those that their fields hold."""
     found: dict[Any, None] = {}
 
@@ -235,12 +237,12 @@ def _all_structs(kinds: Iterable[type[Any]]) -> list[type[Any]]:
     return list(found)
 
 
-def _describe(schema: Schema, kind: type[Any], service: Service) -> None:
+def _describe(schema: Schema, kind: type[msgspec.Struct], service: Service) -> None:
     """Fill in what msgspec does not know: notes, values that are supported, bounds of this server."""
     properties: Schema = schema.get("properties", {})
     notes, hints = field_notes(kind), get_type_hints(kind)
     settings = _setting_notes()
-    is_request = issubclass(kind, msgspec.Struct) and bool(getattr(kind.__struct_config__, "forbid_unknown_fields", 0))
+    is_request = kind.__struct_config__.forbid_unknown_fields
     for name, field in properties.items():
         if name in notes:
             field["description"] = notes[name]
@@ -262,11 +264,13 @@ def _describe(schema: Schema, kind: type[Any], service: Service) -> None:
     if issubclass(kind, Sampled):
         for name in DEFAULTS:
             properties[name]["default"] = getattr(service.defaults, name)
+        schema["allOf"] = [_only_with("stream_options", GIVEN, "stream")]
+        if "top_logprobs" in properties:
+            schema["allOf"].append(_only_with("top_logprobs", GIVEN, "logprobs"))
         if issubclass(kind, CompletionRequest):
             properties["max_tokens"]["default"] = COMPLETION_TOKENS
-        schema["allOf"] = [_only_with("stream_options", "stream")]
-        if "top_logprobs" in properties:
-            schema["allOf"].append(_only_with("top_logprobs", "logprobs"))
+            _alternative(properties["max_tokens"], "integer")["minimum"] = 0
+            schema["allOf"].append(_only_with("max_tokens", {"const": 0}, "echo"))
 
 
 def _setting_notes() -> dict[str, Schema]:
@@ -276,7 +280,7 @@ def _setting_notes() -> dict[str, Schema]:
     for name, field in components["GenerationConfig"]["properties"].items():
         for each in (field, *field.get("anyOf", ())):
             if "description" in each:
-                notes[name] = {"description": each["description"]}
+                notes[name] = {"description": each["description"].replace("None", "null")}
     return notes
 
 
@@ -296,20 +300,20 @@ def _bound(name: str, field: Schema, hint: Any, service: Service) -> None:
         several: Schema = {"type": "array", "minItems": 1, "maxItems": config.max_prompts}
         field["anyOf"] = [text, {**several, "items": text}, tokens, {**several, "items": tokens}]
     elif name == "n":
-        _numbers(field)["maximum"] = config.max_choices
+        _alternative(field, "integer")["maximum"] = config.max_choices
     elif name in ("max_tokens", "max_new_tokens", "request_output_len"):
-        _numbers(field)["minimum"] = 1
+        _alternative(field, "integer")["minimum"] = 1
     elif name == "stop_token_ids":
-        field["anyOf"][0]["items"] = token
+        _alternative(field, "array")["items"] = token
     elif name == "logit_bias":
-        field["anyOf"][0].update(
+        _alternative(field, "object").update(
             propertyNames={"pattern": _digits_up_to(limits.vocab_size - 1)}, maxProperties=MAX_LOGIT_BIAS
         )
 
 
-def _numbers(field: Schema) -> Schema:
-    """The alternative of a field that is a number."""
-    return next((each for each in field.get("anyOf", ()) if each.get("type") == "integer"), field)
+def _alternative(field: Schema, type_: str) -> Schema:
+    """The part of a field's schema that is about values of this type."""
+    return next((each for each in field.get("anyOf", ()) if each.get("type") == type_), field)
 
 
 def _digits_up_to(last: int) -> str:
@@ -323,10 +327,12 @@ def _digits_up_to(last: int) -> str:
     return f"^({'|'.join(forms)})$"
 
 
-def _only_with(name: str, switch: str) -> Schema:
-    """Where `name` has a value, `switch` is true."""
-    given = {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
-    return {"if": given, "then": {"required": [switch], "properties": {switch: {"const": True}}}}
+def _only_with(name: str, value: Schema, switch: str) -> Schema:
+    """Where `name` has such a value, `switch` is true."""
+    return {
+        "if": {"required": [name], "properties": {name: value}},
+        "then": {"required": [switch], "properties": {switch: {"const": True}}},
+    }
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:

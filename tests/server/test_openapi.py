@@ -118,6 +118,15 @@ async def test_prompts_are_of_one_kind(prompt: Any, fits: bool) -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(("echo", "fits"), [(True, True), (False, False), (None, False)])
+async def test_no_new_tokens_only_with_an_echo(echo: bool | None, fits: bool) -> None:
+    body = {"prompt": "a", "max_tokens": 0, "echo": echo}
+    async with serving(FakeEngine()) as served:
+        assert validator(await document(served), "CompletionRequest").is_valid(body) == fits
+        assert (await served.post("/v1/completions", body))[0] == (200 if fits else 400)
+
+
+@pytest.mark.anyio
 async def test_answers_are_as_the_document_says() -> None:
     async with serving(FakeEngine(), api_keys=["secret"]) as served:
         whole = await document(served)
