@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from asyncllm.text.tokenizer import Tokenizer
-    from asyncllm.types import Chunk, FinishReason, Message, Response
+    from asyncllm.types import Chunk, Embedding, FinishReason, Message, Response
 
 __version__ = "0.1.0"
 version_info = tuple(int(part) for part in __version__.split("."))
@@ -60,6 +60,7 @@ __all__ = [
     "Chunk",
     "ContextLengthExceeded",
     "DeadlineExceeded",
+    "Embedding",
     "EngineClosed",
     "EngineConfig",
     "EngineDead",
@@ -99,7 +100,7 @@ _HOMES = {
     "Generation": "asyncllm.engine.generation",
     "Session": "asyncllm.engine.session",
     "Tokenizer": "asyncllm.text.tokenizer",
-    **dict.fromkeys(("Chunk", "FinishReason", "Message", "Response"), "asyncllm.types"),
+    **dict.fromkeys(("Chunk", "Embedding", "FinishReason", "Message", "Response"), "asyncllm.types"),
     **dict.fromkeys(
         ("ChatTemplateConfig", "EngineConfig", "GenerationConfig", "PytorchEngineConfig", "TurbomindEngineConfig"),
         "asyncllm.config",

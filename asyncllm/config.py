@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from typing import Annotated, Any, Literal, Self, TypedDict
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypedDict, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -25,6 +26,7 @@ __all__ = [
     "RequestOptions",
     "ServerConfig",
     "TurbomindEngineConfig",
+    "checked",
 ]
 
 Capability = Literal["completion", "chat", "infilling", "python"]
@@ -33,6 +35,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_WORDS = 64
 MAX_LOGIT_BIAS = 512
 MAX_CHOICES = 128
+MAX_TEMPLATE_VARIABLES = 32
 MAX_COUNT = 2**31 - 1
 
 
@@ -84,6 +87,18 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def _check(self) -> None:
         """Rules across fields."""
+
+
+Config = TypeVar("Config", bound=_Config)
+
+
+def checked(cls: type[Config], value: Config | None, name: str) -> Config:
+    """The argument `name` of a call if it holds; the default for None. Raises InvalidParameter."""
+    if value is None:
+        return cls()
+    if not isinstance(value, cls):
+        raise InvalidParameter(f"{name} must be a {cls.__name__}, not {type(value).__name__}.", name)
+    return value.checked()
 
 
 class GenerationConfig(_Config, frozen=True, kw_only=True):
@@ -159,8 +174,18 @@ class GenerationConfig(_Config, frozen=True, kw_only=True):
             raise InvalidParameter(f"{name} must be None or in [{low}, {high}] (given: {value}).", name)
 
 
+TemplateVariables = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], str | int | float | bool | None],
+    Meta(
+        max_length=MAX_TEMPLATE_VARIABLES,
+        description="Variables of the checkpoint's chat template, such as enable_thinking.",
+    ),
+]
+
+
 class RequestOptions(_Config, frozen=True, kw_only=True):
-    """How a request stands among the others: the keywords of `generate`, `chat`, `batch_infer` and `stream_infer`."""
+    """The keywords of `generate`, `chat`, `batch_infer` and `stream_infer`: how a request stands among the others, and
+    how the chat template writes its messages down."""
 
     priority: Annotated[
         int, Meta(ge=-MAX_COUNT, le=MAX_COUNT, description="Lower values are served earlier; arrival breaks ties.")
@@ -169,12 +194,45 @@ class RequestOptions(_Config, frozen=True, kw_only=True):
         float | None,
         Meta(description="Seconds from the first await to the last token; then DeadlineExceeded. None: no limit."),
     ] = None
+    user_id: Annotated[
+        str | None, Meta(description="Whom the request counts for, in the QoS file; None: the user 'default'.")
+    ] = None
     cache_salt: Annotated[
         str | None,
         Meta(description="Requests share cached prefixes, and can tell by their speed, only if their salt is equal."),
     ] = None
+    add_generation_prompt: Annotated[
+        bool | None,
+        Meta(description="Begin the assistant's turn behind the messages. None: yes, unless the last one goes on."),
+    ] = None
+    continue_final_message: Annotated[
+        bool | None,
+        Meta(
+            description="The answer goes on where the last message, the assistant's, ends. None: if the assistant has "
+            "the last word and add_generation_prompt is None too."
+        ),
+    ] = None
+    chat_template_kwargs: TemplateVariables | None = None
+
+    @property
+    def continues(self) -> bool | None:
+        """Whether the last message is continued; None: if it is the assistant's."""
+        if self.continue_final_message is None and self.add_generation_prompt is not None:
+            return False
+        return self.continue_final_message
+
+    def template_field(self) -> str | None:
+        """The first field that is set and says something about the chat template."""
+        names = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+        return next((name for name in names if getattr(self, name) not in (None, {})), None)
 
     def _check(self) -> None:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidParameter(
+                "continue_final_message and add_generation_prompt contradict each other: the answer goes on with the "
+                "last message, or begins a new one. Set one of them.",
+                "continue_final_message",
+            )
         if self.timeout is not None and not (math.isfinite(self.timeout) and self.timeout > 0):
             raise InvalidParameter(
                 f"timeout must be None or a number of seconds above 0 (given: {self.timeout}).", "timeout"
@@ -190,7 +248,11 @@ class RequestKeywords(TypedDict, total=False):
 
     priority: int
     timeout: float | None
+    user_id: str | None
     cache_salt: str | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: Mapping[str, str | int | float | bool | None] | None
 
 
 class EngineConfig(_Config, frozen=True, kw_only=True):
@@ -265,6 +327,10 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
             "EngineDead. 0: never, as a long prompt may take minutes on a slow CPU; on a GPU, 60 is plenty.",
         ),
     ] = 0.0
+    qos_config_path: Annotated[
+        str | None,
+        Meta(description="JSON file of user groups and quotas, LMDeploy's format; None: all users are served alike."),
+    ] = None
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV blocks of equal prompt beginnings.")] = True
     batch_invariant: Annotated[
         bool,
@@ -432,6 +498,15 @@ class ServerConfig(_Config, frozen=True, kw_only=True):
     max_body_bytes: Annotated[int, Meta(ge=1024, le=MAX_COUNT, description="Largest body of a request.")] = 4 * 2**20
     max_prompts: Annotated[int, Meta(ge=1, le=65536, description="Most prompts or inputs in one request.")] = 256
     max_choices: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Most answers per prompt.")] = 16
+    max_sessions: Annotated[
+        int, Meta(ge=1, le=MAX_COUNT, description="Most conversations that /v1/chat/interactive keeps.")
+    ] = 1024
+    max_session_tokens: Annotated[
+        int, Meta(ge=1, le=MAX_COUNT, description="A new one is kept while all hold fewer tokens than this.")
+    ] = 2**22
+    session_ttl: Annotated[
+        float, Meta(gt=0, le=MAX_COUNT, description="Idle seconds after which one is forgotten.")
+    ] = 3600.0
     body_timeout: Annotated[float, Meta(gt=0, le=3600, description="Seconds for a body to arrive.")] = 30.0
     write_timeout: Annotated[
         float, Meta(gt=0, le=3600, description="Seconds that a client may leave an answer unread.")

@@ -76,7 +76,7 @@ class ContextLengthExceeded(InvalidRequest):
     """The prompt can never fit; `prompt_len` and `limit` are in tokens."""
 
     def __init__(self, prompt_len: int, limit: int, why: str, *, scored: bool = False) -> None:
-        """`scored`: the prompt is only scored, and needs no room for a new token."""
+        """`scored`: the prompt is only scored or embedded, and needs no room for a new token."""
         room = f"{limit} prompt tokens" if scored else f"{limit} prompt tokens and one new token"
         super().__init__(
             f"The prompt has {prompt_len} tokens, but {why} leaves room for {room}. Shorten the prompt, or raise "

@@ -6,15 +6,16 @@ import logging
 import queue
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast, overload
 
 import msgspec
 
 from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords
 from asyncllm.engine.prompts import Prompts, is_single
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
-from asyncllm.types import Chunk, Message, Response
+from asyncllm.types import Chunk, Embedding, Message, Pooling, Response
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from asyncllm.engine.async_engine import AsyncEngine
+    from asyncllm.engine.embeddings import EmbeddingInput
     from asyncllm.engine.session import Session
     from asyncllm.engine.stats import EngineStats
     from asyncllm.text.tokenizer import Tokenizer
@@ -228,24 +230,35 @@ class Pipeline:
 
     def prepare_inputs(self, prompts: Prompts, do_preprocess: bool = True) -> dict[str, Any]:
         """The token ids that prompts become: {"input_ids": list of ids, or a list of them for a list of prompts}."""
-        single = is_single(prompts)
-        admission = self._engine.admission
+        return {"input_ids": self._loop.call(self._engine.encode(prompts, do_preprocess=do_preprocess))}
 
-        async def encode(prompt: Any) -> list[int]:
-            return await admission.encode(admission.render(prompt, do_preprocess=do_preprocess))
+    def embed(
+        self,
+        prompts: EmbeddingInput,
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        **options: Unpack[RequestKeywords],
+    ) -> Embedding | list[Embedding]:
+        """The embedding of one prompt (a text or token ids), or of a list of them, as `AsyncEngine.embed`."""
+        form: Any = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
+        return self._loop.call(self._engine.embed(prompts, **form, **options))
 
-        input_ids = self._loop.call(_gather(encode, [prompts] if single else list(prompts)))
-        return {"input_ids": input_ids[0] if single else input_ids}
-
-    def get_ppl(self, input_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[float]:
+    def get_ppl(
+        self, input_ids: Sequence[int] | Sequence[Sequence[int]], **options: Unpack[RequestKeywords]
+    ) -> list[float]:
         """Per sequence, the mean cross-entropy of its tokens after the first, in nats."""
-        return self._loop.call(_gather(self._engine.get_ppl, _sequences(input_ids)))
+        return self._loop.call(_gather(partial(self._engine.get_ppl, **options), _sequences(input_ids)))
 
-    def get_logits(self, input_ids: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    def get_logits(
+        self, input_ids: Sequence[int] | Sequence[Sequence[int]], **options: Unpack[RequestKeywords]
+    ) -> Tensor:
         """The logits after each token: float32 [sequences, tokens, vocab], shorter sequences padded with zeros."""
         from torch.nn.utils.rnn import pad_sequence
 
-        return pad_sequence(self._loop.call(_gather(self._engine.get_logits, _sequences(input_ids))), batch_first=True)
+        logits = self._loop.call(_gather(partial(self._engine.get_logits, **options), _sequences(input_ids)))
+        return pad_sequence(logits, batch_first=True)
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine holds and has done."""

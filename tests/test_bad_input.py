@@ -33,7 +33,7 @@ from asyncllm import (
     UnsupportedModel,
     pipeline,
 )
-from asyncllm.config import RequestOptions
+from asyncllm.config import RequestKeywords, RequestOptions
 from asyncllm.testing import FakePipeline, fake_parts
 from tests.bad_values import bad_values
 
@@ -84,6 +84,9 @@ class TestSettings:
             with pytest.raises(InvalidParameter, match=name) as caught:
                 call(pipe, "ping", **{name: value})
             assert caught.value.param == name
+
+    def test_request_keywords_are_the_fields(self) -> None:
+        assert RequestKeywords.__optional_keys__ == set(RequestOptions.__struct_fields__)
 
     @pytest.mark.parametrize(
         "options", [{"timeout": 0}, {"timeout": -1.5}, {"cache_salt": ""}, {"deadline": 5}, {"Priority": 1}], ids=str

@@ -16,6 +16,7 @@ PUBLIC = [
     "Chunk",
     "ContextLengthExceeded",
     "DeadlineExceeded",
+    "Embedding",
     "EngineClosed",
     "EngineConfig",
     "EngineDead",

@@ -9,54 +9,38 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 from asyncllm.batch import Executor, Limits
-from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords
+from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords, checked
 from asyncllm.engine.admission import Admission, check_adapter
+from asyncllm.engine.batches import generations_of, responses_of
 from asyncllm.engine.delivery import Delivery
+from asyncllm.engine.embeddings import EmbeddingForm, EmbeddingInput, embed
 from asyncllm.engine.generation import Generation, interleave
+from asyncllm.engine.in_thread import in_thread
 from asyncllm.engine.loop import EngineLoop
-from asyncllm.engine.prompts import Prompts, is_single, is_token_ids, longest_first, pair_with_configs
+from asyncllm.engine.prompts import Prompts, is_single, longest_first, pair_with_configs
+from asyncllm.engine.quality_of_service import QualityOfService
 from asyncllm.engine.queue_bounds import QueueBounds
 from asyncllm.engine.record import RequestRecord
 from asyncllm.engine.scheduler import Scheduler
+from asyncllm.engine.scoring import mean_cross_entropy, score
 from asyncllm.engine.sequence import Request
 from asyncllm.engine.session import Session
 from asyncllm.engine.sessions import SessionTable
 from asyncllm.engine.stats import EngineStats
-from asyncllm.errors import (
-    EngineClosed,
-    EngineError,
-    InvalidParameter,
-    RequestFailed,
-)
+from asyncllm.engine.waiting_queue import WaitingQueue
+from asyncllm.errors import EngineClosed, EngineError, InvalidParameter
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
-from asyncllm.types import Chunk, Message, Response
+from asyncllm.types import Chunk, Embedding, Message, Pooling, Response
 
 __all__ = ["AsyncEngine"]
 
-Config = TypeVar("Config", EngineConfig, GenerationConfig, ChatTemplateConfig)
-Result = TypeVar("Result")
-
 _live: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()
 """Engines that have started and not closed, for tests that look for leaks."""
-
-
-async def _in_thread(call: Callable[[], Result]) -> Result:
-    """What `call` returns, run in a thread of its own.
-
-    Reading and importing take seconds. Such a thread leaves none behind in the loop's pool, and the loop does not wait
-    for it when this task is cancelled.
-    """
-    thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-open")
-    try:
-        return await asyncio.get_running_loop().run_in_executor(thread, call)
-    finally:
-        thread.shutdown(wait=False)
 
 
 class AsyncEngine:
@@ -129,15 +113,20 @@ class AsyncEngine:
     async def _start_up(self) -> None:
         executor: Executor | None = None
         try:
+            path = self.config.qos_config_path
+            quality = None if path is None else await in_thread(lambda: QualityOfService.open(path))
             executor, open_text = await self._find_model()
             self.limits = await self._load(executor, open_text)
-            self.admission = Admission(self.tokenizer, self.chat_template, self.limits, self.config.session_len)
+            self.admission = Admission(
+                self.tokenizer, self.chat_template, self.limits, self.config.session_len, quality
+            )
             scheduler = Scheduler(
                 self.limits,
                 max_batch_size=self.config.max_batch_size,
                 prefill_budget=self.config.prefill_budget,
                 prefill_interval=self.config.prefill_interval,
                 prefix_caching=self.config.enable_prefix_caching,
+                waiting=WaitingQueue(quality),
             )
         except BaseException:
             self._state = "closed"
@@ -175,14 +164,14 @@ class AsyncEngine:
 
             return executor or open_executor(config, folder), open_text
 
-        return await _in_thread(find)
+        return await in_thread(find)
 
     async def _load(self, executor: Executor, open_text: Callable[[], None] | None) -> Limits:
         """Start the executor, and read the tokenizer meanwhile: weights wait for disk and device, not for Python."""
         starting = asyncio.get_running_loop().create_task(executor.start(), name="asyncllm-load")
         try:
             if open_text is not None:
-                await _in_thread(open_text)
+                await in_thread(open_text)
             return await starting
         except BaseException:
             starting.cancel()
@@ -258,7 +247,8 @@ class AsyncEngine:
         `session_id` with `sequence_end=False` keeps the conversation for a next call with `sequence_start=False`,
         which goes on after its first `step` tokens, or after all of them if `step` is 0. With
         `stream_response=False` the reader gets one chunk, at the end. `options` are the fields of RequestOptions:
-        priority, timeout, cache_salt. Errors are raised by the first await.
+        priority, timeout, user_id, cache_salt, and for the chat template add_generation_prompt, continue_final_message
+        and chat_template_kwargs. Errors are raised by the first await.
         """
         if not (sequence_start and sequence_end):
             return self._turn(
@@ -275,7 +265,8 @@ class AsyncEngine:
             )
 
         async def prepare(delivery: Delivery) -> Request:
-            terms = self.admission.terms(options)
+            asked = self.admission.options(options, renders=do_preprocess and input_ids is None)
+            terms = self.admission.terms(asked)
             check_adapter(adapter_name)
             config = checked(GenerationConfig, gen_config, "gen_config")
             if step:
@@ -283,7 +274,7 @@ class AsyncEngine:
             if input_ids is not None:
                 prompt_ids = self.admission.check_token_ids(input_ids)
             else:
-                text = self.admission.render(messages, do_preprocess=do_preprocess)
+                text = self.admission.render(messages, do_preprocess=do_preprocess, options=asked)
                 prompt_ids = await self.admission.encode(text)
             return self.admission.build(prompt_ids, config, delivery, session_id=session_id, terms=terms)
 
@@ -337,12 +328,20 @@ class AsyncEngine:
 
         async def prepare(delivery: Delivery) -> Request:
             nonlocal session
-            terms = self.admission.terms(options)
+            asked = self.admission.options(options, renders=do_preprocess and input_ids is None)
+            terms = self.admission.terms(asked)
             check_adapter(adapter_name)
             config = checked(GenerationConfig, gen_config, "gen_config")
             found = find()
             request = await found.prepare(
-                delivery, prompt, config, step=step, do_preprocess=do_preprocess, input_ids=input_ids, terms=terms
+                delivery,
+                prompt,
+                config,
+                step=step,
+                do_preprocess=do_preprocess,
+                input_ids=input_ids,
+                options=asked,
+                terms=terms,
             )
             session = found
             return request
@@ -393,25 +392,17 @@ class AsyncEngine:
         with finish_reason 'error', and the others go on.
         """
         pairs = pair_with_configs(prompts, gen_config)
-        generations = self._batch(pairs, do_preprocess, adapter_name, options, streaming=False)
-        responses = []
-        try:
-            # Under a timeout a long answer in front would be the end of those behind it.
-            in_order = range(len(pairs)) if options.get("timeout") else longest_first([config for _, config in pairs])
-            for index in in_order:
-                await generations[index].start()
-                await asyncio.sleep(0)  # many prompts do not hold up the loop
-            for index, generation in enumerate(generations):
-                try:
-                    response = await generation.response()
-                except RequestFailed as error:
-                    response = Response(finish_reason="error", error_message=str(error), index=index)
-                responses.append(response)
-                if on_response is not None:
-                    on_response(response)
-        finally:
-            for generation in generations:
-                generation.cancel()
+        generations = generations_of(
+            self.generate,
+            pairs,
+            do_preprocess=do_preprocess,
+            adapter_name=adapter_name,
+            stream_response=False,
+            **options,
+        )
+        # Under a timeout a long answer in front would be the end of those behind it.
+        order = range(len(pairs)) if options.get("timeout") else longest_first([config for _, config in pairs])
+        responses = await responses_of(generations, order, on_response)
         return responses[0] if is_single(prompts) else responses
 
     def stream_infer(
@@ -425,55 +416,63 @@ class AsyncEngine:
     ) -> AsyncIterator[Chunk]:
         """The chunks of all answers as they come; `chunk.index` says to which prompt one belongs."""
         pairs = pair_with_configs(prompts, gen_config)
-        return interleave(self._batch(pairs, do_preprocess, adapter_name, options, streaming=True))
+        return interleave(
+            generations_of(self.generate, pairs, do_preprocess=do_preprocess, adapter_name=adapter_name, **options)
+        )
 
-    def _batch(
+    async def embed(
         self,
-        pairs: Sequence[tuple[Any, GenerationConfig | None]],
-        do_preprocess: bool,
-        adapter_name: str | None,
-        options: RequestKeywords,
+        prompts: EmbeddingInput,
         *,
-        streaming: bool,
-    ) -> list[Generation]:
-        generations = []
-        for index, (prompt, config) in enumerate(pairs):
-            ids = prompt if is_token_ids(prompt) else None
-            generation = self.generate(
-                None if ids is not None else prompt,
-                config,
-                input_ids=ids,
-                do_preprocess=do_preprocess,
-                adapter_name=adapter_name,
-                stream_response=streaming,
-                **options,
-            )
-            generation.index = index
-            generations.append(generation)
-        return generations
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        **options: Unpack[RequestKeywords],
+    ) -> Embedding | list[Embedding]:
+        """The embedding of one prompt (a text or token ids), or of a list of them in order.
 
-    async def get_logits(self, input_ids: Sequence[int]) -> Any:
+        It is the hidden state after the final norm of the prompt's `last` token, or the `mean` of all its tokens,
+        cut to the first `dimensions` entries and then scaled to length 1 (`normalize`). A text is encoded as it is: no
+        chat template is applied, and a model that was trained to embed at an end token needs it in the text.
+        The first error, of whichever prompt, ends the call. Raises InvalidRequest, RequestFailed, EngineError.
+        """
+        self.running()
+        form = EmbeddingForm(pooling, normalize, dimensions, self.limits.hidden_size)
+        return await embed(self.running, self.admission, prompts, form, options)
+
+    async def encode(
+        self,
+        prompts: Prompts,
+        *,
+        do_preprocess: bool = True,
+        add_bos: bool = True,
+        **options: Unpack[RequestKeywords],
+    ) -> list[int] | list[list[int]]:
+        """The token ids that `generate` would make of a prompt, or of each of a list of prompts.
+
+        `add_bos=False` leaves out what the checkpoint's tokenizer puts in front. Long texts are encoded in a thread.
+        Raises InvalidRequest, EngineClosed.
+        """
+        self.running()
+        asked = self.admission.options(options, renders=do_preprocess)
+        pairs = pair_with_configs(prompts, None)
+        encoded = await self.admission.encode_all(
+            [prompt for prompt, _ in pairs], asked, do_preprocess=do_preprocess, add_bos=add_bos
+        )
+        return encoded[0] if is_single(prompts) else encoded
+
+    async def get_logits(self, input_ids: Sequence[int], **options: Unpack[RequestKeywords]) -> Any:
         """The logits after each token: a float32 CPU tensor [tokens, vocab]. Nothing is generated."""
         from asyncllm.agent.scoring import concatenate
 
-        chunk = await self._score(input_ids, GenerationConfig(), output_logits=True)
+        self.running()
+        chunk = await score(self.running, self.admission, input_ids, options, output_logits=True)
         return concatenate(chunk.logits)
 
-    async def get_ppl(self, input_ids: Sequence[int]) -> float:
+    async def get_ppl(self, input_ids: Sequence[int], **options: Unpack[RequestKeywords]) -> float:
         """Mean cross-entropy of the tokens after the first, in nats: the logarithm of the perplexity."""
-        if isinstance(input_ids, Sequence) and len(input_ids) < 2:
-            raise InvalidParameter("Perplexity needs at least 2 tokens: the first has nothing before it.", "input_ids")
-        chunk = await self._score(input_ids, GenerationConfig(prompt_logprobs=0))
-        entries = [entry for entry in chunk.prompt_logprobs or [] if entry is not None]
-        return -sum(next(iter(entry.values())) for entry in entries) / len(entries)
-
-    async def _score(self, input_ids: Sequence[int], config: GenerationConfig, *, output_logits: bool = False) -> Chunk:
-        async def prepare(delivery: Delivery) -> Request:
-            prompt_ids = self.admission.check_token_ids(input_ids)
-            return self.admission.build(prompt_ids, config, delivery, score_only=True, output_logits=output_logits)
-
-        async with Generation(self.running, prepare, Delivery(streaming=False)) as generation:
-            return await anext(generation)
+        self.running()
+        return await mean_cross_entropy(self.running, self.admission, input_ids, options)
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine holds and has done."""
@@ -484,12 +483,3 @@ class AsyncEngine:
         for tests, right after the last answer too."""
         if self._loop is not None:
             self._loop.check_idle()
-
-
-def checked(cls: type[Config], value: Config | None, name: str) -> Config:
-    """The config itself if it holds; the default for None. Raises InvalidParameter."""
-    if value is None:
-        return cls()
-    if not isinstance(value, cls):
-        raise InvalidParameter(f"{name} must be a {cls.__name__}, not {type(value).__name__}.", name)
-    return value.checked()

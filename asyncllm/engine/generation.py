@@ -114,6 +114,11 @@ class Generation:
             self._response = Response.collect([chunk async for chunk in self])
         return self._response
 
+    async def only_chunk(self) -> Chunk:
+        """The one chunk of a request that generates nothing. Raises the request's error, which comes after it."""
+        (chunk,) = [chunk async for chunk in self]
+        return chunk
+
     def __await__(self) -> Generator[object, None, Response]:
         return self.response().__await__()
 

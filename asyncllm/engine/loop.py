@@ -359,6 +359,8 @@ class EngineLoop:
             chunk.prompt_logprobs = [None, *(dict(entry) for entry in request.prompt_logprobs)]
         if last and request.logits:
             chunk.logits = request.logits
+        if last:
+            chunk.pooled = request.pooled
         answer.num_sent = sequence.num_generated
         request.delivery.put(chunk)
 
@@ -406,6 +408,7 @@ class EngineLoop:
             requests_failed=self._failed,
             requests_expired=self._expired,
             requests_refused=self._bounds.num_refused,
+            user_tokens={} if scheduler.waiting.quality is None else scheduler.waiting.quality.used(),
             seconds_since_progress=self._watchdog.seconds_since_progress,
             step_ms=self._step_ms,
         )

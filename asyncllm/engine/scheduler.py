@@ -213,8 +213,9 @@ class Scheduler:
         sequence.state = SequenceState.WAITING
         sequence.num_computed = 0
         sequence.committed = 0
-        # Logits are asked for alone, without an answer, so that the prompt is all that is computed again.
+        # Logits and embeddings are asked for alone, without an answer: the prompt is all that is computed again.
         sequence.request.logits.clear()
+        sequence.request.pooled = None
         self.num_waiting += 1
         self.waiting.push(sequence)
 
@@ -273,6 +274,7 @@ class Scheduler:
             prompt_logprobs=request.prompt_logprobs_asked if wants_logprobs else None,
             next_token=sequence.token_ids[end] if wants_logprobs and end < known else None,
             output_logits=request.output_logits,
+            pooling=request.pooling if end == known or request.pooling == "mean" else None,
         )
         batch.prefill.append(row)
         prefill.append((sequence, row))
@@ -303,13 +305,13 @@ class Scheduler:
         reserve = len(self._running)
         if self.blocks.num_available - idle_shared < num_blocks - len(shared) + reserve:
             return False
-        self.waiting.admit(sequence)
         self.num_waiting -= 1
         self.blocks.share(shared)
         own = self.blocks.allocate(num_blocks - len(shared))
         if source is not None:
             batch.copies.append((source, own[0]))
         cached = len(shared) * self._block_size if source is None else known - 1
+        self.waiting.admit(sequence, known - cached)
         sequence.blocks = shared + own
         sequence.slot = self._free_slots.pop()
         sequence.num_computed = cached
@@ -390,6 +392,7 @@ class Scheduler:
             elif sequence.remaining <= 0 and sequence.pending == 0:
                 self.finish(sequence, "length")
         self.counts.sampled_tokens += len(advanced) - without_token
+        self.waiting.charge(advanced)
         self.blocks.step_read(flight.step)
         while self._fenced_slots and self._fenced_slots[0][0] <= flight.step:
             self._free_slots.append(self._fenced_slots.popleft()[1])
@@ -414,6 +417,10 @@ class Scheduler:
             return not row.sample
         if row.output_logits and row.slot in output.logits:
             request.logits.append(output.logits[row.slot])
+        if row.pooling is not None:
+            chunk = output.pooled[row.slot]
+            before = request.pooled
+            request.pooled = chunk if before is None else [a + b for a, b in zip(before, chunk, strict=True)]
         end = row.position + len(row.tokens)
         self._commit(sequence, end)
         if sequence.index == 0 and end >= sequence.num_prompt:

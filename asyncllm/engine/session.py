@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self, Unpack
 
-from asyncllm.config import GenerationConfig, RequestKeywords
+from asyncllm.config import GenerationConfig, RequestKeywords, RequestOptions
 from asyncllm.engine.admission import Admission
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.generation import Generation
 from asyncllm.engine.sequence import Request, Terms
-from asyncllm.errors import InvalidParameter, SessionBusy, SessionNotFound
+from asyncllm.errors import InvalidParameter, SessionBusy, SessionNotFound, UnsupportedFeature
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.literals import Literals
 from asyncllm.text.tokenizer import Tokenizer
@@ -192,12 +192,18 @@ class Session:
         step: int,
         do_preprocess: bool,
         input_ids: Sequence[int] | None,
+        options: RequestOptions,
         terms: Terms,
     ) -> Request:
         """The request of the next turn, after the first `step` tokens of the history, or all of them if that is 0.
 
         Raises InvalidRequest, SessionBusy and SessionNotFound; the conversation is then as it was.
         """
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if getattr(options, name) is not None:
+                raise UnsupportedFeature(
+                    f"{name} is not for sessions, where each turn's answer is a message of its own. Leave it out.", name
+                )
         if config.n != 1:
             raise InvalidParameter(
                 f"n={config.n} in a session: a conversation goes on from one answer. Use n=1, or fork() the session.",
@@ -215,7 +221,7 @@ class Session:
                 self._prompt = self._host.tokenizer.decode(new, skip_special_tokens=False)
                 self._new_messages = None
             else:
-                token_ids = await self._encode(prompt, do_preprocess=do_preprocess)
+                token_ids = await self._encode(prompt, options, do_preprocess=do_preprocess)
                 assert prompt is not None
                 self._prompt, self._new_messages = prompt, as_messages(prompt) if do_preprocess else None
             history_len = min(self.step, len(token_ids))
@@ -245,19 +251,23 @@ class Session:
         self._request = None
         self._stop_asked = False
 
-    async def _encode(self, prompt: str | Sequence[Message] | None, *, do_preprocess: bool) -> list[int]:
+    async def _encode(
+        self, prompt: str | Sequence[Message] | None, options: RequestOptions, *, do_preprocess: bool
+    ) -> list[int]:
         """The token ids of the whole conversation with this prompt at its end."""
         admission, template = self._host.admission, self._host.chat_template
         if not self.turns or not do_preprocess:
-            rendered = admission.render(prompt, do_preprocess=do_preprocess)
+            rendered = admission.render(prompt, do_preprocess=do_preprocess, options=options)
             return self.token_ids + await admission.encode(rendered, add_bos=not self.token_ids)
-        admission.render(prompt, do_preprocess=True)
+        admission.render(prompt, do_preprocess=True, options=options)
         assert prompt is not None
         literals = Literals(self._host.tokenizer)
         before, last, new = literals.mark(self._messages()), self.turns[-1], literals.mark(as_messages(prompt))
-        tail = template.continuation(before, last.answer, new)
+        variables = literals.mark_values(options.chat_template_kwargs)
+        tail = template.continuation(before, last.answer, new, variables)
         if tail is None:
-            text = template.render([*before, {"role": "assistant", "content": last.answer}, *new])
+            conversation = [*before, {"role": "assistant", "content": last.answer}, *new]
+            text = template.render(conversation, variables=variables)
             return await admission.encode(admission.restored(literals, text))
         added = await admission.encode(admission.restored(literals, tail), add_bos=False)
         history = self.token_ids

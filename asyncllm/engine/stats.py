@@ -47,6 +47,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that ended at their deadline."""
     requests_refused: int
     """Calls that found the queue full; they were never started."""
+    user_tokens: dict[str, int]
+    """Prompt tokens computed and tokens generated in the last 60 s, by user; empty without quality of service."""
     seconds_since_progress: float
     """How long there has been work and no step has completed; 0 when there is none."""
     step_ms: float

@@ -1,20 +1,22 @@
 """The waiting queue: which sequence is admitted next.
 
 Lower priority values come first, then earlier requests. Siblings and preempted sequences belong to requests that
-arrived before, so the same rule brings them back to the front of their priority.
+arrived before, so the same rule brings them back to the front of their priority. With quality of service, that is the
+order within a user, and `QualityOfService` says whose turn it is.
 
 Nobody starves: whoever has waited longest is passed over by later requests at most `MAX_PASSED` times in a row once it
-has waited for `PATIENCE_S`; then it is next, whatever its priority. While everybody waits that long, this moves one
+has waited for `PATIENCE_S`; then it is next, whoever it belongs to. While everybody waits that long, this moves one
 admission in `MAX_PASSED` + 1, and the others keep their order.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
+from asyncllm.engine.quality_of_service import QualityOfService, User
 from asyncllm.engine.sequence import Sequence
 
 __all__ = ["MAX_PASSED", "PATIENCE_S", "WaitingQueue"]
@@ -59,12 +61,14 @@ class WaitingQueue:
     A request's first sequence stands for it: the others come when its prompt has been computed.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, quality: QualityOfService | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds from any beginning; it never goes back."""
+        self.quality = quality if quality is not None and quality.enabled else None
         self._clock = clock
         self._waiting: OrderedDict[Sequence, tuple[float, int]] = OrderedDict()
         """Sequence -> since when it waits, and its known tokens then; who has waited longest comes first."""
-        self._lane = Lane()
+        self._lanes: defaultdict[User | None, Lane] = defaultdict(Lane)
+        """One for each user; without quality of service, one."""
         self._num_pushed = 0
         self._passed = 0
         """Later requests admitted since the one that has waited longest became that."""
@@ -87,7 +91,10 @@ class WaitingQueue:
         self.num_requests += is_first
         self.num_tokens += num_tokens
         self._num_pushed += 1
-        self._lane.push(sequence, self._num_pushed)
+        user = sequence.request.terms.user
+        self._lanes[user].push(sequence, self._num_pushed)
+        if self.quality is not None and user is not None:
+            self.quality.joins(user)
 
     def first(self) -> Sequence | None:
         """Who is next; None if nobody waits."""
@@ -97,10 +104,14 @@ class WaitingQueue:
             longest, (since, _) = next(iter(self._waiting.items()))
             if self._clock() - since >= PATIENCE_S:
                 return longest
-        return self._lane.first(self._waiting)
+        user = None if self.quality is None else self.quality.next_user()
+        return self._lanes[user].first(self._waiting)
 
-    def admit(self, sequence: Sequence) -> None:
-        """The sequence got its row."""
+    def admit(self, sequence: Sequence, num_to_compute: int) -> None:
+        """The sequence got its row; so many of its known tokens are to be computed."""
+        user = sequence.request.terms.user
+        if user is not None and sequence.last_step < 0:
+            user.current += num_to_compute
         longest = next(iter(self._waiting))
         if sequence.request.id > longest.request.id:
             self._passed += 1
@@ -115,9 +126,22 @@ class WaitingQueue:
         _, num_tokens = self._waiting.pop(sequence)
         self.num_requests -= sequence.index == 0
         self.num_tokens -= num_tokens
-        self._lane.left(self._waiting)
+        user = sequence.request.terms.user
+        self._lanes[user].left(self._waiting)
+        if self.quality is not None and user is not None:
+            self.quality.leaves(user)
+
+    def charge(self, sequences: Iterable[Sequence]) -> None:
+        """Each of these got one more token, which counts as used."""
+        if self.quality is not None:
+            self.quality.move_on()
+            for sequence in sequences:
+                user = sequence.request.terms.user
+                if user is not None:
+                    user.current += 1
 
     @staticmethod
     def rank(sequence: Sequence) -> int:
-        """The sequence's class: who has a higher one is preempted first."""
-        return sequence.request.terms.priority
+        """The sequence's class, which is its user's group or else its priority: the highest is preempted first."""
+        user, priority = sequence.request.terms.user, sequence.request.terms.priority
+        return priority if user is None else user.group

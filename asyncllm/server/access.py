@@ -16,7 +16,10 @@ from asyncllm.config import ServerConfig
 from asyncllm.errors import InvalidParameter
 from asyncllm.server.errors import ApiError
 
-__all__ = ["Access", "Auth", "is_loopback", "read_keys"]
+__all__ = ["KEY", "Access", "Auth", "is_loopback", "read_keys"]
+
+KEY = web.RequestKey("KEY", int)
+"""Which of the server's keys the request brought; -1 when it needs none. Set by the entrance."""
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 KEYS_VARIABLE = "ASYNCLLM_API_KEYS"

@@ -10,6 +10,7 @@ from asyncllm.engine.generation import Generation
 from asyncllm.server.chunks import Answering, Tail, encode
 from asyncllm.server.decode import read_struct
 from asyncllm.server.logprobs import chat_logprobs
+from asyncllm.server.options import label_of, request_options, template_options
 from asyncllm.server.requests import ChatRequest, refuse_unsupported
 from asyncllm.server.responses import ChatChoice, ChatResponse, ResponseMessage
 from asyncllm.server.sampling import chat_config
@@ -34,8 +35,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     generation = service.engine.generate(
         normalised(body.messages),
         chat_config(body, service.config, service.defaults),
-        session_id=body.session_id if body.session_id != -1 else None,
+        session_id=label_of(request, body.session_id),
+        do_preprocess=body.do_preprocess is not False,
         stream_response=bool(body.stream),
+        **(request_options(request, body) | template_options(body)),
     )
     await generation.start()
     answering = Answering("chatcmpl-", service.engine.model_name, body.request_id)
@@ -102,9 +105,14 @@ class _ChatEvents:
         self._tally = Tally()
         self._begun: set[int] = set()
         """Choices whose role has been sent."""
+        self._plain = not (body.return_token_ids or body.logprobs or self._tail.continuous)
+        self._plain_end = b'},"logprobs":null,"finish_reason":null}' + self._tail.plain
 
     def chunk(self, chunk: Chunk) -> bytes:
         """The events of one chunk."""
+        if self._plain and chunk.finish_reason is None and chunk.choice in self._begun:
+            text = encode(chunk.text)
+            return b'%b{"index":%d,"delta":{"content":%b%b' % (self._head, chunk.choice, text, self._plain_end)
         self._tally.add(chunk)
         tail = self._tail.of(self._tally.usage()) if self._tail.continuous else self._tail.plain
         head = b'%b{"index":%d,"delta":' % (self._head, chunk.choice)

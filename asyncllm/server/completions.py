@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from aiohttp import web
 
@@ -12,6 +13,7 @@ from asyncllm.server.chunks import Answering, Tail, encode
 from asyncllm.server.decode import read_struct
 from asyncllm.server.errors import ApiError
 from asyncllm.server.logprobs import completion_logprobs
+from asyncllm.server.options import label_of, request_options
 from asyncllm.server.requests import CompletionRequest, Prompt, refuse_unsupported
 from asyncllm.server.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
 from asyncllm.server.sampling import completion_config
@@ -32,15 +34,20 @@ async def completions(request: web.Request) -> web.StreamResponse:
     refuse_unsupported(body)
     config = completion_config(body, service.config, service.defaults)
     prompts = prompts_of(body.prompt, service.config, "prompt")
+    inputs: Any = prompts
+    if body.add_special_tokens is False:
+        inputs = await service.engine.encode(inputs, do_preprocess=False, add_bos=False)
+    options = request_options(request, body)
     generations = []
-    for index, prompt in enumerate(prompts):
+    for index, prompt in enumerate(inputs):
         generation = service.engine.generate(
             prompt if isinstance(prompt, str) else None,
             config,
             do_preprocess=False,
             input_ids=None if isinstance(prompt, str) else prompt,
-            session_id=body.session_id if body.session_id != -1 else None,
+            session_id=label_of(request, body.session_id),
             stream_response=bool(body.stream),
+            **options,
         )
         generation.index = index
         generations.append(generation)
@@ -165,12 +172,17 @@ class _CompletionEvents:
         self._body = body
         self._pieces = pieces
         self._tally = Tally()
+        self._plain = not (body.return_token_ids or body.logprobs is not None or self._tail.continuous)
+        self._plain_end = b',"logprobs":null,"finish_reason":null}' + self._tail.plain
 
     def chunk(self, chunk: Chunk) -> bytes:
         """The event of one chunk."""
-        self._tally.add(chunk)
         pieces = self._pieces
         first = not pieces.begun(chunk.index, chunk.choice)
+        if self._plain and not first and chunk.finish_reason is None and pieces.generates:
+            choice = chunk.index * pieces.choices_per_prompt + chunk.choice
+            return b'%b{"index":%d,"text":%b%b' % (self._head, choice, encode(chunk.text), self._plain_end)
+        self._tally.add(chunk)
         text, logprobs = pieces.take(chunk.index, chunk, chunk.choice)
         event = b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b' % (
             self._head,

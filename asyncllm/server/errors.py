@@ -7,8 +7,10 @@
     405 408 413 415               method, slow body, large body, no JSON: all invalid_request_error
     409 conflict_error            the session has a turn running
     429 rate_limit_error          the queue is full; Retry-After says when to come back
+    410 session_expired_error     the session was forgotten; the next request begins a new one
     500 server_error              this request failed inside the engine
     503 unavailable_error         the server starts, drains, or its engine has died
+    504 timeout_error             the request's own timeout is over
 
 Statuses and codes are OpenAI's where it has them. An internal error tells its class in the log alone.
 """
@@ -26,10 +28,12 @@ from aiohttp import web
 from asyncllm.errors import (
     AsyncLLMError,
     ContextLengthExceeded,
+    DeadlineExceeded,
     EngineError,
     InvalidMessage,
     InvalidParameter,
     InvalidRequest,
+    QueueFull,
     RequestFailed,
     SessionBusy,
     SessionNotFound,
@@ -45,9 +49,11 @@ TYPES = {
     403: "permission_error",
     404: "not_found_error",
     409: "conflict_error",
+    410: "session_expired_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "unavailable_error",
+    504: "timeout_error",
 }
 
 NAMES = {
@@ -127,6 +133,11 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(409, str(error), code="session_busy", headers={"x-should-retry": "false"})
         case SessionNotFound():
             return ApiError(404, str(error), code="session_not_found", param="session_id")
+        case QueueFull():
+            return ApiError(429, str(error), code="queue_full", headers=retry_after(error.retry_after))
+        case DeadlineExceeded():
+            # A client that repeats it by itself would wait as long again, and be nobody's any more.
+            return ApiError(504, str(error), code="deadline_exceeded", headers={"x-should-retry": "false"})
         case RequestFailed():
             logger.error("a request failed: %s", error)
             return ApiError(

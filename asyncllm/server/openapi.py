@@ -6,11 +6,10 @@ supported is there with the values that are, and bounds are those of this server
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import re
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
@@ -18,6 +17,7 @@ from aiohttp import web
 
 from asyncllm import __version__
 from asyncllm.config import MAX_LOGIT_BIAS, GenerationConfig
+from asyncllm.engine.in_thread import in_thread
 from asyncllm.server.access import Auth
 from asyncllm.server.errors import NAMES
 from asyncllm.server.field_notes import field_notes
@@ -80,8 +80,14 @@ ERRORS = {
     "429": "The server is full; Retry-After says when to come back.",
     "500": "This request failed inside the engine.",
     "503": "The server is shutting down, or its engine has died.",
+    "504": "The request's own timeout is over.",
 }
-WITH_BODY = ("400", "404", "408", "409", "413", "415", "500")
+WITH_BODY = ("400", "404", "408", "409", "413", "415", "500", "504")
+
+STREAMS = {
+    "text/event-stream": "With `stream: true`: lines `data: {...}`, each a chunk, the last one `data: [DONE]`.",
+    "application/x-ndjson": "With `stream: true`: lines of JSON, each a chunk.",
+}
 
 MESSAGE: Schema = {
     "type": "object",
@@ -113,10 +119,7 @@ async def openapi_json(request: web.Request) -> web.Response:
     service = service_of(request)
     if not service.openapi:
         # Takes a tenth of a second, and reads source files for the fields' notes.
-        thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-openapi")
-        writing = asyncio.get_running_loop().run_in_executor(thread, _write, table_of(request), service)
-        thread.shutdown(wait=False)
-        await writing
+        await in_thread(partial(_write, table_of(request), service))
     return web.Response(body=service.openapi, content_type="application/json")
 
 
@@ -134,12 +137,13 @@ def document_of(routes: Iterable[Route], service: Service) -> Schema:
             _describe(components[kind.__name__], kind, service)
     components["Error"] = ERROR
     components["Message"] = MESSAGE
-    names = [route.handler.__name__ for route in routes]
+    names: set[str] = set()
     paths: Schema = {}
     for route in routes:
         name = route.handler.__name__
-        if names.count(name) > 1:
-            name += "_" + "_".join(re.findall(r"\w+", route.path))
+        if name in names:
+            name = "_".join(re.findall(r"\w+", route.path))
+        names.add(name)
         operations = paths.setdefault(PATH_PARAMETER.sub(r"{\1}", route.path), {})
         operations[route.method.lower()] = _operation(route, name, service)
     document: Schema = {
@@ -189,12 +193,7 @@ def _responses(route: Route, service: Service) -> Schema:
     elif route.content_type is not None:
         content[route.content_type] = {"schema": {"type": "string"} if "json" not in route.content_type else {}}
     if route.streams:
-        content["text/event-stream"] = {
-            "schema": {
-                "type": "string",
-                "description": "With `stream: true`: lines `data: {...}`, each a chunk, the last one `data: [DONE]`.",
-            }
-        }
+        content[route.stream_type] = {"schema": {"type": "string", "description": STREAMS[route.stream_type]}}
     error = {"application/json": {"schema": {"$ref": REF.format(name="Error")}}}
     statuses = {"403"}
     if route.body is not None:
@@ -290,10 +289,11 @@ def _bound(name: str, field: Schema, hint: Any, service: Service) -> None:
     token: Schema = {"type": "integer", "minimum": 0, "maximum": limits.vocab_size - 1}
     if name == "model":
         field["anyOf"] = [{"enum": [service.engine.model_name]}, {"type": "null"}]
-    elif name == "messages" and hint == (list[dict[str, Any]] | str):
-        messages = {"type": "array", "minItems": 1, "items": {"$ref": REF.format(name="Message")}}
-        field["anyOf"] = [messages, {"type": "string", "minLength": 1}]
-        field["description"] = "The conversation; a text is one user message."
+    elif _alternative(field, "array").get("items") == {"type": "object"}:
+        _alternative(field, "array").update(minItems=1, items={"$ref": REF.format(name="Message")})
+        if name == "messages" and "string" in (each["type"] for each in field["anyOf"]):
+            _alternative(field, "string")["minLength"] = 1
+            field["description"] = "The conversation; a text is one user message."
     elif hint == Prompt:
         text: Schema = {"type": "string", "minLength": 1}
         tokens: Schema = {"type": "array", "items": token, "minItems": 1}

@@ -31,19 +31,26 @@ from asyncllm.config import (
 from asyncllm.server.errors import ApiError
 
 __all__ = [
+    "Asking",
     "ChatRequest",
     "CompletionRequest",
     "EmbeddingRequest",
     "Prompt",
     "Sampled",
     "StreamOptions",
+    "Variables",
     "refuse_unsupported",
 ]
 
 Words = Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=64)]
+Stop = Annotated[str, Meta(max_length=256)] | Words | bool | None
+"""false, as in LMDeploy's early examples, stands for none."""
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=MAX_COUNT)]], Meta(max_length=512)]
 NewTokens = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+
+Variables = dict[str, str | int | float | bool | None]
+"""Of a chat template."""
 
 Prompt = str | list[str | int | list[int]]
 """A text, texts, token ids, or several lists of them; a list is of one kind."""
@@ -53,6 +60,19 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A JSON object. A name that is not a field is refused."""
 
     model: str | None = None
+
+
+class Asking(Body, kw_only=True):
+    """How a request stands among the others; the engine's RequestOptions check them."""
+
+    priority: int | None = None
+    """Lower values are served earlier."""
+    timeout: float | None = None
+    """Seconds from admission to the last token; then 504, or an error event."""
+    user_id: str | None = None
+    """Whom it counts for, with `qos_config_path`; refused without."""
+    cache_salt: str | None = None
+    """Requests share cached prefixes only if their salt, and with several keys their key, is the same."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -66,7 +86,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Padding against traffic analysis, which loopback does not need; ignored."""
 
 
-class Ignored(Body, kw_only=True):
+class Ignored(Asking, kw_only=True):
     """Fields that are accepted and have no effect: labels for the provider's own records and wishes about its caches,
     service levels and detokenizers."""
 
@@ -94,7 +114,7 @@ class Sampled(Ignored, kw_only=True):
     top_p: TopP | None = None
     n: Choices | None = None
     max_tokens: int | None = None
-    stop: Annotated[str, Meta(max_length=256)] | Words | None = None
+    stop: Stop = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: PresencePenalty | None = None
     frequency_penalty: FrequencyPenalty | None = None
@@ -132,11 +152,22 @@ class ChatRequest(Sampled, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]] | str
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Variables | None = None
+    enable_thinking: bool | None = None
+    """LMDeploy's: an entry of chat_template_kwargs."""
+    do_preprocess: bool | None = None
+    """false: `messages` is a text, which no template frames."""
     max_completion_tokens: NewTokens | None = None
     logprobs: bool | None = None
     """Send the log-probability of each token along."""
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """And those of as many of the most likely tokens; needs `logprobs`."""
+    chat_template: Any = None
+    documents: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
     audio: Any = None
     function_call: Any = None
     functions: Any = None
@@ -175,6 +206,9 @@ class _Refusal(msgspec.Struct, frozen=True):
 
 
 _GRAMMAR = "Answers cannot be held to a grammar yet. Leave it out and check the answer."
+_LOOPS = "Use repetition_penalty or frequency_penalty against loops, or leave it out."
+_DISAGGREGATION = "KV blocks are not handed to other servers. Leave it out."
+_MEDIA = "Prompts are text. Leave it out."
 _TOOLS = "Tools are not implemented yet. Leave them out."
 
 REFUSED: Mapping[str, _Refusal] = {
@@ -189,6 +223,18 @@ REFUSED: Mapping[str, _Refusal] = {
     "function_call": _Refusal((None, "none", "auto"), _TOOLS),
     "audio": _Refusal((None,), "Answers are text. Leave it out."),
     "modalities": _Refusal((None, ["text"]), "Answers are text. Leave it out."),
+    "chat_template": _Refusal((None,), "The server's owner chooses the template. Leave it out."),
+    "documents": _Refusal((None, []), "Put the documents into a message."),
+    "mm_processor_kwargs": _Refusal((None, {}), _MEDIA),
+    "media_io_kwargs": _Refusal((None, {}), _MEDIA),
+    "image_data": _Refusal((None, []), _MEDIA),
+    "image_url": _Refusal((None, "", []), _MEDIA),
+    "adapter_name": _Refusal((None,), "LoRA adapters are not implemented. Leave it out."),
+    "return_routed_experts": _Refusal((None, False), "Which experts ran is not recorded. Leave it out."),
+    "repetition_ngram_size": _Refusal((None, 0), _LOOPS),
+    "repetition_ngram_threshold": _Refusal((None, 0), _LOOPS),
+    "with_cache": _Refusal((None, False), _DISAGGREGATION),
+    "preserve_cache": _Refusal((None, False), _DISAGGREGATION),
     "web_search_options": _Refusal((None,), "The server does not search the web. Leave it out."),
     "reasoning_effort": _Refusal((None,), "Reasoning effort is not implemented. Leave it out."),
     "suffix": _Refusal((None, ""), "Text cannot be inserted before a suffix. Leave it out."),
@@ -196,7 +242,6 @@ REFUSED: Mapping[str, _Refusal] = {
     "allowed_token_ids": _Refusal((None,), "Use logit_bias to favour tokens, or leave it out."),
     "truncate_prompt_tokens": _Refusal((None,), "Prompts are not cut silently. Shorten the prompt yourself."),
     "length_penalty": _Refusal((None, 1, 1.0), "It belongs to beam search, which is not implemented. Leave it out."),
-    "add_special_tokens": _Refusal((None, True), "Send token ids to say which tokens the prompt begins with."),
     "spaces_between_special_tokens": _Refusal((None, True), "The tokenizer's own rule holds. Leave it out."),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import web
@@ -12,12 +12,30 @@ from asyncllm.server.access import Auth
 from asyncllm.server.chat import chat_completions
 from asyncllm.server.completions import completions
 from asyncllm.server.docs import docs
+from asyncllm.server.generate import generate
 from asyncllm.server.health import Health, health, live, ready
+from asyncllm.server.interactive import chat_interactive
 from asyncllm.server.metrics import metrics
 from asyncllm.server.models import list_models, show_model
+from asyncllm.server.native_requests import (
+    DetokenizeRequest,
+    EncodeRequest,
+    GenerateRequest,
+    InteractiveRequest,
+    TokenizeRequest,
+)
+from asyncllm.server.native_responses import (
+    DetokenizeResponse,
+    EncodeResponse,
+    GenerateResponse,
+    InteractiveResponse,
+    TokenizeResponse,
+)
 from asyncllm.server.openapi import openapi_json
 from asyncllm.server.requests import ChatRequest, CompletionRequest
 from asyncllm.server.responses import ChatResponse, CompletionResponse, Model, ModelList
+from asyncllm.server.sse import NDJSON
+from asyncllm.server.tokens import detokenize, encode_texts, tokenize
 
 __all__ = ["ROUTES", "Route"]
 
@@ -45,10 +63,11 @@ class Route:
     switch: str | None = None
     """The field of ServerConfig that leaves the route out when it is set."""
     streams: bool = False
-    """Whether `stream: true` turns the answer into server-sent events."""
+    """Whether `stream: true` turns the answer into events of `stream_type`."""
+    stream_type: str = "text/event-stream"
 
 
-ROUTES: tuple[Route, ...] = (
+_GENERATING = (
     Route(
         method="POST",
         path="/v1/chat/completions",
@@ -66,6 +85,45 @@ ROUTES: tuple[Route, ...] = (
         body=CompletionRequest,
         answer=CompletionResponse,
         streams=True,
+    ),
+    Route(
+        method="POST",
+        path="/v1/chat/interactive",
+        handler=chat_interactive,
+        auth=Auth.KEY,
+        body=InteractiveRequest,
+        answer=InteractiveResponse,
+        streams=True,
+        stream_type=NDJSON.content_type,
+    ),
+)
+
+ROUTES: tuple[Route, ...] = (
+    *_GENERATING,
+    # LMDeploy's names of the routes that serve users by quota: here every route does.
+    *(replace(route, path=f"{route.path}_qos") for route in _GENERATING),
+    Route(
+        method="POST",
+        path="/generate",
+        handler=generate,
+        auth=Auth.KEY,
+        body=GenerateRequest,
+        answer=GenerateResponse,
+        streams=True,
+    ),
+    Route(
+        method="POST", path="/tokenize", handler=tokenize, auth=Auth.KEY, body=TokenizeRequest, answer=TokenizeResponse
+    ),
+    Route(
+        method="POST",
+        path="/detokenize",
+        handler=detokenize,
+        auth=Auth.KEY,
+        body=DetokenizeRequest,
+        answer=DetokenizeResponse,
+    ),
+    Route(
+        method="POST", path="/v1/encode", handler=encode_texts, auth=Auth.KEY, body=EncodeRequest, answer=EncodeResponse
     ),
     Route(method="GET", path="/v1/models", handler=list_models, auth=Auth.KEY, work=False, answer=ModelList),
     # A hub id has a slash in it.

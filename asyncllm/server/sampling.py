@@ -8,12 +8,26 @@ import msgspec
 
 from asyncllm.config import GenerationConfig, ServerConfig
 from asyncllm.server.errors import ApiError
-from asyncllm.server.requests import ChatRequest, CompletionRequest, Sampled
+from asyncllm.server.native_requests import GenerateRequest, InteractiveRequest
+from asyncllm.server.requests import Asking, ChatRequest, CompletionRequest, Sampled
 
-__all__ = ["OPENAI_DEFAULTS", "chat_config", "completion_config", "defaults_of"]
+__all__ = [
+    "OPENAI_DEFAULTS",
+    "chat_config",
+    "completion_config",
+    "defaults_of",
+    "generate_config",
+    "interactive_config",
+]
 
 OPENAI_DEFAULTS = GenerationConfig(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=None)
 """What a request leaves out, where the checkpoint says nothing."""
+
+INTERACTIVE_DEFAULTS = GenerationConfig(temperature=0.8, top_p=0.8, top_k=40, max_new_tokens=None)
+"""LMDeploy's, of /v1/chat/interactive."""
+
+GENERATE_TOKENS = 128
+"""LMDeploy's default of max_tokens for /generate."""
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for plain completions."""
@@ -88,11 +102,6 @@ def _config(
             code="invalid_value",
             param="n",
         )
-    fields = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
-    if body.top_k is not None:
-        fields["top_k"] = max(0, body.top_k)
-    if body.stop:
-        fields["stop_words"] = [body.stop] if isinstance(body.stop, str) else body.stop
     minimum = body.min_tokens if body.min_tokens is not None else body.min_new_tokens
     return msgspec.structs.replace(
         defaults,
@@ -100,5 +109,43 @@ def _config(
         min_new_tokens=minimum,
         random_seed=body.seed,
         logprobs=logprobs,
-        **fields,
+        **_same(body),
     ).checked()
+
+
+def generate_config(body: GenerateRequest, defaults: GenerationConfig) -> GenerationConfig:
+    """Raises ApiError and InvalidParameter, as `chat_config`."""
+    return msgspec.structs.replace(
+        defaults,
+        max_new_tokens=GENERATE_TOKENS if body.max_tokens is None else body.max_tokens,
+        min_new_tokens=body.min_new_tokens,
+        random_seed=body.seed,
+        logprobs=0 if body.return_logprob else None,
+        **_same(body),
+    ).checked()
+
+
+def interactive_config(body: InteractiveRequest) -> GenerationConfig:
+    """As `generate_config`; the route has its own defaults."""
+    return msgspec.structs.replace(
+        INTERACTIVE_DEFAULTS,
+        max_new_tokens=body.request_output_len,
+        min_new_tokens=body.min_new_tokens,
+        random_seed=body.seed,
+        **_same(body),
+    ).checked()
+
+
+def _same(body: Asking) -> dict[str, Any]:
+    """What bodies share, as fields of GenerationConfig; a field that is left out is not among them."""
+    fields = {name: value for name in SAME_NAME if (value := getattr(body, name, None)) is not None}
+    top_k, stop = getattr(body, "top_k", None), getattr(body, "stop", None)
+    if top_k is not None:
+        fields["top_k"] = max(0, top_k)
+    if stop is True:
+        raise ApiError(
+            400, "stop is a text or a list of texts. To stop an answer, cancel it.", code="invalid_value", param="stop"
+        )
+    if stop:
+        fields["stop_words"] = [stop] if isinstance(stop, str) else stop
+    return fields

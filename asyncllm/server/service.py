@@ -16,6 +16,7 @@ from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.server.access import Access
 from asyncllm.server.errors import ApiError, retry_after
 from asyncllm.server.instruments import Instruments
+from asyncllm.server.sessions import KeptSessions
 
 if TYPE_CHECKING:
     from asyncllm.server.routes import Route
@@ -40,6 +41,7 @@ class Service:
         self.defaults = defaults
         """Sampling parameters of requests that leave them out."""
         self.instruments = None if config.disable_metrics else Instruments(engine)
+        self.sessions = KeptSessions(engine, config)
         self.phase = Phase.SERVING
         self.created = int(time.time())
         """Seconds since 1970, as /v1/models shows it."""

@@ -1,13 +1,20 @@
 """Server-sent events: the answers of generations as `data:` lines, ended by exactly one `data: [DONE]`.
 
-Format: https://html.spec.whatwg.org/multipage/server-sent-events.html, with OpenAI's last line.
+Format: https://html.spec.whatwg.org/multipage/server-sent-events.html, with OpenAI's last line. LMDeploy's interactive
+route streams plain lines of JSON the same way (`NDJSON`).
+
+A chunk goes from the engine's loop to the socket without waking a task: the generation's listener encodes it and gives
+it to the transport, which costs half of what a coroutine per token does (BENCHLOG.md, streams). The handler's task
+wakes for what is rare: the end, an error, a ping, and a client that does not keep up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from aiohttp import ClientConnectionResetError, web
@@ -17,21 +24,40 @@ from asyncllm.server.errors import as_api_error, body_of
 from asyncllm.server.service import Service
 from asyncllm.types import Chunk
 
-__all__ = ["DONE", "Events", "event", "stream"]
+__all__ = ["DONE", "NDJSON", "SSE", "Events", "Framing", "event", "stream"]
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 
 HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+
+UNSENT_BYTES = 16 * 1024
+"""With more than this in the transport's buffer, a client does not keep up."""
 
 
 def event(data: bytes) -> bytes:
     """One event; `data` is JSON, which has no line break."""
     return b"data: " + data + b"\n\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framing:
+    """How a stream of JSON objects is written."""
+
+    content_type: str
+    frame: Callable[[bytes], bytes]
+    """One object, without line breaks, as it goes out."""
+    ping: bytes
+    """What a silent stream sends now and then; empty: nothing."""
+    done: bytes
+    """What ends the stream."""
+
+
+SSE = Framing(content_type="text/event-stream; charset=utf-8", frame=event, ping=PING, done=DONE)
+NDJSON = Framing(content_type="application/x-ndjson", frame=lambda data: data + b"\n", ping=b"", done=b"")
 
 
 class Events(Protocol):
@@ -41,93 +67,144 @@ class Events(Protocol):
         """The events of one chunk, as bytes."""
 
     def closing(self) -> bytes:
-        """The events after the last chunk, `DONE` not among them."""
-
-
-class _Connection:
-    """The response's body, to a client that may read slowly or not at all."""
-
-    def __init__(self, request: web.Request, response: web.StreamResponse, write_timeout: float) -> None:
-        self._transport = request.transport
-        self._response = response
-        self._write_timeout = write_timeout
-
-    async def write(self, data: bytes) -> None:
-        """Raises ConnectionError when the client has left, or has read nothing for `write_timeout` seconds."""
-        if self._transport is None or self._transport.is_closing():
-            raise ClientConnectionResetError("The client has left.")
-        if not self._transport.get_write_buffer_size():
-            await self._response.write(data)
-            return
-        try:
-            async with asyncio.timeout(self._write_timeout):
-                await self._response.write(data)
-        except TimeoutError:
-            self._transport.abort()
-            raise ClientConnectionResetError("The client does not read.") from None
+        """The events after the last chunk, those of the framing not among them."""
 
 
 async def stream(
-    request: web.Request, service: Service, generations: Sequence[Generation], events: Events
+    request: web.Request,
+    service: Service,
+    generations: Sequence[Generation],
+    events: Events,
+    framing: Framing = SSE,
 ) -> web.StreamResponse:
     """Answer with the chunks of `generations` as they come. They have been started, so that errors in the request
     have become HTTP errors; what fails from here on is an event, after which the connection is closed."""
-    response = web.StreamResponse(headers=HEADERS)
+    response = web.StreamResponse(headers={"Content-Type": framing.content_type, **HEADERS})
     await response.prepare(request)
-    connection = _Connection(request, response, service.config.write_timeout)
+    config = service.config
+    out = _Stream(request, response, generations, events, config.write_timeout)
     try:
-        await _pump(connection, generations, events, service.config.ping_interval)
-        await connection.write(events.closing() + DONE)
+        await out.run(config.ping_interval, framing.ping)
+        if ending := events.closing() + framing.done:
+            await out.write(ending)
     except ConnectionError:
         response.force_close()
     except Exception as error:
         response.force_close()
         with contextlib.suppress(ConnectionError):
-            await connection.write(event(body_of(as_api_error(error))) + DONE)
+            await out.write(framing.frame(body_of(as_api_error(error))) + framing.done)
     finally:
         for generation in generations:
             generation.cancel()
     with contextlib.suppress(ConnectionError):
-        await response.write_eof()
+        await out.end()
     return response
 
 
-async def _pump(
-    connection: _Connection, generations: Sequence[Generation], events: Events, ping_interval: float
-) -> None:
-    """Write chunks until all generations have ended. A reader who is slower finds their chunks merged."""
-    news = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    silent = False
-    timer: asyncio.TimerHandle | None = None
+class _Stream:
+    """The body of one response. States: direct (the listeners write) and slow (the handler's task does, and waits for
+    the client); chunks that nobody takes meanwhile become one."""
 
-    def remind() -> None:
-        nonlocal silent, timer
-        silent = timer is not None
-        timer = loop.call_later(ping_interval, remind)
-        news.set()
+    def __init__(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        generations: Sequence[Generation],
+        events: Events,
+        write_timeout: float,
+    ) -> None:
+        self._transport = request.transport
+        self._response = response
+        self._chunked = response.headers.get("Transfer-Encoding") == "chunked"
+        """HTTP/1.0 has no chunks: there the end of the connection ends the body."""
+        self._events = events
+        self._write_timeout = write_timeout
+        self._open = list(generations)
+        self._slow = False
+        self._silent = False
+        """Nothing was written since the last ping was due."""
+        self._failure: Exception | None = None
+        """What a listener met; raised in the handler's task."""
+        self._wake = asyncio.Event()
 
-    remind()
-    for generation in generations:
-        generation.listen(news.set)
-    open_ones = list(generations)
-    try:
-        while True:
-            news.clear()
-            written = False
-            for generation in list(open_ones):
-                ended = generation.ended
-                while (chunk := generation.poll()) is not None:
-                    await connection.write(events.chunk(chunk))
-                    written = True
-                if ended:
-                    open_ones.remove(generation)
-            if not open_ones:
-                return
-            if silent and not written:
-                await connection.write(PING)
-            silent = False
-            await news.wait()
-    finally:
-        if timer is not None:
+    async def run(self, ping_interval: float, ping: bytes) -> None:
+        """Write until all generations have ended. Raises their errors, and ConnectionError when the client is gone."""
+        for generation in self._open:
+            generation.listen(partial(self._forward, generation))
+        for generation in list(self._open):
+            self._forward(generation)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(ping_interval, self._wake.set)
+        try:
+            while self._open:
+                await self._wake.wait()
+                self._wake.clear()
+                if self._failure is not None:
+                    raise self._failure
+                if self._slow:
+                    await self._catch_up()
+                if loop.time() >= timer.when():
+                    if self._silent and ping:
+                        await self.write(ping)
+                    self._silent = True
+                    timer = loop.call_later(ping_interval, self._wake.set)
+        finally:
             timer.cancel()
+
+    def _forward(self, generation: Generation) -> None:
+        """The listener: write what the generation has. Runs inside the engine's task, so nothing may be raised."""
+        transport = self._transport
+        if self._slow or self._failure is not None:
+            self._wake.set()
+            return
+        try:
+            if transport is None or transport.is_closing():
+                raise ClientConnectionResetError("The client has left.")
+            if transport.get_write_buffer_size() > UNSENT_BYTES:
+                self._slow = True
+                self._wake.set()
+                return
+            ended = generation.ended
+            while (chunk := generation.poll()) is not None:
+                data = self._events.chunk(chunk)
+                transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+                self._silent = False
+            if ended:
+                self._open.remove(generation)
+                if not self._open:
+                    self._wake.set()
+        except Exception as error:
+            self._failure = error
+            self._wake.set()
+
+    async def _catch_up(self) -> None:
+        """Write at the client's pace until it keeps up again."""
+        for generation in list(self._open):
+            ended = generation.ended
+            while (chunk := generation.poll()) is not None:
+                await self.write(self._events.chunk(chunk))
+            if ended:
+                self._open.remove(generation)
+        assert self._transport is not None
+        if self._transport.get_write_buffer_size() <= UNSENT_BYTES:
+            self._slow = False
+            for generation in list(self._open):
+                self._forward(generation)
+
+    async def write(self, data: bytes) -> None:
+        """Raises ConnectionError when the client has left, or has read nothing for `write_timeout` seconds."""
+        self._silent = False
+        await self._in_time(self._response.write(data))
+
+    async def end(self) -> None:
+        """The end of the body, once the client has read it."""
+        await self._in_time(self._response.write_eof())
+
+    async def _in_time(self, writing: Awaitable[None]) -> None:
+        try:
+            async with asyncio.timeout(self._write_timeout):
+                await writing
+        except TimeoutError:
+            if self._transport is not None:
+                self._transport.abort()
+            raise ClientConnectionResetError("The client does not read.") from None

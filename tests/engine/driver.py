@@ -13,10 +13,11 @@ from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.sequence import ORDINARY, Request, SequenceState, Terms
 from asyncllm.engine.sequence import Sequence as Row
 from asyncllm.engine.waiting_queue import WaitingQueue
-from asyncllm.testing import ByteTokenizer, FakeDevice, Oracle, hash_oracle
+from asyncllm.testing import ByteTokenizer, FakeDevice, Oracle, hash_hidden, hash_oracle
 from asyncllm.text.detokenizer import Detokenizer
+from asyncllm.types import Pooling
 
-__all__ = ["Driver", "expected_answer"]
+__all__ = ["Driver", "expected_answer", "expected_pooled"]
 
 VOCAB = 8
 
@@ -39,6 +40,12 @@ def expected_answer(
         if history[-1] in stop_ids:
             break
     return history[len(prompt) :]
+
+
+def expected_pooled(prompt: Sequence[int], pooling: Pooling, hidden_size: int = 16) -> list[float]:
+    """What a prompt's hidden states must add up to."""
+    hidden = hash_hidden(prompt, hidden_size)
+    return [sum(column) for column in zip(*(hidden if pooling == "mean" else hidden[-1:]), strict=True)]
 
 
 class Driver:
@@ -95,6 +102,7 @@ class Driver:
         stop_ids: Sequence[int] = (),
         prompt_logprobs: int | None = None,
         terms: Terms = ORDINARY,
+        pooling: Pooling | None = None,
     ) -> Request:
         """Queue a request with one answer for each seed; None is greedy."""
         tokenizer = ByteTokenizer()
@@ -116,6 +124,7 @@ class Driver:
             ],
             prompt_logprobs=prompt_logprobs,
             terms=terms,
+            pooling=pooling,
         )
         self.requests.append(request)
         self.ends[request] = 0

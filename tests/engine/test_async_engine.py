@@ -420,6 +420,14 @@ async def test_a_scored_prompt_may_fill_the_session() -> None:
 
 
 @pytest.mark.anyio
+async def test_a_scored_prompt_that_fails_in_a_step_says_so() -> None:
+    async with FakeEngine(row_failure=lambda history: "not finite" if 9 in history else None) as engine:
+        with pytest.raises(RequestFailed, match="not finite"):
+            await engine.get_ppl([1, 2, 9])
+        assert await engine.get_ppl([1, 2, 3]) > 0
+
+
+@pytest.mark.anyio
 async def test_a_token_that_the_model_does_not_have_is_refused() -> None:
     async with FakeEngine("fine", vocab_size=200) as engine:
         with pytest.raises(InvalidMessage, match=r"token id 240.*end at 199"):

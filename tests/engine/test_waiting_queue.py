@@ -9,16 +9,7 @@ import pytest
 from asyncllm.engine.sequence import Request, Sequence, SequenceState, Terms
 from asyncllm.engine.waiting_queue import MAX_PASSED, PATIENCE_S, WaitingQueue
 from tests.engine.driver import Driver, expected_answer
-
-
-class Clock:
-    """Time stands still until a test moves it."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.engine.policies import Clock
 
 
 def sequence(number: int, priority: int = 0, length: int = 3) -> Sequence:
@@ -31,7 +22,7 @@ def drained(queue: WaitingQueue) -> list[int]:
     order = []
     while (first := queue.first()) is not None:
         order.append(first.request.id)
-        queue.admit(first)
+        queue.admit(first, 3)
     return order
 
 
@@ -62,7 +53,7 @@ def test_those_who_left_from_the_middle_do_not_pile_up() -> None:
         row = sequence(number)
         queue.push(row)
         queue.discard(row)
-    assert len(queue._lane._heap) < 100
+    assert len(queue._lanes[None]._heap) < 100
     assert drained(queue) == [0]
 
 
@@ -71,7 +62,7 @@ def test_a_sequence_that_comes_back_keeps_its_place() -> None:
     rows = [sequence(number) for number in range(3)]
     for row in rows:
         queue.push(row)
-    queue.admit(rows[0])
+    queue.admit(rows[0], 3)
     queue.push(rows[0])
     assert drained(queue) == [0, 1, 2]
 
@@ -79,7 +70,7 @@ def test_a_sequence_that_comes_back_keeps_its_place() -> None:
 class TestPatience:
     def crowd(self, clock: Clock) -> tuple[WaitingQueue, Sequence]:
         """One sequence of the last priority, and a queue that better ones keep coming to."""
-        queue = WaitingQueue(clock)
+        queue = WaitingQueue(clock=clock)
         patient = sequence(0, priority=9)
         queue.push(patient)
         for number in range(1, 100):
@@ -92,7 +83,7 @@ class TestPatience:
             assert first is not None
             if first is patient:
                 return passed
-            queue.admit(first)
+            queue.admit(first, 3)
         return 100
 
     def test_priority_holds_while_nobody_has_waited_long(self) -> None:
@@ -109,7 +100,7 @@ class TestPatience:
 
     def test_the_bound_holds_for_each_in_turn(self) -> None:
         clock = Clock()
-        queue = WaitingQueue(clock)
+        queue = WaitingQueue(clock=clock)
         for number in range(8):
             queue.push(sequence(number, priority=9))
         for number in range(8, 400):
@@ -120,7 +111,7 @@ class TestPatience:
 
     def test_in_a_queue_of_equals_it_changes_nothing(self) -> None:
         clock = Clock()
-        queue = WaitingQueue(clock)
+        queue = WaitingQueue(clock=clock)
         for number in range(100):
             queue.push(sequence(number))
         clock.now += 10 * PATIENCE_S
@@ -129,7 +120,7 @@ class TestPatience:
 
 def test_any_order_of_calls_agrees_with_a_sorted_list() -> None:
     generator = random.Random(7)
-    queue, model = WaitingQueue(Clock()), []
+    queue, model = WaitingQueue(clock=Clock()), []
     for number in range(3000):
         if model and generator.random() < 0.45:
             row = queue.first() if generator.random() < 0.5 else generator.choice(model)
@@ -180,10 +171,11 @@ class TestScheduling:
     def test_the_last_class_is_preempted_first(self, priorities: tuple[int, ...], depth: int) -> None:
         """Four rows that grow to 7 blocks each, in a pool of 12."""
         driver = Driver(num_blocks=12, num_slots=4)
-        requests = [
-            driver.submit([index, 1, 2], 24, terms=Terms(priority=priority))
-            for index, priority in enumerate(priorities)
-        ]
+        requests = []
+        for index, priority in enumerate(priorities):
+            requests.append(driver.submit([index, 1, 2], 24, terms=Terms(priority=priority)))
+            driver.schedule()  # so that rows are taken in this order
+            driver.complete()
         preempted, preempt = [], driver.scheduler._preempt
 
         def watched(row: Sequence) -> None:

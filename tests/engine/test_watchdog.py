@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 
 import pytest
 
@@ -136,6 +137,17 @@ async def test_slow_steps_and_idle_times_are_no_stall() -> None:
             await asyncio.sleep(0.25)
         assert engine.stats().seconds_since_progress == 0.0
         assert engine.running()._watchdog._timer is None
+
+
+async def test_an_event_loop_that_was_held_up_is_no_stall() -> None:
+    async with new_engine(stall_timeout=0.05) as engine:
+        async with engine.generate("Hi", LONG) as generation:
+            for _ in range(5):
+                await anext(generation)
+                time.sleep(0.1)  # noqa: ASYNC251 - what a program must not do, and what must not end the engine
+                await asyncio.sleep(0.01)
+            await anext(generation)
+        await settle(engine)
 
 
 async def test_stats_show_how_long_nothing_has_come() -> None:

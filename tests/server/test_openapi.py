@@ -52,7 +52,7 @@ async def test_the_document_is_valid_and_has_every_route(keys: Any) -> None:
     for route in ROUTES:
         operation = operations[route.method, re.sub(r":[^}]*}", "}", route.path)]
         assert ("requestBody" in operation) == (route.body is not None)
-        assert ("text/event-stream" in operation["responses"]["200"]["content"]) == route.streams
+        assert (route.stream_type in operation["responses"]["200"]["content"]) == route.streams
         if keys:
             assert operation["security"] == ([] if route.auth is Auth.PUBLIC else [{"bearer": []}])
             assert ("401" in operation["responses"]) == (route.auth is not Auth.PUBLIC)
