@@ -239,10 +239,11 @@ class Pipeline:
         pooling: Pooling = "last",
         normalize: bool = True,
         dimensions: int | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> Embedding | list[Embedding]:
         """The embedding of one prompt (a text or token ids), or of a list of them, as `AsyncEngine.embed`."""
-        embedding = self._engine.embed(prompts, pooling=pooling, normalize=normalize, dimensions=dimensions)
-        return self._loop.call(embedding)
+        form: Any = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
+        return self._loop.call(self._engine.embed(prompts, **form, **options))
 
     def get_ppl(
         self, input_ids: Sequence[int] | Sequence[Sequence[int]], **options: Unpack[RequestKeywords]

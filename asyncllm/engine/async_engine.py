@@ -423,6 +423,7 @@ class AsyncEngine:
         pooling: Pooling = "last",
         normalize: bool = True,
         dimensions: int | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> Embedding | list[Embedding]:
         """The embedding of one prompt (a text or token ids), or of a list of them in order.
 
@@ -433,7 +434,7 @@ class AsyncEngine:
         """
         self.running()
         form = EmbeddingForm(pooling, normalize, dimensions, self.limits.hidden_size)
-        return await embed(self.running, self.admission, prompts, form)
+        return await embed(self.running, self.admission, prompts, form, options)
 
     async def encode(
         self,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-from asyncllm.config import GenerationConfig
+from asyncllm.config import GenerationConfig, RequestKeywords
 from asyncllm.engine.admission import Admission
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.generation import Generation, Host
@@ -56,12 +56,16 @@ class EmbeddingForm:
 
 
 async def embed(
-    find_host: Callable[[], Host], admission: Admission, prompts: EmbeddingInput, form: EmbeddingForm
+    find_host: Callable[[], Host],
+    admission: Admission,
+    prompts: EmbeddingInput,
+    form: EmbeddingForm,
+    options: RequestKeywords,
 ) -> Embedding | list[Embedding]:
     """The embedding of one prompt, or of each one of a list in order. The first error ends all of them."""
     single = _is_single(prompts)
     items: list[Any] = [prompts] if single else list(prompts)
-    requests = [_request(find_host, admission, item, form.pooling) for item in items]
+    requests = [_request(find_host, admission, item, form.pooling, options) for item in items]
     embeddings = []
     try:
         for request in requests:
@@ -90,13 +94,18 @@ def _is_single(prompts: EmbeddingInput) -> bool:
 
 
 def _request(
-    find_host: Callable[[], Host], admission: Admission, prompt: str | Sequence[int], pooling: Pooling
+    find_host: Callable[[], Host],
+    admission: Admission,
+    prompt: str | Sequence[int],
+    pooling: Pooling,
+    options: RequestKeywords,
 ) -> Generation:
     async def prepare(delivery: Delivery) -> Request:
+        terms = admission.terms(admission.options(options, renders=False))
         if isinstance(prompt, str):
             prompt_ids = await admission.encode(admission.render(prompt, do_preprocess=False))
         else:
             prompt_ids = admission.check_token_ids(prompt, "prompts")
-        return admission.build(prompt_ids, GenerationConfig(), delivery, score_only=True, pooling=pooling)
+        return admission.build(prompt_ids, GenerationConfig(), delivery, score_only=True, pooling=pooling, terms=terms)
 
     return Generation(find_host, prepare, Delivery(streaming=False))

@@ -121,19 +121,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             seeds=seeds,
             stop_ids=stop_ids,
             prompt_logprobs=1 if scored and max_new % 2 else None,
-            terms=Terms(
-                priority=priority,
-                user=self.quality.users[user] if self.quality is not None else None,
-                deadline=None if timeout is None else self.clock.now + timeout,
-                cache_salt=salt,
-            ),
+            terms=self.terms(user, priority, timeout, salt),
         )
         self.asked[request] = max_new, seeds, stop_ids
         return request
 
-    @rule(target=requests, prompt=prompts, pooling=st.sampled_from(["last", "mean"]))
-    def embed(self, prompt: list[int], pooling: Pooling) -> Any:
-        request = self.driver.submit(prompt[: self.room], 0, pooling=pooling)
+    def terms(self, user: str, priority: int = 0, timeout: float | None = None, salt: str | None = None) -> Terms:
+        return Terms(
+            priority=priority,
+            user=self.quality.users[user] if self.quality is not None else None,
+            deadline=None if timeout is None else self.clock.now + timeout,
+            cache_salt=salt,
+        )
+
+    @rule(target=requests, prompt=prompts, pooling=st.sampled_from(["last", "mean"]), user=st.sampled_from(USERS))
+    def embed(self, prompt: list[int], pooling: Pooling, user: str) -> Any:
+        request = self.driver.submit(prompt[: self.room], 0, pooling=pooling, terms=self.terms(user))
         self.asked[request] = 0, [None], []
         return request
 
@@ -208,7 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if row.state is SequenceState.WAITING and (row.index == 0 or request.siblings_queued)
         }
         assert self.queue.num_requests == sum(row.index == 0 for row in waiting)
-        assert bool(self.queue.num_tokens) == any(row.index == 0 or row.num_generated for row in waiting)
+        assert self.queue.num_tokens == sum(num_tokens for _, num_tokens in self.queue._waiting.values())
         if not waiting:
             assert self.queue.first() is None
             return

@@ -382,8 +382,11 @@ class TestEngine:
                     await engine.session().chat("Hi", settings, **options)
                 with pytest.raises(InvalidParameter, match="no user 'default'"):
                     await engine.get_ppl([1, 2, 3], **options)
+                with pytest.raises(InvalidParameter, match="no user 'default'"):
+                    await engine.embed("Hi", **options)
             assert (await engine.generate("Hi", settings, user_id="ann")).finish_reason == "length"
             assert await engine.get_ppl([1, 2, 3], user_id="ann") > 0
+            assert await engine.embed("Hi", user_id="ann")
             await settle(engine)
 
     async def test_switched_off_any_user_will_do(self, tmp_path: Path) -> None:
