@@ -157,9 +157,10 @@ def serve(name: str, arguments: argparse.Namespace, connection: Connection) -> N
             while True:
                 await asked.wait()
                 asked.clear()
-                if connection.recv() is None:
-                    return
-                connection.send(cpu_seconds())
+                while connection.poll():
+                    if connection.recv() is None:
+                        return
+                    connection.send(cpu_seconds())
 
     raise_file_limit()
     if name in PLAIN_LOOP:

@@ -29,7 +29,7 @@ def _health(service: Service) -> Health:
         stats = service.engine.stats()
     except EngineError:
         return Health(status="dead")
-    stalled = False
+    stalled = stats.seconds_since_progress > service.config.progress_timeout
     status: Literal["draining", "stalled", "healthy"] = "stalled" if stalled else "healthy"
     if service.phase is Phase.DRAINING and not stalled:
         status = "draining"
