@@ -184,8 +184,8 @@ TemplateVariables = Annotated[
 
 
 class RequestOptions(_Config, frozen=True, kw_only=True):
-    """The keywords of `generate`, `chat`, `batch_infer` and `stream_infer`: how a request stands among the others, and
-    how the chat template writes its messages down."""
+    """The keywords of every call that makes a request: how it stands among the others, and, where the chat template
+    has a part in it, how messages are written down."""
 
     priority: Annotated[
         int, Meta(ge=-MAX_COUNT, le=MAX_COUNT, description="Lower values are served earlier; arrival breaks ties.")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from asyncllm.batch import Limits, SamplingParams
 from asyncllm.config import GenerationConfig, RequestOptions
@@ -27,8 +27,10 @@ from asyncllm.types import Message, Pooling
 
 __all__ = ["Admission", "Rendered", "check_adapter"]
 
-INLINE_CHARACTERS = 4096
-"""Texts up to this length are encoded on the loop: about 1 ms. Longer ones go to a thread."""
+Result = TypeVar("Result")
+
+INLINE_SIZE = 4096
+"""Texts up to so many characters are encoded on the loop: about 1 ms. Longer ones go to a thread."""
 
 GREEDY_BELOW = 1e-3
 """Temperatures under this count as 0: dividing float32 logits by them overflows."""
@@ -149,13 +151,18 @@ class Admission:
         def encode() -> list[int]:
             return self._tokenizer.encode(prompt.text, add_bos=add_bos, literal_spans=prompt.literal_spans)
 
-        if len(prompt.text) <= INLINE_CHARACTERS:
-            return encode()
+        return await self.off_loop(encode, len(prompt.text))
+
+    async def off_loop(self, call: Callable[[], Result], size: int) -> Result:
+        """What `call` returns, which takes as long as encoding a text of `size` characters, or decoding as many
+        tokens; a long one runs in a thread. Raises EngineClosed."""
+        if size <= INLINE_SIZE:
+            return call()
         if self._closed:
             raise EngineClosed("The engine was closed while the prompt was being prepared.")
         if self._threads is None:
             self._threads = ThreadPoolExecutor(2, thread_name_prefix="asyncllm-encode")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def encode_all(
         self, prompts: Sequence[Any], options: RequestOptions, *, do_preprocess: bool, add_bos: bool

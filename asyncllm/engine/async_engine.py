@@ -24,6 +24,7 @@ from asyncllm.engine.loop import EngineLoop
 from asyncllm.engine.prompts import Prompts, is_single, longest_first, pair_with_configs
 from asyncllm.engine.quality_of_service import QualityOfService
 from asyncllm.engine.queue_bounds import QueueBounds
+from asyncllm.engine.record import RequestRecord
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.scoring import mean_cross_entropy, score
 from asyncllm.engine.sequence import Request
@@ -88,6 +89,8 @@ class AsyncEngine:
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._sessions: SessionTable | None = None
+        self.observers: list[Callable[[RequestRecord], None]] = []
+        """Called, in the engine's task, with every request that ends. Written by those who want to know."""
 
     async def start(self) -> None:
         """Load the model and start the engine's task. Raises ModelError; leaves nothing behind when it raises."""
@@ -134,6 +137,7 @@ class AsyncEngine:
         bounds = QueueBounds(self.config.max_queued_requests, self.config.max_queued_tokens)
         name = f"asyncllm-engine-{self.model_name}"
         self._loop = EngineLoop(scheduler, executor, bounds, stall_timeout=self.config.stall_timeout, name=name)
+        self._loop.observers = self.observers
         self._sessions = SessionTable(
             self._loop, self.admission, self.tokenizer, self.chat_template, self.chat, self.limits.block_size
         )

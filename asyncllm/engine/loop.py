@@ -15,11 +15,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 
 from asyncllm.batch import Executor, StepOutput
 from asyncllm.engine.queue_bounds import QueueBounds
+from asyncllm.engine.record import RequestRecord
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.sequence import Request, Sequence
 from asyncllm.engine.stats import EngineStats
@@ -70,6 +73,8 @@ class EngineLoop:
         """Submitted steps, oldest first; the executor resolves them."""
         self._started = self._finished = self._cancelled = self._failed = self._expired = 0
         self._step_ms = 0.0
+        self.observers: list[Callable[[RequestRecord], None]] = []
+        """Called with every request that ends. Written by the engine."""
         self._wake = asyncio.Event()
         self._event_loop = asyncio.get_running_loop()
         self._stall_timeout = stall_timeout
@@ -120,6 +125,7 @@ class EngineLoop:
             raise DeadlineExceeded("The request's timeout was over when its prompt had been encoded. Allow more time.")
         requests, tokens = self.num_queued()
         self._bounds.check(requests, tokens, len(request.prompt_ids), now)
+        request.times.queued = time.monotonic()
         timer = None if deadline is None else self._event_loop.call_at(deadline, self._time_is_over, request)
         self._open[request] = timer
         self._arrived.append(request)
@@ -238,7 +244,30 @@ class EngineLoop:
         if timer is not None:
             timer.cancel()
         self._bounds.request_ended(self._event_loop.time())
+        if self.observers:
+            self._observe(request, failed=error is not None)
         request.delivery.end(error)
+
+    def _observe(self, request: Request, *, failed: bool) -> None:
+        sequences, times = request.sequences, request.times
+        unfinished: FinishReason = "error" if failed else "abort"
+        record = RequestRecord(
+            prompt_tokens=len(request.prompt_ids),
+            cached_tokens=request.cached_tokens,
+            generated_tokens=sum(sequence.num_generated for sequence in sequences),
+            longest_answer=max(sequence.num_generated for sequence in sequences),
+            finish_reasons=tuple(sequence.finish_reason or unfinished for sequence in sequences),
+            arrived=times.arrived,
+            queued=times.queued,
+            admitted=times.admitted,
+            prefilled=times.prefilled,
+            ended=time.monotonic(),
+        )
+        for observer in self.observers:
+            try:
+                observer(record)
+            except Exception:
+                logger.exception("An observer of ended requests failed.")
 
     def _read_step(self, future: asyncio.Future[StepOutput]) -> list[Sequence]:
         """Take in a completed step. Raises the error of a step that failed as a whole."""
@@ -247,12 +276,21 @@ class EngineLoop:
         output = future.result()
         self._watchdog.step_completed()
         self._step_ms += STEP_MS_WEIGHT * (output.elapsed_ms - self._step_ms)
-        return self.scheduler.update(output)
+        advanced = self.scheduler.update(output)
+        if self.scheduler.prefilled:
+            now = time.monotonic()
+            for request in self.scheduler.prefilled:
+                if request.times.prefilled is None:
+                    request.times.prefilled = now
+        return advanced
 
     def _launch(self) -> None:
         """Keep the pipeline full."""
         while len(self._in_flight) < self._depth():
             batch = self.scheduler.schedule()
+            for request in self.scheduler.admitted:
+                if request.times.admitted is None:
+                    request.times.admitted = time.monotonic()
             if batch is None:
                 return
             future = self._executor.submit(batch)
@@ -362,6 +400,7 @@ class EngineLoop:
             cached_tokens=counts.cached_tokens,
             prefill_tokens=counts.prefill_tokens,
             decode_tokens=counts.decode_tokens,
+            sampled_tokens=counts.sampled_tokens,
             preemptions=counts.preemptions,
             requests_started=self._started,
             requests_finished=self._finished,

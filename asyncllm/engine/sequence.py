@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from asyncllm.batch import SamplingParams, TokenLogprobs
 from asyncllm.engine.delivery import Answer, Delivery
 from asyncllm.engine.quality_of_service import User
+from asyncllm.engine.record import RequestTimes
 from asyncllm.types import FinishReason, Pooling
 
 __all__ = ["ORDINARY", "Request", "Sequence", "SequenceState", "Terms"]
@@ -61,6 +62,7 @@ class Request:
         "session_id",
         "siblings_queued",
         "terms",
+        "times",
     )
 
     def __init__(
@@ -84,6 +86,7 @@ class Request:
         self.id = id
         """Rises in the order of arrival."""
         self.terms = terms
+        self.times = RequestTimes()
         self.prompt_ids = prompt_ids
         self.named_stop_ids = named_stop_ids
         """Those of the stop ids that the caller named, reported as `stop_reason`."""

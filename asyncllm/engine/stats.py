@@ -36,6 +36,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens computed in prefill rows, recomputed ones included."""
     decode_tokens: int
     """Tokens computed in decode rows, the few discarded ones included."""
+    sampled_tokens: int
+    """Tokens of answers."""
     preemptions: int
     requests_started: int
     requests_finished: int

@@ -8,7 +8,6 @@ there goes to standard error.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import ssl
@@ -132,7 +131,6 @@ def main() -> None:
     from asyncllm.serve.command import fastest_loop
     from asyncllm.server.run import run
 
-    logging.basicConfig(level=settings.server.log_level)
     try:
         engine = AsyncEngine(settings.model_path, settings.engine, settings.template)
         with asyncio.Runner(loop_factory=fastest_loop()) as runner:

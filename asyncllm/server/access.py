@@ -7,8 +7,8 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import re
 from collections.abc import Iterable, Mapping
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -24,6 +24,9 @@ KEY = web.RequestKey("KEY", int)
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 """Under which clients call a server on their own machine; no name server can point an address elsewhere."""
 KEYS_VARIABLE = "ASYNCLLM_API_KEYS"
+
+HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
+"""A Host header. Whatever else a browser or a client may put there names no machine that is served."""
 
 
 class Auth(enum.Enum):
@@ -45,12 +48,21 @@ def is_loopback(name: str) -> bool:
         return False
 
 
+def is_address(name: str) -> bool:
+    """Whether it is an IP address, which nobody can make resolve to another one."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
 def read_keys(config: ServerConfig, environment: Mapping[str, str] = os.environ) -> list[str]:
     """All keys: of the config, of its file, of the environment. Raises InvalidParameter for a file that has none."""
-    keys = list(config.api_keys or ())
+    keys = [key.strip() for key in config.api_keys or ()]
     if config.api_key_file is not None:
         try:
-            with open(config.api_key_file, encoding="utf-8") as file:
+            with open(config.api_key_file, encoding="utf-8-sig") as file:
                 found = [line.strip() for line in file if line.strip() and not line.startswith("#")]
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidParameter(
@@ -65,12 +77,23 @@ def read_keys(config: ServerConfig, environment: Mapping[str, str] = os.environ)
     return list(dict.fromkeys(keys))
 
 
+def _digest(key: str) -> bytes:
+    """Of the bytes that the header or the environment had, which need not be UTF-8."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _name_in(host: str) -> str | None:
+    """The name or address in a Host header, without port and brackets; None if it is no such header."""
+    found = HOST.fullmatch(host)
+    return (found["ipv6"] or found["name"]).lower() if found is not None else None
+
+
 class Access:
     """The decisions, made once per request. Immutable."""
 
     def __init__(self, config: ServerConfig, keys: Iterable[str]) -> None:
         """Raises InvalidParameter when others than this machine could come in without a key."""
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._digests = [_digest(key) for key in keys]
         loopback = is_loopback(config.server_name)
         if not loopback and not self._digests and not config.insecure_no_auth:
             raise InvalidParameter(
@@ -79,12 +102,13 @@ class Access:
                 f"insecure_no_auth.",
                 "server_name",
             )
-        self._hosts = (
-            {name.lower() for name in (*LOOPBACK_NAMES, config.server_name, *(config.allowed_hosts or ()))}
-            if loopback
-            else None
-        )
-        """Names in the Host header; None: any, since names of a public server are not known here."""
+        self._hosts = LOOPBACK_NAMES | {
+            _name_in(host) or host.lower() for host in (config.server_name, *(config.allowed_hosts or ()))
+        }
+        """Names in the Host header that are this server's."""
+        self._any_host = not loopback and bool(self._digests)
+        """The names of a public server are not known here, and a page that was led to it does not know its key."""
+        self._any_address = not loopback
         self._origins = frozenset(config.allow_origins or ())
         self._grants = {
             "Access-Control-Allow-Methods": ", ".join(config.allow_methods or ("GET", "POST")),
@@ -104,8 +128,7 @@ class Access:
         elsewhere comes with its Origin.
         """
         host = request.headers.get("Host", "")
-        name = (urlsplit(f"//{host}").hostname or "") if "[" not in host or "]" in host else ""
-        if self._hosts is not None and name not in self._hosts:
+        if not self._any_host and not self._is_own(host):
             raise ApiError(
                 403,
                 "The Host header names another machine. Call the server by the address that it listens on, or add the "
@@ -120,13 +143,17 @@ class Access:
                 code="origin_not_allowed",
             )
 
+    def _is_own(self, host: str) -> bool:
+        name = _name_in(host)
+        return name is not None and (name in self._hosts or (self._any_address and is_address(name)))
+
     def key_of(self, request: web.Request) -> int:
         """Which key the request brings, -1 when none is needed. Raises ApiError 401."""
         if not self._digests:
             return -1
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        digest = _digest(key)
         found = -1
         # All keys are compared, whichever is right, so that the time tells nothing.
         for index, known in enumerate(self._digests):

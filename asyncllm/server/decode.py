@@ -17,9 +17,10 @@ __all__ = ["read_body", "read_struct"]
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
-UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
-FIELD = re.compile(r"\$\.(\w+)")
+UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 MISSING = re.compile(r"Object missing required field `(.*)`")
+PLACE = re.compile(r"(.*) - at (`key` in )?`\$\.?((\w*).*)`", re.DOTALL)
+"""What is wrong, whether with the key of an object, where, and the field that this is in."""
 
 
 @cache
@@ -49,7 +50,10 @@ async def read_body(request: web.Request, config: ServerConfig) -> bytes:
         ) from None
     except (web.RequestPayloadError, UnicodeError, ValueError) as error:
         raise ApiError(
-            400, "The body could not be read: its framing or its encoding is broken.", code="invalid_body"
+            400,
+            "The body could not be read: its framing or its encoding is broken.",
+            code="invalid_body",
+            headers={"Connection": "close"},
         ) from error
 
 
@@ -68,17 +72,24 @@ async def read_struct(request: web.Request, kind: type[Body], config: ServerConf
 
 
 def _invalid(text: str) -> ApiError:
-    if found := UNKNOWN.search(text):
+    place = PLACE.fullmatch(text)
+    what, where, field = (place[1], place[3], place[4] or None) if place else (text, "", None)
+    if place and place[2]:
+        what = f"a key: {what}"
+    inside = f" in {where}" if where else ""
+    if found := UNKNOWN.fullmatch(what):
         name = found[1][:64]
         return ApiError(
-            400, f"There is no parameter {name!r} here. Leave it out.", code="unknown_parameter", param=name
+            400,
+            f"There is no parameter {name!r}{inside or ' here'}. Leave it out.",
+            code="unknown_parameter",
+            param=field or name,
         )
-    if found := MISSING.search(text):
+    if found := MISSING.fullmatch(what):
         return ApiError(
-            400, f"The parameter {found[1]!r} is missing.", code="missing_required_parameter", param=found[1]
+            400,
+            f"The parameter {found[1]!r} is missing{inside}.",
+            code="missing_required_parameter",
+            param=field or found[1],
         )
-    what, _, where = text.partition(" - at ")
-    field = FIELD.search(where)
-    param = field[1] if field else None
-    place = where.strip("`").removeprefix("$.") if field else "the body"
-    return ApiError(400, f"{place}: {what}.", code="invalid_type", param=param)
+    return ApiError(400, f"{where or 'the body'}: {what}.", code="invalid_type", param=field)

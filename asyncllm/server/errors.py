@@ -29,6 +29,7 @@ from asyncllm.errors import (
     AsyncLLMError,
     ContextLengthExceeded,
     DeadlineExceeded,
+    EngineClosed,
     EngineError,
     InvalidMessage,
     InvalidParameter,
@@ -90,9 +91,12 @@ class ApiError(Exception):
 
     def response(self) -> web.Response:
         """The whole HTTP response."""
-        return web.Response(
+        response = web.Response(
             status=self.status, body=body_of(self), headers=self.headers, content_type="application/json"
         )
+        if self.headers.get("Connection") == "close":
+            response.force_close()
+        return response
 
 
 def body_of(error: ApiError) -> bytes:
@@ -145,6 +149,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(
                 500, "The request failed inside the engine; others are not affected.", code="request_failed"
             )
+        case EngineClosed():
+            return ApiError(503, "The server is shutting down.", code="shutting_down", headers=retry_after(5))
         case EngineError():
             logger.error("the engine is not available: %s", error)
             return ApiError(503, "The engine is not available.", code="engine_unavailable", headers=retry_after(5))

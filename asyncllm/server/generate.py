@@ -1,4 +1,4 @@
-"""POST /generate: a prompt or its token ids in, text and token ids out, as LMDeploy and SGLang have it."""
+"""POST /generate: a prompt or its token ids in, text and token ids out, as LMDeploy has it."""
 
 from __future__ import annotations
 

@@ -64,6 +64,6 @@ class DetokenizeResponse(msgspec.Struct, kw_only=True):
 
 
 class EncodeResponse(msgspec.Struct, kw_only=True):
-    input_ids: list[int] | list[list[int]]
+    input_ids: list[int | list[int]]
     length: int | list[int]
     """Of `input_ids`; of each of them for a list of texts."""

@@ -47,7 +47,9 @@ Stop = Annotated[str, Meta(max_length=256)] | Words | bool | None
 """false, as in LMDeploy's early examples, stands for none."""
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=MAX_COUNT)]], Meta(max_length=512)]
 NewTokens = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
-Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}(?!\n)$")]
+
+MAX_MESSAGES = 4096
 
 Variables = dict[str, str | int | float | bool | None]
 """Of a chat template."""
@@ -108,6 +110,7 @@ class Sampled(Ignored, kw_only=True):
     """What chat and plain completions have in common."""
 
     stream: bool | None = None
+    """Send the answer piece by piece, as server-sent events."""
     stream_options: StreamOptions | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -131,7 +134,9 @@ class Sampled(Ignored, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
+    """Send the token ids of prompt and answer along."""
     request_id: Label | None = None
+    """The end of the answer's id."""
     session_id: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     """A label under which /v1/chat/interactive can stop the answer; -1 stands for none, as in LMDeploy."""
     allowed_token_ids: Any = None
@@ -148,7 +153,7 @@ class Sampled(Ignored, kw_only=True):
 class ChatRequest(Sampled, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] | str
+    messages: Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | str
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Variables | None = None
@@ -158,7 +163,9 @@ class ChatRequest(Sampled, kw_only=True):
     """false: `messages` is a text, which no template frames."""
     max_completion_tokens: NewTokens | None = None
     logprobs: bool | None = None
+    """Send the log-probability of each token along."""
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """And those of as many of the most likely tokens; needs `logprobs`."""
     chat_template: Any = None
     documents: Any = None
     mm_processor_kwargs: Any = None

@@ -15,11 +15,13 @@ from functools import partial
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from asyncllm.config import ServerConfig
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.errors import InvalidParameter, ModelError
 from asyncllm.server.access import Access, read_keys
+from asyncllm.server.access_log import logging_to_stderr
 from asyncllm.server.app import build_app
 from asyncllm.server.sampling import OPENAI_DEFAULTS, defaults_of
 from asyncllm.server.service import Phase, Service
@@ -112,6 +114,7 @@ async def listening(
         handler_cancellation=True,
         keepalive_timeout=config.keep_alive_timeout,
         access_log=None,
+        logger=_http_logger(),
         shutdown_timeout=1.0,
     )
     await runner.setup()
@@ -122,13 +125,27 @@ async def listening(
         return handlers() if len(handlers.connections) < config.max_connections else _Refused()
 
     try:
-        server = await asyncio.get_running_loop().create_server(accept, sock=listener, ssl=tls)
+        handshake_timeout = config.keep_alive_timeout if tls is not None else None
+        server = await asyncio.get_running_loop().create_server(
+            accept, sock=listener, ssl=tls, ssl_handshake_timeout=handshake_timeout
+        )
         try:
             yield server.close
         finally:
             server.close()
     finally:
         await runner.cleanup()
+
+
+def _http_logger() -> logging.Logger:
+    """aiohttp's, which leaves out broken requests: a traceback for each would let anybody fill the log."""
+    found = logging.getLogger("asyncllm.server.http")
+    found.addFilter(_is_ours)
+    return found
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, web.RequestPayloadError)))
 
 
 class _Refused(asyncio.Protocol):
@@ -139,13 +156,15 @@ class _Refused(asyncio.Protocol):
 
 
 async def serve_until_stopped(service: Service, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
-    """Serve until `service.stop` is set, then drain: refuse new requests, let the running ones finish for
-    `drain_timeout` seconds, and end what is left with an error event. Setting `service.stop_now` cuts that short."""
+    """Serve until `service.stop` is set. Then leave, as /health/ready says from now on, and after `drain_delay` seconds
+    drain: refuse new requests, let the running ones finish for `drain_timeout` seconds, and end what is left with an
+    error event. Setting `service.stop_now` cuts that short."""
     async with listening(service, listener, tls) as stop_accepting:
         await service.stop.wait()
-        service.phase = Phase.DRAINING
         if service.config.drain_delay:
+            service.phase = Phase.LEAVING
             await _at_most(service.config.drain_delay, service.stop_now)
+        service.phase = Phase.DRAINING
         stop_accepting()
         await _at_most(service.config.drain_timeout, service.stop_now, service.idle)
         # What still runs gets its error event now; the handlers end by themselves.
@@ -166,10 +185,16 @@ async def _at_most(seconds: float, *events: asyncio.Event) -> None:
 async def run(engine: AsyncEngine, config: ServerConfig, announce: Callable[[str], None] | None = None) -> None:
     """Load the model, serve it, and stop at SIGTERM or SIGINT: the first lets answers finish, the second does not.
 
-    `announce` gets the address once the model is loaded; without it, two lines on standard error tell it. Raises
+    `announce` gets the address once the model is loaded; without it, two lines on standard error tell it. What is
+    logged goes to stderr, from `log_level` up; a program with logging of its own calls `serve_until_stopped`. Raises
     InvalidParameter, ModelError.
     """
     service = await asyncio.to_thread(open_service, engine, config)
+    with logging_to_stderr(service.config.log_level):
+        await _run(engine, service, announce or partial(_greet, service))
+
+
+async def _run(engine: AsyncEngine, service: Service, announce: Callable[[str], None]) -> None:
     tls = await asyncio.to_thread(tls_context, service.config)
     listener = bind(service.config)
     task = asyncio.current_task()
@@ -193,7 +218,7 @@ async def run(engine: AsyncEngine, config: ServerConfig, announce: Callable[[str
             try:
                 async with engine:
                     loading = False
-                    (announce or partial(_greet, service))(_address(service, listener))
+                    announce(_address(service, listener))
                     await serve_until_stopped(service, listener, tls)
             except asyncio.CancelledError:
                 if not loading or task.uncancel():

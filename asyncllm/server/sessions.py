@@ -102,12 +102,15 @@ class KeptSessions:
         """A request has done with it. `end`: so has the client. What never had a turn is not kept either."""
         kept.in_work -= 1
         kept.last_used = asyncio.get_running_loop().time()
+        owner = self._owners[key]
+        known = owner.kept.get(session_id) is kept
         empty = kept.idle and not kept.session.turns
         if end or empty or kept.session.closed:
             kept.session.close()
-            owner = self._owners[key]
-            if owner.kept.get(session_id) is kept:
+            if known:
                 del owner.kept[session_id]
+        elif known:
+            owner.kept.move_to_end(session_id)
 
     def end(self, key: int, session_id: int) -> int:
         """Stop and forget the conversation, kept or not. -> the tokens that it had."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -20,6 +20,7 @@ from typing import Protocol
 from aiohttp import ClientConnectionResetError, web
 
 from asyncllm.engine.generation import Generation
+from asyncllm.server.connection import Connection
 from asyncllm.server.errors import as_api_error, body_of
 from asyncllm.server.service import Service
 from asyncllm.types import Chunk
@@ -80,24 +81,22 @@ async def stream(
     """Answer with the chunks of `generations` as they come. They have been started, so that errors in the request
     have become HTTP errors; what fails from here on is an event, after which the connection is closed."""
     response = web.StreamResponse(headers={"Content-Type": framing.content_type, **HEADERS})
-    await response.prepare(request)
     config = service.config
-    out = _Stream(request, response, generations, events, config.write_timeout)
+    connection = Connection(request, response, config.write_timeout)
     try:
-        await out.run(config.ping_interval, framing.ping)
+        await response.prepare(request)
+        await _Stream(request, response, connection, generations, events).run(config.ping_interval, framing.ping)
         if ending := events.closing() + framing.done:
-            await out.write(ending)
+            await connection.write(ending)
     except ConnectionError:
         response.force_close()
     except Exception as error:
         response.force_close()
         with contextlib.suppress(ConnectionError):
-            await out.write(framing.frame(body_of(as_api_error(error))) + framing.done)
+            await connection.write(framing.frame(body_of(as_api_error(error))) + framing.done)
     finally:
         for generation in generations:
             generation.cancel()
-    with contextlib.suppress(ConnectionError):
-        await out.end()
     return response
 
 
@@ -109,16 +108,15 @@ class _Stream:
         self,
         request: web.Request,
         response: web.StreamResponse,
+        connection: Connection,
         generations: Sequence[Generation],
         events: Events,
-        write_timeout: float,
     ) -> None:
         self._transport = request.transport
-        self._response = response
+        self._connection = connection
         self._chunked = response.headers.get("Transfer-Encoding") == "chunked"
         """HTTP/1.0 has no chunks: there the end of the connection ends the body."""
         self._events = events
-        self._write_timeout = write_timeout
         self._open = list(generations)
         self._slow = False
         self._silent = False
@@ -145,7 +143,7 @@ class _Stream:
                     await self._catch_up()
                 if loop.time() >= timer.when():
                     if self._silent and ping:
-                        await self.write(ping)
+                        await self._write(ping)
                     self._silent = True
                     timer = loop.call_later(ping_interval, self._wake.set)
         finally:
@@ -166,7 +164,7 @@ class _Stream:
                 return
             ended = generation.ended
             while (chunk := generation.poll()) is not None:
-                data = self._events.chunk(chunk)
+                data = self._encoded(chunk)
                 transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
                 self._silent = False
             if ended:
@@ -182,7 +180,7 @@ class _Stream:
         for generation in list(self._open):
             ended = generation.ended
             while (chunk := generation.poll()) is not None:
-                await self.write(self._events.chunk(chunk))
+                await self._write(self._encoded(chunk))
             if ended:
                 self._open.remove(generation)
         assert self._transport is not None
@@ -191,20 +189,11 @@ class _Stream:
             for generation in list(self._open):
                 self._forward(generation)
 
-    async def write(self, data: bytes) -> None:
-        """Raises ConnectionError when the client has left, or has read nothing for `write_timeout` seconds."""
+    async def _write(self, data: bytes) -> None:
         self._silent = False
-        await self._in_time(self._response.write(data))
+        await self._connection.write(data)
 
-    async def end(self) -> None:
-        """The end of the body, once the client has read it."""
-        await self._in_time(self._response.write_eof())
-
-    async def _in_time(self, writing: Awaitable[None]) -> None:
-        try:
-            async with asyncio.timeout(self._write_timeout):
-                await writing
-        except TimeoutError:
-            if self._transport is not None:
-                self._transport.abort()
-            raise ClientConnectionResetError("The client does not read.") from None
+    def _encoded(self, chunk: Chunk) -> bytes:
+        if chunk.finish_reason == "error":
+            chunk.finish_reason = None  # the event that follows says so
+        return self._events.chunk(chunk)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
-from msgspec import UNSET
 
-from asyncllm.engine.in_thread import in_thread
 from asyncllm.server.chat import normalised
 from asyncllm.server.chunks import encode
 from asyncllm.server.decode import read_struct
@@ -21,11 +18,6 @@ from asyncllm.server.service import service_of
 
 __all__ = ["detokenize", "encode_texts", "tokenize"]
 
-Result = TypeVar("Result")
-
-INLINE_TOKENS = 4096
-"""Up to so many tokens are decoded on the loop: about 1 ms. More of them in a thread."""
-
 
 async def tokenize(request: web.Request) -> web.Response:
     """Token ids of a text as it is, or of a conversation as a chat has it."""
@@ -35,17 +27,20 @@ async def tokenize(request: web.Request) -> web.Response:
     refuse_unsupported(body)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Send either prompt or messages.", code="invalid_value", param="prompt")
-    prompts: Any = body.prompt if body.messages is None else normalised(body.messages)
-    ids: Any = await service.engine.encode(
-        prompts,
+    prompt: Any = body.prompt if body.messages is None else normalised(body.messages)
+    encoded: Any = await service.engine.encode(
+        [prompt],
         do_preprocess=body.messages is not None,
         add_bos=body.add_special_tokens is not False,
         **template_options(body),
     )
+    ids = encoded[0]
     spell = service.engine.tokenizer.token_text
-    strings = await _off_loop(lambda: [spell(token) for token in ids], len(ids)) if body.return_token_strs else UNSET
-    limit = service.engine.admission.session_len
-    return _json(TokenizeResponse(count=len(ids), max_model_len=limit, tokens=ids, token_strs=strings))
+    admission = service.engine.admission
+    answer = TokenizeResponse(count=len(ids), max_model_len=admission.session_len, tokens=ids)
+    if body.return_token_strs:
+        answer.token_strs = await admission.off_loop(lambda: [spell(token) for token in ids], len(ids))
+    return _json(answer)
 
 
 async def detokenize(request: web.Request) -> web.Response:
@@ -59,7 +54,7 @@ async def detokenize(request: web.Request) -> web.Response:
         ids = engine.admission.check_token_ids(body.tokens, "tokens")
         return engine.tokenizer.decode(ids, skip_special_tokens=False)
 
-    return _json(DetokenizeResponse(prompt=await _off_loop(decode, len(body.tokens))))
+    return _json(DetokenizeResponse(prompt=await engine.admission.off_loop(decode, len(body.tokens))))
 
 
 async def encode_texts(request: web.Request) -> web.Response:
@@ -77,10 +72,6 @@ async def encode_texts(request: web.Request) -> web.Response:
     ids: Any = await service.engine.encode(body.input, do_preprocess=body.do_preprocess, add_bos=body.add_bos)
     length = len(ids) if isinstance(body.input, str) else [len(each) for each in ids]
     return _json(EncodeResponse(input_ids=ids, length=length))
-
-
-async def _off_loop(call: Callable[[], Result], tokens: int) -> Result:
-    return call() if tokens <= INLINE_TOKENS else await in_thread(call)
 
 
 def _json(answer: Any) -> web.Response:

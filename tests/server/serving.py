@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,7 +13,7 @@ import openai
 
 from asyncllm.config import ServerConfig
 from asyncllm.engine.async_engine import AsyncEngine
-from asyncllm.server.run import bind, open_service, serve_until_stopped
+from asyncllm.server.run import bind, open_service, serve_until_stopped, tls_context
 from asyncllm.server.service import Service
 
 __all__ = ["Served", "serving"]
@@ -28,6 +29,9 @@ class Served:
         """Without a slash at the end."""
         self.http: aiohttp.ClientSession
         """Closed with the server."""
+        self.listener: socket.socket
+        self.task: asyncio.Task[None]
+        """Ends when the server has drained."""
 
     def openai(self, **options: Any) -> openai.AsyncOpenAI:
         """A client of OpenAI's own package, which repeats nothing unless told to."""
@@ -48,14 +52,17 @@ class Served:
 async def serving(engine: AsyncEngine, **config: Any) -> AsyncIterator[Served]:
     """Serve `engine`, which has not been started, until the block ends. `config`: fields of ServerConfig."""
     service = open_service(engine, ServerConfig(**{"server_port": 0, "generation_config": "none", **config}))
+    tls = tls_context(service.config)
     async with engine:
         listener = bind(service.config)
-        served = Served(service, "http://{}:{}".format(*listener.getsockname()[:2]))
-        task = asyncio.create_task(serve_until_stopped(service, listener))
+        host, port = listener.getsockname()[:2]
+        served = Served(service, f"{'http' if tls is None else 'https'}://{host}:{port}")
+        served.listener = listener
+        served.task = asyncio.create_task(serve_until_stopped(service, listener, tls))
         try:
             async with aiohttp.ClientSession() as served.http:
                 yield served
         finally:
             service.stop.set()
             service.stop_now.set()
-            await task
+            await served.task

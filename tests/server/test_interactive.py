@@ -203,6 +203,23 @@ async def test_the_longest_idle_makes_room_for_a_new_one() -> None:
         assert (await say(served, "two", session_id=2))[0] == 410
 
 
+async def test_a_long_turn_counts_as_use_to_its_end() -> None:
+    engine = FakeEngine({"one": "x" * 200, "two": "second"})
+    async with serving(engine, max_sessions=2) as served:
+        engine.executor.pause()
+        running = asyncio.create_task(say(served, "one", session_id=1))
+        await until(lambda: engine.stats().requests_started)
+        also = asyncio.create_task(say(served, "two", session_id=2))
+        await until(lambda: engine.stats().requests_started == 2)
+        engine.executor.resume()
+        await also
+        assert not running.done()
+        await running
+        assert (await say(served, "two", session_id=3))[0] == 200
+        assert (await say(served, "two", session_id=1))[0] == 200
+        assert (await say(served, "two", session_id=2))[0] == 410
+
+
 async def test_a_key_with_many_sessions_loses_its_own() -> None:
     async with serving(FakeEngine(ANSWERS), max_sessions=4, **KEYS) as served:
         await say(served, "one", "first-key")

@@ -65,6 +65,8 @@ async def test_encode_takes_one_text_or_several() -> None:
         ("/tokenize", {}, "prompt", "invalid_value"),
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt", "invalid_value"),
         ("/tokenize", {"prompt": ["a"]}, "prompt", "invalid_type"),
+        ("/tokenize", {"messages": []}, "messages", "invalid_value"),
+        ("/tokenize", {"messages": [{"role": "user", "content": ""}]}, "messages", "invalid_value"),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt", "invalid_value"),
         ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, "tools", "unsupported_parameter"),
         ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template", "unsupported_parameter"),
