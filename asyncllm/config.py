@@ -542,6 +542,9 @@ class ServerConfig(_Config, frozen=True, kw_only=True):
         for name in ("api_keys", "allow_origins", "allowed_hosts", "allow_methods", "allow_headers"):
             if any(not text.strip() for text in getattr(self, name) or ()):
                 raise InvalidParameter(f"{name} holds an empty text. Remove it.", name)
+        for name in ("ssl_keyfile", "ssl_certfile"):
+            if getattr(self, name) is not None and not self.ssl:
+                raise InvalidParameter(f"{name} is set, but ssl is not. Set ssl as well, to serve https.", name)
         for origin in self.allow_origins or ():
             if not re.fullmatch(r"https?://[^/*\s]+", origin):
                 raise InvalidParameter(

@@ -13,12 +13,14 @@
     ├── SessionError (RuntimeError)
     │   ├── SessionBusy                      one turn at a time, and one is running
     │   └── SessionNotFound                  unknown or ended session id
-    └── EngineError (RuntimeError)
-        ├── EngineClosed                     the engine was closed, or never started
-        ├── EngineDead                       the engine loop died; the cause is chained
-        ├── QueueFull                        too much waits already; `retry_after` says when to come back
-        └── RequestFailed                    one request failed; the others go on
-            └── DeadlineExceeded (TimeoutError)  its `timeout` is over
+    ├── EngineError (RuntimeError)
+    │   ├── EngineClosed                     the engine was closed, or never started
+    │   ├── EngineDead                       the engine loop died; the cause is chained
+    │   ├── QueueFull                        too much waits already; `retry_after` says when to come back
+    │   └── RequestFailed                    one request failed; the others go on
+    │       └── DeadlineExceeded (TimeoutError)  its `timeout` is over
+    └── ServerError (RuntimeError)           a client was told so by its server, with status and code
+        └── ServerUnreachable (ConnectionError)  it was told nothing
 
 Messages say what is wrong, why, and what to do, in that order.
 """
@@ -40,6 +42,8 @@ __all__ = [
     "ModelNotFound",
     "QueueFull",
     "RequestFailed",
+    "ServerError",
+    "ServerUnreachable",
     "SessionBusy",
     "SessionError",
     "SessionNotFound",
@@ -148,6 +152,32 @@ class RequestFailed(EngineError):
 
 class DeadlineExceeded(RequestFailed, TimeoutError):
     """The request's `timeout` was over before its answer was complete."""
+
+
+class ServerError(AsyncLLMError, RuntimeError):
+    """What a server answered to its client. The fields are those of the answer, None where it has none."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        type: str | None = None,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        """`status`: that of HTTP; None for an answer that failed while it was streamed. `retry_after`: seconds."""
+        super().__init__(message)
+        self.status = status
+        self.type = type
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
+
+
+class ServerUnreachable(ServerError, ConnectionError):
+    """Nobody answers at the address, or the connection ended before the answer did."""
 
 
 def short(name: object) -> str:

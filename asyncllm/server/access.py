@@ -21,7 +21,8 @@ __all__ = ["KEY", "Access", "Auth", "is_loopback", "read_keys"]
 KEY = web.RequestKey("KEY", int)
 """Which of the server's keys the request brought; -1 when it needs none. Set by the entrance."""
 
-LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
+"""Under which clients call a server on their own machine; no name server can point an address elsewhere."""
 KEYS_VARIABLE = "ASYNCLLM_API_KEYS"
 
 HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]{1,5})?")

@@ -123,7 +123,9 @@ def as_api_error(error: Exception) -> ApiError:
         case web.HTTPException():
             return _of_http(error)
         case ContextLengthExceeded():
-            return ApiError(400, str(error), code="context_length_exceeded", param="messages")
+            # litellm and others tell it by the first words of OpenAI's sentence, not by the code.
+            message = f"This model's maximum context length is exceeded. {error}"
+            return ApiError(400, message, code="context_length_exceeded", param="messages")
         case UnsupportedFeature():
             return ApiError(400, str(error), code="unsupported_parameter", param=_named(error.param))
         case InvalidParameter():

@@ -11,6 +11,7 @@ import ssl
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -34,12 +35,16 @@ BACKLOG = 1024
 
 
 def open_service(engine: AsyncEngine, config: ServerConfig) -> Service:
-    """The service of an engine, started or not. Raises InvalidParameter for settings that do not hold."""
+    """The service of an engine, started or not. Blocks on files, and on the hub for a model that is not here yet.
+
+    Raises InvalidParameter for settings that do not hold.
+    """
     config = config.checked()
+    access = Access(config, read_keys(config))
     defaults = OPENAI_DEFAULTS
     if config.generation_config == "auto":
         defaults = defaults_of(_checkpoint_defaults(engine.model_path))
-    return Service(engine, config, Access(config, read_keys(config)), defaults)
+    return Service(engine, config, access, defaults)
 
 
 def _checkpoint_defaults(model_path: str) -> dict[str, object]:
@@ -180,16 +185,17 @@ async def _at_most(seconds: float, *events: asyncio.Event) -> None:
 async def run(engine: AsyncEngine, config: ServerConfig, announce: Callable[[str], None] | None = None) -> None:
     """Load the model, serve it, and stop at SIGTERM or SIGINT: the first lets answers finish, the second does not.
 
-    `announce` gets the lines that tell where the server listens. What is logged goes to stderr, from `log_level` up;
-    a program with logging of its own calls `serve_until_stopped`. Raises InvalidParameter, ModelError.
+    `announce` gets the address once the model is loaded; without it, two lines on standard error tell it. What is
+    logged goes to stderr, from `log_level` up; a program with logging of its own calls `serve_until_stopped`. Raises
+    InvalidParameter, ModelError.
     """
-    service = open_service(engine, config)
+    service = await asyncio.to_thread(open_service, engine, config)
     with logging_to_stderr(service.config.log_level):
-        await _run(engine, service, announce or _say)
+        await _run(engine, service, announce or partial(_greet, service))
 
 
 async def _run(engine: AsyncEngine, service: Service, announce: Callable[[str], None]) -> None:
-    tls = tls_context(service.config)
+    tls = await asyncio.to_thread(tls_context, service.config)
     listener = bind(service.config)
     task = asyncio.current_task()
     assert task is not None
@@ -212,8 +218,7 @@ async def _run(engine: AsyncEngine, service: Service, announce: Callable[[str], 
             try:
                 async with engine:
                     loading = False
-                    for line in _greeting(service, listener):
-                        announce(line)
+                    announce(_address(service, listener))
                     await serve_until_stopped(service, listener, tls)
             except asyncio.CancelledError:
                 if not loading or task.uncancel():
@@ -224,18 +229,17 @@ async def _run(engine: AsyncEngine, service: Service, announce: Callable[[str], 
                 loop.remove_signal_handler(number)
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _greeting(service: Service, listener: socket.socket) -> list[str]:
-    config = service.config
+def _address(service: Service, listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    scheme = "https" if config.ssl else "http"
-    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if service.config.ssl else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _greet(service: Service, address: str) -> None:
     keys = service.access.num_keys
     auth = f"{keys} key(s)" if keys else "no key needed"
-    return [
-        f"{service.engine.model_name} at {scheme}://{shown}:{port}/v1 ({auth}; routes: {scheme}://{shown}:{port}/)",
-        "Ctrl-C lets answers finish, twice stops at once.",
-    ]
+    print(
+        f"{service.engine.model_name} at {address}/v1 ({auth}; routes: {address}/)\n"
+        f"Ctrl-C lets answers finish, twice stops at once.",
+        file=sys.stderr,
+        flush=True,
+    )
