@@ -1,4 +1,4 @@
-"""Command-line options out of the settings in `config.py`, and back into checked settings.
+"""Command-line options out of the settings in `config/`, and back into checked settings.
 
 A field `max_new_tokens` becomes `--max-new-tokens`; its help is the field's description, its default stays with the
 Struct. Literals become choices, bools `--x` and `--no-x`, lists an option to repeat, dicts a repeated `NAME=VALUE`.

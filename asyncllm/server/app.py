@@ -106,7 +106,7 @@ async def _answer(
             if route is None or route.auth is not Auth.PUBLIC:
                 request[KEY] = service.access.key_of(request)
             with service.work() if route is not None and route.work else nullcontext():
-                response = await _answered(request, handler)
+                response = await _answered(request, route, handler)
                 # In work until the answer is written: a server that drains waits for that too.
                 await send(request, response, service.config.write_timeout)
     except Exception as error:
@@ -116,9 +116,11 @@ async def _answer(
 
 
 async def _answered(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    request: web.Request,
+    route: Route | None,
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
 ) -> web.StreamResponse:
     try:
         return await handler(request)
     except Exception as error:
-        return as_api_error(error).response()
+        return (as_api_error(error, route.prompt_field) if route is not None else as_api_error(error)).response()

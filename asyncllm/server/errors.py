@@ -62,11 +62,12 @@ NAMES = {
     "min_new_tokens": "min_tokens",
     "stop_words": "stop",
     "random_seed": "seed",
-    "input_ids": "prompt",
     "adapter_name": "model",
     "step": "step",
 }
 """The engine's names of parameters, by those of the API where they differ."""
+PROMPT_NAMES = {"input_ids", "prompts"}
+"""The engine's names of what is asked."""
 
 
 class ApiError(Exception):
@@ -115,8 +116,8 @@ def retry_after(seconds: float) -> dict[str, str]:
     return {"Retry-After": str(min(120, max(1, math.ceil(seconds))))}
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """The answer to whatever a handler raised."""
+def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
+    """The answer to whatever a handler raised. `prompt`: what the route calls what the engine calls the prompt."""
     match error:
         case ApiError():
             return error
@@ -125,13 +126,13 @@ def as_api_error(error: Exception) -> ApiError:
         case ContextLengthExceeded():
             # litellm and others tell it by the first words of OpenAI's sentence, not by the code.
             message = f"This model's maximum context length is exceeded. {error}"
-            return ApiError(400, message, code="context_length_exceeded", param="messages")
+            return ApiError(400, message, code="context_length_exceeded", param=prompt)
         case UnsupportedFeature():
-            return ApiError(400, str(error), code="unsupported_parameter", param=_named(error.param))
+            return ApiError(400, str(error), code="unsupported_parameter", param=_named(error.param, prompt))
         case InvalidParameter():
-            return ApiError(400, str(error), code="invalid_value", param=_named(error.param))
+            return ApiError(400, str(error), code="invalid_value", param=_named(error.param, prompt))
         case InvalidMessage():
-            return ApiError(400, str(error), code="invalid_value", param="messages")
+            return ApiError(400, str(error), code="invalid_value", param=prompt)
         case InvalidRequest():
             return ApiError(400, str(error), code="invalid_value")
         case SessionBusy():
@@ -160,7 +161,9 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "The server failed to handle the request; its log says why.", code="internal_error")
 
 
-def _named(param: str | None) -> str | None:
+def _named(param: str | None, prompt: str) -> str | None:
+    if param in PROMPT_NAMES:
+        return prompt
     return NAMES.get(param, param) if param is not None else None
 
 

@@ -192,7 +192,7 @@ class CompletionRequest(Sampled, kw_only=True):
     suffix: Any = None
 
 
-class EmbeddingRequest(Body, kw_only=True):
+class EmbeddingRequest(Asking, kw_only=True):
     """The body of POST /v1/embeddings."""
 
     input: Prompt

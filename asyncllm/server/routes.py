@@ -12,6 +12,7 @@ from asyncllm.server.access import Auth
 from asyncllm.server.chat import chat_completions
 from asyncllm.server.completions import completions
 from asyncllm.server.docs import docs
+from asyncllm.server.embeddings import embeddings
 from asyncllm.server.generate import generate
 from asyncllm.server.health import Health, health, live, ready
 from asyncllm.server.interactive import chat_interactive
@@ -32,8 +33,8 @@ from asyncllm.server.native_responses import (
     TokenizeResponse,
 )
 from asyncllm.server.openapi import openapi_json
-from asyncllm.server.requests import ChatRequest, CompletionRequest
-from asyncllm.server.responses import ChatResponse, CompletionResponse, Model, ModelList
+from asyncllm.server.requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from asyncllm.server.responses import ChatResponse, CompletionResponse, EmbeddingResponse, Model, ModelList
 from asyncllm.server.sse import NDJSON
 from asyncllm.server.tokens import detokenize, encode_texts, tokenize
 
@@ -65,6 +66,12 @@ class Route:
     streams: bool = False
     """Whether `stream: true` turns the answer into events of `stream_type`."""
     stream_type: str = "text/event-stream"
+
+    @property
+    def prompt_field(self) -> str:
+        """The field of the body that holds the prompt."""
+        fields = getattr(self.body, "__struct_fields__", ())
+        return next((name for name in ("messages", "prompt", "input") if name in fields), "messages")
 
 
 _GENERATING = (
@@ -102,6 +109,14 @@ ROUTES: tuple[Route, ...] = (
     *_GENERATING,
     # LMDeploy's names of the routes that serve users by quota: here every route does.
     *(replace(route, path=f"{route.path}_qos") for route in _GENERATING),
+    Route(
+        method="POST",
+        path="/v1/embeddings",
+        handler=embeddings,
+        auth=Auth.KEY,
+        body=EmbeddingRequest,
+        answer=EmbeddingResponse,
+    ),
     Route(
         method="POST",
         path="/generate",
