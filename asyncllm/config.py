@@ -257,6 +257,14 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
             "refused. 0: no bound.",
         ),
     ] = 0
+    stall_timeout: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds without a completed step, while there is work, after which the engine ends as "
+            "EngineDead. 0: never, as a long prompt may take minutes on a slow CPU; on a GPU, 60 is plenty.",
+        ),
+    ] = 0.0
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV blocks of equal prompt beginnings.")] = True
     batch_invariant: Annotated[
         bool,
@@ -302,7 +310,7 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
             )
         if self.cache_block_seq_len is not None and not 1 <= self.cache_block_seq_len <= 1024:
             raise InvalidParameter("cache_block_seq_len must be None or in [1, 1024].", "cache_block_seq_len")
-        for name in ("cache_max_entry_count", "rope_scaling_factor"):
+        for name in ("cache_max_entry_count", "rope_scaling_factor", "stall_timeout"):
             if not math.isfinite(getattr(self, name)):
                 raise InvalidParameter(f"{name} must be a finite number.", name)
         if self.cache_max_entry_count > 1 and self.cache_max_entry_count != int(self.cache_max_entry_count):

@@ -21,6 +21,7 @@ from asyncllm.engine.generation import Generation, interleave
 from asyncllm.engine.loop import EngineLoop
 from asyncllm.engine.prompts import Prompts, is_single, is_token_ids, longest_first, pair_with_configs
 from asyncllm.engine.queue_bounds import QueueBounds
+from asyncllm.engine.record import RequestRecord
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.sequence import Request
 from asyncllm.engine.session import Session
@@ -104,6 +105,8 @@ class AsyncEngine:
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._sessions: SessionTable | None = None
+        self.observers: list[Callable[[RequestRecord], None]] = []
+        """Called, in the engine's task, with every request that ends. Written by those who want to know."""
 
     async def start(self) -> None:
         """Load the model and start the engine's task. Raises ModelError; leaves nothing behind when it raises."""
@@ -143,7 +146,9 @@ class AsyncEngine:
             raise
         self._executor = executor
         bounds = QueueBounds(self.config.max_queued_requests, self.config.max_queued_tokens)
-        self._loop = EngineLoop(scheduler, executor, bounds, name=f"asyncllm-engine-{self.model_name}")
+        name = f"asyncllm-engine-{self.model_name}"
+        self._loop = EngineLoop(scheduler, executor, bounds, stall_timeout=self.config.stall_timeout, name=name)
+        self._loop.observers = self.observers
         self._sessions = SessionTable(
             self._loop, self.admission, self.tokenizer, self.chat_template, self.chat, self.limits.block_size
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
@@ -64,6 +65,7 @@ class Generation:
         if self._started or self._delivery.abandoned:
             return
         self._started = True
+        arrived = time.monotonic()
         try:
             self._host = self._find_host()
             request = await self._prepare(self._delivery)
@@ -71,6 +73,7 @@ class Generation:
                 # Closed by another task while the prompt was being encoded.
                 self._delivery.end()
                 return
+            request.times.arrived = arrived
             self._host.open(request)
         except BaseException as error:
             self._delivery.abandoned = True

@@ -15,14 +15,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 
 from asyncllm.batch import Executor, StepOutput
 from asyncllm.engine.queue_bounds import QueueBounds
+from asyncllm.engine.record import RequestRecord
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.sequence import Request, Sequence
 from asyncllm.engine.stats import EngineStats
+from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import AsyncLLMError, DeadlineExceeded, EngineClosed, EngineDead, EngineError, RequestFailed
 from asyncllm.types import Chunk, FinishReason
 
@@ -41,7 +45,13 @@ class EngineLoop:
     """States: running, then closed or dead. Written by the task, except for the inboxes it empties."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, bounds: QueueBounds | None = None, *, name: str
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        bounds: QueueBounds | None = None,
+        *,
+        stall_timeout: float = 0.0,
+        name: str,
     ) -> None:
         """Start the task in the running event loop."""
         self.scheduler = scheduler
@@ -63,8 +73,14 @@ class EngineLoop:
         """Submitted steps, oldest first; the executor resolves them."""
         self._started = self._finished = self._cancelled = self._failed = self._expired = 0
         self._step_ms = 0.0
+        self.observers: list[Callable[[RequestRecord], None]] = []
+        """Called with every request that ends. Written by the engine."""
         self._wake = asyncio.Event()
         self._event_loop = asyncio.get_running_loop()
+        self._stall_timeout = stall_timeout
+        self._watchdog = Watchdog(self._event_loop, stall_timeout, self._note_stall)
+        self._stalled: TimeoutError | None = None
+        """Written by the watchdog: what the task shall die of."""
         self._task = self._event_loop.create_task(self._run(), name=name)
 
     def check_running(self) -> None:
@@ -109,11 +125,13 @@ class EngineLoop:
             raise DeadlineExceeded("The request's timeout was over when its prompt had been encoded. Allow more time.")
         requests, tokens = self.num_queued()
         self._bounds.check(requests, tokens, len(request.prompt_ids), now)
+        request.times.queued = time.monotonic()
         timer = None if deadline is None else self._event_loop.call_at(deadline, self._time_is_over, request)
         self._open[request] = timer
         self._arrived.append(request)
         self._arrived_tokens += len(request.prompt_ids)
         self._started += 1
+        self._watchdog.watch()
         self._wake.set()
 
     def num_queued(self) -> tuple[int, int]:
@@ -139,10 +157,22 @@ class EngineLoop:
         self._overdue.append(request)
         self._wake.set()
 
+    def _note_stall(self) -> None:
+        steps, scheduler = len(self._in_flight), self.scheduler
+        waits_for = f"{steps} steps in flight, which do not complete" if steps else "a step to be scheduled"
+        self._stalled = TimeoutError(
+            f"No step has completed for {self._stall_timeout:g} s (stall_timeout), and the loop waits for {waits_for}: "
+            f"{scheduler.num_running} sequences run, {scheduler.num_waiting} wait, "
+            f"{scheduler.blocks.num_available} of {scheduler.blocks.num_blocks} blocks are available."
+        )
+        self._wake.set()
+
     async def _run(self) -> None:
         """The engine task."""
         try:
             while self._state == "running":
+                if self._stalled is not None:
+                    raise self._stalled
                 self._wake.clear()
                 self._empty_inboxes()
                 advanced = None
@@ -154,6 +184,8 @@ class EngineLoop:
                     # The readers just woken run before the next step is read.
                     await asyncio.sleep(0)
                 else:
+                    if not self._open and not self._in_flight:
+                        self._watchdog.rest()
                     await self._wake.wait()
         except asyncio.CancelledError:
             self._state = "closed"
@@ -164,15 +196,15 @@ class EngineLoop:
             if not isinstance(error, Exception):
                 raise
         finally:
+            self._watchdog.rest()
             for request in list(self._open):
                 self._failed += 1
                 self._end(request, self._last_words())
-            if self._in_flight:
+            for future in self._in_flight:
+                future.add_done_callback(_retrieve)
+            if self._in_flight and self._stalled is None:
                 await asyncio.wait(self._in_flight)
-                for future in self._in_flight:
-                    if not future.cancelled():
-                        future.exception()
-                self._in_flight.clear()
+            self._in_flight.clear()
 
     def _last_words(self) -> AsyncLLMError:
         if self._state == "dead":
@@ -212,20 +244,53 @@ class EngineLoop:
         if timer is not None:
             timer.cancel()
         self._bounds.request_ended(self._event_loop.time())
+        if self.observers:
+            self._observe(request, failed=error is not None)
         request.delivery.end(error)
+
+    def _observe(self, request: Request, *, failed: bool) -> None:
+        sequences, times = request.sequences, request.times
+        unfinished: FinishReason = "error" if failed else "abort"
+        record = RequestRecord(
+            prompt_tokens=len(request.prompt_ids),
+            cached_tokens=request.cached_tokens,
+            generated_tokens=sum(sequence.num_generated for sequence in sequences),
+            longest_answer=max(sequence.num_generated for sequence in sequences),
+            finish_reasons=tuple(sequence.finish_reason or unfinished for sequence in sequences),
+            arrived=times.arrived,
+            queued=times.queued,
+            admitted=times.admitted,
+            prefilled=times.prefilled,
+            ended=time.monotonic(),
+        )
+        for observer in self.observers:
+            try:
+                observer(record)
+            except Exception:
+                logger.exception("An observer of ended requests failed.")
 
     def _read_step(self, future: asyncio.Future[StepOutput]) -> list[Sequence]:
         """Take in a completed step. Raises the error of a step that failed as a whole."""
         if future.cancelled():
             raise RuntimeError("the executor cancelled a step")
         output = future.result()
+        self._watchdog.step_completed()
         self._step_ms += STEP_MS_WEIGHT * (output.elapsed_ms - self._step_ms)
-        return self.scheduler.update(output)
+        advanced = self.scheduler.update(output)
+        if self.scheduler.prefilled:
+            now = time.monotonic()
+            for request in self.scheduler.prefilled:
+                if request.times.prefilled is None:
+                    request.times.prefilled = now
+        return advanced
 
     def _launch(self) -> None:
         """Keep the pipeline full."""
         while len(self._in_flight) < self._depth():
             batch = self.scheduler.schedule()
+            for request in self.scheduler.admitted:
+                if request.times.admitted is None:
+                    request.times.admitted = time.monotonic()
             if batch is None:
                 return
             future = self._executor.submit(batch)
@@ -333,6 +398,7 @@ class EngineLoop:
             cached_tokens=counts.cached_tokens,
             prefill_tokens=counts.prefill_tokens,
             decode_tokens=counts.decode_tokens,
+            sampled_tokens=counts.sampled_tokens,
             preemptions=counts.preemptions,
             requests_started=self._started,
             requests_finished=self._finished,
@@ -340,6 +406,7 @@ class EngineLoop:
             requests_failed=self._failed,
             requests_expired=self._expired,
             requests_refused=self._bounds.num_refused,
+            seconds_since_progress=self._watchdog.seconds_since_progress,
             step_ms=self._step_ms,
         )
 
@@ -355,6 +422,12 @@ class EngineLoop:
         assert self.scheduler.num_waiting == 0, "sequences are waiting"
         held = self.scheduler.blocks.num_held
         assert held == 0 or self._in_flight, f"{held} blocks are held, and no step is in flight that may write them"
+
+
+def _retrieve(step: asyncio.Future[StepOutput]) -> None:
+    """Take notice of a step's error that nobody waits for, or the event loop would report it."""
+    if not step.cancelled():
+        step.exception()
 
 
 def _deadline_exceeded(request: Request) -> DeadlineExceeded:

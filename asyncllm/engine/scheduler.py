@@ -32,13 +32,23 @@ MIN_ROUNDED_TILES = 3
 class SchedulerCounts:
     """Totals since start. Written by the scheduler, read by `stats()`."""
 
-    __slots__ = ("cached_tokens", "decode_tokens", "preemptions", "prefill_tokens", "prompt_tokens", "steps")
+    __slots__ = (
+        "cached_tokens",
+        "decode_tokens",
+        "preemptions",
+        "prefill_tokens",
+        "prompt_tokens",
+        "sampled_tokens",
+        "steps",
+    )
 
     def __init__(self) -> None:
         self.steps = 0
         self.prefill_tokens = 0
         """Tokens computed in prefill rows, recomputed ones included."""
         self.decode_tokens = 0
+        self.sampled_tokens = 0
+        """Tokens of answers."""
         self.prompt_tokens = 0
         """Known tokens of admitted sequences, computed or found in the prefix cache."""
         self.cached_tokens = 0
@@ -83,6 +93,10 @@ class Scheduler:
         self.prefix_cache = PrefixCache() if prefix_caching else None
         self.blocks = BlockManager(limits.num_blocks, self.prefix_cache)
         self.counts = SchedulerCounts()
+        self.admitted: list[Request] = []
+        """Requests whose first sequence has got a row by the last `schedule()`."""
+        self.prefilled: list[Request] = []
+        """Requests whose prompt has been found computed by the last `update()`."""
         self.waiting = waiting if waiting is not None else WaitingQueue()
         self.num_waiting = 0
         """Sequences in the queue, and siblings whose leader is not through with the prompt."""
@@ -139,6 +153,7 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next step, or None if nothing can be computed before a step in flight has been read."""
         step = self._step
+        self.admitted.clear()
         batch = Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[], prefill=[])
         sampled = self._schedule_decode(batch)
         prefill: list[tuple[Sequence, PrefillRow]] = []
@@ -306,6 +321,7 @@ class Scheduler:
         self.counts.cached_tokens += cached
         if sequence.index == 0 and sequence.num_generated == 0:
             sequence.request.cached_tokens = cached
+            self.admitted.append(sequence.request)
         batch.starts.append(
             SlotStart(
                 slot=sequence.slot,
@@ -346,9 +362,11 @@ class Scheduler:
         assert flight.step == output.step, f"step {output.step} was read before step {flight.step}"
         self._last_read = flight.step
         advanced: list[Sequence] = []
+        self.prefilled.clear()
         for sequence, row in flight.prefill:
             if self._read_prefill(sequence, row, output):
                 advanced.append(sequence)
+        without_token = len(advanced)
         logprobs, errors = output.logprobs, output.errors
         block_size = self._block_size
         for sequence, slot, token in zip(flight.sampled, output.slots, output.tokens, strict=True):
@@ -359,6 +377,7 @@ class Scheduler:
             if errors and slot in errors:
                 sequence.error = errors[slot]
                 self.finish(sequence, "error")
+                without_token += 1
                 continue
             token_ids = sequence.token_ids
             token_ids.append(token)
@@ -370,6 +389,7 @@ class Scheduler:
                 self.finish(sequence, "stop")
             elif sequence.remaining <= 0 and sequence.pending == 0:
                 self.finish(sequence, "length")
+        self.counts.sampled_tokens += len(advanced) - without_token
         self.blocks.step_read(flight.step)
         while self._fenced_slots and self._fenced_slots[0][0] <= flight.step:
             self._free_slots.append(self._fenced_slots.popleft()[1])
@@ -398,6 +418,7 @@ class Scheduler:
         self._commit(sequence, end)
         if sequence.index == 0 and end >= sequence.num_prompt:
             self._admit_siblings(request)
+            self.prefilled.append(request)
         if row.sample or end < len(sequence.token_ids):
             return False
         self.finish(sequence, "length")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from asyncllm.batch import SamplingParams, TokenLogprobs
 from asyncllm.engine.delivery import Answer, Delivery
+from asyncllm.engine.record import RequestTimes
 from asyncllm.types import FinishReason
 
 __all__ = ["ORDINARY", "Request", "Sequence", "SequenceState", "Terms"]
@@ -56,6 +57,7 @@ class Request:
         "session_id",
         "siblings_queued",
         "terms",
+        "times",
     )
 
     def __init__(
@@ -78,6 +80,7 @@ class Request:
         self.id = id
         """Rises in the order of arrival."""
         self.terms = terms
+        self.times = RequestTimes()
         self.prompt_ids = prompt_ids
         self.named_stop_ids = named_stop_ids
         """Those of the stop ids that the caller named, reported as `stop_reason`."""

@@ -36,6 +36,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens computed in prefill rows, recomputed ones included."""
     decode_tokens: int
     """Tokens computed in decode rows, the few discarded ones included."""
+    sampled_tokens: int
+    """Tokens of answers."""
     preemptions: int
     requests_started: int
     requests_finished: int
@@ -45,6 +47,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that ended at their deadline."""
     requests_refused: int
     """Calls that found the queue full; they were never started."""
+    seconds_since_progress: float
+    """How long there has been work and no step has completed; 0 when there is none."""
     step_ms: float
     """Moving average over about 20 steps of a step's time on the device."""
 

@@ -22,6 +22,8 @@ class Health(msgspec.Struct, kw_only=True):
     """Sequences in the batch."""
     waiting: int = 0
     """Sequences in the queue."""
+    seconds_since_progress: float = 0.0
+    """How long there has been work and no step has completed."""
 
 
 def _health(service: Service) -> Health:
@@ -29,11 +31,17 @@ def _health(service: Service) -> Health:
         stats = service.engine.stats()
     except EngineError:
         return Health(status="dead")
-    stalled = False
-    status: Literal["draining", "stalled", "healthy"] = "stalled" if stalled else "healthy"
-    if service.phase is not Phase.SERVING and not stalled:
+    status: Literal["draining", "stalled", "healthy"] = "healthy"
+    if stats.seconds_since_progress > service.config.progress_timeout:
+        status = "stalled"
+    elif service.phase is not Phase.SERVING:
         status = "draining"
-    return Health(status=status, running=stats.running, waiting=stats.waiting)
+    return Health(
+        status=status,
+        running=stats.running,
+        waiting=stats.waiting,
+        seconds_since_progress=stats.seconds_since_progress,
+    )
 
 
 def _answer(found: Health, well: bool) -> web.Response:

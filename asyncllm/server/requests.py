@@ -90,6 +90,7 @@ class Sampled(Ignored, kw_only=True):
     """What chat and plain completions have in common."""
 
     stream: bool | None = None
+    """Send the answer piece by piece, as server-sent events."""
     stream_options: StreamOptions | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -113,7 +114,9 @@ class Sampled(Ignored, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
+    """Send the token ids of prompt and answer along."""
     request_id: Label | None = None
+    """The end of the answer's id."""
     session_id: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     """A label under which /v1/chat/interactive can stop the answer; -1 stands for none, as in LMDeploy."""
     allowed_token_ids: Any = None
@@ -133,7 +136,9 @@ class ChatRequest(Sampled, kw_only=True):
     messages: Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | str
     max_completion_tokens: NewTokens | None = None
     logprobs: bool | None = None
+    """Send the log-probability of each token along."""
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """And those of as many of the most likely tokens; needs `logprobs`."""
     audio: Any = None
     function_call: Any = None
     functions: Any = None

@@ -20,6 +20,7 @@ from asyncllm.config import ServerConfig
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.errors import InvalidParameter, ModelError
 from asyncllm.server.access import Access, read_keys
+from asyncllm.server.access_log import logging_to_stderr
 from asyncllm.server.app import build_app
 from asyncllm.server.sampling import OPENAI_DEFAULTS, defaults_of
 from asyncllm.server.service import Phase, Service
@@ -179,9 +180,15 @@ async def _at_most(seconds: float, *events: asyncio.Event) -> None:
 async def run(engine: AsyncEngine, config: ServerConfig, announce: Callable[[str], None] | None = None) -> None:
     """Load the model, serve it, and stop at SIGTERM or SIGINT: the first lets answers finish, the second does not.
 
-    `announce` gets the lines that tell where the server listens. Raises InvalidParameter, ModelError.
+    `announce` gets the lines that tell where the server listens. What is logged goes to stderr, from `log_level` up;
+    a program with logging of its own calls `serve_until_stopped`. Raises InvalidParameter, ModelError.
     """
     service = open_service(engine, config)
+    with logging_to_stderr(service.config.log_level):
+        await _run(engine, service, announce or _say)
+
+
+async def _run(engine: AsyncEngine, service: Service, announce: Callable[[str], None]) -> None:
     tls = tls_context(service.config)
     listener = bind(service.config)
     task = asyncio.current_task()
@@ -206,7 +213,7 @@ async def run(engine: AsyncEngine, config: ServerConfig, announce: Callable[[str
                 async with engine:
                     loading = False
                     for line in _greeting(service, listener):
-                        (announce or _say)(line)
+                        announce(line)
                     await serve_until_stopped(service, listener, tls)
             except asyncio.CancelledError:
                 if not loading or task.uncancel():

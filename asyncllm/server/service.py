@@ -7,6 +7,7 @@ import enum
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -14,8 +15,12 @@ from asyncllm.config import GenerationConfig, ServerConfig
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.server.access import Access
 from asyncllm.server.errors import ApiError, retry_after
+from asyncllm.server.instruments import Instruments
 
-__all__ = ["SERVICE", "Phase", "Service", "service_of"]
+if TYPE_CHECKING:
+    from asyncllm.server.routes import Route
+
+__all__ = ["SERVICE", "TABLE", "Phase", "Service", "service_of", "table_of"]
 
 
 class Phase(enum.Enum):
@@ -36,6 +41,7 @@ class Service:
         self.access = access
         self.defaults = defaults
         """Sampling parameters of requests that leave them out."""
+        self.instruments = None if config.disable_metrics else Instruments(engine)
         self.phase = Phase.SERVING
         self.created = int(time.time())
         """Seconds since 1970, as /v1/models shows it."""
@@ -46,6 +52,8 @@ class Service:
         self.idle = asyncio.Event()
         """Set while no request is in work."""
         self.idle.set()
+        self.openapi = b""
+        """The document of /openapi.json. Written by the first who asks for it."""
         self._in_work = 0
 
     @property
@@ -92,7 +100,14 @@ class Service:
 
 
 SERVICE = web.AppKey("SERVICE", Service)
+TABLE: web.AppKey[dict[web.AbstractRoute, Route]] = web.AppKey("TABLE", dict)
+"""By aiohttp's route. What has no entry, such as an unknown path, asks for a key."""
 
 
 def service_of(request: web.Request) -> Service:
     return request.app[SERVICE]
+
+
+def table_of(request: web.Request) -> list[Route]:
+    """The routes that are served, in the table's order."""
+    return list(request.app[TABLE].values())
