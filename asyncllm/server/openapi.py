@@ -189,7 +189,6 @@ def _responses(route: Route, service: Service) -> Schema:
     if route.streams:
         content["text/event-stream"] = {
             "schema": {
-                "type": "string",
                 "description": "With `stream: true`: lines `data: {...}`, each a chunk, the last one `data: [DONE]`.",
             }
         }

@@ -88,6 +88,9 @@ def _config(
             code="invalid_value",
             param="n",
         )
+    least = 0 if isinstance(body, CompletionRequest) and body.echo else 1
+    if body.max_tokens is not None and body.max_tokens < least:
+        raise ApiError(400, f"max_tokens must be at least {least}.", code="invalid_value", param="max_tokens")
     fields = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     if body.top_k is not None:
         fields["top_k"] = max(0, body.top_k)
