@@ -101,7 +101,7 @@ MESSAGE: Schema = {
                 },
             ]
         },
-        "name": {"type": "string"},
+        "name": {"type": ["string", "null"]},
     },
 }
 

@@ -27,12 +27,12 @@ EXAMPLES = os.environ.get("ASYNCLLM_SCHEMATHESIS", "")
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not EXAMPLES, reason="ASYNCLLM_SCHEMATHESIS names no number of examples")
 async def test_the_server_does_what_its_document_says() -> None:
-    engine = FakeEngine("pong")
+    engine = FakeEngine("pong", max_position=64)  # so that an answer of the most tokens is short
     async with serving(engine) as served:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json"),
             *("--max-examples", EXAMPLES, "--mode", "all", "--seed", "1", "--workers", "2"),
-            *("--phases", "examples,coverage,fuzzing", "--request-timeout", "5", "--continue-on-failure"),
+            *("--phases", "examples,coverage,fuzzing", "--request-timeout", "15", "--continue-on-failure"),
             # A schema cannot say that min_tokens is at most max_tokens, or that stream_options needs stream.
             *("--exclude-checks", "positive_data_acceptance"),
             env={**os.environ, "SCHEMATHESIS_HOOKS": "tests.server.schemathesis_hooks"},
