@@ -81,29 +81,29 @@ ERRORS = {
 }
 WITH_BODY = ("400", "404", "408", "409", "413", "415", "500")
 
-MESSAGE: Schema = {
-    "type": "object",
-    "required": ["role", "content"],
-    "additionalProperties": False,
-    "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {
-                        "type": "object",
-                        "required": ["type", "text"],
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string", "minLength": 1}},
-                    },
-                },
-            ]
+
+def _message(roles: list[str], least: int) -> Schema:
+    text: Schema = {"type": "string", "minLength": least}
+    part = {"type": "object", "required": ["type", "text"], "properties": {"type": {"const": "text"}, "text": text}}
+    return {
+        "type": "object",
+        "required": ["role", "content"],
+        "additionalProperties": False,
+        "properties": {
+            "role": {"enum": roles},
+            "content": {"anyOf": [text, {"type": "array", "minItems": least, "items": part}]},
+            "name": {"type": ["string", "null"]},
         },
-        "name": {"type": ["string", "null"]},
-    },
+    }
+
+
+MESSAGE: Schema = {
+    "anyOf": [
+        _message(["user"], 1),
+        _message(["system", "developer", "assistant", "tool"], 0),
+    ]
 }
+"""Only a user has to say something."""
 
 
 async def openapi_json(request: web.Request) -> web.Response:

@@ -31,7 +31,7 @@ async def test_the_server_does_what_its_document_says() -> None:
     async with serving(engine) as served:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json"),
-            *("--max-examples", EXAMPLES, "--mode", "all", "--seed", "1", "--workers", "2"),
+            *("--max-examples", EXAMPLES, "--mode", "all", "--seed", "1", "--workers", "1"),
             *("--phases", "examples,coverage,fuzzing", "--request-timeout", "15", "--continue-on-failure"),
             # A schema cannot say that min_tokens is at most max_tokens, or that stream_options needs stream.
             *("--exclude-checks", "positive_data_acceptance"),
