@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,13 +21,14 @@ from asyncllm.testing import FakeEngine
 from tests.server.raw import until
 from tests.server.serving import serving
 
+ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = os.environ.get("ASYNCLLM_SCHEMATHESIS", "")
 
 
 @pytest.mark.anyio
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not EXAMPLES, reason="ASYNCLLM_SCHEMATHESIS names no number of examples")
-async def test_the_server_does_what_its_document_says() -> None:
+async def test_the_server_does_what_its_document_says(tmp_path: Path) -> None:
     engine = FakeEngine("pong", max_position=64)  # so that an answer of the most tokens is short
     async with serving(engine) as served:
         process = await asyncio.create_subprocess_exec(
@@ -35,7 +37,12 @@ async def test_the_server_does_what_its_document_says() -> None:
             *("--phases", "examples,coverage,fuzzing", "--request-timeout", "15", "--continue-on-failure"),
             # A schema cannot say that min_tokens is at most max_tokens, or that stream_options needs stream.
             *("--exclude-checks", "positive_data_acceptance"),
-            env={**os.environ, "SCHEMATHESIS_HOOKS": "tests.server.schemathesis_hooks"},
+            cwd=tmp_path,  # it keeps a cache of what failed
+            env={
+                **os.environ,
+                "SCHEMATHESIS_HOOKS": "tests.server.schemathesis_hooks",
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            },
         )
         assert await process.wait() == 0
         await until(lambda: served.service.in_work == 0 and engine.stats().blocks_held == 0)
