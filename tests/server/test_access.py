@@ -108,12 +108,12 @@ class TestKeys:
         assert len(bodies) == 1
         assert b"invalid_api_key" in bodies.pop()
 
-    async def test_every_route_but_health_asks_for_one(self) -> None:
+    async def test_every_route_but_health_and_the_page_asks_for_one(self) -> None:
         async with serving(FakeEngine(), api_keys=[KEY]) as served:
             resources = {route.resource.canonical for route in build_app(served.service).router.routes()}
             assert resources == {re.sub(r":[^}]*}", "}", route.path) for route in ROUTES}
             public = {(route.method, route.path) for route in ROUTES if route.auth is Auth.PUBLIC}
-            assert {path for _, path in public} == {"/health", "/health/live", "/health/ready"}
+            assert {path for _, path in public} == {"/", "/health", "/health/live", "/health/ready"}
             paths = {re.sub(r"{.*?}", "fake", path) for path in resources}
             paths |= {"/", "/no/such/path", "/v1", "/admin", "/metrics", "/openapi.json", "/terminate"}
             paths |= {f"{path}/" for path in paths} | {f"/{path}" for path in paths} | {path.upper() for path in paths}
