@@ -121,6 +121,7 @@ class _Stream:
         self._slow = False
         self._silent = False
         """Nothing was written since the last ping was due."""
+        self._ping_due = False
         self._failure: Exception | None = None
         """What a listener met; raised in the handler's task."""
         self._wake = asyncio.Event()
@@ -132,7 +133,7 @@ class _Stream:
         for generation in list(self._open):
             self._forward(generation)
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(ping_interval, self._wake.set)
+        timer = loop.call_later(ping_interval, self._remind)
         try:
             while self._open:
                 await self._wake.wait()
@@ -141,13 +142,18 @@ class _Stream:
                     raise self._failure
                 if self._slow:
                     await self._catch_up()
-                if loop.time() >= timer.when():
+                if self._ping_due:
+                    self._ping_due = False
                     if self._silent and ping:
                         await self._write(ping)
                     self._silent = True
-                    timer = loop.call_later(ping_interval, self._wake.set)
+                    timer = loop.call_later(ping_interval, self._remind)
         finally:
             timer.cancel()
+
+    def _remind(self) -> None:
+        self._ping_due = True
+        self._wake.set()
 
     def _forward(self, generation: Generation) -> None:
         """The listener: write what the generation has. Runs inside the engine's task, so nothing may be raised."""

@@ -51,7 +51,7 @@ async def test_none_is_a_5xx_or_late_and_nothing_is_left(anyio_backend: Any) -> 
     print(dict(sorted(statuses.items())))
     assert sum(statuses.values()) > COUNT / 2
     assert min(statuses[status] for status in (200, 400, 403, 404, 405)) > COUNT / 1000
-    assert [status for status in statuses if status >= 500] == []
+    assert [status for status in statuses if status >= 500 and status != 504] == []
 
 
 async def send_all(served: Served, cases: Iterator[Case], statuses: collections.Counter[int]) -> None:
@@ -70,7 +70,9 @@ async def send_all(served: Served, cases: Iterator[Case], statuses: collections.
                         wire.send(case.data)
                         answer = await wire.answer()
                         statuses[answer.status] += 1
-                        assert answer.status < 500, (case.kind, case.data[:2000], answer.body)
+                        # A timeout of next to nothing is over at once, as the caller asked.
+                        expired = answer.status == 504 and b'"deadline_exceeded"' in answer.body
+                        assert answer.status < 500 or expired, (case.kind, case.data[:2000], answer.body)
                 except ConnectionError:
                     break
                 except TimeoutError:
