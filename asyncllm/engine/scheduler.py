@@ -6,7 +6,8 @@ engine calls `schedule()` for the next `Batch`, possibly before it has read the 
 waits for a token's value.
 
 A sequence holds blocks for all of its known tokens from admission on; only decoding asks for more. When there are
-none, the newest running sequence is preempted (recompute), so that the oldest always progresses.
+none, the newest running sequence is preempted, so that the oldest always progresses: its blocks go to the host if it
+has room for them (`HostBlocks`), else it is computed again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Iterator
 
 from asyncllm.batch import Batch, Limits, PrefillRow, SlotStart, StepOutput
 from asyncllm.engine.block_manager import BlockManager
+from asyncllm.engine.host_blocks import HostBlocks
 from asyncllm.engine.prefix_cache import PrefixCache, extend_hashes, root_hash
 from asyncllm.engine.sequence import Request, Sequence, SequenceState
 from asyncllm.types import FinishReason
@@ -67,6 +69,7 @@ class Scheduler:
         prefill_budget: int,
         prefill_interval: int,
         prefix_caching: bool,
+        swapping: bool,
     ) -> None:
         self._block_size = limits.block_size
         self._num_slots = limits.num_slots
@@ -79,10 +82,12 @@ class Scheduler:
         """Prompts longer than this have a rotary base of their own, so that their K differ from others'."""
         self.prefix_cache = PrefixCache() if prefix_caching else None
         self.blocks = BlockManager(limits.num_blocks, self.prefix_cache)
+        self.host = HostBlocks(limits, self.blocks, swapping=swapping)
         self.counts = SchedulerCounts()
         self._waiting: deque[Sequence] = deque()
         """In order of arrival; finished ones are skipped when they come up."""
         self.num_waiting = 0
+        """Those in the queue, and those swapped out."""
         self._running: dict[Sequence, None] = {}
         """Sequences with a slot, in order of admission; preempted ones come back in order of arrival."""
         self._prefilling: deque[Sequence] = deque()
@@ -112,10 +117,11 @@ class Scheduler:
         """End a sequence now, in whatever state; its row and blocks come back under the fence rule."""
         if sequence.state is SequenceState.FINISHED:
             return
-        if sequence.state is SequenceState.WAITING:
-            self.num_waiting -= 1
-        else:
+        if sequence in self._running:
             self._leave(sequence)
+        else:
+            self.num_waiting -= 1
+            self.host.release(sequence)
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
         if sequence.index == 0:
@@ -133,14 +139,15 @@ class Scheduler:
         batch = Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[], prefill=[])
         sampled = self._schedule_decode(batch)
         prefill: list[tuple[Sequence, PrefillRow]] = []
-        if self._prefilling or self._waiting:
+        if self._prefilling or self._waiting or self.host.swapped:
             if batch.decode and self._decode_steps + 1 < self._prefill_interval:
                 self._decode_steps += 1
             else:
                 self._decode_steps = 0
                 self._schedule_prefill(batch, prefill)
-        if not batch.decode and not batch.prefill:
+        if not batch.decode and not batch.prefill and not self.host.plan:
             return None
+        batch.swaps = self.host.take_plan(step)
         sampled.extend(sequence for sequence, row in prefill if row.sample)
         self._flights.append(_Flight(step, sampled, prefill))
         self._step += 1
@@ -183,15 +190,19 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Give up a running sequence's blocks; it is computed again, from its known tokens, when there is room."""
+        """Give up a running sequence's blocks; when there is room, they are copied back, or computed again."""
         self.counts.preemptions += 1
+        swapped = self.host.swap_out(sequence)
         self._leave(sequence)
+        self.num_waiting += 1
+        sequence.committed = 0
+        if swapped:
+            sequence.state = SequenceState.SWAPPED
+            return
         sequence.state = SequenceState.WAITING
         sequence.num_computed = 0
-        sequence.committed = 0
         # Logits are asked for alone, without an answer, so that the prompt is all that is computed again.
         sequence.request.logits.clear()
-        self.num_waiting += 1
         self._waiting.appendleft(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
@@ -264,30 +275,47 @@ class Scheduler:
                 sequence.remaining -= 1
 
     def _admit(self, batch: Batch) -> bool:
-        """Give the oldest waiting sequence a slot and blocks for all of its known tokens, if there is room."""
+        """Give the oldest swapped sequence, or else the first waiting one, a slot and blocks for all of its known
+        tokens, if there is room."""
         while self._waiting and self._waiting[0].state is SequenceState.FINISHED:
             self._waiting.popleft()
-        if not self._waiting or not self._free_slots or len(self._running) >= self._max_running:
+        line = self.host.swapped or self._waiting
+        if not line or not self._free_slots or len(self._running) >= self._max_running:
             return False
-        sequence = self._waiting[0]
-        if sequence.pending:
-            # Preempted while a step was in flight: its last token is not known yet.
+        sequence = line[0]
+        if sequence.last_step > self._last_read:
+            # Preempted while a step was in flight: neither its last token is known yet, nor whether it failed.
             return False
         known = len(sequence.token_ids)
         num_blocks = -(-known // self._block_size)
         shared, source = self._shared_blocks(sequence)
+        stored = [] if source is not None else self.host.stored(sequence, len(shared), (known - 1) // self._block_size)
         idle_shared = sum(1 for block in shared if self.blocks.is_idle(block))
         # One block in reserve for each running sequence keeps an admission from preempting at once.
         reserve = len(self._running)
         if self.blocks.num_available - idle_shared < num_blocks - len(shared) + reserve:
             return False
-        self._waiting.popleft()
         self.num_waiting -= 1
         self.blocks.share(shared)
+        # Ahead of `allocate`, which may push cached blocks to the host, where they take the room of others.
+        self.host.blocks.share(stored)
         own = self.blocks.allocate(num_blocks - len(shared))
+        self.host.swap_in(stored, own)
         if source is not None:
             batch.copies.append((source, own[0]))
-        cached = len(shared) * self._block_size if source is None else known - 1
+            cached = known - 1
+        elif sequence.state is SequenceState.SWAPPED:
+            cached = max(len(shared) * self._block_size, sequence.num_computed)
+        else:
+            cached = (len(shared) + len(stored)) * self._block_size
+        if sequence.state is SequenceState.SWAPPED:
+            self.host.release(sequence)
+        else:
+            self._waiting.popleft()
+            self.counts.prompt_tokens += known
+            self.counts.cached_tokens += cached
+            if sequence.index == 0 and sequence.num_generated == 0:
+                sequence.request.cached_tokens = cached
         sequence.blocks = shared + own
         sequence.slot = self._free_slots.pop()
         sequence.num_computed = cached
@@ -295,10 +323,6 @@ class Scheduler:
         sequence.state = SequenceState.PREFILL
         self._running[sequence] = None
         self._prefilling.append(sequence)
-        self.counts.prompt_tokens += known
-        self.counts.cached_tokens += cached
-        if sequence.index == 0 and sequence.num_generated == 0:
-            sequence.request.cached_tokens = cached
         batch.starts.append(
             SlotStart(
                 slot=sequence.slot,
@@ -364,6 +388,7 @@ class Scheduler:
             elif sequence.remaining <= 0 and sequence.pending == 0:
                 self.finish(sequence, "length")
         self.blocks.step_read(flight.step)
+        self.host.step_read(flight.step)
         while self._fenced_slots and self._fenced_slots[0][0] <= flight.step:
             self._free_slots.append(self._fenced_slots.popleft()[1])
         return advanced
@@ -376,10 +401,11 @@ class Scheduler:
             known = request.prompt_logprobs
             first, end = len(known) - row.position, sequence.num_prompt - 1 - row.position
             known.extend(output.prompt_logprobs.get(row.slot, [])[max(0, first) : max(0, end)])
-        if sequence.slot != row.slot:
-            # Finished or preempted since.
+        failed = row.slot in output.errors
+        if sequence.slot != row.slot and not (failed and sequence.state is SequenceState.SWAPPED):
+            # Finished since, or preempted; but what is swapped out must not come back if it is wrong.
             return False
-        if row.slot in output.errors:
+        if failed:
             # Nothing of this row may enter the prefix cache. A row that samples ends with its token.
             if not row.sample:
                 sequence.error = output.errors[row.slot]
@@ -427,7 +453,7 @@ class Scheduler:
     def sequences(self) -> Iterator[Sequence]:
         """Every live sequence: running, waiting, and siblings whose leader is still at the prompt."""
         seen: dict[Request, None] = {}
-        for sequence in (*self._running, *self._waiting):
+        for sequence in (*self._running, *self.host.swapped, *self._waiting):
             seen[sequence.request] = None
         for request in seen:
             yield from (sequence for sequence in request.sequences if sequence.state is not SequenceState.FINISHED)
@@ -435,12 +461,13 @@ class Scheduler:
     def check_integrity(self, requests: Iterable[Request] = ()) -> None:
         """Raise AssertionError unless rows, slots, blocks and the queue agree. For tests and for idle moments."""
         self.blocks.check_integrity(sequence.blocks for sequence in self._running)
+        self.host.check_integrity()
         slots = [sequence.slot for sequence in self._running]
         slots += self._free_slots
         slots += [slot for _, slot in self._fenced_slots]
         assert sorted(slots) == list(range(self._num_slots)), f"slots are lost or doubled: {sorted(slots)}"
         live = list(self.sequences())
-        waiting = sum(1 for sequence in live if sequence.state is SequenceState.WAITING)
+        waiting = sum(1 for sequence in live if sequence.state in (SequenceState.WAITING, SequenceState.SWAPPED))
         assert waiting == self.num_waiting, f"{self.num_waiting} sequences are counted as waiting, {waiting} wait"
         assert set(self._prefilling) == {
             sequence for sequence in self._running if sequence.state is SequenceState.PREFILL
@@ -449,3 +476,5 @@ class Scheduler:
             for sequence in request.sequences:
                 held = sequence.state in (SequenceState.PREFILL, SequenceState.DECODE)
                 assert held == (sequence in self._running), f"{sequence!r} and its row disagree"
+                swapped = sequence.state is SequenceState.SWAPPED
+                assert swapped == (sequence in self.host.swapped), f"{sequence!r} and the host's blocks disagree"

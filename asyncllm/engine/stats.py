@@ -14,6 +14,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences with a row in the batch."""
     waiting: int
     """Sequences in the queue, preempted ones included."""
+    swapped: int
+    """Those of them whose KV lies in host memory."""
     sessions: int
     steps_in_flight: int
     blocks_total: int
@@ -23,6 +25,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that nobody refers to and the prefix cache can still give; they count as available."""
     blocks_held: int
     """Blocks of running sequences, and those that steps in flight may still write."""
+    host_blocks_total: int
+    host_blocks_free: int
+    host_blocks_cached: int
+    """Blocks in host memory that nobody refers to and the prefix cache can still give; they count as available."""
+    host_blocks_held: int
+    """Blocks of swapped sequences, and those that steps in flight copy to or from."""
+    blocks_swapped_out: int
+    """Blocks copied to host memory, of preempted sequences and of the prefix cache."""
+    blocks_swapped_in: int
+    """Blocks copied back."""
     steps: int
     prompt_tokens: int
     """Known tokens of admitted sequences."""
@@ -33,6 +45,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     decode_tokens: int
     """Tokens computed in decode rows, the few discarded ones included."""
     preemptions: int
+    swap_fallbacks: int
+    """Those of them that found too few host blocks, and so are computed again although eviction_type is 'copy'."""
     requests_started: int
     requests_finished: int
     requests_cancelled: int

@@ -34,6 +34,8 @@ class FakeExecutor:
         vocab_size: int = 258,
         max_position: int = 4096,
         max_steps_in_flight: int = 2,
+        num_host_blocks: int = 0,
+        min_copied_tokens: int = 1,
         oracle: Oracle | None = None,
         row_failure: Callable[[list[int]], str | None] | None = None,
         latency: float = 0.0,
@@ -49,6 +51,8 @@ class FakeExecutor:
             vocab_size=vocab_size,
             max_position=max_position,
             max_steps_in_flight=max_steps_in_flight,
+            num_host_blocks=num_host_blocks,
+            min_copied_tokens=min_copied_tokens,
             oracle=oracle,
             row_failure=row_failure,
         )

@@ -46,7 +46,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 20),
         interval=st.integers(1, 3),
         caching=st.booleans(),
-        depth=st.integers(2, MAX_DEPTH),
+        depth=st.integers(1, MAX_DEPTH),
+        num_host_blocks=st.sampled_from([0, 1, 3, 8, 40]),
+        min_copied_tokens=st.sampled_from([1, 4]),
+        swapping=st.booleans(),
     )
     def begin(
         self,
@@ -58,6 +61,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         interval: int,
         caching: bool,
         depth: int,
+        num_host_blocks: int,
+        min_copied_tokens: int,
+        swapping: bool,
     ) -> None:
         self.depth = depth
         self.room = num_blocks * block_size
@@ -69,6 +75,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             budget=budget,
             interval=interval,
             caching=caching,
+            num_host_blocks=num_host_blocks,
+            min_copied_tokens=min_copied_tokens,
+            swapping=swapping,
         )
         self.block_size = block_size
         self.asked: dict[Request, tuple[int, list[int | None], list[int]]] = {}
