@@ -143,7 +143,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     count = math.prod(shape) * dtype.itemsize
     if count > sys.maxsize:
         raise MemoryError(f"{count} bytes are more than a machine addresses")
-    if device.type != "cpu":
+    if device.type != "cpu" or not count:
         return torch.zeros(shape, dtype=dtype, device=device)
     # The operating system hands numpy zeroed pages on first touch: a pool costs only what is used of it.
     return torch.from_numpy(np.zeros(count, np.uint8)).view(dtype).view(shape)
