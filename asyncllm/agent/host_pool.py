@@ -91,12 +91,12 @@ class BlockTransfers:
     def launch(self, plan: SwapPlan) -> None:
         """Launch the copies of a step, ahead of what is launched next on the current stream."""
         for pairs in _portions(plan.swap_out, len(self._staging)):
-            self._wait_for_staging()
+            self.wait_for_copies()
             blocks = upload(np.array([block for block, _ in pairs]), self._device)
             torch.index_select(self._blocks, 0, blocks, out=self._staging[: len(pairs)])
             self._leave_staging([host_block for _, host_block in pairs])
         for pairs in _portions(plan.swap_in, len(self._staging)):
-            self._wait_for_staging()
+            self.wait_for_copies()
             for first, count, host_block in _runs([host_block for host_block, _ in pairs]):
                 self._staging[first : first + count].copy_(
                     self._host[host_block : host_block + count], non_blocking=True
@@ -104,7 +104,8 @@ class BlockTransfers:
             blocks = upload(np.array([block for _, block in pairs]), self._device)
             self._blocks.index_copy_(0, blocks, self._staging[: len(pairs)])
 
-    def _wait_for_staging(self) -> None:
+    def wait_for_copies(self) -> None:
+        """Let what is launched from now on, on the current stream, begin after all copies: the staging area is free."""
         if self._down is not None:
             torch.cuda.current_stream(self._device).wait_event(self._down)
 

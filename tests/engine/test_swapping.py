@@ -14,6 +14,7 @@ from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
 from asyncllm.agent.device_agent import DeviceAgent
 from asyncllm.agent.model_agent import ModelAgent
 from asyncllm.agent.stream_executor import StreamExecutor
+from asyncllm.engine.generation import Generation
 from asyncllm.engine.sequence import SequenceState
 from asyncllm.engine.stats import EngineStats
 from asyncllm.models.decoder import DecoderLM
@@ -33,6 +34,8 @@ TIGHT = 24
 dice = Random(5)
 PROMPTS = [[dice.randrange(256) for _ in range(length)] for length in (9, 21, 4, 17, 13, 30)]
 GREEDY = GenerationConfig(max_new_tokens=30, ignore_eos=True)
+SAMPLED = GenerationConfig(max_new_tokens=30, ignore_eos=True, top_k=0, temperature=1.0, random_seed=1)
+"""Less likely tokens follow from fewer contexts."""
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +51,14 @@ def new_engine(model: DecoderLM, *, agent: type[ModelAgent | DeviceAgent] = Mode
     return AsyncEngine("tiny", config, executor=executor, tokenizer=ByteTokenizer(), chat_template=FakeTemplate())
 
 
-async def answer_all(
-    engine: AsyncEngine, prompts: Sequence[list[int]] = PROMPTS, config: GenerationConfig = GREEDY
-) -> list[Response]:
+def ask(engine: AsyncEngine, prompt: list[int]) -> Generation:
+    """Prompts of odd lengths are answered greedily."""
+    return engine.generate(input_ids=prompt, gen_config=GREEDY if len(prompt) % 2 else SAMPLED)
+
+
+async def answer_all(engine: AsyncEngine, prompts: Sequence[list[int]] = PROMPTS) -> list[Response]:
     """All requests are there before the first step."""
-    generations = [engine.generate(input_ids=prompt, gen_config=config) for prompt in prompts]
+    generations = [ask(engine, prompt) for prompt in prompts]
     for generation in generations:
         await generation.start()
     return [await generation.response() for generation in generations]
@@ -70,13 +76,13 @@ async def at_rest(engine: AsyncEngine) -> EngineStats:
     return engine.stats()
 
 
-def tokens(responses: Sequence[Response]) -> list[list[list[int]]]:
-    return [[choice.token_ids for choice in response.choices] for response in responses]
+def tokens(responses: Sequence[Response]) -> list[list[int]]:
+    return [response.token_ids for response in responses]
 
 
-async def answers_with_room(model: DecoderLM, config: GenerationConfig = GREEDY) -> list[list[list[int]]]:
+async def answers_with_room(model: DecoderLM) -> list[list[int]]:
     async with new_engine(model, num_gpu_blocks=ROOM) as engine:
-        answers = tokens(await answer_all(engine, config=config))
+        answers = tokens(await answer_all(engine))
         assert engine.stats().preemptions == 0
     return answers
 
@@ -117,7 +123,7 @@ async def test_cancelled_in_every_state(model: DecoderLM, agent: type[ModelAgent
     """The newest request, which is preempted again and again, leaves after any number of steps."""
     expected = await answers_with_room(model)
     seen = set()
-    for num_steps in range(0, 90, 3):
+    for num_steps in (*range(5), *range(8, 80, 6)):
         async with new_engine(
             model,
             agent=agent,
@@ -126,8 +132,8 @@ async def test_cancelled_in_every_state(model: DecoderLM, agent: type[ModelAgent
             eviction_type="copy",
             max_batch_size=3,
         ) as engine:
-            others = [engine.generate(input_ids=prompt, gen_config=GREEDY) for prompt in PROMPTS[:2]]
-            victim = engine.generate(input_ids=PROMPTS[5], gen_config=GREEDY)
+            others = [ask(engine, prompt) for prompt in PROMPTS[1:3]]
+            victim = ask(engine, PROMPTS[5])
             for generation in (*others, victim):
                 await generation.start()
             tasks = [asyncio.create_task(generation.response()) for generation in others]
@@ -140,10 +146,10 @@ async def test_cancelled_in_every_state(model: DecoderLM, agent: type[ModelAgent
             }
             await victim.aclose()
             answers = tokens([await task for task in tasks])
-            assert answers == expected[:2], num_steps
+            assert answers == expected[1:3], num_steps
             stats = await at_rest(engine)
             assert (stats.blocks_held, stats.host_blocks_held, stats.swapped, stats.waiting) == (0, 0, 0, 0)
-    assert {SequenceState.WAITING, SequenceState.DECODE, SequenceState.SWAPPED} <= seen
+    assert seen >= {*SequenceState} - {SequenceState.FINISHED}
 
 
 async def test_every_kind_of_request(model: DecoderLM) -> None:
@@ -166,6 +172,7 @@ async def test_every_kind_of_request(model: DecoderLM) -> None:
             responses = [await generation.response() for generation in generations]
             found = [
                 (
+                    response.token_ids,
                     [choice.token_ids for choice in response.choices],
                     [list(entry) for entry in response.logprobs or []],
                     [entry and list(entry) for entry in response.prompt_logprobs or []],
