@@ -154,10 +154,13 @@ def draw(records: Sequence[dict[str, Any]], summary: dict[str, Any], path: Path)
 
     matplotlib.use("agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import ScalarFormatter
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for key, label in (("out_GBs", "to the host"), ("in_GBs", "back")):
-        left.plot([each["MB"] for each in records], [each[key] for each in records], marker="o", label=label)
+        # Lengths below a block copy one block each.
+        figures = {each["MB"]: each[key] for each in records}
+        left.plot(list(figures), list(figures.values()), marker="o", label=label)
     left.set_xlabel("MB copied")
     left.set_ylabel("GB/s")
     left.set_ylim(bottom=0)
@@ -170,6 +173,7 @@ def draw(records: Sequence[dict[str, Any]], summary: dict[str, Any], path: Path)
     right.set_yscale("log")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.grid(True, alpha=0.3)
         axes.legend()
     figure.suptitle(f"KV blocks of {summary['model']} on {summary['device']}, {summary['dtype']}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -84,7 +85,7 @@ class BlockTransfers:
         """The staging area has been left."""
         if pool.is_cuda:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            _pin(host)
+            _pin(host, self._device)
             # The memory must not be given away while a copy still writes to it.
             weakref.finalize(self, _unpin, host, self._stream).atexit = False
 
@@ -146,10 +147,13 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def _pin(host: Tensor) -> None:
+def _pin(host: Tensor, device: torch.device) -> None:
     """Page-lock memory. torch's own pinned memory comes in powers of two, of which up to half would be wasted."""
     error = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))  # type: ignore[no-untyped-call]
     if error:
+        # The next launch would report the driver's last error; let one do it that does not matter.
+        with suppress(RuntimeError):
+            torch.ones(1, device=device)
         raise _does_not_fit(len(host), host.nbytes)
 
 

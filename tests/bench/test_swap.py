@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -38,7 +39,7 @@ def test_figures_of_the_bundled_model(tmp_path: Path) -> None:
     command = [sys.executable, "bench/swap.py", "--tokens", "40,7", "--config", CONFIG, "--json", str(out)]
     if find_spec("matplotlib") is not None:
         command += ["--plot", str(picture)]
-    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     short, long, summary = read_records(out)
     assert [(each["tokens"], each["blocks"]) for each in (short, long)] == [(7, 1), (40, 3)]
     assert long["MB"] == pytest.approx(3 * short["MB"], abs=0.002)
