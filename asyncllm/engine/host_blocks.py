@@ -79,20 +79,18 @@ class HostBlocks:
             # Those of chunks in flight go to the row that asked for them, which is about to be left.
             return False
         count = -(-sequence.num_computed // self._block_size)
-        # Keys say what was read: the steps in flight may still fail.
-        keys = sequence.hashes[: sequence.committed]
-        shared = self._cache.match(keys) if self._cache is not None else []
+        shared = self._cache.match(sequence.hashes[: sequence.committed]) if self._cache is not None else []
         idle = sum(1 for block in shared if self.blocks.is_idle(block))
         if self.blocks.num_available - idle < count - len(shared):
             self.num_fallbacks += 1
             return False
         self.blocks.share(shared)
         own = self.blocks.allocate(count - len(shared))
-        self.plan.swap_out.extend(zip(sequence.blocks[len(shared) : count], own, strict=True))
-        self.num_swapped_out += len(own)
-        if self._cache is not None:
-            for key, block in zip(keys[len(shared) :], own, strict=False):
-                self._cache.commit(key, block)
+        pairs = list(zip(sequence.blocks[len(shared) : count], own, strict=True))
+        self.plan.swap_out.extend(pairs)
+        self.num_swapped_out += len(pairs)
+        # Only what the device's cache knows has been read. Steps in flight that write the others may still fail.
+        _copy_keys(pairs, self._device.prefix_cache, self._cache)
         sequence.host_blocks = shared + own
         sequence.host_step = self._step
         insort(self.swapped, sequence, key=lambda other: (other.request.id, other.index))
@@ -116,11 +114,7 @@ class HostBlocks:
         pairs = list(zip(stored, blocks, strict=False))
         self.plan.swap_in.extend(pairs)
         self.num_swapped_in += len(pairs)
-        if self._cache is not None and self._device.prefix_cache is not None:
-            for source, block in pairs:
-                key = self._cache.key_of(source)
-                if key is not None:
-                    self._device.prefix_cache.commit(key, block)
+        _copy_keys(pairs, self._cache, self._device.prefix_cache)
         self.blocks.retire(list(stored), self._step, self._last_read)
 
     def release(self, sequence: Sequence) -> None:
@@ -151,3 +145,12 @@ class HostBlocks:
             assert sequence.state is SequenceState.SWAPPED, f"{sequence!r} is not swapped out, but kept as such"
             held = len(sequence.host_blocks) * self._block_size
             assert held - self._block_size < sequence.num_computed <= held, f"{sequence!r} has lost host blocks"
+
+
+def _copy_keys(pairs: Items[tuple[int, int]], source: PrefixCache | None, destination: PrefixCache | None) -> None:
+    """Let `destination` know of its blocks what `source` knows of the blocks that they are copied from."""
+    if source is not None and destination is not None:
+        for block, copy in pairs:
+            key = source.key_of(block)
+            if key is not None:
+                destination.commit(key, copy)
