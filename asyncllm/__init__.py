@@ -12,7 +12,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from asyncllm.pipeline import Pipeline, pipeline  # now, or importing the module later would hide the function
+# Now, or importing the modules of these names later would hide the functions.
+from asyncllm.pipeline import Pipeline, pipeline
+from asyncllm.serve import client, serve
 
 if TYPE_CHECKING:
     from asyncllm.config import (
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
         EngineConfig,
         GenerationConfig,
         PytorchEngineConfig,
+        ServerConfig,
         TurbomindEngineConfig,
     )
     from asyncllm.engine.async_engine import AsyncEngine
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from asyncllm.errors import (
         AsyncLLMError,
         ContextLengthExceeded,
+        DeadlineExceeded,
         EngineClosed,
         EngineDead,
         EngineError,
@@ -38,25 +42,32 @@ if TYPE_CHECKING:
         InvalidRequest,
         ModelError,
         ModelNotFound,
+        QueueFull,
         RequestFailed,
+        ServerError,
+        ServerUnreachable,
         SessionBusy,
         SessionError,
         SessionNotFound,
         UnsupportedFeature,
         UnsupportedModel,
     )
+    from asyncllm.server.client import APIClient
     from asyncllm.text.tokenizer import Tokenizer
-    from asyncllm.types import Chunk, FinishReason, Message, Response
+    from asyncllm.types import Chunk, Embedding, FinishReason, Message, Response
 
 __version__ = "0.1.0"
 version_info = tuple(int(part) for part in __version__.split("."))
 
 __all__ = [
+    "APIClient",
     "AsyncEngine",
     "AsyncLLMError",
     "ChatTemplateConfig",
     "Chunk",
     "ContextLengthExceeded",
+    "DeadlineExceeded",
+    "Embedding",
     "EngineClosed",
     "EngineConfig",
     "EngineDead",
@@ -74,8 +85,12 @@ __all__ = [
     "ModelNotFound",
     "Pipeline",
     "PytorchEngineConfig",
+    "QueueFull",
     "RequestFailed",
     "Response",
+    "ServerConfig",
+    "ServerError",
+    "ServerUnreachable",
     "Session",
     "SessionBusy",
     "SessionError",
@@ -85,19 +100,29 @@ __all__ = [
     "UnsupportedFeature",
     "UnsupportedModel",
     "__version__",
+    "client",
     "pipeline",
+    "serve",
     "version_info",
 ]
 
 _HOMES = {
+    "APIClient": "asyncllm.server.client",
     "AsyncEngine": "asyncllm.engine.async_engine",
     "EngineStats": "asyncllm.engine.stats",
     "Generation": "asyncllm.engine.generation",
     "Session": "asyncllm.engine.session",
     "Tokenizer": "asyncllm.text.tokenizer",
-    **dict.fromkeys(("Chunk", "FinishReason", "Message", "Response"), "asyncllm.types"),
+    **dict.fromkeys(("Chunk", "Embedding", "FinishReason", "Message", "Response"), "asyncllm.types"),
     **dict.fromkeys(
-        ("ChatTemplateConfig", "EngineConfig", "GenerationConfig", "PytorchEngineConfig", "TurbomindEngineConfig"),
+        (
+            "ChatTemplateConfig",
+            "EngineConfig",
+            "GenerationConfig",
+            "PytorchEngineConfig",
+            "ServerConfig",
+            "TurbomindEngineConfig",
+        ),
         "asyncllm.config",
     ),
 }

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
+
+from asyncllm.types import Pooling
 
 __all__ = [
     "Batch",
@@ -103,6 +106,13 @@ class PrefillRow(msgspec.Struct, frozen=True, kw_only=True):
     """The known token after this chunk, if there is one and prompt_logprobs asks for it."""
     output_logits: bool = False
     """Return the raw float32 logits of every position of the chunk."""
+    pooling: Pooling | None = None
+    """Return the sum of hidden states after the final norm: of the whole chunk (mean), or its last token's own."""
+
+    @property
+    def scored(self) -> bool:
+        """Whether it asks for anything that comes from its tokens' logits, besides the next token."""
+        return self.output_logits or self.prompt_logprobs is not None
 
 
 class SwapPlan(msgspec.Struct, kw_only=True):
@@ -152,6 +162,8 @@ class StepOutput(msgspec.Struct, kw_only=True):
     """Slot -> one entry per position of its chunk that has a known successor."""
     logits: dict[int, Any] = {}
     """Slot -> float32 CPU tensor [chunk, vocab]."""
+    pooled: dict[int, Sequence[float]] = {}
+    """Slot -> the sum that its row's `pooling` asks for [hidden], added in float32."""
     errors: dict[int, str] = {}
     """Slot -> why this row failed (a non-finite logit, say). The other rows are unharmed."""
     elapsed_ms: float = 0.0
@@ -168,6 +180,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Positions that the model's rotary tables and training context allow, after scaling."""
     vocab_size: int
     """Rows of the output embedding: every valid token id is below it."""
+    hidden_size: int
+    """Entries of a hidden state."""
     num_slots: int
     """Rows of the state tables: at least `max_batch_size`, more when rows in flight need a grace period."""
     num_host_blocks: int = 0

@@ -5,33 +5,32 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from asyncllm import __version__, flags
-from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig
+from asyncllm.config import EngineConfig, GenerationConfig
 from asyncllm.errors import AsyncLLMError, InvalidParameter
+from asyncllm.model_options import DEFAULT_MODEL, MODEL_HELP, add_model_settings, load_template
+from asyncllm.serve import command as serve_command
+from asyncllm.terminal import CHAT_HELP, converse, print_answer
 
 if TYPE_CHECKING:
-    from asyncllm.pipeline import ChatSession, Pipeline
+    from asyncllm.pipeline import Pipeline
+    from asyncllm.types import Chunk
 
 __all__ = ["main"]
 
-DEFAULT_MODEL = "tiny-chat"
 WRONG_USAGE = 2
 """Exit status as argparse has it."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
-CHAT_HELP = "Type a message. Ctrl-C stops an answer, /reset forgets the conversation, exit or Ctrl-D leaves."
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 if it failed, 2 for wrong usage, 130 after Ctrl-C."""
     parser = _parser()
-    options = parser.parse(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse(serve_command.spelled_out(sys.argv[1:] if arguments is None else arguments))
     try:
         return int(options.run(options))
     except InvalidParameter as error:
@@ -59,13 +58,15 @@ def _parser() -> flags.Parser:
         return added
 
     chat = command("chat", _chat, f"Have a conversation. {CHAT_HELP}", usage="asyncllm chat [OPTIONS] [MODEL]")
-    chat.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=_MODEL_HELP)
+    chat.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
     _add_settings(chat)
 
     usage = "asyncllm run [OPTIONS] [MODEL] [PROMPT]"
     run = command("run", _run, "Answer one prompt, given or on standard input, and leave.", usage=usage)
-    run.add_argument("words", nargs="*", metavar="MODEL PROMPT", help=f"{_MODEL_HELP} PROMPT '-': standard input.")
+    run.add_argument("words", nargs="*", metavar="MODEL PROMPT", help=f"{MODEL_HELP} PROMPT '-': standard input.")
     _add_settings(run)
+
+    serve_command.add(commands)
 
     about = "Say whether this machine can run it, and what to change."
     doctor = command("doctor", _doctor, about, aliases=["check_env"])
@@ -81,16 +82,8 @@ def _parser() -> flags.Parser:
     return parser
 
 
-_MODEL_HELP = f"A folder, a bundled model or a hub id. Default: {DEFAULT_MODEL}."
-
-
 def _add_settings(parser: flags.Parser) -> None:
-    parser.add_argument(
-        "--chat-template", metavar="NAME|FILE", help="A built-in chat template (`asyncllm list`) or a JSON file."
-    )
-    template_fields = set(ChatTemplateConfig.__struct_fields__) - {"meta_instruction", "capability"}
-    flags.add(parser.add_argument_group("chat template"), ChatTemplateConfig, leave_out=template_fields)
-    flags.add(parser.add_argument_group("engine"), EngineConfig)
+    add_model_settings(parser)
     flags.add(parser.add_argument_group("answers"), GenerationConfig, leave_out=("n", "logprobs", "prompt_logprobs"))
 
 
@@ -99,27 +92,14 @@ def _open(options: argparse.Namespace, model: str) -> tuple[Pipeline, Generation
 
     generation = flags.load(options, GenerationConfig)
     engine = flags.load(options, EngineConfig)
-    return Pipeline(model, engine, _template(options)), generation
-
-
-def _template(options: argparse.Namespace) -> ChatTemplateConfig:
-    """The chat template by name or from a JSON file, with the fields given as options in place of its own."""
-    choice = options.chat_template
-    if choice is None:
-        config = ChatTemplateConfig()
-    elif choice.endswith(".json") or choice.lstrip().startswith("{"):
-        config = ChatTemplateConfig.from_json(choice)
-    else:
-        config = ChatTemplateConfig(model_name=choice)
-    given = {name: value for name, value in vars(options).items() if name in ("meta_instruction", "capability")}
-    return msgspec.structs.replace(config, **given)
+    return Pipeline(model, engine, load_template(options)), generation
 
 
 def _run(options: argparse.Namespace) -> int:
     model, prompt = _model_and_prompt(options)
     pipe, generation = _open(options, model)
     with pipe:
-        ending = _print_answer(pipe.stream_infer(prompt, generation))
+        ending = print_answer(pipe.stream_infer(prompt, generation))
     print()
     if ending == "length":
         print(f"(cut after {generation.max_new_tokens} tokens; see --max-new-tokens)", file=sys.stderr)
@@ -140,54 +120,28 @@ def _model_and_prompt(options: argparse.Namespace) -> tuple[str, str]:
     return model, prompt
 
 
-def _print_answer(chunks: Iterator[Any]) -> str | None:
-    """Print an answer as it comes; returns its finish reason."""
-    ending = None
-    for chunk in chunks:
-        sys.stdout.write(chunk.text)
-        sys.stdout.flush()
-        ending = chunk.finish_reason
-    return ending
-
-
 def _chat(options: argparse.Namespace) -> int:
     pipe, generation = _open(options, options.model)
     with pipe:
-        print(f"{pipe.model_name}: {CHAT_HELP}")
-        session = pipe.session()
-        while (text := _ask()) is not None:
-            if text == "/reset":
-                session.close()
-                session = pipe.session()
-                print("(forgotten)")
-            elif text:
-                _turn(session, text, generation)
+        converse(pipe.model_name, _LocalConversation(pipe, generation))
     return 0
 
 
-def _ask() -> str | None:
-    """The next line; None when the user leaves. Ctrl-C at the prompt clears the line."""
-    try:
-        text = input("> ").strip()
-    except EOFError:
-        print()
-        return None
-    except KeyboardInterrupt:
-        print()
-        return ""
-    return None if text == "exit" else text
+class _LocalConversation:
+    """With a model in this process."""
 
+    def __init__(self, pipe: Pipeline, generation: GenerationConfig) -> None:
+        self._pipe = pipe
+        self._generation = generation
+        self._session = pipe.session()
 
-def _turn(session: ChatSession, text: str, generation: GenerationConfig) -> None:
-    answer = session.chat(text, generation, stream_response=True)
-    try:
-        ending = _print_answer(answer)
-        print("" if ending == "stop" else f" ({ending})")
-    except KeyboardInterrupt:
-        answer.close()
-        print(" (stopped)")
-    except AsyncLLMError as error:
-        print(f"asyncllm: {error}", file=sys.stderr)
+    def answer(self, text: str) -> Generator[Chunk, None, None]:
+        answer: Generator[Chunk, None, None] = self._session.chat(text, self._generation, stream_response=True)
+        return answer
+
+    def forget(self) -> None:
+        self._session.close()
+        self._session = self._pipe.session()
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -13,10 +13,14 @@
     ├── SessionError (RuntimeError)
     │   ├── SessionBusy                      one turn at a time, and one is running
     │   └── SessionNotFound                  unknown or ended session id
-    └── EngineError (RuntimeError)
-        ├── EngineClosed                     the engine was closed, or never started
-        ├── EngineDead                       the engine loop died; the cause is chained
-        └── RequestFailed                    one request failed inside a step; the others go on
+    ├── EngineError (RuntimeError)
+    │   ├── EngineClosed                     the engine was closed, or never started
+    │   ├── EngineDead                       the engine loop died; the cause is chained
+    │   ├── QueueFull                        too much waits already; `retry_after` says when to come back
+    │   └── RequestFailed                    one request failed; the others go on
+    │       └── DeadlineExceeded (TimeoutError)  its `timeout` is over
+    └── ServerError (RuntimeError)           a client was told so by its server, with status and code
+        └── ServerUnreachable (ConnectionError)  it was told nothing
 
 Messages say what is wrong, why, and what to do, in that order.
 """
@@ -26,6 +30,7 @@ from __future__ import annotations
 __all__ = [
     "AsyncLLMError",
     "ContextLengthExceeded",
+    "DeadlineExceeded",
     "EngineClosed",
     "EngineDead",
     "EngineError",
@@ -35,7 +40,10 @@ __all__ = [
     "InvalidRequest",
     "ModelError",
     "ModelNotFound",
+    "QueueFull",
     "RequestFailed",
+    "ServerError",
+    "ServerUnreachable",
     "SessionBusy",
     "SessionError",
     "SessionNotFound",
@@ -72,7 +80,7 @@ class ContextLengthExceeded(InvalidRequest):
     """The prompt can never fit; `prompt_len` and `limit` are in tokens."""
 
     def __init__(self, prompt_len: int, limit: int, why: str, *, scored: bool = False) -> None:
-        """`scored`: the prompt is only scored, and needs no room for a new token."""
+        """`scored`: the prompt is only scored or embedded, and needs no room for a new token."""
         room = f"{limit} prompt tokens" if scored else f"{limit} prompt tokens and one new token"
         super().__init__(
             f"The prompt has {prompt_len} tokens, but {why} leaves room for {room}. Shorten the prompt, or raise "
@@ -130,8 +138,46 @@ class EngineDead(EngineError):
     """The engine loop died; `__cause__` is the error that killed it."""
 
 
+class QueueFull(EngineError):
+    """Too many requests or tokens wait already. `retry_after`: seconds after which there should be room."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class RequestFailed(EngineError):
-    """One request failed inside a step; its neighbours go on."""
+    """One request failed; its neighbours go on."""
+
+
+class DeadlineExceeded(RequestFailed, TimeoutError):
+    """The request's `timeout` was over before its answer was complete."""
+
+
+class ServerError(AsyncLLMError, RuntimeError):
+    """What a server answered to its client. The fields are those of the answer, None where it has none."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        type: str | None = None,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        """`status`: that of HTTP; None for an answer that failed while it was streamed. `retry_after`: seconds."""
+        super().__init__(message)
+        self.status = status
+        self.type = type
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
+
+
+class ServerUnreachable(ServerError, ConnectionError):
+    """Nobody answers at the address, or the connection ended before the answer did."""
 
 
 def short(name: object) -> str:

@@ -1,4 +1,4 @@
-"""Command-line options out of the settings in `config.py`, and back into checked settings.
+"""Command-line options out of the settings in `config/`, and back into checked settings.
 
 A field `max_new_tokens` becomes `--max-new-tokens`; its help is the field's description, its default stays with the
 Struct. Literals become choices, bools `--x` and `--no-x`, lists an option to repeat, dicts a repeated `NAME=VALUE`.
@@ -16,12 +16,12 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 
 import msgspec
 
-from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig
+from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, ServerConfig
 from asyncllm.errors import InvalidParameter
 
 __all__ = ["Parser", "add", "load", "refuse"]
 
-Config = TypeVar("Config", EngineConfig, GenerationConfig, ChatTemplateConfig)
+Config = TypeVar("Config", EngineConfig, GenerationConfig, ChatTemplateConfig, ServerConfig)
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,8 +52,17 @@ def _dashes(argument: str) -> str:
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
 
 
-def add(parser: argparse._ActionsContainer, config: type[msgspec.Struct], *, leave_out: Collection[str] = ()) -> None:
-    """Give `parser` an option for each field of `config`, except those in `leave_out`."""
+def add(
+    parser: argparse._ActionsContainer,
+    config: type[msgspec.Struct],
+    *,
+    leave_out: Collection[str] = (),
+    several: bool = False,
+) -> None:
+    """Give `parser` an option for each field of `config`, except those in `leave_out`.
+
+    `several`: an option for a list takes all words that follow, as LMDeploy's server has it.
+    """
     hints = typing.get_type_hints(config, include_extras=True)
     defaults = {field.name: field.default for field in msgspec.structs.fields(config)}
     for name in config.__struct_fields__:
@@ -62,7 +71,8 @@ def add(parser: argparse._ActionsContainer, config: type[msgspec.Struct], *, lea
         annotation, description = _unwrap(hints[name])
         option = "--" + name.replace("_", "-")
         help_text = f"{description} Default: {defaults[name]}.".replace("%", "%%")
-        parser.add_argument(option, dest=name, default=argparse.SUPPRESS, help=help_text, **_kind(annotation))
+        kind = _kind(annotation, several)
+        parser.add_argument(option, dest=name, default=argparse.SUPPRESS, help=help_text, **kind)
 
 
 def load(namespace: argparse.Namespace, config: type[Config], **fixed: Any) -> Config:
@@ -90,7 +100,7 @@ def _without_none(annotation: Any) -> Any:
     return annotation
 
 
-def _kind(annotation: Any) -> dict[str, Any]:
+def _kind(annotation: Any, several: bool) -> dict[str, Any]:
     """The `add_argument` keywords for a field's type."""
     inner = _without_none(annotation)
     optional = inner is not annotation
@@ -102,7 +112,8 @@ def _kind(annotation: Any) -> dict[str, Any]:
         return {"choices": choices, "type": type(choices[0])}
     if origin is list:
         (item,) = typing.get_args(inner)
-        return {"action": "append", "type": item, "metavar": item.__name__.upper()}
+        action = {"action": "extend", "nargs": "+"} if several else {"action": "append"}
+        return {**action, "type": item, "metavar": item.__name__.upper()}
     if origin is dict:
         key, value = (_unwrap(each)[0] for each in typing.get_args(inner))
         return {"action": "append", "type": _pair(key, value), "metavar": "NAME=VALUE"}

@@ -6,15 +6,16 @@ import logging
 import queue
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast, overload
 
 import msgspec
 
-from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig
+from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords
 from asyncllm.engine.prompts import Prompts, is_single
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
-from asyncllm.types import Chunk, Message, Response
+from asyncllm.types import Chunk, Embedding, Message, Pooling, Response
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from asyncllm.engine.async_engine import AsyncEngine
+    from asyncllm.engine.embeddings import EmbeddingInput
     from asyncllm.engine.session import Session
     from asyncllm.engine.stats import EngineStats
     from asyncllm.text.tokenizer import Tokenizer
@@ -122,11 +124,12 @@ class Pipeline:
     ) -> Response | list[Response]:
         """Answer one prompt (str or messages) with a Response, or a list of prompts with a list of them, in order.
 
-        `gen_config` is one for all prompts, or a list with one for each. `options` are fields of it that older
-        programs pass directly. Bad input raises before anything runs; a prompt that fails inside a step gives a
-        Response with finish_reason 'error', and the others go on.
+        `gen_config` is one for all prompts, or a list with one for each. `options` are the fields of RequestOptions
+        (priority, timeout...), and those of `gen_config` that older programs pass directly. Bad input raises before
+        anything runs; a prompt that fails inside a step, or at its timeout, gives a Response with finish_reason
+        'error', and the others go on.
         """
-        config = _merge(gen_config, options)
+        config, keywords = _split(gen_config, options)
         total = 1 if is_single(prompts) else len(prompts)
         done: queue.SimpleQueue[Response | None] = queue.SimpleQueue()
         future = self._loop.submit(
@@ -136,6 +139,7 @@ class Pipeline:
                 do_preprocess=do_preprocess,
                 adapter_name=adapter_name,
                 on_response=done.put if use_tqdm else None,
+                **keywords,
             )
         )
         if use_tqdm:
@@ -158,9 +162,11 @@ class Pipeline:
 
         Leaving the loop early ends the answers. Bad input raises with the first chunk.
         """
-        config = _merge(gen_config, options)
+        config, keywords = _split(gen_config, options)
         return self._stream(
-            lambda: self._engine.stream_infer(prompts, config, do_preprocess=do_preprocess, adapter_name=adapter_name)
+            lambda: self._engine.stream_infer(
+                prompts, config, do_preprocess=do_preprocess, adapter_name=adapter_name, **keywords
+            )
         )
 
     def session(self) -> ChatSession:
@@ -209,10 +215,11 @@ class Pipeline:
         found = session if session is not None else self.session()
         if not isinstance(found, ChatSession):
             raise InvalidParameter(f"session must come from session() or chat(), not {session!r}.", "session")
-        config: Any = _merge(gen_config, options)
+        merged, keywords = _split(gen_config, options)
+        config: Any = merged
         chunks = self._stream(
             lambda: self._engine.chat(
-                prompt, found.inner, config, do_preprocess=do_preprocess, adapter_name=adapter_name
+                prompt, found.inner, config, do_preprocess=do_preprocess, adapter_name=adapter_name, **keywords
             )
         )
         if stream_response:
@@ -223,24 +230,35 @@ class Pipeline:
 
     def prepare_inputs(self, prompts: Prompts, do_preprocess: bool = True) -> dict[str, Any]:
         """The token ids that prompts become: {"input_ids": list of ids, or a list of them for a list of prompts}."""
-        single = is_single(prompts)
-        admission = self._engine.admission
+        return {"input_ids": self._loop.call(self._engine.encode(prompts, do_preprocess=do_preprocess))}
 
-        async def encode(prompt: Any) -> list[int]:
-            return await admission.encode(admission.render(prompt, do_preprocess=do_preprocess))
+    def embed(
+        self,
+        prompts: EmbeddingInput,
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        **options: Unpack[RequestKeywords],
+    ) -> Embedding | list[Embedding]:
+        """The embedding of one prompt (a text or token ids), or of a list of them, as `AsyncEngine.embed`."""
+        form: Any = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
+        return self._loop.call(self._engine.embed(prompts, **form, **options))
 
-        input_ids = self._loop.call(_gather(encode, [prompts] if single else list(prompts)))
-        return {"input_ids": input_ids[0] if single else input_ids}
-
-    def get_ppl(self, input_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[float]:
+    def get_ppl(
+        self, input_ids: Sequence[int] | Sequence[Sequence[int]], **options: Unpack[RequestKeywords]
+    ) -> list[float]:
         """Per sequence, the mean cross-entropy of its tokens after the first, in nats."""
-        return self._loop.call(_gather(self._engine.get_ppl, _sequences(input_ids)))
+        return self._loop.call(_gather(partial(self._engine.get_ppl, **options), _sequences(input_ids)))
 
-    def get_logits(self, input_ids: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    def get_logits(
+        self, input_ids: Sequence[int] | Sequence[Sequence[int]], **options: Unpack[RequestKeywords]
+    ) -> Tensor:
         """The logits after each token: float32 [sequences, tokens, vocab], shorter sequences padded with zeros."""
         from torch.nn.utils.rnn import pad_sequence
 
-        return pad_sequence(self._loop.call(_gather(self._engine.get_logits, _sequences(input_ids))), batch_first=True)
+        logits = self._loop.call(_gather(partial(self._engine.get_logits, **options), _sequences(input_ids)))
+        return pad_sequence(logits, batch_first=True)
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine holds and has done."""
@@ -345,21 +363,23 @@ def _replace(config: Config, fields: dict[str, Any]) -> Config:
     return config.from_dict({**msgspec.structs.asdict(config), **fields}).checked()
 
 
-def _merge(gen_config: GenConfigs, options: dict[str, Any]) -> GenConfigs:
-    """`gen_config`, with the fields that older programs pass directly in their place."""
+def _split(gen_config: GenConfigs, options: dict[str, Any]) -> tuple[GenConfigs, RequestKeywords]:
+    """`gen_config`, with the fields that older programs pass directly in their place; and what is about the request."""
+    keywords: Any = {name: value for name, value in options.items() if name in RequestKeywords.__optional_keys__}
+    options = {name: value for name, value in options.items() if name not in keywords}
     for name in options:
         if name not in SEED_ERA_OPTIONS:
             raise InvalidParameter(
                 f"There is no option {name!r}. Sampling is set in gen_config; direct options are "
-                f"{', '.join(SEED_ERA_OPTIONS)}.",
+                f"{', '.join([*sorted(RequestKeywords.__optional_keys__), *SEED_ERA_OPTIONS])}.",
                 name,
             )
     if not options:
-        return gen_config
+        return gen_config, keywords
     fields = {SEED_ERA_OPTIONS[name]: value for name, value in options.items()}
     if isinstance(gen_config, list | tuple):
-        return [_replace(config, fields) for config in gen_config]
-    return _replace(GenerationConfig() if gen_config is None else cast(GenerationConfig, gen_config), fields)
+        return [_replace(config, fields) for config in gen_config], keywords
+    return _replace(GenerationConfig() if gen_config is None else cast(GenerationConfig, gen_config), fields), keywords
 
 
 def _sequences(input_ids: Any) -> list[Any]:

@@ -7,14 +7,17 @@ from typing import Any, Literal
 
 import msgspec
 
-__all__ = ["Chunk", "FinishReason", "Message", "Response"]
+__all__ = ["Chunk", "Embedding", "FinishReason", "Message", "Pooling", "Response"]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """stop: end-of-sequence, a stop token or a stop word. length: max_new_tokens or the session length.
-abort: cancelled by `stop_session` or by closing. error: this request failed inside a step."""
+abort: cancelled by `stop_session` or by closing. error: this request failed inside a step, or its timeout was over."""
 
 Message = dict[str, Any]
 """An OpenAI chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str | list of parts}."""
+
+Pooling = Literal["last", "mean"]
+"""Which hidden states of a prompt make its embedding: the last token's, or the mean of all."""
 
 Logprobs = list[dict[int, float]]
 """One dict per token: the chosen token first, then the most likely ones in falling order."""
@@ -48,6 +51,8 @@ class Chunk(msgspec.Struct, kw_only=True):
     """On the first chunk, if asked for: one entry per prompt token; None for the first, which nothing precedes."""
     logits: Any = None
     """On the last chunk of a scoring request: float32 tensor [tokens, vocab]."""
+    pooled: Sequence[float] | None = None
+    """On the last chunk of an embedding request: the sum of the pooled hidden states [hidden]."""
 
     @property
     def response(self) -> str:
@@ -117,3 +122,12 @@ class Response(msgspec.Struct, kw_only=True):
         if len(answers) > 1:
             first = msgspec.structs.replace(first, choices=tuple(answers))
         return first
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    """A prompt as a vector."""
+
+    values: list[float]
+    """Plain floats, as JSON and every vector store take them."""
+    input_token_len: int
+    """Tokens of the prompt."""

@@ -57,19 +57,12 @@ def generation_config(new_tokens: int, *, sampled: bool = False) -> GenerationCo
 
 async def answer(engine: AsyncEngine, work: Work) -> float:
     """Run all requests of `work` at once; seconds until the last has its whole answer."""
+    configs = [generation_config(length, sampled=work.sampled) for length in work.new_tokens]
     start = time.perf_counter()
-    generations = [
-        engine.generate(
-            input_ids=prompt, gen_config=generation_config(length, sampled=work.sampled), stream_response=False
-        )
-        for prompt, length in zip(work.prompts, work.new_tokens, strict=True)
-    ]
-    for generation in generations:
-        await generation.start()
-    for generation, length in zip(generations, work.new_tokens, strict=True):
-        response = await generation.response()
-        assert response.generate_token_len == length, response.finish_reason
-    return time.perf_counter() - start
+    responses = await engine.batch_infer(work.prompts, configs)
+    seconds = time.perf_counter() - start
+    assert [response.generate_token_len for response in responses] == work.new_tokens
+    return seconds
 
 
 @contextmanager

@@ -31,7 +31,9 @@ VOCAB = 258
 
 
 def limits(rows: int) -> Limits:
-    return Limits(num_blocks=rows * 64, block_size=BLOCK_SIZE, max_position=8192, vocab_size=VOCAB, num_slots=rows)
+    return Limits(
+        num_blocks=rows * 64, block_size=BLOCK_SIZE, max_position=8192, vocab_size=VOCAB, hidden_size=1, num_slots=rows
+    )
 
 
 def new_scheduler(rows: int) -> Scheduler:

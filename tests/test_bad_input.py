@@ -33,6 +33,7 @@ from asyncllm import (
     UnsupportedModel,
     pipeline,
 )
+from asyncllm.config import RequestKeywords, RequestOptions
 from asyncllm.testing import FakePipeline, fake_parts
 from tests.bad_values import bad_values
 
@@ -75,6 +76,24 @@ class TestSettings:
         with pytest.raises(InvalidParameter, match=name) as caught:
             ask(pipe, "ping", GenerationConfig(**{name: value}))
         assert caught.value.param == name
+
+    @pytest.mark.parametrize("case", labelled(list(bad_values(RequestOptions))))
+    def test_request_option(self, pipe: FakePipeline, case: tuple[str, Any]) -> None:
+        name, value = case
+        for call in (ask, lambda pipe, prompt, **options: pipe(prompt, **options)):
+            with pytest.raises(InvalidParameter, match=name) as caught:
+                call(pipe, "ping", **{name: value})
+            assert caught.value.param == name
+
+    def test_request_keywords_are_the_fields(self) -> None:
+        assert RequestKeywords.__optional_keys__ == set(RequestOptions.__struct_fields__)
+
+    @pytest.mark.parametrize(
+        "options", [{"timeout": 0}, {"timeout": -1.5}, {"cache_salt": ""}, {"deadline": 5}, {"Priority": 1}], ids=str
+    )
+    def test_request_rule(self, pipe: FakePipeline, options: dict[str, Any]) -> None:
+        with pytest.raises(InvalidParameter, match=next(iter(options))):
+            ask(pipe, "ping", **options)
 
     @pytest.mark.parametrize("case", labelled(list(bad_values(EngineConfig))))
     def test_engine_field(self, case: tuple[str, Any]) -> None:
@@ -186,7 +205,6 @@ MESSAGES = [
     b"ping",
     {"role": "user", "content": "ping"},
     [],
-    [5],
     [None],
     ["ping", 5],
     [{}],
@@ -229,6 +247,17 @@ class TestPrompts:
         with pytest.raises((InvalidMessage, UnsupportedFeature)):
             pipe(["ping", prompt, "ping"])
         assert pipe.stats().requests_finished == before
+
+    @pytest.mark.parametrize("ids", [[-1], [258], [5, "x"], [5, None], [True], [5, 2.0]], ids=str)
+    def test_token_ids_inside_a_batch(self, pipe: FakePipeline, ids: Any) -> None:
+        before = pipe.stats().requests_finished
+        with pytest.raises(InvalidParameter, match="token ids are integers in"):
+            pipe(["ping", ids, "ping"])
+        assert pipe.stats().requests_finished == before
+
+    def test_token_ids_are_no_prompt_of_their_own(self, pipe: FakePipeline) -> None:
+        with pytest.raises(InvalidMessage):
+            pipe([5])
 
     @pytest.mark.parametrize("prompt", labelled(MESSAGES))
     def test_the_same_in_a_session(self, pipe: FakePipeline, prompt: Any) -> None:

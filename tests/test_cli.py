@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import pty
-import re
-import select
 import subprocess
 import sys
 import time
@@ -18,17 +14,11 @@ import pytest
 
 from asyncllm import EngineConfig, cli, doctor
 from asyncllm.text import templates
+from tests.terminal import Terminal
 
 ROOT = Path(__file__).parent.parent
 COLD_START_S = 6
 SMALL = ["--num-gpu-blocks", "200"]
-
-# Makes standard input the controlling terminal, so that its Ctrl-C arrives as a signal, and becomes `asyncllm`.
-IN_TERMINAL = (
-    "import fcntl, os, sys, termios\n"
-    "os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
-    "os.execv(sys.executable, [sys.executable, '-m', 'asyncllm', *sys.argv[1:]])"
-)
 
 
 class TestRun:
@@ -138,46 +128,6 @@ class TestDoctor:
 def test_convert_names_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["convert", str(tmp_path / "nowhere")]) == 1
     assert "nowhere" in capsys.readouterr().err
-
-
-class Terminal:
-    """`asyncllm` in a pseudo-terminal."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", IN_TERMINAL, *arguments], stdin=slave, stdout=slave, stderr=slave, cwd=ROOT
-        )
-        os.close(slave)
-        self.text = ""
-
-    def type(self, text: str) -> None:
-        os.write(self.master, text.encode())
-
-    def shows(self, pattern: str, within: float) -> bool:
-        """Whether `pattern` shows up within so many seconds."""
-        deadline = time.monotonic() + within
-        while re.search(pattern, self.text) is None:
-            if not select.select([self.master], [], [], max(0, deadline - time.monotonic()))[0]:
-                return False
-            try:
-                self.text += os.read(self.master, 65536).decode("utf-8", "replace")
-            except OSError:  # the program has ended
-                return re.search(pattern, self.text) is not None
-        return True
-
-    def expect(self, pattern: str) -> None:
-        """Read until `pattern` shows, and forget everything up to its end."""
-        assert self.shows(pattern, within=30), f"no {pattern!r} in {self.text!r}"
-        found = re.search(pattern, self.text)
-        assert found is not None
-        self.text = self.text[found.end() :]
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        os.close(self.master)
 
 
 class TestChat:

@@ -16,6 +16,8 @@ EXPECTED = {
     "stream_infer": "What is 17 + 25? -> ",
     "chat_session": "the fork has 3 turns, the conversation 2",
     "batch": "What is 15 + 25? ",
+    "openai_client": "['served'] at http://127.0.0.1:",
+    "nearest_sentence": "What is 17 + 25? -> ",
 }
 
 

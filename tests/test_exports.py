@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
 
 import pytest
 
@@ -10,11 +11,14 @@ import asyncllm
 from asyncllm import errors as asyncllm_errors
 
 PUBLIC = [
+    "APIClient",
     "AsyncEngine",
     "AsyncLLMError",
     "ChatTemplateConfig",
     "Chunk",
     "ContextLengthExceeded",
+    "DeadlineExceeded",
+    "Embedding",
     "EngineClosed",
     "EngineConfig",
     "EngineDead",
@@ -32,8 +36,12 @@ PUBLIC = [
     "ModelNotFound",
     "Pipeline",
     "PytorchEngineConfig",
+    "QueueFull",
     "RequestFailed",
     "Response",
+    "ServerConfig",
+    "ServerError",
+    "ServerUnreachable",
     "Session",
     "SessionBusy",
     "SessionError",
@@ -43,7 +51,9 @@ PUBLIC = [
     "UnsupportedFeature",
     "UnsupportedModel",
     "__version__",
+    "client",
     "pipeline",
+    "serve",
     "version_info",
 ]
 
@@ -64,10 +74,10 @@ def test_every_error_is_public() -> None:
     assert all(issubclass(getattr(asyncllm, name), asyncllm.AsyncLLMError) for name in errors)
 
 
-def test_pipeline_is_the_function_even_after_its_module_was_imported() -> None:
-    import asyncllm.pipeline
-
-    assert inspect.isfunction(asyncllm.pipeline)
+@pytest.mark.parametrize("name", ["pipeline", "serve"])
+def test_a_function_is_not_hidden_by_the_module_of_its_name(name: str) -> None:
+    import_module(f"asyncllm.{name}")
+    assert inspect.isfunction(getattr(asyncllm, name))
 
 
 def test_unknown_name() -> None:

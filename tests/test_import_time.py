@@ -16,11 +16,14 @@ TRIES = 3
 NO_TORCH = "assert not {'torch', 'transformers', 'aiohttp', 'jinja2'} & set(sys.modules), 'heavy import'"
 PROGRAMS = {
     "import asyncllm": f"import sys, asyncllm; {NO_TORCH}",
-    "asyncllm --help": (
-        "import sys, asyncllm.cli\n"
-        "try:\n    asyncllm.cli.main(['--help'])\n"
-        f"except SystemExit as end:\n    assert end.code == 0\n{NO_TORCH}"
-    ),
+    **{
+        " ".join(["asyncllm", *command]): (
+            "import sys, asyncllm.cli\n"
+            f"try:\n    asyncllm.cli.main({command})\n"
+            f"except SystemExit as end:\n    assert end.code == 0\n{NO_TORCH}"
+        )
+        for command in (["--help"], ["serve", "api_server", "--help"])
+    },
 }
 
 

@@ -22,7 +22,7 @@ LEVELS = [
     {"agent"},
     {"engine"},
     {"loop_thread", "pipeline", "server", "cli", "__main__", "doctor", "testing"}
-    | {"messages", "model", "pytorch", "turbomind"},
+    | {"messages", "model", "pytorch", "turbomind", "serve", "model_options", "terminal"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 

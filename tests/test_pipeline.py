@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from asyncllm import (
+    Embedding,
     EngineClosed,
     EngineConfig,
     EngineDead,
@@ -182,6 +183,17 @@ class TestScoring:
         assert pipe.get_ppl([[1, 2, 3], [4, 5]])[0] == one[0] > 0
         with pytest.raises(InvalidParameter, match="at least 2 tokens"):
             pipe.get_ppl([[1, 2], [1]])
+
+    def test_embeddings(self, pipe: FakePipeline) -> None:
+        one = pipe.embed("hi")
+        assert isinstance(one, Embedding)
+        assert sum(value * value for value in one.values) == pytest.approx(1)
+        several = pipe.embed(["hi", [104, 105]], pooling="mean", normalize=False, dimensions=3)
+        assert isinstance(several, list)
+        assert several[0] == several[1]
+        assert len(several[0].values) == 3
+        with pytest.raises(InvalidParameter, match="dimensions"):
+            pipe.embed("hi", dimensions=17)
 
     def test_prepare_inputs(self, pipe: FakePipeline) -> None:
         single = pipe.prepare_inputs("hi")["input_ids"]

@@ -10,7 +10,8 @@ Decode steps are replayed from CUDA graphs; steps with prompt tokens are launche
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from asyncllm.agent.halves import decode_rows, prefill_halves
 from asyncllm.agent.host_pool import MIN_COPIED_TOKENS, BlockTransfers, allocate_host_pool, staging_bytes
 from asyncllm.agent.kv_cache import allocate_pool, host_blocks, pool_blocks
 from asyncllm.agent.opening import OpenedModel
+from asyncllm.agent.pooled_hidden import PooledHidden
 from asyncllm.agent.prompt_scores import PromptScores
 from asyncllm.agent.sampler import NOT_FINITE
 from asyncllm.agent.thread_state import own_thread_state
@@ -65,7 +67,8 @@ class PendingStep:
         self.batch = batch
         self.slots: NDArray[np.int64] = np.zeros(0, np.int64)
         """Slots that are sampled from, in batch order."""
-        self.scores: list[PromptScores] = []
+        self.extras: list[PromptScores | PooledHidden] = []
+        """What prefill rows ask for besides a token."""
         self.logprobs: PendingLogprobs | None = None
         self.failed: dict[int, str] = {}
         """Slot -> why it failed, if that was known at launch."""
@@ -111,8 +114,8 @@ class PendingStep:
             for row in np.flatnonzero(unsound).tolist():
                 output.errors[batch.prefill[row].slot] = NOT_FINITE
             sampler.observe(self.slots, tokens)
-            for scores in self.scores:
-                scores.write(output)
+            for extra in self.extras:
+                extra.write(output)
             output.errors |= self.failed
             if self.logprobs is not None:
                 output.logprobs = self.logprobs.result(output.errors)
@@ -353,12 +356,8 @@ class DeviceAgent:
         step = self._tables.advance(batch)
         rows = step.arrays.rows
         pending.slots = rows.slots
-        scored = [
-            (row, first)
-            for row, first in zip(batch.prefill, rows.prefill_starts, strict=True)
-            if row.output_logits or row.prompt_logprobs is not None
-        ]
-        if scored or self.model.config.num_layers < 2:
+        scored = [(row, first) for row, first in zip(batch.prefill, rows.prefill_starts, strict=True) if row.scored]
+        if scored or PooledHidden.reads_all(batch) or self.model.config.num_layers < 2:
             step.sampled = None
         hidden, stream = self._forward(step, pending)
         unsound = self._no_flags
@@ -367,7 +366,11 @@ class DeviceAgent:
             unsound = kernels.segments_finite(stream, step.prefill_offsets)
         for row, first in scored:
             if row.slot not in pending.failed:
-                self._score(row, stream[first : first + len(row.tokens)], pending)
+                score = partial(PromptScores, row, stream[first : first + len(row.tokens)], self.model.logits)
+                self._launch_extra(pending, [row], score)
+        pooled = [row for row in batch.prefill if row.pooling is not None]
+        if pooled:
+            self._launch_extra(pending, pooled, partial(PooledHidden, batch, rows, stream, hidden))
         logits = self.model.logits(hidden[: len(rows.slots)])
 
         def sample() -> None:
@@ -386,16 +389,19 @@ class DeviceAgent:
 
         self._sample_when_possible(pending, sample)
 
-    def _score(self, row: PrefillRow, hidden: Tensor, pending: PendingStep) -> None:
-        """Launch what a prefill row asks for besides a token. Its whole logits may be too much, for this row alone."""
+    @staticmethod
+    def _launch_extra(
+        pending: PendingStep, rows: Sequence[PrefillRow], launch: Callable[[], PromptScores | PooledHidden]
+    ) -> None:
+        """Launch what prefill rows ask for besides a token. Whole logits may be too much, for these rows alone."""
         try:
-            pending.scores.append(PromptScores(row, hidden, self.model.logits))
+            pending.extras.append(launch())
         except torch.OutOfMemoryError:
-            pending.failed[row.slot] = OUT_OF_MEMORY
+            pending.failed |= dict.fromkeys((row.slot for row in rows), OUT_OF_MEMORY)
 
     def _forward(self, step: DeviceStep, pending: PendingStep) -> tuple[Tensor, Tensor]:
-        """Hidden states of the rows that are sampled from [R, H], and of all tokens [T, H]: the latter before the last
-        layer, or after it if `step.sampled` is None.
+        """Hidden states of the tokens of `step.indices` [R + L, H], and of all tokens [T, H]: the latter before the
+        last layer, or after it if `step.sampled` is None.
 
         When memory runs out, prompt tokens are computed in two halves, once; if that fails as well their rows fail, and
         the decode rows go on.

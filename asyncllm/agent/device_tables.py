@@ -35,10 +35,10 @@ class DeviceStep:
     positions: Tensor
     """[R] int32: positions of the tokens to be drawn."""
     indices: Tensor
-    """[R] int64: their places among the step's tokens."""
+    """[R + L] int64: their places among the step's tokens, then those of the L tokens that are pooled alone."""
     sampled: SampledRows | None
-    """What the last layer goes on with; None when that is all tokens. There is at least one row, whose result nobody
-    reads when no token is sampled."""
+    """What the last layer goes on with: those R + L tokens; None when that is all tokens. There is at least one row,
+    whose result nobody reads when none is wanted."""
     prefill_offsets: Tensor
     """[P + 1] int32: where the tokens of each prefill row begin and end."""
 
@@ -151,8 +151,8 @@ class DeviceTables:
             arrays.positions,
             arrays.slot_mapping,
             arrays.kv_lens.astype(np.int32),
-            rows.slots.astype(np.int32),
-            rows.positions.astype(np.int32),
+            np.concatenate([rows.slots, arrays.row_slots[rows.last]]).astype(np.int32),
+            np.concatenate([rows.positions, arrays.kv_lens[rows.last]]).astype(np.int32),
             np.arange(num_decode) if rows.indices is None else rows.indices,
             arrays.prompt_lens,
             *self._take_updates(),
@@ -164,8 +164,8 @@ class DeviceTables:
             positions,
             slot_mapping,
             kv_lens,
-            sampled_slots,
-            sampled_positions,
+            wanted_slots,
+            wanted_lens,
             indices,
             prompt_lens,
             *updates,
@@ -189,15 +189,15 @@ class DeviceTables:
         )
         sampled = None
         if rows.indices is not None:
-            if len(rows.slots):
-                sampled = self._sampled_rows(indices, sampled_slots, sampled_positions)
+            if len(rows.indices):
+                sampled = self._sampled_rows(indices, wanted_slots, wanted_lens)
             else:
                 sampled = self._sampled_rows(indices.new_zeros(1), row_slots[:1], positions[:1].int() + 1)
         return DeviceStep(
             arrays=arrays,
             inputs=inputs,
-            slots=sampled_slots,
-            positions=sampled_positions,
+            slots=wanted_slots[: len(rows.slots)],
+            positions=wanted_lens[: len(rows.slots)],
             indices=indices,
             sampled=sampled,
             prefill_offsets=q_offsets[num_decode:],

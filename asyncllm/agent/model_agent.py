@@ -12,6 +12,7 @@ from asyncllm.agent.host_pool import allocate_host_pool, swap_blocks
 from asyncllm.agent.inputs import SlotTables
 from asyncllm.agent.kv_cache import allocate_pool, host_blocks, pool_blocks
 from asyncllm.agent.opening import OpenedModel
+from asyncllm.agent.pooled_hidden import PooledHidden
 from asyncllm.agent.prompt_scores import PromptScores
 from asyncllm.agent.sampler import NOT_FINITE, Sampler
 from asyncllm.batch import Batch, StartTimes, StepOutput
@@ -93,12 +94,16 @@ class ModelAgent:
             # A chunk that nothing is sampled from is looked at too: its KV must not outlive it with a NaN inside.
             if not hidden[first : first + len(row.tokens)].sum(dtype=torch.float32).isfinite():
                 output.errors[row.slot] = NOT_FINITE
-            if row.output_logits or row.prompt_logprobs is not None:
+            if row.scored:
                 PromptScores(row, hidden[first : first + len(row.tokens)], self.model.logits).write(output)
+        wanted = hidden
+        if rows.indices is not None:
+            wanted = hidden[torch.from_numpy(rows.indices).to(self._device)]
+        if any(row.pooling is not None for row in batch.prefill):
+            PooledHidden(batch, rows, hidden, wanted).write(output)
         if len(rows.slots):
-            if rows.indices is not None:
-                hidden = hidden[torch.from_numpy(rows.indices).to(self._device)]
-            sampled = self._sampler.sample(self.model.logits(hidden).float(), rows.slots, rows.positions)
+            logits = self.model.logits(wanted[: len(rows.slots)])
+            sampled = self._sampler.sample(logits.float(), rows.slots, rows.positions)
             self._tables.set_last_tokens(rows.slots, sampled.tokens)
             output.slots = rows.slots.tolist()
             output.tokens = sampled.token_list

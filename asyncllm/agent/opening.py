@@ -69,6 +69,7 @@ class OpenedModel(NamedTuple):
             block_size=block_size,
             max_position=self.max_position,
             vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
             num_slots=num_slots,
             dynamic_rope_from=config.rope.original_max_position if config.dynamic_rope else None,
             device=str(self.device),

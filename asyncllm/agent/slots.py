@@ -17,14 +17,20 @@ __all__ = ["SlotArrays", "StepArrays", "StepRows"]
 
 @dataclass(slots=True)
 class StepRows:
-    """Which tokens of a step are sampled from, in batch order: decode rows, then prefill rows with `sample`."""
+    """Which tokens of a step somebody wants to know more of.
+
+    R are sampled from, in batch order: decode rows, then prefill rows with `sample`. L more are the last ones of
+    prefill rows that pool nothing else.
+    """
 
     slots: NDArray[np.int64]
     """[R]"""
     positions: NDArray[np.int64]
     """[R], absolute positions of the tokens to be drawn."""
     indices: NDArray[np.int64] | None
-    """[R], rows of the hidden states; None when they are all of them, in order."""
+    """[R + L], rows of the hidden states; None when they are all of them, in order."""
+    last: NDArray[np.int64]
+    """[L], indices of the rows that pool their last token."""
     prefill_starts: list[int]
     """Index of each prefill row's first token among the step's tokens."""
 
@@ -104,7 +110,7 @@ class SlotArrays:
                 prompt_lens=prompt_lens,
                 num_decode=num_decode,
                 max_q_len=1,
-                rows=StepRows(slots, positions + 1, None, []),
+                rows=StepRows(slots, positions + 1, None, np.zeros(0, np.int64), []),
             )
         lengths = [1] * num_decode + [len(row.tokens) for row in batch.prefill]
         row_slots = np.array(batch.decode + [row.slot for row in batch.prefill], np.int64)
@@ -118,7 +124,9 @@ class SlotArrays:
         kv_lens = first + np.diff(offsets)
         self._position[row_slots] = kv_lens
         sampled = np.array([True] * num_decode + [row.sample for row in batch.prefill])
-        indices = (offsets[1:] - 1)[sampled]
+        last = np.array([num_decode + i for i, row in enumerate(batch.prefill) if row.pooling == "last"], np.int64)
+        ends = offsets[1:] - 1
+        drawn = ends[sampled]
         return StepArrays(
             row_slots=row_slots,
             offsets=offsets,
@@ -129,7 +137,13 @@ class SlotArrays:
             prompt_lens=self._num_prompt[token_slots],
             num_decode=num_decode,
             max_q_len=max(lengths[num_decode:]),
-            rows=StepRows(row_slots[sampled], positions[indices] + 1, indices, offsets[num_decode:-1].tolist()),
+            rows=StepRows(
+                row_slots[sampled],
+                positions[drawn] + 1,
+                np.concatenate([drawn, ends[last]]),
+                last,
+                offsets[num_decode:-1].tolist(),
+            ),
         )
 
     def block_tables(self, row_slots: NDArray[np.int64], kv_lens: NDArray[np.int64]) -> NDArray[np.int32]:

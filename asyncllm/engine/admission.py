@@ -8,28 +8,35 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from asyncllm.batch import Limits, SamplingParams
-from asyncllm.config import GenerationConfig
+from asyncllm.config import GenerationConfig, RequestOptions
 from asyncllm.engine.delivery import Answer, Delivery
-from asyncllm.engine.sequence import Request
+from asyncllm.engine.prompts import is_token_ids
+from asyncllm.engine.quality_of_service import QualityOfService
+from asyncllm.engine.sequence import ORDINARY, Request, Terms
 from asyncllm.errors import ContextLengthExceeded, EngineClosed, InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.literals import Literals
 from asyncllm.text.tokenizer import Tokenizer
-from asyncllm.types import Message
+from asyncllm.types import Message, Pooling
 
 __all__ = ["Admission", "Rendered", "check_adapter"]
 
-INLINE_CHARACTERS = 4096
-"""Texts up to this length are encoded on the loop: about 1 ms. Longer ones go to a thread."""
+Result = TypeVar("Result")
+
+INLINE_SIZE = 4096
+"""Texts up to so many characters are encoded on the loop: about 1 ms. Longer ones go to a thread."""
 
 GREEDY_BELOW = 1e-3
 """Temperatures under this count as 0: dividing float32 logits by them overflows."""
+
+
+DEFAULT_OPTIONS = RequestOptions()
 
 
 class Rendered(NamedTuple):
@@ -42,8 +49,16 @@ class Rendered(NamedTuple):
 class Admission:
     """Renders, encodes and validates. Holds no per-request state."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, limits: Limits, session_len: int | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        limits: Limits,
+        session_len: int | None,
+        quality: QualityOfService | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._quality = quality
         self._template = template
         self._vocab_size = limits.vocab_size
         self._pool_tokens = limits.num_blocks * limits.block_size
@@ -60,8 +75,48 @@ class Admission:
             self._threads.shutdown(wait=False)
             self._threads = None
 
-    def render(self, messages: str | Sequence[Message] | None, *, do_preprocess: bool) -> Rendered:
-        """The prompt's text. Raises InvalidMessage."""
+    def options(self, keywords: Mapping[str, Any], *, renders: bool) -> RequestOptions:
+        """The keywords of a call, checked; `renders`: the chat template writes its prompt. Raises InvalidRequest."""
+        if not keywords:
+            return DEFAULT_OPTIONS
+        asked = RequestOptions.from_dict(dict(keywords)).checked()
+        field = asked.template_field()
+        if field is not None and not renders:
+            raise InvalidParameter(
+                f"{field} is about the chat template, which has no part in this prompt. Leave it out, or pass messages "
+                f"with do_preprocess=True.",
+                field,
+            )
+        if field is not None and self._template.capability != "chat":
+            raise UnsupportedFeature(
+                f"{field} is for conversations, and the template's capability is {self._template.capability!r}. Leave "
+                f"it out.",
+                field,
+            )
+        return asked
+
+    def terms(self, asked: RequestOptions) -> Terms:
+        """How the request stands among the others; its time begins now. Raises InvalidParameter."""
+        if asked is DEFAULT_OPTIONS and self._quality is None:
+            return ORDINARY
+        if self._quality is None and asked.user_id is not None:
+            raise InvalidParameter(
+                "user_id means something to quality of service, and the engine has none: EngineConfig.qos_config_path "
+                "is None. Set it, or leave user_id out.",
+                "user_id",
+            )
+        user = None if self._quality is None else self._quality.find(asked.user_id)
+        deadline = None if asked.timeout is None else asyncio.get_running_loop().time() + asked.timeout
+        return Terms(asked.priority, user, deadline, asked.cache_salt)
+
+    def render(
+        self,
+        messages: str | Sequence[Message] | None,
+        *,
+        do_preprocess: bool,
+        options: RequestOptions = DEFAULT_OPTIONS,
+    ) -> Rendered:
+        """The prompt's text. Raises InvalidRequest."""
         if not isinstance(messages, Sequence):
             raise InvalidMessage(
                 f"A prompt is a str or a list of messages, not {type(messages).__name__}. "
@@ -69,14 +124,20 @@ class Admission:
             )
         if isinstance(messages, str):
             if not messages:
-                raise InvalidMessage("The prompt is empty: there is nothing to continue. Pass at least one character.")
+                raise InvalidMessage("The prompt is empty: there is nothing to read. Pass at least one character.")
             if not do_preprocess:
                 return Rendered(messages)
             messages = [{"role": "user", "content": messages}]
         elif not do_preprocess:
             raise InvalidMessage("do_preprocess=False takes the prompt as it is: it must be a str, not messages.")
         literals = Literals(self._tokenizer)
-        return self.restored(literals, self._template.render(literals.mark(messages)))
+        text = self._template.render(
+            literals.mark(messages),
+            add_generation_prompt=options.add_generation_prompt is not False,
+            continue_final_message=options.continues,
+            variables=literals.mark_values(options.chat_template_kwargs),
+        )
+        return self.restored(literals, text)
 
     def restored(self, literals: Literals, text: str) -> Rendered:
         """A text rendered from marked messages, with its marks resolved."""
@@ -90,13 +151,32 @@ class Admission:
         def encode() -> list[int]:
             return self._tokenizer.encode(prompt.text, add_bos=add_bos, literal_spans=prompt.literal_spans)
 
-        if len(prompt.text) <= INLINE_CHARACTERS:
-            return encode()
+        return await self.off_loop(encode, len(prompt.text))
+
+    async def off_loop(self, call: Callable[[], Result], size: int) -> Result:
+        """What `call` returns, which takes as long as encoding a text of `size` characters, or decoding as many
+        tokens; a long one runs in a thread. Raises EngineClosed."""
+        if size <= INLINE_SIZE:
+            return call()
         if self._closed:
             raise EngineClosed("The engine was closed while the prompt was being prepared.")
         if self._threads is None:
             self._threads = ThreadPoolExecutor(2, thread_name_prefix="asyncllm-encode")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    async def encode_all(
+        self, prompts: Sequence[Any], options: RequestOptions, *, do_preprocess: bool, add_bos: bool
+    ) -> list[list[int]]:
+        """Token ids of each prompt: a text, messages or ids. Raises InvalidRequest."""
+        encoded: list[list[int]] = []
+        for prompt in prompts:
+            if is_token_ids(prompt):
+                encoded.append(self.check_token_ids(prompt))
+                continue
+            text = self.render(prompt, do_preprocess=do_preprocess, options=options)
+            encoded.append(await self.encode(text, add_bos=add_bos))
+            await asyncio.sleep(0)  # many prompts do not hold up the loop
+        return encoded
 
     def check_token_ids(self, token_ids: Sequence[int], name: str = "input_ids") -> list[int]:
         """A copy of the ids as a list. Raises InvalidParameter unless all are in the vocabulary."""
@@ -119,10 +199,12 @@ class Admission:
         history_len: int = 0,
         score_only: bool = False,
         output_logits: bool = False,
+        terms: Terms = ORDINARY,
+        pooling: Pooling | None = None,
     ) -> Request:
         """A request ready for the scheduler. `config` has been checked. Raises InvalidRequest."""
         if not prompt_ids:
-            raise InvalidMessage("The prompt has no tokens: there is nothing to continue. Pass some text.")
+            raise InvalidMessage("The prompt has no tokens: there is nothing to read. Pass some text.")
         highest = max(prompt_ids)
         if highest >= self._vocab_size:
             # A tokenizer may know more tokens than the model has embeddings; looking one up would fail the whole step.
@@ -180,6 +262,8 @@ class Admission:
             history_len=history_len,
             prompt_logprobs=config.prompt_logprobs,
             output_logits=output_logits,
+            terms=terms,
+            pooling=pooling,
         )
 
     def _room(self, prompt_len: int, needed: int) -> int:

@@ -9,52 +9,38 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, Unpack
 
 from asyncllm.batch import Executor, Limits
-from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig
+from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords, checked
 from asyncllm.engine.admission import Admission, check_adapter
+from asyncllm.engine.batches import generations_of, responses_of
 from asyncllm.engine.delivery import Delivery
+from asyncllm.engine.embeddings import EmbeddingForm, EmbeddingInput, embed
 from asyncllm.engine.generation import Generation, interleave
+from asyncllm.engine.in_thread import in_thread
 from asyncllm.engine.loop import EngineLoop
-from asyncllm.engine.prompts import Prompts, is_single, pair_with_configs
+from asyncllm.engine.prompts import Prompts, is_single, longest_first, pair_with_configs
+from asyncllm.engine.quality_of_service import QualityOfService
+from asyncllm.engine.queue_bounds import QueueBounds
+from asyncllm.engine.record import RequestRecord
 from asyncllm.engine.scheduler import Scheduler
+from asyncllm.engine.scoring import mean_cross_entropy, score
 from asyncllm.engine.sequence import Request
 from asyncllm.engine.session import Session
 from asyncllm.engine.sessions import SessionTable
 from asyncllm.engine.stats import EngineStats
-from asyncllm.errors import (
-    EngineClosed,
-    EngineError,
-    InvalidParameter,
-    RequestFailed,
-)
+from asyncllm.engine.waiting_queue import WaitingQueue
+from asyncllm.errors import EngineClosed, EngineError, InvalidParameter
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
-from asyncllm.types import Chunk, Message, Response
+from asyncllm.types import Chunk, Embedding, Message, Pooling, Response
 
 __all__ = ["AsyncEngine"]
 
-Config = TypeVar("Config", EngineConfig, GenerationConfig, ChatTemplateConfig)
-Result = TypeVar("Result")
-
 _live: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()
 """Engines that have started and not closed, for tests that look for leaks."""
-
-
-async def _in_thread(call: Callable[[], Result]) -> Result:
-    """What `call` returns, run in a thread of its own.
-
-    Reading and importing take seconds. Such a thread leaves none behind in the loop's pool, and the loop does not wait
-    for it when this task is cancelled.
-    """
-    thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-open")
-    try:
-        return await asyncio.get_running_loop().run_in_executor(thread, call)
-    finally:
-        thread.shutdown(wait=False)
 
 
 class AsyncEngine:
@@ -103,6 +89,8 @@ class AsyncEngine:
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._sessions: SessionTable | None = None
+        self.observers: list[Callable[[RequestRecord], None]] = []
+        """Called, in the engine's task, with every request that ends. Written by those who want to know."""
 
     async def start(self) -> None:
         """Load the model and start the engine's task. Raises ModelError; leaves nothing behind when it raises."""
@@ -125,6 +113,8 @@ class AsyncEngine:
     async def _start_up(self) -> None:
         executor: Executor | None = None
         try:
+            path = self.config.qos_config_path
+            quality = None if path is None else await in_thread(lambda: QualityOfService.open(path))
             executor, open_text = await self._find_model()
             self.limits = await self._load(executor, open_text)
             if self.config.eviction_type == "copy" and not self.limits.num_host_blocks:
@@ -133,7 +123,9 @@ class AsyncEngine:
                     "eviction_type='recompute'.",
                     "eviction_type",
                 )
-            self.admission = Admission(self.tokenizer, self.chat_template, self.limits, self.config.session_len)
+            self.admission = Admission(
+                self.tokenizer, self.chat_template, self.limits, self.config.session_len, quality
+            )
             scheduler = Scheduler(
                 self.limits,
                 max_batch_size=self.config.max_batch_size,
@@ -141,6 +133,7 @@ class AsyncEngine:
                 prefill_interval=self.config.prefill_interval,
                 prefix_caching=self.config.enable_prefix_caching,
                 swapping=self.config.eviction_type == "copy",
+                waiting=WaitingQueue(quality),
             )
         except BaseException:
             self._state = "closed"
@@ -148,7 +141,10 @@ class AsyncEngine:
                 await asyncio.shield(asyncio.get_running_loop().create_task(executor.close()))
             raise
         self._executor = executor
-        self._loop = EngineLoop(scheduler, executor, name=f"asyncllm-engine-{self.model_name}")
+        bounds = QueueBounds(self.config.max_queued_requests, self.config.max_queued_tokens)
+        name = f"asyncllm-engine-{self.model_name}"
+        self._loop = EngineLoop(scheduler, executor, bounds, stall_timeout=self.config.stall_timeout, name=name)
+        self._loop.observers = self.observers
         self._sessions = SessionTable(
             self._loop, self.admission, self.tokenizer, self.chat_template, self.chat, self.limits.block_size
         )
@@ -175,14 +171,14 @@ class AsyncEngine:
 
             return executor or open_executor(config, folder), open_text
 
-        return await _in_thread(find)
+        return await in_thread(find)
 
     async def _load(self, executor: Executor, open_text: Callable[[], None] | None) -> Limits:
         """Start the executor, and read the tokenizer meanwhile: weights wait for disk and device, not for Python."""
         starting = asyncio.get_running_loop().create_task(executor.start(), name="asyncllm-load")
         try:
             if open_text is not None:
-                await _in_thread(open_text)
+                await in_thread(open_text)
             return await starting
         except BaseException:
             starting.cancel()
@@ -251,14 +247,16 @@ class AsyncEngine:
         adapter_name: str | None = None,
         input_ids: Sequence[int] | None = None,
         stream_response: bool = True,
+        **options: Unpack[RequestKeywords],
     ) -> Generation:
         """Answer a prompt (str), a conversation (messages) or token ids.
 
         `session_id` with `sequence_end=False` keeps the conversation for a next call with `sequence_start=False`,
         which goes on after its first `step` tokens, or after all of them if `step` is 0. With
-        `stream_response=False` the reader gets one chunk, at the end. Errors are raised by the first await.
+        `stream_response=False` the reader gets one chunk, at the end. `options` are the fields of RequestOptions:
+        priority, timeout, user_id, cache_salt, and for the chat template add_generation_prompt, continue_final_message
+        and chat_template_kwargs. Errors are raised by the first await.
         """
-
         if not (sequence_start and sequence_end):
             return self._turn(
                 lambda: self._table().find_or_start(session_id, sequence_start=sequence_start, step=step),
@@ -270,9 +268,12 @@ class AsyncEngine:
                 input_ids=input_ids,
                 streaming=stream_response,
                 close_after=sequence_end,
+                options=options,
             )
 
         async def prepare(delivery: Delivery) -> Request:
+            asked = self.admission.options(options, renders=do_preprocess and input_ids is None)
+            terms = self.admission.terms(asked)
             check_adapter(adapter_name)
             config = checked(GenerationConfig, gen_config, "gen_config")
             if step:
@@ -280,9 +281,9 @@ class AsyncEngine:
             if input_ids is not None:
                 prompt_ids = self.admission.check_token_ids(input_ids)
             else:
-                text = self.admission.render(messages, do_preprocess=do_preprocess)
+                text = self.admission.render(messages, do_preprocess=do_preprocess, options=asked)
                 prompt_ids = await self.admission.encode(text)
-            return self.admission.build(prompt_ids, config, delivery, session_id=session_id)
+            return self.admission.build(prompt_ids, config, delivery, session_id=session_id, terms=terms)
 
         return Generation(self.running, prepare, Delivery(streaming=stream_response))
 
@@ -294,6 +295,7 @@ class AsyncEngine:
         *,
         do_preprocess: bool = True,
         adapter_name: str | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> Generation:
         """The next turn of a session, or the first of a new one, which the Generation then carries as `session`."""
         found = session or self.session()
@@ -306,6 +308,7 @@ class AsyncEngine:
             input_ids=None,
             streaming=True,
             close_after=False,
+            options=options,
         )
         generation.session = found
         return generation
@@ -322,22 +325,30 @@ class AsyncEngine:
         input_ids: Sequence[int] | None,
         streaming: bool,
         close_after: bool,
+        options: RequestKeywords,
     ) -> Generation:
         session: Session | None = None
 
         def ended() -> None:
-            if session is not None:
-                session.record()
-                if close_after:
-                    session.close()
+            if session is not None and session.record() and close_after:
+                session.close()
 
         async def prepare(delivery: Delivery) -> Request:
             nonlocal session
+            asked = self.admission.options(options, renders=do_preprocess and input_ids is None)
+            terms = self.admission.terms(asked)
             check_adapter(adapter_name)
             config = checked(GenerationConfig, gen_config, "gen_config")
             found = find()
             request = await found.prepare(
-                delivery, prompt, config, step=step, do_preprocess=do_preprocess, input_ids=input_ids
+                delivery,
+                prompt,
+                config,
+                step=step,
+                do_preprocess=do_preprocess,
+                input_ids=input_ids,
+                options=asked,
+                terms=terms,
             )
             session = found
             return request
@@ -378,29 +389,27 @@ class AsyncEngine:
         do_preprocess: bool = True,
         adapter_name: str | None = None,
         on_response: Callable[[Response], None] | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> Response | list[Response]:
-        """Answer one prompt, or a list of them in order. `on_response` is called as each is complete.
+        """Answer one prompt, or a list of them; responses come in the prompts' order.
 
-        Bad input raises before anything runs to its end. A request that fails inside a step gives a Response with
-        finish_reason 'error', and the others go on.
+        As all are awaited together, those with the largest `max_new_tokens` are admitted first, unless there is a
+        `timeout`. `on_response` is called for each in order, as soon as it and those before it are complete. Bad input
+        raises before anything runs to its end. A request that fails inside a step, or at its deadline, gives a Response
+        with finish_reason 'error', and the others go on.
         """
-        generations = self._batch(prompts, gen_config, do_preprocess, adapter_name, streaming=False)
-        responses = []
-        try:
-            for generation in generations:
-                await generation.start()
-                await asyncio.sleep(0)  # many prompts do not hold up the loop
-            for index, generation in enumerate(generations):
-                try:
-                    response = await generation.response()
-                except RequestFailed as error:
-                    response = Response(finish_reason="error", error_message=str(error), index=index)
-                responses.append(response)
-                if on_response is not None:
-                    on_response(response)
-        finally:
-            for generation in generations:
-                generation.cancel()
+        pairs = pair_with_configs(prompts, gen_config)
+        generations = generations_of(
+            self.generate,
+            pairs,
+            do_preprocess=do_preprocess,
+            adapter_name=adapter_name,
+            stream_response=False,
+            **options,
+        )
+        # Under a timeout a long answer in front would be the end of those behind it.
+        order = range(len(pairs)) if options.get("timeout") else longest_first([config for _, config in pairs])
+        responses = await responses_of(generations, order, on_response)
         return responses[0] if is_single(prompts) else responses
 
     def stream_infer(
@@ -410,54 +419,67 @@ class AsyncEngine:
         *,
         do_preprocess: bool = True,
         adapter_name: str | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> AsyncIterator[Chunk]:
         """The chunks of all answers as they come; `chunk.index` says to which prompt one belongs."""
-        return interleave(self._batch(prompts, gen_config, do_preprocess, adapter_name, streaming=True))
+        pairs = pair_with_configs(prompts, gen_config)
+        return interleave(
+            generations_of(self.generate, pairs, do_preprocess=do_preprocess, adapter_name=adapter_name, **options)
+        )
 
-    def _batch(
+    async def embed(
+        self,
+        prompts: EmbeddingInput,
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        **options: Unpack[RequestKeywords],
+    ) -> Embedding | list[Embedding]:
+        """The embedding of one prompt (a text or token ids), or of a list of them in order.
+
+        It is the hidden state after the final norm of the prompt's `last` token, or the `mean` of all its tokens,
+        cut to the first `dimensions` entries and then scaled to length 1 (`normalize`). A text is encoded as it is: no
+        chat template is applied, and a model that was trained to embed at an end token needs it in the text.
+        The first error, of whichever prompt, ends the call. Raises InvalidRequest, RequestFailed, EngineError.
+        """
+        self.running()
+        form = EmbeddingForm(pooling, normalize, dimensions, self.limits.hidden_size)
+        return await embed(self.running, self.admission, prompts, form, options)
+
+    async def encode(
         self,
         prompts: Prompts,
-        gen_config: GenerationConfig | Sequence[GenerationConfig] | None,
-        do_preprocess: bool,
-        adapter_name: str | None,
         *,
-        streaming: bool,
-    ) -> list[Generation]:
-        generations = []
-        for index, (prompt, config) in enumerate(pair_with_configs(prompts, gen_config)):
-            generation = self.generate(
-                prompt,
-                config,
-                do_preprocess=do_preprocess,
-                adapter_name=adapter_name,
-                stream_response=streaming,
-            )
-            generation.index = index
-            generations.append(generation)
-        return generations
+        do_preprocess: bool = True,
+        add_bos: bool = True,
+        **options: Unpack[RequestKeywords],
+    ) -> list[int] | list[list[int]]:
+        """The token ids that `generate` would make of a prompt, or of each of a list of prompts.
 
-    async def get_logits(self, input_ids: Sequence[int]) -> Any:
+        `add_bos=False` leaves out what the checkpoint's tokenizer puts in front. Long texts are encoded in a thread.
+        Raises InvalidRequest, EngineClosed.
+        """
+        self.running()
+        asked = self.admission.options(options, renders=do_preprocess)
+        pairs = pair_with_configs(prompts, None)
+        encoded = await self.admission.encode_all(
+            [prompt for prompt, _ in pairs], asked, do_preprocess=do_preprocess, add_bos=add_bos
+        )
+        return encoded[0] if is_single(prompts) else encoded
+
+    async def get_logits(self, input_ids: Sequence[int], **options: Unpack[RequestKeywords]) -> Any:
         """The logits after each token: a float32 CPU tensor [tokens, vocab]. Nothing is generated."""
         from asyncllm.agent.scoring import concatenate
 
-        chunk = await self._score(input_ids, GenerationConfig(), output_logits=True)
+        self.running()
+        chunk = await score(self.running, self.admission, input_ids, options, output_logits=True)
         return concatenate(chunk.logits)
 
-    async def get_ppl(self, input_ids: Sequence[int]) -> float:
+    async def get_ppl(self, input_ids: Sequence[int], **options: Unpack[RequestKeywords]) -> float:
         """Mean cross-entropy of the tokens after the first, in nats: the logarithm of the perplexity."""
-        if isinstance(input_ids, Sequence) and len(input_ids) < 2:
-            raise InvalidParameter("Perplexity needs at least 2 tokens: the first has nothing before it.", "input_ids")
-        chunk = await self._score(input_ids, GenerationConfig(prompt_logprobs=0))
-        entries = [entry for entry in chunk.prompt_logprobs or [] if entry is not None]
-        return -sum(next(iter(entry.values())) for entry in entries) / len(entries)
-
-    async def _score(self, input_ids: Sequence[int], config: GenerationConfig, *, output_logits: bool = False) -> Chunk:
-        async def prepare(delivery: Delivery) -> Request:
-            prompt_ids = self.admission.check_token_ids(input_ids)
-            return self.admission.build(prompt_ids, config, delivery, score_only=True, output_logits=output_logits)
-
-        async with Generation(self.running, prepare, Delivery(streaming=False)) as generation:
-            return await anext(generation)
+        self.running()
+        return await mean_cross_entropy(self.running, self.admission, input_ids, options)
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine holds and has done."""
@@ -468,12 +490,3 @@ class AsyncEngine:
         for tests, right after the last answer too."""
         if self._loop is not None:
             self._loop.check_idle()
-
-
-def checked(cls: type[Config], value: Config | None, name: str) -> Config:
-    """The config itself if it holds; the default for None. Raises InvalidParameter."""
-    if value is None:
-        return cls()
-    if not isinstance(value, cls):
-        raise InvalidParameter(f"{name} must be a {cls.__name__}, not {type(value).__name__}.", name)
-    return value.checked()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.sequence import Request
-from asyncllm.errors import RequestFailed
+from asyncllm.errors import EngineError, RequestFailed
 from asyncllm.types import Chunk, Response
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Generation:
         if self._started or self._delivery.abandoned:
             return
         self._started = True
+        arrived = time.monotonic()
         try:
             self._host = self._find_host()
             request = await self._prepare(self._delivery)
@@ -71,6 +73,7 @@ class Generation:
                 # Closed by another task while the prompt was being encoded.
                 self._delivery.end()
                 return
+            request.times.arrived = arrived
             self._host.open(request)
         except BaseException as error:
             self._delivery.abandoned = True
@@ -111,6 +114,11 @@ class Generation:
             self._response = Response.collect([chunk async for chunk in self])
         return self._response
 
+    async def only_chunk(self) -> Chunk:
+        """The one chunk of a request that generates nothing. Raises the request's error, which comes after it."""
+        (chunk,) = [chunk async for chunk in self]
+        return chunk
+
     def __await__(self) -> Generator[object, None, Response]:
         return self.response().__await__()
 
@@ -126,6 +134,13 @@ class Generation:
         self.cancel()
         if self._request is not None:
             await self._delivery.wait_end()
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt as the model gets it, history included. Raises EngineError before `start`."""
+        if self._request is None:
+            raise EngineError("The prompt's token ids are known once the generation has started.")
+        return self._request.prompt_ids
 
     @property
     def ended(self) -> bool:

@@ -14,7 +14,6 @@ been read. Otherwise a copy down could take its place in the very step that stil
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Sequence as Items
 
 from asyncllm.batch import Limits, SwapPlan
@@ -43,8 +42,8 @@ class HostBlocks:
         self.blocks = BlockManager(limits.num_host_blocks, self._cache)
         self.plan = SwapPlan()
         """Copies of the step that is scheduled next."""
-        self.swapped: list[Sequence] = []
-        """Sequences in state SWAPPED, oldest request first."""
+        self.swapped: dict[Sequence, None] = {}
+        """Sequences in state SWAPPED; they are in the waiting queue too, which says whose turn it is."""
         self.num_swapped_out = 0
         """Blocks copied to the host since start."""
         self.num_swapped_in = 0
@@ -93,7 +92,7 @@ class HostBlocks:
         _copy_keys(pairs, self._device.prefix_cache, self._cache)
         sequence.host_blocks = shared + own
         sequence.host_step = self._step
-        insort(self.swapped, sequence, key=lambda other: (other.request.id, other.index))
+        self.swapped[sequence] = None
         return True
 
     def stored(self, sequence: Sequence, num_shared: int, last_block: int) -> list[int]:
@@ -120,7 +119,7 @@ class HostBlocks:
     def release(self, sequence: Sequence) -> None:
         """A sequence is running again or has ended: give back its blocks here, if it has any."""
         if sequence.state is SequenceState.SWAPPED:
-            self.swapped.remove(sequence)
+            del self.swapped[sequence]
             self.blocks.retire(sequence.host_blocks, sequence.host_step, self._last_read)
             sequence.host_blocks = []
 

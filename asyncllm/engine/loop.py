@@ -1,12 +1,13 @@
 """EngineLoop: the one task that owns scheduler, steps in flight and delivery.
 
-    new request ──> _arrived ──┐
-    reader left ──> _abandoned ├──> run(): update(N) -> schedule() -> submit(N + 2) -> deliver(N) ──> Delivery
-    step done ────> _in_flight ┘
+    new request ──> _arrived ───┐
+    reader left ──> _abandoned ─┤
+    time is over ─> _overdue ───┼─> run(): update(N) -> schedule() -> submit(N + 2) -> deliver(N) ──> Delivery
+    step done ────> _in_flight ─┘
 
 Two steps are in flight whenever there is work, or more where they are short: while the device computes step N + 1, the
-loop reads step N, launches N + 2, and only then turns N's tokens into text. The task sleeps on one event, which a new
-request, an abandoned one and a completed step set; nothing polls.
+loop reads step N, launches N + 2, and only then turns N's tokens into text. The task sleeps on one event, which each of
+these four sets; nothing polls.
 """
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
+from collections.abc import Callable
+from itertools import islice
 
 from asyncllm.batch import Executor, StepOutput
+from asyncllm.engine.queue_bounds import QueueBounds
+from asyncllm.engine.record import RequestRecord
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.sequence import Request, Sequence
 from asyncllm.engine.stats import EngineStats
-from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, EngineError, RequestFailed
-from asyncllm.types import Chunk
+from asyncllm.engine.watchdog import Watchdog
+from asyncllm.errors import AsyncLLMError, DeadlineExceeded, EngineClosed, EngineDead, EngineError, RequestFailed
+from asyncllm.types import Chunk, FinishReason
 
 __all__ = ["EngineLoop"]
 
@@ -35,26 +42,45 @@ STEP_MS_WEIGHT = 0.05
 
 
 class EngineLoop:
-    """States: running, then closed or dead. Written by the task, except for the three inboxes it empties."""
+    """States: running, then closed or dead. Written by the task, except for the inboxes it empties."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, name: str) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        bounds: QueueBounds | None = None,
+        *,
+        stall_timeout: float = 0.0,
+        name: str,
+    ) -> None:
         """Start the task in the running event loop."""
         self.scheduler = scheduler
         self._executor = executor
+        self._bounds = bounds if bounds is not None else QueueBounds()
         self._state = "running"
         self._cause: BaseException | None = None
-        self._open: dict[Request, None] = {}
-        """Requests that have not had their terminal event."""
+        self._open: dict[Request, asyncio.TimerHandle | None] = {}
+        """Requests that have not had their terminal event -> the timer of their deadline."""
         self._arrived: deque[Request] = deque()
         """Inbox of `open`."""
+        self._arrived_tokens = 0
+        """Prompt tokens of the requests in it."""
+        self._overdue: deque[Request] = deque()
+        """Inbox of the timers."""
         self._abandoned: deque[Request] = deque()
         """Inbox of `abandon`."""
         self._in_flight: deque[asyncio.Future[StepOutput]] = deque()
         """Submitted steps, oldest first; the executor resolves them."""
-        self._started = self._finished = self._cancelled = self._failed = 0
+        self._started = self._finished = self._cancelled = self._failed = self._expired = 0
         self._step_ms = 0.0
+        self.observers: list[Callable[[RequestRecord], None]] = []
+        """Called with every request that ends. Written by the engine."""
         self._wake = asyncio.Event()
         self._event_loop = asyncio.get_running_loop()
+        self._stall_timeout = stall_timeout
+        self._watchdog = Watchdog(self._event_loop, stall_timeout, self._note_stall)
+        self._stalled: TimeoutError | None = None
+        """Written by the watchdog: what the task shall die of."""
         self._task = self._event_loop.create_task(self._run(), name=name)
 
     def check_running(self) -> None:
@@ -90,12 +116,31 @@ class EngineLoop:
         return list(self._open)
 
     def open(self, request: Request) -> None:
-        """Queue a request that `Admission` built."""
+        """Queue a request that `Admission` built. Raises QueueFull, DeadlineExceeded, EngineError."""
         self.check_running()
-        self._open[request] = None
+        now, deadline = self._event_loop.time(), request.terms.deadline
+        if deadline is not None and deadline <= now:
+            self._started += 1
+            self._expired += 1
+            raise DeadlineExceeded("The request's timeout was over when its prompt had been encoded. Allow more time.")
+        requests, tokens = self.num_queued()
+        self._bounds.check(requests, tokens, len(request.prompt_ids), now)
+        request.times.queued = time.monotonic()
+        timer = None if deadline is None else self._event_loop.call_at(deadline, self._time_is_over, request)
+        self._open[request] = timer
         self._arrived.append(request)
+        self._arrived_tokens += len(request.prompt_ids)
         self._started += 1
+        self._watchdog.watch()
         self._wake.set()
+
+    def num_queued(self) -> tuple[int, int]:
+        """Requests that wait for a row, and their tokens; those that find one at the loop's next turn are left out."""
+        waiting = self.scheduler.waiting
+        served = 0 if waiting else min(self.scheduler.num_free_rows, len(self._arrived))
+        served_tokens = sum(len(request.prompt_ids) for request in islice(self._arrived, served))
+        requests = waiting.num_requests + len(self._arrived) - served
+        return requests, waiting.num_tokens + self._arrived_tokens - served_tokens
 
     def abandon(self, request: Request) -> None:
         """End a request whose reader has left, at the loop's next turn."""
@@ -108,10 +153,26 @@ class EngineLoop:
             # The loop may be closed, and then nothing is left to end.
             self._event_loop.call_soon_threadsafe(self.abandon, request)
 
+    def _time_is_over(self, request: Request) -> None:
+        self._overdue.append(request)
+        self._wake.set()
+
+    def _note_stall(self) -> None:
+        steps, scheduler = len(self._in_flight), self.scheduler
+        waits_for = f"{steps} steps in flight, which do not complete" if steps else "a step to be scheduled"
+        self._stalled = TimeoutError(
+            f"No step has completed for {self._stall_timeout:g} s (stall_timeout), and the loop waits for {waits_for}: "
+            f"{scheduler.num_running} sequences run, {scheduler.num_waiting} wait, "
+            f"{scheduler.blocks.num_available} of {scheduler.blocks.num_blocks} blocks are available."
+        )
+        self._wake.set()
+
     async def _run(self) -> None:
         """The engine task."""
         try:
             while self._state == "running":
+                if self._stalled is not None:
+                    raise self._stalled
                 self._wake.clear()
                 self._empty_inboxes()
                 advanced = None
@@ -123,6 +184,8 @@ class EngineLoop:
                     # The readers just woken run before the next step is read.
                     await asyncio.sleep(0)
                 else:
+                    if not self._open and not self._in_flight:
+                        self._watchdog.rest()
                     await self._wake.wait()
         except asyncio.CancelledError:
             self._state = "closed"
@@ -133,16 +196,15 @@ class EngineLoop:
             if not isinstance(error, Exception):
                 raise
         finally:
+            self._watchdog.rest()
             for request in list(self._open):
-                del self._open[request]
                 self._failed += 1
-                request.delivery.end(self._last_words())
-            if self._in_flight:
+                self._end(request, self._last_words())
+            for future in self._in_flight:
+                future.add_done_callback(_retrieve)
+            if self._in_flight and self._stalled is None:
                 await asyncio.wait(self._in_flight)
-                for future in self._in_flight:
-                    if not future.cancelled():
-                        future.exception()
-                self._in_flight.clear()
+            self._in_flight.clear()
 
     def _last_words(self) -> AsyncLLMError:
         if self._state == "dead":
@@ -154,31 +216,81 @@ class EngineLoop:
     def _empty_inboxes(self) -> None:
         while self._arrived:
             self.scheduler.add(self._arrived.popleft())
+        self._arrived_tokens = 0
         while self._abandoned:
             request = self._abandoned.popleft()
-            if request not in self._open:
-                continue
-            self.scheduler.cancel(request)
-            for sequence in request.sequences:
-                if sequence.finish_reason == "abort":
-                    self._send(sequence)
-            if request in self._open:
-                del self._open[request]
+            if self._cut_short(request, "abort"):
                 self._cancelled += 1
-                request.delivery.end()
+                self._end(request)
+        while self._overdue:
+            request = self._overdue.popleft()
+            if self._cut_short(request, "error"):
+                self._expired += 1
+                self._end(request, _deadline_exceeded(request))
+
+    def _cut_short(self, request: Request, reason: FinishReason) -> bool:
+        """End an open request's sequences and send what they have; False if it is not open, or not any more."""
+        if request not in self._open:
+            return False
+        unfinished = [sequence for sequence in request.sequences if sequence.finish_reason is None]
+        self.scheduler.cancel(request, reason)
+        for sequence in unfinished:
+            self._send(sequence)
+        return request in self._open
+
+    def _end(self, request: Request, error: AsyncLLMError | None = None) -> None:
+        """The terminal event of an open request."""
+        timer = self._open.pop(request)
+        if timer is not None:
+            timer.cancel()
+        self._bounds.request_ended(self._event_loop.time())
+        if self.observers:
+            self._observe(request, failed=error is not None)
+        request.delivery.end(error)
+
+    def _observe(self, request: Request, *, failed: bool) -> None:
+        sequences, times = request.sequences, request.times
+        unfinished: FinishReason = "error" if failed else "abort"
+        record = RequestRecord(
+            prompt_tokens=len(request.prompt_ids),
+            cached_tokens=request.cached_tokens,
+            generated_tokens=sum(sequence.num_generated for sequence in sequences),
+            longest_answer=max(sequence.num_generated for sequence in sequences),
+            finish_reasons=tuple(sequence.finish_reason or unfinished for sequence in sequences),
+            arrived=times.arrived,
+            queued=times.queued,
+            admitted=times.admitted,
+            prefilled=times.prefilled,
+            ended=time.monotonic(),
+        )
+        for observer in self.observers:
+            try:
+                observer(record)
+            except Exception:
+                logger.exception("An observer of ended requests failed.")
 
     def _read_step(self, future: asyncio.Future[StepOutput]) -> list[Sequence]:
         """Take in a completed step. Raises the error of a step that failed as a whole."""
         if future.cancelled():
             raise RuntimeError("the executor cancelled a step")
         output = future.result()
+        self._watchdog.step_completed()
         self._step_ms += STEP_MS_WEIGHT * (output.elapsed_ms - self._step_ms)
-        return self.scheduler.update(output)
+        advanced = self.scheduler.update(output)
+        if self.scheduler.prefilled:
+            now = time.monotonic()
+            for request in self.scheduler.prefilled:
+                if request.times.prefilled is None:
+                    request.times.prefilled = now
+        return advanced
 
     def _launch(self) -> None:
         """Keep the pipeline full."""
         while len(self._in_flight) < self._depth():
             batch = self.scheduler.schedule()
+            for request in self.scheduler.admitted:
+                if request.times.admitted is None:
+                    request.times.admitted = time.monotonic()
             if batch is None:
                 return
             future = self._executor.submit(batch)
@@ -247,6 +359,8 @@ class EngineLoop:
             chunk.prompt_logprobs = [None, *(dict(entry) for entry in request.prompt_logprobs)]
         if last and request.logits:
             chunk.logits = request.logits
+        if last:
+            chunk.pooled = request.pooled
         answer.num_sent = sequence.num_generated
         request.delivery.put(chunk)
 
@@ -255,27 +369,28 @@ class EngineLoop:
         if sequence.error is not None:
             self._fail(request, sequence.error)
         elif request.finished:
-            del self._open[request]
             self._finished += 1
-            request.delivery.end()
+            self._end(request)
 
     def _fail(self, request: Request, why: str, cause: BaseException | None = None) -> None:
         """End an open request with RequestFailed."""
         error = RequestFailed(f"The request failed in a step: {why}. The other requests go on.")
         error.__cause__ = cause
         self.scheduler.cancel(request, "error")
-        del self._open[request]
         self._failed += 1
-        request.delivery.end(error)
+        self._end(request, error)
 
     def stats(self, num_sessions: int) -> EngineStats:
         """A snapshot of what the engine holds and has done."""
         scheduler, blocks, counts = self.scheduler, self.scheduler.blocks, self.scheduler.counts
         host = scheduler.host
+        queued_requests, queued_tokens = self.num_queued()
         return EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting + sum(len(request.sequences) for request in self._arrived),
             swapped=len(host.swapped),
+            queued_requests=queued_requests,
+            queued_tokens=queued_tokens,
             sessions=num_sessions,
             steps_in_flight=len(self._in_flight),
             blocks_total=blocks.num_blocks,
@@ -293,12 +408,17 @@ class EngineLoop:
             cached_tokens=counts.cached_tokens,
             prefill_tokens=counts.prefill_tokens,
             decode_tokens=counts.decode_tokens,
+            sampled_tokens=counts.sampled_tokens,
             preemptions=counts.preemptions,
             swap_fallbacks=host.num_fallbacks,
             requests_started=self._started,
             requests_finished=self._finished,
             requests_cancelled=self._cancelled,
             requests_failed=self._failed,
+            requests_expired=self._expired,
+            requests_refused=self._bounds.num_refused,
+            user_tokens={} if scheduler.waiting.quality is None else scheduler.waiting.quality.used(),
+            seconds_since_progress=self._watchdog.seconds_since_progress,
             step_ms=self._step_ms,
         )
 
@@ -314,3 +434,17 @@ class EngineLoop:
         assert self.scheduler.num_waiting == 0, "sequences are waiting"
         held = self.scheduler.blocks.num_held + self.scheduler.host.blocks.num_held
         assert held == 0 or self._in_flight, f"{held} blocks are held, and no step is in flight that may write them"
+
+
+def _retrieve(step: asyncio.Future[StepOutput]) -> None:
+    """Take notice of a step's error that nobody waits for, or the event loop would report it."""
+    if not step.cancelled():
+        step.exception()
+
+
+def _deadline_exceeded(request: Request) -> DeadlineExceeded:
+    first = request.sequences[0]
+    done = f"{first.num_generated} tokens of its answer were there" if first.num_generated else "it had no token yet"
+    return DeadlineExceeded(
+        f"The request's timeout is over: {done}. Allow more time, ask for fewer tokens, or lower its priority value."
+    )

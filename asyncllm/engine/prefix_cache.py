@@ -15,8 +15,11 @@ from collections.abc import Iterable, Sequence
 __all__ = ["PrefixCache", "extend_hashes", "root_hash"]
 
 
-def root_hash(*parts: bytes) -> bytes:
-    """The parent of a chain's first block. Everything besides tokens that K and V depend on goes in here."""
+def root_hash(*parts: bytes, cache_salt: str | None = None) -> bytes:
+    """The parent of a chain's first block. Everything besides tokens that K and V depend on goes in here, and the salt
+    that keeps those apart who shall not notice each other."""
+    if cache_salt is not None:
+        parts = (*parts, b"salt", cache_salt.encode("utf-8", "surrogatepass"))
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))

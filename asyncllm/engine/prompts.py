@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,10 +10,10 @@ from asyncllm.config import GenerationConfig
 from asyncllm.errors import InvalidMessage, InvalidParameter
 from asyncllm.types import Message
 
-__all__ = ["Prompts", "is_single", "pair_with_configs"]
+__all__ = ["Prompts", "is_single", "is_token_ids", "longest_first", "pair_with_configs"]
 
-Prompts = str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]]
-"""One prompt (str or messages), or a list of them."""
+Prompts = str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]] | Sequence[Sequence[int]]
+"""One prompt (str or messages), or a list of them; in a list, a prompt may also be its token ids."""
 
 
 def is_single(prompts: Prompts) -> bool:
@@ -40,3 +41,23 @@ def pair_with_configs(
             "gen_config",
         )
     return list(zip(items, gen_config, strict=True))
+
+
+def is_token_ids(prompt: Any) -> bool:
+    """Whether a prompt of a list is given as token ids."""
+    return isinstance(prompt, (list, tuple)) and len(prompt) > 0 and isinstance(prompt[0], int)
+
+
+def longest_first(configs: Sequence[GenerationConfig | None]) -> list[int]:
+    """The prompts' indices in the order in which they are best admitted when all are awaited together.
+
+    Answers that may become long start first, so that none of them runs alone at the end: the rule of the longest
+    processing time (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). Equal ones keep their order.
+    """
+
+    def most_tokens(index: int) -> float:
+        # A config that is not one raises when its answer starts.
+        most = getattr(configs[index] or GenerationConfig(), "max_new_tokens", None)
+        return most if isinstance(most, int) else math.inf
+
+    return sorted(range(len(configs)), key=most_tokens, reverse=True)

@@ -1,13 +1,13 @@
 """The scheduler: which tokens of which sequences the next step computes.
 
-It keeps the queue, the running sequences, slots and blocks, and knows nothing of time, text, tensors or tasks. The
-engine calls `schedule()` for the next `Batch`, possibly before it has read the ones before, and `update()` with each
-`StepOutput` in order. Everything about unread steps is arithmetic on `Sequence.pending`, so that the next step never
-waits for a token's value.
+It keeps the running sequences, slots and blocks, and knows nothing of time, text, tensors or tasks; `WaitingQueue` says
+who is next. The engine calls `schedule()` for the next `Batch`, possibly before it has read the ones before, and
+`update()` with each `StepOutput` in order. Everything about unread steps is arithmetic on `Sequence.pending`, so that
+the next step never waits for a token's value.
 
 A sequence holds blocks for all of its known tokens from admission on; only decoding asks for more. When there are
-none, the newest running sequence is preempted, so that the oldest always progresses: its blocks go to the host if it
-has room for them (`HostBlocks`), else it is computed again.
+none, the newest running sequence of the lowest class is preempted, so that the oldest of the highest class always
+progresses. Its blocks go to the host if that has room for them (`HostBlocks`), else it is computed again.
 """
 
 from __future__ import annotations
@@ -20,30 +20,15 @@ from asyncllm.batch import Batch, Limits, PrefillRow, SlotStart, StepOutput
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.host_blocks import HostBlocks
 from asyncllm.engine.prefix_cache import PrefixCache, extend_hashes, root_hash
+from asyncllm.engine.scheduler_counts import SchedulerCounts
 from asyncllm.engine.sequence import Request, Sequence, SequenceState
+from asyncllm.engine.waiting_queue import WaitingQueue
 from asyncllm.types import FinishReason
 
-__all__ = ["Scheduler", "SchedulerCounts"]
+__all__ = ["Scheduler"]
 
 MIN_ROUNDED_TILES = 3
 """Steps of fewer tiles are never cut: one tile less would be much less."""
-
-
-class SchedulerCounts:
-    """Totals since start. Written by the scheduler, read by `stats()`."""
-
-    __slots__ = ("cached_tokens", "decode_tokens", "preemptions", "prefill_tokens", "prompt_tokens", "steps")
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.prefill_tokens = 0
-        """Tokens computed in prefill rows, recomputed ones included."""
-        self.decode_tokens = 0
-        self.prompt_tokens = 0
-        """Known tokens of admitted sequences, computed or found in the prefix cache."""
-        self.cached_tokens = 0
-        """Those found in the prefix cache."""
-        self.preemptions = 0
 
 
 class _Flight:
@@ -70,6 +55,7 @@ class Scheduler:
         prefill_interval: int,
         prefix_caching: bool,
         swapping: bool,
+        waiting: WaitingQueue | None = None,
     ) -> None:
         self._block_size = limits.block_size
         self._num_slots = limits.num_slots
@@ -84,10 +70,13 @@ class Scheduler:
         self.blocks = BlockManager(limits.num_blocks, self.prefix_cache)
         self.host = HostBlocks(limits, self.blocks, swapping=swapping)
         self.counts = SchedulerCounts()
-        self._waiting: deque[Sequence] = deque()
-        """In order of arrival; finished ones are skipped when they come up."""
+        self.admitted: list[Request] = []
+        """Requests whose first sequence has got a row by the last `schedule()`."""
+        self.prefilled: list[Request] = []
+        """Requests whose prompt has been found computed by the last `update()`."""
+        self.waiting = waiting if waiting is not None else WaitingQueue()
         self.num_waiting = 0
-        """Those in the queue, and those swapped out."""
+        """Sequences in the queue, and siblings whose leader is not through with the prompt."""
         self._running: dict[Sequence, None] = {}
         """Sequences with a slot, in order of admission; preempted ones come back in order of arrival."""
         self._prefilling: deque[Sequence] = deque()
@@ -104,13 +93,18 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_free_rows(self) -> int:
+        """Sequences that would find a row at once."""
+        return min(len(self._free_slots), self._max_running - len(self._running))
+
     def add(self, request: Request) -> None:
         """Queue a request's first sequence; its siblings follow when the prompt has been computed."""
         if self.prefix_cache is not None:
             extend_hashes(request.block_hashes, self._root(request), request.prompt_ids, self._block_size)
         leader = request.sequences[0]
         leader.hashes = list(request.block_hashes)
-        self._waiting.append(leader)
+        self.waiting.push(leader)
         self.num_waiting += len(request.sequences)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -120,8 +114,9 @@ class Scheduler:
         if sequence in self._running:
             self._leave(sequence)
         else:
-            self.num_waiting -= 1
+            self.waiting.discard(sequence)
             self.host.release(sequence)
+            self.num_waiting -= 1
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
         if sequence.index == 0:
@@ -136,10 +131,11 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next step, or None if nothing can be computed before a step in flight has been read."""
         step = self._step
+        self.admitted.clear()
         batch = Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[], prefill=[])
         sampled = self._schedule_decode(batch)
         prefill: list[tuple[Sequence, PrefillRow]] = []
-        if self._prefilling or self._waiting or self.host.swapped:
+        if self._prefilling or self.waiting:
             if batch.decode and self._decode_steps + 1 < self._prefill_interval:
                 self._decode_steps += 1
             else:
@@ -183,7 +179,7 @@ class Scheduler:
             if self.blocks.num_fenced:
                 # What steps in flight hold comes back without preempting anybody else.
                 return False
-            victim = next(reversed(self._running))
+            victim = max(reversed(self._running), key=self.waiting.rank)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -195,15 +191,16 @@ class Scheduler:
         swapped = self.host.swap_out(sequence)
         self._leave(sequence)
         self.num_waiting += 1
+        self.waiting.push(sequence)
         sequence.committed = 0
         if swapped:
             sequence.state = SequenceState.SWAPPED
             return
         sequence.state = SequenceState.WAITING
         sequence.num_computed = 0
-        # Logits are asked for alone, without an answer, so that the prompt is all that is computed again.
+        # Logits and embeddings are asked for alone, without an answer: the prompt is all that is computed again.
         sequence.request.logits.clear()
-        self._waiting.appendleft(sequence)
+        sequence.request.pooled = None
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a running sequence out of its row."""
@@ -239,7 +236,7 @@ class Scheduler:
         """
         total = num_decode + sum(length for _, length in chunks)
         excess = total % self._token_tile
-        if not self._waiting or total < MIN_ROUNDED_TILES * self._token_tile or not excess:
+        if not self.waiting or total < MIN_ROUNDED_TILES * self._token_tile or not excess:
             return chunks
         sequence, length = chunks[-1]
         return [*chunks[:-1], (sequence, length - excess)] if length > excess else chunks
@@ -260,6 +257,7 @@ class Scheduler:
             prompt_logprobs=request.prompt_logprobs_asked if wants_logprobs else None,
             next_token=sequence.token_ids[end] if wants_logprobs and end < known else None,
             output_logits=request.output_logits,
+            pooling=request.pooling if end == known or request.pooling == "mean" else None,
         )
         batch.prefill.append(row)
         prefill.append((sequence, row))
@@ -275,15 +273,11 @@ class Scheduler:
                 sequence.remaining -= 1
 
     def _admit(self, batch: Batch) -> bool:
-        """Give the oldest swapped sequence, or else the first waiting one, a slot and blocks for all of its known
-        tokens, if there is room."""
-        while self._waiting and self._waiting[0].state is SequenceState.FINISHED:
-            self._waiting.popleft()
-        line = self.host.swapped or self._waiting
-        if not line or not self._free_slots or len(self._running) >= self._max_running:
+        """Give the first waiting sequence a slot and blocks for all of its known tokens, if there is room."""
+        if self.num_free_rows <= 0:
             return False
-        sequence = line[0]
-        if sequence.last_step > self._last_read:
+        sequence = self.waiting.first()
+        if sequence is None or sequence.last_step > self._last_read:
             # Preempted while a step was in flight: neither its last token is known yet, nor whether it failed.
             return False
         known = len(sequence.token_ids)
@@ -301,21 +295,21 @@ class Scheduler:
         self.host.blocks.share(stored)
         own = self.blocks.allocate(num_blocks - len(shared))
         self.host.swap_in(stored, own)
+        cached = (len(shared) + len(stored)) * self._block_size
         if source is not None:
             batch.copies.append((source, own[0]))
             cached = known - 1
         elif sequence.state is SequenceState.SWAPPED:
             cached = max(len(shared) * self._block_size, sequence.num_computed)
-        else:
-            cached = (len(shared) + len(stored)) * self._block_size
         if sequence.state is SequenceState.SWAPPED:
             self.host.release(sequence)
         else:
-            self._waiting.popleft()
             self.counts.prompt_tokens += known
             self.counts.cached_tokens += cached
             if sequence.index == 0 and sequence.num_generated == 0:
                 sequence.request.cached_tokens = cached
+                self.admitted.append(sequence.request)
+        self.waiting.admit(sequence, known - cached)
         sequence.blocks = shared + own
         sequence.slot = self._free_slots.pop()
         sequence.num_computed = cached
@@ -352,10 +346,10 @@ class Scheduler:
         return self.prefix_cache.match(sequence.hashes[:last_block]), None
 
     def _root(self, request: Request) -> bytes:
-        prompt_len = len(request.prompt_ids)
+        prompt_len, cache_salt = len(request.prompt_ids), request.terms.cache_salt
         if self._dynamic_rope_from is not None and prompt_len > self._dynamic_rope_from:
-            return root_hash(b"rope", struct.pack("<q", prompt_len))
-        return root_hash()
+            return root_hash(b"rope", struct.pack("<q", prompt_len), cache_salt=cache_salt)
+        return root_hash(cache_salt=cache_salt)
 
     def update(self, output: StepOutput) -> list[Sequence]:
         """Read the oldest step in flight. Returns the sequences that got a token or ended by this step."""
@@ -363,9 +357,11 @@ class Scheduler:
         assert flight.step == output.step, f"step {output.step} was read before step {flight.step}"
         self._last_read = flight.step
         advanced: list[Sequence] = []
+        self.prefilled.clear()
         for sequence, row in flight.prefill:
             if self._read_prefill(sequence, row, output):
                 advanced.append(sequence)
+        without_token = len(advanced)
         logprobs, errors = output.logprobs, output.errors
         block_size = self._block_size
         for sequence, slot, token in zip(flight.sampled, output.slots, output.tokens, strict=True):
@@ -376,6 +372,7 @@ class Scheduler:
             if errors and slot in errors:
                 sequence.error = errors[slot]
                 self.finish(sequence, "error")
+                without_token += 1
                 continue
             token_ids = sequence.token_ids
             token_ids.append(token)
@@ -387,6 +384,8 @@ class Scheduler:
                 self.finish(sequence, "stop")
             elif sequence.remaining <= 0 and sequence.pending == 0:
                 self.finish(sequence, "length")
+        self.counts.sampled_tokens += len(advanced) - without_token
+        self.waiting.charge(advanced)
         self.blocks.step_read(flight.step)
         self.host.step_read(flight.step)
         while self._fenced_slots and self._fenced_slots[0][0] <= flight.step:
@@ -413,10 +412,15 @@ class Scheduler:
             return not row.sample
         if row.output_logits and row.slot in output.logits:
             request.logits.append(output.logits[row.slot])
+        if row.pooling is not None:
+            chunk = output.pooled[row.slot]
+            before = request.pooled
+            request.pooled = chunk if before is None else [a + b for a, b in zip(before, chunk, strict=True)]
         end = row.position + len(row.tokens)
         self._commit(sequence, end)
         if sequence.index == 0 and end >= sequence.num_prompt:
             self._admit_siblings(request)
+            self.prefilled.append(request)
         if row.sample or end < len(sequence.token_ids):
             return False
         self.finish(sequence, "length")
@@ -428,14 +432,14 @@ class Scheduler:
         return request.prompt_logprobs_asked is None or len(request.prompt_logprobs) >= len(request.prompt_ids) - 1
 
     def _admit_siblings(self, request: Request) -> None:
-        """Queue the other answers to the prompt, before everybody else: their prompt is computed."""
+        """Queue the other answers to the prompt, whose prompt is computed."""
         if request.siblings_queued:
             return
         request.siblings_queued = True
-        for sequence in reversed(request.sequences[1:]):
+        for sequence in request.sequences[1:]:
             if sequence.state is SequenceState.WAITING:
                 sequence.hashes = list(request.block_hashes)
-                self._waiting.appendleft(sequence)
+                self.waiting.push(sequence)
 
     def _commit(self, sequence: Sequence, num_written: int | None = None) -> None:
         """Offer the sequence's full blocks, written by steps that have been read, to the prefix cache."""
@@ -453,7 +457,7 @@ class Scheduler:
     def sequences(self) -> Iterator[Sequence]:
         """Every live sequence: running, waiting, and siblings whose leader is still at the prompt."""
         seen: dict[Request, None] = {}
-        for sequence in (*self._running, *self.host.swapped, *self._waiting):
+        for sequence in (*self._running, *self.waiting):
             seen[sequence.request] = None
         for request in seen:
             yield from (sequence for sequence in request.sequences if sequence.state is not SequenceState.FINISHED)

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as Items
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncllm.batch import SamplingParams, TokenLogprobs
 from asyncllm.engine.delivery import Answer, Delivery
-from asyncllm.types import FinishReason
+from asyncllm.engine.quality_of_service import User
+from asyncllm.engine.record import RequestTimes
+from asyncllm.types import FinishReason, Pooling
 
-__all__ = ["Request", "Sequence", "SequenceState"]
+__all__ = ["ORDINARY", "Request", "Sequence", "SequenceState", "Terms"]
+
+
+class Terms(NamedTuple):
+    """How a request stands among the others: its RequestOptions, checked by `engine.admission`."""
+
+    priority: int = 0
+    """Lower is served earlier."""
+    user: User | None = None
+    """Whom it counts for; None: there is no quality of service."""
+    deadline: float | None = None
+    """In the event loop's time: when the request ends, answered or not."""
+    cache_salt: str | None = None
+    """Only requests of equal salt share cached prefixes."""
+
+
+ORDINARY = Terms()
 
 
 class SequenceState(enum.Enum):
@@ -38,6 +56,8 @@ class Request:
         "logits",
         "named_stop_ids",
         "output_logits",
+        "pooled",
+        "pooling",
         "prompt_ids",
         "prompt_logprobs",
         "prompt_logprobs_asked",
@@ -45,6 +65,8 @@ class Request:
         "sequences",
         "session_id",
         "siblings_queued",
+        "terms",
+        "times",
     )
 
     def __init__(
@@ -62,8 +84,13 @@ class Request:
         history_len: int = 0,
         prompt_logprobs: int | None = None,
         output_logits: bool = False,
+        terms: Terms = ORDINARY,
+        pooling: Pooling | None = None,
     ) -> None:
         self.id = id
+        """Rises in the order of arrival."""
+        self.terms = terms
+        self.times = RequestTimes()
         self.prompt_ids = prompt_ids
         self.named_stop_ids = named_stop_ids
         """Those of the stop ids that the caller named, reported as `stop_reason`."""
@@ -73,8 +100,9 @@ class Request:
         """Tokens of `prompt_ids` that earlier turns of the session brought in."""
         self.prompt_logprobs_asked = prompt_logprobs
         self.output_logits = output_logits
-        self.reuses_prefix = prompt_logprobs is None and not output_logits
-        """False when every position of the prompt must be computed again, because its logits are asked for."""
+        self.pooling = pooling
+        self.reuses_prefix = prompt_logprobs is None and not output_logits and pooling != "mean"
+        """False when every position of the prompt must be computed again, because its hidden states are needed."""
         self.delivery = delivery
         self.sequences = [
             Sequence(self, index, params[index], stop_ids, max_new_tokens, answers[index])
@@ -90,6 +118,8 @@ class Request:
         """Written by the scheduler, chunk by chunk."""
         self.logits: list[Any] = []
         """Written by the scheduler, chunk by chunk."""
+        self.pooled: Items[float] | None = None
+        """Sum of the hidden states that `pooling` asks for. Written by the scheduler, chunk by chunk."""
 
     @property
     def finished(self) -> bool:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, Unpack
 
-from asyncllm.config import GenerationConfig
+from asyncllm.config import GenerationConfig, RequestKeywords, RequestOptions
 from asyncllm.engine.admission import Admission
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.generation import Generation
-from asyncllm.engine.sequence import Request
-from asyncllm.errors import InvalidParameter, SessionBusy, SessionNotFound
+from asyncllm.engine.sequence import Request, Terms
+from asyncllm.errors import InvalidParameter, SessionBusy, SessionNotFound, UnsupportedFeature
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.literals import Literals
 from asyncllm.text.tokenizer import Tokenizer
@@ -35,6 +35,7 @@ class ChatCall(Protocol):
         gen_config: GenerationConfig | None = None,
         *,
         do_preprocess: bool = True,
+        **options: Unpack[RequestKeywords],
     ) -> Generation: ...
 
 
@@ -48,7 +49,7 @@ class SessionHost(Protocol):
 
     def stop_request(self, request: Request) -> None: ...
 
-    def pin(self, old: list[bytes], token_ids: list[int]) -> list[bytes]: ...
+    def pin(self, old: list[bytes], token_ids: list[int], cache_salt: str | None) -> list[bytes]: ...
 
     def fork(self, session: Session) -> Session: ...
 
@@ -85,10 +86,14 @@ class Session:
         """The last turn's answer, when it ran to its end or was stopped."""
         self.closed = False
         self._pinned: list[bytes] = []
+        self._cache_salt: str | None = None
+        """Of the last turn, whose blocks are pinned."""
         self._delivery: Delivery | None = None
         """Of the last turn."""
         self._request: Request | None = None
         """Of the running turn, once its prompt is encoded."""
+        self._before: tuple[list[int], list[Turn]] = [], []
+        """History before the running turn, which a turn that is refused leaves as it was."""
         self._prompt: object = None
         self._new_messages: list[Message] | None = None
         """The running turn's prompt, as in `Turn`."""
@@ -116,9 +121,10 @@ class Session:
         gen_config: GenerationConfig | None = None,
         *,
         do_preprocess: bool = True,
+        **options: Unpack[RequestKeywords],
     ) -> Generation:
         """The next turn. Raises SessionBusy, SessionNotFound at the first await."""
-        return self._host.chat(prompt, self, gen_config, do_preprocess=do_preprocess)
+        return self._host.chat(prompt, self, gen_config, do_preprocess=do_preprocess, **options)
 
     def fork(self) -> Session:
         """A second conversation with the same history; both go on independently and share their blocks."""
@@ -139,7 +145,7 @@ class Session:
         if not self.closed:
             self.stop()
             self.closed = True
-            self._pinned = self._host.pin(self._pinned, [])
+            self._pinned = self._host.pin(self._pinned, [], None)
             self._host.forget(self)
 
     def check_open(self) -> None:
@@ -151,7 +157,8 @@ class Session:
         """Take over another session's history; for `fork`."""
         self.token_ids = list(other.token_ids)
         self.turns = list(other.turns)
-        self._pinned = self._host.pin([], self.token_ids)
+        self._cache_salt = other._cache_salt
+        self._pinned = self._host.pin([], self.token_ids, self._cache_salt)
 
     def rewind(self, step: int) -> None:
         """Cut the history to its first `step` tokens. Raises InvalidParameter when there are fewer."""
@@ -185,18 +192,26 @@ class Session:
         step: int,
         do_preprocess: bool,
         input_ids: Sequence[int] | None,
+        options: RequestOptions,
+        terms: Terms,
     ) -> Request:
         """The request of the next turn, after the first `step` tokens of the history, or all of them if that is 0.
 
         Raises InvalidRequest, SessionBusy and SessionNotFound; the conversation is then as it was.
         """
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if getattr(options, name) is not None:
+                raise UnsupportedFeature(
+                    f"{name} is not for sessions, where each turn's answer is a message of its own. Leave it out.", name
+                )
         if config.n != 1:
             raise InvalidParameter(
                 f"n={config.n} in a session: a conversation goes on from one answer. Use n=1, or fork() the session.",
                 "n",
             )
         await self._begin(delivery)
-        admission, history = self._host.admission, (self.token_ids, self.turns)
+        admission = self._host.admission
+        self._before = self.token_ids, self.turns
         try:
             if step:
                 self.rewind(step)
@@ -206,13 +221,15 @@ class Session:
                 self._prompt = self._host.tokenizer.decode(new, skip_special_tokens=False)
                 self._new_messages = None
             else:
-                token_ids = await self._encode(prompt, do_preprocess=do_preprocess)
+                token_ids = await self._encode(prompt, options, do_preprocess=do_preprocess)
                 assert prompt is not None
                 self._prompt, self._new_messages = prompt, as_messages(prompt) if do_preprocess else None
             history_len = min(self.step, len(token_ids))
-            request = admission.build(token_ids, config, delivery, session_id=self.id, history_len=history_len)
+            request = admission.build(
+                token_ids, config, delivery, session_id=self.id, history_len=history_len, terms=terms
+            )
         except BaseException:
-            self.token_ids, self.turns = history
+            self.token_ids, self.turns = self._before
             raise
         self._request = request
         if self._stop_asked:
@@ -234,19 +251,23 @@ class Session:
         self._request = None
         self._stop_asked = False
 
-    async def _encode(self, prompt: str | Sequence[Message] | None, *, do_preprocess: bool) -> list[int]:
+    async def _encode(
+        self, prompt: str | Sequence[Message] | None, options: RequestOptions, *, do_preprocess: bool
+    ) -> list[int]:
         """The token ids of the whole conversation with this prompt at its end."""
         admission, template = self._host.admission, self._host.chat_template
         if not self.turns or not do_preprocess:
-            rendered = admission.render(prompt, do_preprocess=do_preprocess)
+            rendered = admission.render(prompt, do_preprocess=do_preprocess, options=options)
             return self.token_ids + await admission.encode(rendered, add_bos=not self.token_ids)
-        admission.render(prompt, do_preprocess=True)
+        admission.render(prompt, do_preprocess=True, options=options)
         assert prompt is not None
         literals = Literals(self._host.tokenizer)
         before, last, new = literals.mark(self._messages()), self.turns[-1], literals.mark(as_messages(prompt))
-        tail = template.continuation(before, last.answer, new)
+        variables = literals.mark_values(options.chat_template_kwargs)
+        tail = template.continuation(before, last.answer, new, variables)
         if tail is None:
-            text = template.render([*before, {"role": "assistant", "content": last.answer}, *new])
+            conversation = [*before, {"role": "assistant", "content": last.answer}, *new]
+            text = template.render(conversation, variables=variables)
             return await admission.encode(admission.restored(literals, text))
         added = await admission.encode(admission.restored(literals, tail), add_bos=False)
         history = self.token_ids
@@ -264,17 +285,18 @@ class Session:
                 messages.append({"role": "assistant", "content": turn.answer})
         return messages
 
-    def record(self) -> None:
+    def record(self) -> bool:
         """The running turn has ended, by whatever way: its prompt and what was generated become history.
 
-        A turn that was refused, or left before it was in the queue, is none.
+        A turn that was refused, or left before it was in the queue, is none: False.
         """
         request, self._request = self._request, None
         if request is None or self.closed:
-            return
+            return False
         sequence = request.sequences[0]
         if sequence.finish_reason is None:
-            return
+            self.token_ids, self.turns = self._before
+            return False
         answer = sequence.answer
         self.token_ids = list(sequence.token_ids)
         self._trim(sequence.num_prompt, answer.text, stopped_by_text=isinstance(answer.stop_reason, str))
@@ -290,7 +312,9 @@ class Session:
             history_token_len=request.history_len,
             cached_token_len=request.cached_tokens,
         )
-        self._pinned = self._host.pin(self._pinned, self.token_ids)
+        self._cache_salt = request.terms.cache_salt
+        self._pinned = self._host.pin(self._pinned, self.token_ids, self._cache_salt)
+        return True
 
     def _trim(self, start: int, text: str, *, stopped_by_text: bool) -> None:
         """Leave out tokens of a stop word that ended the answer: it is not part of the conversation."""

@@ -95,13 +95,13 @@ class SessionTable:
         """End a session's running request, at the loop's next turn."""
         self._loop.abandon(request)
 
-    def pin(self, old: list[bytes], token_ids: list[int]) -> list[bytes]:
+    def pin(self, old: list[bytes], token_ids: list[int], cache_salt: str | None) -> list[bytes]:
         """Replace a session's pins in the prefix cache by those of its present history; returns the new ones."""
         cache = self._loop.scheduler.prefix_cache
         if cache is None:
             return []
         new: list[bytes] = []
-        extend_hashes(new, root_hash(), token_ids, self._block_size)
+        extend_hashes(new, root_hash(cache_salt=cache_salt), token_ids, self._block_size)
         cache.pin(new)
         cache.unpin(old)
         return new

@@ -16,6 +16,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences in the queue, preempted ones included."""
     swapped: int
     """Those of them whose KV lies in host memory."""
+    queued_requests: int
+    """Requests whose first sequence waits for a row, as `max_queued_requests` counts them."""
+    queued_tokens: int
+    """Tokens of the waiting sequences, as `max_queued_tokens` counts them."""
     sessions: int
     steps_in_flight: int
     blocks_total: int
@@ -44,6 +48,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens computed in prefill rows, recomputed ones included."""
     decode_tokens: int
     """Tokens computed in decode rows, the few discarded ones included."""
+    sampled_tokens: int
+    """Tokens of answers."""
     preemptions: int
     swap_fallbacks: int
     """Those of them that found too few host blocks, and so are computed again although eviction_type is 'copy'."""
@@ -51,6 +57,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     requests_finished: int
     requests_cancelled: int
     requests_failed: int
+    requests_expired: int
+    """Requests that ended at their deadline."""
+    requests_refused: int
+    """Calls that found the queue full; they were never started."""
+    user_tokens: dict[str, int]
+    """Prompt tokens computed and tokens generated in the last 60 s, by user; empty without quality of service."""
+    seconds_since_progress: float
+    """How long there has been work and no step has completed; 0 when there is none."""
     step_ms: float
     """Moving average over about 20 steps of a step's time on the device."""
 

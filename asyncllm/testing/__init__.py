@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncllm.testing.byte_tokenizer import ByteTokenizer
-from asyncllm.testing.fake_device import FakeDevice, Oracle, StepViolation, hash_oracle, script_oracle
+from asyncllm.testing.fake_device import FakeDevice, Oracle, StepViolation, hash_hidden, hash_oracle, script_oracle
 from asyncllm.testing.fake_engine import FakeEngine, FakePipeline, FakeTemplate, fake_parts
 from asyncllm.testing.fake_executor import FakeExecutor
 
@@ -17,6 +17,7 @@ __all__ = [
     "Oracle",
     "StepViolation",
     "fake_parts",
+    "hash_hidden",
     "hash_oracle",
     "script_oracle",
 ]

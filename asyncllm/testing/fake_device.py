@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
 
 from asyncllm.batch import Batch, Limits, PrefillRow, SlotStart, StepOutput, TokenLogprobs
 
-__all__ = ["FakeDevice", "Oracle", "StepViolation", "hash_oracle", "script_oracle"]
+__all__ = ["FakeDevice", "Oracle", "StepViolation", "hash_hidden", "hash_oracle", "script_oracle"]
 
 Oracle = Callable[[list[int], SlotStart], int]
 """(all tokens of the row so far, how its slot started) -> the next token."""
@@ -26,6 +27,18 @@ def hash_oracle(vocab_size: int) -> Oracle:
         return zlib.crc32(array("q", history).tobytes(), seed & 0xFFFFFFFF) % vocab_size
 
     return next_token
+
+
+def hash_hidden(tokens: Sequence[int], hidden_size: int, first: int = 0) -> list[list[float]]:
+    """Made-up hidden states of the tokens from `first` on: each depends on all tokens up to its own."""
+    hidden = []
+    key = 0
+    for position, token in enumerate(tokens):
+        key = zlib.crc32(token.to_bytes(8, "little"), key)
+        if position >= first:
+            dice = random.Random(key)
+            hidden.append([dice.uniform(-1, 1) for _ in range(hidden_size)])
+    return hidden
 
 
 def script_oracle(answer: Callable[[list[int]], Sequence[int]], eos_token_id: int) -> Oracle:
@@ -66,6 +79,7 @@ class FakeDevice:
         block_size: int = 4,
         num_slots: int = 16,
         vocab_size: int = 258,
+        hidden_size: int = 16,
         max_position: int = 4096,
         max_steps_in_flight: int = 2,
         num_host_blocks: int = 0,
@@ -79,6 +93,7 @@ class FakeDevice:
             block_size=block_size,
             max_position=max_position,
             vocab_size=vocab_size,
+            hidden_size=hidden_size,
             num_slots=num_slots,
             max_steps_in_flight=max_steps_in_flight,
             num_host_blocks=num_host_blocks,
@@ -126,7 +141,7 @@ class FakeDevice:
             if row.sample:
                 self._sample(batch.step, row.slot, output)
             else:
-                self._read(batch.step, row.slot)
+                self._compute(row, self._read(batch.step, row.slot), output)
         self.num_steps += 1
         self.num_tokens += batch.num_tokens
         return output
@@ -286,6 +301,18 @@ class FakeDevice:
         output.tokens.append(token)
         if params.logprobs is not None:
             output.logprobs[slot] = self._logprobs(token, token, params.logprobs)
+
+    def _compute(self, row: PrefillRow, history: list[int], output: StepOutput) -> None:
+        """What a row without a token gives: an error, or the sum of made-up hidden states that its `pooling` asks
+        for."""
+        error = self.row_failure(history) if self.row_failure is not None else None
+        if error is not None:
+            output.errors[row.slot] = error
+        if row.pooling is None:
+            return
+        first = row.position if row.pooling == "mean" else len(history) - 1
+        hidden = hash_hidden(history, self.limits.hidden_size, first)
+        output.pooled[row.slot] = [sum(column) for column in zip(*hidden, strict=True)]
 
     def _score(self, row: PrefillRow, output: StepOutput) -> None:
         successors = row.tokens[1:] + ([] if row.next_token is None else [row.next_token])

@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.async_engine import AsyncEngine
+from asyncllm.errors import UnsupportedFeature
 from asyncllm.pipeline import Pipeline
 from asyncllm.testing.byte_tokenizer import ByteTokenizer
 from asyncllm.testing.fake_device import script_oracle
@@ -26,12 +27,16 @@ TURN = "\x02{role}\x1f{content}\x03"
 class _Renderer:
     """Writes checked messages down so that they can be taken apart again."""
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+    def render(self, messages: list[dict[str, Any]], ending: str, variables: Mapping[str, Any]) -> str:
+        if variables:
+            raise UnsupportedFeature("The fake chat template has no variables. Leave them out.", "chat_template_kwargs")
         text = "".join(TURN.format(role=message["role"], content=message["content"]) for message in messages)
-        return text + TURN.partition("{content}")[0].format(role="assistant") if add_generation_prompt else text
+        if ending == "continued":
+            return text.removesuffix(TURN[-1])
+        return text + TURN.partition("{content}")[0].format(role="assistant") if ending == "answer" else text
 
     def later_turn(self, prompt: str) -> str:
-        return self.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
+        return self.render([{"role": "user", "content": prompt}], "answer", {})
 
 
 class FakeTemplate(ChatTemplate):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import msgspec
 
 from asyncllm.config import Capability, ChatTemplateConfig
-from asyncllm.errors import InvalidCheckpoint, InvalidMessage, InvalidParameter
+from asyncllm.errors import InvalidCheckpoint, InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.text.checkpoint_files import TokenSettings, read_json_object
 from asyncllm.text.jinja_template import JinjaTemplate, checkpoint_template
 from asyncllm.text.messages import checked_messages, checked_prompt
@@ -26,13 +27,16 @@ MARK = "[the answer goes on here] "
 FILL = "<FILL>"
 """Where Code Llama is to fill something in."""
 
+Ending = Literal["answer", "continued", "closed"]
+"""What a text ends with: the beginning of an answer, the assistant's last message to be continued, or the complete last
+message."""
+
 
 class _Renderer(Protocol):
     """What writes checked messages down."""
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-        """The text. When the assistant has the last word and a generation prompt is asked for, the text ends with that
-        word, to be continued."""
+    def render(self, messages: list[dict[str, Any]], ending: Ending, variables: Mapping[str, Any]) -> str:
+        """The text. `variables` are the caller's, for a template that has some."""
 
     def later_turn(self, prompt: str) -> str:
         """One user turn that follows others, with the beginning of the answer."""
@@ -109,19 +113,40 @@ class ChatTemplate:
             stop_words = []
         return cls(name, renderer, capability=capability, stop_words=[word for word in stop_words if word])
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The text of a conversation, up to where the answer begins.
 
-        When the assistant has the last word, that is the beginning of the answer, and the text ends with it. Without
-        `add_generation_prompt` the text ends with the last message, complete. With the capabilities "completion" and
-        "python" it is the contents one after the other; with "infilling" the last content becomes Code Llama's prompt.
+        When the assistant has the last word, that is the beginning of the answer, and the text ends with it; with
+        `continue_final_message=False` a new answer begins behind it. Without `add_generation_prompt` the text ends with
+        the last message, complete, unless `continue_final_message` is set. `variables` are those that the checkpoint's
+        template reads. With the capabilities "completion" and "python" the text is the contents one after the other;
+        with "infilling" the last content becomes Code Llama's prompt.
 
-        Raises InvalidMessage for malformed messages and those that the template refuses, UnsupportedFeature for media.
+        Raises InvalidMessage for malformed messages and those that the template refuses, UnsupportedFeature for media
+        and for what the template has no place for, InvalidParameter for the wrong message to continue and for unknown
+        variables.
         """
         checked = checked_messages(messages)
+        answered = checked[-1]["role"] == "assistant"
+        if continue_final_message and not answered:
+            raise InvalidParameter(
+                f"continue_final_message is for a last message of the assistant's, and it is the "
+                f"{checked[-1]['role']}'s. Leave it out, or end with the beginning of the answer.",
+                "continue_final_message",
+            )
         match self.capability:
             case "chat":
-                return self._renderer.render(checked, add_generation_prompt=add_generation_prompt)
+                ending: Ending = "answer" if add_generation_prompt else "closed"
+                if continue_final_message or (continue_final_message is None and answered and add_generation_prompt):
+                    ending = "continued"
+                return self._renderer.render(checked, ending, variables or {})
             case "infilling":
                 return _infill(checked[-1]["content"])
             case _:
@@ -150,7 +175,11 @@ class ChatTemplate:
         return self.get_prompt(checked[0]["content"], False)
 
     def continuation(
-        self, messages_before: Sequence[Message], answer: str, new_messages: Sequence[Message]
+        self,
+        messages_before: Sequence[Message],
+        answer: str,
+        new_messages: Sequence[Message],
+        variables: Mapping[str, Any] | None = None,
     ) -> str | None:
         """What follows the text `render(messages_before) + answer` when the conversation goes on with `new_messages`.
 
@@ -159,14 +188,15 @@ class ChatTemplate:
         no difference. None when the template rewrites the history, so that there is no such text: it has to be rendered
         again as a whole.
         """
-        before = self.render(messages_before)
+        before = self.render(messages_before, variables=variables)
         if self.capability != "chat":
             return self.render(new_messages)
         history = checked_messages(messages_before)
         text = answer
         if history[-1]["role"] == "assistant":
             text = history.pop()["content"] + answer
-        whole = self.render([*history, {"role": "assistant", "content": text}, *checked_messages(new_messages)])
+        conversation = [*history, {"role": "assistant", "content": text}, *checked_messages(new_messages)]
+        whole = self.render(conversation, variables=variables)
         if whole.startswith(before + answer):
             return whole[len(before) + len(answer) :]
         stem, core = before.rstrip(), answer.strip()
@@ -183,10 +213,29 @@ class _ComposedRenderer:
         self._name = name
         self._template = template
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-        # A user's class need not know of the option unless it is used.
-        options = {} if add_generation_prompt else {"add_generation_prompt": False}
-        return self._text(self._template.messages2prompt(messages, True, **options))
+    def render(self, messages: list[dict[str, Any]], ending: Ending, variables: Mapping[str, Any]) -> str:
+        if variables:
+            raise UnsupportedFeature(
+                f"chat_template_kwargs are for a checkpoint's own template, and {self._name!r} is a built-in or "
+                f"registered one, which has no variables. Leave them out.",
+                "chat_template_kwargs",
+            )
+        # A user's class need not know of an option unless it is used.
+        option = None
+        if ending == "closed":
+            option = "add_generation_prompt"
+        elif ending == "answer" and messages[-1]["role"] == "assistant":
+            option = "continue_final_message"
+        if option is None:
+            return self._text(self._template.messages2prompt(messages, True))
+        known = inspect.signature(self._template.messages2prompt).parameters
+        if option not in known and all(each.kind is not each.VAR_KEYWORD for each in known.values()):
+            raise UnsupportedFeature(
+                f"The chat template {self._name!r} does not know {option}. Leave it out, or add it to the parameters "
+                f"of its messages2prompt.",
+                option,
+            )
+        return self._text(self._template.messages2prompt(messages, True, **{option: False}))
 
     def later_turn(self, prompt: str) -> str:
         return self._text(self._template.get_prompt(prompt, False))
@@ -208,20 +257,21 @@ class _JinjaRenderer:
         self.end_of_turn = self._end_of_turn(special)
         """The special token that the template writes behind an answer, which not every checkpoint lists as an end."""
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+    def render(self, messages: list[dict[str, Any]], ending: Ending, variables: Mapping[str, Any]) -> str:
         if self._meta_instruction is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._meta_instruction}, *messages]
-        if add_generation_prompt and messages[-1]["role"] == "assistant":
-            return self._open_ended(messages[:-1], messages[-1])
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        if ending == "continued":
+            return self._open_ended(messages[:-1], messages[-1], variables)
+        return self._template.render(messages, add_generation_prompt=ending == "answer", variables=variables)
 
-    def _open_ended(self, messages: list[dict[str, Any]], last: dict[str, Any]) -> str:
+    def _open_ended(self, messages: list[dict[str, Any]], last: dict[str, Any], variables: Mapping[str, Any]) -> str:
         """The text up to the end of the last message, without what closes it."""
         content = last["content"]
         mark = MARK
         while mark.strip() in content:
             mark += MARK
-        text = self._template.render([*messages, {**last, "content": content + mark}], add_generation_prompt=False)
+        marked = [*messages, {**last, "content": content + mark}]
+        text = self._template.render(marked, add_generation_prompt=False, variables=variables)
         place = text.rfind(mark.strip())
         # The blank at the end of the mark is gone where the template trims contents.
         trimmed = not text.startswith(mark, place)
@@ -235,16 +285,16 @@ class _JinjaRenderer:
 
     def later_turn(self, prompt: str) -> str:
         first, answer, later = ({"role": role, "content": "x"} for role in ("user", "assistant", "user"))
-        history = self.render([first], add_generation_prompt=True) + "x"
-        whole = self.render([first, answer, {**later, "content": prompt}], add_generation_prompt=True)
+        history = self.render([first], "answer", {}) + "x"
+        whole = self.render([first, answer, {**later, "content": prompt}], "answer", {})
         if not whole.startswith(history):
-            return self.render([{**later, "content": prompt}], add_generation_prompt=True)
+            return self.render([{**later, "content": prompt}], "answer", {})
         return whole[len(history) :].removeprefix(self.end_of_turn or "")
 
     def _end_of_turn(self, special: frozenset[str]) -> str | None:
         turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": MARK.strip()}]
         try:
-            text = self._template.render(turn, add_generation_prompt=False)
+            text = self._template.render(turn, add_generation_prompt=False, variables={})
         except InvalidMessage:
             return None
         _, found, tail = text.rpartition(MARK.strip())

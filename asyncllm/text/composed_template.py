@@ -71,9 +71,11 @@ class BaseChatTemplate:
         sequence_start: bool = True,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = True,
         **_: Any,
     ) -> str:
-        """A whole conversation. When the assistant has the last word, the prompt ends with it, to be continued.
+        """A whole conversation. When the assistant has the last word, the prompt ends with it, to be continued, unless
+        `continue_final_message` is False: then another answer begins behind it.
 
         Raises InvalidMessage for malformed messages, UnsupportedFeature for messages of tools.
         """
@@ -102,7 +104,7 @@ class BaseChatTemplate:
                     parts += [self.assistant, text, self.eoa, self.separator]
             after_system = False
         if add_generation_prompt:
-            if checked[-1]["role"] == "assistant":
+            if continue_final_message and checked[-1]["role"] == "assistant":
                 return "".join(parts[:-2])
             parts.append(self.assistant if self.generation_prompt is None else self.generation_prompt)
         return "".join(parts)

@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from asyncllm.errors import InvalidCheckpoint, InvalidMessage
+from asyncllm.errors import InvalidCheckpoint, InvalidMessage, InvalidParameter, short
 from asyncllm.text.checkpoint_files import read_json_object
 
 __all__ = ["JinjaTemplate", "checkpoint_template"]
 
 MAX_CHARACTERS = 16 * 2**20
 """A rendered prompt longer than this is refused while it is being rendered."""
+
+RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"})
+"""Variables that are not for the caller of `render` to choose, beside the special tokens."""
 
 
 class _RaisedByTemplate(jinja2.TemplateError):
@@ -56,15 +59,33 @@ class JinjaTemplate:
         environment.globals["strftime_now"] = lambda format_: datetime.now().strftime(format_)
         try:
             self._template = environment.from_string(source)
+            undeclared = meta.find_undeclared_variables(environment.parse(source))
         except (jinja2.TemplateError, RecursionError) as error:
             raise InvalidCheckpoint(
                 f"The chat template in {where} does not compile: {error}. Correct it, or choose a template by "
                 f"ChatTemplateConfig(model_name=...)."
             ) from None
+        self.options = frozenset(undeclared) - RESERVED - self._variables.keys()
+        """Variables that the template asks for and `render` takes."""
 
-    def render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-        """The prompt text. Raises InvalidMessage when the template refuses the messages or fails on them."""
-        values = {**self._variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
+    def render(
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
+        """The prompt text. `variables`: some of `options`. Raises InvalidParameter for others, and InvalidMessage when
+        the template refuses the messages or fails on them."""
+        for name in variables:
+            if name not in self.options:
+                known = ", ".join(sorted(self.options)) or "none"
+                raise InvalidParameter(
+                    f"The model's chat template does not read {short(name)}. Its variables are: {known}.",
+                    "chat_template_kwargs",
+                )
+        values = {
+            **self._variables,
+            **variables,
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+        }
         parts: list[str] = []
         size = 0
         try:

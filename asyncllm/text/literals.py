@@ -11,7 +11,7 @@ marks in place of such spellings, so their places are known exactly, whatever th
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncllm.text.tokenizer import Tokenizer
@@ -37,6 +37,13 @@ class Literals:
         The assistant's messages stay: what the model wrote may well hold tokens, such as those around its thoughts.
         """
         return [self._marked(message) for message in messages]
+
+    def mark_values(self, values: Mapping[str, Any] | None) -> dict[str, Any]:
+        """A template's variables with marks in their texts."""
+        return {
+            name: self._marked_text(value) if isinstance(value, str) else value
+            for name, value in (values or {}).items()
+        }
 
     def restore(self, text: str) -> tuple[str, list[tuple[int, int]]]:
         """The text with the spellings back in, and where they are: (start, end) pairs in rising order."""

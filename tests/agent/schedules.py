@@ -208,6 +208,7 @@ class RandomSchedule:
         end = min(row.num_known, begin + self._dice.choice([1, 3, 7, 40]))
         self._cover(batch, row, end)
         wants = self._scoring and self._dice.random() < 0.3
+        pools = self._scoring and self._dice.random() < 0.2
         return PrefillRow(
             slot=row.slot,
             tokens=known[begin:end],
@@ -216,6 +217,7 @@ class RandomSchedule:
             prompt_logprobs=self._dice.choice([0, 2]) if wants else None,
             next_token=known[end] if wants and end < row.num_known else None,
             output_logits=wants and self._dice.random() < 0.5,
+            pooling=self._dice.choice(["last", "mean"]) if pools else None,
         )
 
 
@@ -228,6 +230,9 @@ def assert_same_output(one: StepOutput, other: StepOutput) -> None:
         _assert_same_entries([entry], [other.logprobs[slot]])
     for slot, entries in one.prompt_logprobs.items():
         _assert_same_entries(entries, other.prompt_logprobs[slot])
+    assert one.pooled.keys() == other.pooled.keys()
+    for slot, values in one.pooled.items():
+        assert list(values) == pytest.approx(list(other.pooled[slot]), abs=1e-4, rel=1e-4)
     assert one.logits.keys() == other.logits.keys()
     for slot, logits in one.logits.items():
         torch.testing.assert_close(logits, other.logits[slot], atol=1e-4, rtol=1e-4)

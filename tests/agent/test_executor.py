@@ -21,7 +21,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineClosed, EngineDead, InvalidCheckpoint, InvalidParameter, ModelError
 from tests.agent.tiny_model import GREEDY, Driver, tiny_agent, tiny_llama
 
-LIMITS = Limits(num_blocks=1, block_size=1, max_position=1, vocab_size=1, num_slots=1)
+LIMITS = Limits(num_blocks=1, block_size=1, max_position=1, vocab_size=1, hidden_size=1, num_slots=1)
 
 
 class Runner:

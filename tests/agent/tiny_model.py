@@ -75,8 +75,8 @@ def tiny_device_agent(model: DecoderLM | None = None, **settings: Any) -> StepBy
 
 
 @torch.inference_mode()
-def plain_logits(model: DecoderLM, tokens: Sequence[int]) -> Tensor:
-    """Logits [tokens, vocab] of one forward pass over the whole sequence, in one block."""
+def plain_hidden(model: DecoderLM, tokens: Sequence[int]) -> Tensor:
+    """Hidden states [tokens, hidden] of one forward pass over the whole sequence, in one block."""
     length, config = len(tokens), model.config
     shape = (1, config.num_kv_heads, length, config.head_dim)
     caches = [PagedKV.over(torch.zeros(2, *shape)) for _ in range(config.num_layers)]
@@ -91,7 +91,14 @@ def plain_logits(model: DecoderLM, tokens: Sequence[int]) -> Tensor:
         max_q_len=length,
         rope_lens=torch.full((length,), length),
     )
-    return model.logits(model(inputs, caches))
+    hidden: Tensor = model(inputs, caches)
+    return hidden
+
+
+@torch.inference_mode()
+def plain_logits(model: DecoderLM, tokens: Sequence[int]) -> Tensor:
+    """Logits [tokens, vocab] of the same pass."""
+    return model.logits(plain_hidden(model, tokens))
 
 
 def plain_greedy(model: DecoderLM, prompt: Sequence[int], count: int) -> list[int]:

@@ -10,12 +10,14 @@ import msgspec
 from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart
 from asyncllm.engine.delivery import Answer, Delivery
 from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.sequence import Request, SequenceState
+from asyncllm.engine.sequence import ORDINARY, Request, SequenceState, Terms
 from asyncllm.engine.sequence import Sequence as Row
-from asyncllm.testing import ByteTokenizer, FakeDevice, Oracle, hash_oracle
+from asyncllm.engine.waiting_queue import WaitingQueue
+from asyncllm.testing import ByteTokenizer, FakeDevice, Oracle, hash_hidden, hash_oracle
 from asyncllm.text.detokenizer import Detokenizer
+from asyncllm.types import Pooling
 
-__all__ = ["Driver", "expected_answer"]
+__all__ = ["Driver", "expected_answer", "expected_pooled"]
 
 VOCAB = 8
 
@@ -40,6 +42,12 @@ def expected_answer(
     return history[len(prompt) :]
 
 
+def expected_pooled(prompt: Sequence[int], pooling: Pooling, hidden_size: int = 16) -> list[float]:
+    """What a prompt's hidden states must add up to."""
+    hidden = hash_hidden(prompt, hidden_size)
+    return [sum(column) for column in zip(*(hidden if pooling == "mean" else hidden[-1:]), strict=True)]
+
+
 class Driver:
     """Schedules steps, keeps them in flight, and lets the device run each one when it is completed."""
 
@@ -58,6 +66,7 @@ class Driver:
         num_host_blocks: int = 0,
         min_copied_tokens: int = 1,
         swapping: bool = True,
+        waiting: WaitingQueue | None = None,
     ) -> None:
         """`swapping`: whether preempted rows go to the host, if it has blocks."""
         self.device = FakeDevice(
@@ -79,6 +88,7 @@ class Driver:
             prefill_interval=interval,
             prefix_caching=caching,
             swapping=swapping,
+            waiting=waiting,
         )
         self.in_flight: deque[Batch] = deque()
         self.batches: list[Batch] = []
@@ -98,6 +108,8 @@ class Driver:
         seeds: Sequence[int | None] = (None,),
         stop_ids: Sequence[int] = (),
         prompt_logprobs: int | None = None,
+        terms: Terms = ORDINARY,
+        pooling: Pooling | None = None,
     ) -> Request:
         """Queue a request with one answer for each seed; None is greedy."""
         tokenizer = ByteTokenizer()
@@ -118,6 +130,8 @@ class Driver:
                 for _ in seeds
             ],
             prompt_logprobs=prompt_logprobs,
+            terms=terms,
+            pooling=pooling,
         )
         self.requests.append(request)
         self.ends[request] = 0

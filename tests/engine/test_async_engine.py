@@ -107,6 +107,18 @@ class TestAnswers:
         assert done == list(range(8))
         assert isinstance(single, Response)
 
+    async def test_a_batch_starts_its_longest_answers_first_and_keeps_the_order_of_equals(self) -> None:
+        lengths = [3, 9, None, 9]
+        async with FakeEngine("x" * 12, EngineConfig(max_batch_size=1, session_len=64)) as engine:
+            responses = await engine.batch_infer(
+                [[70 + index] for index in range(4)], [config(max_new_tokens=length) for length in lengths]
+            )
+            admitted = [row.tokens[0] - 70 for batch in engine.executor.batches for row in batch.prefill]
+        assert isinstance(responses, list)
+        assert [response.index for response in responses] == [0, 1, 2, 3]
+        assert [response.generate_token_len for response in responses] == [3, 9, 13, 9]
+        assert admitted == [2, 1, 3, 0]
+
     async def test_parallel_requests_answer_as_if_alone(self) -> None:
         async with FakeEngine(
             oracle=hash_oracle(258),
@@ -405,6 +417,14 @@ async def test_a_scored_prompt_may_fill_the_session() -> None:
             await engine.get_ppl([1] * 9)
         assert refused.value.limit == 8
         assert "one new token" not in str(refused.value)
+
+
+@pytest.mark.anyio
+async def test_a_scored_prompt_that_fails_in_a_step_says_so() -> None:
+    async with FakeEngine(row_failure=lambda history: "not finite" if 9 in history else None) as engine:
+        with pytest.raises(RequestFailed, match="not finite"):
+            await engine.get_ppl([1, 2, 9])
+        assert await engine.get_ppl([1, 2, 3]) > 0
 
 
 @pytest.mark.anyio

@@ -317,6 +317,10 @@ async def perplexity(engine: FakeEngine) -> Any:
     return await engine.get_ppl([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
 
 
+async def embeddings(engine: FakeEngine) -> Any:
+    return await engine.embed(["sweep", "x" * 5000, "swap"])
+
+
 @pytest.mark.parametrize("in_a_row", [1, 2])
 @pytest.mark.parametrize(
     "target",
@@ -331,6 +335,7 @@ async def perplexity(engine: FakeEngine) -> Any:
         two_turns,
         turns_by_id,
         perplexity,
+        embeddings,
     ],
 )
 async def test_cancelled_at_every_suspension(target: Callable[[FakeEngine], Any], in_a_row: int) -> None:

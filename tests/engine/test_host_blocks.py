@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from asyncllm.batch import Batch, Limits, SwapPlan
+from asyncllm.batch import Batch, SwapPlan
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.host_blocks import HostBlocks
 from asyncllm.engine.prefix_cache import PrefixCache, root_hash
 from asyncllm.engine.sequence import Request, SequenceState
 from asyncllm.engine.sequence import Sequence as Row
+from asyncllm.testing import FakeDevice
 from tests.engine.driver import Driver, expected_answer
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 0, 1, 2]
@@ -416,7 +417,7 @@ class TestPrefixTier:
 
 
 def test_a_full_host_lets_cached_blocks_go() -> None:
-    limits = Limits(num_blocks=2, num_host_blocks=1, block_size=4, max_position=64, vocab_size=8, num_slots=2)
+    limits = FakeDevice(num_blocks=2, num_host_blocks=1).limits
     device = BlockManager(2, PrefixCache())
     host = HostBlocks(limits, device, swapping=True)
     assert device.prefix_cache is not None

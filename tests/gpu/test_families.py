@@ -8,6 +8,7 @@ answer that takes another way at a near tie is still checked at each token.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -117,6 +118,20 @@ async def test_chunked_prompts_in_mixed_batches(family: str, dtype: str) -> None
         assert stats.prefill_tokens == sum(map(len, PROMPTS))
         assert stats.steps > stats.prefill_tokens / 29
         await assert_answers_hold(cpu, family, dtype, PROMPTS, responses)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_embeddings(family: str) -> None:
+    """In chunks of at most 64 tokens, both kinds and answers side by side, and again after cached blocks."""
+    async with cpu_engine(family) as cpu, gpu_engine(family, "float32", max_prefill_token_num=64) as gpu:
+        exact = [await cpu.embed(PROMPTS, pooling="last"), await cpu.embed(PROMPTS, pooling="mean")]
+        for _ in range(2):
+            last, mean, answers = await asyncio.gather(
+                gpu.embed(PROMPTS, pooling="last"), gpu.embed(PROMPTS, pooling="mean"), answer_all(gpu, PROMPTS, GREEDY)
+            )
+            for actual, expected in zip([*last, *mean], [*exact[0], *exact[1]], strict=True):
+                assert actual.values == pytest.approx(expected.values, abs=EXACT)
+            await assert_answers_hold(cpu, family, "float32", PROMPTS, answers)
 
 
 @pytest.mark.parametrize("block_size", [16, 128])

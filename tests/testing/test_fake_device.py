@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart, StepOutput, SwapPlan
-from asyncllm.testing import FakeDevice, StepViolation, hash_oracle, script_oracle
+from asyncllm.testing import FakeDevice, StepViolation, hash_hidden, hash_oracle, script_oracle
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -201,6 +201,21 @@ def test_logprobs_logits_and_row_errors() -> None:
     assert [token for token, _ in output.logprobs[0]] == [output.tokens[0], output.tokens[0], output.tokens[0] + 1]
     assert [entry[0][0] for entry in output.prompt_logprobs[0]] == PROMPT[1:]
     assert [row.index(1.0) for row in output.logits[0]] == PROMPT
+
+
+def test_a_row_that_is_not_sampled_from_pools_and_fails() -> None:
+    device = FakeDevice(num_blocks=4, block_size=4, row_failure=lambda history: "bad" if len(history) > 5 else None)
+    step = Driver(device)
+    first = step(
+        starts=[start(0, 6)],
+        new_blocks=[(0, 0, [0, 1])],
+        prefill=[prefill(0, PROMPT[:4], sample=False, pooling="mean")],
+    )
+    last = step(prefill=[prefill(0, PROMPT[4:], 4, sample=False, pooling="last")])
+    hidden = hash_hidden(PROMPT, 16)
+    assert first.pooled == {0: [sum(column) for column in zip(*hidden[:4], strict=True)]}
+    assert last.pooled == {0: hidden[-1]}
+    assert (first.errors, last.errors) == ({}, {0: "bad"})
 
 
 class TestRefusals:

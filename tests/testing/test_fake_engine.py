@@ -66,6 +66,19 @@ async def test_faults() -> None:
     await llm.close()
 
 
+async def test_embeddings_are_made_up_and_always_the_same() -> None:
+    vectors = []
+    for _ in range(2):
+        async with FakeEngine(hidden_size=8) as llm:
+            embeddings = await llm.embed(["one", "two", "one"])
+            assert isinstance(embeddings, list)
+            vectors.append([embedding.values for embedding in embeddings])
+    first, second, third = vectors[0]
+    assert vectors[0] == vectors[1]
+    assert first == third != second
+    assert len(first) == 8
+
+
 def test_pipeline() -> None:
     with FakePipeline({"ping": "pong"}) as pipe:
         assert pipe("ping").text == "pong"

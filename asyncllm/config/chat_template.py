@@ -1,0 +1,69 @@
+"""Which chat template is used."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from asyncllm.config.settings import Settings
+from asyncllm.errors import InvalidParameter
+
+__all__ = ["Capability", "ChatTemplateConfig"]
+
+Capability = Literal["completion", "chat", "infilling", "python"]
+
+
+class ChatTemplateConfig(Settings, frozen=True):
+    """Which chat template to use, and which of its parts to replace.
+
+    A built-in template composes a conversation as `system + meta_instruction + eosys`, then for each turn
+    `user + text + eoh`, `assistant + text + eoa`, with `separator` between turns.
+    """
+
+    model_name: Annotated[
+        str | None, Meta(description="Name of a built-in or registered template (`asyncllm list`).")
+    ] = None
+    model_path: Annotated[str | None, Meta(description="Folder whose Jinja template to use.")] = None
+    system: Annotated[str | None, Meta(description="Before the system text.")] = None
+    meta_instruction: Annotated[str | None, Meta(description="System text when the conversation has none.")] = None
+    eosys: Annotated[str | None, Meta(description="After the system text.")] = None
+    user: Annotated[str | None, Meta(description="Before what the user says.")] = None
+    eoh: Annotated[str | None, Meta(description="After what the user says.")] = None
+    assistant: Annotated[str | None, Meta(description="Before what the assistant says.")] = None
+    eoa: Annotated[str | None, Meta(description="After what the assistant says.")] = None
+    separator: Annotated[str | None, Meta(description="Between two turns.")] = None
+    capability: Annotated[
+        Capability | None, Meta(description="What the model can do: completion, chat, infilling or python.")
+    ] = None
+    stop_words: Annotated[list[str] | None, Meta(description="Texts that end an answer.")] = None
+    chat_template: Annotated[str | None, Meta(description="A Jinja template in place of the checkpoint's.")] = None
+
+    def to_json(self, file_path: str | None = None) -> str:
+        """The set fields as JSON; also written to `file_path` if given."""
+        fields = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        text = msgspec.json.format(msgspec.json.encode(fields)).decode()
+        if file_path is not None:
+            with open(file_path, "w", encoding="utf-8") as file:
+                file.write(text)
+        return text
+
+    @classmethod
+    def from_json(cls, file_or_text: str) -> ChatTemplateConfig:
+        """Read a JSON file, or JSON text. Raises InvalidParameter when it is neither or does not hold."""
+        text = file_or_text
+        if not file_or_text.lstrip().startswith("{"):
+            try:
+                with open(file_or_text, encoding="utf-8") as file:
+                    text = file.read()
+            except (OSError, UnicodeDecodeError) as error:
+                raise InvalidParameter(
+                    f"Cannot read the chat template file {file_or_text!r} ({type(error).__name__}). "
+                    f"Give the path of a JSON file, or JSON text that begins with '{{'."
+                ) from None
+        try:
+            fields = msgspec.json.decode(text, type=dict[str, Any])
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise InvalidParameter(f"The chat template is not a JSON object: {error}.") from None
+        return cls.from_dict(fields).checked()

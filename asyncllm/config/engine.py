@@ -1,0 +1,183 @@
+"""How a model is loaded and run."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from asyncllm.config.settings import MAX_COUNT, Settings
+from asyncllm.errors import InvalidParameter, UnsupportedFeature
+
+__all__ = ["EngineConfig", "PytorchEngineConfig", "TurbomindEngineConfig"]
+
+
+class EngineConfig(Settings, frozen=True, kw_only=True):
+    """How a model is loaded and run."""
+
+    model_name: Annotated[str, Meta(description="Name under which the model answers; empty: the folder's name.")] = ""
+    dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"],
+        Meta(description="Type of weights and activations; auto: float32 on CPU, the checkpoint's on a GPU."),
+    ] = "auto"
+    device_type: Annotated[
+        Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs; auto: a GPU if there is one.")
+    ] = "auto"
+    tp: Annotated[int, Meta(ge=1, description="Tensor-parallel ranks; only 1 so far.")] = 1
+    session_len: Annotated[
+        int | None, Meta(description="Most tokens of prompt, history and answer together; None: the model's own limit.")
+    ] = None
+    max_batch_size: Annotated[int, Meta(ge=1, le=4096, description="Most sequences that run at once.")] = 128
+    max_prefill_token_num: Annotated[
+        int,
+        Meta(ge=1, le=MAX_COUNT, description="Most prompt tokens computed in one step; longer prompts go in chunks."),
+    ] = 4096
+    num_tokens_per_iter: Annotated[
+        int, Meta(ge=0, le=MAX_COUNT, description="TurboMind's name of max_prefill_token_num; 0: take that one.")
+    ] = 0
+    prefill_interval: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=MAX_COUNT,
+            description="Most decode steps between two steps that take in prompt tokens while prompts wait.",
+        ),
+    ] = 1
+    block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block.")] = 64
+    cache_block_seq_len: Annotated[
+        int | None, Meta(description="TurboMind's name of block_size; None: take that one.")
+    ] = None
+    cache_max_entry_count: Annotated[
+        float, Meta(gt=0, description="Up to 1: fraction of the free memory for KV blocks. Above: number of blocks.")
+    ] = 0.8
+    num_gpu_blocks: Annotated[
+        int, Meta(ge=0, le=MAX_COUNT, description="KV blocks on the device; 0: by cache_max_entry_count.")
+    ] = 0
+    num_cpu_blocks: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_COUNT,
+            description="KV blocks in host memory, for preempted sequences (eviction_type) and for what the prefix "
+            "cache has no room for on the device; 0: none, or with eviction_type copy as many as a quarter of the free "
+            "memory holds, at most 8 GiB and at most as many as on the device.",
+        ),
+    ] = 0
+    eviction_type: Annotated[
+        Literal["recompute", "copy"],
+        Meta(description="How the KV of a preempted sequence comes back; copy: from host memory, if it found room."),
+    ] = "recompute"
+    max_queued_requests: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_COUNT,
+            description="Most requests that wait for a row; more are refused with QueueFull. 0: no bound, as a program "
+            "that queues 10,000 prompts of its own wants it; set one where strangers queue.",
+        ),
+    ] = 0
+    max_queued_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_COUNT,
+            description="Most tokens of the requests that wait for a row; one that finds nobody waiting is never "
+            "refused. 0: no bound.",
+        ),
+    ] = 0
+    stall_timeout: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds without a completed step, while there is work, after which the engine ends as "
+            "EngineDead. 0: never, as a long prompt may take minutes on a slow CPU; on a GPU, 60 is plenty.",
+        ),
+    ] = 0.0
+    qos_config_path: Annotated[
+        str | None,
+        Meta(description="JSON file of user groups and quotas, LMDeploy's format; None: all users are served alike."),
+    ] = None
+    enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV blocks of equal prompt beginnings.")] = True
+    batch_invariant: Annotated[
+        bool,
+        Meta(
+            description="Give a request the same tokens alone and in any batch, whatever is rounded; slower, GPU only."
+        ),
+    ] = False
+    quant_policy: Annotated[
+        Literal[0, 4, 8], Meta(description="Bits of a quantized KV cache; 0: not quantized, the only one so far.")
+    ] = 0
+    model_format: Annotated[
+        Literal["hf", "awq", "gptq", "fp8"] | None, Meta(description="Layout of the checkpoint; only hf so far.")
+    ] = None
+    rope_scaling_factor: Annotated[
+        float, Meta(ge=0, description="Above 0: dynamic NTK scaling of the rotary base with this factor.")
+    ] = 0.0
+    use_logn_attn: Annotated[bool, Meta(description="Log-n attention scaling; not implemented, refused.")] = False
+    adapters: Annotated[
+        dict[str, str] | None, Meta(description="LoRA adapters, name to path; not implemented, refused.")
+    ] = None
+    hf_overrides: Annotated[
+        dict[str, Any] | None, Meta(description="Entries that replace those of the checkpoint's config.json.")
+    ] = None
+    download_dir: Annotated[
+        str | None, Meta(description="Where models from the hub are kept; None: the hub library's cache.")
+    ] = None
+    revision: Annotated[str | None, Meta(description="Branch, tag or commit of a model from the hub.")] = None
+
+    @property
+    def tokens_per_block(self) -> int:
+        """block_size, under whichever of its two names it was given."""
+        return self.cache_block_seq_len or self.block_size
+
+    @property
+    def prefill_budget(self) -> int:
+        """max_prefill_token_num, under whichever of its two names it was given."""
+        return self.num_tokens_per_iter or self.max_prefill_token_num
+
+    @property
+    def uses_host_blocks(self) -> bool:
+        """Whether KV blocks may lie in host memory."""
+        return self.num_cpu_blocks > 0 or self.eviction_type == "copy"
+
+    def _check(self) -> None:
+        if self.session_len is not None and not 2 <= self.session_len <= MAX_COUNT:
+            raise InvalidParameter(
+                f"session_len must be None or in [2, {MAX_COUNT}] (given: {self.session_len}).", "session_len"
+            )
+        if self.cache_block_seq_len is not None and not 1 <= self.cache_block_seq_len <= 1024:
+            raise InvalidParameter("cache_block_seq_len must be None or in [1, 1024].", "cache_block_seq_len")
+        for name in ("cache_max_entry_count", "rope_scaling_factor", "stall_timeout"):
+            if not math.isfinite(getattr(self, name)):
+                raise InvalidParameter(f"{name} must be a finite number.", name)
+        if self.cache_max_entry_count > 1 and self.cache_max_entry_count != int(self.cache_max_entry_count):
+            raise InvalidParameter(
+                f"cache_max_entry_count above 1 is a number of blocks and must be whole "
+                f"(given: {self.cache_max_entry_count}).",
+                "cache_max_entry_count",
+            )
+        if self.num_cpu_blocks and self.eviction_type == "recompute" and not self.enable_prefix_caching:
+            raise InvalidParameter(
+                f"num_cpu_blocks={self.num_cpu_blocks} would never be used: eviction_type='recompute' swaps nothing, "
+                f"and without a prefix cache nothing else is kept. Use eviction_type='copy' or num_cpu_blocks=0.",
+                "num_cpu_blocks",
+            )
+        if 0 < self.rope_scaling_factor < 1:
+            raise InvalidParameter("rope_scaling_factor must be 0 (off) or at least 1.", "rope_scaling_factor")
+        refused = {
+            "tp": (self.tp > 1, "tensor parallelism", "1"),
+            "quant_policy": (self.quant_policy != 0, "a quantized KV cache", "0"),
+            "model_format": (self.model_format not in (None, "hf"), "quantized weights", "'hf'"),
+            "use_logn_attn": (self.use_logn_attn, "log-n attention", "False"),
+            "adapters": (bool(self.adapters), "LoRA", "None"),
+        }
+        for name, (asked, what, instead) in refused.items():
+            if asked:
+                raise UnsupportedFeature(f"{name}: {what} is not implemented yet. Use {name}={instead}.", name)
+
+
+PytorchEngineConfig = EngineConfig
+"""LMDeploy's name."""
+TurbomindEngineConfig = EngineConfig
+"""LMDeploy's name."""

@@ -1,0 +1,110 @@
+"""How an answer is generated. The types of the parameters have names, which the bodies of HTTP requests share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from asyncllm.config.settings import MAX_COUNT, Settings
+from asyncllm.errors import InvalidParameter, UnsupportedFeature
+
+__all__ = ["GenerationConfig"]
+
+MAX_LOGPROBS = 20
+MAX_STOP_WORDS = 64
+MAX_LOGIT_BIAS = 512
+MAX_CHOICES = 128
+
+
+Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Answers per prompt; they share the prompt's blocks.")]
+TopP = Annotated[float, Meta(ge=0, le=1, description="Keep the smallest set of tokens with this probability.")]
+TopK = Annotated[int, Meta(ge=0, le=MAX_COUNT, description="Keep the k most likely tokens; 0: all; 1: greedy.")]
+MinP = Annotated[
+    float, Meta(ge=0, le=1, description="Drop tokens below this fraction of the most likely one's probability.")
+]
+Temperature = Annotated[float, Meta(ge=0, le=2, description="Divides the logits; 0: greedy.")]
+RepetitionPenalty = Annotated[
+    float, Meta(gt=0, le=10, description="Above 1 makes tokens of prompt and answer less likely.")
+]
+PresencePenalty = Annotated[
+    float, Meta(ge=-2, le=2, description="Subtracted from the logits of tokens that the answer holds.")
+]
+FrequencyPenalty = Annotated[float, Meta(ge=-2, le=2, description="Subtracted per occurrence in the answer.")]
+LogitBias = Annotated[
+    dict[int, Annotated[float, Meta(ge=-100, le=100)]],
+    Meta(description="Token id -> value in [-100, 100] added to its logit."),
+]
+
+
+class GenerationConfig(Settings, frozen=True, kw_only=True):
+    """How an answer is generated. The default is greedy, as top_k is 1."""
+
+    n: Choices = 1
+    max_new_tokens: Annotated[
+        int | None, Meta(description="Most tokens to generate; None: as many as the session length allows.")
+    ] = 512
+    min_new_tokens: Annotated[
+        int | None, Meta(description="Stop tokens cannot be sampled before this many tokens are there.")
+    ] = None
+    top_p: TopP = 1.0
+    top_k: TopK = 1
+    min_p: MinP = 0.0
+    temperature: Temperature = 0.8
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: PresencePenalty = 0.0
+    frequency_penalty: FrequencyPenalty = 0.0
+    logit_bias: LogitBias | None = None
+    ignore_eos: Annotated[bool, Meta(description="Go on after the end-of-sequence token.")] = False
+    random_seed: Annotated[
+        int | None, Meta(description="Same seed and prompt, same answer. None: drawn anew for each request.")
+    ] = None
+    stop_words: Annotated[
+        list[str] | None, Meta(description="Texts that end the answer and are cut from it; of any length.")
+    ] = None
+    stop_token_ids: Annotated[list[int] | None, Meta(description="Token ids that end the answer.")] = None
+    bad_words: Annotated[list[str] | None, Meta(description="Texts that are not generated; of any length.")] = None
+    bad_token_ids: Annotated[list[int] | None, Meta(description="Token ids that are not generated.")] = None
+    include_stop_str_in_output: Annotated[
+        bool, Meta(description="Keep the stop word that ended the answer in its text.")
+    ] = False
+    skip_special_tokens: Annotated[bool, Meta(description="Leave special tokens out of the text.")] = True
+    logprobs: Annotated[
+        int | None,
+        Meta(description=f"Log-probabilities of the chosen and of the N most likely tokens, 0 to {MAX_LOGPROBS}."),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, Meta(description=f"The same for the tokens of the prompt, 0 to {MAX_LOGPROBS}.")
+    ] = None
+    response_format: Annotated[dict[str, Any] | None, Meta(description="Not implemented yet; refused.")] = None
+
+    def _check(self) -> None:
+        if self.response_format is not None:
+            raise UnsupportedFeature(
+                "response_format is not implemented yet: answers cannot be held to a grammar. "
+                "Leave it out and check the answer yourself.",
+                "response_format",
+            )
+        self._bound("max_new_tokens", self.max_new_tokens, 1, MAX_COUNT)
+        self._bound("min_new_tokens", self.min_new_tokens, 0, MAX_COUNT)
+        self._bound("random_seed", self.random_seed, -(2**63), 2**64 - 1)
+        self._bound("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        self._bound("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.min_new_tokens and self.max_new_tokens and self.min_new_tokens > self.max_new_tokens:
+            raise InvalidParameter(
+                f"min_new_tokens ({self.min_new_tokens}) is above max_new_tokens ({self.max_new_tokens}).",
+                "min_new_tokens",
+            )
+        for name in ("stop_words", "bad_words"):
+            words = getattr(self, name) or []
+            if len(words) > MAX_STOP_WORDS:
+                raise InvalidParameter(f"{name} takes at most {MAX_STOP_WORDS} words, {len(words)} were given.", name)
+            if any(not word for word in words):
+                raise InvalidParameter(f"{name} holds an empty text, which every answer contains. Remove it.", name)
+        if self.logit_bias is not None and len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidParameter(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens.", "logit_bias")
+
+    @staticmethod
+    def _bound(name: str, value: int | None, low: int, high: int) -> None:
+        if value is not None and not low <= value <= high:
+            raise InvalidParameter(f"{name} must be None or in [{low}, {high}] (given: {value}).", name)

@@ -1,0 +1,97 @@
+"""How a request stands among the others, and how its messages are written down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, TypedDict
+
+from msgspec import Meta
+
+from asyncllm.config.settings import MAX_COUNT, Settings
+from asyncllm.errors import InvalidParameter
+
+__all__ = ["RequestKeywords", "RequestOptions", "TemplateVariables"]
+
+MAX_TEMPLATE_VARIABLES = 32
+
+
+TemplateVariables = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], str | int | float | bool | None],
+    Meta(
+        max_length=MAX_TEMPLATE_VARIABLES,
+        description="Variables of the checkpoint's chat template, such as enable_thinking.",
+    ),
+]
+
+
+class RequestOptions(Settings, frozen=True, kw_only=True):
+    """The keywords of every call that makes a request: how it stands among the others, and, where the chat template
+    has a part in it, how messages are written down."""
+
+    priority: Annotated[
+        int, Meta(ge=-MAX_COUNT, le=MAX_COUNT, description="Lower values are served earlier; arrival breaks ties.")
+    ] = 0
+    timeout: Annotated[
+        float | None,
+        Meta(description="Seconds from the first await to the last token; then DeadlineExceeded. None: no limit."),
+    ] = None
+    user_id: Annotated[
+        str | None, Meta(description="Whom the request counts for, in the QoS file; None: the user 'default'.")
+    ] = None
+    cache_salt: Annotated[
+        str | None,
+        Meta(description="Requests share cached prefixes, and can tell by their speed, only if their salt is equal."),
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None,
+        Meta(description="Begin the assistant's turn behind the messages. None: yes, unless the last one goes on."),
+    ] = None
+    continue_final_message: Annotated[
+        bool | None,
+        Meta(
+            description="The answer goes on where the last message, the assistant's, ends. None: if the assistant has "
+            "the last word and add_generation_prompt is None too."
+        ),
+    ] = None
+    chat_template_kwargs: TemplateVariables | None = None
+
+    @property
+    def continues(self) -> bool | None:
+        """Whether the last message is continued; None: if it is the assistant's."""
+        if self.continue_final_message is None and self.add_generation_prompt is not None:
+            return False
+        return self.continue_final_message
+
+    def template_field(self) -> str | None:
+        """The first field that is set and says something about the chat template."""
+        names = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+        return next((name for name in names if getattr(self, name) not in (None, {})), None)
+
+    def _check(self) -> None:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidParameter(
+                "continue_final_message and add_generation_prompt contradict each other: the answer goes on with the "
+                "last message, or begins a new one. Set one of them.",
+                "continue_final_message",
+            )
+        if self.timeout is not None and not (math.isfinite(self.timeout) and self.timeout > 0):
+            raise InvalidParameter(
+                f"timeout must be None or a number of seconds above 0 (given: {self.timeout}).", "timeout"
+            )
+        if self.cache_salt == "":
+            raise InvalidParameter(
+                "cache_salt is empty, which sets nobody apart. Use None, or some text.", "cache_salt"
+            )
+
+
+class RequestKeywords(TypedDict, total=False):
+    """The fields of RequestOptions as keywords of a call."""
+
+    priority: int
+    timeout: float | None
+    user_id: str | None
+    cache_salt: str | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: Mapping[str, str | int | float | bool | None] | None

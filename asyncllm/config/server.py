@@ -1,0 +1,107 @@
+"""How the HTTP server listens, whom it lets in, and how long it waits."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from asyncllm.config.generation import MAX_CHOICES
+from asyncllm.config.settings import MAX_COUNT, Settings
+from asyncllm.errors import InvalidParameter
+
+__all__ = ["ServerConfig"]
+
+
+class ServerConfig(Settings, frozen=True, kw_only=True):
+    """How the HTTP server listens, whom it lets in, and how long it waits."""
+
+    server_name: Annotated[str, Meta(min_length=1, description="Address or host name to listen on.")] = "127.0.0.1"
+    server_port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: one that is free.")] = 23333
+    api_keys: Annotated[
+        list[str] | None,
+        Meta(description="Keys, of which a request must bring one. Better in a file: others see a command line."),
+    ] = None
+    api_key_file: Annotated[
+        str | None, Meta(description="File with one key a line. ASYNCLLM_API_KEYS may hold keys too, with commas.")
+    ] = None
+    insecure_no_auth: Annotated[
+        bool, Meta(description="Listen beyond this machine without a key: whoever reaches the port may use it.")
+    ] = False
+    ssl: Annotated[bool, Meta(description="Serve https, with the files of ssl_keyfile and ssl_certfile.")] = False
+    ssl_keyfile: Annotated[str | None, Meta(description="The private key; None: the variable SSL_KEYFILE.")] = None
+    ssl_certfile: Annotated[str | None, Meta(description="The certificate; None: the variable SSL_CERTFILE.")] = None
+    allowed_hosts: Annotated[
+        list[str] | None,
+        Meta(description="Further values of the Host header to answer to. Without a key only known ones are."),
+    ] = None
+    allow_origins: Annotated[
+        list[str] | None, Meta(description="Web pages that may call, each as https://host[:port]; None: no page.")
+    ] = None
+    allow_credentials: Annotated[bool, Meta(description="Let those pages send cookies along.")] = False
+    allow_methods: Annotated[list[str] | None, Meta(description="Methods for those pages; None: GET and POST.")] = None
+    allow_headers: Annotated[
+        list[str] | None, Meta(description="Headers for those pages; None: Authorization and Content-Type.")
+    ] = None
+    max_concurrent_requests: Annotated[
+        int, Meta(ge=0, le=MAX_COUNT, description="Requests in work at once; more are refused with 429. 0: no limit.")
+    ] = 0
+    max_connections: Annotated[int, Meta(ge=1, le=MAX_COUNT, description="Open connections at once.")] = 8192
+    max_body_bytes: Annotated[int, Meta(ge=1024, le=MAX_COUNT, description="Largest body of a request.")] = 4 * 2**20
+    max_prompts: Annotated[int, Meta(ge=1, le=65536, description="Most prompts or inputs in one request.")] = 256
+    max_choices: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Most answers per prompt.")] = 16
+    max_sessions: Annotated[
+        int, Meta(ge=1, le=MAX_COUNT, description="Most conversations that /v1/chat/interactive keeps.")
+    ] = 1024
+    max_session_tokens: Annotated[
+        int, Meta(ge=1, le=MAX_COUNT, description="A new one is kept while all hold fewer tokens than this.")
+    ] = 2**22
+    session_ttl: Annotated[
+        float, Meta(gt=0, le=MAX_COUNT, description="Idle seconds after which one is forgotten.")
+    ] = 3600.0
+    body_timeout: Annotated[float, Meta(gt=0, le=3600, description="Seconds for a body to arrive.")] = 30.0
+    write_timeout: Annotated[
+        float, Meta(gt=0, le=3600, description="Seconds that a client may leave an answer unread.")
+    ] = 30.0
+    keep_alive_timeout: Annotated[
+        float,
+        Meta(gt=0, le=3600, description="Seconds that a connection may be idle, or take for the headers of a request."),
+    ] = 30.0
+    ping_interval: Annotated[
+        float, Meta(gt=0, le=3600, description="Seconds after which a silent stream sends a comment.")
+    ] = 15.0
+    drain_delay: Annotated[
+        float, Meta(ge=0, le=3600, description="Seconds to go on accepting after SIGTERM, while /health/ready says no.")
+    ] = 0.0
+    drain_timeout: Annotated[
+        float, Meta(ge=0, le=86400, description="Seconds that running answers may take to finish after SIGTERM.")
+    ] = 60.0
+    progress_timeout: Annotated[
+        float, Meta(gt=0, le=86400, description="Seconds without a finished step, while work waits, until unhealthy.")
+    ] = 90.0
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        Meta(description="Defaults of sampling: auto: the checkpoint's generation_config.json; none: OpenAI's."),
+    ] = "auto"
+    log_level: Annotated[
+        Literal["CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG"], Meta(description="What is logged.")
+    ] = "WARNING"
+    disable_docs: Annotated[bool, Meta(description="Leave out the page at / and /openapi.json.")] = False
+    disable_metrics: Annotated[bool, Meta(description="Leave out /metrics.")] = False
+    allow_terminate_by_client: Annotated[bool, Meta(description="Let clients stop the server by /terminate.")] = False
+
+    def _check(self) -> None:
+        for name in ("api_keys", "allow_origins", "allowed_hosts", "allow_methods", "allow_headers"):
+            if any(not text.strip() for text in getattr(self, name) or ()):
+                raise InvalidParameter(f"{name} holds an empty text. Remove it.", name)
+        for name in ("ssl_keyfile", "ssl_certfile"):
+            if getattr(self, name) is not None and not self.ssl:
+                raise InvalidParameter(f"{name} is set, but ssl is not. Set ssl as well, to serve https.", name)
+        for origin in self.allow_origins or ():
+            if not re.fullmatch(r"https?://[^/*\s]+", origin):
+                raise InvalidParameter(
+                    f"allow_origins holds {origin!r}, which is no origin. Write each as https://host or "
+                    f"https://host:port, without a path; '*' would let every page on the web in.",
+                    "allow_origins",
+                )

@@ -1,0 +1,60 @@
+"""Settings: a validated, immutable group of settings, which every config is.
+
+Constructors do not validate, as in msgspec; whoever takes a config calls `checked()` on it, which does.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from asyncllm.errors import InvalidParameter
+
+__all__ = ["MAX_COUNT", "Settings", "checked"]
+
+MAX_COUNT = 2**31 - 1
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A validated, immutable group of settings."""
+
+    def checked(self) -> Self:
+        """Return this config if every field holds, else raise InvalidParameter or UnsupportedFeature."""
+        fields = msgspec.structs.asdict(self)
+        checked = self.from_dict(fields)
+        checked._check()
+        return checked
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        """Build from plain data. Raises InvalidParameter for unknown fields, wrong types and values out of range."""
+        for name in fields:
+            if name not in cls.__struct_fields__:
+                known = ", ".join(sorted(cls.__struct_fields__))
+                raise InvalidParameter(f"{cls.__name__} has no field {name!r}. Its fields are: {known}.", name)
+        try:
+            return msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            what, _, where = str(error).partition(" - at ")
+            found = re.search(r"\$\.(\w+)", where)
+            param = found[1] if found else None
+            given = f" (given: {reprlib.repr(fields[param])})" if param in fields else ""
+            raise InvalidParameter(f"{cls.__name__}.{param}: {what}{given}.", param) from None
+
+    def _check(self) -> None:
+        """Rules across fields."""
+
+
+Config = TypeVar("Config", bound=Settings)
+
+
+def checked(cls: type[Config], value: Config | None, name: str) -> Config:
+    """The argument `name` of a call if it holds; the default for None. Raises InvalidParameter."""
+    if value is None:
+        return cls()
+    if not isinstance(value, cls):
+        raise InvalidParameter(f"{name} must be a {cls.__name__}, not {type(value).__name__}.", name)
+    return value.checked()

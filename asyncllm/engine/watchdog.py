@@ -1,0 +1,63 @@
+"""Watchdog: notices that there is work and no step completes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+__all__ = ["Watchdog"]
+
+GRACE_S = 0.05
+"""Where somebody has held up the event loop itself, its timers go off before the steps completed meanwhile are read."""
+
+
+class Watchdog:
+    """States: resting, while there is no work; watching. Written by the engine loop.
+
+    Watching costs one timer, which is set anew when it goes off, and not with each step; resting costs nothing.
+    """
+
+    def __init__(self, event_loop: asyncio.AbstractEventLoop, timeout: float, on_stall: Callable[[], None]) -> None:
+        """`on_stall` is called once when no step has completed for `timeout` seconds; 0: never."""
+        self._event_loop = event_loop
+        self._timeout = timeout
+        self._on_stall = on_stall
+        self._since: float | None = None
+        """When the last step completed, or the work began if that was later; None while resting."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def seconds_since_progress(self) -> float:
+        """How long there has been work and no step has completed; 0 while resting."""
+        return 0.0 if self._since is None else self._event_loop.time() - self._since
+
+    def watch(self) -> None:
+        """There is work."""
+        if self._since is None:
+            self._since = self._event_loop.time()
+            if self._timeout:
+                self._look(self._since)
+
+    def step_completed(self) -> None:
+        """There is progress."""
+        self._since = self._event_loop.time()
+
+    def rest(self) -> None:
+        """There is no work."""
+        self._since = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self, seen: float) -> None:
+        """`seen`: the last progress when the timer was set."""
+        assert self._since is not None
+        if self._since != seen or self._event_loop.time() < seen + self._timeout:
+            self._timer = self._event_loop.call_at(self._since + self._timeout, self._suspect)
+        else:
+            self._timer = None
+            self._on_stall()
+
+    def _suspect(self) -> None:
+        assert self._since is not None
+        self._timer = self._event_loop.call_later(GRACE_S, self._look, self._since)

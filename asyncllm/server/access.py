@@ -1,0 +1,185 @@
+"""Who may call: keys, the Host header, and web pages of other origins."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import ipaddress
+import os
+import re
+from collections.abc import Iterable, Mapping
+
+from aiohttp import web
+
+from asyncllm.config import ServerConfig
+from asyncllm.errors import InvalidParameter
+from asyncllm.server.errors import ApiError
+
+__all__ = ["KEY", "Access", "Auth", "is_loopback", "read_keys"]
+
+KEY = web.RequestKey("KEY", int)
+"""Which of the server's keys the request brought; -1 when it needs none. Set by the entrance."""
+
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
+"""Under which clients call a server on their own machine; no name server can point an address elsewhere."""
+KEYS_VARIABLE = "ASYNCLLM_API_KEYS"
+
+HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
+"""A Host header. Whatever else a browser or a client may put there names no machine that is served."""
+
+
+class Auth(enum.Enum):
+    """What a route asks of its caller."""
+
+    PUBLIC = "public"
+    """Nothing: whether the server is well is no secret."""
+    KEY = "key"
+    """One of the server's keys, if it has any."""
+
+
+def is_loopback(name: str) -> bool:
+    """Whether only this machine can reach the address or host name."""
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def is_address(name: str) -> bool:
+    """Whether it is an IP address, which nobody can make resolve to another one."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def read_keys(config: ServerConfig, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """All keys: of the config, of its file, of the environment. Raises InvalidParameter for a file that has none."""
+    keys = [key.strip() for key in config.api_keys or ()]
+    if config.api_key_file is not None:
+        try:
+            with open(config.api_key_file, encoding="utf-8-sig") as file:
+                found = [line.strip() for line in file if line.strip() and not line.startswith("#")]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidParameter(
+                f"The key file {config.api_key_file!r} cannot be read ({type(error).__name__}). Give a text file with "
+                f"one key a line.",
+                "api_key_file",
+            ) from None
+        if not found:
+            raise InvalidParameter(f"The key file {config.api_key_file!r} holds no key. Add one.", "api_key_file")
+        keys += found
+    keys += [key.strip() for key in environment.get(KEYS_VARIABLE, "").split(",") if key.strip()]
+    return list(dict.fromkeys(keys))
+
+
+def _digest(key: str) -> bytes:
+    """Of the bytes that the header or the environment had, which need not be UTF-8."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _name_in(host: str) -> str | None:
+    """The name or address in a Host header, without port and brackets; None if it is no such header."""
+    found = HOST.fullmatch(host)
+    return (found["ipv6"] or found["name"]).lower() if found is not None else None
+
+
+class Access:
+    """The decisions, made once per request. Immutable."""
+
+    def __init__(self, config: ServerConfig, keys: Iterable[str]) -> None:
+        """Raises InvalidParameter when others than this machine could come in without a key."""
+        self._digests = [_digest(key) for key in keys]
+        loopback = is_loopback(config.server_name)
+        if not loopback and not self._digests and not config.insecure_no_auth:
+            raise InvalidParameter(
+                f"server_name {config.server_name!r} can be reached from other machines, and no key is set. Set one "
+                f"(api_key_file, or the variable {KEYS_VARIABLE}), listen on 127.0.0.1, or accept the risk with "
+                f"insecure_no_auth.",
+                "server_name",
+            )
+        self._hosts = LOOPBACK_NAMES | {
+            _name_in(host) or host.lower() for host in (config.server_name, *(config.allowed_hosts or ()))
+        }
+        """Names in the Host header that are this server's."""
+        self._any_host = not loopback and bool(self._digests)
+        """The names of a public server are not known here, and a page that was led to it does not know its key."""
+        self._any_address = not loopback
+        self._origins = frozenset(config.allow_origins or ())
+        self._grants = {
+            "Access-Control-Allow-Methods": ", ".join(config.allow_methods or ("GET", "POST")),
+            "Access-Control-Allow-Headers": ", ".join(config.allow_headers or ("Authorization", "Content-Type")),
+            "Access-Control-Max-Age": "600",
+        }
+        self._credentials = config.allow_credentials
+
+    @property
+    def num_keys(self) -> int:
+        return len(self._digests)
+
+    def check_place(self, request: web.Request) -> None:
+        """Raise ApiError 403 for a Host or an Origin that is not let in.
+
+        A name that an attacker's page resolves to 127.0.0.1 comes with its own Host header (DNS rebinding); a page
+        elsewhere comes with its Origin.
+        """
+        host = request.headers.get("Host", "")
+        if not self._any_host and not self._is_own(host):
+            raise ApiError(
+                403,
+                "The Host header names another machine. Call the server by the address that it listens on, or add the "
+                "name to allowed_hosts.",
+                code="host_not_allowed",
+            )
+        origin = request.headers.get("Origin")
+        if origin is not None and origin not in self._origins and origin != f"{request.scheme}://{host}":
+            raise ApiError(
+                403,
+                "Pages of this origin are not let in. The server's owner can add it to allow_origins.",
+                code="origin_not_allowed",
+            )
+
+    def _is_own(self, host: str) -> bool:
+        name = _name_in(host)
+        return name is not None and (name in self._hosts or (self._any_address and is_address(name)))
+
+    def key_of(self, request: web.Request) -> int:
+        """Which key the request brings, -1 when none is needed. Raises ApiError 401."""
+        if not self._digests:
+            return -1
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        digest = _digest(key)
+        found = -1
+        # All keys are compared, whichever is right, so that the time tells nothing.
+        for index, known in enumerate(self._digests):
+            if hmac.compare_digest(known, digest):
+                found = index
+        if found < 0:
+            raise ApiError(
+                401,
+                "The key is missing or wrong. Send the header Authorization: Bearer KEY.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return found
+
+    def grant(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
+        """Add the headers by which a browser lets an allowed page read the response."""
+        origin = request.headers.get("Origin")
+        if origin in self._origins:
+            response.headers["Access-Control-Allow-Origin"] = str(origin)
+            response.headers["Vary"] = "Origin"
+            if self._credentials:
+                response.headers["Access-Control-Allow-Credentials"] = "true"
+
+    def preflight(self, request: web.Request) -> web.Response | None:
+        """The answer to a browser that asks whether a page may call; None when this is no such question."""
+        asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+        if not asks or request.headers.get("Origin") not in self._origins:
+            return None
+        return web.Response(status=204, headers=self._grants)

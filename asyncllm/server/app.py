@@ -1,0 +1,126 @@
+"""The aiohttp application: the routes, and the entrance that every request passes."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import nullcontext
+
+from aiohttp import web
+
+from asyncllm.server.access import Auth
+from asyncllm.server.access_log import log_request
+from asyncllm.server.connection import send
+from asyncllm.server.errors import as_api_error
+from asyncllm.server.routes import ROUTES, Route
+from asyncllm.server.service import SERVICE, TABLE, Service, service_of
+
+__all__ = ["build_app"]
+
+REQUEST_ID = web.RequestKey("REQUEST_ID", str)
+"""The client's X-Request-Id if it is one, else a new one; the response carries it."""
+KEY = web.RequestKey("KEY", int)
+"""Which of the server's keys the request brought; -1 when it needs none."""
+
+CLIENT_LEFT = 499
+"""The status that is logged and counted, after nginx, when nobody was there any more to read one."""
+OTHER = "other"
+"""Method and route of requests that no route takes, for the metrics: what clients make up is no label."""
+
+GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+def build_app(service: Service, routes: Sequence[Route] = ROUTES) -> web.Application:
+    """The application of a started engine. Raises ValueError for a route that does not say who may call it."""
+    app = web.Application(middlewares=[_entrance], client_max_size=service.config.max_body_bytes)
+    app[SERVICE] = service
+    table: dict[web.AbstractRoute, Route] = {}
+    for route in routes:
+        if not isinstance(route.auth, Auth):
+            raise ValueError(f"{route.method} {route.path} does not say who may call it.")
+        if route.switch is None or not getattr(service.config, route.switch):
+            table[app.router.add_route(route.method, route.path, route.handler)] = route
+    app[TABLE] = table
+    app.on_response_prepare.append(_add_headers)
+    app.cleanup_ctx.append(_measure)
+    return app
+
+
+async def _measure(app: web.Application) -> AsyncIterator[None]:
+    instruments = app[SERVICE].instruments
+    with instruments.measuring() if instruments is not None else nullcontext():
+        yield
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    service_of(request).access.grant(request, response)
+
+
+@web.middleware
+async def _entrance(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Measure, and write the access log's line."""
+    began = time.monotonic()
+    service = service_of(request)
+    route = request.app[TABLE].get(request.match_info.route)
+    status = CLIENT_LEFT
+    try:
+        response = await _answer(request, service, route, handler)
+        status = response.status
+        return response
+    finally:
+        seconds = time.monotonic() - began
+        method, path = (route.method, route.path) if route is not None else (OTHER, OTHER)
+        if service.instruments is not None:
+            service.instruments.answered(method, path, status, seconds)
+        log_request(
+            request.method,
+            request.path if route is None else path,
+            status,
+            seconds,
+            request.get(REQUEST_ID, "-"),
+            request.get(KEY, -1),
+        )
+
+
+async def _answer(
+    request: web.Request,
+    service: Service,
+    route: Route | None,
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+) -> web.StreamResponse:
+    """Let in or refuse, turn whatever is raised into an answer, and write that to clients that read it."""
+    given = request.headers.get("X-Request-Id", "")
+    request[REQUEST_ID] = given if GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
+    try:
+        service.access.check_place(request)
+        asked = service.access.preflight(request)
+        if asked is not None:
+            response: web.StreamResponse = asked
+        else:
+            if route is None or route.auth is not Auth.PUBLIC:
+                request[KEY] = service.access.key_of(request)
+            with service.work() if route is not None and route.work else nullcontext():
+                response = await _answered(request, route, handler)
+                # In work until the answer is written: a server that drains waits for that too.
+                await send(request, response, service.config.write_timeout)
+    except Exception as error:
+        response = as_api_error(error).response()
+    await send(request, response, service.config.write_timeout)
+    return response
+
+
+async def _answered(
+    request: web.Request,
+    route: Route | None,
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except Exception as error:
+        return (as_api_error(error, route.prompt_field) if route is not None else as_api_error(error)).response()

@@ -1,0 +1,210 @@
+"""POST /v1/completions: prompts that are continued as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from asyncllm.config import ServerConfig
+from asyncllm.engine.generation import Generation
+from asyncllm.server.chunks import Answering, Tail, encode
+from asyncllm.server.decode import read_struct
+from asyncllm.server.errors import ApiError
+from asyncllm.server.logprobs import completion_logprobs
+from asyncllm.server.options import label_of, request_options
+from asyncllm.server.requests import CompletionRequest, Prompt, refuse_unsupported
+from asyncllm.server.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
+from asyncllm.server.sampling import completion_config
+from asyncllm.server.service import service_of
+from asyncllm.server.sse import stream
+from asyncllm.server.tally import Tally
+from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.types import Chunk, Response
+
+__all__ = ["completions", "prompts_of"]
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Continue one prompt or several; choice `prompt * n + k` is the k-th answer to a prompt."""
+    service = service_of(request)
+    body = await read_struct(request, CompletionRequest, service.config)
+    service.check_model(body.model)
+    refuse_unsupported(body)
+    config = completion_config(body, service.config, service.defaults)
+    prompts = prompts_of(body.prompt, service.config, "prompt")
+    inputs: Any = prompts
+    if body.add_special_tokens is False:
+        inputs = await service.engine.encode(inputs, do_preprocess=False, add_bos=False)
+    options = request_options(request, body)
+    generations = []
+    for index, prompt in enumerate(inputs):
+        generation = service.engine.generate(
+            prompt if isinstance(prompt, str) else None,
+            config,
+            do_preprocess=False,
+            input_ids=None if isinstance(prompt, str) else prompt,
+            session_id=label_of(request, body.session_id),
+            stream_response=bool(body.stream),
+            **options,
+        )
+        generation.index = index
+        generations.append(generation)
+    answering = Answering("cmpl-", service.engine.model_name, body.request_id)
+    try:
+        for generation in generations:
+            await generation.start()
+        pieces = _Pieces(body, prompts, generations, service.engine.tokenizer)
+        if body.stream:
+            return await stream(request, service, generations, _CompletionEvents(answering, body, pieces))
+        responses = [await generation.response() for generation in generations]
+    finally:
+        for generation in generations:
+            generation.cancel()
+    return web.Response(body=encode(_whole(answering, body, pieces, responses)), content_type="application/json")
+
+
+def prompts_of(prompt: Prompt, config: ServerConfig, name: str) -> list[str | list[int]]:
+    """The prompts of a request, each a text or token ids. Raises ApiError."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(each) for each in prompt}
+    if kinds == {int}:
+        return [[each for each in prompt if isinstance(each, int)]]
+    if len(kinds) > 1 or int in kinds:
+        raise ApiError(
+            400, f"{name} mixes texts and token ids. Send one kind in a request.", code="invalid_type", param=name
+        )
+    if not 1 <= len(prompt) <= config.max_prompts:
+        raise ApiError(
+            400,
+            f"{name} holds {len(prompt)} entries. Send 1 to {config.max_prompts} in a request.",
+            code="invalid_value",
+            param=name,
+        )
+    return [each for each in prompt if not isinstance(each, int)]
+
+
+class _Pieces:
+    """Turns what the engine sends into what the caller asked for: with the prompt in front when it is echoed, without
+    new tokens when none were asked for."""
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        prompts: Sequence[str | list[int]],
+        generations: Sequence[Generation],
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.body = body
+        self.prompt_token_ids = [generation.prompt_token_ids for generation in generations]
+        self.choices_per_prompt = body.n or 1
+        self.generates = (body.max_completion_tokens or body.max_tokens) != 0
+        """False when only the prompt is echoed."""
+        self._tokenizer = tokenizer
+        self._echoes = [
+            prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
+            for prompt in (prompts if body.echo else ())
+        ]
+        self._prompt_logprobs: dict[int, list[dict[int, float] | None]] = {}
+        """By prompt; the engine sends them with the first choice."""
+        self._offsets: dict[tuple[int, int], int] = {}
+        """By prompt and choice, once it has begun: characters of its text so far."""
+
+    def take(self, prompt: int, piece: Chunk | Response, choice: int) -> tuple[str, CompletionLogprobs | None]:
+        """Text and log-probabilities of the next piece of a choice."""
+        if piece.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt] = piece.prompt_logprobs
+        text = piece.text if self.generates else ""
+        ids = piece.token_ids if self.generates else []
+        entries: list[dict[int, float] | None] = list(piece.logprobs or ()) if self.generates else []
+        offset = self._offsets.get((prompt, choice), 0)
+        if (prompt, choice) not in self._offsets and self._echoes:
+            text = self._echoes[prompt] + text
+            ids = [*self.prompt_token_ids[prompt], *ids]
+            entries = [*self._prompt_logprobs.get(prompt, ()), *entries]
+        self._offsets[prompt, choice] = offset + len(text)
+        if self.body.logprobs is None:
+            return text, None
+        return text, completion_logprobs(self._tokenizer, ids, entries, self.body.logprobs, offset)
+
+    def begun(self, prompt: int, choice: int) -> bool:
+        """Whether a piece of the choice has been taken."""
+        return (prompt, choice) in self._offsets
+
+
+def _whole(
+    answering: Answering, body: CompletionRequest, pieces: _Pieces, responses: Sequence[Response]
+) -> CompletionResponse:
+    tally = Tally()
+    choices: list[CompletionChoice] = []
+    for prompt, response in enumerate(responses):
+        tally.add_response(response, prompt)
+        for index, answer in enumerate(response.choices or (response,)):
+            text, logprobs = pieces.take(prompt, answer, index)
+            choice = CompletionChoice(
+                index=len(choices), text=text, logprobs=logprobs, finish_reason=answer.finish_reason
+            )
+            if answer.stop_reason is not None:
+                choice.stop_reason = answer.stop_reason
+            if body.prompt_logprobs is not None and response.prompt_logprobs is not None:
+                choice.prompt_logprobs = response.prompt_logprobs
+            if body.return_token_ids:
+                choice.token_ids = answer.token_ids if pieces.generates else []
+                choice.prompt_token_ids = pieces.prompt_token_ids[prompt]
+            choices.append(choice)
+    return CompletionResponse(
+        id=answering.id,
+        created=answering.created,
+        model=answering.model,
+        choices=choices,
+        usage=tally.usage(generated=pieces.generates),
+    )
+
+
+class _CompletionEvents:
+    """`text_completion` events, one for each piece of a choice; the last of a choice says why it ended."""
+
+    def __init__(self, answering: Answering, body: CompletionRequest, pieces: _Pieces) -> None:
+        self._head = answering.head("text_completion")
+        self._tail = Tail(body)
+        self._body = body
+        self._pieces = pieces
+        self._tally = Tally()
+        self._plain = not (body.return_token_ids or body.logprobs is not None or self._tail.continuous)
+        self._plain_end = b',"logprobs":null,"finish_reason":null}' + self._tail.plain
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        """The event of one chunk."""
+        pieces = self._pieces
+        first = not pieces.begun(chunk.index, chunk.choice)
+        if self._plain and not first and chunk.finish_reason is None and pieces.generates:
+            choice = chunk.index * pieces.choices_per_prompt + chunk.choice
+            return b'%b{"index":%d,"text":%b%b' % (self._head, choice, encode(chunk.text), self._plain_end)
+        self._tally.add(chunk)
+        text, logprobs = pieces.take(chunk.index, chunk, chunk.choice)
+        event = b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b' % (
+            self._head,
+            chunk.index * pieces.choices_per_prompt + chunk.choice,
+            encode(text),
+            encode(logprobs) if logprobs is not None else b"null",
+            encode(chunk.finish_reason) if chunk.finish_reason is not None else b"null",
+        )
+        if chunk.stop_reason is not None:
+            event += b',"stop_reason":' + encode(chunk.stop_reason)
+        if self._body.prompt_logprobs is not None and chunk.prompt_logprobs is not None:
+            event += b',"prompt_logprobs":' + encode(chunk.prompt_logprobs)
+        if self._body.return_token_ids:
+            event += b',"token_ids":' + encode(chunk.token_ids if pieces.generates else [])
+            if first:
+                event += b',"prompt_token_ids":' + encode(pieces.prompt_token_ids[chunk.index])
+        if self._tail.continuous:
+            return event + b"}" + self._tail.of(self._tally.usage(generated=pieces.generates))
+        return event + b"}" + self._tail.plain
+
+    def closing(self) -> bytes:
+        """The usage, if asked for: an event without choices."""
+        if not self._tail.includes_usage:
+            return b""
+        return self._head + self._tail.of(self._tally.usage(generated=self._pieces.generates))

@@ -1,0 +1,177 @@
+"""The table of routes: path, who may call, what goes in and comes out. App, documentation and tests read it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from aiohttp import web
+
+from asyncllm.server.access import Auth
+from asyncllm.server.chat import chat_completions
+from asyncllm.server.completions import completions
+from asyncllm.server.docs import docs
+from asyncllm.server.embeddings import embeddings
+from asyncllm.server.generate import generate
+from asyncllm.server.health import Health, health, live, ready
+from asyncllm.server.interactive import chat_interactive
+from asyncllm.server.metrics import metrics
+from asyncllm.server.models import list_models, show_model
+from asyncllm.server.native_requests import (
+    DetokenizeRequest,
+    EncodeRequest,
+    GenerateRequest,
+    InteractiveRequest,
+    TokenizeRequest,
+)
+from asyncllm.server.native_responses import (
+    DetokenizeResponse,
+    EncodeResponse,
+    GenerateResponse,
+    InteractiveResponse,
+    TokenizeResponse,
+)
+from asyncllm.server.openapi import openapi_json
+from asyncllm.server.requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from asyncllm.server.responses import ChatResponse, CompletionResponse, EmbeddingResponse, Model, ModelList
+from asyncllm.server.sse import NDJSON
+from asyncllm.server.tokens import detokenize, encode_texts, tokenize
+
+__all__ = ["ROUTES", "Route"]
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """One route. Its handler's docstring is its description."""
+
+    method: str
+    path: str
+    handler: Handler
+    auth: Auth
+    body: type[Any] | None = None
+    """The Struct of the request's JSON; None: no body."""
+    answer: type[Any] | None = None
+    """The Struct of the answer's JSON; None: another format, or none."""
+    content_type: str | None = None
+    """Of an answer in another format."""
+    also: tuple[int, ...] = ()
+    """Statuses beside 200 that come with the answer's Struct and not with an error."""
+    work: bool = True
+    """Whether it is counted as work. What is not answers at once, also when the server is full or drains."""
+    switch: str | None = None
+    """The field of ServerConfig that leaves the route out when it is set."""
+    streams: bool = False
+    """Whether `stream: true` turns the answer into events of `stream_type`."""
+    stream_type: str = "text/event-stream"
+
+    @property
+    def prompt_field(self) -> str:
+        """The field of the body that holds the prompt."""
+        fields = getattr(self.body, "__struct_fields__", ())
+        return next((name for name in ("messages", "prompt", "input") if name in fields), "messages")
+
+
+_GENERATING = (
+    Route(
+        method="POST",
+        path="/v1/chat/completions",
+        handler=chat_completions,
+        auth=Auth.KEY,
+        body=ChatRequest,
+        answer=ChatResponse,
+        streams=True,
+    ),
+    Route(
+        method="POST",
+        path="/v1/completions",
+        handler=completions,
+        auth=Auth.KEY,
+        body=CompletionRequest,
+        answer=CompletionResponse,
+        streams=True,
+    ),
+    Route(
+        method="POST",
+        path="/v1/chat/interactive",
+        handler=chat_interactive,
+        auth=Auth.KEY,
+        body=InteractiveRequest,
+        answer=InteractiveResponse,
+        streams=True,
+        stream_type=NDJSON.content_type,
+    ),
+)
+
+ROUTES: tuple[Route, ...] = (
+    *_GENERATING,
+    # LMDeploy's names of the routes that serve users by quota: here every route does.
+    *(replace(route, path=f"{route.path}_qos") for route in _GENERATING),
+    Route(
+        method="POST",
+        path="/v1/embeddings",
+        handler=embeddings,
+        auth=Auth.KEY,
+        body=EmbeddingRequest,
+        answer=EmbeddingResponse,
+    ),
+    Route(
+        method="POST",
+        path="/generate",
+        handler=generate,
+        auth=Auth.KEY,
+        body=GenerateRequest,
+        answer=GenerateResponse,
+        streams=True,
+    ),
+    Route(
+        method="POST", path="/tokenize", handler=tokenize, auth=Auth.KEY, body=TokenizeRequest, answer=TokenizeResponse
+    ),
+    Route(
+        method="POST",
+        path="/detokenize",
+        handler=detokenize,
+        auth=Auth.KEY,
+        body=DetokenizeRequest,
+        answer=DetokenizeResponse,
+    ),
+    Route(
+        method="POST", path="/v1/encode", handler=encode_texts, auth=Auth.KEY, body=EncodeRequest, answer=EncodeResponse
+    ),
+    Route(method="GET", path="/v1/models", handler=list_models, auth=Auth.KEY, work=False, answer=ModelList),
+    # A hub id has a slash in it.
+    Route(method="GET", path="/v1/models/{id:.+}", handler=show_model, auth=Auth.KEY, work=False, answer=Model),
+    Route(
+        method="GET",
+        path="/metrics",
+        handler=metrics,
+        auth=Auth.KEY,
+        content_type="text/plain",
+        work=False,
+        switch="disable_metrics",
+    ),
+    Route(method="GET", path="/health", handler=health, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False),
+    Route(method="GET", path="/health/live", handler=live, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False),
+    Route(method="GET", path="/health/ready", handler=ready, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False),
+    # It names the model and the server's limits.
+    Route(
+        method="GET",
+        path="/openapi.json",
+        handler=openapi_json,
+        auth=Auth.KEY,
+        content_type="application/json",
+        work=False,
+        switch="disable_docs",
+    ),
+    Route(
+        method="GET",
+        path="/",
+        handler=docs,
+        auth=Auth.PUBLIC,
+        content_type="text/html",
+        work=False,
+        switch="disable_docs",
+    ),
+)

@@ -1,0 +1,115 @@
+"""Service: what every handler needs, and how many requests are in work."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from asyncllm.config import GenerationConfig, ServerConfig
+from asyncllm.engine.async_engine import AsyncEngine
+from asyncllm.server.access import Access
+from asyncllm.server.errors import ApiError, retry_after
+from asyncllm.server.instruments import Instruments
+from asyncllm.server.sessions import KeptSessions
+
+if TYPE_CHECKING:
+    from asyncllm.server.routes import Route
+
+__all__ = ["SERVICE", "TABLE", "Phase", "Service", "service_of", "table_of"]
+
+
+class Phase(enum.Enum):
+    """SERVING -> LEAVING -> DRAINING, when the server has been asked to stop."""
+
+    SERVING = "serving"
+    LEAVING = "leaving"
+    """/health/ready says no, and requests that come all the same are served, for `drain_delay` seconds."""
+    DRAINING = "draining"
+
+
+class Service:
+    """One engine behind HTTP. Written by the requests themselves (work) and by `run.drain` (phase)."""
+
+    def __init__(self, engine: AsyncEngine, config: ServerConfig, access: Access, defaults: GenerationConfig) -> None:
+        self.engine = engine
+        self.config = config
+        self.access = access
+        self.defaults = defaults
+        """Sampling parameters of requests that leave them out."""
+        self.instruments = None if config.disable_metrics else Instruments(engine)
+        self.sessions = KeptSessions(engine, config)
+        self.phase = Phase.SERVING
+        self.created = int(time.time())
+        """Seconds since 1970, as /v1/models shows it."""
+        self.stop = asyncio.Event()
+        """Set to make the server drain, as SIGTERM does."""
+        self.stop_now = asyncio.Event()
+        """Set to make it wait for nothing, as the second SIGTERM does."""
+        self.idle = asyncio.Event()
+        """Set while no request is in work."""
+        self.idle.set()
+        self.openapi = b""
+        """The document of /openapi.json. Written by the first who asks for it."""
+        self._in_work = 0
+
+    @property
+    def in_work(self) -> int:
+        """Requests with a key's rights that have not been answered to their end."""
+        return self._in_work
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """A request in work. Raises ApiError 429 when there are enough, 503 when the server drains."""
+        if self.phase is Phase.DRAINING:
+            raise ApiError(
+                503,
+                "The server is shutting down. Send the request to another one.",
+                code="shutting_down",
+                headers={"Connection": "close", **retry_after(5)},
+            )
+        most = self.config.max_concurrent_requests
+        if most and self._in_work >= most:
+            raise ApiError(
+                429,
+                f"The server has {most} requests in work, the most that it takes. Come back later.",
+                code="too_many_requests",
+                headers=retry_after(1),
+            )
+        self._in_work += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._in_work -= 1
+            if not self._in_work:
+                self.idle.set()
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 unless the model is the one that is served; None stands for it."""
+        if name is not None and name != self.engine.model_name:
+            raise ApiError(
+                404,
+                f"There is no model {name[:128]!r} here. GET /v1/models lists what is served.",
+                code="model_not_found",
+                param="model",
+            )
+
+
+SERVICE = web.AppKey("SERVICE", Service)
+TABLE: web.AppKey[dict[web.AbstractRoute, Route]] = web.AppKey("TABLE", dict)
+"""By aiohttp's route. What has no entry, such as an unknown path, asks for a key."""
+
+
+def service_of(request: web.Request) -> Service:
+    return request.app[SERVICE]
+
+
+def table_of(request: web.Request) -> list[Route]:
+    """The routes that are served, in the table's order."""
+    return list(request.app[TABLE].values())

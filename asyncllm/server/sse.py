@@ -1,0 +1,199 @@
+"""Server-sent events: the answers of generations as `data:` lines, ended by exactly one `data: [DONE]`.
+
+Format: https://html.spec.whatwg.org/multipage/server-sent-events.html, with OpenAI's last line. LMDeploy's interactive
+route streams plain lines of JSON the same way (`NDJSON`).
+
+A chunk goes from the engine's loop to the socket without waking a task: the generation's listener encodes it and gives
+it to the transport, which costs half of what a coroutine per token does (BENCHLOG.md, streams). The handler's task
+wakes for what is rare: the end, an error, a ping, and a client that does not keep up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from aiohttp import ClientConnectionResetError, web
+
+from asyncllm.engine.generation import Generation
+from asyncllm.server.connection import Connection
+from asyncllm.server.errors import as_api_error, body_of
+from asyncllm.server.service import Service
+from asyncllm.types import Chunk
+
+__all__ = ["DONE", "NDJSON", "SSE", "Events", "Framing", "event", "stream"]
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+
+HEADERS = {
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+UNSENT_BYTES = 16 * 1024
+"""With more than this in the transport's buffer, a client does not keep up."""
+
+
+def event(data: bytes) -> bytes:
+    """One event; `data` is JSON, which has no line break."""
+    return b"data: " + data + b"\n\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framing:
+    """How a stream of JSON objects is written."""
+
+    content_type: str
+    frame: Callable[[bytes], bytes]
+    """One object, without line breaks, as it goes out."""
+    ping: bytes
+    """What a silent stream sends now and then; empty: nothing."""
+    done: bytes
+    """What ends the stream."""
+
+
+SSE = Framing(content_type="text/event-stream; charset=utf-8", frame=event, ping=PING, done=DONE)
+NDJSON = Framing(content_type="application/x-ndjson", frame=lambda data: data + b"\n", ping=b"", done=b"")
+
+
+class Events(Protocol):
+    """Writes the chunks of an answer down in a route's format."""
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        """The events of one chunk, as bytes."""
+
+    def closing(self) -> bytes:
+        """The events after the last chunk, those of the framing not among them."""
+
+
+async def stream(
+    request: web.Request,
+    service: Service,
+    generations: Sequence[Generation],
+    events: Events,
+    framing: Framing = SSE,
+) -> web.StreamResponse:
+    """Answer with the chunks of `generations` as they come. They have been started, so that errors in the request
+    have become HTTP errors; what fails from here on is an event, after which the connection is closed."""
+    response = web.StreamResponse(headers={"Content-Type": framing.content_type, **HEADERS})
+    config = service.config
+    connection = Connection(request, response, config.write_timeout)
+    try:
+        await response.prepare(request)
+        await _Stream(request, response, connection, generations, events).run(config.ping_interval, framing.ping)
+        if ending := events.closing() + framing.done:
+            await connection.write(ending)
+    except ConnectionError:
+        response.force_close()
+    except Exception as error:
+        response.force_close()
+        with contextlib.suppress(ConnectionError):
+            await connection.write(framing.frame(body_of(as_api_error(error))) + framing.done)
+    finally:
+        for generation in generations:
+            generation.cancel()
+    return response
+
+
+class _Stream:
+    """The body of one response. States: direct (the listeners write) and slow (the handler's task does, and waits for
+    the client); chunks that nobody takes meanwhile become one."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        connection: Connection,
+        generations: Sequence[Generation],
+        events: Events,
+    ) -> None:
+        self._transport = request.transport
+        self._connection = connection
+        self._chunked = response.headers.get("Transfer-Encoding") == "chunked"
+        """HTTP/1.0 has no chunks: there the end of the connection ends the body."""
+        self._events = events
+        self._open = list(generations)
+        self._slow = False
+        self._silent = False
+        """Nothing was written since the last ping was due."""
+        self._failure: Exception | None = None
+        """What a listener met; raised in the handler's task."""
+        self._wake = asyncio.Event()
+
+    async def run(self, ping_interval: float, ping: bytes) -> None:
+        """Write until all generations have ended. Raises their errors, and ConnectionError when the client is gone."""
+        for generation in self._open:
+            generation.listen(partial(self._forward, generation))
+        for generation in list(self._open):
+            self._forward(generation)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(ping_interval, self._wake.set)
+        try:
+            while self._open:
+                await self._wake.wait()
+                self._wake.clear()
+                if self._failure is not None:
+                    raise self._failure
+                if self._slow:
+                    await self._catch_up()
+                if loop.time() >= timer.when():
+                    if self._silent and ping:
+                        await self._write(ping)
+                    self._silent = True
+                    timer = loop.call_later(ping_interval, self._wake.set)
+        finally:
+            timer.cancel()
+
+    def _forward(self, generation: Generation) -> None:
+        """The listener: write what the generation has. Runs inside the engine's task, so nothing may be raised."""
+        transport = self._transport
+        if self._slow or self._failure is not None:
+            self._wake.set()
+            return
+        try:
+            if transport is None or transport.is_closing():
+                raise ClientConnectionResetError("The client has left.")
+            if transport.get_write_buffer_size() > UNSENT_BYTES:
+                self._slow = True
+                self._wake.set()
+                return
+            ended = generation.ended
+            while (chunk := generation.poll()) is not None:
+                data = self._encoded(chunk)
+                transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+                self._silent = False
+            if ended:
+                self._open.remove(generation)
+                if not self._open:
+                    self._wake.set()
+        except Exception as error:
+            self._failure = error
+            self._wake.set()
+
+    async def _catch_up(self) -> None:
+        """Write at the client's pace until it keeps up again."""
+        for generation in list(self._open):
+            ended = generation.ended
+            while (chunk := generation.poll()) is not None:
+                await self._write(self._encoded(chunk))
+            if ended:
+                self._open.remove(generation)
+        assert self._transport is not None
+        if self._transport.get_write_buffer_size() <= UNSENT_BYTES:
+            self._slow = False
+            for generation in list(self._open):
+                self._forward(generation)
+
+    async def _write(self, data: bytes) -> None:
+        self._silent = False
+        await self._connection.write(data)
+
+    def _encoded(self, chunk: Chunk) -> bytes:
+        if chunk.finish_reason == "error":
+            chunk.finish_reason = None  # the event that follows says so
+        return self._events.chunk(chunk)

@@ -1,0 +1,78 @@
+"""POST /tokenize, /detokenize and /v1/encode: texts and conversations as token ids, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from asyncllm.server.chat import normalised
+from asyncllm.server.chunks import encode
+from asyncllm.server.decode import read_struct
+from asyncllm.server.errors import ApiError
+from asyncllm.server.native_requests import DetokenizeRequest, EncodeRequest, TokenizeRequest
+from asyncllm.server.native_responses import DetokenizeResponse, EncodeResponse, TokenizeResponse
+from asyncllm.server.options import template_options
+from asyncllm.server.requests import refuse_unsupported
+from asyncllm.server.service import service_of
+
+__all__ = ["detokenize", "encode_texts", "tokenize"]
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """Token ids of a text as it is, or of a conversation as a chat has it."""
+    service = service_of(request)
+    body = await read_struct(request, TokenizeRequest, service.config)
+    service.check_model(body.model)
+    refuse_unsupported(body)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "Send either prompt or messages.", code="invalid_value", param="prompt")
+    prompt: Any = body.prompt if body.messages is None else normalised(body.messages)
+    encoded: Any = await service.engine.encode(
+        [prompt],
+        do_preprocess=body.messages is not None,
+        add_bos=body.add_special_tokens is not False,
+        **template_options(body),
+    )
+    ids = encoded[0]
+    spell = service.engine.tokenizer.token_text
+    admission = service.engine.admission
+    answer = TokenizeResponse(count=len(ids), max_model_len=admission.session_len, tokens=ids)
+    if body.return_token_strs:
+        answer.token_strs = await admission.off_loop(lambda: [spell(token) for token in ids], len(ids))
+    return _json(answer)
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """The text of token ids, special tokens included."""
+    service = service_of(request)
+    body = await read_struct(request, DetokenizeRequest, service.config)
+    service.check_model(body.model)
+    engine = service.engine
+
+    def decode() -> str:
+        ids = engine.admission.check_token_ids(body.tokens, "tokens")
+        return engine.tokenizer.decode(ids, skip_special_tokens=False)
+
+    return _json(DetokenizeResponse(prompt=await engine.admission.off_loop(decode, len(body.tokens))))
+
+
+async def encode_texts(request: web.Request) -> web.Response:
+    """Token ids of a text or of several, as LMDeploy's route gives them."""
+    service = service_of(request)
+    body = await read_struct(request, EncodeRequest, service.config)
+    service.check_model(body.model)
+    if not 1 <= len(body.input) <= service.config.max_prompts and isinstance(body.input, list):
+        raise ApiError(
+            400,
+            f"input holds {len(body.input)} texts. Send 1 to {service.config.max_prompts} in a request.",
+            code="invalid_value",
+            param="input",
+        )
+    ids: Any = await service.engine.encode(body.input, do_preprocess=body.do_preprocess, add_bos=body.add_bos)
+    length = len(ids) if isinstance(body.input, str) else [len(each) for each in ids]
+    return _json(EncodeResponse(input_ids=ids, length=length))
+
+
+def _json(answer: Any) -> web.Response:
+    return web.Response(body=encode(answer), content_type="application/json")

@@ -1,0 +1,34 @@
+"""Files of quality of service, and the time, for tests of who is next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from asyncllm.engine.quality_of_service import Policy
+
+__all__ = ["Clock", "policy", "policy_of"]
+
+
+class Clock:
+    """Time stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def policy(groups: dict[str, dict[str, float]], **fields: Any) -> dict[str, Any]:
+    """What the file holds: group -> user -> quota, and `fields` in place of its own."""
+    members = {
+        name: [{"id": user, "quota_pct": quota} for user, quota in users.items()] for name, users in groups.items()
+    }
+    return {"enable_user_qos": True, "user_groups": list(groups), "user_group_map": members, **fields}
+
+
+def policy_of(groups: dict[str, dict[str, float]]) -> Policy:
+    """The same, read."""
+    return msgspec.convert(policy(groups), Policy)

@@ -1,0 +1,64 @@
+"""What observers are told of a request that has ended."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from asyncllm.config import EngineConfig, GenerationConfig
+from asyncllm.engine.record import RequestRecord
+from asyncllm.errors import RequestFailed
+from asyncllm.testing import FakeEngine
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_an_answered_request_has_been_through_all_stages_in_order() -> None:
+    records: list[RequestRecord] = []
+    began = time.monotonic()
+    async with FakeEngine({"ping": "pong"}) as engine:
+        engine.observers.append(records.append)
+        await engine.generate("ping")
+        await engine.generate("ping", GenerationConfig(n=2, max_new_tokens=3))
+        stats = engine.stats()
+    first, second = records
+    assert first.admitted is not None
+    assert first.prefilled is not None
+    assert began <= first.arrived <= first.queued <= first.admitted < first.prefilled < first.ended <= time.monotonic()
+    assert first.finish_reasons == ("stop",)
+    assert (first.generated_tokens, first.longest_answer) == (5, 5)  # four bytes and the end of sequence
+    assert (first.cached_tokens, second.cached_tokens) == (0, second.prompt_tokens // 4 * 4)
+    assert second.finish_reasons == ("length", "length")
+    assert (second.generated_tokens, second.longest_answer) == (6, 3)
+    assert stats.sampled_tokens == 5 + 6
+
+
+async def test_a_request_that_leaves_the_queue_was_never_admitted() -> None:
+    records: list[RequestRecord] = []
+    async with FakeEngine("x" * 50, EngineConfig(max_batch_size=1)) as engine:
+        engine.observers.append(records.append)
+        engine.executor.pause()
+        running, waiting = engine.generate("a"), engine.generate("b")
+        await running.start()
+        await waiting.start()
+        await waiting.aclose()
+        engine.executor.resume()
+        await running
+    left, answered = records
+    assert (left.admitted, left.prefilled, left.finish_reasons, left.generated_tokens) == (None, None, ("abort",), 0)
+    assert answered.finish_reasons == ("stop",)
+
+
+async def test_a_failure_is_a_reason_and_a_failing_observer_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    records: list[RequestRecord] = []
+
+    def fail(record: RequestRecord) -> None:
+        raise ValueError("no room for this record")
+
+    async with FakeEngine(row_failure=lambda prompt: "not finite") as engine:
+        engine.observers += [fail, records.append]
+        with pytest.raises(RequestFailed):
+            await engine.generate("ping")
+    assert [record.finish_reasons for record in records] == [("error",)]
+    assert "no room for this record" in caplog.text

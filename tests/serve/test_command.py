@@ -1,0 +1,183 @@
+"""`asyncllm serve` as a real process: it serves, drains, and ends."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from asyncllm import cli
+from asyncllm.serve.command import fastest_loop
+from tests.serve.processes import ServerProcess, free_port
+
+SMALL = ["--num-gpu-blocks", "200", "--device-type", "cpu"]
+HELLO: list[Any] = [{"role": "user", "content": "hi"}]
+LONG = 1500
+"""Tokens of an answer that still runs when a signal comes."""
+
+
+@pytest.fixture
+def options(tiny_checkpoint: Path) -> list[str]:
+    return [str(tiny_checkpoint), "--server-port", "0", *SMALL]
+
+
+def client_of(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="k2", max_retries=0)
+
+
+def stream(client: openai.OpenAI, tokens: int) -> openai.Stream[Any]:
+    answer: openai.Stream[Any] = client.chat.completions.create(
+        model="tiny", messages=HELLO, stream=True, max_tokens=tokens, extra_body={"ignore_eos": True}
+    )
+    return answer
+
+
+def listens(server: ServerProcess) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(server.url.rpartition(":")[2]))) == 0
+
+
+def test_it_serves_and_sigterm_lets_a_running_stream_finish(options: list[str]) -> None:
+    with ServerProcess("api_server", *options, "--api-keys", "k1", "k2", "--log-level", "ERROR") as server:
+        with client_of(server.ready()) as client:
+            assert client.chat.completions.create(model="tiny", messages=HELLO).usage is not None
+            running = stream(client, LONG)
+            next(running)
+            server.process.send_signal(signal.SIGTERM)
+            *_, last = running
+            assert last.choices[0].finish_reason == "length"
+        assert server.end() == (0, "Ctrl-C lets answers finish, twice stops at once.\n")
+        assert not server.left_over()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_second_signal_ends_at_once(number: signal.Signals, options: list[str]) -> None:
+    with ServerProcess(*options) as server, client_of(server.ready()) as client:
+        running = stream(client, 7000)
+        next(running)
+        server.process.send_signal(number)
+        while listens(server):
+            time.sleep(0.01)
+        began = time.monotonic()
+        server.process.send_signal(number)
+        with pytest.raises(openai.APIError):
+            list(running)
+        assert server.end()[0] == 0
+        assert time.monotonic() - began < 5
+
+
+def test_an_idle_server_ends_by_ctrl_c(options: list[str]) -> None:
+    with ServerProcess(*options) as server:
+        server.ready()
+        status, written = server.end(signal.SIGINT)
+    assert status == 0
+    assert "Traceback" not in written
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+def test_ending_it_while_the_model_loads_leaves_nothing(number: signal.Signals, options: list[str]) -> None:
+    port = free_port()
+    with ServerProcess(*options, "--server-port", str(port)) as server:
+        server.wait_for_socket(port)
+        status, written = server.end(number)
+        assert status == (-number if number == signal.SIGKILL else 0)
+        assert "Traceback" not in written
+        assert not server.left_over()
+        server.url = f"http://127.0.0.1:{port}"
+        assert not listens(server)
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with ServerProcess("--server-port", str(taken.getsockname()[1])) as server:
+            status, written = server.end()
+    assert status == 2
+    assert "error: --server-port: Cannot listen on 127.0.0.1:" in written
+    assert "Traceback" not in written
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["./nowhere", "--server-port", "0"], 1, "./nowhere"),
+        (["api_server", "--server-name", "0.0.0.0"], 2, "error: --server-name: "),
+        (["--ssl"], 2, "error: --ssl: ssl needs a key and a certificate"),
+        (["--ssl", "--ssl-keyfile", "./no.key", "--ssl-certfile", "./no.pem"], 2, "FileNotFoundError"),
+        (["--ssl-keyfile", "./no.key"], 2, "error: --ssl-keyfile: "),
+        (["--api-key-file", "./no.keys"], 2, "error: --api-key-file: "),
+        (["--allow-origins", "*"], 2, "error: --allow-origins: "),
+        (["--api-keys", "k1", "k2", "tiny-chat"], 2, "--api-keys takes all words that follow"),
+        (["--server-prt", "1"], 2, "did you mean --server-port?"),
+        (["--tp", "2"], 1, "tensor parallelism"),
+        (["--backend", "cuda"], 2, "invalid choice: 'cuda'"),
+        (["tiny-chat", "other"], 2, "other"),
+    ],
+    ids=str,
+)
+def test_mistakes(
+    arguments: list[str],
+    status: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SSL_KEYFILE", raising=False)
+    try:
+        found = cli.main(["serve", *arguments])
+    except SystemExit as end:
+        found = int(end.code or 0)
+    assert found == status
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def parsed(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The options with which `asyncllm serve` would run."""
+    from asyncllm.serve import command
+
+    found: dict[str, Any] = {}
+
+    def serve(options: Any) -> int:
+        found.update(vars(options))
+        return 0
+
+    monkeypatch.setattr(command, "_serve", serve)
+    assert cli.main(arguments) == 0
+    return found
+
+
+def test_how_a_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parsed(["serve"], monkeypatch)["model"] is None
+    assert parsed(["serve", "folder"], monkeypatch)["model"] == "folder"
+    assert parsed(["serve", "--server-port", "1", "folder"], monkeypatch)["model"] == "folder"
+    assert parsed(["serve", "api_server"], monkeypatch)["model"] is None
+    assert parsed(["serve", "api_server", "folder"], monkeypatch)["model"] == "folder"
+    assert parsed(["serve", "./api_server"], monkeypatch)["model"] == "./api_server"
+
+
+def test_options_as_lmdeploy_spells_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = "--server_port 8000 --api-keys a b --backend turbomind --disable-fastapi-docs --session-len 9"
+    options = parsed(["serve", "api_server", "m", *given.split()], monkeypatch)
+    wanted = {"server_port": 8000, "api_keys": ["a", "b"], "disable_docs": True, "session_len": 9}
+    assert {name: options[name] for name in wanted} == wanted
+
+
+def test_uvloop_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kind(make: Callable[[], Any]) -> str:
+        loop = make()
+        loop.close()
+        return type(loop).__module__
+
+    assert kind(fastest_loop()) == "uvloop"
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    assert kind(fastest_loop()).startswith("asyncio")

@@ -1,0 +1,63 @@
+"""POST /v1/embeddings, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import math
+
+import openai
+import pytest
+
+from asyncllm.testing import FakeEngine
+from tests.server.serving import serving
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_vectors_come_in_order_and_are_those_of_the_engine() -> None:
+    async with serving(FakeEngine()) as served, served.openai() as client:
+        # The package asks for base64 unless it is told otherwise, and unpacks it.
+        packed = await client.embeddings.create(model="fake", input=["one", "another"])
+        plain = await client.embeddings.create(model="fake", input=["one", "another"], encoding_format="float")
+        alone = await served.engine.embed("another")
+    assert [each.index for each in packed.data] == [0, 1]
+    assert packed.usage.prompt_tokens == packed.usage.total_tokens > 0
+    assert not isinstance(alone, list)
+    assert plain.data[1].embedding == alone.values
+    assert packed.data[1].embedding == pytest.approx(alone.values, abs=1e-7)
+    assert packed.data[0].embedding != packed.data[1].embedding
+    assert math.isclose(sum(value * value for value in plain.data[0].embedding), 1.0, rel_tol=1e-6)
+
+
+async def test_token_ids_dimensions_and_pooling() -> None:
+    async with serving(FakeEngine()) as served, served.openai() as client:
+        text = await client.embeddings.create(model="fake", input="abc", encoding_format="float")
+        ids = await client.embeddings.create(model="fake", input=[[97, 98, 99]], encoding_format="float")
+        short = await client.embeddings.create(model="fake", input="abc", dimensions=2)
+        mean = await client.embeddings.create(
+            model="fake", input="abc", encoding_format="float", extra_body={"pooling": "mean"}
+        )
+    assert ids.data[0].embedding == text.data[0].embedding
+    assert len(short.data[0].embedding) == 2
+    assert mean.data[0].embedding != text.data[0].embedding
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": ["one", 5]}, "input"),
+        ({"input": [-1]}, "input"),
+        ({"dimensions": 10**6}, "dimensions"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+    ],
+    ids=str,
+)
+async def test_what_cannot_be_embedded_is_a_400_that_names_the_field(fields: dict[str, object], param: str) -> None:
+    async with serving(FakeEngine()) as served:
+        status, answer = await served.post("/v1/embeddings", {"model": "fake", "input": "abc", **fields})
+        assert (status, answer["error"]["param"]) == (400, param)
+        async with served.openai() as client:
+            with pytest.raises(openai.NotFoundError):
+                await client.embeddings.create(model="other", input="abc")

@@ -1,0 +1,81 @@
+"""The three questions of /health, and what each answers when the engine is busy, stuck, dead or told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from asyncllm.config import EngineConfig
+from asyncllm.testing import FakeEngine
+from tests.engine.waits import until
+from tests.server.serving import Served, serving
+
+pytestmark = pytest.mark.anyio
+
+PING: list[Any] = [{"role": "user", "content": "ping"}]
+ALL = ("/health", "/health/live", "/health/ready")
+
+
+async def ask(served: Served, path: str) -> tuple[int, str]:
+    status, body = await served.get(path)
+    return status, body["status"]
+
+
+async def test_an_idle_server_is_well_however_long() -> None:
+    async with serving(FakeEngine(), progress_timeout=0.05, api_keys=["secret"]) as served:
+        await asyncio.sleep(0.2)
+        assert [await ask(served, path) for path in ALL] == [(200, "healthy")] * 3
+
+
+async def test_work_without_progress_is_a_stall_until_a_step_finishes() -> None:
+    engine = FakeEngine("x" * 500)
+    async with serving(engine, progress_timeout=0.3) as served:
+        engine.executor.pause()
+        asking = asyncio.create_task(served.post("/v1/chat/completions", {"messages": PING}))
+        await until(lambda: engine.stats().running)
+        assert await ask(served, "/health") == (200, "healthy")
+        await asyncio.sleep(0.4)
+        assert await ask(served, "/health") == (503, "stalled")
+        assert await ask(served, "/health/ready") == (503, "stalled")
+        assert await ask(served, "/health/live") == (200, "stalled")
+        _, body = await served.get("/health")
+        assert body["running"] == 1
+        assert 0.4 <= body["seconds_since_progress"] < 30
+        engine.executor.resume()
+        status, _ = await asking
+        assert status == 200
+        assert await ask(served, "/health") == (200, "healthy")
+
+
+async def test_a_full_queue_that_moves_is_no_stall() -> None:
+    engine = FakeEngine("x" * 40, EngineConfig(max_batch_size=1), delay_per_token=0.005)
+    async with serving(engine, progress_timeout=0.5) as served:
+        asking = [asyncio.create_task(served.post("/v1/chat/completions", {"messages": PING})) for _ in range(8)]
+        seen = set()
+        most_waiting = 0
+        while not all(each.done() for each in asking):
+            for path in ALL:
+                seen.add(await ask(served, path))
+            most_waiting = max(most_waiting, engine.stats().waiting)
+            await asyncio.sleep(0.02)
+        assert all(each.result()[0] == 200 for each in asking)
+    assert seen == {(200, "healthy")}
+    assert most_waiting >= 6
+
+
+async def test_a_dead_engine_is_no_longer_alive() -> None:
+    async with serving(FakeEngine(fail_at=0)) as served:
+        assert (await served.post("/v1/chat/completions", {"messages": PING}))[0] == 503
+        assert [await ask(served, path) for path in ALL] == [(503, "dead")] * 3
+
+
+async def test_a_draining_server_is_well_but_takes_no_more() -> None:
+    engine = FakeEngine("x" * 100)
+    async with serving(engine, drain_delay=30.0) as served:
+        served.service.stop.set()
+        await until(lambda: served.service.phase.value == "draining")
+        assert [await ask(served, path) for path in ALL] == [(200, "draining"), (200, "draining"), (503, "draining")]
+        assert (await served.post("/v1/chat/completions", {"messages": PING}))[0] == 503
+        assert (await served.get("/v1/models"))[0] == 200

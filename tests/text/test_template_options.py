@@ -1,0 +1,104 @@
+"""How a conversation's text ends, and variables of a checkpoint's template, against `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from asyncllm.errors import InvalidParameter, UnsupportedFeature
+from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.templates import MODELS
+from tests.text.conversations import JINJA, turns
+
+THINKING = (
+    JINJA["chatml"] + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think></think>' }}{% endif %}{{ mode }}"
+)
+
+
+@pytest.mark.parametrize("name", ["chatml", "trimming"])
+def test_a_new_answer_begins_behind_the_assistants_last_word_as_in_transformers(
+    checkpoint: Callable[..., Path], name: str
+) -> None:
+    folder = checkpoint(chat_template=JINJA[name])
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    template = ChatTemplate.open(folder)
+    messages = turns("Hi", "Well,")
+    expected = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert template.render(messages, continue_final_message=False) == expected
+    continued = oracle.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert template.render(messages, add_generation_prompt=False, continue_final_message=True) == continued
+    assert template.render(messages) == continued
+    closed = oracle.apply_chat_template(messages, tokenize=False)
+    assert template.render(messages, add_generation_prompt=False) == closed
+
+
+def test_only_the_assistants_message_is_continued(checkpoint: Callable[..., Path]) -> None:
+    for template in (ChatTemplate.open(checkpoint(chat_template=JINJA["chatml"])), open_builtin(checkpoint, "qwen")):
+        with pytest.raises(InvalidParameter, match="it is the user's") as caught:
+            template.render(turns("Hi"), continue_final_message=True)
+        assert caught.value.param == "continue_final_message"
+
+
+def open_builtin(checkpoint: Callable[..., Path], name: str) -> ChatTemplate:
+    return ChatTemplate.open(checkpoint(), name)
+
+
+def test_a_built_in_template_ends_in_all_three_ways(checkpoint: Callable[..., Path]) -> None:
+    template = open_builtin(checkpoint, "yi")
+    begun = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nWell,"
+    messages = turns("Hi", "Well,")
+    assert template.render(messages) == begun
+    assert template.render(messages, add_generation_prompt=False) == begun + "<|im_end|>\n"
+    answer = "<|im_end|>\n<|im_start|>assistant\n"
+    assert template.render(messages, continue_final_message=False) == begun + answer
+
+
+def test_a_users_class_is_not_asked_for_what_it_does_not_know(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Plain:
+        def get_prompt(self, prompt: str, sequence_start: bool = True) -> str:
+            return prompt
+
+        def messages2prompt(self, messages: Any, sequence_start: bool = True) -> str:
+            return " + ".join(message["content"] for message in messages)
+
+    monkeypatch.setattr(MODELS, "_users", dict(MODELS._users))
+    MODELS.register_module(name="plain", module=Plain)
+    template = open_builtin(checkpoint, "plain")
+    assert template.render(turns("U", "A")) == "U + A"
+    for options in ({"add_generation_prompt": False}, {"continue_final_message": False}):
+        with pytest.raises(UnsupportedFeature, match="does not know") as caught:
+            template.render(turns("U", "A"), **options)
+        assert caught.value.param == next(iter(options))
+
+
+def test_variables_reach_the_template_as_in_transformers(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint(chat_template=THINKING)
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    template = ChatTemplate.open(folder)
+    for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True, "mode": "x"}):
+        expected = oracle.apply_chat_template(turns("Hi"), tokenize=False, add_generation_prompt=True, **variables)
+        assert template.render(turns("Hi"), variables=variables) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["thinking", "messages", "add_generation_prompt", "tools", "bos_token", "raise_exception", "range", "message"],
+)
+def test_other_names_are_refused(checkpoint: Callable[..., Path], name: str) -> None:
+    source = THINKING + "{{ bos_token }}{% if false %}{{ raise_exception(range(tools)) }}{% endif %}"
+    template = ChatTemplate.open(checkpoint(chat_template=source))
+    with pytest.raises(InvalidParameter, match="Its variables are: enable_thinking, mode") as caught:
+        template.render(turns("Hi"), variables={name: "x"})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_a_built_in_template_has_no_variables(checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(UnsupportedFeature, match="which has no variables"):
+        open_builtin(checkpoint, "qwen").render(turns("Hi"), variables={"enable_thinking": False})
