@@ -41,6 +41,8 @@ class Shapes:
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
     rows: tuple[int, ...] = (1, 16, 64, 256)
+    gated: tuple[int, ...] = (128, 512, 1024, 2048, 4096)
+    """More numbers of rows for products with a gate, whose kernel depends on them."""
     chunk: int = 8192
     """Tokens of a prefill step."""
     decode: tuple[tuple[int, int], ...] = ((1, 256), (16, 640), (64, 640), (256, 1024))
@@ -249,6 +251,20 @@ def _activation(shapes: Shapes) -> Iterator[Entry]:
     def silu_torch(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
+
+    def apart(x: Tensor, weight: Tensor) -> Tensor:
+        return kernels.silu_mul(F.linear(x, weight))
+
+    weight = (2 * shapes.intermediate, shapes.hidden)
+    for rows in (*shapes.rows, *shapes.gated, shapes.chunk):
+        moved = weight[0] * shapes.hidden + rows * (shapes.hidden + shapes.intermediate)
+        yield Entry(
+            f"linear_silu_mul {rows}",
+            _on(shapes, kernels.linear_silu_mul, (rows, shapes.hidden), weight),
+            moved * shapes.dtype.itemsize,
+            flops=2.0 * rows * weight[0] * weight[1],
+            peer=_on(shapes, apart, (rows, shapes.hidden), weight),
+        )
 
     for rows in (*shapes.rows, shapes.chunk):
         plane = (rows, 2 * shapes.intermediate)

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from asyncllm import ChatTemplateConfig, EngineConfig, GenerationConfig, InvalidParameter, UnsupportedFeature, flags
+from asyncllm import (
+    ChatTemplateConfig,
+    EngineConfig,
+    GenerationConfig,
+    InvalidParameter,
+    ServerConfig,
+    UnsupportedFeature,
+    flags,
+)
 
-CONFIGS = [EngineConfig, GenerationConfig, ChatTemplateConfig]
+CONFIGS = [EngineConfig, GenerationConfig, ChatTemplateConfig, ServerConfig]
 
 
 def parse(config: type, *arguments: str) -> object:

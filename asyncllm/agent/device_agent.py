@@ -33,7 +33,7 @@ from asyncllm.agent.sampler import NOT_FINITE
 from asyncllm.agent.thread_state import own_thread_state
 from asyncllm.agent.transfers import MAX_STEPS_IN_FLIGHT, Transfers
 from asyncllm.agent.upload import upload
-from asyncllm.agent.warm_up import largest_step, measure_reserve, warm_up_batches
+from asyncllm.agent.warm_up import largest_step, measure_reserve, warm_up_batches, warm_up_mlps
 from asyncllm.batch import Batch, Limits, PrefillRow, StartTimes, StepOutput, SwapPlan
 from asyncllm.config import EngineConfig
 from asyncllm.kernels import PagedKV
@@ -175,6 +175,8 @@ class DeviceAgent:
                 self._swaps = BlockTransfers(self._pool, host_pool)
             times.lap("pool")
             self._graphs = self._capture(sizes)
+            if self.on_gpu:
+                warm_up_mlps(self.model, config.prefill_budget + config.max_batch_size)
         self.limits: Limits = opened.limits(
             num_blocks,
             config.tokens_per_block,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from asyncllm.kernels import PagedKV
 from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.decoder import DecoderLM
 
-__all__ = ["largest_step", "measure_reserve", "warm_up_batches"]
+__all__ = ["largest_step", "measure_reserve", "mlp_sizes", "warm_up_batches", "warm_up_mlps"]
 
 SAFETY_BYTES = 256 * 2**20
 """Left free on top of what was measured: library workspaces that appear later, and fragmentation."""
@@ -119,3 +120,22 @@ def warm_up_batches(num_blocks: int, block_size: int, max_tokens: int, max_posit
         yield Batch(step=0, starts=starts, new_blocks=tables, copies=copies, decode=[], prefill=rows[:1])
         yield Batch(step=0, starts=[], new_blocks=[], copies=[], decode=[0], prefill=rows[1:])
         yield Batch(step=0, starts=[], new_blocks=[], copies=[], decode=[0], prefill=[])
+
+
+def mlp_sizes(max_tokens: int) -> list[int]:
+    """Numbers of tokens that between them take every kernel which an MLP of up to `max_tokens` tokens may take: no
+    table has a range that begins and ends between two of them."""
+    powers = [1 << power for power in range(max_tokens.bit_length())]
+    sizes = sorted({*powers, *(power * 3 // 2 for power in powers), max_tokens})
+    return [size for size in sizes if size <= max_tokens]
+
+
+@torch.inference_mode()
+def warm_up_mlps(model: DecoderLM, max_tokens: int) -> None:
+    """Compile what an MLP takes in steps of several prompts, which have more tokens than a session may."""
+    weight = model.embed.weight
+    kinds: dict[type, Any] = {type(block.mlp): block.mlp for block in model.layers}
+    for size in mlp_sizes(max_tokens):
+        x = torch.zeros(size, model.config.hidden_size, dtype=weight.dtype, device=weight.device)
+        for mlp in kinds.values():
+            mlp(x)

@@ -11,7 +11,7 @@ from asyncllm.kernels.attention import (
 )
 from asyncllm.kernels.cache import PagedKV, copy_blocks, fill_kv_cache, plan_cache_write
 from asyncllm.kernels.embedding import embed, gather_rows
-from asyncllm.kernels.linear import linear, linear_invariant
+from asyncllm.kernels.linear import linear, linear_invariant, linear_silu_mul
 from asyncllm.kernels.moe import fused_experts, route
 from asyncllm.kernels.norm import add_rms_norm, layer_norm, rms_norm
 from asyncllm.kernels.rotary import Rotation, apply_rotary, rope_fill_kv, rotation
@@ -35,6 +35,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_invariant",
+    "linear_silu_mul",
     "paged_decode_attention",
     "paged_prefill_attention",
     "plan_cache_write",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from asyncllm.kernels.dispatch import op
 
-__all__ = ["check_out", "linear", "linear_invariant"]
+__all__ = ["check_out", "linear", "linear_invariant", "linear_silu_mul"]
 
 
 @op("linear:linear")
@@ -20,6 +20,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
     check_out(x, weight, out)
     y = F.linear(x, weight, bias)
     return y if out is None else out.copy_(y)
+
+
+@op("linear_gated:linear_silu_mul")
+def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(gate) * up, where gate and up are the halves of x weight^T: `silu_mul` of `linear`, to the same roundings.
+
+    x [..., K], weight [2 * N, K] (the N rows of the gate first), both of one dtype -> [..., N].
+    """
+    gate, up = F.linear(x, weight).chunk(2, -1)
+    return F.silu(gate).mul_(up)
 
 
 @op("linear:linear_invariant")

@@ -16,6 +16,9 @@ Activation = Literal["silu", "gelu_tanh"]
 
 _GATES = {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_tanh_mul}
 
+_FUSED = {(kernels.linear, kernels.silu_mul): kernels.linear_silu_mul}
+"""Products and gates that are one op together, for weights without bias."""
+
 
 class GatedMLP(Layer):
     """x [T, hidden] -> [T, hidden]."""
@@ -29,5 +32,8 @@ class GatedMLP(Layer):
         self.gate = _GATES[activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.gate(self.gate_up(x)))
+        gate_up = self.gate_up
+        # Whatever else the product is by now (batch invariant, say) has its own gate behind it.
+        fused = _FUSED.get((gate_up.product, self.gate)) if gate_up.bias is None else None
+        out: Tensor = self.down(self.gate(gate_up(x)) if fused is None else fused(x, gate_up.weight))
         return out

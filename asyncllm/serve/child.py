@@ -8,7 +8,6 @@ there goes to standard error.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import ssl
@@ -29,7 +28,6 @@ __all__ = ["Settings", "main", "start"]
 
 PROGRAM = "import sys; sys.path[:] = {path!r}; from asyncllm.serve.child import main; main()"
 """Run with the parent's import path, which need not be an interpreter's own."""
-
 
 LAST_SECONDS = 30.0
 """Beyond its own deadlines, for a server to end before it is killed."""
@@ -75,8 +73,9 @@ def start(settings: Settings) -> APIClient:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        process.stdin.write(msgspec.json.encode(settings) + b"\n")
-        process.stdin.flush()
+        with suppress(BrokenPipeError):  # then it says nothing either
+            process.stdin.write(msgspec.json.encode(settings) + b"\n")
+            process.stdin.flush()
         line = process.stdout.readline()
         if not line:
             raise EngineError(
@@ -132,7 +131,6 @@ def main() -> None:
     from asyncllm.serve.command import fastest_loop
     from asyncllm.server.run import run
 
-    logging.basicConfig(level=settings.server.log_level)
     try:
         engine = AsyncEngine(settings.model_path, settings.engine, settings.template)
         with asyncio.Runner(loop_factory=fastest_loop()) as runner:

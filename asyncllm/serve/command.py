@@ -4,7 +4,6 @@ runs."""
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +83,6 @@ def _serve(options: argparse.Namespace) -> int:
     from asyncllm.engine.async_engine import AsyncEngine
     from asyncllm.server.run import run
 
-    logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     engine = AsyncEngine(options.model or DEFAULT_MODEL, engine_config, template)
     with asyncio.Runner(loop_factory=fastest_loop()) as runner:
         runner.run(run(engine, config))

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 from aiohttp import web
 
-from asyncllm.server.access import Auth
+from asyncllm.server.access import KEY, Auth
 from asyncllm.server.access_log import log_request
 from asyncllm.server.connection import send
 from asyncllm.server.errors import as_api_error
@@ -21,8 +21,6 @@ __all__ = ["build_app"]
 
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 """The client's X-Request-Id if it is one, else a new one; the response carries it."""
-KEY = web.RequestKey("KEY", int)
-"""Which of the server's keys the request brought; -1 when it needs none."""
 
 CLIENT_LEFT = 499
 """The status that is logged and counted, after nginx, when nobody was there any more to read one."""

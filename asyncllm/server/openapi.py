@@ -89,29 +89,29 @@ STREAMS = {
     "application/x-ndjson": "With `stream: true`: lines of JSON, each a chunk.",
 }
 
-MESSAGE: Schema = {
-    "type": "object",
-    "required": ["role", "content"],
-    "additionalProperties": False,
-    "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {
-                        "type": "object",
-                        "required": ["type", "text"],
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string", "minLength": 1}},
-                    },
-                },
-            ]
+
+def _message(roles: list[str], least: int) -> Schema:
+    text: Schema = {"type": "string", "minLength": least}
+    part = {"type": "object", "required": ["type", "text"], "properties": {"type": {"const": "text"}, "text": text}}
+    return {
+        "type": "object",
+        "required": ["role", "content"],
+        "additionalProperties": False,
+        "properties": {
+            "role": {"enum": roles},
+            "content": {"anyOf": [text, {"type": "array", "minItems": least, "items": part}]},
+            "name": {"type": ["string", "null"]},
         },
-        "name": {"type": "string"},
-    },
+    }
+
+
+MESSAGE: Schema = {
+    "anyOf": [
+        _message(["user"], 1),
+        _message(["system", "developer", "assistant", "tool"], 0),
+    ]
 }
+"""Only a user has to say something."""
 
 
 async def openapi_json(request: web.Request) -> web.Response:
@@ -193,7 +193,7 @@ def _responses(route: Route, service: Service) -> Schema:
     elif route.content_type is not None:
         content[route.content_type] = {"schema": {"type": "string"} if "json" not in route.content_type else {}}
     if route.streams:
-        content[route.stream_type] = {"schema": {"type": "string", "description": STREAMS[route.stream_type]}}
+        content[route.stream_type] = {"schema": {"description": STREAMS[route.stream_type]}}
     error = {"application/json": {"schema": {"$ref": REF.format(name="Error")}}}
     statuses = {"403"}
     if route.body is not None:

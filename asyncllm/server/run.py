@@ -138,14 +138,17 @@ async def listening(
 
 
 def _http_logger() -> logging.Logger:
-    """aiohttp's, which leaves out broken requests: a traceback for each would let anybody fill the log."""
+    """aiohttp's, less broken requests and connections: with a traceback for each, anybody could fill the log."""
     found = logging.getLogger("asyncllm.server.http")
     found.addFilter(_is_ours)
     return found
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, web.RequestPayloadError)))
+    return not (
+        record.exc_info
+        and isinstance(record.exc_info[1], (HttpProcessingError, web.RequestPayloadError, ConnectionError))
+    )
 
 
 class _Refused(asyncio.Protocol):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncllm.errors import InvalidMessage, UnsupportedFeature
+from asyncllm.errors import InvalidMessage, UnsupportedFeature, short
 from asyncllm.types import Message
 
 __all__ = ["ROLES", "checked_messages", "checked_prompt"]
 
 ROLES = ("system", "user", "assistant", "tool")
 MEDIA_PARTS = frozenset({"image_url", "image", "image_data", "video_url", "video", "audio_url", "audio", "input_audio"})
-EXTRA_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
-"""Keys beside role and content that a checkpoint's own template may read."""
+EXTRA_KEYS = {"name": str, "tool_calls": list, "tool_call_id": str, "reasoning_content": str}
+"""Keys beside role and content that a checkpoint's own template may read, with their types."""
 
 
 def checked_prompt(prompt: object) -> str:
@@ -54,10 +54,12 @@ def _checked_message(message: Message | object, where: str) -> dict[str, Any]:
     if role is None:
         raise InvalidMessage(f"{where} has no 'role'. Add one of: {', '.join(ROLES)}.")
     if role not in ROLES:
-        raise InvalidMessage(f"{where} has the unknown role {role!r}. The roles are: {', '.join(ROLES)}.")
-    for key in fields:
+        raise InvalidMessage(f"{where} has the unknown role {short(role)}. The roles are: {', '.join(ROLES)}.")
+    for key, value in fields.items():
         if key not in ("role", "content", *EXTRA_KEYS):
-            raise InvalidMessage(f"{where} has the unknown key {key!r}. Remove it.")
+            raise InvalidMessage(f"{where} has the unknown key {short(key)}. Remove it.")
+        if not isinstance(value, EXTRA_KEYS.get(key, object)):
+            raise InvalidMessage(f"{where} has a {key!r} that is no {EXTRA_KEYS[key].__name__}. Correct or remove it.")
     if "content" not in fields:
         if role == "assistant" and "tool_calls" in fields:
             return {**fields, "content": ""}

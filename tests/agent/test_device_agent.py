@@ -20,9 +20,11 @@ from asyncllm.agent import device_agent, prompt_scores
 from asyncllm.agent.device_agent import OUT_OF_MEMORY, DeviceAgent, PendingStep, _steps_ahead
 from asyncllm.agent.graphs import bucket_sizes
 from asyncllm.agent.transfers import MAX_STEPS_IN_FLIGHT
+from asyncllm.agent.warm_up import warm_up_mlps
 from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart, StepOutput
 from asyncllm.config import EngineConfig
 from asyncllm.kernels import PagedKV, Rotation
+from asyncllm.layers.mlp import GatedMLP
 from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.decoder import DecoderLM
 from tests.agent.schedules import Answered, RandomSchedule, assert_same_output
@@ -391,6 +393,15 @@ def test_warming_up_keeps_within_a_small_pool_and_a_short_session(num_blocks: in
     agent = device_agent_of(tiny_llama(), num_gpu_blocks=num_blocks, session_len=session_len)
     agent._warm_up(agent.limits.max_position)
     assert agent.num_read > 0
+
+
+def test_mlps_are_warmed_up_beyond_the_longest_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    sizes: list[int] = []
+    forward = GatedMLP.forward
+    monkeypatch.setattr(GatedMLP, "forward", lambda mlp, x: (sizes.append(len(x)), forward(mlp, x))[1])
+    warm_up_mlps(model, 70)
+    assert sizes == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 70], "of one layer"
 
 
 def test_short_steps_are_launched_further_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ SMALL = Shapes(
     dtype=torch.float32,
     device="cpu",
     rows=(1, 3),
+    gated=(5,),
     chunk=20,
     decode=((1, 20), (3, 40)),
     prefill=((2, 24),),
@@ -54,6 +55,7 @@ def test_names_are_unique_and_cover_the_model() -> None:
         "decode_attention 256x1024",
         "decode_attention 1x256",
         "prefill_attention 1x8192",
+        "linear_silu_mul 1024",
         "silu_mul 16",
         "sample greedy 256",
         "sample top-k top-p 64",
@@ -72,6 +74,9 @@ def test_bytes_and_operations_are_those_of_llama_3_8b() -> None:
     assert table["prefill_attention 1x8192"].flops == 4 * 4096 * 8192 * 8193 / 2
     assert table["add_rms_norm 256"].size == 4 * 256 * 8192
     assert table["silu_mul 64"].size == 3 * 64 * 28672
+    gated = table["linear_silu_mul 128"]
+    assert gated.flops == 2 * 128 * 28672 * 4096
+    assert gated.size == (28672 * 4096 + 128 * (4096 + 14336)) * 2
     assert table["rope_fill_kv 1"].size == 2 * 6144 * 2 + 2 * 128 * 4
     assert table["sample greedy 1"].size == 256512
 

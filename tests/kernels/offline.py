@@ -54,6 +54,7 @@ def compile_case(case: Case) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     names = case.kernel.arg_names
     missing = set(names) - set(case.signature) - set(case.constexprs)
@@ -64,7 +65,7 @@ def compile_case(case: Case) -> Compiled:
         for index, name in enumerate(names)
         if name not in case.constexprs and case.signature[name].startswith("*")
     ]
-    source = ASTSource(
+    source = (GluonASTSource if isinstance(case.kernel, GluonJITFunction) else ASTSource)(
         fn=case.kernel,
         signature=signature,
         constexprs=case.constexprs,

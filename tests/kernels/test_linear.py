@@ -11,7 +11,8 @@ from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.kernels.triton import linear as launchers
-from asyncllm.kernels.triton import linear_invariant, linear_small
+from asyncllm.kernels.triton import linear_invariant
+from asyncllm.kernels.triton.counters import NUM_COUNTERS, zero_counters
 from asyncllm.kernels.triton.linear_small import GemvConfig, SkinnyConfig, gemv, skinny
 from tests.kernels import offline
 
@@ -64,7 +65,7 @@ def test_a_split_sum_leaves_its_counters_at_zero_and_repeats() -> None:
     x, weight = random(3, 256, dtype=torch.bfloat16), random(48, 256, seed=1, dtype=torch.bfloat16)
     config = SkinnyConfig(rows=16, columns=32, splits=3)
     first = skinny(x, weight, config=config)
-    assert not linear_small._counters(x.device).any()
+    assert not zero_counters(x.device).any()
     assert torch.equal(skinny(x, weight, config=config), first)
 
 
@@ -117,7 +118,7 @@ def test_every_configuration_of_the_table_fits_its_weight() -> None:
                     continue
                 assert most <= (4 if isinstance(config, GemvConfig) else 64)
                 assert n % config.rows == k % config.columns == 0
-                assert isinstance(config, GemvConfig) or n // config.rows <= linear_small._MAX_TILES
+                assert isinstance(config, GemvConfig) or n // config.rows <= NUM_COUNTERS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from asyncllm import kernels
 from asyncllm.layers.embedding import Embedding, OutputEmbedding, TiedOutputEmbedding
 from asyncllm.layers.linear import Linear, MergedLinear, QKVLinear
 from asyncllm.layers.mlp import GatedMLP
@@ -79,6 +80,25 @@ def test_gated_mlp(activation: str) -> None:
     act = nn.functional.silu(gate) if activation == "silu" else nn.functional.gelu(gate, approximate="tanh")
     expected = (act * up) @ down["weight", None, None].t() + down["bias", None, None]
     torch.testing.assert_close(mlp(x), expected)
+
+
+def test_a_gated_mlp_takes_product_and_gate_as_one_op_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    fused, plain = kernels.linear_silu_mul, kernels.linear
+    ops = {(plain, kernels.silu_mul): lambda x, weight: (used.append(x.shape), fused(x, weight))[1]}
+    monkeypatch.setattr("asyncllm.layers.mlp._FUSED", ops)
+    x = random(3, 4, seed=9)
+    mlp = GatedMLP(4, 6)
+    fill(mlp.gate_up), fill(mlp.down)
+    expected = mlp.down(kernels.silu_mul(mlp.gate_up(x)))
+    assert torch.equal(mlp(x), expected)
+    assert used == [(3, 4)]
+    mlp.gate_up.product = lambda x, weight, bias: 2 * plain(x, weight, bias)
+    torch.testing.assert_close(mlp(x), mlp.down(kernels.silu_mul(mlp.gate_up(x))))
+    for other in (GatedMLP(4, 6, bias=True), GatedMLP(4, 6, activation="gelu_tanh")):
+        fill(other.gate_up), fill(other.down)
+        other(x)
+    assert used == [(3, 4)], "another product, a bias and another gate are no such op"
 
 
 def test_moe_with_one_expert_is_its_mlp() -> None:

@@ -75,7 +75,7 @@ class ServerProcess:
                 time.sleep(0.01)
 
     def end(self, number: int | None = None, within: float = 20) -> tuple[int, str]:
-        """The exit status and what it wrote to standard error from here on, after a signal if one is given."""
+        """The exit status, and what it wrote to standard error since `ready`, or most of it; `number`: a signal."""
         if number is not None:
             self.process.send_signal(number)
         _, written = self.process.communicate(timeout=within)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
 from collections.abc import Iterator
 from typing import Any, cast
@@ -48,7 +49,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(server: ServerProcess, opti
             terminal.expect(r"\(stopped\)\r\n> ")
             assert not terminal.shows("asyncllm: ", within=0)
         while running(server):
-            pass
+            time.sleep(0.02)
         terminal.type("/reset\n")
         terminal.expect(r"\(forgotten\)\r\n> ")
         terminal.type("exit\n")

@@ -108,12 +108,12 @@ class TestKeys:
         assert len(bodies) == 1
         assert b"invalid_api_key" in bodies.pop()
 
-    async def test_every_route_but_health_asks_for_one(self) -> None:
+    async def test_every_route_but_health_and_the_page_asks_for_one(self) -> None:
         async with serving(FakeEngine(), api_keys=[KEY]) as served:
             resources = {route.resource.canonical for route in build_app(served.service).router.routes()}
             assert resources == {re.sub(r":[^}]*}", "}", route.path) for route in ROUTES}
             public = {(route.method, route.path) for route in ROUTES if route.auth is Auth.PUBLIC}
-            assert {path for _, path in public} == {"/health", "/health/live", "/health/ready"}
+            assert {path for _, path in public} == {"/", "/health", "/health/live", "/health/ready"}
             paths = {re.sub(r"{.*?}", "fake", path) for path in resources}
             paths |= {"/", "/no/such/path", "/v1", "/admin", "/metrics", "/openapi.json", "/terminate"}
             paths |= {f"{path}/" for path in paths} | {f"/{path}" for path in paths} | {path.upper() for path in paths}
@@ -156,7 +156,9 @@ class TestKeys:
 
 
 class TestPlaces:
-    @pytest.mark.parametrize("host", ["localhost", "LocalHost:80", "127.0.0.1:1", "[::1]", "[::1]:443", "my.box:9"])
+    @pytest.mark.parametrize(
+        "host", ["localhost", "LocalHost:80", "127.0.0.1:1", "0.0.0.0:1", "[::1]", "[::1]:443", "my.box:9"]
+    )
     async def test_own_names_are_answered_to(self, host: str) -> None:
         async with serving(FakeEngine(), allowed_hosts=["My.Box:23333"]) as served, connected(served) as wire:
             wire.send(head("GET", "/v1/models", {"Host": host}))
@@ -166,7 +168,7 @@ class TestPlaces:
         """What an attacker's page makes its own name resolve to comes with that name."""
         others: list[str | bytes] = [
             *("", "evil.example", "evil.example:23333", "localhost.evil.example", "evil.localhost", "localhost."),
-            *("127.0.0.2", "192.168.1.5", "0.0.0.0", "2130706433", "0x7f.1", "127.1", "[::ffff:127.0.0.1]"),
+            *("127.0.0.2", "192.168.1.5", "2130706433", "0x7f.1", "127.1", "[::ffff:127.0.0.1]"),
             *("user@localhost", "localhost@evil.example", "localhost/evil", "localhost#", "localhost, evil.example"),
             *("[", "]", "]x[", "[]", "[::1", "::1", "[x]", "localhost:", "localhost:x", "localhost:999999", " "),
             *("℀.example".encode(), b"\xff\xfe", b"localhost\x0b", "ｌocalhost".encode()),

@@ -62,6 +62,30 @@ class TestAnswers:
         assert [choice["text"] for choice in whole["choices"]] == ["pong", "a"]
         assert "".join(item["choices"][0]["text"] for item in items) == "pong"
 
+    async def test_token_ids(self) -> None:
+        async with serving(FakeEngine()) as served:
+            ids, length = await call(served, lambda client: client.encode("ab", add_bos=False))
+            assert (len(ids), length) == (2, 2)
+            many = await call(served, lambda client: client.encode(["ab", "c"], add_bos=False))
+            assert many == ([ids, many[0][1]], [2, 1])
+
+    async def test_a_conversation_that_the_server_keeps(self) -> None:
+        def talk(client: APIClient) -> list[Any]:
+            [(text, tokens, reason)] = client.chat("ping", 7)
+            assert (text, tokens, reason) == ("pong", 5, "stop")
+            pieces = list(client.chat("ping", 7, stream=True))
+            assert "".join(text for text, _, _ in pieces) == "pong"
+            assert [reason for _, _, reason in pieces][-1] == "stop"
+            turn = {"session_id": 7, "interactive_mode": True}
+            [before] = client.chat_interactive_v1("ping", **turn)
+            client.end_session(7)
+            [after] = client.chat_interactive_v1("ping", **turn)
+            return [before["history_tokens"], after["history_tokens"]]
+
+        async with serving(FakeEngine({"ping": "pong"})) as served:
+            before, after = await call(served, talk)
+        assert before > after == 0
+
     async def test_further_fields_reach_the_server(self) -> None:
         async with serving(FakeEngine({"ping": "pong"})) as served:
             [answer] = await call(

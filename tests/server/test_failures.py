@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import openai
 import pytest
 
 from asyncllm.testing import FakeEngine
-from tests.server.raw import Wire, connected, events_of, post, until
+from tests.server.raw import Wire, connected, events_of, head, post, until
 from tests.server.serving import Served, serving
 
 pytestmark = pytest.mark.anyio
@@ -74,9 +75,9 @@ class TestStreams:
                     await failed(wire, "engine_unavailable")
             await refused(served, CHAT, {"messages": "ping"}, 503, "engine_unavailable")
             await refused(served, *call, 503, "engine_unavailable")
-            assert await served.get("/health") == (503, {"status": "dead", "running": 0, "waiting": 0})
-            assert (await served.get("/health/live"))[0] == 503
-            assert (await served.get("/health/ready"))[0] == 503
+            for path in ("/health", "/health/live", "/health/ready"):
+                status, found = await served.get(path)
+                assert (status, found["status"]) == (503, "dead")
 
     @pytest.mark.parametrize("call", STREAMS)
     async def test_an_engine_that_is_closed_is_one_error(self, call: tuple[str, Any]) -> None:
@@ -181,6 +182,18 @@ class TestWholeAnswers:
             error = await refused(served, CHAT, {"messages": "ping"}, 500, "internal_error")
             assert "secret" not in str(error)
             assert "0x" not in str(error)
+
+
+async def test_broken_requests_leave_no_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    broken = head("POST", CHAT, {"Content-Type": "application/json", "Transfer-Encoding": "chunked"}) + b"x\r\n"
+    zipped = post(CHAT, b"no gzip", {"Content-Encoding": "gzip"})
+    async with serving(FakeEngine()) as served:
+        for data in (b"\x16\x03\x01 no HTTP\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", broken, zipped):
+            async with connected(served) as wire:
+                wire.send(data)
+                assert (await wire.answer()).status == 400
+    assert caplog.text == ""
 
 
 async def refused(served: Served, path: str, body: Any, status: int, code: str) -> Any:

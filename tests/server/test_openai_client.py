@@ -135,9 +135,11 @@ async def test_a_429_is_repeated_after_the_time_it_names() -> None:
 
 
 async def test_a_503_of_a_draining_server_says_when_another_may_answer() -> None:
-    async with asked("x" * 300, drain_delay=5.0) as (served, client):
+    async with asked("x" * 300) as (served, client):
         running = await client.chat.completions.create(**ASKED, stream=True)
         await anext(running)
+        # New connections are refused; this one stays open.
+        await client.models.list()
         served.service.stop.set()
         await asyncio.sleep(0.05)
         with pytest.raises(openai.InternalServerError) as caught:

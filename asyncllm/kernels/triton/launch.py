@@ -5,10 +5,12 @@
 3.6 and 3.7 call alike. That takes 1.9 us before the driver's part for five tensors, and 2.9 us for nine. A kernel that
 is launched this way follows three rules:
 
-- Its parameters come in this order: pointers, run-time numbers, constexprs.
+- Its parameters come in this order: tensor descriptors, pointers, run-time numbers, constexprs.
 - Its run-time integers are named in `do_not_specialize` and fit in 32 bits. No variant depends on their values.
 - A pointer into the middle of a tensor of small integers (`kv_lens[decode:]`) is named in
   `do_not_specialize_on_alignment`. Otherwise each alignment that comes along at run time compiles a variant.
+
+Tensor descriptors are encoded anew for each launch, 3 us of Python each, and go into a graph by value.
 
 There are no hooks: Triton's own profiler does not see these launches, CUPTI and Nsight do.
 """
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from asyncllm.kernels.triton.language import INTERPRET, PDL
 
-__all__ = ["Configured", "launch"]
+__all__ = ["Configured", "TensorMap", "launch"]
 
 _interpreted: bool = INTERPRET.value
 
@@ -38,6 +40,29 @@ _address = Tensor.data_ptr
 _dtype = operator.attrgetter("dtype")
 
 _Ready = tuple[Callable[..., None], Any, Any]
+
+
+class TensorMap:
+    """Tiles of a contiguous matrix for TMA, as a Gluon kernel's descriptor: what Triton reads to encode it, and none of
+    `TensorDescriptor`'s checks, which take 5 us and are made once, when the kernel is compiled."""
+
+    __slots__ = ("base", "block_shape", "layout", "shape", "strides")
+    padding = "zero"
+    round_f32_to_tf32 = False
+
+    def __init__(self, base: Tensor, block_shape: tuple[int, int], layout: Any) -> None:
+        """`base` is aligned to 16 bytes, and so are its rows."""
+        self.base = base
+        self.shape = base.shape
+        self.strides = base.stride()
+        self.block_shape = block_shape
+        self.layout = layout
+
+    def checked(self) -> Any:
+        """The same as Triton's own. Raises AssertionError where TMA cannot read it."""
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        return TensorDescriptor(self.base, list(self.shape), list(self.strides), list(self.block_shape), self.layout)
 
 
 class Configured:
@@ -54,11 +79,12 @@ class Configured:
         num_stages: int = 3,
         pdl: bool = True,
         fp_fusion: bool = True,
+        maxnreg: int | None = None,
         **constexprs: Any,
     ) -> None:
-        """`kernel` is a function under `triton.jit`. `pdl` is for one that has a constexpr USE_PDL, which is passed
-        from here; False launches such a kernel behind its predecessor's end. Without `fp_fusion` every product and
-        every sum is rounded on its own.
+        """`kernel` is a function under `triton.jit` or `gluon.jit`. `pdl` is for one that has a constexpr USE_PDL,
+        which is passed from here; False launches such a kernel behind its predecessor's end. Without `fp_fusion` every
+        product and every sum is rounded on its own. `maxnreg` bounds the registers of a thread.
 
         Raises TypeError when the kernel cannot be launched with `pdl`.
         """
@@ -67,6 +93,8 @@ class Configured:
         self._options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, **_pdl_options(kernel, pdl)}
         if not fp_fusion:
             self._options["enable_fp_fusion"] = False
+        if maxnreg is not None:
+            self._options["maxnreg"] = maxnreg
         self._places = (None,) * (len(constexprs) + ("USE_PDL" in kernel.arg_names))
         """A place holder for each constexpr."""
         self._ready: dict[tuple[Any, ...], _Ready] = {}
@@ -77,10 +105,12 @@ class Configured:
         grid: tuple[int, int, int],
         tensors: tuple[Tensor, ...],
         scalars: tuple[float, ...] = (),
+        maps: tuple[TensorMap, ...] = (),
     ) -> None:
         """Run it on the current stream of the first tensor's device.
 
-        An absent tensor is stood in for by any other, and a constexpr says so. Raises TypeError when the kernel's
+        An absent tensor is stood in for by any other, and a constexpr says so. `maps` go with Gluon kernels, which have
+        no interpreter. Raises TypeError when the kernel's
         parameters break the rules above.
         """
         if _interpreted:
@@ -92,16 +122,19 @@ class Configured:
         key = (device, *map(_dtype, tensors), *map(type, scalars))
         if functools.reduce(operator.or_, pointers) & _ALIGNMENT:
             key += tuple(pointer & _ALIGNMENT == 0 for pointer in pointers)
+        if maps:
+            key += tuple((each.base.dtype, each.block_shape) for each in maps)
         ready = self._ready.get(key)
         if ready is None:
-            _check(self._kernel, tensors, scalars, self._constexprs)
+            _check(self._kernel, (*maps, *tensors), scalars, self._constexprs)
             # The first launch of a variant is Triton's own: it compiles, and returns what runs from then on.
-            compiled = self._kernel[grid](*tensors, *scalars, **self._constexprs, **self._options)
+            given = (*(each.checked() for each in maps), *tensors, *scalars)
+            compiled = self._kernel[grid](*given, **self._constexprs, **self._options)
             self._ready[key] = compiled.run, compiled.function, compiled.packed_metadata
             return
         run, function, metadata = ready
         assert _raw_stream is not None
-        arguments = (*pointers, *scalars, *self._places)
+        arguments = (*maps, *pointers, *scalars, *self._places)
         run(*grid, _raw_stream(device), function, metadata, None, None, None, *arguments)
 
 
@@ -140,7 +173,7 @@ def _pdl_options(kernel: Any, pdl: bool) -> dict[str, Any]:
 
 def _check(
     kernel: Any,
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Tensor | TensorMap, ...],
     scalars: tuple[float, ...],
     constexprs: dict[str, Any],
 ) -> None:

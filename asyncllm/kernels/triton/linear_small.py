@@ -13,13 +13,13 @@ cache before the wait made a layer up to 15 us slower, never faster.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncllm.kernels.triton.counters import zero_counters
 from asyncllm.kernels.triton.language import PDL, dot, release_consumers, round_to, wait_for_producers
 
 __all__ = ["GemvConfig", "SkinnyConfig", "gemv", "skinny"]
@@ -154,15 +154,6 @@ def skinny_kernel(
             tl.store(counter_ptr + tile, 0)
 
 
-_MAX_TILES = 8192
-
-
-@cache
-def _counters(device: torch.device) -> Tensor:
-    """One counter per tile of outputs, shared by kernels that follow one another on one stream."""
-    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
-
-
 def gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: GemvConfig, out: Tensor | None = None
 ) -> Tensor:
@@ -197,7 +188,7 @@ def skinny(
     partial = counters = out
     if config.splits > 1:
         partial = torch.empty(config.splits * n * block_m, dtype=torch.float32, device=x.device)
-        counters = _counters(x.device)
+        counters = zero_counters(x.device)
     skinny_kernel[(config.splits, n // config.rows)](
         x, weight, weight if bias is None else bias, out, partial, counters, tokens, n, k, block_m, config.rows,
         config.columns, config.splits, bias is not None,

@@ -1,0 +1,45 @@
+"""Every configuration of the gated product's table, to compile for sm_90 without a GPU (tests.kernels.offline)."""
+
+from __future__ import annotations
+
+from asyncllm.kernels.triton import linear_gated, linear_hopper
+from asyncllm.kernels.triton.linear_gated import GatedConfig
+from tests.kernels.offline import Case
+
+_NUMBERS = ("token_tiles", "column_tiles", "shares", "steps", "out_size")
+
+
+def _map(rows: int, columns: int) -> str:
+    return f"tensordesc<bf16[{rows}, {columns}],{linear_hopper.LINES!r}>"
+
+
+def gated_case(config: GatedConfig) -> Case:
+    options = linear_hopper.compile_options(config.tokens, shares=config.shares)
+    num_warps, maxnreg = options.pop("num_warps"), options.pop("maxnreg")
+    width, step, rows = linear_hopper.WIDTH, linear_hopper.STEP, linear_hopper.CONSUMER_TOKENS
+    return Case(
+        name=f"{'shares' if config.shares else 'tiles'}-{config.tokens}",
+        kernel=linear_hopper.gated_kernel,
+        signature={
+            "x": _map(128 if config.tokens == 128 else rows, step),
+            "weight": _map(width, step),
+            "out": _map(rows, width),
+            "partial": "*fp32",
+            "flags": "*i32",
+            **dict.fromkeys(_NUMBERS, "i32"),
+        },
+        constexprs={**options, "USE_PDL": True},
+        num_warps=num_warps,
+        options={"launch_pdl": True, "maxnreg": maxnreg},
+    )
+
+
+CONFIGS = {
+    config
+    for table in linear_gated.TABLES.values()
+    for entries in table.values()
+    for _, config in entries
+    if config is not None
+}
+
+CASES = [gated_case(config) for config in sorted(CONFIGS, key=repr)]
