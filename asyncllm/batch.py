@@ -27,6 +27,7 @@ __all__ = [
     "SlotStart",
     "StartTimes",
     "StepOutput",
+    "SwapPlan",
     "TokenLogprobs",
 ]
 
@@ -114,8 +115,23 @@ class PrefillRow(msgspec.Struct, frozen=True, kw_only=True):
         return self.output_logits or self.prompt_logprobs is not None
 
 
+class SwapPlan(msgspec.Struct, kw_only=True):
+    """Blocks that change between the device's pool and the host's. Order: all of `swap_out`, then all of `swap_in`.
+
+    A device block may be a source of `swap_out` and then be written in the same step. Destinations are distinct.
+    """
+
+    swap_out: list[tuple[int, int]] = []
+    """(device block, host block) to copy it to."""
+    swap_in: list[tuple[int, int]] = []
+    """(host block, device block) to copy it to."""
+
+    def __bool__(self) -> bool:
+        return bool(self.swap_out or self.swap_in)
+
+
 class Batch(msgspec.Struct, kw_only=True):
-    """One step. Order of work: `starts`, `new_blocks`, `copies`, then the forward pass, then sampling."""
+    """One step. Order of work: `starts`, `new_blocks`, `swaps`, `copies`, then the forward pass, then sampling."""
 
     step: int
     starts: list[SlotStart]
@@ -126,6 +142,7 @@ class Batch(msgspec.Struct, kw_only=True):
     decode: list[int]
     """Slots that advance by one token from their last sampled one, at their own position."""
     prefill: list[PrefillRow]
+    swaps: SwapPlan = msgspec.field(default_factory=SwapPlan)
 
     @property
     def num_tokens(self) -> int:
@@ -167,6 +184,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Entries of a hidden state."""
     num_slots: int
     """Rows of the state tables: at least `max_batch_size`, more when rows in flight need a grace period."""
+    num_host_blocks: int = 0
+    """Blocks in host memory, of the same size, to copy to and from."""
+    min_copied_tokens: int = 1
+    """A cached beginning on the host that is shorter is computed again, as that is faster than to copy it."""
     max_steps_in_flight: int = 2
     """Steps to submit before the oldest is read, when nobody waits to be admitted."""
     token_tile: int = 1

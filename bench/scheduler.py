@@ -37,7 +37,14 @@ def limits(rows: int) -> Limits:
 
 
 def new_scheduler(rows: int) -> Scheduler:
-    return Scheduler(limits(rows), max_batch_size=rows, prefill_budget=8192, prefill_interval=1, prefix_caching=True)
+    return Scheduler(
+        limits(rows),
+        max_batch_size=rows,
+        prefill_budget=8192,
+        prefill_interval=1,
+        prefix_caching=True,
+        swapping=False,
+    )
 
 
 def new_request(number: int, tokenizer: ByteTokenizer) -> Request:

@@ -153,8 +153,9 @@ class TestSettings:
         ("fields", "error"),
         [
             ({"tp": 2}, UnsupportedFeature),
-            ({"eviction_type": "copy"}, UnsupportedFeature),
-            ({"num_cpu_blocks": 8}, UnsupportedFeature),
+            ({"eviction_type": "swap"}, InvalidParameter),
+            ({"num_cpu_blocks": 8, "enable_prefix_caching": False}, InvalidParameter),
+            ({"num_cpu_blocks": 2**31}, InvalidParameter),
             ({"quant_policy": 4}, UnsupportedFeature),
             ({"quant_policy": 8}, UnsupportedFeature),
             ({"model_format": "awq"}, UnsupportedFeature),

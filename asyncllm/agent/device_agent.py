@@ -24,7 +24,8 @@ from asyncllm.agent.device_sampler import DeviceSampler, PendingLogprobs
 from asyncllm.agent.device_tables import DeviceStep, DeviceTables
 from asyncllm.agent.graphs import DecodeGraphs, bucket_sizes
 from asyncllm.agent.halves import decode_rows, prefill_halves
-from asyncllm.agent.kv_cache import allocate_pool, pool_blocks
+from asyncllm.agent.host_pool import MIN_COPIED_TOKENS, BlockTransfers, allocate_host_pool, staging_bytes
+from asyncllm.agent.kv_cache import allocate_pool, host_blocks, pool_blocks
 from asyncllm.agent.opening import OpenedModel
 from asyncllm.agent.pooled_hidden import PooledHidden
 from asyncllm.agent.prompt_scores import PromptScores
@@ -33,7 +34,7 @@ from asyncllm.agent.thread_state import own_thread_state
 from asyncllm.agent.transfers import MAX_STEPS_IN_FLIGHT, Transfers
 from asyncllm.agent.upload import upload
 from asyncllm.agent.warm_up import largest_step, measure_reserve, warm_up_batches, warm_up_mlps
-from asyncllm.batch import Batch, Limits, PrefillRow, StartTimes, StepOutput
+from asyncllm.batch import Batch, Limits, PrefillRow, StartTimes, StepOutput, SwapPlan
 from asyncllm.config import EngineConfig
 from asyncllm.kernels import PagedKV
 from asyncllm.models.decoder import DecoderLM
@@ -157,15 +158,21 @@ class DeviceAgent:
         num_slots = 2 * config.max_batch_size
         with torch.inference_mode(), self._transfers.computing():
             self._allocate_state(config, opened, num_slots, max_rows=max(sizes[-1], config.max_batch_size))
+            model_config, dtype = self.model.config, opened.dtype
             num_blocks = pool_blocks(
                 config,
-                self.model.config,
+                model_config,
                 max_position=opened.max_position,
-                dtype=opened.dtype,
+                dtype=dtype,
                 device=self._device,
-                reserve=self._measure(config, opened, sizes),
+                reserve=self._measure(config, opened, sizes) + staging_bytes(config, model_config, dtype),
             )
             self._allocate_pool(opened, num_blocks, config.tokens_per_block)
+            num_host_blocks = host_blocks(config, model_config, num_blocks, dtype=dtype)
+            self._swaps: BlockTransfers | None = None
+            if num_host_blocks:
+                host_pool = allocate_host_pool(model_config, num_host_blocks, config.tokens_per_block, dtype)
+                self._swaps = BlockTransfers(self._pool, host_pool)
             times.lap("pool")
             self._graphs = self._capture(sizes)
             if self.on_gpu:
@@ -174,6 +181,8 @@ class DeviceAgent:
             num_blocks,
             config.tokens_per_block,
             num_slots,
+            num_host_blocks=num_host_blocks,
+            min_copied_tokens=MIN_COPIED_TOKENS if self.on_gpu else 1,
             token_tile=_TOKEN_TILE if self.on_gpu else 1,
             max_steps_in_flight=_steps_ahead(self.model) if self.on_gpu else 2,
             start_seconds=times.seconds,  # the clock's own, which gets its last entry below
@@ -242,6 +251,8 @@ class DeviceAgent:
         """Run steps of all sizes that ask for everything, so that nothing is compiled later, in the event loop."""
         limits = self.limits
         for batch in warm_up_batches(limits.num_blocks, limits.block_size, max_tokens, limits.max_position):
+            if self._swaps is not None:
+                batch.swaps = SwapPlan(swap_out=[(0, 0)], swap_in=[(0, 0)])
             pending = self.launch(batch)
             pending.wait()
             pending.output()
@@ -259,6 +270,8 @@ class DeviceAgent:
                 self.sampler.start(start)
             for slot, index, blocks in batch.new_blocks:
                 self._tables.write_blocks(slot, index, blocks)
+            if self._swaps is not None:
+                self._swaps.launch(batch.swaps)
             self.sampler.upload()
             if self._graphs is not None and self._tables.fits(batch, self._graphs.largest):
                 self._launch_decode(batch, pending, self._graphs)

@@ -14,10 +14,22 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import ModelError
 from asyncllm.models.config import ModelConfig
 
-__all__ = ["CPU_POOL_BYTES", "allocate_pool", "available_memory", "block_bytes", "pool_blocks"]
+__all__ = [
+    "CPU_POOL_BYTES",
+    "HOST_POOL_BYTES",
+    "allocate_pool",
+    "available_memory",
+    "block_bytes",
+    "host_blocks",
+    "pool_blocks",
+    "zeros",
+]
 
 CPU_POOL_BYTES = 2 * 2**30
 """Most memory of a KV pool on a CPU that was sized by fraction: a library does not take a laptop's whole memory."""
+
+HOST_POOL_BYTES = 8 * 2**30
+"""Most host memory for swapped blocks that is taken without being asked for: page-locking it takes a second or two."""
 
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -60,6 +72,26 @@ def pool_blocks(
     return blocks
 
 
+def host_blocks(config: EngineConfig, model: ModelConfig, num_blocks: int, *, dtype: torch.dtype) -> int:
+    """How many blocks there are in host memory, beside `num_blocks` on the device.
+
+    `num_cpu_blocks` > 0 is the number. Else there are none, unless `eviction_type` is 'copy': then as many as a quarter
+    of the free memory holds, but no more than `HOST_POOL_BYTES`, and no more than the device has, which is all that can
+    be preempted. Raises ModelError when they do not fit.
+    """
+    if not config.uses_host_blocks:
+        return 0
+    size = block_bytes(model, config.tokens_per_block, dtype)
+    free = available_memory(torch.device("cpu"))
+    count = config.num_cpu_blocks or min(min(free // 4, HOST_POOL_BYTES) // size, num_blocks)
+    if count < 1 or count * size > free:
+        raise ModelError(
+            f"{max(count, 1)} KV blocks in host memory take {max(count, 1) * size / 2**20:.1f} MiB, and "
+            f"{free / 2**20:.1f} MiB are free. Lower num_cpu_blocks, or use eviction_type='recompute'."
+        )
+    return count
+
+
 def available_memory(device: torch.device) -> int:
     """Bytes that could be allocated now on `device` without swapping."""
     if device.type == "cuda":
@@ -94,7 +126,7 @@ def allocate_pool(
     """
     shape = (model.num_layers, 2, num_blocks, model.num_kv_heads, block_size, model.head_dim)
     try:
-        return _zeros(shape, dtype, device)
+        return zeros(shape, dtype, device)
     except (MemoryError, torch.OutOfMemoryError) as error:
         total = num_blocks * block_bytes(model, block_size, dtype)
         raise ModelError(
@@ -103,12 +135,15 @@ def allocate_pool(
         ) from error
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, never uninitialised memory: what attention masks out is multiplied by 0, and 0 times NaN is NaN."""
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, never uninitialised memory: what attention masks out is multiplied by 0, and 0 times NaN is NaN.
+
+    Raises MemoryError or torch.OutOfMemoryError.
+    """
     count = math.prod(shape) * dtype.itemsize
     if count > sys.maxsize:
         raise MemoryError(f"{count} bytes are more than a machine addresses")
-    if device.type != "cpu":
+    if device.type != "cpu" or not count:
         return torch.zeros(shape, dtype=dtype, device=device)
     # The operating system hands numpy zeroed pages on first touch: a pool costs only what is used of it.
     return torch.from_numpy(np.zeros(count, np.uint8)).view(dtype).view(shape)

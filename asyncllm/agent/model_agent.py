@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from asyncllm.agent.host_pool import allocate_host_pool, swap_blocks
 from asyncllm.agent.inputs import SlotTables
-from asyncllm.agent.kv_cache import allocate_pool, pool_blocks
+from asyncllm.agent.kv_cache import allocate_pool, host_blocks, pool_blocks
 from asyncllm.agent.opening import OpenedModel
 from asyncllm.agent.pooled_hidden import PooledHidden
 from asyncllm.agent.prompt_scores import PromptScores
@@ -50,17 +51,21 @@ class ModelAgent:
         model, device, dtype, max_position, _ = opened
         block_size = config.tokens_per_block
         num_blocks = pool_blocks(config, model.config, max_position=max_position, dtype=dtype, device=device)
+        num_host_blocks = host_blocks(config, model.config, num_blocks, dtype=dtype)
         # A whole batch may end while the next one, in other slots, is in flight already.
         num_slots = 2 * config.max_batch_size
         self.model = model
         self._pool = allocate_pool(model.config, num_blocks, block_size, dtype, device)
+        self._host_pool = allocate_host_pool(model.config, num_host_blocks, block_size, dtype)
         self._caches = [PagedKV.over(pages) for pages in self._pool]
         self._tables = SlotTables(num_slots, max_position, block_size, device, rope_lens=model.config.dynamic_rope)
         self._sampler = Sampler(num_slots, model.config.vocab_size, device)
         self._not_finite: set[int] = set()
         self._device = device
         times.lap("pool")
-        self.limits = opened.limits(num_blocks, block_size, num_slots, start_seconds=times.seconds)
+        self.limits = opened.limits(
+            num_blocks, block_size, num_slots, num_host_blocks=num_host_blocks, start_seconds=times.seconds
+        )
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> StepOutput:
@@ -72,6 +77,7 @@ class ModelAgent:
             self._sampler.start(start)
         for slot, index, blocks in batch.new_blocks:
             self._tables.write_blocks(slot, index, blocks)
+        swap_blocks(batch.swaps, self._pool, self._host_pool)
         if batch.copies:
             pairs = torch.tensor(batch.copies, dtype=torch.int64, device=self._device)
             copy_blocks(self._pool, pairs[:, 0], pairs[:, 1])

@@ -54,10 +54,19 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     num_gpu_blocks: Annotated[
         int, Meta(ge=0, le=MAX_COUNT, description="KV blocks on the device; 0: by cache_max_entry_count.")
     ] = 0
-    num_cpu_blocks: Annotated[int, Meta(ge=0, description="KV blocks in host memory to swap to; only 0 so far.")] = 0
+    num_cpu_blocks: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_COUNT,
+            description="KV blocks in host memory, for preempted sequences (eviction_type) and for what the prefix "
+            "cache has no room for on the device; 0: none, or with eviction_type copy as many as a quarter of the free "
+            "memory holds, at most 8 GiB and at most as many as on the device.",
+        ),
+    ] = 0
     eviction_type: Annotated[
         Literal["recompute", "copy"],
-        Meta(description="What happens to the KV of a preempted sequence; only recompute so far."),
+        Meta(description="How the KV of a preempted sequence comes back; copy: from host memory, if it found room."),
     ] = "recompute"
     max_queued_requests: Annotated[
         int,
@@ -127,6 +136,11 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         """max_prefill_token_num, under whichever of its two names it was given."""
         return self.num_tokens_per_iter or self.max_prefill_token_num
 
+    @property
+    def uses_host_blocks(self) -> bool:
+        """Whether KV blocks may lie in host memory."""
+        return self.num_cpu_blocks > 0 or self.eviction_type == "copy"
+
     def _check(self) -> None:
         if self.session_len is not None and not 2 <= self.session_len <= MAX_COUNT:
             raise InvalidParameter(
@@ -143,12 +157,16 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
                 f"(given: {self.cache_max_entry_count}).",
                 "cache_max_entry_count",
             )
+        if self.num_cpu_blocks and self.eviction_type == "recompute" and not self.enable_prefix_caching:
+            raise InvalidParameter(
+                f"num_cpu_blocks={self.num_cpu_blocks} would never be used: eviction_type='recompute' swaps nothing, "
+                f"and without a prefix cache nothing else is kept. Use eviction_type='copy' or num_cpu_blocks=0.",
+                "num_cpu_blocks",
+            )
         if 0 < self.rope_scaling_factor < 1:
             raise InvalidParameter("rope_scaling_factor must be 0 (off) or at least 1.", "rope_scaling_factor")
         refused = {
             "tp": (self.tp > 1, "tensor parallelism", "1"),
-            "eviction_type": (self.eviction_type == "copy", "eviction by copy to host memory", "'recompute'"),
-            "num_cpu_blocks": (self.num_cpu_blocks > 0, "swapping KV blocks to host memory", "0"),
             "quant_policy": (self.quant_policy != 0, "a quantized KV cache", "0"),
             "model_format": (self.model_format not in (None, "hf"), "quantized weights", "'hf'"),
             "use_logn_attn": (self.use_logn_attn, "log-n attention", "False"),

@@ -117,6 +117,12 @@ class AsyncEngine:
             quality = None if path is None else await in_thread(lambda: QualityOfService.open(path))
             executor, open_text = await self._find_model()
             self.limits = await self._load(executor, open_text)
+            if self.config.eviction_type == "copy" and not self.limits.num_host_blocks:
+                raise InvalidParameter(
+                    "eviction_type='copy' needs blocks in host memory, and the executor has none. Give it some, or use "
+                    "eviction_type='recompute'.",
+                    "eviction_type",
+                )
             self.admission = Admission(
                 self.tokenizer, self.chat_template, self.limits, self.config.session_len, quality
             )
@@ -126,6 +132,7 @@ class AsyncEngine:
                 prefill_budget=self.config.prefill_budget,
                 prefill_interval=self.config.prefill_interval,
                 prefix_caching=self.config.enable_prefix_caching,
+                swapping=self.config.eviction_type == "copy",
                 waiting=WaitingQueue(quality),
             )
         except BaseException:

@@ -14,7 +14,7 @@ finishing and preempting all use this rule; there is no other way back.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from asyncllm.engine.prefix_cache import PrefixCache
 
@@ -33,6 +33,8 @@ class BlockManager:
         """(newest writing step, blocks), in the order of `retire`."""
         self.num_fenced = 0
         """References that end when steps in flight have been read."""
+        self.on_evict: Callable[[bytes, int], None] | None = None
+        """Called with the key and number of an idle block whose content is about to be lost."""
 
     @property
     def num_free(self) -> int:
@@ -59,7 +61,10 @@ class BlockManager:
         """Take `count` blocks, referenced once each. The caller has checked `num_available`."""
         while len(self._free) < count:
             assert self.prefix_cache is not None
-            self._free.append(self.prefix_cache.evict())
+            key, block = self.prefix_cache.evict()
+            self._free.append(block)
+            if self.on_evict is not None:
+                self.on_evict(key, block)
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1

@@ -383,10 +383,12 @@ class EngineLoop:
     def stats(self, num_sessions: int) -> EngineStats:
         """A snapshot of what the engine holds and has done."""
         scheduler, blocks, counts = self.scheduler, self.scheduler.blocks, self.scheduler.counts
+        host = scheduler.host
         queued_requests, queued_tokens = self.num_queued()
         return EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting + sum(len(request.sequences) for request in self._arrived),
+            swapped=len(host.swapped),
             queued_requests=queued_requests,
             queued_tokens=queued_tokens,
             sessions=num_sessions,
@@ -395,6 +397,12 @@ class EngineLoop:
             blocks_free=blocks.num_free,
             blocks_cached=blocks.num_idle,
             blocks_held=blocks.num_held,
+            host_blocks_total=host.blocks.num_blocks,
+            host_blocks_free=host.blocks.num_free,
+            host_blocks_cached=host.blocks.num_idle,
+            host_blocks_held=host.blocks.num_held,
+            blocks_swapped_out=host.num_swapped_out,
+            blocks_swapped_in=host.num_swapped_in,
             steps=counts.steps,
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
@@ -402,6 +410,7 @@ class EngineLoop:
             decode_tokens=counts.decode_tokens,
             sampled_tokens=counts.sampled_tokens,
             preemptions=counts.preemptions,
+            swap_fallbacks=host.num_fallbacks,
             requests_started=self._started,
             requests_finished=self._finished,
             requests_cancelled=self._cancelled,
@@ -423,7 +432,7 @@ class EngineLoop:
         self.scheduler.check_integrity()
         assert self.scheduler.num_running == 0, "rows are held"
         assert self.scheduler.num_waiting == 0, "sequences are waiting"
-        held = self.scheduler.blocks.num_held
+        held = self.scheduler.blocks.num_held + self.scheduler.host.blocks.num_held
         assert held == 0 or self._in_flight, f"{held} blocks are held, and no step is in flight that may write them"
 
 

@@ -66,6 +66,10 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
+    def key_of(self, block: int) -> bytes | None:
+        """What the block holds, if that is known."""
+        return self._key_of.get(block)
+
     def commit(self, key: bytes, block: int) -> None:
         """Block `block` holds what `key` stands for; its writing step has been read. The first block of a key stays."""
         if key not in self._block_of and block not in self._key_of:
@@ -90,11 +94,12 @@ class PrefixCache:
         else:
             del self._idle_pinned[block]
 
-    def evict(self) -> int:
-        """Forget the least recently used idle block and return it."""
+    def evict(self) -> tuple[bytes, int]:
+        """Forget the least recently used idle block; returns its key and itself."""
         block, _ = (self._idle or self._idle_pinned).popitem(last=False)
-        del self._block_of[self._key_of.pop(block)]
-        return block
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        return key, block
 
     def pin(self, hashes: Iterable[bytes]) -> None:
         """A session wants these beginnings kept as long as there is room."""

@@ -6,8 +6,8 @@ who is next. The engine calls `schedule()` for the next `Batch`, possibly before
 the next step never waits for a token's value.
 
 A sequence holds blocks for all of its known tokens from admission on; only decoding asks for more. When there are
-none, the newest running sequence of the lowest class is preempted (recompute), so that the oldest of the highest class
-always progresses.
+none, the newest running sequence of the lowest class is preempted, so that the oldest of the highest class always
+progresses. Its blocks go to the host if that has room for them (`HostBlocks`), else it is computed again.
 """
 
 from __future__ import annotations
@@ -18,42 +18,17 @@ from collections.abc import Iterable, Iterator
 
 from asyncllm.batch import Batch, Limits, PrefillRow, SlotStart, StepOutput
 from asyncllm.engine.block_manager import BlockManager
+from asyncllm.engine.host_blocks import HostBlocks
 from asyncllm.engine.prefix_cache import PrefixCache, extend_hashes, root_hash
+from asyncllm.engine.scheduler_counts import SchedulerCounts
 from asyncllm.engine.sequence import Request, Sequence, SequenceState
 from asyncllm.engine.waiting_queue import WaitingQueue
 from asyncllm.types import FinishReason
 
-__all__ = ["Scheduler", "SchedulerCounts"]
+__all__ = ["Scheduler"]
 
 MIN_ROUNDED_TILES = 3
 """Steps of fewer tiles are never cut: one tile less would be much less."""
-
-
-class SchedulerCounts:
-    """Totals since start. Written by the scheduler, read by `stats()`."""
-
-    __slots__ = (
-        "cached_tokens",
-        "decode_tokens",
-        "preemptions",
-        "prefill_tokens",
-        "prompt_tokens",
-        "sampled_tokens",
-        "steps",
-    )
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.prefill_tokens = 0
-        """Tokens computed in prefill rows, recomputed ones included."""
-        self.decode_tokens = 0
-        self.sampled_tokens = 0
-        """Tokens of answers."""
-        self.prompt_tokens = 0
-        """Known tokens of admitted sequences, computed or found in the prefix cache."""
-        self.cached_tokens = 0
-        """Those found in the prefix cache."""
-        self.preemptions = 0
 
 
 class _Flight:
@@ -79,6 +54,7 @@ class Scheduler:
         prefill_budget: int,
         prefill_interval: int,
         prefix_caching: bool,
+        swapping: bool,
         waiting: WaitingQueue | None = None,
     ) -> None:
         self._block_size = limits.block_size
@@ -92,6 +68,7 @@ class Scheduler:
         """Prompts longer than this have a rotary base of their own, so that their K differ from others'."""
         self.prefix_cache = PrefixCache() if prefix_caching else None
         self.blocks = BlockManager(limits.num_blocks, self.prefix_cache)
+        self.host = HostBlocks(limits, self.blocks, swapping=swapping)
         self.counts = SchedulerCounts()
         self.admitted: list[Request] = []
         """Requests whose first sequence has got a row by the last `schedule()`."""
@@ -134,11 +111,12 @@ class Scheduler:
         """End a sequence now, in whatever state; its row and blocks come back under the fence rule."""
         if sequence.state is SequenceState.FINISHED:
             return
-        if sequence.state is SequenceState.WAITING:
-            self.waiting.discard(sequence)
-            self.num_waiting -= 1
-        else:
+        if sequence in self._running:
             self._leave(sequence)
+        else:
+            self.waiting.discard(sequence)
+            self.host.release(sequence)
+            self.num_waiting -= 1
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
         if sequence.index == 0:
@@ -163,8 +141,9 @@ class Scheduler:
             else:
                 self._decode_steps = 0
                 self._schedule_prefill(batch, prefill)
-        if not batch.decode and not batch.prefill:
+        if not batch.decode and not batch.prefill and not self.host.plan:
             return None
+        batch.swaps = self.host.take_plan(step)
         sampled.extend(sequence for sequence, row in prefill if row.sample)
         self._flights.append(_Flight(step, sampled, prefill))
         self._step += 1
@@ -207,17 +186,21 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Give up a running sequence's blocks; it is computed again, from its known tokens, when there is room."""
+        """Give up a running sequence's blocks; when there is room, they are copied back, or computed again."""
         self.counts.preemptions += 1
+        swapped = self.host.swap_out(sequence)
         self._leave(sequence)
+        self.num_waiting += 1
+        self.waiting.push(sequence)
+        sequence.committed = 0
+        if swapped:
+            sequence.state = SequenceState.SWAPPED
+            return
         sequence.state = SequenceState.WAITING
         sequence.num_computed = 0
-        sequence.committed = 0
         # Logits and embeddings are asked for alone, without an answer: the prompt is all that is computed again.
         sequence.request.logits.clear()
         sequence.request.pooled = None
-        self.num_waiting += 1
-        self.waiting.push(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a running sequence out of its row."""
@@ -294,12 +277,13 @@ class Scheduler:
         if self.num_free_rows <= 0:
             return False
         sequence = self.waiting.first()
-        if sequence is None or sequence.pending:
-            # Preempted while a step was in flight: its last token is not known yet.
+        if sequence is None or sequence.last_step > self._last_read:
+            # Preempted while a step was in flight: neither its last token is known yet, nor whether it failed.
             return False
         known = len(sequence.token_ids)
         num_blocks = -(-known // self._block_size)
         shared, source = self._shared_blocks(sequence)
+        stored = [] if source is not None else self.host.stored(sequence, len(shared), (known - 1) // self._block_size)
         idle_shared = sum(1 for block in shared if self.blocks.is_idle(block))
         # One block in reserve for each running sequence keeps an admission from preempting at once.
         reserve = len(self._running)
@@ -307,10 +291,24 @@ class Scheduler:
             return False
         self.num_waiting -= 1
         self.blocks.share(shared)
+        # Ahead of `allocate`, which may push cached blocks to the host, where they take the room of others.
+        self.host.blocks.share(stored)
         own = self.blocks.allocate(num_blocks - len(shared))
+        self.host.swap_in(stored, own)
+        cached = (len(shared) + len(stored)) * self._block_size
         if source is not None:
             batch.copies.append((source, own[0]))
-        cached = len(shared) * self._block_size if source is None else known - 1
+            cached = known - 1
+        elif sequence.state is SequenceState.SWAPPED:
+            cached = max(len(shared) * self._block_size, sequence.num_computed)
+        if sequence.state is SequenceState.SWAPPED:
+            self.host.release(sequence)
+        else:
+            self.counts.prompt_tokens += known
+            self.counts.cached_tokens += cached
+            if sequence.index == 0 and sequence.num_generated == 0:
+                sequence.request.cached_tokens = cached
+                self.admitted.append(sequence.request)
         self.waiting.admit(sequence, known - cached)
         sequence.blocks = shared + own
         sequence.slot = self._free_slots.pop()
@@ -319,11 +317,6 @@ class Scheduler:
         sequence.state = SequenceState.PREFILL
         self._running[sequence] = None
         self._prefilling.append(sequence)
-        self.counts.prompt_tokens += known
-        self.counts.cached_tokens += cached
-        if sequence.index == 0 and sequence.num_generated == 0:
-            sequence.request.cached_tokens = cached
-            self.admitted.append(sequence.request)
         batch.starts.append(
             SlotStart(
                 slot=sequence.slot,
@@ -394,6 +387,7 @@ class Scheduler:
         self.counts.sampled_tokens += len(advanced) - without_token
         self.waiting.charge(advanced)
         self.blocks.step_read(flight.step)
+        self.host.step_read(flight.step)
         while self._fenced_slots and self._fenced_slots[0][0] <= flight.step:
             self._free_slots.append(self._fenced_slots.popleft()[1])
         return advanced
@@ -406,10 +400,11 @@ class Scheduler:
             known = request.prompt_logprobs
             first, end = len(known) - row.position, sequence.num_prompt - 1 - row.position
             known.extend(output.prompt_logprobs.get(row.slot, [])[max(0, first) : max(0, end)])
-        if sequence.slot != row.slot:
-            # Finished or preempted since.
+        failed = row.slot in output.errors
+        if sequence.slot != row.slot and not (failed and sequence.state is SequenceState.SWAPPED):
+            # Finished since, or preempted; but what is swapped out must not come back if it is wrong.
             return False
-        if row.slot in output.errors:
+        if failed:
             # Nothing of this row may enter the prefix cache. A row that samples ends with its token.
             if not row.sample:
                 sequence.error = output.errors[row.slot]
@@ -470,12 +465,13 @@ class Scheduler:
     def check_integrity(self, requests: Iterable[Request] = ()) -> None:
         """Raise AssertionError unless rows, slots, blocks and the queue agree. For tests and for idle moments."""
         self.blocks.check_integrity(sequence.blocks for sequence in self._running)
+        self.host.check_integrity()
         slots = [sequence.slot for sequence in self._running]
         slots += self._free_slots
         slots += [slot for _, slot in self._fenced_slots]
         assert sorted(slots) == list(range(self._num_slots)), f"slots are lost or doubled: {sorted(slots)}"
         live = list(self.sequences())
-        waiting = sum(1 for sequence in live if sequence.state is SequenceState.WAITING)
+        waiting = sum(1 for sequence in live if sequence.state in (SequenceState.WAITING, SequenceState.SWAPPED))
         assert waiting == self.num_waiting, f"{self.num_waiting} sequences are counted as waiting, {waiting} wait"
         assert set(self._prefilling) == {
             sequence for sequence in self._running if sequence.state is SequenceState.PREFILL
@@ -484,3 +480,5 @@ class Scheduler:
             for sequence in request.sequences:
                 held = sequence.state in (SequenceState.PREFILL, SequenceState.DECODE)
                 assert held == (sequence in self._running), f"{sequence!r} and its row disagree"
+                swapped = sequence.state is SequenceState.SWAPPED
+                assert swapped == (sequence in self.host.swapped), f"{sequence!r} and the host's blocks disagree"

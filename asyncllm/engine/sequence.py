@@ -32,11 +32,15 @@ ORDINARY = Terms()
 
 
 class SequenceState(enum.Enum):
-    """WAITING -> PREFILL -> DECODE -> FINISHED; PREFILL or DECODE -> WAITING by preemption (recompute)."""
+    """WAITING -> PREFILL -> DECODE -> FINISHED, which any state may come to.
+
+    Preemption: PREFILL or DECODE -> WAITING, to be computed again, or -> SWAPPED -> PREFILL, where it left off.
+    """
 
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
+    SWAPPED = "swapped"
     FINISHED = "finished"
 
 
@@ -132,6 +136,8 @@ class Sequence:
         "error",
         "finish_reason",
         "hashes",
+        "host_blocks",
+        "host_step",
         "index",
         "last_step",
         "logprobs",
@@ -174,6 +180,10 @@ class Sequence:
         self.remaining = max_new_tokens
         """Tokens that may still be scheduled."""
         self.blocks: list[int] = []
+        self.host_blocks: list[int] = []
+        """Blocks in host memory that hold the first `num_computed` tokens, when state is SWAPPED."""
+        self.host_step = -1
+        """The step that copies to them: they return to the pool when it has been read, at the earliest."""
         self.hashes: list[bytes] = []
         """Hash chain over the full blocks of `token_ids`, as far as it is known."""
         self.committed = 0

@@ -14,6 +14,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences with a row in the batch."""
     waiting: int
     """Sequences in the queue, preempted ones included."""
+    swapped: int
+    """Those of them whose KV lies in host memory."""
     queued_requests: int
     """Requests whose first sequence waits for a row, as `max_queued_requests` counts them."""
     queued_tokens: int
@@ -27,6 +29,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that nobody refers to and the prefix cache can still give; they count as available."""
     blocks_held: int
     """Blocks of running sequences, and those that steps in flight may still write."""
+    host_blocks_total: int
+    host_blocks_free: int
+    host_blocks_cached: int
+    """Blocks in host memory that nobody refers to and the prefix cache can still give; they count as available."""
+    host_blocks_held: int
+    """Blocks of swapped sequences, and those that steps in flight copy to or from."""
+    blocks_swapped_out: int
+    """Blocks copied to host memory, of preempted sequences and of the prefix cache."""
+    blocks_swapped_in: int
+    """Blocks copied back."""
     steps: int
     prompt_tokens: int
     """Known tokens of admitted sequences."""
@@ -39,6 +51,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     sampled_tokens: int
     """Tokens of answers."""
     preemptions: int
+    swap_fallbacks: int
+    """Those of them that found too few host blocks, and so are computed again although eviction_type is 'copy'."""
     requests_started: int
     requests_finished: int
     requests_cancelled: int

@@ -68,7 +68,8 @@ class FakeDevice:
 
     The store keeps a token id per (block, offset), with the serial number of the write that put it there. A row's next
     token is computed from what is read back through its block table, so cross-talk and lost blocks change the answer;
-    they also raise StepViolation, as do uncovered positions, reads of cells never written, and ambiguous copies.
+    they also raise StepViolation, as do uncovered positions, reads of cells never written, and ambiguous copies. Blocks
+    of the host keep tokens and serials as well, so that a block's content is followed down and up again.
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class FakeDevice:
         hidden_size: int = 16,
         max_position: int = 4096,
         max_steps_in_flight: int = 2,
+        num_host_blocks: int = 0,
+        min_copied_tokens: int = 1,
         oracle: Oracle | None = None,
         row_failure: Callable[[list[int]], str | None] | None = None,
     ) -> None:
@@ -93,6 +96,8 @@ class FakeDevice:
             hidden_size=hidden_size,
             num_slots=num_slots,
             max_steps_in_flight=max_steps_in_flight,
+            num_host_blocks=num_host_blocks,
+            min_copied_tokens=min_copied_tokens,
             device="fake",
             architecture="Fake",
         )
@@ -102,6 +107,8 @@ class FakeDevice:
         self.num_tokens = 0
         self._tokens = [[-1] * block_size for _ in range(num_blocks)]
         self._serials = [[0] * block_size for _ in range(num_blocks)]
+        self._host_cells: list[tuple[list[int], list[int]] | None] = [None] * num_host_blocks
+        """Tokens and serials of each host block that was copied to."""
         self._serial = 0
         self._slots: dict[int, _Slot] = {}
         self._last_step = -1
@@ -113,6 +120,7 @@ class FakeDevice:
             self._slots[start.slot] = _Slot(start)
         for slot, index, ids in batch.new_blocks:
             self._set_blocks(batch.step, slot, index, ids)
+        self._swap(batch)
         self._copy(batch)
         self._serial += 1  # one serial per step: two rows that write one cell in a step are seen by the position check
         written: set[tuple[int, int]] = set()
@@ -142,7 +150,7 @@ class FakeDevice:
         if batch.step <= self._last_step:
             raise StepViolation(f"step {batch.step} came after step {self._last_step}")
         self._last_step = batch.step
-        if not batch.decode and not batch.prefill and not batch.copies:
+        if not batch.decode and not batch.prefill and not batch.copies and not batch.swaps:
             raise StepViolation(f"step {batch.step} has nothing to do")
         for what, slots in (
             ("rows", [*batch.decode, *(row.slot for row in batch.prefill)]),
@@ -163,6 +171,27 @@ class FakeDevice:
         blocks[index : index + len(ids)] = ids
         if len(set(blocks)) != len(blocks):
             raise self._violation(step, slot, f"has a block twice in its table: {blocks}")
+
+    def _swap(self, batch: Batch) -> None:
+        """Copy blocks down, then up, with the serials of their cells: a block's content is the same in both places."""
+        step, swaps = batch.step, batch.swaps
+        for pairs, from_size, to_size in (
+            (swaps.swap_out, self.limits.num_blocks, self.limits.num_host_blocks),
+            (swaps.swap_in, self.limits.num_host_blocks, self.limits.num_blocks),
+        ):
+            if any(not 0 <= source < from_size or not 0 <= destination < to_size for source, destination in pairs):
+                raise StepViolation(f"step {step}: swaps a block that does not exist: {pairs}")
+            if len({destination for _, destination in pairs}) != len(pairs):
+                raise StepViolation(f"step {step}: swaps two blocks to the same place: {pairs}")
+        for source, destination in swaps.swap_out:
+            if self._tokens[source][0] < 0:
+                raise StepViolation(f"step {step}: copies down block {source}, which was never written")
+            self._host_cells[destination] = (list(self._tokens[source]), list(self._serials[source]))
+        for source, destination in swaps.swap_in:
+            cells = self._host_cells[source]
+            if cells is None:
+                raise StepViolation(f"step {step}: copies up host block {source}, which was never copied to")
+            self._tokens[destination], self._serials[destination] = list(cells[0]), list(cells[1])
 
     def _copy(self, batch: Batch) -> None:
         destinations = [destination for _, destination in batch.copies]
@@ -202,15 +231,18 @@ class FakeDevice:
                 raise self._violation(
                     step, row.slot, f"reads position {state.history.index(-1)}, which was never written"
                 )
+            known = state.start.token_ids
+            if known and state.history != known[: row.position]:
+                raise self._violation(step, row.slot, f"finds {state.history} in its blocks, not its own {known}")
         if row.position != len(state.history):
             raise self._violation(
                 step, row.slot, f"prefills at {row.position}, but its cache ends at {len(state.history)}"
             )
-        known = state.start.num_tokens
+        num_known = state.start.num_tokens
         end = row.position + len(row.tokens)
-        if end > known or (row.sample and end != known):
+        if end > num_known or (row.sample and end != num_known):
             raise self._violation(
-                step, row.slot, f"chunk ends at {end} of {known} known tokens with sample={row.sample}"
+                step, row.slot, f"chunk ends at {end} of {num_known} known tokens with sample={row.sample}"
             )
 
     def _write(self, step: int, slot: int, position: int, tokens: list[int], written: set[tuple[int, int]]) -> None:

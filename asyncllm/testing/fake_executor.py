@@ -35,6 +35,8 @@ class FakeExecutor:
         hidden_size: int = 16,
         max_position: int = 4096,
         max_steps_in_flight: int = 2,
+        num_host_blocks: int = 0,
+        min_copied_tokens: int = 1,
         oracle: Oracle | None = None,
         row_failure: Callable[[list[int]], str | None] | None = None,
         latency: float = 0.0,
@@ -51,6 +53,8 @@ class FakeExecutor:
             hidden_size=hidden_size,
             max_position=max_position,
             max_steps_in_flight=max_steps_in_flight,
+            num_host_blocks=num_host_blocks,
+            min_copied_tokens=min_copied_tokens,
             oracle=oracle,
             row_failure=row_failure,
         )

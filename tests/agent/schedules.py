@@ -43,6 +43,8 @@ class _Row:
         self.blocks: list[int] = []
         self.last_step = -1
         self.scored = False
+        self.host_blocks: list[int] = []
+        """Where its tokens lie while it has no slot."""
 
     @property
     def decoding(self) -> bool:
@@ -51,6 +53,8 @@ class _Row:
 
 class RandomSchedule:
     """Sequences that start, go on in chunks, decode, are preempted, copied and replaced, in steps of an agent's size.
+
+    Where the agent has blocks in host memory, most preempted ones wait there and go on where they were.
 
     The agent runs every step at once, so that a preempted sequence can be started anew with its tokens.
     """
@@ -66,6 +70,8 @@ class RandomSchedule:
         size = agent.limits.num_blocks
         self._free = sorted(range(size), key=lambda block: block * 37 % size)
         self._references: Counter[int] = Counter()
+        self._free_host = list(range(agent.limits.num_host_blocks))
+        self._swapped: list[_Row] = []
         self._step = 0
 
     def steps(self, count: int) -> list[Answered]:
@@ -78,8 +84,12 @@ class RandomSchedule:
             if len(row.answer) >= row.length:
                 self._leave(row)
             elif row.answer and dice.random() < 0.04:
+                swapped = self._swap_out(batch, row)
                 self._leave(row)
-                self._start(batch, row.params, row.prompt, row.answer, row.length)
+                if not swapped:
+                    self._start(batch, row.params, row.prompt, row.answer, row.length)
+        if self._swapped and dice.random() < 0.3:
+            self._swap_in(batch)
         if dice.random() < 0.3 or not self._rows:
             length = dice.choice([1, 5, 8, 9, 21])
             prompt = dice.choices(range(NAN_TOKEN), k=length)
@@ -146,6 +156,29 @@ class RandomSchedule:
             row.blocks = [*row.blocks, own]
         if row.blocks:
             batch.new_blocks.append((row.slot, 0, list(row.blocks)))
+
+    def _swap_out(self, batch: Batch, row: _Row) -> bool:
+        """Copy what the row has computed to the host, if that has room. Its blocks may be taken in this very step."""
+        count = -(-row.num_computed // self._agent.limits.block_size)
+        if not 0 < count <= len(self._free_host):
+            return False
+        row.host_blocks, self._free_host = self._free_host[:count], self._free_host[count:]
+        batch.swaps.swap_out.extend(zip(row.blocks, row.host_blocks, strict=False))
+        self._swapped.append(row)
+        return True
+
+    def _swap_in(self, batch: Batch) -> None:
+        """Let a row go on in another slot, with the blocks that it had."""
+        before = self._swapped[0]
+        row = self._start(batch, before.params, before.prompt, before.answer, before.length)
+        if row is None:
+            return
+        self._swapped.pop(0)
+        row.blocks = self._take(len(before.host_blocks))
+        row.num_computed = before.num_computed
+        batch.new_blocks.append((row.slot, 0, list(row.blocks)))
+        batch.swaps.swap_in.extend(zip(before.host_blocks, row.blocks, strict=True))
+        self._free_host = self._free_host + before.host_blocks
 
     def _leave(self, row: _Row) -> None:
         del self._rows[row.slot]

@@ -126,8 +126,9 @@ class InFlight:
             assert_same_output(output, step.output)
 
 
-def schedule_of(model: DecoderLM, seed: int, **wishes: Any) -> RandomSchedule:
-    return RandomSchedule(tiny_agent(model, num_gpu_blocks=NUM_BLOCKS), random.Random(seed), **wishes)
+def schedule_of(model: DecoderLM, seed: int, num_cpu_blocks: int = 0, **wishes: Any) -> RandomSchedule:
+    agent = tiny_agent(model, num_gpu_blocks=NUM_BLOCKS, num_cpu_blocks=num_cpu_blocks)
+    return RandomSchedule(agent, random.Random(seed), **wishes)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -154,6 +155,33 @@ def test_random_steps_out_of_graphs(seed: int, graphs: Callable[[DeviceAgent], E
     decode_only = [len(step.batch.decode) for step in steps if not step.batch.prefill and not step.batch.copies]
     assert [size for part, size in fake.replayed if part == 0] == [rows + 1 for rows in decode_only if rows]
     assert len(fake.replayed) == 2 * sum(map(bool, decode_only))
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_swaps_in_flight(seed: int, graphed: bool, graphs: Callable[[DeviceAgent], EagerGraphs]) -> None:
+    """Also in front of a step out of graphs, which none of its copies keeps from being one."""
+    model = sound_llama()
+    steps = schedule_of(model, seed, num_cpu_blocks=20, max_rows=7, scoring=False).steps(150)
+    agent = device_agent_of(model, num_gpu_blocks=NUM_BLOCKS + 1, num_cpu_blocks=20)
+    swapping = [step.batch for step in steps if step.batch.swaps]
+    assert any(batch.swaps.swap_in for batch in swapping)
+    if graphed:
+        fake = graphs(agent)
+    dice = random.Random(seed)
+    InFlight(agent).run(steps, lambda: dice.randint(0, 7))
+    if graphed:
+        out_of_graphs = [
+            step.batch
+            for step in steps
+            if step.batch.decode
+            and not step.batch.prefill
+            and not step.batch.copies
+            # Tables of more blocks are brought up kernel by kernel.
+            and sum(len(blocks) for _, _, blocks in step.batch.new_blocks) <= fake.largest
+        ]
+        assert len(fake.replayed) == 2 * len(out_of_graphs)
+        assert any(batch.swaps for batch in out_of_graphs)
 
 
 @pytest.mark.parametrize("graphed", [False, True])

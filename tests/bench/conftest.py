@@ -7,7 +7,18 @@ from importlib import import_module
 from pathlib import Path
 
 FOLDER = str(Path(__file__).parent.parent.parent / "bench")
-MODULES = ("workloads", "engines", "table", "limits", "throughput", "latency", "cpu", "kernel_timing", "roofline")
+MODULES = (
+    "workloads",
+    "engines",
+    "table",
+    "limits",
+    "throughput",
+    "latency",
+    "cpu",
+    "kernel_timing",
+    "roofline",
+    "swap",
+)
 
 # The folder does not stay on the path: it has a kernels.py, which transformers would take for another library.
 sys.path.insert(0, FOLDER)

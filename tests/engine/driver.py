@@ -63,8 +63,12 @@ class Driver:
         caching: bool = True,
         row_failure: Callable[[list[int]], str | None] | None = None,
         token_tile: int = 1,
+        num_host_blocks: int = 0,
+        min_copied_tokens: int = 1,
+        swapping: bool = True,
         waiting: WaitingQueue | None = None,
     ) -> None:
+        """`swapping`: whether preempted rows go to the host, if it has blocks."""
         self.device = FakeDevice(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -72,6 +76,8 @@ class Driver:
             vocab_size=VOCAB,
             oracle=hash_oracle(VOCAB),
             row_failure=row_failure,
+            num_host_blocks=num_host_blocks,
+            min_copied_tokens=min_copied_tokens,
         )
         self.max_batch_size = max_batch_size
         self.budget = budget
@@ -81,6 +87,7 @@ class Driver:
             prefill_budget=budget,
             prefill_interval=interval,
             prefix_caching=caching,
+            swapping=swapping,
             waiting=waiting,
         )
         self.in_flight: deque[Batch] = deque()
@@ -189,7 +196,8 @@ class Driver:
         scheduler, blocks = self.scheduler, self.scheduler.blocks
         scheduler.check_integrity(self.requests)
         assert scheduler.num_running <= self.max_batch_size
-        assert blocks.num_free + blocks.num_idle + blocks.num_held == blocks.num_blocks
+        for tier in (blocks, scheduler.host.blocks):
+            assert tier.num_free + tier.num_idle + tier.num_held == tier.num_blocks
         cache = scheduler.prefix_cache
         for writes in self._writes:
             for block in writes:
@@ -205,6 +213,7 @@ class Driver:
                 assert row.remaining >= 0
                 assert not running or len(row.blocks) * self.device.limits.block_size >= row.num_computed
                 assert (row.slot >= 0) == running
+                assert bool(row.host_blocks) == (row.state is SequenceState.SWAPPED)
                 if row.state is SequenceState.FINISHED:
                     assert row.finish_reason is not None
 
@@ -212,14 +221,20 @@ class Driver:
         """Nothing is held any more."""
         self.check()
         assert all(request.finished for request in self.requests)
-        assert self.scheduler.blocks.num_held == 0
-        assert self.scheduler.blocks.num_available == self.scheduler.blocks.num_blocks
+        for tier in (self.scheduler.blocks, self.scheduler.host.blocks):
+            assert tier.num_held == 0
+            assert tier.num_available == tier.num_blocks
 
     def _check_batch(self, batch: Batch) -> None:
-        """No step takes a block that another row's unread step still writes; budgets hold."""
+        """No step takes a block that another row's unread step still writes, or copies to a block of the host that an
+        unread one copies to or from; budgets hold."""
         assert sum(len(row.tokens) for row in batch.prefill) <= self.budget
         assert len(batch.decode) + len(batch.prefill) <= self.max_batch_size
         size = self.device.limits.block_size
+        for earlier in self.in_flight:
+            copied = {block for _, block in earlier.swaps.swap_out} | {block for block, _ in earlier.swaps.swap_in}
+            taken = copied.intersection(block for _, block in batch.swaps.swap_out)
+            assert not taken, f"host blocks {taken} change hands before the step that copies them was read"
         for start in batch.starts:
             self._tables[start.slot] = []
             for earlier in self.in_flight:

@@ -18,11 +18,13 @@ pytestmark = pytest.mark.anyio
 AHEAD = 5
 
 
-def new_engine(depth: int = AHEAD, **device: Any) -> FakeEngine:
+def new_engine(depth: int = AHEAD, num_host_blocks: int = 0, **device: Any) -> FakeEngine:
+    """With blocks on the host, preempted sequences are swapped."""
     settings = {"oracle": hash_oracle(256), "num_blocks": 128, "block_size": 4, **device}
-    return FakeEngine(
-        backend_config=EngineConfig(max_batch_size=6, max_prefill_token_num=64), max_steps_in_flight=depth, **settings
+    config = EngineConfig(
+        max_batch_size=6, max_prefill_token_num=64, eviction_type="copy" if num_host_blocks else "recompute"
     )
+    return FakeEngine(backend_config=config, max_steps_in_flight=depth, num_host_blocks=num_host_blocks, **settings)
 
 
 async def test_as_many_steps_as_the_device_allows_are_in_flight() -> None:
@@ -103,18 +105,22 @@ async def answers(engine: FakeEngine) -> list[Any]:
     ]
 
 
+@pytest.mark.parametrize("num_host_blocks", [0, 15, 200])
 @pytest.mark.parametrize("num_blocks", [40, 400])
-async def test_no_answer_depends_on_how_far_ahead_steps_are_launched(num_blocks: int) -> None:
+async def test_no_answer_depends_on_how_far_ahead_steps_are_launched(num_blocks: int, num_host_blocks: int) -> None:
     """With few blocks, sequences are preempted while steps that write their blocks are in flight."""
     found = []
-    preemptions = 0
+    preemptions = swapped_in = 0
     for depth in (2, AHEAD, 8):
-        async with new_engine(depth, num_blocks=num_blocks, oracle=hash_oracle(128)) as engine:
+        device = {"num_blocks": num_blocks, "num_host_blocks": num_host_blocks, "oracle": hash_oracle(128)}
+        async with new_engine(depth, **device) as engine:
             found.append(await answers(engine))
             preemptions += engine.stats().preemptions
+            swapped_in += engine.stats().blocks_swapped_in
             await settle(engine)
     assert found[0] == found[1] == found[2]
     assert (preemptions > 0) == (num_blocks == 40)
+    assert (swapped_in > 0) == (num_blocks == 40 and num_host_blocks > 0)
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.__name__)

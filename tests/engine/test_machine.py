@@ -54,7 +54,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 20),
         interval=st.integers(1, 3),
         caching=st.booleans(),
-        depth=st.integers(2, MAX_DEPTH),
+        depth=st.integers(1, MAX_DEPTH),
+        num_host_blocks=st.sampled_from([0, 1, 3, 8, 40]),
+        min_copied_tokens=st.sampled_from([1, 4]),
+        swapping=st.booleans(),
         with_quality=st.booleans(),
     )
     def begin(
@@ -67,6 +70,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         interval: int,
         caching: bool,
         depth: int,
+        num_host_blocks: int,
+        min_copied_tokens: int,
+        swapping: bool,
         with_quality: bool,
     ) -> None:
         self.depth = depth
@@ -82,6 +88,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             budget=budget,
             interval=interval,
             caching=caching,
+            num_host_blocks=num_host_blocks,
+            min_copied_tokens=min_copied_tokens,
+            swapping=swapping,
             waiting=self.queue,
         )
         self.block_size = block_size
@@ -208,7 +217,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             row
             for request in self.asked
             for row in request.sequences
-            if row.state is SequenceState.WAITING and (row.index == 0 or request.siblings_queued)
+            if row.state in (SequenceState.WAITING, SequenceState.SWAPPED)
+            and (row.index == 0 or request.siblings_queued)
         }
         assert self.queue.num_requests == sum(row.index == 0 for row in waiting)
         assert self.queue.num_tokens == sum(num_tokens for _, num_tokens in self.queue._waiting.values())

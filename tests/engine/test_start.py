@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from asyncllm.batch import Batch, Limits
+from asyncllm.config import EngineConfig
 from asyncllm.engine.async_engine import AsyncEngine
-from asyncllm.errors import EngineClosed, InvalidCheckpoint, ModelError
+from asyncllm.errors import EngineClosed, InvalidCheckpoint, InvalidParameter, ModelError
 from asyncllm.testing.byte_tokenizer import ByteTokenizer
+from asyncllm.testing.fake_engine import fake_parts
 from asyncllm.testing.fake_executor import FakeExecutor
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
@@ -131,3 +133,11 @@ async def test_closing_meanwhile(folder: str, monkeypatch: pytest.MonkeyPatch) -
     assert executor.cancelled
     assert_closed(executor)
     opening.go_on.set()
+
+
+async def test_swapping_without_host_blocks_is_refused() -> None:
+    executor = FakeExecutor()
+    engine = AsyncEngine("fake", EngineConfig(eviction_type="copy"), **{**fake_parts(), "executor": executor})
+    with pytest.raises(InvalidParameter, match="needs blocks in host memory"):
+        await engine.start()
+    assert_closed(executor)

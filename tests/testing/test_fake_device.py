@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart, StepOutput
+from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart, StepOutput, SwapPlan
 from asyncllm.testing import FakeDevice, StepViolation, hash_hidden, hash_oracle, script_oracle
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -33,6 +33,7 @@ class Driver:
         copies: list[tuple[int, int]] | None = None,
         decode: list[int] | None = None,
         prefill: list[PrefillRow] | None = None,
+        swaps: SwapPlan | None = None,
     ) -> StepOutput:
         self.steps += 1
         return self.device.step(
@@ -43,6 +44,7 @@ class Driver:
                 copies=copies or [],
                 decode=decode or [],
                 prefill=prefill or [],
+                swaps=swaps or SwapPlan(),
             )
         )
 
@@ -61,7 +63,7 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 @pytest.fixture
 def step() -> Driver:
-    return Driver(FakeDevice(num_blocks=12, block_size=4, num_slots=4))
+    return Driver(FakeDevice(num_blocks=12, block_size=4, num_slots=4, num_host_blocks=3))
 
 
 def begin(step: Driver, slot: int = 0, blocks: list[int] | None = None) -> list[int]:
@@ -105,6 +107,65 @@ def test_copy_on_write_keeps_both_rows(step: Driver) -> None:
     assert forked.slots == [0, 1]
     assert forked.tokens == [expected(PROMPT, 3)[2], expected(PROMPT, 1)[0]]
     assert step(new_blocks=[(0, 2, [2])], decode=[0, 1]).tokens == [expected(PROMPT, 4)[3], expected(PROMPT, 2)[1]]
+
+
+def swap(out: list[tuple[int, int]] | None = None, back: list[tuple[int, int]] | None = None) -> SwapPlan:
+    return SwapPlan(swap_out=out or [], swap_in=back or [])
+
+
+def test_a_swapped_row_goes_on_from_its_blocks(step: Driver) -> None:
+    first = begin(step) + step(decode=[0]).tokens
+    known = PROMPT + first
+    # Others write over its blocks meanwhile, in the step that copies them and later.
+    step(starts=[start(2, 6)], new_blocks=[(2, 0, [1, 0])], prefill=[prefill(2, PROMPT)], swaps=swap([(0, 2), (1, 0)]))
+    step(decode=[2])
+    again = step(
+        starts=[start(1, 8, num_prompt=6)],
+        new_blocks=[(1, 0, [4, 5])],
+        prefill=[prefill(1, known[7:], position=7)],
+        swaps=swap(back=[(2, 4), (0, 5)]),
+    )
+    assert first + again.tokens == expected(PROMPT, 3)
+
+
+def test_a_block_goes_down_before_another_comes_up_in_its_place(step: Driver) -> None:
+    begin(step)
+    begin(step, 1, [2, 3])
+    step(swaps=swap([(0, 1)]))
+    step(swaps=swap([(2, 0)], [(0, 4), (1, 2)]))
+    assert step(decode=[0]).tokens == [expected(PROMPT, 2)[1]]
+    with pytest.raises(StepViolation, match="lost position 0"):
+        step(decode=[1])
+
+
+@pytest.mark.parametrize(
+    ("swaps", "why"),
+    [
+        (swap([(0, 3)]), "does not exist"),
+        (swap([(12, 0)]), "does not exist"),
+        (swap(back=[(0, 12)]), "does not exist"),
+        (swap([(0, 1), (1, 1)]), "to the same place"),
+        (swap([(0, 0), (1, 1)], [(0, 5), (1, 5)]), "to the same place"),
+        (swap([(7, 0)]), "block 7, which was never written"),
+        (swap(back=[(0, 5)]), "host block 0, which was never copied to"),
+    ],
+)
+def test_swaps_that_would_lose_something(step: Driver, swaps: SwapPlan, why: str) -> None:
+    begin(step)
+    with pytest.raises(StepViolation, match=why):
+        step(swaps=swaps)
+
+
+def test_a_row_that_says_its_tokens_finds_them_in_its_blocks(step: Driver) -> None:
+    begin(step)
+    params = SamplingParams(repetition_penalty=1.5)
+    known = [9, 9, 9, 9, 9]
+    with pytest.raises(StepViolation, match="not its own"):
+        step(
+            starts=[SlotStart(slot=1, params=params, num_prompt=5, num_tokens=5, token_ids=known)],
+            new_blocks=[(1, 0, [0, 4])],
+            prefill=[prefill(1, known[4:], position=4)],
+        )
 
 
 def test_seeds_matter_only_when_sampling(step: Driver) -> None:
