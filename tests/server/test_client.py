@@ -200,7 +200,7 @@ def test_a_stream_that_breaks_off_is_an_error(data: bytes) -> None:
     url, thread = answering(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(data), data))
     answer = APIClient(url).completions_v1("m", "hi", stream=True)
     assert next(answer) == {"a": 1}
-    with pytest.raises(ServerUnreachable, match="IncompleteRead|ConnectionReset"):
+    with pytest.raises(ServerUnreachable, match=r"IncompleteRead|ConnectionReset"):
         next(answer)
     thread.join()
 
