@@ -23,9 +23,9 @@ STAGING_BYTES = 256 * 2**20
 """Memory on the device that blocks pass through: 32 blocks of Llama-3-8B, some 5 ms of a PCIe 5 link."""
 
 MIN_COPIED_TOKENS = 16
-"""Fewer cached tokens than this are computed again on a GPU, as they ride along with a step: to launch a copy and to
-wait for it takes some 0.1 ms, estimated and not measured (`bench/swap.py` does). A block of 64 tokens of Llama-3-8B is
-8.4 MB, 0.2 ms of a PCIe 5 link, and at least 1.5 ms of arithmetic, so that every hit of a whole block counts."""
+"""Fewer cached tokens than this are computed again on a GPU, as they ride along with a step. Llama-3-8B on one H200
+(`bench/swap.py`): up to 64 tokens copying and computing take the same 8 to 10 ms, which is what the host needs to
+launch the step; from 127 on copying is faster, 9.0 ms instead of 25.1 at 1,024. A block of 64 tokens takes 0.2 ms."""
 
 
 def allocate_host_pool(model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> Tensor:

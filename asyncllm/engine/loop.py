@@ -123,8 +123,9 @@ class EngineLoop:
             self._started += 1
             self._expired += 1
             raise DeadlineExceeded("The request's timeout was over when its prompt had been encoded. Allow more time.")
-        requests, tokens = self.num_queued()
-        self._bounds.check(requests, tokens, len(request.prompt_ids), now)
+        if self._bounds.bounded:
+            requests, tokens = self.num_queued()
+            self._bounds.check(requests, tokens, len(request.prompt_ids), now)
         request.times.queued = time.monotonic()
         timer = None if deadline is None else self._event_loop.call_at(deadline, self._time_is_over, request)
         self._open[request] = timer

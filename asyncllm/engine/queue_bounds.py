@@ -25,6 +25,11 @@ class QueueBounds:
         """When the latest requests ended."""
         self.num_refused = 0
 
+    @property
+    def bounded(self) -> bool:
+        """Whether there is a bound: counting what waits costs a walk over what has just arrived."""
+        return bool(self._max_requests or self._max_tokens)
+
     def request_ended(self, now: float) -> None:
         """Somebody made room."""
         self._ends.append(now)

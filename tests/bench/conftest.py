@@ -18,6 +18,8 @@ MODULES = (
     "kernel_timing",
     "roofline",
     "swap",
+    "streams",
+    "serve",
 )
 
 # The folder does not stay on the path: it has a kernels.py, which transformers would take for another library.
