@@ -10,8 +10,10 @@ import pytest
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from asyncllm.server.native_requests import GenerateRequest, InteractiveRequest
 from asyncllm.server.requests import (
     REFUSED,
+    Asking,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
@@ -42,7 +44,7 @@ def fields_of(module: Any) -> set[str]:
 
 def ignored_by(kind: type[msgspec.Struct]) -> list[str]:
     """The fields of the Struct that are accepted and have no effect."""
-    ignored = set(Ignored.__struct_fields__) - {"model"}
+    ignored = set(Ignored.__struct_fields__) - set(Asking.__struct_fields__)
     return sorted(ignored.intersection(kind.__struct_fields__))
 
 
@@ -68,7 +70,9 @@ def test_no_field_of_openai_lacks_a_policy(module: Any, kind: type[msgspec.Struc
 def test_a_policy_is_one() -> None:
     for name in REFUSED:
         assert name not in Ignored.__struct_fields__, f"{name} is both ignored and refused"
-        assert any(name in kind.__struct_fields__ for kind in PATHS), f"{name} is refused, and no Struct has it"
+        assert any(name in kind.__struct_fields__ for kind in (*PATHS, GenerateRequest, InteractiveRequest)), (
+            f"{name} is refused, and no Struct has it"
+        )
     for kind in PATHS:
         untyped = {
             field.name for field in msgspec.structs.fields(kind) if field.type is Any and field.name != "messages"
