@@ -206,6 +206,10 @@ class _Refusal(msgspec.Struct, frozen=True):
     allowed: tuple[Any, ...]
     why: str
 
+    def allows(self, value: Any) -> bool:
+        """Whether it is one of the allowed values, of the same type: to Python, 0 is False and 1 is true."""
+        return any(type(value) is type(each) and value == each for each in self.allowed)
+
 
 _GRAMMAR = "Answers cannot be held to a grammar yet. Leave it out and check the answer."
 _LOOPS = "Use repetition_penalty or frequency_penalty against loops, or leave it out."
@@ -252,7 +256,7 @@ def refuse_unsupported(body: msgspec.Struct) -> None:
     """Raise ApiError 400 for a field whose value asks for what is not implemented."""
     for name in body.__struct_fields__:
         refusal = REFUSED.get(name)
-        if refusal is not None and getattr(body, name) not in refusal.allowed:
+        if refusal is not None and not refusal.allows(getattr(body, name)):
             raise ApiError(
                 400, f"{name} is not supported with this value. {refusal.why}", code="unsupported_parameter", param=name
             )

@@ -101,7 +101,7 @@ async def test_a_refused_field_is_named_and_its_empty_values_pass(kind: type[Sam
                 assert (status, found["error"]["code"]) == (400, "unsupported_parameter")
             for value in VALUES:
                 status, found = await served.post(path, {**body, name: value})
-                if value in REFUSED[name].allowed:
+                if any(value == each and type(value) is type(each) for each in REFUSED[name].allowed):
                     assert status == 200, (name, value, found)
                 else:
                     assert status == 400, (name, value)
@@ -160,3 +160,14 @@ async def answer_to(served: Served, path: str, body: dict[str, Any]) -> Any:
     status, found = await served.post(path, body)
     assert status == 200, found
     return {name: value for name, value in found.items() if name not in ("id", "created", "usage")}
+
+
+async def test_a_value_that_python_takes_for_an_allowed_one_is_refused() -> None:
+    async with serving(FakeEngine()) as served:
+        for path, body, name, value in (
+            ("/generate", {"prompt": "ping"}, "preserve_cache", 0),
+            ("/v1/completions", {"prompt": "ping"}, "best_of", True),
+            ("/v1/completions", {"prompt": "ping"}, "best_of", 1.0),
+        ):
+            status, answer = await served.post(path, {**body, name: value})
+            assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "unsupported_parameter", name)
