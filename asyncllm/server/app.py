@@ -97,16 +97,15 @@ async def _answer(
     request[REQUEST_ID] = given if GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
     try:
         service.access.check_place(request)
-        asked = service.access.preflight(request)
-        if asked is not None:
-            response: web.StreamResponse = asked
-        else:
+        response: web.StreamResponse | None = service.access.preflight(request)
+        if response is None:
             if route is None or route.auth is not Auth.PUBLIC:
                 request[KEY] = service.access.key_of(request)
             with service.work() if route is not None and route.work else nullcontext():
                 response = await _answered(request, route, handler)
                 # In work until the answer is written: a server that drains waits for that too.
                 await send(request, response, service.config.write_timeout)
+                return response
     except Exception as error:
         response = as_api_error(error).response()
     await send(request, response, service.config.write_timeout)

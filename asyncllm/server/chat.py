@@ -7,11 +7,12 @@ from typing import Any
 from aiohttp import web
 
 from asyncllm.engine.generation import Generation
-from asyncllm.server.chunks import Answering, Tail, encode
-from asyncllm.server.decode import read_struct
+from asyncllm.server.chunks import Answering, Tail
+from asyncllm.server.decode import read_request
+from asyncllm.server.encode import encode, json_response
 from asyncllm.server.logprobs import chat_logprobs
 from asyncllm.server.options import label_of, request_options, template_options
-from asyncllm.server.requests import ChatRequest, refuse_unsupported
+from asyncllm.server.requests import ChatRequest
 from asyncllm.server.responses import ChatChoice, ChatResponse, ResponseMessage
 from asyncllm.server.sampling import chat_config
 from asyncllm.server.service import Service, service_of
@@ -29,9 +30,7 @@ NOT_SAID = ("refusal", "annotations", "audio", "function_call")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     service = service_of(request)
-    body = await read_struct(request, ChatRequest, service.config)
-    service.check_model(body.model)
-    refuse_unsupported(body)
+    body = await read_request(request, ChatRequest)
     generation = service.engine.generate(
         normalised(body.messages),
         chat_config(body, service.config, service.defaults),
@@ -48,9 +47,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         response = await generation.response()
     finally:
         generation.cancel()
-    return web.Response(
-        body=encode(_whole(answering, body, generation, response, service)), content_type="application/json"
-    )
+    return json_response(_whole(answering, body, generation, response, service))
 
 
 def normalised(messages: list[dict[str, Any]] | str) -> list[Message] | str:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import time
 import uuid
 
-import msgspec
-
+from asyncllm.server.encode import encode
 from asyncllm.server.requests import Sampled
 from asyncllm.server.responses import Usage
 
-__all__ = ["Answering", "encode"]
-
-encode = msgspec.json.Encoder().encode
+__all__ = ["Answering", "Tail"]
 
 
 class Answering:

@@ -9,12 +9,13 @@ from aiohttp import web
 
 from asyncllm.config import ServerConfig
 from asyncllm.engine.generation import Generation
-from asyncllm.server.chunks import Answering, Tail, encode
-from asyncllm.server.decode import read_struct
+from asyncllm.server.chunks import Answering, Tail
+from asyncllm.server.decode import read_request
+from asyncllm.server.encode import encode, json_response
 from asyncllm.server.errors import ApiError
 from asyncllm.server.logprobs import completion_logprobs
 from asyncllm.server.options import label_of, request_options
-from asyncllm.server.requests import CompletionRequest, Prompt, refuse_unsupported
+from asyncllm.server.requests import CompletionRequest, Prompt
 from asyncllm.server.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
 from asyncllm.server.sampling import completion_config
 from asyncllm.server.service import service_of
@@ -29,9 +30,7 @@ __all__ = ["completions", "prompts_of"]
 async def completions(request: web.Request) -> web.StreamResponse:
     """Continue one prompt or several; choice `prompt * n + k` is the k-th answer to a prompt."""
     service = service_of(request)
-    body = await read_struct(request, CompletionRequest, service.config)
-    service.check_model(body.model)
-    refuse_unsupported(body)
+    body = await read_request(request, CompletionRequest)
     config = completion_config(body, service.config, service.defaults)
     prompts = prompts_of(body.prompt, service.config, "prompt")
     inputs: Any = prompts
@@ -62,7 +61,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     finally:
         for generation in generations:
             generation.cancel()
-    return web.Response(body=encode(_whole(answering, body, pieces, responses)), content_type="application/json")
+    return json_response(_whole(answering, body, pieces, responses))
 
 
 def prompts_of(prompt: Prompt, config: ServerConfig, name: str) -> list[str | list[int]]:

@@ -12,10 +12,12 @@ from aiohttp import web
 
 from asyncllm.config import ServerConfig
 from asyncllm.server.errors import ApiError
+from asyncllm.server.requests import Body, refuse_unsupported
+from asyncllm.server.service import service_of
 
-__all__ = ["read_body", "read_struct"]
+__all__ = ["read_request"]
 
-Body = TypeVar("Body", bound=msgspec.Struct)
+Kind = TypeVar("Kind", bound=Body)
 
 UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 MISSING = re.compile(r"Object missing required field `(.*)`")
@@ -28,7 +30,7 @@ def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-async def read_body(request: web.Request, config: ServerConfig) -> bytes:
+async def _read_body(request: web.Request, config: ServerConfig) -> bytes:
     """The whole body. Raises ApiError 408, 413, 415."""
     if request.content_type != "application/json":
         # A browser sends text/plain across origins without asking, but not this type.
@@ -57,11 +59,18 @@ async def read_body(request: web.Request, config: ServerConfig) -> bytes:
         ) from error
 
 
-async def read_struct(request: web.Request, kind: type[Body], config: ServerConfig) -> Body:
-    """The body as `kind`. Raises ApiError."""
-    body = await read_body(request, config)
+async def read_request(request: web.Request, kind: type[Kind]) -> Kind:
+    """The body as `kind`, for the model that is served, with nothing in it that is refused. Raises ApiError."""
+    service = service_of(request)
+    body = _decoded(await _read_body(request, service.config), kind)
+    service.check_model(body.model)
+    refuse_unsupported(body)
+    return body
+
+
+def _decoded(body: bytes, kind: type[Kind]) -> Kind:
     try:
-        decoded: Body = _decoder(kind).decode(body)
+        decoded: Kind = _decoder(kind).decode(body)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except (msgspec.DecodeError, UnicodeError) as error:

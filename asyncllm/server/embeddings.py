@@ -11,9 +11,9 @@ from typing import Any
 from aiohttp import web
 
 from asyncllm import types
-from asyncllm.server.chunks import encode
 from asyncllm.server.completions import prompts_of
-from asyncllm.server.decode import read_struct
+from asyncllm.server.decode import read_request
+from asyncllm.server.encode import json_response
 from asyncllm.server.options import request_options
 from asyncllm.server.requests import EmbeddingRequest
 from asyncllm.server.responses import Embedding, EmbeddingResponse, EmbeddingUsage
@@ -25,8 +25,7 @@ __all__ = ["embeddings"]
 async def embeddings(request: web.Request) -> web.Response:
     """The vector of each input: the hidden state of its last token, or the mean of all, scaled to length 1."""
     service = service_of(request)
-    body = await read_struct(request, EmbeddingRequest, service.config)
-    service.check_model(body.model)
+    body = await read_request(request, EmbeddingRequest)
     inputs: Any = prompts_of(body.input, service.config, "input")
     found = await service.engine.embed(
         inputs, pooling=body.pooling or "last", dimensions=body.dimensions, **request_options(request, body)
@@ -41,7 +40,7 @@ async def embeddings(request: web.Request) -> web.Response:
         model=service.engine.model_name,
         usage=EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens),
     )
-    return web.Response(body=encode(answer), content_type="application/json")
+    return json_response(answer)
 
 
 def _packed(values: Sequence[float]) -> str:

@@ -63,7 +63,6 @@ NAMES = {
     "stop_words": "stop",
     "random_seed": "seed",
     "adapter_name": "model",
-    "step": "step",
 }
 """The engine's names of parameters, by those of the API where they differ."""
 PROMPT_NAMES = {"input_ids", "prompts"}

@@ -5,13 +5,12 @@ from __future__ import annotations
 from aiohttp import web
 from msgspec import UNSET
 
-from asyncllm.server.chunks import encode
-from asyncllm.server.decode import read_struct
+from asyncllm.server.decode import read_request
+from asyncllm.server.encode import encode, json_response
 from asyncllm.server.errors import ApiError
 from asyncllm.server.native_requests import GenerateRequest
 from asyncllm.server.native_responses import FinishReason, GenerateMeta, GenerateResponse
 from asyncllm.server.options import label_of, request_options
-from asyncllm.server.requests import refuse_unsupported
 from asyncllm.server.sampling import generate_config
 from asyncllm.server.service import service_of
 from asyncllm.server.sse import event, stream
@@ -23,9 +22,7 @@ __all__ = ["generate"]
 async def generate(request: web.Request) -> web.StreamResponse:
     """Continue a prompt as it is, with token ids and their log-probabilities in the answer."""
     service = service_of(request)
-    body = await read_struct(request, GenerateRequest, service.config)
-    service.check_model(body.model)
-    refuse_unsupported(body)
+    body = await read_request(request, GenerateRequest)
     if (body.prompt is None) == (body.input_ids is None):
         raise ApiError(400, "Send either prompt or input_ids.", code="invalid_value", param="prompt")
     generation = service.engine.generate(
@@ -44,7 +41,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         response = await generation.response()
     finally:
         generation.cancel()
-    return web.Response(body=encode(_answer(response)), content_type="application/json")
+    return json_response(_answer(response))
 
 
 def _answer(piece: Chunk | Response) -> GenerateResponse:

@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 from asyncllm.errors import EngineError
-from asyncllm.server.chunks import encode
+from asyncllm.server.encode import json_response
 from asyncllm.server.service import Phase, Service, service_of
 
 __all__ = ["Health", "health", "live", "ready"]
@@ -45,7 +45,7 @@ def _health(service: Service) -> Health:
 
 
 def _answer(found: Health, well: bool) -> web.Response:
-    return web.Response(status=200 if well else 503, body=encode(found), content_type="application/json")
+    return json_response(found, 200 if well else 503)
 
 
 async def live(request: web.Request) -> web.Response:

@@ -6,13 +6,12 @@ from aiohttp import web
 
 from asyncllm.server.access import KEY
 from asyncllm.server.chat import normalised
-from asyncllm.server.chunks import encode
-from asyncllm.server.decode import read_struct
+from asyncllm.server.decode import read_request
+from asyncllm.server.encode import encode, json_response
 from asyncllm.server.errors import ApiError
 from asyncllm.server.native_requests import InteractiveRequest
 from asyncllm.server.native_responses import InteractiveResponse
 from asyncllm.server.options import engine_session_id, label_of, request_options
-from asyncllm.server.requests import refuse_unsupported
 from asyncllm.server.sampling import interactive_config
 from asyncllm.server.service import Service, service_of
 from asyncllm.server.sse import NDJSON, stream
@@ -28,9 +27,7 @@ async def chat_interactive(request: web.Request) -> web.StreamResponse:
     if there is a prompt. `cancel: true` stops the running answer.
     """
     service = service_of(request)
-    body = await read_struct(request, InteractiveRequest, service.config)
-    service.check_model(body.model)
-    refuse_unsupported(body)
+    body = await read_request(request, InteractiveRequest)
     if body.session_id == -1 and (body.cancel or body.interactive_mode):
         what = "cancel" if body.cancel else "interactive_mode"
         raise ApiError(400, f"{what} needs a session_id, any number from 0.", code="invalid_value", param="session_id")
@@ -40,7 +37,7 @@ async def chat_interactive(request: web.Request) -> web.StreamResponse:
         if body.interactive_mode or body.session_id == -1:
             raise ApiError(400, "The prompt is empty. Send some text.", code="invalid_value", param="prompt")
         tokens = service.sessions.end(request[KEY], body.session_id)
-        return _json(InteractiveResponse(history_tokens=tokens, finish_reason="stop"))
+        return json_response(InteractiveResponse(history_tokens=tokens, finish_reason="stop"))
     return await _turn(request, service, body)
 
 
@@ -55,7 +52,7 @@ async def _cancel(request: web.Request, service: Service, body: InteractiveReque
     # Chats and completions carry the id as a label.
     await service.engine.stop_session(engine_session_id(request, body.session_id))
     history = kept.session.step if kept is not None else 0
-    return _json(InteractiveResponse(history_tokens=history, finish_reason="stop"))
+    return json_response(InteractiveResponse(history_tokens=history, finish_reason="stop"))
 
 
 async def _turn(request: web.Request, service: Service, body: InteractiveRequest) -> web.StreamResponse:
@@ -80,7 +77,7 @@ async def _turn(request: web.Request, service: Service, body: InteractiveRequest
         ends = not body.interactive_mode
         if body.stream:
             return await stream(request, service, [generation], _Lines(), NDJSON)
-        return _json(_answer(await generation.response()))
+        return json_response(_answer(await generation.response()))
     finally:
         generation.cancel()
         if kept is not None:
@@ -105,7 +102,3 @@ class _Lines:
 
     def closing(self) -> bytes:
         return b""
-
-
-def _json(answer: InteractiveResponse) -> web.Response:
-    return web.Response(body=encode(answer), content_type="application/json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from asyncllm.server.chunks import encode
+from asyncllm.server.encode import json_response
 from asyncllm.server.responses import Model, ModelList
 from asyncllm.server.service import Service, service_of
 
@@ -19,12 +19,11 @@ def _model(service: Service) -> Model:
 
 async def list_models(request: web.Request) -> web.Response:
     """All models: the one that the server was started with."""
-    body = encode(ModelList(data=[_model(service_of(request))]))
-    return web.Response(body=body, content_type="application/json")
+    return json_response(ModelList(data=[_model(service_of(request))]))
 
 
 async def show_model(request: web.Request) -> web.Response:
     """One model by its name."""
     service = service_of(request)
     service.check_model(request.match_info["id"])
-    return web.Response(body=encode(_model(service)), content_type="application/json")
+    return json_response(_model(service))

@@ -7,33 +7,21 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from asyncllm.config import MAX_COUNT, MinP, RepetitionPenalty, Temperature, TopP
-from asyncllm.server.requests import Asking, Body, NewTokens, Stop, TokenIds, Variables, Words
+from asyncllm.config import MAX_COUNT
+from asyncllm.server.requests import Body, Drawn, NewTokens, Variables
 
 __all__ = ["DetokenizeRequest", "EncodeRequest", "GenerateRequest", "InteractiveRequest", "TokenizeRequest"]
 
 
-class Drawn(Asking, kw_only=True):
+class Generating(Drawn, kw_only=True):
     """What the two routes that generate have in common."""
 
     stream: bool = False
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT, description="0 and -1: all.")] | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
-    stop: Stop = None
-    stop_token_ids: TokenIds | None = None
-    bad_words: Words | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Any = None
 
 
-class GenerateRequest(Drawn, kw_only=True):
+class GenerateRequest(Generating, kw_only=True):
     """The body of POST /generate. What sampling it leaves out is as for /v1/completions."""
 
     prompt: str | None = None
@@ -53,7 +41,7 @@ class GenerateRequest(Drawn, kw_only=True):
     mm_processor_kwargs: Any = None
 
 
-class InteractiveRequest(Drawn, kw_only=True):
+class InteractiveRequest(Generating, kw_only=True):
     """The body of POST /v1/chat/interactive. What sampling it leaves out is as in LMDeploy."""
 
     prompt: str | list[dict[str, Any]] = ""

@@ -32,8 +32,10 @@ from asyncllm.server.errors import ApiError
 
 __all__ = [
     "Asking",
+    "Body",
     "ChatRequest",
     "CompletionRequest",
+    "Drawn",
     "EmbeddingRequest",
     "Prompt",
     "Sampled",
@@ -88,7 +90,24 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Padding against traffic analysis, which loopback does not need; ignored."""
 
 
-class Ignored(Asking, kw_only=True):
+class Drawn(Asking, kw_only=True):
+    """How tokens are drawn and where an answer ends, on every route that generates."""
+
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    stop: Stop = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT, description="0 and -1: all.")] | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    stop_token_ids: TokenIds | None = None
+    bad_words: Words | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+
+
+class Ignored(Drawn, kw_only=True):
     """Fields that are accepted and have no effect: labels for the provider's own records and wishes about its caches,
     service levels and detokenizers."""
 
@@ -112,25 +131,13 @@ class Sampled(Ignored, kw_only=True):
     stream: bool | None = None
     """Send the answer piece by piece, as server-sent events."""
     stream_options: StreamOptions | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
     n: Choices | None = None
     max_tokens: int | None = None
-    stop: Stop = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: PresencePenalty | None = None
     frequency_penalty: FrequencyPenalty | None = None
     logit_bias: LogitBias | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT, description="0 and -1: all.")] | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
     min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT, description="LMDeploy's name of min_tokens.")] | None = None
-    stop_token_ids: TokenIds | None = None
-    bad_words: Words | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None

@@ -34,7 +34,7 @@ class Phase(enum.Enum):
 
 
 class Service:
-    """One engine behind HTTP. Written by the requests themselves (work) and by `run.drain` (phase)."""
+    """One engine behind HTTP. Written by the requests themselves (work) and by `run.serve_until_stopped` (phase)."""
 
     def __init__(self, engine: AsyncEngine, config: ServerConfig, access: Access, defaults: GenerationConfig) -> None:
         self.engine = engine

@@ -7,13 +7,12 @@ from typing import Any
 from aiohttp import web
 
 from asyncllm.server.chat import normalised
-from asyncllm.server.chunks import encode
-from asyncllm.server.decode import read_struct
+from asyncllm.server.decode import read_request
+from asyncllm.server.encode import json_response
 from asyncllm.server.errors import ApiError
 from asyncllm.server.native_requests import DetokenizeRequest, EncodeRequest, TokenizeRequest
 from asyncllm.server.native_responses import DetokenizeResponse, EncodeResponse, TokenizeResponse
 from asyncllm.server.options import template_options
-from asyncllm.server.requests import refuse_unsupported
 from asyncllm.server.service import service_of
 
 __all__ = ["detokenize", "encode_texts", "tokenize"]
@@ -22,9 +21,7 @@ __all__ = ["detokenize", "encode_texts", "tokenize"]
 async def tokenize(request: web.Request) -> web.Response:
     """Token ids of a text as it is, or of a conversation as a chat has it."""
     service = service_of(request)
-    body = await read_struct(request, TokenizeRequest, service.config)
-    service.check_model(body.model)
-    refuse_unsupported(body)
+    body = await read_request(request, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Send either prompt or messages.", code="invalid_value", param="prompt")
     prompt: Any = body.prompt if body.messages is None else normalised(body.messages)
@@ -40,28 +37,26 @@ async def tokenize(request: web.Request) -> web.Response:
     answer = TokenizeResponse(count=len(ids), max_model_len=admission.session_len, tokens=ids)
     if body.return_token_strs:
         answer.token_strs = await admission.off_loop(lambda: [spell(token) for token in ids], len(ids))
-    return _json(answer)
+    return json_response(answer)
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """The text of token ids, special tokens included."""
     service = service_of(request)
-    body = await read_struct(request, DetokenizeRequest, service.config)
-    service.check_model(body.model)
+    body = await read_request(request, DetokenizeRequest)
     engine = service.engine
 
     def decode() -> str:
         ids = engine.admission.check_token_ids(body.tokens, "tokens")
         return engine.tokenizer.decode(ids, skip_special_tokens=False)
 
-    return _json(DetokenizeResponse(prompt=await engine.admission.off_loop(decode, len(body.tokens))))
+    return json_response(DetokenizeResponse(prompt=await engine.admission.off_loop(decode, len(body.tokens))))
 
 
 async def encode_texts(request: web.Request) -> web.Response:
     """Token ids of a text or of several, as LMDeploy's route gives them."""
     service = service_of(request)
-    body = await read_struct(request, EncodeRequest, service.config)
-    service.check_model(body.model)
+    body = await read_request(request, EncodeRequest)
     if not 1 <= len(body.input) <= service.config.max_prompts and isinstance(body.input, list):
         raise ApiError(
             400,
@@ -71,8 +66,4 @@ async def encode_texts(request: web.Request) -> web.Response:
         )
     ids: Any = await service.engine.encode(body.input, do_preprocess=body.do_preprocess, add_bos=body.add_bos)
     length = len(ids) if isinstance(body.input, str) else [len(each) for each in ids]
-    return _json(EncodeResponse(input_ids=ids, length=length))
-
-
-def _json(answer: Any) -> web.Response:
-    return web.Response(body=encode(answer), content_type="application/json")
+    return json_response(EncodeResponse(input_ids=ids, length=length))

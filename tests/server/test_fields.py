@@ -13,9 +13,9 @@ from openai.types.chat import completion_create_params as chat_create_params
 from asyncllm.server.native_requests import GenerateRequest, InteractiveRequest
 from asyncllm.server.requests import (
     REFUSED,
-    Asking,
     ChatRequest,
     CompletionRequest,
+    Drawn,
     EmbeddingRequest,
     Ignored,
     Sampled,
@@ -44,7 +44,7 @@ def fields_of(module: Any) -> set[str]:
 
 def ignored_by(kind: type[msgspec.Struct]) -> list[str]:
     """The fields of the Struct that are accepted and have no effect."""
-    ignored = set(Ignored.__struct_fields__) - set(Asking.__struct_fields__)
+    ignored = set(Ignored.__struct_fields__) - set(Drawn.__struct_fields__)
     return sorted(ignored.intersection(kind.__struct_fields__))
 
 
