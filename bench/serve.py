@@ -31,7 +31,7 @@ import numpy as np
 import uvloop
 from table import emit
 from tqdm import tqdm
-from workloads import LONGEST
+from workloads import mixed
 
 LEVELS = "1:8,16:64,64:300,256:1000"
 CLIENTS = 4
@@ -49,14 +49,10 @@ class Answered(NamedTuple):
 
 
 def jobs(count: int, seed: int) -> list[tuple[str, int]]:
-    """(prompt, new tokens) of each request."""
-    rng = random.Random(seed)
-
-    def length(spread: float) -> int:
-        return max(4, min(LONGEST, int(rng.lognormvariate(4.9, spread))))
-
-    drawn = [(length(1.0), length(0.9)) for _ in range(count)]
-    return [("".join(rng.choices(string.ascii_letters, k=characters)), tokens) for characters, tokens in drawn]
+    """(prompt, new tokens) of each request, with the lengths of `workloads.mixed`."""
+    rng, work = random.Random(seed), mixed(count, seed=seed)
+    letters = ("".join(rng.choices(string.ascii_letters, k=len(prompt))) for prompt in work.prompts)
+    return list(zip(letters, work.new_tokens, strict=True))
 
 
 async def read_streams(url: str, model: str, streams: int, work: Sequence[tuple[str, int]]) -> list[Answered]:

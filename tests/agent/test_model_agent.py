@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,26 +18,12 @@ from tests.agent.tiny_model import (
     NAN_TOKEN,
     VOCAB_SIZE,
     Driver,
-    StepByStep,
+    MakeAgent,
     plain_greedy,
     plain_logits,
-    tiny_agent,
-    tiny_device_agent,
+    prompt_of,
     tiny_llama,
 )
-
-MakeAgent = Callable[..., ModelAgent | StepByStep]
-
-
-@pytest.fixture(params=[tiny_agent, tiny_device_agent], ids=["ModelAgent", "DeviceAgent"])
-def make_agent(request: pytest.FixtureRequest) -> MakeAgent:
-    """Both agents run the same steps, so they pass the same tests."""
-    make: MakeAgent = request.param
-    return make
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(NAN_TOKEN), k=length)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7, 1000])

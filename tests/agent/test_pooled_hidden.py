@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,32 +10,20 @@ from torch import Tensor
 
 from asyncllm.agent import pooled_hidden
 from asyncllm.agent.device_agent import OUT_OF_MEMORY
-from asyncllm.agent.model_agent import ModelAgent
 from asyncllm.batch import PrefillRow, SamplingParams, StepOutput
 from asyncllm.layers.step_inputs import SampledRows
 from tests.agent.tiny_model import (
     GREEDY,
     NAN_TOKEN,
     Driver,
-    StepByStep,
+    MakeAgent,
     plain_greedy,
     plain_hidden,
+    prompt_of,
     tiny_agent,
     tiny_device_agent,
     tiny_llama,
 )
-
-MakeAgent = Callable[..., ModelAgent | StepByStep]
-
-
-@pytest.fixture(params=[tiny_agent, tiny_device_agent], ids=["ModelAgent", "DeviceAgent"])
-def make_agent(request: pytest.FixtureRequest) -> MakeAgent:
-    make: MakeAgent = request.param
-    return make
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(NAN_TOKEN), k=length)
 
 
 def assert_pooled(output: StepOutput, slot: int, expected: Tensor) -> None:

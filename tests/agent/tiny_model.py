@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ NAN_TOKEN = VOCAB_SIZE - 1
 """A token whose embedding is NaN: what it touches is not finite. Its own logit is 0, so greedy rows do not take it."""
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Token ids drawn at random, `NAN_TOKEN` not among them."""
+    return random.Random(seed).choices(range(NAN_TOKEN), k=length)
 
 
 def tiny_llama(**overrides: Any) -> DecoderLM:
@@ -187,3 +193,7 @@ class Driver:
         while len(tokens) < count:
             tokens += self.step(decode=[slot]).tokens
         return tokens
+
+
+MakeAgent = Callable[..., ModelAgent | StepByStep]
+"""`tiny_agent` or `tiny_device_agent`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import serve
+from workloads import LONGEST
 
 from asyncllm.testing import FakeEngine
 from tests.server.serving import serving
@@ -12,7 +13,7 @@ from tests.server.serving import serving
 def test_the_same_requests_every_time_within_the_bounds() -> None:
     work = serve.jobs(200, seed=1)
     assert work == serve.jobs(200, seed=1) != serve.jobs(200, seed=2)
-    assert all(4 <= len(prompt) <= serve.LONGEST and 4 <= tokens <= serve.LONGEST for prompt, tokens in work)
+    assert all(4 <= len(prompt) <= LONGEST and 4 <= tokens <= LONGEST for prompt, tokens in work)
 
 
 @pytest.mark.anyio
