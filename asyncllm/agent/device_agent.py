@@ -4,7 +4,8 @@
     launch(N + 1)  the same, while N runs: it reads N's tokens from the device's tables
     PendingStep N  waits for its download, and becomes a StepOutput
 
-Decode steps are replayed from CUDA graphs; steps with prompt tokens are launched kernel by kernel.
+Decode steps are replayed from CUDA graphs, and so are all layers but the last one of steps with few prompt tokens;
+longer ones are launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from torch import Tensor
 from asyncllm import kernels
 from asyncllm.agent.device_sampler import DeviceSampler, PendingLogprobs
 from asyncllm.agent.device_tables import DeviceStep, DeviceTables
-from asyncllm.agent.graphs import DecodeGraphs, bucket_sizes
+from asyncllm.agent.graphs import StepGraphs, bucket_sizes, smallest_for
 from asyncllm.agent.halves import decode_rows, prefill_halves
 from asyncllm.agent.host_pool import MIN_COPIED_TOKENS, BlockTransfers, allocate_host_pool, staging_bytes
 from asyncllm.agent.kv_cache import allocate_pool, host_blocks, pool_blocks
+from asyncllm.agent.mixed_size import MixedSize, mixed_sizes
 from asyncllm.agent.opening import OpenedModel
 from asyncllm.agent.pooled_hidden import PooledHidden
 from asyncllm.agent.prompt_scores import PromptScores
@@ -33,7 +35,13 @@ from asyncllm.agent.sampler import NOT_FINITE
 from asyncllm.agent.thread_state import own_thread_state
 from asyncllm.agent.transfers import MAX_STEPS_IN_FLIGHT, Transfers
 from asyncllm.agent.upload import upload
-from asyncllm.agent.warm_up import largest_step, measure_reserve, warm_up_batches, warm_up_mlps
+from asyncllm.agent.warm_up import (
+    CapturedPart,
+    largest_step,
+    measure_reserve,
+    warm_up_batches,
+    warm_up_mlps,
+)
 from asyncllm.batch import Batch, Limits, PrefillRow, StartTimes, StepOutput, SwapPlan
 from asyncllm.config import EngineConfig
 from asyncllm.kernels import PagedKV
@@ -51,8 +59,8 @@ _TOKEN_TILE = 128
 _FEW_BLOCKS = 2
 """A pool to measure steps with, before the real one is sized."""
 
-_FORWARD, _SAMPLE = 0, 1
-"""The parts of a captured decode step."""
+_FORWARD, _SAMPLE, _MIXED = "forward", "sample", "mixed"
+"""Captured parts: the two of a decode step, and what is captured of a step that has prompt tokens."""
 
 OUT_OF_MEMORY = (
     "The device had no memory left to compute or score this prompt, even in parts. Lower max_prefill_token_num or "
@@ -111,7 +119,7 @@ class PendingStep:
             tokens, flags = sampled[:, : len(self.slots)]
             output.slots, output.tokens = self.slots.tolist(), tokens.tolist()
             output.errors = sampler.errors(self.slots, flags)
-            for row in np.flatnonzero(unsound).tolist():
+            for row in np.flatnonzero(unsound[: len(batch.prefill)]).tolist():
                 output.errors[batch.prefill[row].slot] = NOT_FINITE
             sampler.observe(self.slots, tokens)
             for extra in self.extras:
@@ -153,11 +161,14 @@ class DeviceAgent:
         """The step whose sampling waits until all before it are read, and what launches it."""
         self.num_launched = 0
         self.num_read = 0
-        sizes = bucket_sizes(config.max_batch_size)
+        self._decode_sizes = bucket_sizes(config.max_batch_size)
+        self._mixed_sizes: list[MixedSize] = []
+        if self.model.config.num_layers > 1 and not config.batch_invariant:
+            self._mixed_sizes = mixed_sizes(config.max_batch_size, config.prefill_budget)
         # A whole batch may end while the next one, in other slots, is in flight already.
         num_slots = 2 * config.max_batch_size
         with torch.inference_mode(), self._transfers.computing():
-            self._allocate_state(config, opened, num_slots, max_rows=max(sizes[-1], config.max_batch_size))
+            self._allocate_state(config, opened, num_slots, max_rows=max(self._decode_sizes[-1], config.max_batch_size))
             model_config, dtype = self.model.config, opened.dtype
             num_blocks = pool_blocks(
                 config,
@@ -165,7 +176,7 @@ class DeviceAgent:
                 max_position=opened.max_position,
                 dtype=dtype,
                 device=self._device,
-                reserve=self._measure(config, opened, sizes) + staging_bytes(config, model_config, dtype),
+                reserve=self._measure(config, opened) + staging_bytes(config, model_config, dtype),
             )
             self._allocate_pool(opened, num_blocks, config.tokens_per_block)
             num_host_blocks = host_blocks(config, model_config, num_blocks, dtype=dtype)
@@ -174,7 +185,7 @@ class DeviceAgent:
                 host_pool = allocate_host_pool(model_config, num_host_blocks, config.tokens_per_block, dtype)
                 self._swaps = BlockTransfers(self._pool, host_pool)
             times.lap("pool")
-            self._graphs = self._capture(sizes)
+            self._graphs = self._capture()
             if self.on_gpu:
                 warm_up_mlps(self.model, config.prefill_budget + config.max_batch_size)
         self.limits: Limits = opened.limits(
@@ -201,6 +212,7 @@ class DeviceAgent:
             rope_lens=self.model.config.dynamic_rope,
             batch_invariant=config.batch_invariant,
             device=self._device,
+            mixed=self._mixed_sizes,
         )
         vocab_size = self.model.config.vocab_size
         self.sampler = DeviceSampler(num_slots, vocab_size, self._device)
@@ -214,13 +226,15 @@ class DeviceAgent:
             torch.zeros(1, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
         )
         self._logits = torch.zeros(max_rows, vocab_size, dtype=logits.dtype, device=self._device)
+        most = max((size.tokens for size in self._mixed_sizes), default=0)
+        self._residual = torch.zeros(most, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
 
     def _allocate_pool(self, opened: OpenedModel, num_blocks: int, block_size: int) -> None:
         """The KV pool, and what attention sees of it: one cache per layer."""
         self._pool = allocate_pool(self.model.config, num_blocks, block_size, opened.dtype, self._device)
         self._caches = [PagedKV.over(pages) for pages in self._pool]
 
-    def _measure(self, config: EngineConfig, opened: OpenedModel, sizes: list[int]) -> int:
+    def _measure(self, config: EngineConfig, opened: OpenedModel) -> int:
         """Bytes that steps take beside weights and KV, found out with a pool of a few blocks."""
         if self._transfers.stream is None:
             return 0
@@ -233,17 +247,26 @@ class DeviceAgent:
             rope_lens=self.model.config.dynamic_rope,
             batch_invariant=config.batch_invariant,
         )
-        parts = [self._decode_logits, self._decode_tokens]
-        reserve = measure_reserve(self.model, step, self._caches, sizes, parts, self._transfers.stream)
+        reserve = measure_reserve(self.model, step, self._caches, self._captured_parts(), self._transfers.stream)
         del self._pool, self._caches
         torch.cuda.empty_cache()
         return reserve
 
-    def _capture(self, sizes: list[int]) -> DecodeGraphs | None:
-        """Decode steps of the whole pool as graphs; None where there are no graphs."""
+    def _captured_parts(self) -> list[CapturedPart]:
+        """What becomes graphs, of which sizes."""
+        return [
+            CapturedPart(_MIXED, self._mixed_residual, self._mixed_sizes, self._tables.empty_mixed),
+            CapturedPart(_FORWARD, self._decode_logits, self._decode_sizes),
+            CapturedPart(_SAMPLE, self._decode_tokens, self._decode_sizes),
+        ]
+
+    def _capture(self) -> StepGraphs | None:
+        """Parts of steps over the whole pool as graphs; None where there are no graphs."""
         if self._transfers.stream is None:
             return None
-        graphs = DecodeGraphs(sizes, [self._decode_logits, self._decode_tokens], self._transfers.stream)
+        graphs = StepGraphs(self._transfers.stream)
+        for part in self._captured_parts():
+            part.capture(graphs, part.sizes)
         self._transfers.stream.synchronize()
         return graphs
 
@@ -273,10 +296,10 @@ class DeviceAgent:
             if self._swaps is not None:
                 self._swaps.launch(batch.swaps)
             self.sampler.upload()
-            if self._graphs is not None and self._tables.fits(batch, self._graphs.largest):
+            if self._graphs is not None and self._tables.fits(batch, self._decode_sizes[-1]):
                 self._launch_decode(batch, pending, self._graphs)
             else:
-                self._launch_eagerly(batch, pending)
+                self._launch_mixed(batch, pending, self._graphs)
         return pending
 
     @property
@@ -303,11 +326,11 @@ class DeviceAgent:
         else:
             sample()
 
-    def _launch_decode(self, batch: Batch, pending: PendingStep, graphs: DecodeGraphs) -> None:
+    def _launch_decode(self, batch: Batch, pending: PendingStep, graphs: StepGraphs) -> None:
         """A step of decode rows alone, out of the graphs."""
         num_rows = len(batch.decode)
         pending.slots = self._tables.advance_decode(batch)
-        size = graphs.size_for(num_rows)
+        size = smallest_for(num_rows, self._decode_sizes)
         positions = self._tables.decode_drawn(num_rows)
         graphs.replay(_FORWARD, size)
 
@@ -346,8 +369,13 @@ class DeviceAgent:
         results = self._results[: 2 * num_rows].view(2, num_rows)
         kernels.record_tokens(tokens, flags, slots, self._tables.last_tokens, results)
 
-    def _launch_eagerly(self, batch: Batch, pending: PendingStep) -> None:
-        """Any step, kernel by kernel."""
+    def _mixed_residual(self, size: MixedSize) -> None:
+        """Captured: all layers but the last one of a step with prompt tokens."""
+        inputs = self._tables.mixed_inputs(size)
+        self.model.before_last(inputs, self._caches, self._residual[: size.tokens])
+
+    def _launch_mixed(self, batch: Batch, pending: PendingStep, graphs: StepGraphs | None) -> None:
+        """Any step, with what can be of it out of the graphs."""
         if batch.copies:
             pairs = upload(np.array(batch.copies, np.int64), self._device)
             kernels.copy_blocks(self._pool, pairs[:, 0], pairs[:, 1])
@@ -355,19 +383,22 @@ class DeviceAgent:
             self._tables.flush()
             pending.download(self._transfers, [])
             return
-        step = self._tables.advance(batch)
+        whole = any(row.scored for row in batch.prefill) or PooledHidden.reads_all(batch)
+        whole = whole or self.model.config.num_layers < 2
+        step = self._tables.advance(batch, captured=graphs is not None and not whole)
         rows = step.arrays.rows
         pending.slots = rows.slots
-        scored = [(row, first) for row, first in zip(batch.prefill, rows.prefill_starts, strict=True) if row.scored]
-        if scored or PooledHidden.reads_all(batch) or self.model.config.num_layers < 2:
+        if step.size is not None and graphs is not None:
+            graphs.replay(_MIXED, step.size)
+        if whole:
             step.sampled = None
         hidden, stream = self._forward(step, pending)
         unsound = self._no_flags
         if batch.prefill:
             # A chunk that nothing is sampled from is looked at too: its blocks may not enter the prefix cache.
             unsound = kernels.segments_finite(stream, step.prefill_offsets)
-        for row, first in scored:
-            if row.slot not in pending.failed:
+        for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
+            if row.scored and row.slot not in pending.failed:
                 score = partial(PromptScores, row, stream[first : first + len(row.tokens)], self.model.logits)
                 self._launch_extra(pending, [row], score)
         pooled = [row for row in batch.prefill if row.pooling is not None]
@@ -410,7 +441,11 @@ class DeviceAgent:
         """
         try:
             if step.sampled is not None:
-                return self.model.sampled_hidden(step.inputs, self._caches, step.sampled)
+                if step.size is None:
+                    residual = self.model.before_last(step.inputs, self._caches)
+                else:
+                    residual = self._residual[: step.size.tokens]
+                return self.model.last_hidden(residual, step.inputs, self._caches, step.sampled), residual
             hidden: Tensor = self.model(step.inputs, self._caches)
             return kernels.gather_rows(hidden, step.indices), hidden
         except torch.OutOfMemoryError:
@@ -422,7 +457,7 @@ class DeviceAgent:
         shape = (len(step.arrays.positions), config.hidden_size)
         hidden = torch.full(shape, torch.nan, dtype=self._dtype, device=self._device)
         if num_decode:
-            hidden[:num_decode] = self.model(decode_rows(step.inputs), self._caches)
+            hidden[:num_decode] = self.model(decode_rows(step.inputs, num_decode), self._caches)
         try:
             for tokens, inputs in prefill_halves(step.arrays, step.inputs):
                 hidden[tokens] = self.model(inputs, self._caches)

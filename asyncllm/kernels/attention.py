@@ -9,7 +9,8 @@ is visible to a query at position p iff j <= p and, with a window, p - j < windo
   would that has no value (gpt-oss; Xiao et al., arXiv 2309.17453).
 
 What depends on the step alone is planned once, and shared by all layers with this window. A row with kv_len 0 is
-padding: nothing of it is read, and its output is zeros.
+padding: nothing of it is read, and its output is zeros. Decode rows with kv_len -1, behind all others, are absent: they
+have no token and no output, so that a plan in a CUDA graph serves any number of rows.
 """
 
 from __future__ import annotations
@@ -88,15 +89,16 @@ def plan_decode_attention(
 ) -> DecodePlan:
     """The plan of one step for all layers with a cache of this shape, this window, and `num_heads` query heads.
 
-    block_tables [B, N] integers, kv_lens [B] integers, the query's own token included; 0 for padding.
+    block_tables [B, N] integers, kv_lens [B] integers, the query's own token included; 0 for padding, -1 for absent.
     On a GPU nothing waits for the device, and the plan may be captured in a CUDA graph with the attention that uses it:
     a replay plans for what kv_lens and block_tables hold then. Attention keeps its partial sums in the plan, so that
     layers use it one after another. Raises ValueError there unless the block size is a multiple of 16 and head_dim one
     of 8 up to 256.
     """
     num_blocks, num_kv_heads, block_size, _ = cache.k.shape
-    kv_lens = kv_lens.long()
-    shortest, longest = (int(bound) for bound in kv_lens.aminmax())
+    kv_lens = kv_lens[: int((kv_lens >= 0).sum())].long()
+    block_tables = block_tables[: len(kv_lens)]
+    shortest, longest = (int(bound) for bound in kv_lens.aminmax()) if len(kv_lens) else (1, 1)
     width = max(longest if window is None else min(window, longest), 1)
     positions = torch.arange(width, device=kv_lens.device).expand(len(kv_lens), -1)
     if width < longest:
@@ -127,12 +129,14 @@ def paged_decode_attention(
 ) -> Tensor:
     """The last token of each row against what the plan shows it of the row's context.
 
-    q [T, H, D] -> [T, H, D] of q's type, of which the first B tokens are those of the plan's B rows; what follows them
-    is not read, and not written. sinks and alibi [H] float32. The result is written to `out` if that is given. On a GPU
-    it is the same from run to run.
+    q [T, H, D] -> [T, H, D] of q's type, of which the first tokens are those of the plan's rows that are not absent;
+    what follows them is not read, and not written. sinks and alibi [H] float32. The result is written to `out` if that
+    is given. On a GPU it is the same from run to run.
     """
     lines = _DecodeLines(*plan)
     rows = lines.distances.shape[0]
+    if rows == 0:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     attended = _attend_lines(q[:rows], cache, lines, _Shape(scale, softcap, sinks, alibi))
     if lines.padding is not None:
         attended = attended.masked_fill(lines.padding[:, None, None], 0.0)

@@ -80,6 +80,29 @@ def test_decode_of_padding_alone_is_zeros() -> None:
     assert torch.equal(decode(torch.ones(2, 4, HEAD_DIM), pages, Variant()), torch.zeros(2, 4, HEAD_DIM))
 
 
+@VARIANTS
+@pytest.mark.parametrize("lengths", [[5, 23, -1, -1], [9, 0, -1], [-1, -1]], ids=str)
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.usefixtures("_value_path")
+def test_absent_decode_rows_have_no_token(lengths: list[int], given: bool, variant: Variant) -> None:
+    """Not even where there are fewer tokens than rows."""
+    there = [length for length in lengths if length >= 0]
+    pages, present = Pages(lengths, 16, 2), Pages(there or [1], 16, 2)
+    q = torch.randn(len(there) + 1, 4, HEAD_DIM, generator=generator(5))
+    out = torch.full(q.shape, float("nan")) if given else None
+    plan = kernels.plan_decode_attention(
+        pages.block_tables, pages.kv_lens, pages.cache, num_heads=4, window=variant.window
+    )
+    attended = kernels.paged_decode_attention(q, pages.cache, plan, out=out, **variant.extras(4))
+    assert attended.shape == q.shape
+    if out is not None:
+        assert attended is out
+        assert out[len(there) :].isnan().all()
+    if there:
+        expected = expected_decode(q[: len(there)], present, variant)
+        torch.testing.assert_close(attended[: len(there)].double(), expected, atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("gather_lines", [0, 30, 10**6])
 @pytest.mark.parametrize("variant", [Variant(), Variant(sinks=True, alibi=True)], ids=["plain", "extras"])
 def test_decode_in_tiles_is_decode_at_once(

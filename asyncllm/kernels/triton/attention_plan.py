@@ -231,8 +231,9 @@ def plan_decode_kernel(
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     rows = tl.arange(0, BLOCK_ROWS)
-    live = rows < num_rows
-    lengths = tl.load(kv_lens + rows, mask=live, other=0).to(tl.int32)
+    lengths = tl.load(kv_lens + rows, mask=rows < num_rows, other=-1).to(tl.int32)
+    # Absent rows, the last ones, have no tiles: no block comes to them.
+    live = lengths >= 0
     first_tiles = tl.where(window > 0, tl.maximum(lengths - window, 0) // TILE, 0)
     # A row without keys has one tile all the same: somebody has to write its zeros.
     tiles = tl.maximum(tl.cdiv(lengths, TILE) - first_tiles, 1)
@@ -257,7 +258,7 @@ def plan_decode_kernel(
     passed = (ends[None, :] <= begin[:, None]) & live[None, :]
     row = tl.sum(passed.to(tl.int32), 1)
     row_start = tl.max(tl.where(passed, ends[None, :], 0), 1)
-    row_end = tl.min(tl.where(passed | (rows >= num_rows)[None, :], 0x7FFFFFFF, ends[None, :]), 1)
+    row_end = tl.min(tl.where(passed | (lengths < 0)[None, :], 0x7FFFFFFF, ends[None, :]), 1)
     per_head = tl.maximum((row_end - row_start) // NUM_KV_HEADS, 1)
     inside = begin - row_start
     tile = inside % per_head
