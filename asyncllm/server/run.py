@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -221,8 +222,9 @@ async def _run(engine: AsyncEngine, service: Service, announce: Callable[[str], 
             try:
                 async with engine:
                     loading = False
-                    announce(_address(service, listener))
-                    await serve_until_stopped(service, listener, tls)
+                    with _loaded_objects_set_aside():
+                        announce(_address(service, listener))
+                        await serve_until_stopped(service, listener, tls)
             except asyncio.CancelledError:
                 if not loading or task.uncancel():
                     raise
@@ -230,6 +232,18 @@ async def _run(engine: AsyncEngine, service: Service, announce: Callable[[str], 
         for number in signals:
             with suppress(ValueError):
                 loop.remove_signal_handler(number)
+
+
+@contextmanager
+def _loaded_objects_set_aside() -> Iterator[None]:
+    """Spare the garbage collector what is there before the first request: looking through half a million objects of
+    torch and a model, in every full collection, stops the event loop for 0.15 to 0.27 s."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _address(service: Service, listener: socket.socket) -> str:

@@ -237,6 +237,7 @@ def test_a_decode_plan_gives_every_tile_to_one_block(lengths: list[int], window:
     tables = torch.randint(1000, (len(lengths), width), dtype=torch.int32, device=DEVICE)
     kv_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     plan = attention_plan.plan_decode_attention(tables, kv_lens, cache, num_heads=2 * heads, window=window)
+    size = plan.config.tile
     header = attention_plan.HEADER.value
     work = plan.work.tolist()
     share = work[0]
@@ -251,7 +252,7 @@ def test_a_decode_plan_gives_every_tile_to_one_block(lengths: list[int], window:
         if left:
             assert info == infos[row]
             page = work[header + entry_size * block + attention_plan.ENTRY_PAGE.value]
-            assert lengths[row] == 0 or page == tables[row, info[2] + tile]
+            assert lengths[row] == 0 or page == tables[row, (info[2] + tile) * size // 64]
         for _ in range(left):
             seen.append((row, head, tile))
             tile += 1
@@ -259,7 +260,7 @@ def test_a_decode_plan_gives_every_tile_to_one_block(lengths: list[int], window:
                 row, head, tile = (row, head + 1, 0) if head + 1 < heads else (row + 1, 0, 0)
     assert seen == [(row, h, t) for row in range(len(lengths)) for h in range(heads) for t in range(per_head[row])]
     for length, tiles in zip(lengths, per_head, strict=True):
-        visible = -(-length // 64) - (max(length - window, 0) // 64 if window else 0)
+        visible = -(-length // size) - (max(length - window, 0) // size if window else 0)
         assert max(visible, 1) <= tiles < max(visible, 1) + share
     assert work[counters : counters + plan.grid] == [0] * plan.grid
 
