@@ -146,12 +146,16 @@ async def test_a_start_that_fails_is_tried_again() -> None:
 
 async def test_too_many_deaths_end_the_server(caplog: pytest.LogCaptureFixture) -> None:
     engines = Engines(*(Fault("admit") for _ in range(9)))
-    with pytest.raises(EngineDead, match="max_restarts is 2"):
+
+    async def serve() -> None:
         async with serving(engines(), make_engine=engines, max_restarts=2) as served:
             for count in range(3):
                 await until(lambda count=count: served.service.supervisor.num_restarts == count)  # type: ignore[misc]
                 await dies(served)
             await served.task
+
+    with pytest.raises(EngineDead, match="max_restarts is 2"):
+        await serve()
     assert len(engines.made) == 3
     assert "as it was planned" in caplog.text
 
@@ -169,13 +173,17 @@ async def test_deaths_long_ago_do_not_count() -> None:
 async def test_a_lost_device_ends_it_at_once() -> None:
     engines = Engines()
     engine = FakeEngine("pong", fail_at=2)
-    with pytest.raises(EngineDead, match="lost to this process"):
+
+    async def serve() -> None:
         async with serving(engine, make_engine=engines) as served:
             async with connected(served) as wire:
                 wire.send(post(CHAT, STREAM))
                 *_, error = events_of((await wire.answer()).body)
                 assert error["error"]["code"] == "engine_unavailable"
             await served.task
+
+    with pytest.raises(EngineDead, match="lost to this process"):
+        await serve()
     assert not engines.made
     await engine.close()
 
@@ -183,10 +191,14 @@ async def test_a_lost_device_ends_it_at_once() -> None:
 async def test_a_step_that_does_not_complete_ends_it() -> None:
     engine = FakeEngine("pong", EngineConfig(stall_timeout=0.05))
     engine.executor.pause()
-    with pytest.raises(EngineDead, match="stall_timeout"):
+
+    async def serve() -> None:
         async with serving(engine, make_engine=Engines()) as served:
             await dies(served)
             await served.task
+
+    with pytest.raises(EngineDead, match="stall_timeout"):
+        await serve()
     engine.executor.resume()
     await engine.close()
 
