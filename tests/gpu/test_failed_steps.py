@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.gpu.engines import device_config, random_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-PROMPTS = random_prompts(3, 6, 200, vocab_size=320)
+PROMPTS = random_prompts(3, 6, 90, vocab_size=320)
 ANSWER = GenerationConfig(max_new_tokens=24, temperature=0.0, ignore_eos=True)
 WISHFUL = GenerationConfig(max_new_tokens=24, temperature=0.0, ignore_eos=True, bad_words=["ab cd"], logprobs=2)
 
@@ -62,12 +63,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def engine_of(folder: Path, plan: FaultPlan) -> AsyncEngine:
-    config = device_config(batch_invariant=True)
-    executor = open_executor(config, folder, wrap=plan.agent)
-    return AsyncEngine(
-        str(folder), config, **plan.parts(executor, Tokenizer.from_folder(folder), ChatTemplate.open(folder))
-    )
+MakeEngine = Callable[[FaultPlan], AsyncEngine]
+
+
+@pytest.fixture(scope="module")
+def engine_of(folder: Path) -> MakeEngine:
+    """Makes engines with the faults of a plan. Files are read here, where no event loop waits for them."""
+    tokenizer, template = Tokenizer.from_folder(folder), ChatTemplate.open(folder)
+
+    def make(plan: FaultPlan) -> AsyncEngine:
+        config = device_config(batch_invariant=True)
+        executor = open_executor(config, folder, wrap=plan.agent)
+        return AsyncEngine(str(folder), config, **plan.parts(executor, tokenizer, template))
+
+    return make
 
 
 async def ask(engine: AsyncEngine) -> list[Any]:
@@ -89,10 +98,10 @@ async def ask(engine: AsyncEngine) -> list[Any]:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("point", "at"), [("prefill", 0), ("decode", 0), ("decode", 9), ("sample", 0), ("sample", 12)])
-async def test_a_step_that_raises_ends_its_rows_alone(folder: Path, point: Point, at: int) -> None:
-    async with engine_of(folder, FaultPlan()) as engine:
+async def test_a_step_that_raises_ends_its_rows_alone(engine_of: MakeEngine, point: Point, at: int) -> None:
+    async with engine_of(FaultPlan()) as engine:
         expected = await ask(engine)
-    async with engine_of(folder, FaultPlan(Fault(point, at=at))) as engine:
+    async with engine_of(FaultPlan(Fault(point, at=at))) as engine:
         found = await ask(engine)
         failed = [answer for answer in found if isinstance(answer, RequestFailed)]
         assert failed
