@@ -20,7 +20,7 @@ from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.embeddings import EmbeddingForm, EmbeddingInput, embed
 from asyncllm.engine.generation import Generation, interleave
 from asyncllm.engine.in_thread import in_thread
-from asyncllm.engine.loop import EngineLoop
+from asyncllm.engine.loop import Death, EngineLoop
 from asyncllm.engine.prompts import Prompts, is_single, longest_first, pair_with_configs
 from asyncllm.engine.quality_of_service import QualityOfService
 from asyncllm.engine.queue_bounds import QueueBounds
@@ -68,11 +68,12 @@ class AsyncEngine:
         executor: Executor | None = None,
         tokenizer: Tokenizer | None = None,
         chat_template: ChatTemplate | None = None,
+        scheduler: Callable[..., Scheduler] | None = None,
     ) -> None:
         """Check the settings; nothing is loaded before `start`. Raises InvalidParameter, UnsupportedFeature.
 
         `model_path` is a folder, the name of a bundled model, or a model id of the hub. `executor`, `tokenizer` and
-        `chat_template` replace what would be opened from there.
+        `chat_template` replace what would be opened from there, and `scheduler` what makes the engine's scheduler.
         """
         if not isinstance(model_path, str) or not model_path:
             raise InvalidParameter(f"model_path must be a non-empty str, not {model_path!r}.", "model_path")
@@ -83,6 +84,7 @@ class AsyncEngine:
         self.chat_template_config = checked(ChatTemplateConfig, chat_template_config, "chat_template_config")
         self.model_name = self.config.model_name or model_path.rstrip("/").rpartition("/")[2]
         self._given = (executor, tokenizer, chat_template)
+        self._make_scheduler = scheduler
         self._state = "new"
         self._loop: EngineLoop | None = None
         self._executor: Executor | None = None
@@ -126,7 +128,7 @@ class AsyncEngine:
             self.admission = Admission(
                 self.tokenizer, self.chat_template, self.limits, self.config.session_len, quality
             )
-            scheduler = Scheduler(
+            scheduler = (self._make_scheduler or Scheduler)(
                 self.limits,
                 max_batch_size=self.config.max_batch_size,
                 prefill_budget=self.config.prefill_budget,
@@ -229,10 +231,15 @@ class AsyncEngine:
 
     def running(self) -> EngineLoop:
         """The engine's loop. Raises EngineClosed, EngineDead, or EngineError in another event loop."""
-        if self._loop is None or self._state != "running":
+        if self._loop is None:
             raise EngineClosed(f"The engine is {self._state}. Use it inside `async with AsyncEngine(...) as engine:`.")
         self._loop.check_running()
         return self._loop
+
+    async def wait_ended(self) -> Death | None:
+        """Wait until a started engine has died, and say of what; None once it is closed."""
+        assert self._loop is not None, "the engine was never started"
+        return await self._loop.wait_ended()
 
     def generate(
         self,
