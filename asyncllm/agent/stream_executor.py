@@ -25,10 +25,14 @@ from asyncllm.agent.thread_executor import (
     set_result,
     set_seen_exception,
 )
-from asyncllm.batch import Batch, Limits, StepOutput
-from asyncllm.errors import EngineClosed
+from asyncllm.batch import Batch, Command, Limits, StepOutput
+from asyncllm.errors import AsyncLLMError, EngineClosed
 
 __all__ = ["LaunchedStep", "StepLauncher", "StreamExecutor"]
+
+
+class _CarriesOut(Protocol):
+    def carry_out(self, command: Command, /) -> None: ...
 
 
 class LaunchedStep(Protocol):
@@ -47,8 +51,8 @@ class LaunchedStep(Protocol):
 
 @runtime_checkable
 class StepLauncher(Protocol):
-    """What a `StreamExecutor` drives: `DeviceAgent`, or a fake. Apart from being made, it is used in the loop's thread
-    alone."""
+    """What a `StreamExecutor` drives: `DeviceAgent`, or a fake. It is used in the loop's thread, but made in the other
+    one, which also carries out commands, while no step is in flight."""
 
     @property
     def limits(self) -> Limits: ...
@@ -58,6 +62,9 @@ class StepLauncher(Protocol):
         """Whether `launch` must wait for `resume`."""
 
     def launch(self, batch: Batch, /) -> LaunchedStep: ...
+
+    def carry_out(self, command: Command, /) -> None:
+        """Raises an AsyncLLMError if everything is as it was."""
 
     def resume(self) -> LaunchedStep | None:
         """Complete the launch of a step that could not go on before; None if there is none, or it still cannot."""
@@ -121,6 +128,22 @@ class StreamExecutor:
         self._held.append((batch, future))
         self._launch()
         return future
+
+    def carry_out(self, command: Command) -> asyncio.Future[None]:
+        """Carry out a command in the thread, as it takes seconds. Nothing is in flight, nor submitted before its end.
+
+        Raises EngineClosed unless started and not closed.
+        """
+        if self._loop is None or not self._running:
+            raise EngineClosed("This executor is not running: it was closed, or never started.")
+        if self._launches and self._loaded.launcher is None:
+            future: asyncio.Future[None] = self._loop.create_future()
+            set_seen_exception(future, dead(self._launch_error))
+            return future
+        carried_out = self._thread.call(partial(_carry_out, self._loaded.launcher, command))
+        if self._launches:
+            carried_out.add_done_callback(self._look_at)
+        return carried_out
 
     async def close(self) -> None:
         """Let the launched steps finish, drop the others, end the thread, release the memory. Any number of times."""
@@ -196,13 +219,19 @@ class StreamExecutor:
             set_result(future, output)
             self._launch()
 
-    def _fail(self, future: asyncio.Future[StepOutput], error: BaseException) -> None:
-        """No step is launched after one that failed."""
+    def _fail(self, future: asyncio.Future[Any], error: BaseException) -> None:
+        """No step is launched after one that failed, or after a command that failed halfway."""
         set_exception(future, error)
         if self._launch_error is None:
             self._launch_error = error
             self._loaded.close()
             self._drop(dead(error))
+
+    def _look_at(self, carried_out: asyncio.Future[None]) -> None:
+        """The launcher has carried out a command, or has failed in the midst of it."""
+        error = None if carried_out.cancelled() else carried_out.exception()
+        if error is not None and not isinstance(error, AsyncLLMError):
+            self._fail(carried_out, error)
 
     def _drop(self, error: BaseException) -> None:
         """Answer the steps that are not launched."""
@@ -211,6 +240,11 @@ class StreamExecutor:
             self._unfinished = None
         while self._held:
             set_seen_exception(self._held.popleft()[1], error)
+
+
+def _carry_out(launcher: _CarriesOut | None, command: Command, runner: Any) -> None:
+    """In the thread: by what computes the steps there if nothing launches them."""
+    (launcher if launcher is not None else runner).carry_out(command)
 
 
 class _Handover:

@@ -123,6 +123,15 @@ class HostBlocks:
             self.blocks.retire(sequence.host_blocks, sequence.host_step, self._last_read)
             sequence.host_blocks = []
 
+    def forget(self) -> None:
+        """No block has content any more: swapped sequences are to be computed again. No step is in flight."""
+        for sequence in list(self.swapped):
+            self.release(sequence)
+            sequence.state = SequenceState.WAITING
+            sequence.num_computed = 0
+        self.plan = SwapPlan()
+        self.blocks.forget()
+
     def _keep(self, key: bytes, block: int) -> None:
         """The device's prefix cache gives up a block: keep what it holds here, if there is room."""
         assert self._cache is not None
