@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from asyncllm.batch import ResidentPart, Sleep, UpdateWeights, Wake
 from asyncllm.errors import InvalidParameter, short
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 __all__ = ["PARTS", "Weights", "sleep_of", "update_of", "wake_of"]
 
-Weights = Mapping[str, "Tensor"] | Iterable[tuple[str, "Tensor"]]
+Weights = Mapping[str, Any] | Iterable[tuple[str, Any]]
+"""torch.Tensor by name, or pairs of both."""
 
 PARTS: frozenset[ResidentPart] = frozenset(get_args(ResidentPart))
 
