@@ -125,11 +125,11 @@ class HostBlocks:
 
     def forget(self) -> None:
         """No block has content any more: swapped sequences are to be computed again. No step is in flight."""
+        assert not self.plan, "copies are planned"
         for sequence in list(self.swapped):
             self.release(sequence)
             sequence.state = SequenceState.WAITING
             sequence.num_computed = 0
-        self.plan = SwapPlan()
         self.blocks.forget()
 
     def _keep(self, key: bytes, block: int) -> None:
