@@ -119,6 +119,11 @@ class EngineLoop:
         """Requests that have not had their terminal event."""
         return list(self._open)
 
+    @property
+    def sleep_level(self) -> int:
+        """1 or 2 from a sleep until everything is awake again, else 0."""
+        return self._changes.sleep_level
+
     def open(self, request: Request) -> None:
         """Queue a request that `Admission` built. Raises QueueFull, DeadlineExceeded, EngineError."""
         self.check_running()

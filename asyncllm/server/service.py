@@ -65,13 +65,18 @@ class Service:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """A request in work. Raises ApiError 429 when there are enough, 503 when the server drains."""
+        """A request in work. Raises ApiError 429 when there are enough, 503 when the server drains or the model sleeps,
+        and EngineError."""
         if self.phase is Phase.DRAINING:
             raise ApiError(
                 503,
                 "The server is shutting down. Send the request to another one.",
                 code="shutting_down",
                 headers={"Connection": "close", **retry_after(5)},
+            )
+        if self.engine.running().sleep_level:
+            raise ApiError(
+                503, "The model sleeps. Come back when it has been woken.", code="sleeping", headers=retry_after(5)
             )
         most = self.config.max_concurrent_requests
         if most and self._in_work >= most:
