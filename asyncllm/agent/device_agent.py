@@ -31,18 +31,13 @@ from asyncllm.agent.mixed_size import MixedSize, mixed_sizes
 from asyncllm.agent.opening import OpenedModel
 from asyncllm.agent.pooled_hidden import PooledHidden
 from asyncllm.agent.prompt_scores import PromptScores
+from asyncllm.agent.residence import Residence
 from asyncllm.agent.sampler import NOT_FINITE
 from asyncllm.agent.thread_state import own_thread_state
 from asyncllm.agent.transfers import MAX_STEPS_IN_FLIGHT, Transfers
 from asyncllm.agent.upload import upload
-from asyncllm.agent.warm_up import (
-    CapturedPart,
-    largest_step,
-    measure_reserve,
-    warm_up_batches,
-    warm_up_mlps,
-)
-from asyncllm.batch import Batch, Limits, PrefillRow, StartTimes, StepOutput, SwapPlan
+from asyncllm.agent.warm_up import CapturedPart, largest_step, measure_reserve, warm_up_batches, warm_up_mlps
+from asyncllm.batch import Batch, Command, Limits, PrefillRow, StartTimes, StepOutput, SwapPlan
 from asyncllm.config import EngineConfig
 from asyncllm.kernels import PagedKV
 from asyncllm.models.decoder import DecoderLM
@@ -165,6 +160,8 @@ class DeviceAgent:
         self._mixed_sizes: list[MixedSize] = []
         if self.model.config.num_layers > 1 and not config.batch_invariant:
             self._mixed_sizes = mixed_sizes(config.max_batch_size, config.prefill_budget)
+        self._block_size = config.tokens_per_block
+        self._residence = Residence(opened)
         # A whole batch may end while the next one, in other slots, is in flight already.
         num_slots = 2 * config.max_batch_size
         with torch.inference_mode(), self._transfers.computing():
@@ -178,12 +175,9 @@ class DeviceAgent:
                 device=self._device,
                 reserve=self._measure(config, opened) + staging_bytes(config, model_config, dtype),
             )
-            self._allocate_pool(opened, num_blocks, config.tokens_per_block)
-            num_host_blocks = host_blocks(config, model_config, num_blocks, dtype=dtype)
-            self._swaps: BlockTransfers | None = None
-            if num_host_blocks:
-                host_pool = allocate_host_pool(model_config, num_host_blocks, config.tokens_per_block, dtype)
-                self._swaps = BlockTransfers(self._pool, host_pool)
+            self._num_blocks = num_blocks
+            self._num_host_blocks = num_host_blocks = host_blocks(config, model_config, num_blocks, dtype=dtype)
+            self._allocate_pools()
             times.lap("pool")
             self._graphs = self._capture()
             if self.on_gpu:
@@ -229,16 +223,47 @@ class DeviceAgent:
         most = max((size.tokens for size in self._mixed_sizes), default=0)
         self._residual = torch.zeros(most, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
 
-    def _allocate_pool(self, opened: OpenedModel, num_blocks: int, block_size: int) -> None:
+    def _allocate_pool(self, num_blocks: int) -> None:
         """The KV pool, and what attention sees of it: one cache per layer."""
-        self._pool = allocate_pool(self.model.config, num_blocks, block_size, opened.dtype, self._device)
+        self._pool = allocate_pool(self.model.config, num_blocks, self._block_size, self._dtype, self._device)
         self._caches = [PagedKV.over(pages) for pages in self._pool]
+
+    def _allocate_pools(self) -> None:
+        """The whole KV pool, the host's if there is one, and the way between them."""
+        self._allocate_pool(self._num_blocks)
+        self._swaps: BlockTransfers | None = None
+        if self._num_host_blocks:
+            host = allocate_host_pool(self.model.config, self._num_host_blocks, self._block_size, self._dtype)
+            self._swaps = BlockTransfers(self._pool, host)
+
+    def take_cache(self) -> None:
+        """Allocate the KV pools again and capture the graphs, which hold addresses. The kernels are compiled already.
+
+        Raises ModelError or torch.OutOfMemoryError, and holds nothing then.
+        """
+        try:
+            with own_thread_state(self._device.type), self._transfers.computing():
+                self._allocate_pools()
+                self._graphs = self._capture()
+        except BaseException:
+            self.release_cache()
+            raise
+
+    def release_cache(self) -> None:
+        """Give KV pools and graphs back. Slots that were started before are not to be used any more."""
+        self._graphs = self._swaps = None
+        self._pool, self._caches = torch.empty(0), []
+
+    def carry_out(self, command: Command) -> None:
+        """See `Residence.carry_out`. No step is in flight; any one thread may call it."""
+        with self._transfers.computing():
+            self._residence.carry_out(command, self)
 
     def _measure(self, config: EngineConfig, opened: OpenedModel) -> int:
         """Bytes that steps take beside weights and KV, found out with a pool of a few blocks."""
         if self._transfers.stream is None:
             return 0
-        self._allocate_pool(opened, _FEW_BLOCKS, config.tokens_per_block)
+        self._allocate_pool(_FEW_BLOCKS)
         step = largest_step(
             config.max_batch_size,
             _prompts(config.prefill_budget, opened.max_position),

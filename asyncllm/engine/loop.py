@@ -5,6 +5,8 @@
     time is over ─> _overdue ───┼─> run(): update(N) -> schedule() -> submit(N + 2) -> deliver(N) ──> Delivery
     step done ────> _in_flight ─┘
 
+    new weights, sleep ──> Changes, while nothing is in flight
+
 Two steps are in flight whenever there is work, or more where they are short: while the device computes step N + 1, the
 loop reads step N, launches N + 2, and only then turns N's tokens into text. The task sleeps on one event, which each of
 these four sets; nothing polls.
@@ -21,7 +23,8 @@ from collections.abc import Callable
 from itertools import islice
 from typing import NamedTuple
 
-from asyncllm.batch import Executor, StepDropped, StepFailed, StepOutput
+from asyncllm.batch import Command, Executor, StepDropped, StepFailed, StepOutput
+from asyncllm.engine.changes import Changes
 from asyncllm.engine.integrity import check_integrity
 from asyncllm.engine.queue_bounds import QueueBounds
 from asyncllm.engine.record import RequestRecord
@@ -89,6 +92,7 @@ class EngineLoop:
         """Called with every request that ends. Written by the engine."""
         self._wake = asyncio.Event()
         self._event_loop = asyncio.get_running_loop()
+        self._changes = Changes(executor, scheduler, self._wake.set)
         self._stall_timeout = stall_timeout
         self._watchdog = Watchdog(self._event_loop, stall_timeout, self._note_stall)
         self._stalled: TimeoutError | None = None
@@ -133,6 +137,11 @@ class EngineLoop:
         """Requests that have not had their terminal event."""
         return list(self._open)
 
+    @property
+    def sleep_level(self) -> int:
+        """1 or 2 from a sleep until everything is awake again, else 0."""
+        return self._changes.sleep_level
+
     def open(self, request: Request) -> None:
         """Queue a request that `Admission` built. Raises QueueFull, DeadlineExceeded, EngineError."""
         self.check_running()
@@ -156,10 +165,18 @@ class EngineLoop:
     def num_queued(self) -> tuple[int, int]:
         """Requests that wait for a row, and their tokens; those that find one at the loop's next turn are left out."""
         waiting = self.scheduler.waiting
-        served = 0 if waiting else min(self.scheduler.num_free_rows, len(self._arrived))
+        served = 0 if waiting or self._changes.hold else min(self.scheduler.num_free_rows, len(self._arrived))
         served_tokens = sum(len(request.prompt_ids) for request in islice(self._arrived, served))
         requests = waiting.num_requests + len(self._arrived) - served
         return requests, waiting.num_tokens + self._arrived_tokens - served_tokens
+
+    async def change(self, command: Command) -> None:
+        """Have the executor carry out a command while no step is in flight. Raises what it raises, and EngineError.
+
+        When this is cancelled, a command that is not begun is withdrawn, and one that is begun is carried out.
+        """
+        self.check_running()
+        await self._changes.ask(command)
 
     def abandon(self, request: Request) -> None:
         """End a request whose reader has left, at the loop's next turn."""
@@ -198,13 +215,16 @@ class EngineLoop:
                 advanced = None
                 if self._in_flight and self._in_flight[0].done():
                     advanced = self._read_step(self._in_flight.popleft())
+                self._changes.advance(quiet=not self._in_flight)
                 self._launch()
                 if advanced is not None:
                     self._deliver(advanced)
                     # The readers just woken run before the next step is read.
                     await asyncio.sleep(0)
                 else:
-                    if not self._open and not self._in_flight:
+                    if self._in_flight or (self._open and not self._changes.hold):
+                        self._watchdog.watch()
+                    else:
                         self._watchdog.rest()
                     await self._wake.wait()
         except asyncio.CancelledError:
@@ -225,13 +245,14 @@ class EngineLoop:
             if self._in_flight and self._stalled is None:
                 await asyncio.wait(self._in_flight)
             self._in_flight.clear()
+            await self._changes.end(self._last_words("call"))
 
-    def _last_words(self) -> AsyncLLMError:
+    def _last_words(self, what: str = "request") -> AsyncLLMError:
         if self._state == "dead":
-            error = EngineDead(f"The engine loop died of {self._cause!r} while this request was running.")
+            error = EngineDead(f"The engine loop died of {self._cause!r} while this {what} was running.")
             error.__cause__ = self._cause
             return error
-        return EngineClosed("The engine was closed while this request was running.")
+        return EngineClosed(f"The engine was closed while this {what} was running.")
 
     def _empty_inboxes(self) -> None:
         while self._arrived:
@@ -323,7 +344,7 @@ class EngineLoop:
         if self._settling and self._in_flight:
             return
         self._settling = False
-        while len(self._in_flight) < self._depth():
+        while not self._changes.hold and len(self._in_flight) < self._depth():
             batch = self.scheduler.schedule()
             for request in self.scheduler.admitted:
                 if request.times.admitted is None:
@@ -456,6 +477,8 @@ class EngineLoop:
             requests_expired=self._expired,
             requests_refused=self._bounds.num_refused,
             user_tokens={} if scheduler.waiting.quality is None else scheduler.waiting.quality.used(),
+            sleep_level=self._changes.sleep_level,
+            weight_updates=self._changes.num_updates,
             seconds_since_progress=self._watchdog.seconds_since_progress,
             step_ms=self._step_ms,
         )

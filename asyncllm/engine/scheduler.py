@@ -173,10 +173,22 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Give up a running sequence's blocks; when there is room, they are copied back, or computed again."""
+    def forget(self) -> None:
+        """No KV holds any more, on the device or the host: what runs is computed again. No step is in flight."""
+        assert not self._flights, "steps in flight write KV"
+        for request in {sequence.request: None for sequence in (*self._running, *self.waiting)}:
+            if not self._prompt_is_scored(request):
+                request.prompt_logprobs.clear()
+        for sequence in list(self._running):
+            self._preempt(sequence, keep=False)
+        self.host.forget()
+        self.blocks.clear()
+
+    def _preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Give up a running sequence's blocks; when there is room, they are copied back, or computed again, as they are
+        without `keep`."""
         self.counts.preemptions += 1
-        if self.host.swap_out(sequence):
+        if keep and self.host.swap_out(sequence):
             self._requeue(sequence)
             sequence.state = SequenceState.SWAPPED
         else:

@@ -90,6 +90,7 @@ class Supervisor:
 
     async def _replace(self, make_engine: Callable[[], AsyncEngine]) -> None:
         old = self.engine
+        gc.unfreeze()
         await old.close()
         while True:
             began = time.monotonic()

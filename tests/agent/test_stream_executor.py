@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncllm.agent.stream_executor import StepLauncher, StreamExecutor
-from asyncllm.batch import Batch, Limits, StepDropped, StepFailed, StepOutput
+from asyncllm.batch import Batch, Command, Limits, Sleep, StepDropped, StepFailed, StepOutput
 from asyncllm.errors import EngineClosed, EngineDead, InvalidParameter, ModelError
 from tests.agent.test_executor import LIMITS, Runner, empty_batch, step_threads
 
@@ -82,6 +82,12 @@ class Launcher:
         if not whole:
             self._partial = pending
         return pending
+
+    def carry_out(self, command: Command) -> None:
+        assert isinstance(command, Sleep)
+        self.note("carry_out", command.level)
+        if command.level == 2:
+            raise InvalidParameter("not that deep")
 
     def resume(self) -> Launched | None:
         pending = self._partial
@@ -271,6 +277,35 @@ async def test_what_the_device_reports_is_the_end_whatever_the_launcher_says() -
         futures = [executor.submit(built_on(step, max(-1, step - 3))) for step in range(3)]
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [StepOutput, ValueError, EngineDead]
+
+
+@pytest.mark.anyio
+async def test_a_command_runs_in_the_thread_and_a_refused_one_hurts_nobody() -> None:
+    async with running() as (executor, launcher):
+        await executor.carry_out(Sleep(1))
+        with pytest.raises(InvalidParameter, match="not that deep"):
+            await executor.carry_out(Sleep(2))
+        assert (await executor.submit(empty_batch())).step == 0
+        assert launcher.threads["carry_out"] == {"asyncllm-step"}
+        assert threading.current_thread().name not in launcher.threads["carry_out"]
+
+
+@pytest.mark.anyio
+async def test_a_command_that_fails_halfway_is_the_last_of_the_launcher() -> None:
+    made = Made(failures={"carry_out": 1})
+    executor = StreamExecutor(made, release=made.release)
+    await executor.start()
+    with pytest.raises(ValueError, match="broken carry_out") as failed:
+        await executor.carry_out(Sleep(1))
+    for later in (executor.submit(empty_batch()), executor.carry_out(Sleep(1))):
+        with pytest.raises(EngineDead) as dead:
+            await later
+        assert dead.value.__cause__ is failed.value
+    async with asyncio.timeout(5):
+        await until(lambda: made.gone)
+    await executor.close()
+    with pytest.raises(EngineClosed):
+        executor.carry_out(Sleep(1))
 
 
 @pytest.mark.anyio

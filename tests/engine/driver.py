@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart
+from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart, UpdateWeights
 from asyncllm.engine.delivery import Answer, Delivery
 from asyncllm.engine.integrity import check_integrity
 from asyncllm.engine.scheduler import Scheduler
@@ -165,6 +165,11 @@ class Driver:
         self.scheduler.cancel(request, reason)  # type: ignore[arg-type]
         if not ended and reason != "error":
             self._note_end(request)
+
+    def forget(self) -> None:
+        """New weights, while no step is in flight: from now on, a step that reads what was written is a violation."""
+        self.device.carry_out(UpdateWeights({}))
+        self.scheduler.forget()
 
     def _note_end(self, request: Request) -> None:
         if request.finished:

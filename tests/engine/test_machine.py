@@ -188,6 +188,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.driver.scheduler
         scheduler._preempt(next(reversed(scheduler._running)))
 
+    @precondition(lambda self: not self.driver.in_flight and not self.driver.scheduler.host.plan)
+    @rule()
+    def forget(self) -> None:
+        """As when the model gets new weights, or sleeps."""
+        self.driver.forget()
+        scheduler = self.driver.scheduler
+        assert scheduler.num_running == 0
+        assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
+        assert scheduler.host.blocks.num_free == scheduler.host.blocks.num_blocks
+
     @rule(target=pins, prompt=prompts)
     def pin(self, prompt: list[int]) -> Any:
         cache = self.driver.scheduler.prefix_cache
