@@ -245,9 +245,23 @@ class EngineLoop:
         if timer is not None:
             timer.cancel()
         self._bounds.request_ended(self._event_loop.time())
+        self._learn(request, error)
         if self.observers:
             self._observe(request, failed=error is not None)
         request.delivery.end(error)
+
+    def _learn(self, request: Request, error: AsyncLLMError | None) -> None:
+        times = request.times
+        if times.admitted is None or times.prefilled is None:
+            return
+        longest = max(request.sequences, key=lambda sequence: sequence.num_generated)
+        tokens, length = longest.num_generated, None
+        if isinstance(error, DeadlineExceeded):
+            length = tokens + longest.remaining
+        elif error is None and longest.finish_reason != "abort":
+            length = tokens
+        first, following = times.prefilled - times.admitted, time.monotonic() - times.prefilled
+        self.scheduler.waiting.pace.learn(first, following, tokens, length)
 
     def _observe(self, request: Request, *, failed: bool) -> None:
         sequences, times = request.sequences, request.times
