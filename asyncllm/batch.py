@@ -26,6 +26,8 @@ __all__ = [
     "SamplingParams",
     "SlotStart",
     "StartTimes",
+    "StepDropped",
+    "StepFailed",
     "StepOutput",
     "SwapPlan",
     "TokenLogprobs",
@@ -143,6 +145,8 @@ class Batch(msgspec.Struct, kw_only=True):
     """Slots that advance by one token from their last sampled one, at their own position."""
     prefill: list[PrefillRow]
     swaps: SwapPlan = msgspec.field(default_factory=SwapPlan)
+    last_read: int = -1
+    """The newest step whose result was known when this one was scheduled; the others in flight it takes for done."""
 
     @property
     def num_tokens(self) -> int:
@@ -167,6 +171,14 @@ class StepOutput(msgspec.Struct, kw_only=True):
     errors: dict[int, str] = {}
     """Slot -> why this row failed (a non-finite logit, say). The other rows are unharmed."""
     elapsed_ms: float = 0.0
+
+
+class StepFailed(Exception):
+    """A step raised, and the device goes on: its rows are lost, and nobody else's. The cause is chained."""
+
+
+class StepDropped(Exception):
+    """A step was not run, because one that it was built on failed. Its rows can be computed again."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,8 +236,12 @@ class Executor(Protocol):
         """Load the model, size the KV pool. Raises ModelError; leaves nothing behind when it raises."""
 
     def submit(self, batch: Batch) -> asyncio.Future[StepOutput]:
-        """Enqueue a step and return at once with a future of the running loop. Steps run in order. When a whole step
-        fails, its future raises, and so does every later one."""
+        """Enqueue a step and return at once with a future of the running loop. Steps run in order.
+
+        The future raises StepFailed when the step failed as a whole and the device goes on. Steps that were scheduled
+        before that was known are built on it, and raise StepDropped. After any other error the executor is dead: every
+        later step raises too.
+        """
 
     async def close(self) -> None:
         """Finish what runs, drop what waits, release threads and memory. Idempotent; from any state."""

@@ -103,6 +103,7 @@ class PendingStep:
     @torch.inference_mode()
     def output(self) -> StepOutput:
         """The results, after `wait`. Called once, in the thread that launches steps."""
+        self._agent.num_read += 1
         batch, sampler = self.batch, self._agent.sampler
         output = StepOutput(step=batch.step, slots=[], tokens=[])
         if self._results:
@@ -121,7 +122,6 @@ class PendingStep:
                 output.logprobs = self.logprobs.result(output.errors)
         if self._began is not None and self._ended is not None and self._results:
             output.elapsed_ms = self._began.elapsed_time(self._ended)
-        self._agent.num_read += 1
         return output
 
 
@@ -258,26 +258,45 @@ class DeviceAgent:
             pending.output()
 
     def launch(self, batch: Batch) -> PendingStep:
-        """Launch a step. A row that fails is named in its `StepOutput.errors`; what raises, here or in the step's
-        `wait`, concerns the whole step and all after it."""
+        """Launch a step. A row that fails is named in its `StepOutput.errors`; what raises here or in `output` concerns
+        the whole step, if the device `survives` it, and else all after it, as does what raises in `wait`."""
         if self.blocked or self.num_launched - self.num_read >= MAX_STEPS_IN_FLIGHT:
             raise RuntimeError("no step can be launched before another one has been read")
         with own_thread_state(self._device.type), self._transfers.computing():
             pending = PendingStep(self, batch)
-            self.num_launched += 1
-            for start in batch.starts:
-                self._tables.start(start)
-                self.sampler.start(start)
-            for slot, index, blocks in batch.new_blocks:
-                self._tables.write_blocks(slot, index, blocks)
-            if self._swaps is not None:
-                self._swaps.launch(batch.swaps)
-            self.sampler.upload()
-            if self._graphs is not None and self._tables.fits(batch, self._graphs.largest):
-                self._launch_decode(batch, pending, self._graphs)
-            else:
-                self._launch_eagerly(batch, pending)
+            try:
+                self._launch(batch, pending)
+            except BaseException:
+                self._tables.forget_updates()
+                raise
+        self.num_launched += 1
         return pending
+
+    def survives(self, error: BaseException) -> bool:
+        """Whether the device still works after `launch`, `resume` or a step's `output` has raised this."""
+        if not isinstance(error, Exception) or isinstance(error, torch.AcceleratorError):
+            return False
+        try:
+            # What the driver has not reported yet it reports here; nobody waits for the stream.
+            if self._transfers.stream is not None:
+                self._transfers.stream.query()
+        except RuntimeError:
+            return False
+        return True
+
+    def _launch(self, batch: Batch, pending: PendingStep) -> None:
+        for start in batch.starts:
+            self._tables.start(start)
+            self.sampler.start(start)
+        for slot, index, blocks in batch.new_blocks:
+            self._tables.write_blocks(slot, index, blocks)
+        if self._swaps is not None:
+            self._swaps.launch(batch.swaps)
+        self.sampler.upload()
+        if self._graphs is not None and self._tables.fits(batch, self._graphs.largest):
+            self._launch_decode(batch, pending, self._graphs)
+        else:
+            self._launch_eagerly(batch, pending)
 
     @property
     def blocked(self) -> bool:
@@ -293,7 +312,12 @@ class DeviceAgent:
             return None
         self._unsampled = None
         with own_thread_state(self._device.type), self._transfers.computing():
-            sample()
+            try:
+                sample()
+            except BaseException:
+                # Nobody will read this step.
+                self.num_launched -= 1
+                raise
         return pending
 
     def _sample_when_possible(self, pending: PendingStep, sample: Callable[[], None]) -> None:

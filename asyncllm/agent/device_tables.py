@@ -224,6 +224,10 @@ class DeviceTables:
         if self._updates:
             self._apply(*upload_together(self._take_updates(), self._device))
 
+    def forget_updates(self) -> None:
+        """The step that was to bring new blocks up is not launched: its rows are lost, and so are their blocks."""
+        self._updates.clear()
+
     def _take_updates(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Entries of the flat block tables, and the block ids that belong there."""
         if not self._updates:

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
+from asyncllm.agent.contained_runner import ContainedRunner
 from asyncllm.agent.context import context_meanwhile
 from asyncllm.agent.stream_executor import StepLauncher, StreamExecutor
 from asyncllm.agent.thread_executor import StepRunner
 from asyncllm.batch import Batch, Executor, StartTimes, StepOutput
 from asyncllm.config import EngineConfig
 
-__all__ = ["open_executor"]
+__all__ = ["Agent", "open_executor"]
+
+Agent = StepRunner[Batch, StepOutput] | StepLauncher
+"""What runs the steps, or launches them."""
 
 
-def open_executor(config: EngineConfig, model_path: Path) -> Executor:
-    """The executor for `config`, not yet started. `model_path` is the checkpoint's folder."""
+def open_executor(config: EngineConfig, model_path: Path, *, wrap: Callable[[Agent], Agent] | None = None) -> Executor:
+    """The executor for `config`, not yet started. `model_path` is the checkpoint's folder.
 
-    def load() -> StepRunner[Batch, StepOutput] | StepLauncher:
+    `wrap` gets the agent when it is made, and returns what stands in front of it.
+    """
+
+    def load() -> Agent:
+        agent = open_agent()
+        if wrap is not None:
+            agent = wrap(agent)
+        return agent if isinstance(agent, StepLauncher) else ContainedRunner(agent)
+
+    def open_agent() -> Agent:
         times = StartTimes()
         with nullcontext() if config.device_type == "cpu" else context_meanwhile():
             from asyncllm.agent.opening import choose_device

@@ -69,7 +69,8 @@ class ModelAgent:
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> StepOutput:
-        """Run one step. A row that fails is named in `StepOutput.errors`; what raises here concerns the whole step."""
+        """Run one step. A row that fails is named in `StepOutput.errors`; what raises here concerns the whole step,
+        whose slots are of use again once they are started anew."""
         began = time.perf_counter()
         for start in batch.starts:
             self._not_finite.discard(start.slot)
@@ -83,7 +84,12 @@ class ModelAgent:
             copy_blocks(self._pool, pairs[:, 0], pairs[:, 1])
         output = StepOutput(step=batch.step, slots=[], tokens=[])
         if batch.decode or batch.prefill:
-            self._forward(batch, output)
+            try:
+                self._forward(batch, output)
+            except BaseException:
+                for slot in (*batch.decode, *(row.slot for row in batch.prefill)):
+                    self._make_finite(slot)
+                raise
         output.elapsed_ms = (time.perf_counter() - began) * 1e3
         return output
 
@@ -124,7 +130,10 @@ class ModelAgent:
         for slot, error in output.errors.items():
             if error is NOT_FINITE:
                 self._not_finite.add(slot)
-                blocks = torch.from_numpy(self._tables.blocks(slot).astype(np.int64)).to(self._device)
-                for cache in self._caches:
-                    for pages in (cache.k, cache.v):
-                        pages[blocks] = pages[blocks].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                self._make_finite(slot)
+
+    def _make_finite(self, slot: int) -> None:
+        blocks = torch.from_numpy(self._tables.blocks(slot).astype(np.int64)).to(self._device)
+        for cache in self._caches:
+            for pages in (cache.k, cache.v):
+                pages[blocks] = pages[blocks].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

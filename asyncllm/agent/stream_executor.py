@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from asyncllm.agent.contained_runner import LostSteps
 from asyncllm.agent.thread_executor import (
     StepRunner,
     ThreadExecutor,
@@ -25,10 +26,13 @@ from asyncllm.agent.thread_executor import (
     set_result,
     set_seen_exception,
 )
-from asyncllm.batch import Batch, Limits, StepOutput
+from asyncllm.batch import Batch, Limits, StepDropped, StepFailed, StepOutput
 from asyncllm.errors import EngineClosed
 
 __all__ = ["LaunchedStep", "StepLauncher", "StreamExecutor"]
+
+
+_Step = tuple[Batch, asyncio.Future[StepOutput]]
 
 
 class LaunchedStep(Protocol):
@@ -62,6 +66,9 @@ class StepLauncher(Protocol):
     def resume(self) -> LaunchedStep | None:
         """Complete the launch of a step that could not go on before; None if there is none, or it still cannot."""
 
+    def survives(self, error: BaseException, /) -> bool:
+        """Whether the launcher is as good as before when `launch`, `resume` or a step's `output` has raised this."""
+
 
 class StreamExecutor:
     """States: new, running from the end of `start` on, perhaps dead, then closed.
@@ -86,16 +93,17 @@ class StreamExecutor:
         self._running = False
         self._launches = False
         """Whether there is a launcher, perhaps gone by now."""
-        self._held: deque[tuple[Batch, asyncio.Future[StepOutput]]] = deque()
+        self._held: deque[_Step] = deque()
         """Steps that cannot be launched yet."""
-        self._unfinished: asyncio.Future[StepOutput] | None = None
-        """Of the step that is launched in part."""
+        self._unfinished: _Step | None = None
+        """The step that is launched in part."""
+        self._lost = LostSteps()
         self._waited: deque[asyncio.Future[LaunchedStep]] = deque()
         """Of the launched steps, oldest first: what the thread waits for."""
         self._launch_error: BaseException | None = None
-        """Of the first step that failed: nothing is launched after it."""
+        """Of the first step that the launcher did not survive: nothing is launched after it."""
         self._step_error: BaseException | None = None
-        """Of the first launched step that failed: what was launched after it is not read."""
+        """The same of a launched step: what was launched after it is not read."""
 
     async def start(self) -> Limits:
         """Load in the thread. Raises what `load` raises, errors that are not asyncllm's as ModelError."""
@@ -106,7 +114,8 @@ class StreamExecutor:
         return limits
 
     def submit(self, batch: Batch) -> asyncio.Future[StepOutput]:
-        """Launch a step; its future raises what the step raised, and every later one EngineDead with that as cause.
+        """Launch a step; its future raises StepFailed or StepDropped, or what the launcher did not survive, and then
+        every later one EngineDead with that as cause.
 
         Raises EngineClosed unless started and not closed.
         """
@@ -151,23 +160,32 @@ class StreamExecutor:
             pending, failure = attempt(self._loaded.launcher.resume)
             if pending is None and failure is None:
                 return
-            future, self._unfinished = self._unfinished, None
-            self._go_on(future, pending, failure)
+            step, self._unfinished = self._unfinished, None
+            self._go_on(step, pending, failure)
         while self._held and self._loaded.launcher is not None and not self._loaded.launcher.blocked:
-            batch, future = self._held.popleft()
-            self._go_on(future, *attempt(self._loaded.launcher.launch, batch))
+            step = self._held.popleft()
+            try:
+                self._lost.check(step[0])
+            except StepDropped as dropped:
+                set_seen_exception(step[1], dropped)
+                continue
+            self._go_on(step, *attempt(self._loaded.launcher.launch, step[0]))
 
-    def _go_on(
-        self, future: asyncio.Future[StepOutput], pending: LaunchedStep | None, failure: BaseException | None
-    ) -> None:
-        """Wait for a step that is launched, or launched in part, or see to it that nothing follows one that failed."""
+    def _go_on(self, step: _Step, pending: LaunchedStep | None, failure: BaseException | None) -> None:
+        """Wait for a step that is launched, or launched in part, or see to it that nothing is built on one that
+        failed."""
+        batch, future = step
         if pending is None:
             assert failure is not None
-            self._fail(future, failure)
+            if self._survives(failure):
+                self._lost.add(batch)
+                set_exception(future, _failed(failure))
+            else:
+                self._die(future, failure)
         elif pending.launched:
             self._watch(pending, future)
         else:
-            self._unfinished = future
+            self._unfinished = step
 
     def _watch(self, pending: LaunchedStep, future: asyncio.Future[StepOutput]) -> None:
         waited = self._thread.submit(pending)
@@ -185,19 +203,27 @@ class StreamExecutor:
         if self._step_error is not None:
             set_seen_exception(future, dead(self._step_error))
             return
-        if error is None:
+        arrived = error is None
+        output: StepOutput | None = None
+        if arrived:
             output, error = attempt(waited.result().output)
         # An error leads back to this frame, and what was waited for to the model.
         del waited
-        if error is not None:
-            self._step_error = error
-            self._fail(future, error)
-        else:
+        if error is None:
             set_result(future, output)
-            self._launch()
+        elif arrived and self._survives(error):
+            set_exception(future, _failed(error))
+        else:
+            self._step_error = error
+            self._die(future, error)
+            return
+        self._launch()
 
-    def _fail(self, future: asyncio.Future[StepOutput], error: BaseException) -> None:
-        """No step is launched after one that failed."""
+    def _survives(self, error: BaseException) -> bool:
+        return self._loaded.launcher is not None and self._loaded.launcher.survives(error)
+
+    def _die(self, future: asyncio.Future[StepOutput], error: BaseException) -> None:
+        """No step is launched after this."""
         set_exception(future, error)
         if self._launch_error is None:
             self._launch_error = error
@@ -207,10 +233,16 @@ class StreamExecutor:
     def _drop(self, error: BaseException) -> None:
         """Answer the steps that are not launched."""
         if self._unfinished is not None:
-            set_seen_exception(self._unfinished, error)
+            set_seen_exception(self._unfinished[1], error)
             self._unfinished = None
         while self._held:
             set_seen_exception(self._held.popleft()[1], error)
+
+
+def _failed(cause: BaseException) -> StepFailed:
+    error = StepFailed("A step failed; the cause is chained.")
+    error.__cause__ = cause
+    return error
 
 
 class _Handover:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
-from asyncllm.batch import Limits
+from asyncllm.batch import Limits, StepDropped, StepFailed
 from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, ModelError
 
 __all__ = ["StepRunner", "ThreadExecutor", "attempt", "dead", "set_exception", "set_result", "set_seen_exception"]
@@ -43,7 +43,8 @@ class ThreadExecutor(Generic[_Step, _Output]):
     """Runs every step in one thread, which `start` begins and `close` ends.
 
     `load` is called in that thread and makes the `StepRunner`, which the thread alone refers to: it is gone when the
-    thread ends, and as soon as a step raises. States: new, started (loading, then running, perhaps dead), closed.
+    thread ends, and as soon as a step raises anything but StepFailed and StepDropped. States: new, started (loading,
+    then running, perhaps dead), closed.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class ThreadExecutor(Generic[_Step, _Output]):
             raise
 
     def submit(self, step: _Step) -> asyncio.Future[_Output]:
-        """Enqueue a step; its future raises what the step raised, and every later one EngineDead with that as cause.
+        """Enqueue a step; its future raises what the step raised, and every later one EngineDead with that as cause,
+        unless that was StepFailed or StepDropped.
 
         Raises EngineClosed unless started and not closed.
         """
@@ -157,7 +159,8 @@ class _Worker(Generic[_Step, _Output]):
                 if failure is None:
                     self._call(set_result, future, output)
                 else:
-                    runner = None
+                    if not isinstance(failure, StepFailed | StepDropped):
+                        runner = None
                     self._call(set_exception, future, failure)
                 del output
             # While the thread waits for the next step it keeps nothing of this one alive.

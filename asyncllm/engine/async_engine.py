@@ -68,11 +68,12 @@ class AsyncEngine:
         executor: Executor | None = None,
         tokenizer: Tokenizer | None = None,
         chat_template: ChatTemplate | None = None,
+        scheduler: Callable[..., Scheduler] | None = None,
     ) -> None:
         """Check the settings; nothing is loaded before `start`. Raises InvalidParameter, UnsupportedFeature.
 
         `model_path` is a folder, the name of a bundled model, or a model id of the hub. `executor`, `tokenizer` and
-        `chat_template` replace what would be opened from there.
+        `chat_template` replace what would be opened from there, and `scheduler` what makes the engine's scheduler.
         """
         if not isinstance(model_path, str) or not model_path:
             raise InvalidParameter(f"model_path must be a non-empty str, not {model_path!r}.", "model_path")
@@ -83,6 +84,7 @@ class AsyncEngine:
         self.chat_template_config = checked(ChatTemplateConfig, chat_template_config, "chat_template_config")
         self.model_name = self.config.model_name or model_path.rstrip("/").rpartition("/")[2]
         self._given = (executor, tokenizer, chat_template)
+        self._make_scheduler = scheduler
         self._state = "new"
         self._loop: EngineLoop | None = None
         self._executor: Executor | None = None
@@ -126,7 +128,7 @@ class AsyncEngine:
             self.admission = Admission(
                 self.tokenizer, self.chat_template, self.limits, self.config.session_len, quality
             )
-            scheduler = Scheduler(
+            scheduler = (self._make_scheduler or Scheduler)(
                 self.limits,
                 max_batch_size=self.config.max_batch_size,
                 prefill_budget=self.config.prefill_budget,

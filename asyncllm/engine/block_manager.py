@@ -101,6 +101,12 @@ class BlockManager:
                 waiting.append((last_step, blocks))
         self._fenced = waiting
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """What the prefix cache knows of these blocks is wrong: nobody may find it there."""
+        for block in blocks:
+            if self.prefix_cache is not None and self.prefix_cache.forget(block):
+                self._free.append(block)
+
     def _release(self, blocks: list[int]) -> None:
         # Deepest block first, so that the LRU order evicts the tail of a chain before its root.
         for block in reversed(blocks):

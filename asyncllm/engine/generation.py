@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.sequence import Request
-from asyncllm.errors import EngineError, RequestFailed
+from asyncllm.errors import AsyncLLMError, EngineError, RequestFailed
 from asyncllm.types import Chunk, Response
 
 if TYPE_CHECKING:
@@ -61,14 +61,14 @@ class Generation:
         """Stamped on every chunk: which prompt of a batch this answers."""
 
     async def start(self) -> None:
-        """Validate, encode and queue the request. Raises InvalidRequest, SessionError, EngineError."""
+        """Validate, encode and queue the request. Raises InvalidRequest, SessionError, EngineError, and no other."""
         if self._started or self._delivery.abandoned:
             return
         self._started = True
         arrived = time.monotonic()
         try:
             self._host = self._find_host()
-            request = await self._prepare(self._delivery)
+            request = await self._prepared()
             if self._delivery.abandoned:
                 # Closed by another task while the prompt was being encoded.
                 self._delivery.end()
@@ -80,6 +80,17 @@ class Generation:
             self._delivery.end(error if isinstance(error, Exception) else None)
             raise
         self._request = request
+
+    async def _prepared(self) -> Request:
+        """The request. What tokenizer and template raise of themselves becomes RequestFailed."""
+        try:
+            return await self._prepare(self._delivery)
+        except AsyncLLMError:
+            raise
+        except Exception as error:
+            raise RequestFailed(
+                f"The prompt could not be turned into tokens: {error!r}. The other requests go on."
+            ) from error
 
     def poll(self) -> Chunk | None:
         """A chunk if one is there. Raises the request's error once the chunks before it are taken."""

@@ -123,6 +123,13 @@ class HostBlocks:
             self.blocks.retire(sequence.host_blocks, sequence.host_step, self._last_read)
             sequence.host_blocks = []
 
+    def copies_lost(self, step: int, plan: SwapPlan) -> list[Sequence]:
+        """Step `step`, whose copies were `plan`, has not run to its end: neither side has what it was to write.
+        Returns the swapped sequences that lose by it; the caller lets them be computed again."""
+        self._device.forget(block for _, block in plan.swap_in)
+        self.blocks.forget(block for _, block in plan.swap_out)
+        return [sequence for sequence in self.swapped if sequence.host_step == step]
+
     def _keep(self, key: bytes, block: int) -> None:
         """The device's prefix cache gives up a block: keep what it holds here, if there is room."""
         assert self._cache is not None

@@ -20,7 +20,8 @@ from collections import deque
 from collections.abc import Callable
 from itertools import islice
 
-from asyncllm.batch import Executor, StepOutput
+from asyncllm.batch import Executor, StepDropped, StepFailed, StepOutput
+from asyncllm.engine.integrity import check_integrity
 from asyncllm.engine.queue_bounds import QueueBounds
 from asyncllm.engine.record import RequestRecord
 from asyncllm.engine.scheduler import Scheduler
@@ -71,6 +72,8 @@ class EngineLoop:
         """Inbox of `abandon`."""
         self._in_flight: deque[asyncio.Future[StepOutput]] = deque()
         """Submitted steps, oldest first; the executor resolves them."""
+        self._settling = False
+        """A step has failed, and those launched behind it have not all been read: none is launched until then."""
         self._started = self._finished = self._cancelled = self._failed = self._expired = 0
         self._step_ms = 0.0
         self.observers: list[Callable[[RequestRecord], None]] = []
@@ -285,10 +288,21 @@ class EngineLoop:
                 logger.exception("An observer of ended requests failed.")
 
     def _read_step(self, future: asyncio.Future[StepOutput]) -> list[Sequence]:
-        """Take in a completed step. Raises the error of a step that failed as a whole."""
+        """Take in a completed step, or what a failed one leaves behind. Raises what the device does not survive."""
         if future.cancelled():
             raise RuntimeError("the executor cancelled a step")
-        output = future.result()
+        try:
+            output = future.result()
+        except StepFailed as failure:
+            self._settling = True
+            ended = self.scheduler.step_failed(failure.__cause__)
+            logger.error(
+                "A step failed, and %d answers with it; the engine goes on.", len(ended), exc_info=failure.__cause__
+            )
+            return ended
+        except StepDropped:
+            self.scheduler.step_dropped()
+            return []
         self._watchdog.step_completed()
         self._step_ms += STEP_MS_WEIGHT * (output.elapsed_ms - self._step_ms)
         advanced = self.scheduler.update(output)
@@ -300,7 +314,10 @@ class EngineLoop:
         return advanced
 
     def _launch(self) -> None:
-        """Keep the pipeline full."""
+        """Keep the pipeline full. After a failed step it runs empty first: what is in it was built on that step."""
+        if self._settling and self._in_flight:
+            return
+        self._settling = False
         while len(self._in_flight) < self._depth():
             batch = self.scheduler.schedule()
             for request in self.scheduler.admitted:
@@ -382,7 +399,7 @@ class EngineLoop:
     def _sequence_ended(self, sequence: Sequence) -> None:
         request = sequence.request
         if sequence.error is not None:
-            self._fail(request, sequence.error)
+            self._fail(request, sequence.error, sequence.cause)
         elif request.finished:
             self._finished += 1
             self._end(request)
@@ -419,6 +436,7 @@ class EngineLoop:
             blocks_swapped_out=host.num_swapped_out,
             blocks_swapped_in=host.num_swapped_in,
             steps=counts.steps,
+            steps_failed=counts.failed_steps,
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
             prefill_tokens=counts.prefill_tokens,
@@ -444,7 +462,7 @@ class EngineLoop:
         they may write are theirs until they have been read. `stats()` counts them.
         """
         assert not self._open, f"{len(self._open)} requests are open"
-        self.scheduler.check_integrity()
+        check_integrity(self.scheduler)
         assert self.scheduler.num_running == 0, "rows are held"
         assert self.scheduler.num_waiting == 0, "sequences are waiting"
         held = self.scheduler.blocks.num_held + self.scheduler.host.blocks.num_held

@@ -101,6 +101,18 @@ class PrefixCache:
         del self._block_of[key]
         return key, block
 
+    def forget(self, block: int) -> bool:
+        """What the block holds is not known any more; True if it was idle, and so is free now."""
+        key = self._key_of.pop(block, None)
+        if key is None:
+            return False
+        del self._block_of[key]
+        for idle in (self._idle, self._idle_pinned):
+            if block in idle:
+                del idle[block]
+                return True
+        return False
+
     def pin(self, hashes: Iterable[bytes]) -> None:
         """A session wants these beginnings kept as long as there is room."""
         for key in hashes:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator
 
 from asyncllm.batch import Batch, Limits, PrefillRow, SlotStart, StepOutput
 from asyncllm.engine.block_manager import BlockManager
+from asyncllm.engine.flight import Flight
 from asyncllm.engine.host_blocks import HostBlocks
 from asyncllm.engine.prefix_cache import PrefixCache, extend_hashes, root_hash
 from asyncllm.engine.scheduler_counts import SchedulerCounts
@@ -29,18 +29,6 @@ __all__ = ["Scheduler"]
 
 MIN_ROUNDED_TILES = 3
 """Steps of fewer tiles are never cut: one tile less would be much less."""
-
-
-class _Flight:
-    """A submitted step that has not been read."""
-
-    __slots__ = ("prefill", "sampled", "step")
-
-    def __init__(self, step: int, sampled: list[Sequence], prefill: list[tuple[Sequence, PrefillRow]]) -> None:
-        self.step = step
-        self.sampled = sampled
-        """Sequences that sample in this step, in batch order."""
-        self.prefill = prefill
 
 
 class Scheduler:
@@ -83,7 +71,7 @@ class Scheduler:
         """The running ones whose known tokens are not all scheduled yet."""
         self._free_slots = list(range(limits.num_slots - 1, -1, -1))
         self._fenced_slots: deque[tuple[int, int]] = deque()
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._step = 0
         self._last_read = -1
         self._decode_steps = 0
@@ -132,7 +120,7 @@ class Scheduler:
         """The next step, or None if nothing can be computed before a step in flight has been read."""
         step = self._step
         self.admitted.clear()
-        batch = Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[], prefill=[])
+        batch = Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[], prefill=[], last_read=self._last_read)
         sampled = self._schedule_decode(batch)
         prefill: list[tuple[Sequence, PrefillRow]] = []
         if self._prefilling or self.waiting:
@@ -145,7 +133,7 @@ class Scheduler:
             return None
         batch.swaps = self.host.take_plan(step)
         sampled.extend(sequence for sequence, row in prefill if row.sample)
-        self._flights.append(_Flight(step, sampled, prefill))
+        self._flights.append(Flight(step, sampled, prefill, batch.swaps))
         self._step += 1
         self.counts.steps += 1
         self.counts.decode_tokens += len(batch.decode)
@@ -188,14 +176,24 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Give up a running sequence's blocks; when there is room, they are copied back, or computed again."""
         self.counts.preemptions += 1
-        swapped = self.host.swap_out(sequence)
+        if self.host.swap_out(sequence):
+            self._requeue(sequence)
+            sequence.state = SequenceState.SWAPPED
+        else:
+            self._compute_again(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
         self._leave(sequence)
         self.num_waiting += 1
         self.waiting.push(sequence)
         sequence.committed = 0
-        if swapped:
-            sequence.state = SequenceState.SWAPPED
-            return
+
+    def _compute_again(self, sequence: Sequence) -> None:
+        """Let a sequence wait for a row, to be computed from its tokens."""
+        if sequence in self._running:
+            self._requeue(sequence)
+        else:
+            self.host.release(sequence)
         sequence.state = SequenceState.WAITING
         sequence.num_computed = 0
         # Logits and embeddings are asked for alone, without an answer: the prompt is all that is computed again.
@@ -353,9 +351,8 @@ class Scheduler:
 
     def update(self, output: StepOutput) -> list[Sequence]:
         """Read the oldest step in flight. Returns the sequences that got a token or ended by this step."""
-        flight = self._flights.popleft()
+        flight = self._next_flight()
         assert flight.step == output.step, f"step {output.step} was read before step {flight.step}"
-        self._last_read = flight.step
         advanced: list[Sequence] = []
         self.prefilled.clear()
         for sequence, row in flight.prefill:
@@ -386,11 +383,51 @@ class Scheduler:
                 self.finish(sequence, "length")
         self.counts.sampled_tokens += len(advanced) - without_token
         self.waiting.charge(advanced)
-        self.blocks.step_read(flight.step)
-        self.host.step_read(flight.step)
-        while self._fenced_slots and self._fenced_slots[0][0] <= flight.step:
-            self._free_slots.append(self._fenced_slots.popleft()[1])
+        self._lift_fence(flight.step)
         return advanced
+
+    def step_failed(self, cause: BaseException | None) -> list[Sequence]:
+        """The oldest step in flight raised: its rows end, whatever they wait for by now. Returns them.
+
+        Their blocks enter no cache, as only a step that has been read puts them there.
+        """
+        flight = self._next_flight()
+        ended = flight.live_rows()
+        for sequence in ended:
+            sequence.error, sequence.cause = f"the step raised {cause!r}", cause
+            self.finish(sequence, "error")
+        self._lose_copies(flight)
+        self._lift_fence(flight.step)
+        self.counts.failed_steps += 1
+        return ended
+
+    def step_dropped(self) -> None:
+        """The oldest step in flight was not run, as one before it failed: its rows are computed again."""
+        flight = self._next_flight()
+        for sequence in flight.sampled:
+            sequence.pending -= 1
+            sequence.remaining += 1
+        for sequence in flight.live_rows():
+            self._compute_again(sequence)
+        self._lose_copies(flight)
+        self._lift_fence(flight.step)
+
+    def _next_flight(self) -> Flight:
+        flight = self._flights.popleft()
+        self._last_read = flight.step
+        return flight
+
+    def _lose_copies(self, flight: Flight) -> None:
+        """What the step was to copy between device and host is not there."""
+        for sequence in self.host.copies_lost(flight.step, flight.swaps):
+            self._compute_again(sequence)
+
+    def _lift_fence(self, step: int) -> None:
+        """Nothing that step `step` or one before it may write is in flight any more."""
+        self.blocks.step_read(step)
+        self.host.step_read(step)
+        while self._fenced_slots and self._fenced_slots[0][0] <= step:
+            self._free_slots.append(self._fenced_slots.popleft()[1])
 
     def _read_prefill(self, sequence: Sequence, row: PrefillRow, output: StepOutput) -> bool:
         """Take in what a prefill row gave besides a token; True if it ended a sequence that wants no token."""
@@ -453,32 +490,3 @@ class Scheduler:
         for index in range(sequence.committed, full):
             self.prefix_cache.commit(sequence.hashes[index], sequence.blocks[index])
         sequence.committed = full
-
-    def sequences(self) -> Iterator[Sequence]:
-        """Every live sequence: running, waiting, and siblings whose leader is still at the prompt."""
-        seen: dict[Request, None] = {}
-        for sequence in (*self._running, *self.waiting):
-            seen[sequence.request] = None
-        for request in seen:
-            yield from (sequence for sequence in request.sequences if sequence.state is not SequenceState.FINISHED)
-
-    def check_integrity(self, requests: Iterable[Request] = ()) -> None:
-        """Raise AssertionError unless rows, slots, blocks and the queue agree. For tests and for idle moments."""
-        self.blocks.check_integrity(sequence.blocks for sequence in self._running)
-        self.host.check_integrity()
-        slots = [sequence.slot for sequence in self._running]
-        slots += self._free_slots
-        slots += [slot for _, slot in self._fenced_slots]
-        assert sorted(slots) == list(range(self._num_slots)), f"slots are lost or doubled: {sorted(slots)}"
-        live = list(self.sequences())
-        waiting = sum(1 for sequence in live if sequence.state in (SequenceState.WAITING, SequenceState.SWAPPED))
-        assert waiting == self.num_waiting, f"{self.num_waiting} sequences are counted as waiting, {waiting} wait"
-        assert set(self._prefilling) == {
-            sequence for sequence in self._running if sequence.state is SequenceState.PREFILL
-        }, "the prefilling sequences are not those in state PREFILL"
-        for request in requests:
-            for sequence in request.sequences:
-                held = sequence.state in (SequenceState.PREFILL, SequenceState.DECODE)
-                assert held == (sequence in self._running), f"{sequence!r} and its row disagree"
-                swapped = sequence.state is SequenceState.SWAPPED
-                assert swapped == (sequence in self.host.swapped), f"{sequence!r} and the host's blocks disagree"

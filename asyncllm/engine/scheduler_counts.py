@@ -11,6 +11,7 @@ class SchedulerCounts:
     __slots__ = (
         "cached_tokens",
         "decode_tokens",
+        "failed_steps",
         "preemptions",
         "prefill_tokens",
         "prompt_tokens",
@@ -20,6 +21,8 @@ class SchedulerCounts:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.failed_steps = 0
+        """Those that raised, and whose rows ended by it."""
         self.prefill_tokens = 0
         """Tokens computed in prefill rows, recomputed ones included."""
         self.decode_tokens = 0

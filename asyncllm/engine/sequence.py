@@ -132,6 +132,7 @@ class Sequence:
     __slots__ = (
         "answer",
         "blocks",
+        "cause",
         "committed",
         "error",
         "finish_reason",
@@ -197,6 +198,9 @@ class Sequence:
         """Of the newest token."""
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
+        """Why it ended, when finish_reason is 'error'."""
+        self.cause: BaseException | None = None
+        """What was raised, if its step failed as a whole."""
 
     @property
     def num_generated(self) -> int:

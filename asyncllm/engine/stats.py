@@ -40,6 +40,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks_swapped_in: int
     """Blocks copied back."""
     steps: int
+    steps_failed: int
+    """Those that raised and took their rows with them."""
     prompt_tokens: int
     """Known tokens of admitted sequences."""
     cached_tokens: int

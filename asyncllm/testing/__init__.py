@@ -6,6 +6,7 @@ from asyncllm.testing.byte_tokenizer import ByteTokenizer
 from asyncllm.testing.fake_device import FakeDevice, Oracle, StepViolation, hash_hidden, hash_oracle, script_oracle
 from asyncllm.testing.fake_engine import FakeEngine, FakePipeline, FakeTemplate, fake_parts
 from asyncllm.testing.fake_executor import FakeExecutor
+from asyncllm.testing.fault_plan import Fault, FaultPlan, InjectedFault
 
 __all__ = [
     "ByteTokenizer",
@@ -14,6 +15,9 @@ __all__ = [
     "FakeExecutor",
     "FakePipeline",
     "FakeTemplate",
+    "Fault",
+    "FaultPlan",
+    "InjectedFault",
     "Oracle",
     "StepViolation",
     "fake_parts",

@@ -12,6 +12,7 @@ from asyncllm.pipeline import Pipeline
 from asyncllm.testing.byte_tokenizer import ByteTokenizer
 from asyncllm.testing.fake_device import script_oracle
 from asyncllm.testing.fake_executor import FakeExecutor
+from asyncllm.testing.fault_plan import FaultPlan
 from asyncllm.text.chat_template import ChatTemplate
 
 __all__ = ["Answers", "FakeEngine", "FakePipeline", "FakeTemplate", "fake_parts"]
@@ -52,8 +53,11 @@ class FakeTemplate(ChatTemplate):
         return rest.partition("\x03")[0] if found else prompt
 
 
-def fake_parts(answers: Answers = None, *, delay_per_token: float = 0.0, **device: Any) -> dict[str, Any]:
-    """The `executor`, `tokenizer` and `chat_template` of a fake engine. `device`: arguments of FakeExecutor."""
+def fake_parts(
+    answers: Answers = None, *, delay_per_token: float = 0.0, faults: FaultPlan | None = None, **device: Any
+) -> dict[str, Any]:
+    """The `executor`, `tokenizer` and `chat_template` of a fake engine, and what `faults` stand in front of besides.
+    `device`: arguments of FakeExecutor."""
     tokenizer, template = ByteTokenizer(), FakeTemplate()
 
     def answer(prompt_ids: list[int]) -> list[int]:
@@ -67,7 +71,11 @@ def fake_parts(answers: Answers = None, *, delay_per_token: float = 0.0, **devic
         return tokenizer.encode(text, add_bos=False, parse_special=False)
 
     settings = {"oracle": script_oracle(answer, tokenizer.eos_token_ids[0]), "num_blocks": 1024, "num_slots": 256}
+    if faults is not None:
+        settings["wrap"] = faults.agent
     executor = FakeExecutor(**{**settings, "latency": delay_per_token, **device})
+    if faults is not None:
+        return faults.parts(executor, tokenizer, template)
     return {"executor": executor, "tokenizer": tokenizer, "chat_template": template}
 
 
@@ -79,7 +87,7 @@ class FakeEngine(AsyncEngine):
             assert (await llm.generate("ping")).text == "pong"
 
     One token is one byte of UTF-8. `executor.pause()`, `fail_at` and `row_failure` of FakeExecutor make it late or
-    broken.
+    broken, and a FaultPlan breaks any part of it.
     """
 
     def __init__(
@@ -88,10 +96,11 @@ class FakeEngine(AsyncEngine):
         backend_config: EngineConfig | None = None,
         *,
         delay_per_token: float = 0.0,
+        faults: FaultPlan | None = None,
         **device: Any,
     ) -> None:
         """`delay_per_token` in seconds. `device`: arguments of FakeExecutor, such as num_blocks or fail_at."""
-        parts = fake_parts(answers, delay_per_token=delay_per_token, **device)
+        parts = fake_parts(answers, delay_per_token=delay_per_token, faults=faults, **device)
         self.executor: FakeExecutor = parts["executor"]
         super().__init__("fake", backend_config, **parts)
 

@@ -9,9 +9,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 
-from asyncllm.batch import Batch, Limits, StepOutput
+from asyncllm.agent.contained_runner import ContainedRunner
+from asyncllm.agent.executor import Agent
+from asyncllm.agent.stream_executor import StepLauncher
+from asyncllm.batch import Batch, Limits, StepDropped, StepFailed, StepOutput
 from asyncllm.errors import EngineClosed
-from asyncllm.testing.fake_device import FakeDevice, Oracle
+from asyncllm.testing.fake_device import FakeDevice, Oracle, StepViolation
 
 __all__ = ["FakeExecutor"]
 
@@ -42,9 +45,12 @@ class FakeExecutor:
         latency: float = 0.0,
         fail_at: int | None = None,
         start_error: Exception | None = None,
+        wrap: Callable[[Agent], Agent] | None = None,
     ) -> None:
-        """`latency`: seconds per step. `fail_at`: the how-manieth step (from 0) raises, and all after it.
-        `start_error`: raised by `start()`. The rest is as in FakeDevice."""
+        """`latency`: seconds per step. `fail_at`: from the how-manieth step (from 0) on the device is of no use.
+        `start_error`: raised by `start()`. `wrap`: as in `open_executor`. The rest is as in FakeDevice.
+
+        Whatever else the device raises ends the rows of that step, but for a StepViolation."""
         self.device = FakeDevice(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -58,6 +64,9 @@ class FakeExecutor:
             oracle=oracle,
             row_failure=row_failure,
         )
+        runner = self.device if wrap is None else wrap(self.device)
+        assert not isinstance(runner, StepLauncher)
+        self._runner = ContainedRunner(runner, survives=lambda error: not isinstance(error, StepViolation))
         self.latency = latency
         self.fail_at = fail_at
         self.start_error = start_error
@@ -132,14 +141,17 @@ class FakeExecutor:
                 self._post(self._complete, future, None, EngineClosed("The executor was closed before this step ran."))
                 continue
             output: StepOutput | None = None
-            if self._error is None:
+            error = self._error
+            if error is None:
                 try:
                     if self.fail_at is not None and self.device.num_steps >= self.fail_at:
                         raise RuntimeError(f"the fake device fails at step {batch.step}, as it was told to")
-                    output = self.device.step(batch)
-                except Exception as error:
-                    self._error = error
-            self._post(self._complete, future, output, self._error)
+                    output = self._runner.step(batch)
+                except (StepFailed, StepDropped) as failure:
+                    error = failure
+                except Exception as failure:
+                    error = self._error = failure
+            self._post(self._complete, future, output, error)
         assert self._stopped is not None
         self._post(self._stopped.set_result, None)
 

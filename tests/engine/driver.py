@@ -9,6 +9,7 @@ import msgspec
 
 from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart
 from asyncllm.engine.delivery import Answer, Delivery
+from asyncllm.engine.integrity import check_integrity
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.sequence import ORDINARY, Request, SequenceState, Terms
 from asyncllm.engine.sequence import Sequence as Row
@@ -194,7 +195,7 @@ class Driver:
     def check(self) -> None:
         """Everything that must hold between any two calls."""
         scheduler, blocks = self.scheduler, self.scheduler.blocks
-        scheduler.check_integrity(self.requests)
+        check_integrity(scheduler, self.requests)
         assert scheduler.num_running <= self.max_batch_size
         for tier in (blocks, scheduler.host.blocks):
             assert tier.num_free + tier.num_idle + tier.num_held == tier.num_blocks

@@ -9,6 +9,7 @@ import pytest
 from asyncllm.batch import Batch, SwapPlan
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.host_blocks import HostBlocks
+from asyncllm.engine.integrity import check_integrity
 from asyncllm.engine.prefix_cache import PrefixCache, root_hash
 from asyncllm.engine.sequence import Request, SequenceState
 from asyncllm.engine.sequence import Sequence as Row
@@ -438,18 +439,18 @@ def test_integrity_is_checked() -> None:
     request = driver.submit(PROMPT, 9)
     turn_until_decoding(driver, request)
     row = preempt(driver, request)
-    driver.scheduler.check_integrity(driver.requests)
+    check_integrity(driver.scheduler, driver.requests)
     lost = row.host_blocks.pop()
     with pytest.raises(AssertionError, match="references"):
-        driver.scheduler.check_integrity()
+        check_integrity(driver.scheduler)
     row.host_blocks.append(lost)
     row.num_computed += 9
     with pytest.raises(AssertionError, match="has lost host blocks"):
-        driver.scheduler.check_integrity()
+        check_integrity(driver.scheduler)
     row.num_computed -= 9
     row.state = SequenceState.WAITING
     with pytest.raises(AssertionError, match="kept as such"):
-        driver.scheduler.check_integrity()
+        check_integrity(driver.scheduler)
     row.state = SequenceState.SWAPPED
     driver.drain()
 

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from asyncllm.engine.integrity import check_integrity
 from asyncllm.engine.sequence import Request, SequenceState
 from tests.engine.driver import Driver, chunk_sizes, expected_answer
 
@@ -416,25 +417,25 @@ class TestIntegrity:
         driver = self.running()
         driver.scheduler._free_slots.pop(0)
         with pytest.raises(AssertionError, match="slots are lost or doubled"):
-            driver.scheduler.check_integrity()
+            check_integrity(driver.scheduler)
 
     def test_a_wrong_count_of_waiting_sequences(self) -> None:
         driver = self.running()
         driver.scheduler.num_waiting -= 1
         with pytest.raises(AssertionError, match="are counted as waiting"):
-            driver.scheduler.check_integrity()
+            check_integrity(driver.scheduler)
 
     def test_a_block_that_no_table_holds(self) -> None:
         driver = self.running()
         driver.scheduler._running.copy().popitem()[0].blocks.pop()
         with pytest.raises(AssertionError, match="references"):
-            driver.scheduler.check_integrity()
+            check_integrity(driver.scheduler)
 
     def test_a_row_in_the_wrong_state(self) -> None:
         driver = self.running()
         next(iter(driver.scheduler._running)).state = SequenceState.PREFILL
         with pytest.raises(AssertionError, match="prefilling"):
-            driver.scheduler.check_integrity()
+            check_integrity(driver.scheduler)
 
 
 @pytest.mark.parametrize("others", [0, 3])

@@ -1,0 +1,35 @@
+"""What must hold of a scheduler between any two calls: for tests, and for an engine that rests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from asyncllm.engine.scheduler import Scheduler
+from asyncllm.engine.sequence import Request, SequenceState
+
+__all__ = ["check_integrity"]
+
+
+def check_integrity(scheduler: Scheduler, requests: Iterable[Request] = ()) -> None:
+    """Raise AssertionError unless rows, slots, blocks and the queue agree, and with them the given `requests`."""
+    running = scheduler._running
+    scheduler.blocks.check_integrity(sequence.blocks for sequence in running)
+    scheduler.host.check_integrity()
+    slots = [sequence.slot for sequence in running]
+    slots += scheduler._free_slots
+    slots += [slot for _, slot in scheduler._fenced_slots]
+    assert sorted(slots) == list(range(scheduler._num_slots)), f"slots are lost or doubled: {sorted(slots)}"
+    known = dict.fromkeys(sequence.request for sequence in (*running, *scheduler.waiting))
+    # Siblings whose leader is still at the prompt wait too.
+    states = [sequence.state for request in known for sequence in request.sequences]
+    waiting = states.count(SequenceState.WAITING) + states.count(SequenceState.SWAPPED)
+    assert waiting == scheduler.num_waiting, f"{scheduler.num_waiting} sequences are counted as waiting, {waiting} wait"
+    assert set(scheduler._prefilling) == {
+        sequence for sequence in running if sequence.state is SequenceState.PREFILL
+    }, "the prefilling sequences are not those in state PREFILL"
+    for request in requests:
+        for sequence in request.sequences:
+            held = sequence.state in (SequenceState.PREFILL, SequenceState.DECODE)
+            assert held == (sequence in running), f"{sequence!r} and its row disagree"
+            swapped = sequence.state is SequenceState.SWAPPED
+            assert swapped == (sequence in scheduler.host.swapped), f"{sequence!r} and the host's blocks disagree"
