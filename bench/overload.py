@@ -274,8 +274,8 @@ def main() -> None:
     raise_file_limit()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     capacity, rate = measure_capacity(arguments)
-    head = {"engine": "asyncllm", "work": "capacity", "capacity_tok_s": round(capacity, 1), "requests_s": round(rate, 1)}
-    emit(head, arguments.json)
+    found = {"capacity_tok_s": round(capacity, 1), "requests_s": round(rate, 1)}
+    emit({"engine": "asyncllm", "work": "capacity", **found}, arguments.json)
     for queue in map(int, arguments.queues.split(",")):
         print(f"queue of {queue or 'any length'}", file=sys.stderr)
         load = overload(arguments, queue, {None: arguments.factor * rate})

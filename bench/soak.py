@@ -24,6 +24,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import random
 import sys
 import tempfile
@@ -43,6 +44,8 @@ WARM_UP = 0.25
 """Share of the time."""
 PAUSE_S = 0.05
 """Mean time between a client's requests."""
+BUSY_PAUSE_S = 1.0
+"""The same after a 429."""
 PROGRESS_S = 10.0
 SETTLE_S = 60.0
 """Time for the server to come to rest when no client is left."""
@@ -82,7 +85,8 @@ class Soak:
                     self.num_unsent += 1
                 else:
                     self.records[asked.id] = record
-                await asyncio.sleep(self._pauses.expovariate(1 / PAUSE_S))
+                busy = record is not None and record.status == 429
+                await asyncio.sleep(self._pauses.expovariate(1 / (BUSY_PAUSE_S if busy else PAUSE_S)))
                 if time.monotonic() >= end:
                     return
         finally:
@@ -159,6 +163,7 @@ def audit(soak: Soak, told: Told, log: list[tuple[str, int]], metrics: str) -> t
         "first_complaints": complaints[:20],
         "abort_to_blocks_ms": {"aborts": len(times), **percentiles},
         "blocks_at_the_end": blocks,
+        "faults": told.faults,
         "engine": {
             name: stats[name]
             for name in (
@@ -180,7 +185,7 @@ def audit(soak: Soak, told: Told, log: list[tuple[str, int]], metrics: str) -> t
 def run(arguments: argparse.Namespace, log: Path) -> tuple[dict[str, Any], list[str]]:
     """The whole soak. -> figures, and what is wrong."""
     seconds = 60 * arguments.minutes
-    with started(arguments.model, log) as server:
+    with started(arguments.model, log, faults=arguments.faults) as server:
         soak = Soak(server, arguments.seed, arguments.clients)
 
         async def both() -> tuple[dict[str, int], Told]:
@@ -198,6 +203,8 @@ def run(arguments: argparse.Namespace, log: Path) -> tuple[dict[str, Any], list[
         with log.open(encoding="utf-8") as lines:
             logged = read_log(lines)
     figures, wrong = audit(soak, told, logged, metrics)
+    if not arguments.faults and (broken := [status for _, status in logged if status in (500, 503)]):
+        wrong.append(f"{len(broken)} requests failed inside the server, and no fault was planned")
     if end["descriptors"] > begin["descriptors"]:
         wrong.append(f"descriptors are left open: {begin['descriptors']} after the warm-up, {end['descriptors']} now")
     seen = [megabytes for _, megabytes in soak.samples]
@@ -220,8 +227,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0, help="of load (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="another seed, other requests (default: %(default)s)")
     parser.add_argument("--clients", type=int, default=16, help="that ask at once (default: %(default)s)")
+    parser.add_argument("--faults", action=argparse.BooleanOptionalAction, default=True, help="fail now and then")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures to this file, too")
     arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server's
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         figures, wrong = run(arguments, log)

@@ -108,6 +108,8 @@ class Asking:
             complaint = f"the answer has the id {headers.get('x-request-id')}"
         elif asked.bad != (outcome == "rejected") and status not in (409, 410, 429):
             complaint = f"a {'bad' if asked.bad else 'good'} request got {status}: {body[:200]!r}"
+        if status == 503 or b'"code":"engine_unavailable"' in body:
+            complaint = f"the engine has died: {body[-200:]!r}"
         if status == 200 and b'{"error":{' in body:
             outcome = "failed"  # in the middle of a stream
         elif headers.get("content-type", "").startswith("text/event-stream") and not body.endswith(b"data: [DONE]\n\n"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,10 +25,11 @@ CONVERSATIONS = 8
 """Of each client, some of which are left to be forgotten."""
 WRONG_MODEL = "no-such-model"
 
-WORDS = (
+WORDS = re.findall(
+    r"\w+",
     "the river runs past an old mill and the children count boats while a dog sleeps in warm grass "
-    "until evening comes and somebody tells a story about seven birds who could not agree on a song"
-).split()
+    "until evening comes and somebody tells a story about seven birds who could not agree on a song",
+)
 QUESTIONS = ("What is 17 + 25?", "Who are you?", "Tell me a story about a bird.", "Count from 1 to 9.", "Say hello.")
 
 
@@ -90,7 +92,8 @@ class _Draw:
             kind, method, path, body, *rest = rng.choice(_BAD)(self)
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
             return Asked(number, kind, method, path, data, *rest, bad=True)
-        kind, path, fields = rng.choices((self._chat, self._plain, self._talk, self._embed, self._native), _WEIGHTS)[0]()
+        makers = (self._chat, self._plain, self._talk, self._embed, self._native)
+        kind, path, fields = rng.choices(makers, _WEIGHTS)[0]()
         leaves = rng.choice(LEAVES) if fate < BAD + ABORTED else None
         if leaves is not None and path in ("/v1/chat/completions", "/v1/completions"):
             fields["session_id"] = LABEL_BASE + number

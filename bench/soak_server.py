@@ -11,8 +11,10 @@ import multiprocessing
 import os
 import time
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +23,15 @@ import msgspec
 import uvloop
 
 from asyncllm import AsyncEngine, EngineConfig
-from asyncllm.batch import StepOutput
+from asyncllm.agent.executor import open_executor
 from asyncllm.config import ServerConfig
 from asyncllm.engine.loop import EngineLoop
-from asyncllm.engine.sequence import Request, Sequence
+from asyncllm.engine.sequence import Request
+from asyncllm.locate import locate
 from asyncllm.server.run import run
+from asyncllm.testing import Fault, FaultPlan
+from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import FinishReason
 
 __all__ = ["Server", "started"]
@@ -44,6 +50,22 @@ SERVER = ServerConfig(server_port=0, log_level="INFO", max_sessions=48, session_
 NO_KEY = 2**32
 """What the server adds to the session ids of requests without a key."""
 START_SECONDS = 300
+FAULT_EVERY_S = 5.0
+FAULTS: tuple[dict[str, Any], ...] = (
+    {"point": "tokenize"},
+    {"point": "prefill", "action": "corrupt"},
+    {"point": "detokenize"},
+    {"point": "decode"},
+    {"point": "template"},
+    {"point": "decode", "action": "corrupt"},
+    {"point": "emit"},
+    {"point": "prefill"},
+    {"point": "decode", "action": "sleep", "seconds": 0.5},
+    {"point": "sample"},
+    {"point": "swap"},
+    {"point": "sample", "action": "corrupt"},
+)
+"""Each once, one every `FAULT_EVERY_S`, then from the beginning: what ends requests, and must not end the engine."""
 
 
 class BlocksBack:
@@ -58,9 +80,9 @@ class BlocksBack:
         self._waiting: dict[Request, int] = {}
         """Aborted requests whose blocks a step in flight may still write -> the last such step."""
         self._last_read = -1
-        self._cancel, self._update = loop.scheduler.cancel, loop.scheduler.update
+        self._cancel, self._step_read = loop.scheduler.cancel, loop.scheduler.blocks.step_read
         loop.scheduler.cancel = self._cancelled  # type: ignore[method-assign]
-        loop.scheduler.update = self._updated  # type: ignore[method-assign]
+        loop.scheduler.blocks.step_read = self._was_read  # type: ignore[method-assign]
 
     def _cancelled(self, request: Request, reason: FinishReason) -> None:
         self._cancel(request, reason)
@@ -68,11 +90,10 @@ class BlocksBack:
             self._waiting[request] = max(sequence.last_step for sequence in request.sequences)
             self._look()
 
-    def _updated(self, output: StepOutput) -> list[Sequence]:
-        advanced = self._update(output)
-        self._last_read = output.step
+    def _was_read(self, step: int) -> None:
+        self._step_read(step)
+        self._last_read = step
         self._look()
-        return advanced
 
     def _look(self) -> None:
         for request in [each for each, step in self._waiting.items() if step <= self._last_read]:
@@ -80,6 +101,30 @@ class BlocksBack:
             assert request.session_id is not None
             self.labels.append(request.session_id - NO_KEY)
             self.times.append(time.monotonic())
+
+
+class Faults:
+    """Lets faults come about on a schedule."""
+
+    def __init__(self, plan: FaultPlan) -> None:
+        self._plan = plan
+        self.fired: Counter[str] = Counter()
+        """By point and action."""
+        self._next = cycle(FAULTS)
+        self._planned: Fault | None = None
+
+    def begin(self) -> None:
+        """Plan the next one, in the running event loop, and so on."""
+        self.settle()
+        self._planned = self._plan.add(Fault(**next(self._next)))
+        asyncio.get_running_loop().call_later(FAULT_EVERY_S, self.begin)
+
+    def settle(self) -> None:
+        """Count what has come about, and forget it. What has not is not planned any more."""
+        if self._planned is not None:
+            self.fired[f"{self._planned.action} at {self._planned.point}"] += self._planned.num_fired
+        self._plan.clear()
+        self._planned = None
 
 
 class Told(NamedTuple):
@@ -90,17 +135,34 @@ class Told(NamedTuple):
     """By `session_id`, when an aborted request's blocks were back."""
     not_idle: str
     """What an engine at rest still holds; empty: nothing."""
+    faults: dict[str, int]
+    """How many have come about."""
 
 
-def serve(model: str, log: str, connection: Connection) -> None:
+def open_engine(model: str, plan: FaultPlan | None) -> AsyncEngine:
+    """The engine, with faults if there are any."""
+    if plan is None:
+        return AsyncEngine(model, ENGINE)
+    folder = locate(model)
+    executor = open_executor(ENGINE, folder, wrap=plan.agent)
+    return AsyncEngine(
+        model, ENGINE, **plan.parts(executor, Tokenizer.from_folder(folder), ChatTemplate.open(folder, None))
+    )
+
+
+def serve(model: str, log: str, faults: bool, connection: Connection) -> None:
     """The main function of the server's process. Sends the address; whenever something is received, a `Told`."""
     log_file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log_file, 2)
     os.close(log_file)
-    engine = AsyncEngine(model, ENGINE)
+    plan = FaultPlan() if faults else None
+    engine = open_engine(model, plan)
+    schedule = Faults(plan) if plan is not None else None
 
     def announce(url: str) -> None:
         back = BlocksBack(engine.running())
+        if schedule is not None:
+            schedule.begin()
 
         def told() -> None:
             connection.recv()
@@ -110,7 +172,8 @@ def serve(model: str, log: str, connection: Connection) -> None:
             except AssertionError as error:
                 not_idle = str(error)
             known = dict(zip(back.labels, back.times, strict=True))
-            connection.send(Told(msgspec.to_builtins(engine.stats()), known, not_idle))
+            fired = dict(schedule.fired) if schedule is not None else {}
+            connection.send(Told(msgspec.to_builtins(engine.stats()), known, not_idle, fired))
 
         asyncio.get_running_loop().add_reader(connection.fileno(), told)
         connection.send(url)
@@ -147,11 +210,11 @@ class Server:
 
 
 @contextmanager
-def started(model: str, log: Path) -> Iterator[Server]:
+def started(model: str, log: Path, *, faults: bool) -> Iterator[Server]:
     """A server that ends, by SIGTERM, with the block. Raises RuntimeError when it does not start, or does not end."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=serve, args=(model, str(log), there), daemon=True)
+    process = context.Process(target=serve, args=(model, str(log), faults, there), daemon=True)
     process.start()
     there.close()
     try:

@@ -258,13 +258,11 @@ class EngineLoop:
         if times.admitted is None or times.prefilled is None:
             return
         longest = max(request.sequences, key=lambda sequence: sequence.num_generated)
-        tokens, length = longest.num_generated, None
-        if isinstance(error, DeadlineExceeded):
-            length = tokens + longest.remaining
-        elif error is None and longest.finish_reason != "abort":
-            length = tokens
+        if (error is not None and not isinstance(error, DeadlineExceeded)) or longest.finish_reason == "abort":
+            return
         first, following = times.prefilled - times.admitted, time.monotonic() - times.prefilled
-        self.scheduler.waiting.pace.learn(first, following, tokens, length)
+        stopped = longest.finish_reason == "stop"
+        self.scheduler.waiting.pace.learn(first, following, longest.num_generated, stopped=stopped)
 
     def _observe(self, request: Request, *, failed: bool) -> None:
         sequences, times = request.sequences, request.times

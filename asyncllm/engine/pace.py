@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection
-from typing import TypeVar
 
 from asyncllm.engine.sequence import Sequence
 
@@ -16,8 +16,6 @@ SURE = 0.95
 """Share of them that an expectation covers. Too much costs little, as another takes the row; too little costs the row's
 time."""
 
-Number = TypeVar("Number", int, float)
-
 
 class Pace:
     """What to expect of the next answer. Written by the engine loop, as requests end."""
@@ -27,26 +25,25 @@ class Pace:
         """Seconds from a row in the batch to the first token."""
         self._following: deque[float] = deque(maxlen=REMEMBERED)
         """Seconds per token after it."""
-        self._lengths: deque[int] = deque(maxlen=REMEMBERED)
-        """Tokens of an answer."""
-        self._expected: tuple[float, float, int] | None = None
+        self._lengths: deque[float] = deque(maxlen=REMEMBERED)
+        """Tokens of an answer that nothing cuts short."""
+        self._expected: tuple[float, float, float] | None = None
         """What is expected of each; None: to be found anew."""
 
-    def learn(self, first: float, following: float, tokens: int, length: int | None) -> None:
+    def learn(self, first: float, following: float, tokens: int, *, stopped: bool) -> None:
         """An answer has ended with so many tokens, so many seconds after it got its row and after its first token.
 
-        `length`: what to expect of others, which is the most that it could have had if its deadline cut it short, or
-        else only short answers would be remembered; None: nothing, as its reader left."""
+        Only one that stopped of its own accord tells how long answers are. Of any other, by its limit or its deadline,
+        the whole could have had any length: were it remembered by what it had, short ones alone would count."""
         self._first.append(first)
         if tokens > 1:
             self._following.append(following / (tokens - 1))
-        if length is not None:
-            self._lengths.append(length)
+        self._lengths.append(tokens if stopped else math.inf)
         self._expected = None
 
-    def _expectation(self) -> tuple[float, float, int]:
+    def _expectation(self) -> tuple[float, float, float]:
         if self._expected is None:
-            self._expected = _most(self._first, 0.0), _most(self._following, 0.0), _most(self._lengths, 0)
+            self._expected = _most(self._first), _most(self._following), _most(self._lengths)
         return self._expected
 
     def seconds(self, sequence: Sequence) -> float:
@@ -55,5 +52,5 @@ class Pace:
         return first + following * (min(sequence.remaining, max(1, length - sequence.num_generated)) - 1)
 
 
-def _most(values: Collection[Number], default: Number) -> Number:
-    return sorted(values)[int(SURE * len(values))] if values else default
+def _most(values: Collection[float]) -> float:
+    return sorted(values)[int(SURE * len(values))] if values else 0.0

@@ -53,10 +53,12 @@ async def test_a_stream_that_broke_off(device: dict[str, Any], status: int, code
 
 
 async def test_a_deadline_in_a_stream(logged: Any) -> None:
-    async with serving(FakeEngine("x" * 1000, delay_per_token=0.01)) as served:
-        async with served.http.post(f"{served.url}/v1/chat/completions", json={**CHAT, "timeout": 0.1}) as response:
-            assert response.status == 200
-            assert b"deadline_exceeded" in await response.read()
+    async with (
+        serving(FakeEngine("x" * 1000, delay_per_token=0.01)) as served,
+        served.http.post(f"{served.url}/v1/chat/completions", json={**CHAT, "timeout": 0.1}) as response,
+    ):
+        assert response.status == 200
+        assert b"deadline_exceeded" in await response.read()
     assert logged() == [504]
 
 
