@@ -199,6 +199,9 @@ def run(arguments: argparse.Namespace, log: Path) -> tuple[dict[str, Any], list[
         begin, told = asyncio.run(both())
         with urllib.request.urlopen(f"{server.url}/metrics") as response:
             metrics = response.read().decode()
+        deadline = time.monotonic() + SETTLE_S
+        while server.descriptors() > begin["descriptors"] and time.monotonic() < deadline:
+            time.sleep(0.1)  # the connection of the request above
         end = {"descriptors": server.descriptors(), "threads": server.threads()}
         with log.open(encoding="utf-8") as lines:
             logged = read_log(lines)
@@ -226,7 +229,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny-chat", help="folder, bundled name or hub id (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=20.0, help="of load (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="another seed, other requests (default: %(default)s)")
-    parser.add_argument("--clients", type=int, default=16, help="that ask at once (default: %(default)s)")
+    parser.add_argument("--clients", type=int, default=24, help="that ask at once (default: %(default)s)")
     parser.add_argument("--faults", action=argparse.BooleanOptionalAction, default=True, help="fail now and then")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures to this file, too")
     arguments = parser.parse_args()

@@ -106,7 +106,7 @@ class Asking:
         outcome, complaint = outcome_of(status), ""
         if headers.get("x-request-id") != asked.id:
             complaint = f"the answer has the id {headers.get('x-request-id')}"
-        elif asked.bad != (outcome == "rejected") and status not in (409, 410, 429):
+        elif asked.bad != (outcome == "rejected") and not _may_be_refused(asked, status, body):
             complaint = f"a {'bad' if asked.bad else 'good'} request got {status}: {body[:200]!r}"
         if status == 503 or b'"code":"engine_unavailable"' in body:
             complaint = f"the engine has died: {body[-200:]!r}"
@@ -132,3 +132,10 @@ class Asking:
             self._pieces += 1
             if asked.leaves == "in the answer" and self._pieces >= asked.pieces:
                 raise _Left
+
+
+def _may_be_refused(asked: Asked, status: int, body: bytes) -> bool:
+    """Whether a good request may get this: the server is busy or has forgotten a conversation, or that got too long."""
+    if status == 400:
+        return asked.kind.startswith("conversation") and b'"context_length_exceeded"' in body
+    return status in (409, 410, 429)

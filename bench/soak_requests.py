@@ -83,7 +83,7 @@ class _Draw:
         self._rng = rng
         self._conversations = range(client * CONVERSATIONS, (client + 1) * CONVERSATIONS)
         prefixes = random.Random(0)  # all clients have the same
-        self._prefixes = [" ".join(prefixes.choices(WORDS, k=length)) for length in (10, 40, 80, 160, 240, 400)]
+        self._prefixes = [" ".join(prefixes.choices(WORDS, k=length)) for length in (10, 40, 80, 160, 300)]
 
     def next(self, number: int) -> Asked:
         rng = self._rng
@@ -121,10 +121,10 @@ class _Draw:
 
     def _sampling(self) -> dict[str, Any]:
         rng = self._rng
-        fields: dict[str, Any] = {"max_tokens": rng.choice((1, 8, 32, 64, 160)), "stream": False}
+        fields: dict[str, Any] = {"max_tokens": rng.choice((1, 16, 64, 128, 200)), "stream": False}
         if rng.random() < 0.5:
             fields |= {"temperature": 0.8, "top_p": 0.95, "seed": rng.randrange(2**31)}
-        if rng.random() < 0.5:
+        if rng.random() < 0.7:
             fields["ignore_eos"] = True
         if rng.random() < 0.2:
             fields["stop"] = [rng.choice(WORDS)]
@@ -158,7 +158,7 @@ class _Draw:
         fields = {
             "prompt": rng.choice(QUESTIONS),
             "session_id": rng.choice(self._conversations),
-            "interactive_mode": rng.random() < 0.8,
+            "interactive_mode": rng.random() < 0.7,
             "request_output_len": rng.choice((8, 32)),
             "stream": False,
         }

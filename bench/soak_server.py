@@ -37,9 +37,9 @@ from asyncllm.types import FinishReason
 __all__ = ["Server", "started"]
 
 ENGINE = EngineConfig(
-    block_size=16,
-    num_gpu_blocks=96,
-    num_cpu_blocks=96,
+    block_size=8,
+    num_gpu_blocks=160,
+    num_cpu_blocks=160,
     max_batch_size=16,
     max_prefill_token_num=256,
     max_queued_requests=24,
@@ -50,7 +50,7 @@ SERVER = ServerConfig(server_port=0, log_level="INFO", max_sessions=48, session_
 NO_KEY = 2**32
 """What the server adds to the session ids of requests without a key."""
 START_SECONDS = 300
-FAULT_EVERY_S = 5.0
+FAULT_EVERY_S = 10.0
 FAULTS: tuple[dict[str, Any], ...] = (
     {"point": "tokenize"},
     {"point": "prefill", "action": "corrupt"},
