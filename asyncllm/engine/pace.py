@@ -49,7 +49,8 @@ class Pace:
     def seconds(self, sequence: Sequence) -> float:
         """How long a waiting sequence will take once it has its row; 0 while nothing is known."""
         first, following, length = self._expectation()
-        return first + following * (min(sequence.remaining, max(1, length - sequence.num_generated)) - 1)
+        tokens = min(sequence.remaining, max(1, length - sequence.num_generated))
+        return first + following * max(0, tokens - 1)
 
 
 def _most(values: Collection[float]) -> float:

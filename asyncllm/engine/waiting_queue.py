@@ -109,10 +109,9 @@ class WaitingQueue:
         is_first = sequence.index == 0
         num_tokens = len(sequence.token_ids) if is_first else sequence.num_generated
         self._waiting[sequence] = self._clock(), num_tokens
-        self.num_requests += is_first
-        self.num_tokens += num_tokens
         self._num_pushed += 1
         user = sequence.request.terms.user
+        self._count(user, is_first, num_tokens)
         self._lanes[user].push(sequence, self._num_pushed)
         if self.quality is not None and user is not None:
             self.quality.joins(user)
@@ -149,12 +148,18 @@ class WaitingQueue:
         if sequence is next(iter(self._waiting)):
             self._passed = 0
         _, num_tokens = self._waiting.pop(sequence)
-        self.num_requests -= sequence.index == 0
-        self.num_tokens -= num_tokens
         user = sequence.request.terms.user
+        self._count(user, -(sequence.index == 0), -num_tokens)
         self._lanes[user].left(self._waiting)
         if self.quality is not None and user is not None:
             self.quality.leaves(user)
+
+    def _count(self, user: User | None, requests: int, tokens: int) -> None:
+        self.num_requests += requests
+        self.num_tokens += tokens
+        if user is not None:
+            user.queued_requests += requests
+            user.queued_tokens += tokens
 
     def charge(self, sequences: Iterable[Sequence]) -> None:
         """Each of these got one more token, which counts as used."""
