@@ -17,7 +17,7 @@
     │   ├── EngineClosed                     the engine was closed, or never started
     │   ├── EngineDead                       the engine loop died; the cause is chained
     │   ├── QueueFull                        too much waits already; `retry_after` says when to come back
-    │   └── RequestFailed                    one request failed; the others go on
+    │   └── RequestFailed                    one request failed, or the step that it was in; the others go on
     │       └── DeadlineExceeded (TimeoutError)  its `timeout` is over
     └── ServerError (RuntimeError)           a client was told so by its server, with status and code
         └── ServerUnreachable (ConnectionError)  it was told nothing
@@ -147,7 +147,8 @@ class QueueFull(EngineError):
 
 
 class RequestFailed(EngineError):
-    """One request failed; its neighbours go on."""
+    """One request failed, or a whole step that it had a row in; `__cause__` is what was raised, if anything was. The
+    others go on."""
 
 
 class DeadlineExceeded(RequestFailed, TimeoutError):

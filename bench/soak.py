@@ -14,7 +14,8 @@ then (`--no-faults`: they do not). The first quarter of the time warms up. The e
     descriptors  as many as after the warm-up
     blocks       none is held when all is over: free + cached = all, on the device and on the host
 
-`rss_slope_mb_h` is a straight line through the server's resident memory after the warm-up, sampled once a second;
+`rss_slope_mb_h` is a straight line through the server's resident memory after the warm-up, sampled once a second, and
+`rss_mb_by_fifths` are the medians of its five parts, which tell growth from settling;
 `abort_to_blocks_ms` is from the client's close() to the server's pool.
 """
 
@@ -216,7 +217,7 @@ def run(arguments: argparse.Namespace, log: Path) -> tuple[dict[str, Any], list[
         "seed": arguments.seed,
         "clients": arguments.clients,
         "rss_slope_mb_h": round(slope(soak.samples), 2),
-        "rss_mb": {"after_warm_up": round(seen[0], 1), "end": round(seen[-1], 1), "most": round(max(seen), 1)},
+        "rss_mb_by_fifths": [round(float(np.median(fifth)), 1) for fifth in np.array_split(seen, 5) if len(fifth)],
         "after_warm_up": begin,
         "end": end,
         **figures,

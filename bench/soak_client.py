@@ -12,8 +12,8 @@ from soak_requests import Asked
 
 __all__ = ["Asking", "Record"]
 
-PATIENCE_S = 120.0
-"""Beyond which an answer is taken for lost."""
+PATIENCE_S = 600.0
+"""Beyond which an answer is taken for lost: the last priority waits long on a machine that has other things to do."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,8 @@ class Asking:
         except (_Left, TimeoutError):
             left_at = time.monotonic()
             self.leave()
-            if asked.leaves is None:
-                return Record(asked, "failed", 0, self._heard, complaint=f"no whole answer within {PATIENCE_S:g} s")
-            return Record(asked, "cancelled", 0, self._heard, left_at)
+            complaint = f"no whole answer within {PATIENCE_S:g} s" if asked.leaves is None else ""
+            return Record(asked, "cancelled", 0, self._heard, left_at, complaint)
         except (ConnectionError, asyncio.IncompleteReadError, ValueError) as error:
             self.leave()
             return Record(asked, "failed", 0, self._heard, complaint=f"the connection ended in the answer: {error!r}")

@@ -156,10 +156,16 @@ def serve(model: str, log: str, faults: bool, connection: Connection) -> None:
     os.dup2(log_file, 2)
     os.close(log_file)
     plan = FaultPlan() if faults else None
-    engine = open_engine(model, plan)
+    engines: list[AsyncEngine] = []
+
+    def make_engine() -> AsyncEngine:
+        engines.append(open_engine(model, plan))
+        return engines[-1]
+
     schedule = Faults(plan) if plan is not None else None
 
     def announce(url: str) -> None:
+        engine = engines[0]  # it dies of none of the faults
         back = BlocksBack(engine.running())
         if schedule is not None:
             schedule.begin()
@@ -178,7 +184,7 @@ def serve(model: str, log: str, faults: bool, connection: Connection) -> None:
         asyncio.get_running_loop().add_reader(connection.fileno(), told)
         connection.send(url)
 
-    uvloop.run(run(engine, SERVER, announce))
+    uvloop.run(run(make_engine, SERVER, announce))
 
 
 class Server:

@@ -80,6 +80,11 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     progress_timeout: Annotated[
         float, Meta(gt=0, le=86400, description="Seconds without a finished step, while work waits, until unhealthy.")
     ] = 90.0
+    max_restarts: Annotated[
+        int,
+        Meta(ge=0, le=1000, description="Dead engines to replace within restart_window; at one more the server ends."),
+    ] = 3
+    restart_window: Annotated[float, Meta(gt=0, le=MAX_COUNT, description="Seconds that a death counts for.")] = 600.0
     generation_config: Annotated[
         Literal["auto", "none"],
         Meta(description="Defaults of sampling: auto: the checkpoint's generation_config.json; none: OpenAI's."),

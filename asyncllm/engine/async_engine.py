@@ -20,7 +20,7 @@ from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.embeddings import EmbeddingForm, EmbeddingInput, embed
 from asyncllm.engine.generation import Generation, interleave
 from asyncllm.engine.in_thread import in_thread
-from asyncllm.engine.loop import EngineLoop
+from asyncllm.engine.loop import Death, EngineLoop
 from asyncllm.engine.prompts import Prompts, is_single, longest_first, pair_with_configs
 from asyncllm.engine.quality_of_service import QualityOfService
 from asyncllm.engine.queue_bounds import QueueBounds
@@ -231,10 +231,15 @@ class AsyncEngine:
 
     def running(self) -> EngineLoop:
         """The engine's loop. Raises EngineClosed, EngineDead, or EngineError in another event loop."""
-        if self._loop is None or self._state != "running":
+        if self._loop is None:
             raise EngineClosed(f"The engine is {self._state}. Use it inside `async with AsyncEngine(...) as engine:`.")
         self._loop.check_running()
         return self._loop
+
+    async def wait_ended(self) -> Death | None:
+        """Wait until a started engine has died, and say of what; None once it is closed."""
+        assert self._loop is not None, "the engine was never started"
+        return await self._loop.wait_ended()
 
     def generate(
         self,

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
+from typing import NamedTuple
 
 from asyncllm.batch import Executor, StepDropped, StepFailed, StepOutput
 from asyncllm.engine.integrity import check_integrity
@@ -31,7 +32,7 @@ from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import AsyncLLMError, DeadlineExceeded, EngineClosed, EngineDead, EngineError, RequestFailed
 from asyncllm.types import Chunk, FinishReason
 
-__all__ = ["EngineLoop"]
+__all__ = ["Death", "EngineLoop"]
 
 logger = logging.getLogger("asyncllm")
 
@@ -40,6 +41,14 @@ PIPELINE_DEPTH = 2
 
 STEP_MS_WEIGHT = 0.05
 """Of the newest step in the moving average of step times."""
+
+
+class Death(NamedTuple):
+    """How an engine loop died."""
+
+    cause: BaseException
+    lost_device: bool
+    """Whether the device did not survive a step or does not complete one, so that a new engine would not help."""
 
 
 class EngineLoop:
@@ -84,6 +93,7 @@ class EngineLoop:
         self._watchdog = Watchdog(self._event_loop, stall_timeout, self._note_stall)
         self._stalled: TimeoutError | None = None
         """Written by the watchdog: what the task shall die of."""
+        self._lost_device = False
         self._task = self._event_loop.create_task(self._run(), name=name)
 
     def check_running(self) -> None:
@@ -112,6 +122,11 @@ class EngineLoop:
         await asyncio.wait([self._task])
         if not self._task.cancelled():
             self._task.exception()  # a KeyboardInterrupt in the task has been raised by the event loop
+
+    async def wait_ended(self) -> Death | None:
+        """Wait until the task has ended; None if it was closed."""
+        await asyncio.wait([self._task])
+        return None if self._cause is None else Death(self._cause, self._lost_device)
 
     @property
     def requests(self) -> list[Request]:
@@ -186,6 +201,7 @@ class EngineLoop:
         try:
             while self._state == "running":
                 if self._stalled is not None:
+                    self._lost_device = True
                     raise self._stalled
                 self._wake.clear()
                 self._empty_inboxes()
@@ -258,22 +274,10 @@ class EngineLoop:
         if timer is not None:
             timer.cancel()
         self._bounds.request_ended(self._event_loop.time())
-        self._learn(request, error)
+        self.scheduler.waiting.pace.ended(request, error)
         if self.observers:
             self._observe(request, failed=error is not None)
         request.delivery.end(error)
-
-    def _learn(self, request: Request, error: AsyncLLMError | None) -> None:
-        times = request.times
-        if times.admitted is None or times.prefilled is None:
-            return
-        longest = max(request.sequences, key=lambda sequence: sequence.num_generated)
-        cut_short = longest.finish_reason == "abort" or not isinstance(error, DeadlineExceeded | None)
-        if cut_short or not longest.num_generated:
-            return
-        first, following = times.prefilled - times.admitted, time.monotonic() - times.prefilled
-        stopped = longest.finish_reason == "stop"
-        self.scheduler.waiting.pace.learn(first, following, longest.num_generated, stopped=stopped)
 
     def _observe(self, request: Request, *, failed: bool) -> None:
         sequences, times = request.sequences, request.times
@@ -312,6 +316,9 @@ class EngineLoop:
         except StepDropped:
             self.scheduler.step_dropped()
             return []
+        except BaseException:
+            self._lost_device = True
+            raise
         self._watchdog.step_completed()
         self._step_ms += STEP_MS_WEIGHT * (output.elapsed_ms - self._step_ms)
         advanced = self.scheduler.update(output)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Collection
 
-from asyncllm.engine.sequence import Sequence
+from asyncllm.engine.sequence import Request, Sequence
+from asyncllm.errors import DeadlineExceeded
 
 __all__ = ["Pace"]
 
@@ -29,6 +31,15 @@ class Pace:
         """Tokens of an answer that nothing cuts short."""
         self._expected: tuple[float, float, float] | None = None
         """What is expected of each; None: to be found anew."""
+
+    def ended(self, request: Request, error: Exception | None) -> None:
+        """Learn from a request that has ended just now: one that is whole, or that its deadline cut short."""
+        times, longest = request.times, max(request.sequences, key=lambda sequence: sequence.num_generated)
+        cut_short = longest.finish_reason == "abort" or not isinstance(error, DeadlineExceeded | None)
+        if cut_short or times.admitted is None or times.prefilled is None or not longest.num_generated:
+            return
+        first, following = times.prefilled - times.admitted, time.monotonic() - times.prefilled
+        self.learn(first, following, longest.num_generated, stopped=longest.finish_reason == "stop")
 
     def learn(self, first: float, following: float, tokens: int, *, stopped: bool) -> None:
         """An answer has ended with so many tokens, so many seconds after it got its row and after its first token.

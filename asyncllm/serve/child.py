@@ -16,6 +16,7 @@ import sys
 import threading
 import weakref
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -132,11 +133,13 @@ def main() -> None:
     from asyncllm.server.run import run
 
     try:
-        engine = AsyncEngine(settings.model_path, settings.engine, settings.template)
+        make_engine = partial(AsyncEngine, settings.model_path, settings.engine, settings.template)
         with asyncio.Runner(loop_factory=fastest_loop()) as runner:
-            runner.run(run(engine, settings.server, lambda url: report(Report(url=url))))
+            runner.run(run(make_engine, settings.server, lambda url: report(Report(url=url))))
     except AsyncLLMError as error:
-        report(Report(error=type(error).__name__, message=str(error), param=getattr(error, "param", None)))
+        with suppress(BrokenPipeError):  # nobody listens any more once the server has been announced
+            report(Report(error=type(error).__name__, message=str(error), param=getattr(error, "param", None)))
+        sys.exit(1)
 
 
 def _end_with_parent() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncllm import flags
@@ -83,9 +84,9 @@ def _serve(options: argparse.Namespace) -> int:
     from asyncllm.engine.async_engine import AsyncEngine
     from asyncllm.server.run import run
 
-    engine = AsyncEngine(options.model or DEFAULT_MODEL, engine_config, template)
+    make_engine = partial(AsyncEngine, options.model or DEFAULT_MODEL, engine_config, template)
     with asyncio.Runner(loop_factory=fastest_loop()) as runner:
-        runner.run(run(engine, config))
+        runner.run(run(make_engine, config))
     return 0
 
 

@@ -9,7 +9,7 @@
     429 rate_limit_error          the queue is full; Retry-After says when to come back
     410 session_expired_error     the session was forgotten; the next request begins a new one
     500 server_error              this request failed inside the engine
-    503 unavailable_error         the server starts, drains, or its engine has died
+    503 unavailable_error         the server starts, drains, or its engine has died; Retry-After says when to come back
     504 timeout_error             the request's own timeout is over
 
 Statuses and codes are OpenAI's where it has them. An internal error tells its class in the log alone.

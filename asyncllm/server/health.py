@@ -17,7 +17,7 @@ __all__ = ["Health", "health", "live", "ready"]
 class Health(msgspec.Struct, kw_only=True):
     """The body of all three."""
 
-    status: Literal["healthy", "draining", "stalled", "dead"]
+    status: Literal["healthy", "draining", "stalled", "restarting", "dead"]
     running: int = 0
     """Sequences in the batch."""
     waiting: int = 0
@@ -27,6 +27,8 @@ class Health(msgspec.Struct, kw_only=True):
 
 
 def _health(service: Service) -> Health:
+    if service.supervisor.restarting:
+        return Health(status="restarting")
     try:
         stats = service.engine.stats()
     except EngineError:
@@ -49,8 +51,8 @@ def _answer(found: Health, well: bool) -> web.Response:
 
 
 async def live(request: web.Request) -> web.Response:
-    """200 while the process is worth keeping: its event loop answers, and the engine has not died. A long queue is no
-    reason to kill it."""
+    """200 while the process is worth keeping: its event loop answers, and the engine has not died for good. A long
+    queue is no reason to kill it."""
     found = _health(service_of(request))
     return _answer(found, found.status != "dead")
 

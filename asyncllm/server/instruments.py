@@ -23,11 +23,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.engine.record import RequestRecord
 from asyncllm.engine.stats import EngineStats
 from asyncllm.errors import EngineError
 from asyncllm.server.loop_lag import LoopLag
+from asyncllm.server.supervisor import Supervisor
 from asyncllm.types import FinishReason
 
 __all__ = ["Instruments"]
@@ -68,6 +68,7 @@ COUNTERS: tuple[Reading, ...] = (
     ("prefix_cache_hits", "Tokens that it had.", lambda stats: stats.cached_tokens),
     ("computed_prompt_tokens", "Tokens computed in prefill rows.", lambda stats: stats.prefill_tokens),
     ("steps", "Steps launched.", lambda stats: stats.steps),
+    ("steps_failed", "Steps that failed, and their requests with them.", lambda stats: stats.steps_failed),
     ("num_preemptions", "Running sequences that gave up their blocks to others.", lambda stats: stats.preemptions),
     ("requests_refused", "Calls that found the queue full.", lambda stats: stats.requests_refused),
     ("requests_expired", "Requests that ended at their deadline.", lambda stats: stats.requests_expired),
@@ -90,6 +91,8 @@ class _EngineReadings(Collector):
     def __init__(self, model_name: str) -> None:
         self.stats: EngineStats | None = None
         """Written before each scrape; None: the engine does not run."""
+        self.num_restarts = 0
+        """Written before each scrape."""
         self._model_name = model_name
 
     def describe(self) -> Iterator[Metric]:
@@ -100,6 +103,11 @@ class _EngineReadings(Collector):
         up = GaugeMetricFamily(f"{PREFIX}engine_up", "1: the engine runs.", labels=["model_name"])
         up.add_metric([self._model_name], float(self.stats is not None))
         yield up
+        restarts = CounterMetricFamily(
+            f"{PREFIX}engine_restarts", "Engines that have taken the place of one that died.", labels=["model_name"]
+        )
+        restarts.add_metric([self._model_name], self.num_restarts)
+        yield restarts
         if self.stats is None:
             return
         for readings, family in ((GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)):
@@ -112,8 +120,9 @@ class _EngineReadings(Collector):
 class Instruments:
     """A registry per service, so that those of one process do not mix. Written by the event loop, read in a thread."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        engine = supervisor.engine
         self._registry = CollectorRegistry()
         self._readings = _EngineReadings(engine.model_name)
         self._registry.register(self._readings)
@@ -171,13 +180,13 @@ class Instruments:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Measure while the block runs, once, in the running event loop."""
-        self._engine.observers.append(self._ended)
+        self._supervisor.engine.observers.append(self._ended)
         self._lag.start()
         try:
             yield
         finally:
             self._lag.stop()
-            self._engine.observers.remove(self._ended)
+            self._supervisor.engine.observers.remove(self._ended)
             self._thread.shutdown(wait=False)
 
     def _ended(self, record: RequestRecord) -> None:
@@ -208,13 +217,14 @@ class Instruments:
     async def scrape(self, accept: str) -> tuple[bytes, str]:
         """All of it in the format that the Accept header asks for, and its content type."""
         try:
-            stats = self._engine.stats()
+            stats = self._supervisor.engine.stats()
         except EngineError:
             stats = None
         encode, content_type = choose_encoder(accept)
 
         def write() -> bytes:
             self._readings.stats = stats
+            self._readings.num_restarts = self._supervisor.num_restarts
             return encode(self._registry)
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, write), content_type

@@ -79,7 +79,7 @@ ERRORS = {
     "415": "The body is not declared as JSON.",
     "429": "The server is full; Retry-After says when to come back.",
     "500": "This request failed inside the engine.",
-    "503": "The server is shutting down, or its engine has died.",
+    "503": "The server is shutting down, or its engine has died and is perhaps being restarted.",
     "504": "The request's own timeout is over.",
 }
 WITH_BODY = ("400", "404", "408", "409", "413", "415", "500", "504")

@@ -34,8 +34,12 @@ BACKLOG = 1024
 """Connections that the kernel keeps until they are accepted."""
 
 
-def open_service(engine: AsyncEngine, config: ServerConfig) -> Service:
+def open_service(
+    engine: AsyncEngine, config: ServerConfig, make_engine: Callable[[], AsyncEngine] | None = None
+) -> Service:
     """The service of an engine, started or not. Blocks on files, and on the hub for a model that is not here yet.
+
+    `make_engine` makes another of its kind when it dies; without it, that one is not replaced.
 
     Raises InvalidParameter for settings that do not hold.
     """
@@ -44,7 +48,7 @@ def open_service(engine: AsyncEngine, config: ServerConfig) -> Service:
     defaults = OPENAI_DEFAULTS
     if config.generation_config == "auto":
         defaults = defaults_of(_checkpoint_defaults(engine.model_path))
-    return Service(engine, config, access, defaults)
+    return Service(engine, config, access, defaults, make_engine)
 
 
 def _checkpoint_defaults(model_path: str) -> dict[str, object]:
@@ -161,22 +165,25 @@ class _Refused(asyncio.Protocol):
 async def serve_until_stopped(service: Service, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
     """Serve until `service.stop` is set. Then leave, as /health/ready says from now on, and after `drain_delay` seconds
     drain: refuse new requests, let the running ones finish for `drain_timeout` seconds, and end what is left with an
-    error event. Setting `service.stop_now` cuts that short."""
-    async with listening(service, listener, tls) as stop_accepting:
-        await service.stop.wait()
-        if service.config.drain_delay:
+    error event. Setting `service.stop_now` cuts that short.
+
+    Raises EngineDead, when all requests have got their errors, once the engine has died and is not to be replaced.
+    """
+    async with listening(service, listener, tls) as stop_accepting, service.supervisor.keeping() as gave_up:
+        await _first_of(None, service.stop, gave_up)
+        if service.config.drain_delay and not gave_up.is_set():
             service.phase = Phase.LEAVING
-            await _at_most(service.config.drain_delay, service.stop_now)
+            await _first_of(service.config.drain_delay, service.stop_now, gave_up)
         service.phase = Phase.DRAINING
         stop_accepting()
-        await _at_most(service.config.drain_timeout, service.stop_now, service.idle)
+        await _first_of(service.config.drain_timeout, service.stop_now, service.idle, gave_up)
         # What still runs gets its error event now; the handlers end by themselves.
-        await service.engine.close()
-        await _at_most(service.config.write_timeout, service.stop_now, service.idle)
+        await service.supervisor.close()
+        await _first_of(service.config.write_timeout, service.stop_now, service.idle)
 
 
-async def _at_most(seconds: float, *events: asyncio.Event) -> None:
-    """Wait for the first of the events, or for the time to pass."""
+async def _first_of(seconds: float | None, *events: asyncio.Event) -> None:
+    """Wait for the first of the events, or for the time to pass; None: however long it takes."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -185,19 +192,22 @@ async def _at_most(seconds: float, *events: asyncio.Event) -> None:
             wait.cancel()
 
 
-async def run(engine: AsyncEngine, config: ServerConfig, announce: Callable[[str], None] | None = None) -> None:
+async def run(
+    make_engine: Callable[[], AsyncEngine], config: ServerConfig, announce: Callable[[str], None] | None = None
+) -> None:
     """Load the model, serve it, and stop at SIGTERM or SIGINT: the first lets answers finish, the second does not.
 
-    `announce` gets the address once the model is loaded; without it, two lines on standard error tell it. What is
-    logged goes to stderr, from `log_level` up; a program with logging of its own calls `serve_until_stopped`. Raises
-    InvalidParameter, ModelError.
+    An engine that dies is replaced by another that `make_engine` makes. `announce` gets the address once the model is
+    loaded; without it, two lines on standard error tell it. What is logged goes to stderr, from `log_level` up; a
+    program with logging of its own calls `serve_until_stopped`. Raises InvalidParameter, ModelError, and EngineDead
+    after too many deaths or when the device is lost (`Supervisor`).
     """
-    service = await asyncio.to_thread(open_service, engine, config)
+    service = await asyncio.to_thread(open_service, make_engine(), config, make_engine)
     with logging_to_stderr(service.config.log_level):
-        await _run(engine, service, announce or partial(_greet, service))
+        await _run(service, announce or partial(_greet, service))
 
 
-async def _run(engine: AsyncEngine, service: Service, announce: Callable[[str], None]) -> None:
+async def _run(service: Service, announce: Callable[[str], None]) -> None:
     tls = await asyncio.to_thread(tls_context, service.config)
     listener = bind(service.config)
     task = asyncio.current_task()
@@ -219,7 +229,7 @@ async def _run(engine: AsyncEngine, service: Service, announce: Callable[[str], 
     try:
         with listener:
             try:
-                async with engine:
+                async with service.supervisor:
                     loading = False
                     announce(_address(service, listener))
                     await serve_until_stopped(service, listener, tls)

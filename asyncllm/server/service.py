@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from asyncllm.server.access import Access
 from asyncllm.server.errors import ApiError, retry_after
 from asyncllm.server.instruments import Instruments
 from asyncllm.server.sessions import KeptSessions
+from asyncllm.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from asyncllm.server.routes import Route
@@ -34,16 +35,23 @@ class Phase(enum.Enum):
 
 
 class Service:
-    """One engine behind HTTP. Written by the requests themselves (work) and by `run.serve_until_stopped` (phase)."""
+    """An engine behind HTTP. Written by the requests themselves (work) and by `run.serve_until_stopped` (phase)."""
 
-    def __init__(self, engine: AsyncEngine, config: ServerConfig, access: Access, defaults: GenerationConfig) -> None:
-        self.engine = engine
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        config: ServerConfig,
+        access: Access,
+        defaults: GenerationConfig,
+        make_engine: Callable[[], AsyncEngine] | None = None,
+    ) -> None:
+        self.supervisor = Supervisor(engine, config, make_engine)
         self.config = config
         self.access = access
         self.defaults = defaults
         """Sampling parameters of requests that leave them out."""
-        self.instruments = None if config.disable_metrics else Instruments(engine)
-        self.sessions = KeptSessions(engine, config)
+        self.instruments = None if config.disable_metrics else Instruments(self.supervisor)
+        self.sessions = KeptSessions(self.supervisor, config)
         self.phase = Phase.SERVING
         self.created = int(time.time())
         """Seconds since 1970, as /v1/models shows it."""
@@ -59,13 +67,19 @@ class Service:
         self._in_work = 0
 
     @property
+    def engine(self) -> AsyncEngine:
+        """The one that serves; another after a restart, so that nobody keeps it for longer than a request."""
+        return self.supervisor.engine
+
+    @property
     def in_work(self) -> int:
         """Requests with a key's rights that have not been answered to their end."""
         return self._in_work
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """A request in work. Raises ApiError 429 when there are enough, 503 when the server drains."""
+        """A request in work. Raises ApiError 429 when there are enough, 503 when the server drains or its engine is
+        restarted."""
         if self.phase is Phase.DRAINING:
             raise ApiError(
                 503,
@@ -73,6 +87,7 @@ class Service:
                 code="shutting_down",
                 headers={"Connection": "close", **retry_after(5)},
             )
+        self.supervisor.check_serving()
         most = self.config.max_concurrent_requests
         if most and self._in_work >= most:
             raise ApiError(

@@ -2,8 +2,9 @@
 
 A conversation is forgotten after `session_ttl` idle seconds, or to make room: `max_sessions` bounds their number and
 `max_session_tokens` their histories. Who goes is the one that has been idle longest, of the key that keeps most, so
-that a client who opens many loses its own. Its next request gets 410, once, so that nobody takes the answer of a new
-conversation for one of the old; the request after that begins a new one.
+that a client who opens many loses its own. All of them go with an engine that dies. The next request of a forgotten one
+gets 410, once, so that nobody takes the answer of a new conversation for one of the old; the request after that begins
+a new one.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import asyncio
 from collections import OrderedDict
 
 from asyncllm.config import ServerConfig
-from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.engine.session import Session
 from asyncllm.server.errors import ApiError, retry_after
+from asyncllm.server.supervisor import Supervisor
 
 __all__ = ["Kept", "KeptSessions"]
 
@@ -56,9 +57,10 @@ class _Owner:
 class KeptSessions:
     """By key and session id, so that two keys may use the same id and never meet. Written by the route's handler."""
 
-    def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
-        self._engine = engine
+    def __init__(self, supervisor: Supervisor, config: ServerConfig) -> None:
+        self._supervisor = supervisor
         self._config = config
+        supervisor.on_replaced.append(self._forget_all)
         self._owners: dict[int, _Owner] = {}
 
     def __len__(self) -> int:
@@ -81,8 +83,8 @@ class KeptSessions:
             del owner.forgotten[session_id]
             raise ApiError(
                 410,
-                f"Session {session_id} is forgotten: it was idle for {self._config.session_ttl:g} seconds, or others "
-                f"needed its room. Send the request again to begin a new conversation.",
+                f"Session {session_id} is forgotten: it was idle for {self._config.session_ttl:g} seconds, others "
+                f"needed its room, or the engine was restarted. Send the request again to begin a new conversation.",
                 code="session_expired",
                 param="session_id",
                 headers={"x-should-retry": "false"},
@@ -92,7 +94,7 @@ class KeptSessions:
             if not start:
                 return None
             self._make_room()
-            kept = owner.kept[session_id] = Kept(self._engine.session())
+            kept = owner.kept[session_id] = Kept(self._supervisor.engine.session())
         kept.in_work += 1
         kept.last_used = now
         owner.kept.move_to_end(session_id)
@@ -123,6 +125,12 @@ class KeptSessions:
             return 0
         kept.session.close()
         return kept.session.step
+
+    def _forget_all(self) -> None:
+        """The engine that had them is gone."""
+        for owner in self._owners.values():
+            for session_id in list(owner.kept):
+                owner.forget(session_id)
 
     def _forget_expired(self, now: float) -> None:
         for owner in self._owners.values():

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from asyncllm.agent.contained_runner import ContainedRunner
 from asyncllm.agent.executor import open_executor
 from asyncllm.agent.thread_executor import ThreadExecutor
-from asyncllm.batch import Batch, Limits, PrefillRow, SlotStart, StepOutput
+from asyncllm.batch import Batch, Limits, PrefillRow, SlotStart, StepDropped, StepFailed, StepOutput
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineClosed, EngineDead, InvalidCheckpoint, InvalidParameter, ModelError
 from tests.agent.tiny_model import GREEDY, Driver, tiny_agent, tiny_llama
@@ -99,6 +100,40 @@ async def test_a_failed_step_fails_every_later_one() -> None:
         assert dead.value.__cause__ is failed.value
     # Nobody asks for this one; asyncio must not complain that its error was never retrieved.
     executor.submit(empty_batch(4))
+    await executor.close()
+
+
+@pytest.mark.anyio
+async def test_a_contained_step_fails_with_what_was_built_on_it_and_no_other() -> None:
+    def work(batch: Batch) -> None:
+        if batch.step == 1:
+            raise ValueError("broken step")
+
+    runner = Runner(work)
+    executor = ThreadExecutor(lambda: ContainedRunner(runner))
+    await executor.start()
+    batches = [empty_batch(step) for step in range(5)]
+    for batch, last_read in zip(batches, (-1, -1, 0, 2, 3), strict=True):
+        batch.last_read = last_read
+    outcomes = await asyncio.gather(*(executor.submit(batch) for batch in batches), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [StepOutput, StepFailed, StepDropped, StepOutput, StepOutput]
+    assert isinstance(outcomes[1], StepFailed)
+    assert isinstance(outcomes[1].__cause__, ValueError)
+    assert runner.steps == [0, 1, 3, 4]
+    await executor.close()
+
+
+@pytest.mark.anyio
+async def test_what_a_runner_does_not_survive_is_passed_on() -> None:
+    def work(batch: Batch) -> None:
+        raise KeyError("beyond repair")
+
+    executor = ThreadExecutor(lambda: ContainedRunner(Runner(work), survives=lambda error: False))
+    await executor.start()
+    with pytest.raises(KeyError):
+        await executor.submit(empty_batch())
+    with pytest.raises(EngineDead):
+        await executor.submit(empty_batch(1))
     await executor.close()
 
 

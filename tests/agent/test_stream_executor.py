@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncllm.agent.stream_executor import StepLauncher, StreamExecutor
-from asyncllm.batch import Batch, Limits, StepOutput
+from asyncllm.batch import Batch, Limits, StepDropped, StepFailed, StepOutput
 from asyncllm.errors import EngineClosed, EngineDead, InvalidParameter, ModelError
 from tests.agent.test_executor import LIMITS, Runner, empty_batch, step_threads
 
@@ -42,12 +42,21 @@ class Launched:
 class Launcher:
     """A StepLauncher that takes notes. Steps in `blocking` wait for all before them to be read."""
 
-    def __init__(self, *, slow: bool = False, blocking: tuple[int, ...] = (), failures: dict[str, int] | None = None):
+    def __init__(
+        self,
+        *,
+        slow: bool = False,
+        blocking: tuple[int, ...] = (),
+        failures: dict[str, int] | None = None,
+        robust: bool = False,
+    ) -> None:
         self.limits: Limits = LIMITS
         self.slow = slow
         self.blocking = blocking
         self.failures = failures or {}
         """Call -> the step that raises in it."""
+        self.robust = robust
+        """Whether it survives that."""
         self.notes: list[tuple[str, int]] = []
         self.threads: dict[str, set[str]] = {}
         self.launches: list[Launched] = []
@@ -78,10 +87,13 @@ class Launcher:
         pending = self._partial
         if pending is None or self.num_read < pending.step:
             return None
-        self.note("resume", pending.step)
         self._partial = None
+        self.note("resume", pending.step)
         pending.launched = True
         return pending
+
+    def survives(self, error: BaseException) -> bool:
+        return self.robust
 
     def steps(self, call: str) -> list[int]:
         return [step for name, step in self.notes if name == call]
@@ -190,7 +202,7 @@ async def test_blocked_launches_are_held_and_resumed_in_order() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("call", ["launch", "wait", "output", "resume"])
-async def test_a_failed_step_fails_every_later_one(call: str) -> None:
+async def test_a_step_that_the_launcher_does_not_survive_fails_every_later_one(call: str) -> None:
     made = Made(slow=True, blocking=(2,) if call == "resume" else (), failures={call: 2})
     executor = StreamExecutor(made, release=made.release)
     await executor.start()
@@ -219,6 +231,46 @@ async def test_a_failed_step_fails_every_later_one(call: str) -> None:
     assert made.released_in == [("asyncllm-step", True)]
     with pytest.raises(EngineClosed):
         executor.submit(empty_batch(7))
+
+
+def built_on(step: int, last_read: int) -> Batch:
+    batch = empty_batch(step)
+    batch.last_read = last_read
+    return batch
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("call", ["launch", "resume"])
+async def test_a_step_that_the_launcher_survives_takes_along_what_was_built_on_it(call: str) -> None:
+    async with running(blocking=(2,) if call == "resume" else (), failures={call: 2}, robust=True) as (executor, it):
+        futures = [executor.submit(built_on(step, max(-1, step - 3))) for step in range(6)]
+        outcomes = await asyncio.gather(*futures, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [StepOutput] * 2 + [StepFailed] + [StepDropped] * 3
+        failed = outcomes[2]
+        assert isinstance(failed, StepFailed)
+        assert isinstance(failed.__cause__, ValueError)
+        # Who knows of all of them is served again; who does not is not.
+        with pytest.raises(StepDropped, match="built on step 5"):
+            await executor.submit(built_on(6, 4))
+        it.num_read = 7
+        assert (await executor.submit(built_on(7, 6))).step == 7
+    assert it.steps("wait") == [0, 1, 7]
+
+
+@pytest.mark.anyio
+async def test_results_that_cannot_be_read_end_their_step_alone() -> None:
+    async with running(failures={"output": 2}, robust=True) as (executor, _launcher):
+        futures = [executor.submit(built_on(step, max(-1, step - 3))) for step in range(5)]
+        outcomes = await asyncio.gather(*futures, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [StepOutput] * 2 + [StepFailed] + [StepOutput] * 2
+
+
+@pytest.mark.anyio
+async def test_what_the_device_reports_is_the_end_whatever_the_launcher_says() -> None:
+    async with running(failures={"wait": 1}, robust=True) as (executor, _launcher):
+        futures = [executor.submit(built_on(step, max(-1, step - 3))) for step in range(3)]
+        outcomes = await asyncio.gather(*futures, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [StepOutput, ValueError, EngineDead]
 
 
 @pytest.mark.anyio

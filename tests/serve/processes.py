@@ -29,14 +29,15 @@ def free_port() -> int:
 class ServerProcess:
     """Started on entering, in a process group of its own; killed on leaving if it is still there."""
 
-    def __init__(self, *arguments: str) -> None:
-        self._arguments = arguments
+    def __init__(self, *arguments: str, program: tuple[str, ...] = ("asyncllm", "serve")) -> None:
+        """`program`: the module to run, and its first arguments."""
+        self._arguments = (*program, *arguments)
         self.url = ""
         """Set by `ready`; without a slash at the end."""
 
     def __enter__(self) -> Self:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "asyncllm", "serve", *self._arguments],
+            [sys.executable, "-m", *self._arguments],
             cwd=ROOT,
             text=True,
             stdout=subprocess.DEVNULL,

@@ -107,6 +107,28 @@ def test_a_port_in_use() -> None:
     assert "Traceback" not in written
 
 
+def test_too_many_deaths_of_the_engine_end_the_process() -> None:
+    with ServerProcess("--server-port", "0", "--max-restarts", "1", program=("tests.serve.dying_server",)) as server:
+        with client_of(server.ready()) as client:
+
+            def ask(text: str) -> Any:
+                return client.chat.completions.create(model="fake", messages=[{"role": "user", "content": text}])
+
+            with pytest.raises(openai.InternalServerError) as died:
+                ask("death")
+            assert died.value.response.headers["retry-after"]
+            # The new engine has taken over on the same port; a client that tries again gets there by itself.
+            answer = client.with_options(max_retries=5).chat.completions.create(model="fake", messages=HELLO)
+            assert answer.choices[0].message.content == "pong"
+            with pytest.raises(openai.InternalServerError):
+                ask("death")
+        status, written = server.end()
+        assert status == 1
+        assert "it is restarted (1 of 1" in written
+        assert "max_restarts is 1" in written
+        assert not server.left_over()
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [

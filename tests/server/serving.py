@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,7 +24,6 @@ class Served:
 
     def __init__(self, service: Service, url: str) -> None:
         self.service = service
-        self.engine = service.engine
         self.url = url
         """Without a slash at the end."""
         self.http: aiohttp.ClientSession
@@ -32,6 +31,11 @@ class Served:
         self.listener: socket.socket
         self.task: asyncio.Task[None]
         """Ends when the server has drained."""
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The one that serves now."""
+        return self.service.engine
 
     def openai(self, **options: Any) -> openai.AsyncOpenAI:
         """A client of OpenAI's own package, which repeats nothing unless told to."""
@@ -49,11 +53,15 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(engine: AsyncEngine, **config: Any) -> AsyncIterator[Served]:
-    """Serve `engine`, which has not been started, until the block ends. `config`: fields of ServerConfig."""
-    service = open_service(engine, ServerConfig(**{"server_port": 0, "generation_config": "none", **config}))
+async def serving(
+    engine: AsyncEngine, *, make_engine: Callable[[], AsyncEngine] | None = None, **config: Any
+) -> AsyncIterator[Served]:
+    """Serve `engine`, which has not been started, until the block ends, and what `make_engine` makes when it dies.
+    `config`: fields of ServerConfig."""
+    settings = ServerConfig(**{"server_port": 0, "generation_config": "none", **config})
+    service = open_service(engine, settings, make_engine)
     tls = tls_context(service.config)
-    async with engine:
+    async with service.supervisor:
         listener = bind(service.config)
         host, port = listener.getsockname()[:2]
         served = Served(service, f"{'http' if tls is None else 'https'}://{host}:{port}")

@@ -132,7 +132,7 @@ class TestLoggingToStderr:
         told: asyncio.Queue[str] = asyncio.Queue()
         task = asyncio.create_task(
             run(
-                FakeEngine(),
+                FakeEngine,
                 ServerConfig(server_port=0, log_level=level, generation_config="none"),
                 announce=told.put_nowait,
             )

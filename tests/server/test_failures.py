@@ -180,14 +180,18 @@ class TestWholeAnswers:
     async def test_an_error_nobody_expected_is_a_500_that_tells_nothing(self) -> None:
         engine = FakeEngine()
 
-        def render(*_: Any, **__: Any) -> str:
+        def broken(*_: Any, **__: Any) -> Any:
             raise KeyError("/home/secret/path 0xdeadbeef")
 
         async with serving(engine) as served:
-            engine.admission.render = render  # type: ignore[method-assign]
-            error = await refused(served, CHAT, {"messages": "ping"}, 500, "internal_error")
-            assert "secret" not in str(error)
-            assert "0x" not in str(error)
+            for part, name, code in (
+                (engine.admission, "render", "request_failed"),
+                (engine, "generate", "internal_error"),
+            ):
+                setattr(part, name, broken)
+                error = await refused(served, CHAT, {"messages": "ping"}, 500, code)
+                assert "secret" not in str(error)
+                assert "0x" not in str(error)
 
 
 async def test_broken_requests_leave_no_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,156 @@
+"""Supervisor: owns the engine of a server, and makes a new one when it dies.
+
+A new engine helps where the engine's own bookkeeping went wrong. It does not where the device gave an error that it
+does not survive, or does not complete a step: a CUDA error stays with the process, and memory that a stuck step uses
+cannot be released. Then, and after too many deaths, `keeping` raises: the process is to end, so that whatever
+started it starts another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Self
+
+from asyncllm.config import ServerConfig
+from asyncllm.engine.async_engine import AsyncEngine
+from asyncllm.errors import AsyncLLMError, EngineDead
+from asyncllm.server.errors import ApiError, retry_after
+
+__all__ = ["Supervisor"]
+
+logger = logging.getLogger("asyncllm.server")
+
+
+class Supervisor:
+    """States: serving, restarting, given up. Written by the task of `keeping`."""
+
+    def __init__(
+        self, engine: AsyncEngine, config: ServerConfig, make_engine: Callable[[], AsyncEngine] | None = None
+    ) -> None:
+        """`make_engine` makes an engine like `engine`; None: that one is somebody else's, and is not replaced."""
+        self.engine = engine
+        """The one that serves, or the last that did."""
+        self.num_restarts = 0
+        self.restarting = False
+        self._config = config
+        self._make_engine = make_engine
+        self._deaths: deque[float] = deque()
+        """When engines died, in seconds of the monotonic clock, within the last `restart_window`."""
+        self._start_seconds = 1.0
+        """How long the last start took."""
+        self._lost_device = False
+        self._keeping: asyncio.Task[None] | None = None
+        self.on_replaced: list[Callable[[], None]] = []
+        """Called when a new engine serves. Written by those who hold something of the old one."""
+
+    def check_serving(self) -> None:
+        """Raise ApiError 503 while the engine is being replaced."""
+        if self.restarting:
+            raise ApiError(
+                503,
+                "The engine has died and is being restarted. Come back later.",
+                code="engine_restarting",
+                headers=retry_after(self._start_seconds),
+            )
+
+    @asynccontextmanager
+    async def keeping(self) -> AsyncIterator[asyncio.Event]:
+        """Replace the engine whenever it dies, while the block runs. Yields what is set when there is no more use in
+        that; then the block's end raises EngineDead."""
+        gave_up = asyncio.Event()
+        keeping = self._keeping = asyncio.get_running_loop().create_task(self._keep(gave_up), name="asyncllm-keep")
+        try:
+            yield gave_up
+        finally:
+            keeping.cancel()
+            await asyncio.wait([keeping])
+            if not keeping.cancelled():
+                keeping.result()
+
+    async def _keep(self, gave_up: asyncio.Event) -> None:
+        try:
+            await self._replace_the_dead()
+        except BaseException:
+            gave_up.set()
+            raise
+
+    async def _replace_the_dead(self) -> None:
+        while (death := await self.engine.wait_ended()) is not None and self._make_engine is not None:
+            self._lost_device = death.lost_device
+            self._check_hope(death.cause)
+            self.restarting = True
+            await self._replace(self._make_engine)
+
+    async def _replace(self, make_engine: Callable[[], AsyncEngine]) -> None:
+        old = self.engine
+        await old.close()
+        while True:
+            began = time.monotonic()
+            engine = make_engine()
+            # Whoever watches the engine watches the next one too.
+            engine.observers = old.observers
+            try:
+                await engine.start()
+                break
+            except AsyncLLMError as error:
+                self._check_hope(error)
+        self._start_seconds = time.monotonic() - began
+        self.engine = engine
+        self.num_restarts += 1
+        for call in self.on_replaced:
+            call()
+        self.restarting = False
+        logger.error("The engine serves again after %.1f s.", self._start_seconds)
+
+    def _check_hope(self, cause: BaseException) -> None:
+        """Count a death. Raises EngineDead if the engine is not to be replaced once more."""
+        now, window, most = time.monotonic(), self._config.restart_window, self._config.max_restarts
+        self._deaths.append(now)
+        while self._deaths[0] <= now - window:
+            self._deaths.popleft()
+        if self._lost_device:
+            why = "The device is lost to this process"
+        elif len(self._deaths) > most:
+            why = f"It is death {len(self._deaths)} in {window:g} s, and max_restarts is {most}"
+        else:
+            logger.error(
+                "The engine died of %r; it is restarted (%d of %d in %g s).",
+                cause,
+                len(self._deaths),
+                most,
+                window,
+                exc_info=cause,
+            )
+            return
+        logger.critical("The engine died of %r. %s: the server ends.", cause, why, exc_info=cause)
+        raise EngineDead(f"The engine died of {cause!r}. {why}: start the server again.") from cause
+
+    async def close(self) -> None:
+        """Close the engine, or stop replacing it. One whose device is lost is left as it is: it may never end."""
+        if self._keeping is not None and self.restarting:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping])
+        if not self._lost_device:
+            await self.engine.close()
+
+    async def __aenter__(self) -> Self:
+        """Start the engine. Raises ModelError."""
+        began = time.monotonic()
+        try:
+            await self.engine.start()
+        except BaseException:
+            await self.engine.close()
+            raise
+        self._start_seconds = time.monotonic() - began
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
