@@ -74,7 +74,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             ge=0,
             le=MAX_COUNT,
             description="Most requests that wait for a row; more are refused with QueueFull. 0: no bound, as a program "
-            "that queues 10,000 prompts of its own wants it; set one where strangers queue.",
+            "that queues 10,000 prompts of its own wants it; set one where strangers queue. With qos_config_path, each "
+            "user has the part of its quota in any case.",
         ),
     ] = 0
     max_queued_tokens: Annotated[

@@ -150,7 +150,7 @@ class EngineLoop:
             self._started += 1
             self._expired += 1
             raise DeadlineExceeded("The request's timeout was over when its prompt had been encoded. Allow more time.")
-        if self._bounds.bounded:
+        if self._bounds.bounded and not self._has_own_place(request):
             requests, tokens = self.num_queued()
             self._bounds.check(requests, tokens, len(request.prompt_ids), now)
         request.times.queued = time.monotonic()
@@ -161,6 +161,16 @@ class EngineLoop:
         self._started += 1
         self._watchdog.watch()
         self._wake.set()
+
+    def _has_own_place(self, request: Request) -> bool:
+        """Whether its user has less waiting than its quota's part of the queue: whoever comes too often may fill what
+        is left of the queue, but not keep others from their share, nor earlier groups from being first."""
+        user = request.terms.user
+        if user is None:
+            return False
+        arrived = [len(other.prompt_ids) for other in self._arrived if other.terms.user is user]
+        requests, tokens = user.queued_requests + len(arrived), user.queued_tokens + sum(arrived)
+        return self._bounds.has_place(user.quota / 100, requests, tokens, len(request.prompt_ids))
 
     def num_queued(self) -> tuple[int, int]:
         """Requests that wait for a row, and their tokens; those that find one at the loop's next turn are left out."""
@@ -285,6 +295,7 @@ class EngineLoop:
         if timer is not None:
             timer.cancel()
         self._bounds.request_ended(self._event_loop.time())
+        self.scheduler.waiting.pace.ended(request, error)
         if self.observers:
             self._observe(request, failed=error is not None)
         request.delivery.end(error)

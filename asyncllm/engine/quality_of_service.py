@@ -79,7 +79,19 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class User:
     """Somebody with a quota. Written by QualityOfService and, a token at a time, by the waiting queue."""
 
-    __slots__ = ("_before", "_buckets", "current", "group", "id", "listed", "num_waiting", "number", "quota")
+    __slots__ = (
+        "_before",
+        "_buckets",
+        "current",
+        "group",
+        "id",
+        "listed",
+        "num_waiting",
+        "number",
+        "queued_requests",
+        "queued_tokens",
+        "quota",
+    )
 
     def __init__(self, id: str, number: int, group: int, quota: float) -> None:
         self.id = id
@@ -90,6 +102,10 @@ class User:
         self.quota = quota
         self.num_waiting = 0
         """Sequences that wait."""
+        self.queued_requests = 0
+        """Requests whose first sequence waits. Written by the waiting queue, as is the next."""
+        self.queued_tokens = 0
+        """Known tokens of the sequences that wait."""
         self.listed = False
         """Whether the group's heap has an entry of this user."""
         self.current = 0

@@ -34,6 +34,13 @@ class QueueBounds:
         """Somebody made room."""
         self._ends.append(now)
 
+    def has_place(self, part: float, requests: int, tokens: int, new_tokens: int) -> bool:
+        """Whether somebody who is entitled to this part of the queue, and has `requests` with their `tokens` waiting,
+        leaves some of it to a request of `new_tokens` tokens."""
+        return (not self._max_requests or requests < part * self._max_requests) and (
+            not self._max_tokens or tokens + new_tokens <= part * self._max_tokens
+        )
+
     def check(self, requests: int, tokens: int, new_tokens: int, now: float) -> None:
         """Raise QueueFull if a request of `new_tokens` tokens has no place behind the `requests` that wait with their
         `tokens`. Where nobody waits there is place for everybody, so that no request is refused for ever."""

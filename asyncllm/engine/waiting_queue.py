@@ -7,6 +7,10 @@ order within a user, and `QualityOfService` says whose turn it is.
 Nobody starves: whoever has waited longest is passed over by later requests at most `MAX_PASSED` times in a row once it
 has waited for `PATIENCE_S`; then it is next, whoever it belongs to. While everybody waits that long, this moves one
 admission in `MAX_PASSED` + 1, and the others keep their order.
+
+Whoever will come too late for its deadline, by the pace of late, lets all others of its user go first. It is tried when
+none of them waits, those with the most time left before the rest: so a queue that is longer than deadlines allow costs
+those at its end, and not everybody.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
+from asyncllm.engine.pace import Pace
 from asyncllm.engine.quality_of_service import QualityOfService, User
 from asyncllm.engine.sequence import Sequence
 
@@ -26,12 +31,15 @@ MAX_PASSED = 15
 
 
 class Lane:
-    """Waiting sequences by priority, request and index. Those that left otherwise than from its head are skipped."""
+    """Waiting sequences by priority, request and index, and behind them those that come too late. Those that left
+    otherwise than from its head are skipped."""
 
-    __slots__ = ("_heap", "num_waiting")
+    __slots__ = ("_heap", "_late", "num_waiting")
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, int, int, Sequence]] = []
+        self._late: list[tuple[int, float, int, Sequence]] = []
+        """By priority, and the latest deadline first."""
         self.num_waiting = 0
         """Entries that are no leftovers."""
 
@@ -41,18 +49,29 @@ class Lane:
         heappush(self._heap, (request.terms.priority, request.id, sequence.index, ticket, sequence))
         self.num_waiting += 1
 
-    def first(self, waiting: Container[Sequence]) -> Sequence:
+    def first(self, waiting: Container[Sequence], comes_too_late: Callable[[Sequence], bool]) -> Sequence:
         """The head; there is one."""
-        while self._heap[0][-1] not in waiting:
+        while self._heap:
+            priority, _, _, ticket, sequence = self._heap[0]
+            if sequence in waiting:
+                if not comes_too_late(sequence):
+                    return sequence
+                deadline = sequence.request.terms.deadline
+                assert deadline is not None
+                heappush(self._late, (priority, -deadline, ticket, sequence))
             heappop(self._heap)
-        return self._heap[0][-1]
+        while self._late[0][-1] not in waiting:
+            heappop(self._late)
+        return self._late[0][-1]
 
     def left(self, waiting: Container[Sequence]) -> None:
         """One sequence does not wait any more. Most of them were the head; leftovers of the others do not pile up."""
         self.num_waiting -= 1
-        if len(self._heap) > 2 * self.num_waiting + 64:
+        if len(self._heap) + len(self._late) > 2 * self.num_waiting + 64:
             self._heap = [entry for entry in self._heap if entry[-1] in waiting]
+            self._late = [entry for entry in self._late if entry[-1] in waiting]
             heapify(self._heap)
+            heapify(self._late)
 
 
 class WaitingQueue:
@@ -62,9 +81,11 @@ class WaitingQueue:
     """
 
     def __init__(self, quality: QualityOfService | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds from any beginning; it never goes back."""
+        """`clock` gives the event loop's time, whose beginning is that of `time.monotonic`."""
         self.quality = quality if quality is not None and quality.enabled else None
         self._clock = clock
+        self.pace = Pace()
+        """Written by the engine loop, as requests end."""
         self._waiting: OrderedDict[Sequence, tuple[float, int]] = OrderedDict()
         """Sequence -> since when it waits, and its known tokens then; who has waited longest comes first."""
         self._lanes: defaultdict[User | None, Lane] = defaultdict(Lane)
@@ -88,10 +109,9 @@ class WaitingQueue:
         is_first = sequence.index == 0
         num_tokens = len(sequence.token_ids) if is_first else sequence.num_generated
         self._waiting[sequence] = self._clock(), num_tokens
-        self.num_requests += is_first
-        self.num_tokens += num_tokens
         self._num_pushed += 1
         user = sequence.request.terms.user
+        self._count(user, is_first, num_tokens)
         self._lanes[user].push(sequence, self._num_pushed)
         if self.quality is not None and user is not None:
             self.quality.joins(user)
@@ -102,10 +122,14 @@ class WaitingQueue:
             return None
         if self._passed >= MAX_PASSED:
             longest, (since, _) = next(iter(self._waiting.items()))
-            if self._clock() - since >= PATIENCE_S:
+            if self._clock() - since >= PATIENCE_S and not self._comes_too_late(longest):
                 return longest
         user = None if self.quality is None else self.quality.next_user()
-        return self._lanes[user].first(self._waiting)
+        return self._lanes[user].first(self._waiting, self._comes_too_late)
+
+    def _comes_too_late(self, sequence: Sequence) -> bool:
+        deadline = sequence.request.terms.deadline
+        return deadline is not None and self._clock() + self.pace.seconds(sequence) > deadline
 
     def admit(self, sequence: Sequence, num_to_compute: int) -> None:
         """The sequence got its row; so many of its known tokens are to be computed."""
@@ -124,12 +148,18 @@ class WaitingQueue:
         if sequence is next(iter(self._waiting)):
             self._passed = 0
         _, num_tokens = self._waiting.pop(sequence)
-        self.num_requests -= sequence.index == 0
-        self.num_tokens -= num_tokens
         user = sequence.request.terms.user
+        self._count(user, -(sequence.index == 0), -num_tokens)
         self._lanes[user].left(self._waiting)
         if self.quality is not None and user is not None:
             self.quality.leaves(user)
+
+    def _count(self, user: User | None, requests: int, tokens: int) -> None:
+        self.num_requests += requests
+        self.num_tokens += tokens
+        if user is not None:
+            user.queued_requests += requests
+            user.queued_tokens += tokens
 
     def charge(self, sequences: Iterable[Sequence]) -> None:
         """Each of these got one more token, which counts as used."""

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from asyncllm.server.access import KEY, Auth
 from asyncllm.server.access_log import log_request
-from asyncllm.server.connection import send
+from asyncllm.server.connection import CLIENT_LEFT, OUTCOME, send
 from asyncllm.server.errors import as_api_error
 from asyncllm.server.routes import ROUTES, Route
 from asyncllm.server.service import SERVICE, TABLE, Service, service_of
@@ -22,8 +22,6 @@ __all__ = ["build_app"]
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 """The client's X-Request-Id if it is one, else a new one; the response carries it."""
 
-CLIENT_LEFT = 499
-"""The status that is logged and counted, after nginx, when nobody was there any more to read one."""
 OTHER = "other"
 """Method and route of requests that no route takes, for the metrics: what clients make up is no label."""
 
@@ -70,7 +68,7 @@ async def _entrance(
     status = CLIENT_LEFT
     try:
         response = await _answer(request, service, route, handler)
-        status = response.status
+        status = request.get(OUTCOME, response.status)
         return response
     finally:
         seconds = time.monotonic() - began

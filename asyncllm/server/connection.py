@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Awaitable, Callable
 
 from aiohttp import ClientConnectionResetError, web
 
-__all__ = ["Connection", "send"]
+__all__ = ["CLIENT_LEFT", "OUTCOME", "Connection", "send"]
+
+CLIENT_LEFT = 499
+"""The status that is logged and counted, after nginx, for a request whose client left before its end."""
+OUTCOME = web.RequestKey("OUTCOME", int)
+"""The status by which a request ended, where it is not its response's: CLIENT_LEFT, or that of the error which broke
+off a stream that had begun with 200. Written by whoever meets it first, read by the entrance."""
 
 SMALL = 2**14
 """Bytes that an empty write buffer takes without the transport asking to wait (64 KiB, asyncio's and uvloop's)."""
@@ -73,8 +78,10 @@ class _Watch:
 
 
 async def send(request: web.Request, response: web.StreamResponse, write_timeout: float) -> None:
-    """Write a whole response, or the end of a stream. A client that has left or does not read is no error."""
-    with contextlib.suppress(ConnectionError):
+    """Write a whole response, or the end of a stream. A client that has left is no error, but an `OUTCOME`."""
+    try:
         if not response.prepared:
             await response.prepare(request)
         await Connection(request, response, write_timeout).end()
+    except ConnectionError:
+        request.setdefault(OUTCOME, CLIENT_LEFT)

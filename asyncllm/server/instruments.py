@@ -156,7 +156,7 @@ class Instruments:
         self._answers = {reason: answers.labels(engine.model_name, reason) for reason in get_args(FinishReason)}
         self._http_requests = Counter(
             f"{PREFIX}http_requests",
-            "HTTP requests that have been answered; status 499: the client left before.",
+            "HTTP requests by the status they ended with: 499 if the client left, its error's if a stream broke off.",
             ["method", "route", "status"],
             registry=self._registry,
         )

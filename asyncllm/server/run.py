@@ -131,7 +131,7 @@ async def listening(
     try:
         handshake_timeout = config.keep_alive_timeout if tls is not None else None
         server = await asyncio.get_running_loop().create_server(
-            accept, sock=listener, ssl=tls, ssl_handshake_timeout=handshake_timeout
+            accept, sock=listener, backlog=BACKLOG, ssl=tls, ssl_handshake_timeout=handshake_timeout
         )
         try:
             yield server.close

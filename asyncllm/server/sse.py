@@ -20,7 +20,7 @@ from typing import Protocol
 from aiohttp import ClientConnectionResetError, web
 
 from asyncllm.engine.generation import Generation
-from asyncllm.server.connection import Connection
+from asyncllm.server.connection import CLIENT_LEFT, OUTCOME, Connection
 from asyncllm.server.errors import as_api_error, body_of
 from asyncllm.server.service import Service
 from asyncllm.types import Chunk
@@ -79,7 +79,8 @@ async def stream(
     framing: Framing = SSE,
 ) -> web.StreamResponse:
     """Answer with the chunks of `generations` as they come. They have been started, so that errors in the request
-    have become HTTP errors; what fails from here on is an event, after which the connection is closed."""
+    have become HTTP errors; what fails from here on is an event. The connection is closed after it if the engine is
+    gone; what ended this answer alone does not take the client's next request with it."""
     response = web.StreamResponse(headers={"Content-Type": framing.content_type, **HEADERS})
     config = service.config
     connection = Connection(request, response, config.write_timeout)
@@ -89,11 +90,15 @@ async def stream(
         if ending := events.closing() + framing.done:
             await connection.write(ending)
     except ConnectionError:
+        request[OUTCOME] = CLIENT_LEFT
         response.force_close()
     except Exception as error:
-        response.force_close()
+        answer = as_api_error(error)
+        request[OUTCOME] = answer.status
+        if answer.status == 503:
+            response.force_close()
         with contextlib.suppress(ConnectionError):
-            await connection.write(framing.frame(body_of(as_api_error(error))) + framing.done)
+            await connection.write(framing.frame(body_of(answer)) + framing.done)
     finally:
         for generation in generations:
             generation.cancel()

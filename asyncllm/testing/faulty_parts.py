@@ -79,13 +79,10 @@ class FaultyScheduler(Scheduler):
         super().__init__(limits, **settings)
         self._plan = plan
         self._tokenizer = tokenizer
-        self._prompts: dict[int, str] = {}
-        """Request id -> prompt."""
         self.blocks: BlockManager = _FaultyBlocks(self.blocks, plan)  # type: ignore[assignment]
 
     def add(self, request: Request) -> None:
         prompt = self._tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
-        self._prompts[request.id] = prompt
         request.delivery = _FaultyDelivery(request.delivery, self._plan, prompt)  # type: ignore[assignment]
         for sequence in request.sequences:
             answer = sequence.answer
@@ -95,14 +92,19 @@ class FaultyScheduler(Scheduler):
     def schedule(self) -> Batch | None:
         batch = super().schedule()
         if batch is not None:
-            self._plan.rows[batch.step] = {row.slot: self._prompts[row.request.id] for row in self._running}
+            self._plan.rows[batch.step] = {row.slot: _prompt_of(row.request) for row in self._running}
         return batch
 
     def _admit(self, batch: Batch) -> bool:
         sequence = self.waiting.first()
         if sequence is not None:
-            self._plan.reach("admit", [self._prompts[sequence.request.id]])
+            self._plan.reach("admit", [_prompt_of(sequence.request)])
         return super()._admit(batch)
+
+
+def _prompt_of(request: Request) -> str:
+    prompt: str = request.delivery._prompt  # type: ignore[attr-defined]
+    return prompt
 
 
 class _Front:

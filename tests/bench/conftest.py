@@ -20,6 +20,12 @@ MODULES = (
     "swap",
     "streams",
     "serve",
+    "overload",
+    "soak_requests",
+    "soak_books",
+    "soak_client",
+    "soak_server",
+    "soak",
 )
 
 # The folder does not stay on the path: it has a kernels.py, which transformers would take for another library.

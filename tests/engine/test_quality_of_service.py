@@ -14,7 +14,7 @@ from asyncllm.config import EngineConfig, GenerationConfig
 from asyncllm.engine.quality_of_service import BUCKET_S, WINDOW_S, QualityOfService, User
 from asyncllm.engine.sequence import Request, SequenceState, Terms
 from asyncllm.engine.waiting_queue import MAX_PASSED, PATIENCE_S, WaitingQueue
-from asyncllm.errors import InvalidParameter
+from asyncllm.errors import InvalidParameter, QueueFull
 from asyncllm.testing import FakeEngine, hash_oracle
 from tests.engine.driver import Driver
 from tests.engine.policies import Clock, policy
@@ -371,6 +371,42 @@ class TestEngine:
             quota = GROUPS["Silver"][user_id]
             assert 100 * tokens / sum(used.values()) == pytest.approx(quota, abs=5), used
         assert max(waits) <= 24 + 8, "the first group waits for more than a row"
+
+    @pytest.mark.parametrize("bounds", [{"max_queued_requests": 10}, {"max_queued_tokens": 50}])
+    async def test_a_full_queue_has_a_place_for_everybodys_part(self, tmp_path: Path, bounds: dict[str, int]) -> None:
+        config = EngineConfig(max_batch_size=4, qos_config_path=write(tmp_path, policy(GROUPS)), **bounds)
+        endless = GenerationConfig(max_new_tokens=1000, ignore_eos=True)
+        async with FakeEngine(None, config, oracle=hash_oracle(256)) as engine:
+            engine.executor.pause()
+            taken: list[Any] = []
+
+            async def ask(user_id: str) -> bool:
+                generation = engine.generate(input_ids=[1] * 5, gen_config=endless, user_id=user_id)
+                try:
+                    await generation.start()
+                except QueueFull:
+                    return False
+                taken.append(generation)
+                return True
+
+            def asked(user_id: str) -> int:
+                return sum(generation._request.terms.user.id == user_id for generation in taken)
+
+            for _ in range(30):
+                await ask("zoe")
+            assert asked("zoe") == 4 + 10, "rows, and the whole queue"
+            for _ in range(30):
+                for user_id in ("ann", "bob", "boss"):
+                    await ask(user_id)
+            assert (asked("ann"), asked("bob"), asked("boss")) == (6, 3, 10)
+            assert not await ask("zoe")
+            assert engine.stats().queued_requests == 10 + 6 + 3 + 10
+            engine.executor.resume()
+            for generation in taken:
+                await generation.aclose()
+            await settle(engine)
+            users = {generation._request.terms.user for generation in taken}
+            assert all((user.queued_requests, user.queued_tokens) == (0, 0) for user in users)
 
     async def test_unknown_users_are_refused_and_the_engine_goes_on(self, tmp_path: Path) -> None:
         async with self.engine(tmp_path, {"Gold": {"ann": 100}}) as engine:

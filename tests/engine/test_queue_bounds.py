@@ -45,6 +45,15 @@ class TestBounds:
     def test_a_request_that_finds_nobody_waiting_is_never_too_large(self) -> None:
         QueueBounds(max_requests=1, max_tokens=100).check(0, 0, 10**6, 0.0)
 
+    def test_a_part_of_the_queue(self) -> None:
+        bounds = QueueBounds(max_requests=10, max_tokens=100)
+        assert bounds.has_place(0.3, 2, 20, 10)
+        assert not bounds.has_place(0.3, 3, 20, 10)
+        assert not bounds.has_place(0.3, 2, 20, 11)
+        assert not bounds.has_place(0.0, 0, 0, 0)
+        assert QueueBounds(max_requests=10).has_place(0.01, 0, 10**6, 10**6)
+        assert QueueBounds(max_tokens=100).has_place(0.5, 10**6, 0, 50)
+
     def test_retry_after_is_the_measured_time_for_as_much_as_is_too_much(self) -> None:
         bounds = QueueBounds(max_requests=10, max_tokens=1000)
         for end in range(1, 5):

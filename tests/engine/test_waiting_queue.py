@@ -118,6 +118,59 @@ class TestPatience:
         assert drained(queue) == list(range(100))
 
 
+class TestDeadlines:
+    """An answer is expected to take 10 s; the clock begins at 1,000 s."""
+
+    def queue(self, deadlines: dict[int, float | None], priority: int = 0) -> tuple[WaitingQueue, Clock]:
+        clock = Clock()
+        queue = WaitingQueue(clock=clock)
+        queue.pace.learn(10.0, 0.0, 1, stopped=False)
+        for number, deadline in deadlines.items():
+            request = Driver().submit([1], 1, terms=Terms(priority, deadline=deadline))
+            request.id = number
+            queue.push(request.sequences[0])
+        return queue, clock
+
+    def test_who_comes_in_time_goes_as_it_arrived(self) -> None:
+        queue, _ = self.queue({0: 1011.0, 1: None, 2: 1500.0, 3: 1012.0})
+        assert drained(queue) == [0, 1, 2, 3]
+
+    def test_who_comes_too_late_lets_the_others_go_and_has_its_try(self) -> None:
+        queue, _ = self.queue({0: 1001.0, 1: 1009.9, 2: None, 3: 1100.0, 4: 1005.0})
+        assert drained(queue) == [2, 3, 1, 4, 0]
+        assert (len(queue), queue.num_requests) == (0, 0)
+
+    def test_it_is_found_out_when_its_turn_comes(self) -> None:
+        queue, clock = self.queue({0: 1015.0, 1: 1030.0})
+        first = queue.first()
+        assert first is not None
+        assert first.request.id == 0
+        clock.now += 6
+        assert drained(queue) == [1, 0]
+
+    def test_it_may_leave_while_it_lets_others_go(self) -> None:
+        queue, _ = self.queue({0: 1001.0, 1: 1002.0, 2: 1003.0})
+        late = [sequence for sequence in queue if sequence.request.id in (0, 2)]
+        assert queue.first() is late[1]
+        for sequence in late:
+            queue.discard(sequence)
+        assert drained(queue) == [1]
+
+    def test_patience_is_not_for_those_who_come_too_late(self) -> None:
+        queue, clock = self.queue({0: 1035.0, **dict.fromkeys(range(1, 100))})
+        clock.now += PATIENCE_S
+        assert drained(queue) == [*range(1, 100), 0]
+
+    def test_late_ones_do_not_pile_up(self) -> None:
+        queue, _ = self.queue(dict.fromkeys(range(2000), 1001.0))
+        queue.first()
+        for sequence in list(queue)[:-1]:
+            queue.discard(sequence)
+        lane = queue._lanes[None]
+        assert len(lane._heap) + len(lane._late) < 100
+        assert drained(queue) == [1999]
+
+
 def test_any_order_of_calls_agrees_with_a_sorted_list() -> None:
     generator = random.Random(7)
     queue, model = WaitingQueue(clock=Clock()), []
