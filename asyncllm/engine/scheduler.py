@@ -155,7 +155,11 @@ class Scheduler:
         """Advance every decoding sequence by one token, oldest first."""
         step, block_size = batch.step, self._block_size
         decode, scheduled = batch.decode, []
-        for sequence in list(self._running):
+        rows = list(self._running)
+        if self.blocks.num_available < len(rows):
+            # Whoever is preempted comes last then, and has no part in this step, ahead of which it is copied down.
+            rows.sort(key=self.waiting.rank)
+        for sequence in rows:
             if sequence.state is not SequenceState.DECODE or sequence.remaining <= 0:
                 continue
             position = sequence.num_computed
