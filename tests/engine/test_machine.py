@@ -448,6 +448,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "driver"):
+            # What `evict` pushed to the host is held until the next step, which in the engine is under way.
+            self.driver.submit([0], 1, terms=self.terms("bob"))
             self.driver.drain()
             self.driver.check_drained()
             self.check_answers(self.asked)
