@@ -467,3 +467,18 @@ def test_small_steps_are_not_cut() -> None:
     assert chunk_sizes(batch.prefill) == [10]
     driver.drain()
     driver.check_drained()
+
+
+@pytest.mark.parametrize(("last", "taken"), [(2, 2), (3, 1)])
+def test_a_chunk_is_not_cut_away_altogether(last: int, taken: int) -> None:
+    """Of 12 + 2 tokens the two beyond three tiles are a whole prompt; of 11 + 3 they are the end of one."""
+    driver = Driver(max_batch_size=2, budget=16, caching=False, token_tile=4)
+    prompts = [[1] * (14 - last), [2] * last, [3]]
+    requests = [driver.submit(prompt, 2) for prompt in prompts]
+    batch = driver.schedule()
+    assert batch is not None
+    assert chunk_sizes(batch.prefill) == [14 - last, taken]
+    driver.drain()
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert driver.answers(request) == [expected_answer(prompt, 2)]
+    driver.check_drained()
