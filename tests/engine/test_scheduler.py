@@ -482,3 +482,16 @@ def test_a_chunk_is_not_cut_away_altogether(last: int, taken: int) -> None:
     for request, prompt in zip(requests, prompts, strict=True):
         assert driver.answers(request) == [expected_answer(prompt, 2)]
     driver.check_drained()
+
+
+def test_nobody_is_admitted_to_be_preempted_at_once() -> None:
+    driver = Driver(num_blocks=4, caching=False)
+    first = driver.submit([1] * 3, 8)
+    driver.turn(1)
+    second = driver.submit([2] * 12, 2)
+    driver.turn(1)
+    assert second.sequences[0].state is SequenceState.WAITING, "its three blocks are there, but none for the other row"
+    driver.drain()
+    assert driver.scheduler.counts.preemptions == 0
+    assert driver.answers(first) == [expected_answer(first.prompt_ids, 8)]
+    assert driver.answers(second) == [expected_answer(second.prompt_ids, 2)]
