@@ -271,7 +271,6 @@ class Scheduler:
         if end == known:
             self._prefilling.popleft()
             sequence.state = SequenceState.DECODE
-            sequence.prefilled_by = batch.step
             if row.sample:
                 sequence.pending += 1
                 sequence.remaining -= 1
@@ -341,8 +340,8 @@ class Scheduler:
         last_block, offset = divmod(len(sequence.token_ids) - 1, self._block_size)
         if sequence.index > 0 and sequence.num_generated == 0:
             for sibling in sequence.request.sequences:
-                # Copies come before the writes of their step: what is computed again in this very step comes too late.
-                if sibling.state is SequenceState.DECODE and sibling.prefilled_by < self._step:
+                # Copies come before the writes of their step. Who is computed again in this one is not in DECODE yet.
+                if sibling.state is SequenceState.DECODE:
                     return sibling.blocks[:last_block], sibling.blocks[last_block] if offset else None
         if self.prefix_cache is None or not sequence.request.reuses_prefix:
             return [], None

@@ -65,6 +65,7 @@ class Driver:
         caching: bool = True,
         row_failure: Callable[[list[int]], str | None] | None = None,
         token_tile: int = 1,
+        dynamic_rope_from: int | None = None,
         num_host_blocks: int = 0,
         min_copied_tokens: int = 1,
         swapping: bool = True,
@@ -86,7 +87,7 @@ class Driver:
         self.budget = budget
         self.interval = interval
         self.scheduler = Scheduler(
-            msgspec.structs.replace(self.device.limits, token_tile=token_tile),
+            msgspec.structs.replace(self.device.limits, token_tile=token_tile, dynamic_rope_from=dynamic_rope_from),
             max_batch_size=max_batch_size,
             prefill_budget=budget,
             prefill_interval=interval,

@@ -127,8 +127,8 @@ SCHEDULER = mutants(
         "users pay for tokens that were cached",
     ),
     (
-        "if sibling.state is SequenceState.DECODE and sibling.prefilled_by < self._step:",
-        "if sibling.state is SequenceState.DECODE:",
+        "                if sibling.state is SequenceState.DECODE:",
+        "                if sibling.slot >= 0:",
         "a block is copied in the step that writes it",
     ),
     (
