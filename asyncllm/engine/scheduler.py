@@ -143,7 +143,11 @@ class Scheduler:
         """Advance every decoding sequence by one token, oldest first."""
         step, block_size = batch.step, self._block_size
         decode, scheduled = batch.decode, []
-        for sequence in list(self._running):
+        rows = list(self._running)
+        if self.blocks.num_available < len(rows):
+            # Whoever is preempted comes last then, and has no part in this step, ahead of which it is copied down.
+            rows.sort(key=self.waiting.rank)
+        for sequence in rows:
             if sequence.state is not SequenceState.DECODE or sequence.remaining <= 0:
                 continue
             position = sequence.num_computed
@@ -277,7 +281,6 @@ class Scheduler:
         if end == known:
             self._prefilling.popleft()
             sequence.state = SequenceState.DECODE
-            sequence.prefilled_by = batch.step
             if row.sample:
                 sequence.pending += 1
                 sequence.remaining -= 1
@@ -347,8 +350,8 @@ class Scheduler:
         last_block, offset = divmod(len(sequence.token_ids) - 1, self._block_size)
         if sequence.index > 0 and sequence.num_generated == 0:
             for sibling in sequence.request.sequences:
-                # Copies come before the writes of their step: what is computed again in this very step comes too late.
-                if sibling.state is SequenceState.DECODE and sibling.prefilled_by < self._step:
+                # Copies come before the writes of their step. Who is computed again in this one is not in DECODE yet.
+                if sibling.state is SequenceState.DECODE:
                     return sibling.blocks[:last_block], sibling.blocks[last_block] if offset else None
         if self.prefix_cache is None or not sequence.request.reuses_prefix:
             return [], None

@@ -146,7 +146,6 @@ class Sequence:
         "num_prompt",
         "params",
         "pending",
-        "prefilled_by",
         "remaining",
         "request",
         "slot",
@@ -192,8 +191,6 @@ class Sequence:
         self.slot = -1
         self.last_step = -1
         """The newest step that may write to the blocks: they return to the pool when it has been read."""
-        self.prefilled_by = -1
-        """The step that computed the last of the known tokens, when state is DECODE."""
         self.logprobs: TokenLogprobs | None = None
         """Of the newest token."""
         self.finish_reason: FinishReason | None = None

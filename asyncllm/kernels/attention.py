@@ -72,6 +72,8 @@ class _PrefillRows(NamedTuple):
     """[B + 1]: row b owns queries offsets[b] to offsets[b + 1]."""
     kv_lens: list[int]
     window: int | None
+    tile: int
+    """Most queries scored at a time."""
 
 
 class _Shape(NamedTuple):
@@ -218,11 +220,12 @@ def plan_prefill_attention(
     block_tables [B, N] integers; q_offsets [B + 1] integers: row b owns queries q_offsets[b] to q_offsets[b + 1], at
     most max_q_len of them; kv_lens [B] integers: its query i sits at position kv_lens[b] - (number of its queries) + i.
 
-    On a GPU, `invariant` fixes the tiles, which otherwise follow max_q_len. Then a query gets the same bits whatever
-    else is in the batch, however its prompt is cut into chunks, and also as a row of one query, as in decode. Raises
-    ValueError as `plan_decode_attention` does.
+    `invariant` fixes the tiles, which otherwise follow max_q_len. Then a query gets the same bits whatever else is in
+    the batch, however its prompt is cut into chunks, and also as a row of one query, as in decode. Raises ValueError as
+    `plan_decode_attention` does.
     """
-    return _PrefillRows(block_tables, q_offsets.tolist(), kv_lens.tolist(), window)
+    tile = 1 if invariant else QUERY_TILE
+    return _PrefillRows(block_tables, q_offsets.tolist(), kv_lens.tolist(), window, tile)
 
 
 @op("attention_prefill:paged_prefill_attention")
@@ -250,8 +253,8 @@ def paged_prefill_attention(
         if kv_len == 0:
             output[start:end].zero_()
             continue
-        for first in range(start, end, QUERY_TILE):
-            last = min(first + QUERY_TILE, end)
+        for first in range(start, end, rows.tile):
+            last = min(first + rows.tile, end)
             output[first:last] = _attend_row(
                 q[first:last],
                 cache,

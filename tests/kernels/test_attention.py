@@ -27,7 +27,7 @@ def decode(q: Tensor, pages: Pages, variant: Variant) -> Tensor:
     return kernels.paged_decode_attention(q, pages.cache, plan, **variant.extras(q.shape[1]))
 
 
-def prefill(q: Tensor, pages: Pages, counts: list[int], variant: Variant) -> Tensor:
+def prefill(q: Tensor, pages: Pages, counts: list[int], variant: Variant, *, invariant: bool = False) -> Tensor:
     plan = kernels.plan_prefill_attention(
         pages.block_tables,
         offsets_of(counts),
@@ -36,6 +36,7 @@ def prefill(q: Tensor, pages: Pages, counts: list[int], variant: Variant) -> Ten
         num_heads=q.shape[1],
         max_q_len=max(counts),
         window=variant.window,
+        invariant=invariant,
     )
     return kernels.paged_prefill_attention(q, pages.cache, plan, **variant.extras(q.shape[1]))
 
@@ -174,3 +175,13 @@ def test_two_decode_rows_and_a_chunk_share_q_and_out(given: bool) -> None:
     assert kernels.paged_prefill_attention(q, pages.cache, plan, scale=SCALE, out=attended) is attended
     expected = expected_prefill(q, pages, counts, Variant())
     torch.testing.assert_close(attended.double(), expected, atol=2e-6, rtol=1e-5)
+
+
+@VARIANTS
+def test_an_invariant_prefill_gives_a_query_the_same_bits_in_any_chunk(variant: Variant) -> None:
+    pages = Pages([23, 40], 5, 2)
+    q = torch.randn(63, 4, HEAD_DIM, generator=generator(5))
+    whole = prefill(q, pages, [23, 40], variant, invariant=True)
+    late = torch.cat([q[23 - 4 : 23], q[-1:]])
+    expected = torch.cat([whole[23 - 4 : 23], whole[-1:]])
+    assert torch.equal(prefill(late, pages, [4, 1], variant, invariant=True), expected)
