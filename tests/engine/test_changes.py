@@ -19,7 +19,6 @@ from asyncllm.errors import (
     QueueFull,
 )
 from asyncllm.testing import FakeEngine, FakePipeline, hash_oracle
-from tests.engine.test_cancellation import cancelling_at
 from tests.engine.waits import settle, until
 
 pytestmark = pytest.mark.anyio
@@ -311,35 +310,6 @@ class TestCancelled:
             assert engine.stats().sleep_level == 1
             await engine.wake()
             assert len((await engine.generate("Hi", ANSWER)).token_ids) == 12
-
-    @pytest.mark.parametrize("in_a_row", [1, 2])
-    async def test_at_every_suspension(self, in_a_row: int) -> None:
-        async def changes(engine: FakeEngine) -> list[int]:
-            await engine.update_weights({"a": 1})
-            await engine.sleep()
-            await engine.sleep(2)
-            await engine.wake(["weights"])
-            await engine.wake()
-            return (await engine.generate("sweep", ANSWER)).token_ids
-
-        async with new_engine(latency=0.0002) as engine:
-            expected = await changes(engine)
-            neighbour_expects = (await engine.generate("neighbour", LONG)).token_ids
-            for point in range(1000):
-                neighbour = asyncio.create_task(engine.generate("neighbour", LONG).response())
-                seen: list[int] = []
-                task = asyncio.create_task(cancelling_at(changes(engine), range(point, point + in_a_row), seen))
-                await asyncio.wait([task], timeout=5)
-                assert task.done(), f"it hangs when cancelled at suspension {point}"
-                # Wherever it was cut off, this is enough.
-                await engine.wake()
-                assert (await neighbour).token_ids == neighbour_expects
-                if len(seen) <= point:
-                    assert task.result() == expected
-                    break
-                assert task.cancelled(), f"the cancellation at suspension {point} was swallowed"
-            assert point > 5
-            await settle(engine)
 
 
 def test_the_pipeline_does_the_same() -> None:

@@ -206,6 +206,23 @@ async def chat_and_fork(engine: FakeEngine) -> Any:
             return first.token_ids, (await fork.chat("again", SETTINGS)).token_ids
 
 
+async def watched_engine(engine: FakeEngine) -> Any:
+    try:
+        async with asyncio.timeout(0.01):
+            return await engine.wait_ended()
+    except TimeoutError:
+        return "it lives"
+
+
+async def changed_model(engine: FakeEngine) -> Any:
+    await engine.update_weights({"a": 1})
+    await engine.sleep()
+    await engine.sleep(2)
+    await engine.wake(["weights"])
+    await engine.wakeup()
+    return await whole_answer(engine)
+
+
 TARGETS: list[Callable[[FakeEngine], Body]] = [
     whole_answer,
     streamed_answer,
@@ -224,6 +241,7 @@ TARGETS: list[Callable[[FakeEngine], Body]] = [
     stopped_answer,
     ended_session,
     chat_and_fork,
+    watched_engine,
 ]
 
 points_swept: Counter[str] = Counter()
@@ -269,6 +287,31 @@ async def test_cancelled_at_every_suspension(
         count_points(point)
         assert (await neighbour).token_ids == neighbour_expects
         assert await target(engine) == expected
+        await settle(engine)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+async def test_changes_of_the_model_cancelled_at_every_suspension(
+    way: Callable[[Body, int, list[int]], Body], count_points: Callable[[int], None]
+) -> None:
+    """Wherever they were cut off, waking it is enough."""
+    async with new_engine(latency=0.0002) as engine:
+        expected = await changed_model(engine)
+        neighbour_expects = (await engine.generate("neighbour", LONG)).token_ids
+        for point in range(1000):
+            neighbour = asyncio.create_task(engine.generate("neighbour", LONG).response())
+            seen: list[int] = []
+            task = asyncio.create_task(way(changed_model(engine), point, seen))
+            await asyncio.wait([task], timeout=LIMIT_S)
+            assert task.done(), f"it hangs when cancelled at suspension {point}"
+            await engine.wake()
+            assert (await neighbour).token_ids == neighbour_expects
+            if len(seen) <= point:
+                assert task.result() == expected
+                break
+            check_outcome(task, way, point, expected)
+        assert point > 5
+        count_points(point)
         await settle(engine)
 
 
@@ -339,7 +382,7 @@ async def test_no_public_coroutine_is_left_out() -> None:
     async def swept() -> None:
         await life(FakeEngine("ok"))
         async with new_engine(max_position=8192, num_blocks=2048) as engine:
-            for target in TARGETS:
+            for target in (*TARGETS, changed_model):
                 await target(engine)
 
     before = sys.getprofile()
