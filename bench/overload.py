@@ -202,6 +202,11 @@ def p99_ms(seconds: Sequence[float]) -> float | None:
     return round(1000 * float(np.percentile(seconds, 99)), 1) if seconds else None
 
 
+def both_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and 99th percentile."""
+    return {f"p{each}": round(1000 * float(np.percentile(seconds, each)), 1) for each in (50, 99)} if seconds else {}
+
+
 def figures(load: Load, begin: float, end: float, capacity: float) -> dict[str, Any]:
     """Of what ended in this part of an open loop."""
     asked = load.ended(begin, end)
@@ -253,8 +258,8 @@ def measure_users(arguments: argparse.Namespace, queue: int, capacity: float, ra
         "shares": {user: round(100 * tokens / max(1.0, sum(used.values())), 1) for user, tokens in used.items()},
         "quotas": QUOTAS,
         "boss_answered": f"{sum(each.status == 200 for each in boss)} of {len(boss)}",
-        "boss_ttft_p99_ms": p99_ms([each.first for each in boss if each.status == 200]),
-        "boss_alone_ttft_p99_ms": p99_ms([each.first for each in alone if each.status == 200]),
+        "boss_ttft_ms": both_ms([each.first for each in boss if each.status == 200]),
+        "boss_alone_ttft_ms": both_ms([each.first for each in alone if each.status == 200]),
     }
 
 

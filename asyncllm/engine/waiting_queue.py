@@ -24,10 +24,13 @@ from asyncllm.engine.pace import Pace
 from asyncllm.engine.quality_of_service import QualityOfService, User
 from asyncllm.engine.sequence import Sequence
 
-__all__ = ["MAX_PASSED", "PATIENCE_S", "WaitingQueue"]
+__all__ = ["MARGIN", "MAX_PASSED", "PATIENCE_S", "WaitingQueue"]
 
 PATIENCE_S = 30.0
 MAX_PASSED = 15
+MARGIN = 1.5
+"""Of an answer's expected time. What slows one down slows all that run; were all of them just in time, all would be
+late."""
 
 
 class Lane:
@@ -129,7 +132,7 @@ class WaitingQueue:
 
     def _comes_too_late(self, sequence: Sequence) -> bool:
         deadline = sequence.request.terms.deadline
-        return deadline is not None and self._clock() + self.pace.seconds(sequence) > deadline
+        return deadline is not None and self._clock() + MARGIN * self.pace.seconds(sequence) > deadline
 
     def admit(self, sequence: Sequence, num_to_compute: int) -> None:
         """The sequence got its row; so many of its known tokens are to be computed."""
