@@ -66,9 +66,9 @@ async def test_a_turn_that_the_queue_refuses_is_no_history() -> None:
             await generation.start()
         with pytest.raises(QueueFull):
             await session.chat("two")
+        engine.executor.resume()
         assert session.token_ids == before
         assert session.history == [("one", "first answer")]
-        engine.executor.resume()
         assert [(await generation).text for generation in others] == ["running", "waiting"]
 
 
