@@ -193,17 +193,6 @@ class TestSwapping:
         assert sum(len(logits) for logits in request.logits) >= len(PROMPT)
         assert driver.answers(request) == [expected_answer(PROMPT, 2)]
 
-    def test_logits_of_chunks_before_a_preemption_are_not_given_twice(self) -> None:
-        driver = Driver(budget=4, num_host_blocks=20)
-        request = driver.submit(PROMPT, 0)
-        request.output_logits = True
-        request.reuses_prefix = False
-        driver.turn(1)
-        assert len(request.logits) == 1
-        preempt(driver, request)
-        driver.drain()
-        assert sum(len(logits) for logits in request.logits) == len(PROMPT)
-
     def test_a_chunk_that_fails_ends_its_swapped_row(self) -> None:
         driver = Driver(budget=4, num_host_blocks=20)
         request = driver.submit(PROMPT, 4)

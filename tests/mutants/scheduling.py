@@ -162,11 +162,13 @@ SCHEDULER = mutants(
         "written = len(sequence.token_ids) - 1 if num_written is None",
         "written = len(sequence.token_ids) if num_written is None",
         "a block is shared before its last token is written",
+        "with more than one token a block, the caller's condition hides it; with one, the writing step is on its way",
     ),
     (
         "sequence.num_generated >= sequence.params.min_new_tokens",
         "sequence.num_generated > sequence.params.min_new_tokens",
         "min_new_tokens is one too many",
+        "the device does not sample stop tokens that early, so that none comes at the border",
     ),
     (
         "elif sequence.remaining <= 0 and sequence.pending == 0:",
