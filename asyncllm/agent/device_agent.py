@@ -17,11 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncllm import kernels
-from asyncllm.agent.device_sampler import DeviceSampler, PendingLogprobs
+from asyncllm.agent.device_sampler import DeviceSampler
 from asyncllm.agent.device_tables import DeviceStep, DeviceTables
 from asyncllm.agent.graphs import StepGraphs, bucket_sizes, smallest_for
 from asyncllm.agent.halves import decode_rows, prefill_halves
@@ -29,20 +28,20 @@ from asyncllm.agent.host_pool import MIN_COPIED_TOKENS, BlockTransfers, allocate
 from asyncllm.agent.kv_cache import allocate_pool, host_blocks, pool_blocks
 from asyncllm.agent.mixed_size import MixedSize, mixed_sizes
 from asyncllm.agent.opening import OpenedModel
+from asyncllm.agent.pending_step import PendingStep
 from asyncllm.agent.pooled_hidden import PooledHidden
 from asyncllm.agent.prompt_scores import PromptScores
 from asyncllm.agent.residence import Residence
-from asyncllm.agent.sampler import NOT_FINITE
 from asyncllm.agent.thread_state import own_thread_state
 from asyncllm.agent.transfers import MAX_STEPS_IN_FLIGHT, Transfers
 from asyncllm.agent.upload import upload
 from asyncllm.agent.warm_up import CapturedPart, largest_step, measure_reserve, warm_up_batches, warm_up_mlps
-from asyncllm.batch import Batch, Command, Limits, PrefillRow, StartTimes, StepOutput, SwapPlan
+from asyncllm.batch import Batch, Command, Limits, PrefillRow, StartTimes, SwapPlan
 from asyncllm.config import EngineConfig
 from asyncllm.kernels import PagedKV
 from asyncllm.models.decoder import DecoderLM
 
-__all__ = ["DeviceAgent", "PendingStep"]
+__all__ = ["DeviceAgent"]
 
 _LOOK_AHEAD_BYTES = 16 * 10**9
 """Weights that steps in flight should read: some 4 ms of an H200's memory."""
@@ -61,71 +60,6 @@ OUT_OF_MEMORY = (
     "The device had no memory left to compute or score this prompt, even in parts. Lower max_prefill_token_num or "
     "cache_max_entry_count."
 )
-
-
-class PendingStep:
-    """A launched step. `wait` blocks until its results are on the host; after that `output` reads them."""
-
-    def __init__(self, agent: DeviceAgent, batch: Batch) -> None:
-        self.batch = batch
-        self.slots: NDArray[np.int64] = np.zeros(0, np.int64)
-        """Slots that are sampled from, in batch order."""
-        self.extras: list[PromptScores | PooledHidden] = []
-        """What prefill rows ask for besides a token."""
-        self.logprobs: PendingLogprobs | None = None
-        self.failed: dict[int, str] = {}
-        """Slot -> why it failed, if that was known at launch."""
-        self.index = agent.num_launched
-        """How many steps were launched before this one."""
-        self.launched = False
-        """Whether all of it is launched, so that `wait` comes to an end."""
-        self._agent = agent
-        self._downloaded: list[Tensor] = []
-        """What the download reads: held so that its memory is not lent again before."""
-        self._results: list[Tensor] = []
-        self._arrival: torch.cuda.Event | None = None
-        on_gpu = agent.on_gpu
-        self._began = _timing_event() if on_gpu else None
-        self._ended = _timing_event() if on_gpu else None
-        if self._began is not None:
-            self._began.record()
-
-    def download(self, transfers: Transfers, results: list[Tensor]) -> None:
-        """Bring `results` to the host: [2, R] int32 tokens and flags, then the prefill rows' flags [P]."""
-        self.launched = True
-        if self._ended is not None:
-            self._ended.record()
-        self._downloaded = results
-        self._results, self._arrival = transfers.download(results)
-
-    def wait(self) -> None:
-        """Block this thread, and no other, until the step is over. Raises what the device reports."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-
-    @torch.inference_mode()
-    def output(self) -> StepOutput:
-        """The results, after `wait`. Called once, in the thread that launches steps."""
-        self._agent.num_read += 1
-        batch, sampler = self.batch, self._agent.sampler
-        output = StepOutput(step=batch.step, slots=[], tokens=[])
-        if self._results:
-            sampled, unsound = (results.numpy() for results in self._results)
-            # Rows beyond the batch are padding.
-            tokens, flags = sampled[:, : len(self.slots)]
-            output.slots, output.tokens = self.slots.tolist(), tokens.tolist()
-            output.errors = sampler.errors(self.slots, flags)
-            for row in np.flatnonzero(unsound[: len(batch.prefill)]).tolist():
-                output.errors[batch.prefill[row].slot] = NOT_FINITE
-            sampler.observe(self.slots, tokens)
-            for extra in self.extras:
-                extra.write(output)
-            output.errors |= self.failed
-            if self.logprobs is not None:
-                output.logprobs = self.logprobs.result(output.errors)
-        if self._began is not None and self._ended is not None and self._results:
-            output.elapsed_ms = self._began.elapsed_time(self._ended)
-        return output
 
 
 class DeviceAgent:
@@ -311,7 +245,9 @@ class DeviceAgent:
         if self.blocked or self.num_launched - self.num_read >= MAX_STEPS_IN_FLIGHT:
             raise RuntimeError("no step can be launched before another one has been read")
         with own_thread_state(self._device.type), self._transfers.computing():
-            pending = PendingStep(self, batch)
+            pending = PendingStep(
+                batch, self.sampler, index=self.num_launched, on_gpu=self.on_gpu, on_read=self._count_read
+            )
             try:
                 self._launch(batch, pending)
             except BaseException:
@@ -345,6 +281,9 @@ class DeviceAgent:
             self._launch_decode(batch, pending, self._graphs)
         else:
             self._launch_mixed(batch, pending, self._graphs)
+
+    def _count_read(self) -> None:
+        self.num_read += 1
 
     @property
     def blocked(self) -> bool:
@@ -524,10 +463,6 @@ def _steps_ahead(model: DecoderLM) -> int:
     """
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     return max(2, min(MAX_STEPS_IN_FLIGHT, math.ceil(_LOOK_AHEAD_BYTES / num_bytes)))
-
-
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _prompts(num_tokens: int, longest: int) -> list[int]:

@@ -36,7 +36,7 @@ _Step = tuple[Batch, asyncio.Future[StepOutput]]
 
 
 class LaunchedStep(Protocol):
-    """What a launch gives: `agent.device_agent.PendingStep`, or a fake."""
+    """What a launch gives: `agent.pending_step.PendingStep`, or a fake."""
 
     @property
     def launched(self) -> bool:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from asyncllm.batch import Command, Executor, StepDropped, StepFailed, StepOutput
 from asyncllm.engine.changes import Changes
-from asyncllm.engine.integrity import check_integrity
+from asyncllm.engine.integrity import check_idle
 from asyncllm.engine.queue_bounds import QueueBounds
 from asyncllm.engine.record import RequestRecord
 from asyncllm.engine.scheduler import Scheduler
@@ -277,7 +277,7 @@ class EngineLoop:
             request = self._overdue.popleft()
             if self._cut_short(request, "error"):
                 self._expired += 1
-                self._end(request, _deadline_exceeded(request))
+                self._end(request, request.deadline_exceeded())
 
     def _cut_short(self, request: Request, reason: FinishReason) -> bool:
         """End an open request's sequences and send what they have; False if it is not open, or not any more."""
@@ -301,20 +301,7 @@ class EngineLoop:
         request.delivery.end(error)
 
     def _observe(self, request: Request, *, failed: bool) -> None:
-        sequences, times = request.sequences, request.times
-        unfinished: FinishReason = "error" if failed else "abort"
-        record = RequestRecord(
-            prompt_tokens=len(request.prompt_ids),
-            cached_tokens=request.cached_tokens,
-            generated_tokens=sum(sequence.num_generated for sequence in sequences),
-            longest_answer=max(sequence.num_generated for sequence in sequences),
-            finish_reasons=tuple(sequence.finish_reason or unfinished for sequence in sequences),
-            arrived=times.arrived,
-            queued=times.queued,
-            admitted=times.admitted,
-            prefilled=times.prefilled,
-            ended=time.monotonic(),
-        )
+        record = request.record("error" if failed else "abort")
         for observer in self.observers:
             try:
                 observer(record)
@@ -500,23 +487,10 @@ class EngineLoop:
         Steps that were launched before it was known that all answers have ended may still run, and the blocks that
         they may write are theirs until they have been read. `stats()` counts them.
         """
-        assert not self._open, f"{len(self._open)} requests are open"
-        check_integrity(self.scheduler)
-        assert self.scheduler.num_running == 0, "rows are held"
-        assert self.scheduler.num_waiting == 0, "sequences are waiting"
-        held = self.scheduler.blocks.num_held + self.scheduler.host.blocks.num_held
-        assert held == 0 or self._in_flight, f"{held} blocks are held, and no step is in flight that may write them"
+        check_idle(self.scheduler, len(self._open), num_in_flight=len(self._in_flight))
 
 
 def _retrieve(step: asyncio.Future[StepOutput]) -> None:
     """Take notice of a step's error that nobody waits for, or the event loop would report it."""
     if not step.cancelled():
         step.exception()
-
-
-def _deadline_exceeded(request: Request) -> DeadlineExceeded:
-    first = request.sequences[0]
-    done = f"{first.num_generated} tokens of its answer were there" if first.num_generated else "it had no token yet"
-    return DeadlineExceeded(
-        f"The request's timeout is over: {done}. Allow more time, ask for fewer tokens, or lower its priority value."
-    )

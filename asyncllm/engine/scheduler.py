@@ -181,7 +181,7 @@ class Scheduler:
         """No KV holds any more, on the device or the host: what runs is computed again. No step is in flight."""
         assert not self._flights, "steps in flight write KV"
         for request in {sequence.request: None for sequence in (*self._running, *self.waiting)}:
-            if not self._prompt_is_scored(request):
+            if not request.prompt_is_scored:
                 request.prompt_logprobs.clear()
         for sequence in list(self._running):
             self._preempt(sequence, keep=False)
@@ -262,7 +262,7 @@ class Scheduler:
         known, start = len(sequence.token_ids), sequence.num_computed
         end = start + length
         request = sequence.request
-        wants_logprobs = sequence.index == 0 and not self._prompt_is_scored(request)
+        wants_logprobs = sequence.index == 0 and not request.prompt_is_scored
         row = PrefillRow(
             slot=sequence.slot,
             tokens=sequence.token_ids[start:end],
@@ -419,9 +419,7 @@ class Scheduler:
     def step_dropped(self) -> None:
         """The oldest step in flight was not run, as one before it failed: its rows are computed again."""
         flight = self._next_flight()
-        for sequence in flight.sampled:
-            sequence.pending -= 1
-            sequence.remaining += 1
+        flight.take_back_tokens()
         for sequence in flight.live_rows():
             self._compute_again(sequence)
         self._lose_copies(flight)
@@ -477,11 +475,6 @@ class Scheduler:
             return False
         self.finish(sequence, "length")
         return True
-
-    @staticmethod
-    def _prompt_is_scored(request: Request) -> bool:
-        """Whether all log-probabilities of the prompt that were asked for are there."""
-        return request.prompt_logprobs_asked is None or len(request.prompt_logprobs) >= len(request.prompt_ids) - 1
 
     def _admit_siblings(self, request: Request) -> None:
         """Queue the other answers to the prompt, whose prompt is computed."""

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.agent import device_agent, prompt_scores
-from asyncllm.agent.device_agent import OUT_OF_MEMORY, DeviceAgent, PendingStep, _steps_ahead
+from asyncllm.agent.device_agent import OUT_OF_MEMORY, DeviceAgent, _steps_ahead
 from asyncllm.agent.graphs import smallest_for
+from asyncllm.agent.pending_step import PendingStep
 from asyncllm.agent.transfers import MAX_STEPS_IN_FLIGHT
 from asyncllm.agent.warm_up import warm_up_mlps
 from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart, StepOutput
