@@ -1,4 +1,4 @@
-"""LMDeploy's routes by which the model sleeps and wakes, with the server up all the while."""
+"""LMDeploy's routes by which the model sleeps and wakes, with the server up all the while, and the server ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncllm.server.encode import json_response
 from asyncllm.server.errors import ApiError
 from asyncllm.server.service import service_of
 
-__all__ = ["LEVEL", "TAGS", "Sleeping", "is_sleeping", "sleep", "wakeup"]
+__all__ = ["LEVEL", "TAGS", "Sleeping", "Terminating", "is_sleeping", "sleep", "terminate", "wakeup"]
 
 LEVEL: dict[str, Any] = {"type": "integer", "enum": [1, 2], "default": 1}
 TAGS: dict[str, Any] = {"type": "array", "items": {"enum": ["weights", "kv_cache"]}}
@@ -54,6 +54,23 @@ async def wakeup(request: web.Request) -> web.Response:
     """Take the memory again: everything, or what `tags` name, weights before kv_cache."""
     await service_of(request).engine.wake(_query(request, "tags") or None)
     return _state(request)
+
+
+class Terminating(msgspec.Struct, kw_only=True):
+    """What is left to do before the server ends."""
+
+    running: int
+    """Requests that are let finish, for `drain_timeout` at most."""
+
+
+async def terminate(request: web.Request) -> web.Response:
+    """End the server as SIGTERM does: running answers finish, new requests are refused. A page of another site may not,
+    as a mere link or image asks with GET."""
+    if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+        raise ApiError(403, "A page of another site may not stop the server.", code="cross_site")
+    service = service_of(request)
+    service.stop.set()
+    return json_response(Terminating(running=service.in_work))
 
 
 async def is_sleeping(request: web.Request) -> web.Response:

@@ -37,6 +37,7 @@ def build_app(service: Service, routes: Sequence[Route] = ROUTES) -> web.Applica
         if not isinstance(route.auth, Auth):
             raise ValueError(f"{route.method} {route.path} does not say who may call it.")
         switched_off = route.switch is not None and getattr(service.config, route.switch)
+        switched_off |= route.only_with is not None and not getattr(service.config, route.only_with)
         if not switched_off and (route.auth is not Auth.ADMIN or service.access.has_admin):
             table[app.router.add_route(route.method, route.path, route.handler)] = route
     app[TABLE] = table

@@ -9,7 +9,16 @@ from typing import Any
 from aiohttp import web
 
 from asyncllm.server.access import Auth
-from asyncllm.server.administration import LEVEL, TAGS, Sleeping, is_sleeping, sleep, wakeup
+from asyncllm.server.administration import (
+    LEVEL,
+    TAGS,
+    Sleeping,
+    Terminating,
+    is_sleeping,
+    sleep,
+    terminate,
+    wakeup,
+)
 from asyncllm.server.chat import chat_completions
 from asyncllm.server.completions import completions
 from asyncllm.server.docs import docs
@@ -66,6 +75,8 @@ class Route:
     """Whether it is counted as work. What is not answers at once, also when the server is full or drains."""
     switch: str | None = None
     """The field of ServerConfig that leaves the route out when it is set."""
+    only_with: str | None = None
+    """The one without which it is left out."""
     streams: bool = False
     """Whether `stream: true` turns the answer into events of `stream_type`."""
     stream_type: str = "text/event-stream"
@@ -165,6 +176,19 @@ ROUTES: tuple[Route, ...] = (
         work=False,
     ),
     Route(method="GET", path="/is_sleeping", handler=is_sleeping, auth=Auth.KEY, answer=Sleeping, work=False),
+    # GET is LMDeploy's.
+    *(
+        Route(
+            method=method,
+            path="/terminate",
+            handler=terminate,
+            auth=Auth.KEY,
+            answer=Terminating,
+            work=False,
+            only_with="allow_terminate_by_client",
+        )
+        for method in ("GET", "POST")
+    ),
     Route(
         method="GET",
         path="/metrics",

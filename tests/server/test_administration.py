@@ -118,3 +118,31 @@ async def test_the_document_has_them_with_their_parameters(admin_key_file: str) 
     assert {"400", "401", "503"} <= set(operation["responses"])
     assert document["components"]["securitySchemes"]
     assert {route.path for route in ROUTES if route.query} == {"/sleep", "/wakeup"}
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_a_client_ends_the_server_where_it_may(method: str) -> None:
+    engine = FakeEngine("pong" * 20, delay_per_token=0.002)
+    async with serving(engine, allow_terminate_by_client=True) as served:
+        running = asyncio.create_task(served.post(CHAT, PING))
+        await until(lambda: engine.stats().running)
+        async with served.http.request(method, served.url + "/terminate") as response:
+            assert (response.status, await response.json()) == (200, {"running": 1})
+        status, body = await running
+        assert (status, body["choices"][0]["message"]["content"]) == (200, "pong" * 20)
+        async with asyncio.timeout(5):
+            await served.task
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+async def test_a_page_of_another_site_does_not_end_it(site: str) -> None:
+    async with serving(FakeEngine(), allow_terminate_by_client=True) as served:
+        status, body = await served.get("/terminate", headers={"Sec-Fetch-Site": site})
+        assert (status, body["error"]["code"]) == (403, "cross_site")
+        assert not served.service.stop.is_set()
+
+
+async def test_elsewhere_there_is_no_such_route() -> None:
+    async with serving(FakeEngine()) as served:
+        assert (await served.get("/terminate"))[0] == 404
+        assert not served.service.stop.is_set()
