@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -20,10 +20,13 @@ from asyncllm.types import Pooling
 
 __all__ = [
     "Batch",
+    "Command",
     "Executor",
     "Limits",
     "PrefillRow",
+    "ResidentPart",
     "SamplingParams",
+    "Sleep",
     "SlotStart",
     "StartTimes",
     "StepDropped",
@@ -31,6 +34,8 @@ __all__ = [
     "StepOutput",
     "SwapPlan",
     "TokenLogprobs",
+    "UpdateWeights",
+    "Wake",
 ]
 
 TokenLogprobs = list[tuple[int, float]]
@@ -181,6 +186,35 @@ class StepDropped(Exception):
     """A step was not run, because one that it was built on failed. Its rows can be computed again."""
 
 
+ResidentPart = Literal["weights", "kv_cache"]
+"""What of a model sleeps and wakes by itself. The KV cache comes with all that is made for steps, such as graphs."""
+
+
+class UpdateWeights(msgspec.Struct, frozen=True):
+    """Take these tensors for the model's weights, all of them or none."""
+
+    weights: Mapping[str, Any]
+    """Tensor by its name in a checkpoint. Whoever gives them leaves them alone until the command is carried out."""
+
+
+class Sleep(msgspec.Struct, frozen=True):
+    """Give the device's memory back. KV is lost, on the device and in host memory."""
+
+    level: int
+    """1: weights go to host memory; 2: they are lost."""
+
+
+class Wake(msgspec.Struct, frozen=True):
+    """Take the memory of these parts again; what is there already stays."""
+
+    parts: frozenset[ResidentPart]
+
+
+Command = UpdateWeights | Sleep | Wake
+"""What is asked of a model as a whole, between two steps. No slot and no block keeps its content beyond one that
+succeeds."""
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What the model side found out at start: never written back into the configuration."""
 
@@ -242,6 +276,10 @@ class Executor(Protocol):
         before that was known are built on it, and raise StepDropped. After any other error the executor is dead: every
         later step raises too.
         """
+
+    def carry_out(self, command: Command) -> asyncio.Future[None]:
+        """Carry out a command while no step is in flight; none is submitted before the future is done. When it raises
+        an AsyncLLMError, everything is as it was; after any other error every later call fails, as after a step's."""
 
     async def close(self) -> None:
         """Finish what runs, drop what waits, release threads and memory. Idempotent; from any state."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from asyncllm.engine.async_engine import AsyncEngine
+    from asyncllm.engine.commands import Weights
     from asyncllm.engine.embeddings import EmbeddingInput
     from asyncllm.engine.session import Session
     from asyncllm.engine.stats import EngineStats
@@ -259,6 +260,18 @@ class Pipeline:
 
         logits = self._loop.call(_gather(partial(self._engine.get_logits, **options), _sequences(input_ids)))
         return pad_sequence(logits, batch_first=True)
+
+    def update_weights(self, weights: Weights) -> None:
+        """Replace weights in place, by their names in the checkpoint, as `AsyncEngine.update_weights`."""
+        self._loop.call(self._engine.update_weights(weights))
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the device's memory back until `wake`, as `AsyncEngine.sleep`."""
+        self._loop.call(self._engine.sleep(level))
+
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again, as `AsyncEngine.wake`."""
+        self._loop.call(self._engine.wake(tags))
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine holds and has done."""

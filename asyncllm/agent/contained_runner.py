@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from asyncllm.agent.thread_executor import StepRunner
-from asyncllm.batch import Batch, Limits, StepDropped, StepFailed, StepOutput
+from asyncllm.batch import Batch, Command, Limits, StepDropped, StepFailed, StepOutput
 
-__all__ = ["ContainedRunner", "LostSteps"]
+__all__ = ["BatchRunner", "ContainedRunner", "LostSteps"]
+
+
+class BatchRunner(StepRunner[Batch, StepOutput], Protocol):
+    """What runs the steps of a model in a thread, and commands between them: `ModelAgent`, or a fake."""
+
+    def carry_out(self, command: Command, /) -> None:
+        """Raises an AsyncLLMError if everything is as it was."""
 
 
 class LostSteps:
@@ -32,11 +40,9 @@ class LostSteps:
 
 
 class ContainedRunner:
-    """A StepRunner whose steps raise StepFailed, or StepDropped behind one that did, instead of what went wrong."""
+    """A BatchRunner whose steps raise StepFailed, or StepDropped behind one that did, instead of what went wrong."""
 
-    def __init__(
-        self, runner: StepRunner[Batch, StepOutput], survives: Callable[[Exception], bool] = lambda error: True
-    ) -> None:
+    def __init__(self, runner: BatchRunner, survives: Callable[[Exception], bool] = lambda error: True) -> None:
         """`survives` says whether the runner is as good as before when a step has raised this; else it is passed on."""
         self._runner = runner
         self._survives = survives
@@ -55,3 +61,6 @@ class ContainedRunner:
                 raise
             self._lost.add(batch)
             raise StepFailed(f"Step {batch.step} failed.") from error
+
+    def carry_out(self, command: Command) -> None:
+        self._runner.carry_out(command)

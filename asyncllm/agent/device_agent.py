@@ -4,7 +4,8 @@
     launch(N + 1)  the same, while N runs: it reads N's tokens from the device's tables
     PendingStep N  waits for its download, and becomes a StepOutput
 
-Decode steps are replayed from CUDA graphs; steps with prompt tokens are launched kernel by kernel.
+Decode steps are replayed from CUDA graphs, and so are all layers but the last one of steps with few prompt tokens;
+longer ones are launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -16,30 +17,31 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncllm import kernels
-from asyncllm.agent.device_sampler import DeviceSampler, PendingLogprobs
+from asyncllm.agent.device_sampler import DeviceSampler
 from asyncllm.agent.device_tables import DeviceStep, DeviceTables
-from asyncllm.agent.graphs import DecodeGraphs, bucket_sizes
+from asyncllm.agent.graphs import StepGraphs, bucket_sizes, smallest_for
 from asyncllm.agent.halves import decode_rows, prefill_halves
 from asyncllm.agent.host_pool import MIN_COPIED_TOKENS, BlockTransfers, allocate_host_pool, staging_bytes
 from asyncllm.agent.kv_cache import allocate_pool, host_blocks, pool_blocks
+from asyncllm.agent.mixed_size import MixedSize, mixed_sizes
 from asyncllm.agent.opening import OpenedModel
+from asyncllm.agent.pending_step import PendingStep
 from asyncllm.agent.pooled_hidden import PooledHidden
 from asyncllm.agent.prompt_scores import PromptScores
-from asyncllm.agent.sampler import NOT_FINITE
+from asyncllm.agent.residence import Residence
 from asyncllm.agent.thread_state import own_thread_state
 from asyncllm.agent.transfers import MAX_STEPS_IN_FLIGHT, Transfers
 from asyncllm.agent.upload import upload
-from asyncllm.agent.warm_up import largest_step, measure_reserve, warm_up_batches, warm_up_mlps
-from asyncllm.batch import Batch, Limits, PrefillRow, StartTimes, StepOutput, SwapPlan
+from asyncllm.agent.warm_up import CapturedPart, largest_step, measure_reserve, warm_up_batches, warm_up_mlps
+from asyncllm.batch import Batch, Command, Limits, PrefillRow, StartTimes, SwapPlan
 from asyncllm.config import EngineConfig
 from asyncllm.kernels import PagedKV
 from asyncllm.models.decoder import DecoderLM
 
-__all__ = ["DeviceAgent", "PendingStep"]
+__all__ = ["DeviceAgent"]
 
 _LOOK_AHEAD_BYTES = 16 * 10**9
 """Weights that steps in flight should read: some 4 ms of an H200's memory."""
@@ -51,78 +53,13 @@ _TOKEN_TILE = 128
 _FEW_BLOCKS = 2
 """A pool to measure steps with, before the real one is sized."""
 
-_FORWARD, _SAMPLE = 0, 1
-"""The parts of a captured decode step."""
+_FORWARD, _SAMPLE, _MIXED = "forward", "sample", "mixed"
+"""Captured parts: the two of a decode step, and what is captured of a step that has prompt tokens."""
 
 OUT_OF_MEMORY = (
     "The device had no memory left to compute or score this prompt, even in parts. Lower max_prefill_token_num or "
     "cache_max_entry_count."
 )
-
-
-class PendingStep:
-    """A launched step. `wait` blocks until its results are on the host; after that `output` reads them."""
-
-    def __init__(self, agent: DeviceAgent, batch: Batch) -> None:
-        self.batch = batch
-        self.slots: NDArray[np.int64] = np.zeros(0, np.int64)
-        """Slots that are sampled from, in batch order."""
-        self.extras: list[PromptScores | PooledHidden] = []
-        """What prefill rows ask for besides a token."""
-        self.logprobs: PendingLogprobs | None = None
-        self.failed: dict[int, str] = {}
-        """Slot -> why it failed, if that was known at launch."""
-        self.index = agent.num_launched
-        """How many steps were launched before this one."""
-        self.launched = False
-        """Whether all of it is launched, so that `wait` comes to an end."""
-        self._agent = agent
-        self._downloaded: list[Tensor] = []
-        """What the download reads: held so that its memory is not lent again before."""
-        self._results: list[Tensor] = []
-        self._arrival: torch.cuda.Event | None = None
-        on_gpu = agent.on_gpu
-        self._began = _timing_event() if on_gpu else None
-        self._ended = _timing_event() if on_gpu else None
-        if self._began is not None:
-            self._began.record()
-
-    def download(self, transfers: Transfers, results: list[Tensor]) -> None:
-        """Bring `results` to the host: [2, R] int32 tokens and flags, then the prefill rows' flags [P]."""
-        self.launched = True
-        if self._ended is not None:
-            self._ended.record()
-        self._downloaded = results
-        self._results, self._arrival = transfers.download(results)
-
-    def wait(self) -> None:
-        """Block this thread, and no other, until the step is over. Raises what the device reports."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-
-    @torch.inference_mode()
-    def output(self) -> StepOutput:
-        """The results, after `wait`. Called once, in the thread that launches steps."""
-        self._agent.num_read += 1
-        batch, sampler = self.batch, self._agent.sampler
-        output = StepOutput(step=batch.step, slots=[], tokens=[])
-        if self._results:
-            sampled, unsound = (results.numpy() for results in self._results)
-            # Rows beyond the batch are padding.
-            tokens, flags = sampled[:, : len(self.slots)]
-            output.slots, output.tokens = self.slots.tolist(), tokens.tolist()
-            output.errors = sampler.errors(self.slots, flags)
-            for row in np.flatnonzero(unsound).tolist():
-                output.errors[batch.prefill[row].slot] = NOT_FINITE
-            sampler.observe(self.slots, tokens)
-            for extra in self.extras:
-                extra.write(output)
-            output.errors |= self.failed
-            if self.logprobs is not None:
-                output.logprobs = self.logprobs.result(output.errors)
-        if self._began is not None and self._ended is not None and self._results:
-            output.elapsed_ms = self._began.elapsed_time(self._ended)
-        return output
 
 
 class DeviceAgent:
@@ -153,11 +90,16 @@ class DeviceAgent:
         """The step whose sampling waits until all before it are read, and what launches it."""
         self.num_launched = 0
         self.num_read = 0
-        sizes = bucket_sizes(config.max_batch_size)
+        self._decode_sizes = bucket_sizes(config.max_batch_size)
+        self._mixed_sizes: list[MixedSize] = []
+        if self.model.config.num_layers > 1 and not config.batch_invariant:
+            self._mixed_sizes = mixed_sizes(config.max_batch_size, config.prefill_budget)
+        self._block_size = config.tokens_per_block
+        self._residence = Residence(opened)
         # A whole batch may end while the next one, in other slots, is in flight already.
         num_slots = 2 * config.max_batch_size
         with torch.inference_mode(), self._transfers.computing():
-            self._allocate_state(config, opened, num_slots, max_rows=max(sizes[-1], config.max_batch_size))
+            self._allocate_state(config, opened, num_slots, max_rows=max(self._decode_sizes[-1], config.max_batch_size))
             model_config, dtype = self.model.config, opened.dtype
             num_blocks = pool_blocks(
                 config,
@@ -165,16 +107,13 @@ class DeviceAgent:
                 max_position=opened.max_position,
                 dtype=dtype,
                 device=self._device,
-                reserve=self._measure(config, opened, sizes) + staging_bytes(config, model_config, dtype),
+                reserve=self._measure(config, opened) + staging_bytes(config, model_config, dtype),
             )
-            self._allocate_pool(opened, num_blocks, config.tokens_per_block)
-            num_host_blocks = host_blocks(config, model_config, num_blocks, dtype=dtype)
-            self._swaps: BlockTransfers | None = None
-            if num_host_blocks:
-                host_pool = allocate_host_pool(model_config, num_host_blocks, config.tokens_per_block, dtype)
-                self._swaps = BlockTransfers(self._pool, host_pool)
+            self._num_blocks = num_blocks
+            self._num_host_blocks = num_host_blocks = host_blocks(config, model_config, num_blocks, dtype=dtype)
+            self._allocate_pools()
             times.lap("pool")
-            self._graphs = self._capture(sizes)
+            self._graphs = self._capture()
             if self.on_gpu:
                 warm_up_mlps(self.model, config.prefill_budget + config.max_batch_size)
         self.limits: Limits = opened.limits(
@@ -201,6 +140,7 @@ class DeviceAgent:
             rope_lens=self.model.config.dynamic_rope,
             batch_invariant=config.batch_invariant,
             device=self._device,
+            mixed=self._mixed_sizes,
         )
         vocab_size = self.model.config.vocab_size
         self.sampler = DeviceSampler(num_slots, vocab_size, self._device)
@@ -214,17 +154,50 @@ class DeviceAgent:
             torch.zeros(1, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
         )
         self._logits = torch.zeros(max_rows, vocab_size, dtype=logits.dtype, device=self._device)
+        most = max((size.tokens for size in self._mixed_sizes), default=0)
+        self._residual = torch.zeros(most, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
 
-    def _allocate_pool(self, opened: OpenedModel, num_blocks: int, block_size: int) -> None:
+    def _allocate_pool(self, num_blocks: int) -> None:
         """The KV pool, and what attention sees of it: one cache per layer."""
-        self._pool = allocate_pool(self.model.config, num_blocks, block_size, opened.dtype, self._device)
+        self._pool = allocate_pool(self.model.config, num_blocks, self._block_size, self._dtype, self._device)
         self._caches = [PagedKV.over(pages) for pages in self._pool]
 
-    def _measure(self, config: EngineConfig, opened: OpenedModel, sizes: list[int]) -> int:
+    def _allocate_pools(self) -> None:
+        """The whole KV pool, the host's if there is one, and the way between them."""
+        self._allocate_pool(self._num_blocks)
+        self._swaps: BlockTransfers | None = None
+        if self._num_host_blocks:
+            host = allocate_host_pool(self.model.config, self._num_host_blocks, self._block_size, self._dtype)
+            self._swaps = BlockTransfers(self._pool, host)
+
+    def take_cache(self) -> None:
+        """Allocate the KV pools again and capture the graphs, which hold addresses. The kernels are compiled already.
+
+        Raises ModelError or torch.OutOfMemoryError, and holds nothing then.
+        """
+        try:
+            with own_thread_state(self._device.type), self._transfers.computing():
+                self._allocate_pools()
+                self._graphs = self._capture()
+        except BaseException:
+            self.release_cache()
+            raise
+
+    def release_cache(self) -> None:
+        """Give KV pools and graphs back. Slots that were started before are not to be used any more."""
+        self._graphs = self._swaps = None
+        self._pool, self._caches = torch.empty(0), []
+
+    def carry_out(self, command: Command) -> None:
+        """See `Residence.carry_out`. No step is in flight; any one thread may call it."""
+        with self._transfers.computing():
+            self._residence.carry_out(command, self)
+
+    def _measure(self, config: EngineConfig, opened: OpenedModel) -> int:
         """Bytes that steps take beside weights and KV, found out with a pool of a few blocks."""
         if self._transfers.stream is None:
             return 0
-        self._allocate_pool(opened, _FEW_BLOCKS, config.tokens_per_block)
+        self._allocate_pool(_FEW_BLOCKS)
         step = largest_step(
             config.max_batch_size,
             _prompts(config.prefill_budget, opened.max_position),
@@ -233,17 +206,26 @@ class DeviceAgent:
             rope_lens=self.model.config.dynamic_rope,
             batch_invariant=config.batch_invariant,
         )
-        parts = [self._decode_logits, self._decode_tokens]
-        reserve = measure_reserve(self.model, step, self._caches, sizes, parts, self._transfers.stream)
+        reserve = measure_reserve(self.model, step, self._caches, self._captured_parts(), self._transfers.stream)
         del self._pool, self._caches
         torch.cuda.empty_cache()
         return reserve
 
-    def _capture(self, sizes: list[int]) -> DecodeGraphs | None:
-        """Decode steps of the whole pool as graphs; None where there are no graphs."""
+    def _captured_parts(self) -> list[CapturedPart]:
+        """What becomes graphs, of which sizes."""
+        return [
+            CapturedPart(_MIXED, self._mixed_residual, self._mixed_sizes, self._tables.empty_mixed),
+            CapturedPart(_FORWARD, self._decode_logits, self._decode_sizes),
+            CapturedPart(_SAMPLE, self._decode_tokens, self._decode_sizes),
+        ]
+
+    def _capture(self) -> StepGraphs | None:
+        """Parts of steps over the whole pool as graphs; None where there are no graphs."""
         if self._transfers.stream is None:
             return None
-        graphs = DecodeGraphs(sizes, [self._decode_logits, self._decode_tokens], self._transfers.stream)
+        graphs = StepGraphs(self._transfers.stream)
+        for part in self._captured_parts():
+            part.capture(graphs, part.sizes)
         self._transfers.stream.synchronize()
         return graphs
 
@@ -263,7 +245,9 @@ class DeviceAgent:
         if self.blocked or self.num_launched - self.num_read >= MAX_STEPS_IN_FLIGHT:
             raise RuntimeError("no step can be launched before another one has been read")
         with own_thread_state(self._device.type), self._transfers.computing():
-            pending = PendingStep(self, batch)
+            pending = PendingStep(
+                batch, self.sampler, index=self.num_launched, on_gpu=self.on_gpu, on_read=self._count_read
+            )
             try:
                 self._launch(batch, pending)
             except BaseException:
@@ -293,10 +277,13 @@ class DeviceAgent:
         if self._swaps is not None:
             self._swaps.launch(batch.swaps)
         self.sampler.upload()
-        if self._graphs is not None and self._tables.fits(batch, self._graphs.largest):
+        if self._graphs is not None and self._tables.fits(batch, self._decode_sizes[-1]):
             self._launch_decode(batch, pending, self._graphs)
         else:
-            self._launch_eagerly(batch, pending)
+            self._launch_mixed(batch, pending, self._graphs)
+
+    def _count_read(self) -> None:
+        self.num_read += 1
 
     @property
     def blocked(self) -> bool:
@@ -327,11 +314,11 @@ class DeviceAgent:
         else:
             sample()
 
-    def _launch_decode(self, batch: Batch, pending: PendingStep, graphs: DecodeGraphs) -> None:
+    def _launch_decode(self, batch: Batch, pending: PendingStep, graphs: StepGraphs) -> None:
         """A step of decode rows alone, out of the graphs."""
         num_rows = len(batch.decode)
         pending.slots = self._tables.advance_decode(batch)
-        size = graphs.size_for(num_rows)
+        size = smallest_for(num_rows, self._decode_sizes)
         positions = self._tables.decode_drawn(num_rows)
         graphs.replay(_FORWARD, size)
 
@@ -370,8 +357,13 @@ class DeviceAgent:
         results = self._results[: 2 * num_rows].view(2, num_rows)
         kernels.record_tokens(tokens, flags, slots, self._tables.last_tokens, results)
 
-    def _launch_eagerly(self, batch: Batch, pending: PendingStep) -> None:
-        """Any step, kernel by kernel."""
+    def _mixed_residual(self, size: MixedSize) -> None:
+        """Captured: all layers but the last one of a step with prompt tokens."""
+        inputs = self._tables.mixed_inputs(size)
+        self.model.before_last(inputs, self._caches, self._residual[: size.tokens])
+
+    def _launch_mixed(self, batch: Batch, pending: PendingStep, graphs: StepGraphs | None) -> None:
+        """Any step, with what can be of it out of the graphs."""
         if batch.copies:
             pairs = upload(np.array(batch.copies, np.int64), self._device)
             kernels.copy_blocks(self._pool, pairs[:, 0], pairs[:, 1])
@@ -379,19 +371,22 @@ class DeviceAgent:
             self._tables.flush()
             pending.download(self._transfers, [])
             return
-        step = self._tables.advance(batch)
+        whole = any(row.scored for row in batch.prefill) or PooledHidden.reads_all(batch)
+        whole = whole or self.model.config.num_layers < 2
+        step = self._tables.advance(batch, captured=graphs is not None and not whole)
         rows = step.arrays.rows
         pending.slots = rows.slots
-        scored = [(row, first) for row, first in zip(batch.prefill, rows.prefill_starts, strict=True) if row.scored]
-        if scored or PooledHidden.reads_all(batch) or self.model.config.num_layers < 2:
+        if step.size is not None and graphs is not None:
+            graphs.replay(_MIXED, step.size)
+        if whole:
             step.sampled = None
         hidden, stream = self._forward(step, pending)
         unsound = self._no_flags
         if batch.prefill:
             # A chunk that nothing is sampled from is looked at too: its blocks may not enter the prefix cache.
             unsound = kernels.segments_finite(stream, step.prefill_offsets)
-        for row, first in scored:
-            if row.slot not in pending.failed:
+        for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
+            if row.scored and row.slot not in pending.failed:
                 score = partial(PromptScores, row, stream[first : first + len(row.tokens)], self.model.logits)
                 self._launch_extra(pending, [row], score)
         pooled = [row for row in batch.prefill if row.pooling is not None]
@@ -434,7 +429,11 @@ class DeviceAgent:
         """
         try:
             if step.sampled is not None:
-                return self.model.sampled_hidden(step.inputs, self._caches, step.sampled)
+                if step.size is None:
+                    residual = self.model.before_last(step.inputs, self._caches)
+                else:
+                    residual = self._residual[: step.size.tokens]
+                return self.model.last_hidden(residual, step.inputs, self._caches, step.sampled), residual
             hidden: Tensor = self.model(step.inputs, self._caches)
             return kernels.gather_rows(hidden, step.indices), hidden
         except torch.OutOfMemoryError:
@@ -446,7 +445,7 @@ class DeviceAgent:
         shape = (len(step.arrays.positions), config.hidden_size)
         hidden = torch.full(shape, torch.nan, dtype=self._dtype, device=self._device)
         if num_decode:
-            hidden[:num_decode] = self.model(decode_rows(step.inputs), self._caches)
+            hidden[:num_decode] = self.model(decode_rows(step.inputs, num_decode), self._caches)
         try:
             for tokens, inputs in prefill_halves(step.arrays, step.inputs):
                 hidden[tokens] = self.model(inputs, self._caches)
@@ -464,10 +463,6 @@ def _steps_ahead(model: DecoderLM) -> int:
     """
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     return max(2, min(MAX_STEPS_IN_FLIGHT, math.ceil(_LOOK_AHEAD_BYTES / num_bytes)))
-
-
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _prompts(num_tokens: int, longest: int) -> list[int]:

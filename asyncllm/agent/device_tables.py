@@ -6,6 +6,7 @@ positions and new blocks; what a step with prompt tokens needs besides goes up i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,20 +16,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncllm import kernels
+from asyncllm.agent.mixed_size import MixedSize, empty_step, padded
 from asyncllm.agent.slots import SlotArrays, StepArrays
-from asyncllm.agent.upload import offsets, upload_together
+from asyncllm.agent.upload import offsets, upload_together, views
 from asyncllm.batch import Batch, SlotStart
 from asyncllm.kernels import DecodeInputs
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
 __all__ = ["DeviceStep", "DeviceTables"]
 
+_MORE_BYTES = 2**16
+"""Room of a step of fixed size for what only goes up with it: 16 bytes for a sampled row, 12 for a new block."""
+
 
 @dataclass(slots=True)
 class DeviceStep:
-    """A step that is launched kernel by kernel: its tensors on the device, and the host's account of them."""
+    """A step that is not one of decode rows alone: its tensors on the device, and the host's account of them."""
 
     arrays: StepArrays
+    size: MixedSize | None
+    """Where `inputs` is laid out for a captured part; None when all of it is launched kernel by kernel."""
     inputs: StepInputs
     slots: Tensor
     """[R] int32: the rows that are sampled from."""
@@ -40,7 +47,7 @@ class DeviceStep:
     """What the last layer goes on with: those R + L tokens; None when that is all tokens. There is at least one row,
     whose result nobody reads when none is wanted."""
     prefill_offsets: Tensor
-    """[P + 1] int32: where the tokens of each prefill row begin and end."""
+    """[P + 1] int32: where the tokens of each prefill row begin and end; rows of padding may follow."""
 
 
 class DeviceTables:
@@ -56,8 +63,10 @@ class DeviceTables:
         rope_lens: bool,
         batch_invariant: bool,
         device: torch.device,
+        mixed: Sequence[MixedSize] = (),
     ) -> None:
-        """`max_rows`: most rows of a decode step in fixed tensors, padding included."""
+        """`max_rows`: most rows of a decode step in fixed tensors, padding included. `mixed`: sizes that other steps
+        may be laid out in, from small to large."""
         self._slots = SlotArrays(num_slots, max_position, block_size)
         self._block_size = block_size
         self._rope_lens = rope_lens
@@ -79,6 +88,15 @@ class DeviceTables:
         self.decode_slots, self.decode_positions, self._decode_prompt_lens = fixed
         """[max_rows] int32 each; -1 is the slot of a padding row."""
         self._decode_inputs = DecodeInputs.zeros(max_rows, self._width, device)
+
+        self._mixed_sizes = mixed
+        self._mixed_bytes = torch.zeros(0, dtype=torch.uint8, device=device)
+        """Where a step of fixed size is brought up to, and what only goes up with it. A size has its own division."""
+        if mixed:
+            num_bytes = offsets(_laid_out(empty_step(), mixed[-1]))[-1] + _MORE_BYTES
+            self._mixed_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            self._mixed_tokens = torch.zeros(mixed[-1].tokens, dtype=torch.int64, device=device)
+            self._mixed_tables = torch.zeros(mixed[-1].rows, self._width, dtype=torch.int32, device=device)
 
     def start(self, start: SlotStart) -> None:
         """Give the slot to a new sequence."""
@@ -137,71 +155,87 @@ class DeviceTables:
             batch_invariant=self._batch_invariant,
         )
 
-    def advance(self, batch: Batch) -> DeviceStep:
-        """Bring any step with at least one row to the device."""
+    def advance(self, batch: Batch, *, captured: bool = False) -> DeviceStep:
+        """Bring any step with at least one row to the device.
+
+        `captured`: to the fixed tensors of `mixed_inputs`, if the step has prompt tokens and one of the sizes holds it.
+        """
         arrays = self._slots.advance(batch)
-        num_decode, rows = arrays.num_decode, arrays.rows
-        ends = arrays.offsets
-        if ends is None:
-            ends = np.arange(len(arrays.row_slots) + 1)
-        everything: list[NDArray[Any]] = [
-            arrays.row_slots.astype(np.int32),
-            ends.astype(np.int32),
-            arrays.known,
-            arrays.positions,
-            arrays.slot_mapping,
-            arrays.kv_lens.astype(np.int32),
+        rows = arrays.rows
+        wanted: list[NDArray[Any]] = [
             np.concatenate([rows.slots, arrays.row_slots[rows.last]]).astype(np.int32),
             np.concatenate([rows.positions, arrays.kv_lens[rows.last]]).astype(np.int32),
-            np.arange(num_decode) if rows.indices is None else rows.indices,
-            arrays.prompt_lens,
-            *self._take_updates(),
+            np.arange(arrays.num_decode) if rows.indices is None else rows.indices,
         ]
-        (
-            row_slots,
-            q_offsets,
-            known,
-            positions,
-            slot_mapping,
-            kv_lens,
-            wanted_slots,
-            wanted_lens,
-            indices,
-            prompt_lens,
-            *updates,
-        ) = upload_together(everything, self._device)
-        self._apply(*updates)
-        input_ids = torch.empty_like(positions)
-        if num_decode:
-            torch.index_select(self.last_tokens, 0, row_slots[:num_decode], out=input_ids[:num_decode])
-        input_ids[num_decode:] = known
-        inputs = StepInputs(
+        if not len(wanted[0]):
+            first = arrays.positions[:1]
+            wanted = [arrays.row_slots[:1].astype(np.int32), (first + 1).astype(np.int32), np.zeros(1, np.int64)]
+        own = [*wanted, *self._take_updates()]
+        size = self._size_for(arrays, own) if captured else None
+        everything = [*_laid_out(arrays, size), *own]
+        into = None if size is None else self._mixed_bytes
+        *shared, slots, lens, indices, entries, ids = upload_together(everything, self._device, into)
+        self._apply(entries, ids)
+        inputs = self._inputs_of(shared, arrays, size)
+        return DeviceStep(
+            arrays=arrays,
+            size=size,
+            inputs=inputs,
+            slots=slots[: len(rows.slots)],
+            positions=lens[: len(rows.slots)],
+            indices=indices,
+            sampled=None if rows.indices is None else self._sampled_rows(indices, slots, lens),
+            prefill_offsets=inputs.q_offsets[inputs.num_decode :],
+        )
+
+    def _size_for(self, arrays: StepArrays, own: list[NDArray[Any]]) -> MixedSize | None:
+        """The smallest size that holds a step, which brings `own` up as well; None if there is none."""
+        if arrays.offsets is None or offsets(own)[-1] > _MORE_BYTES:
+            return None
+        return next((size for size in self._mixed_sizes if size.holds(arrays)), None)
+
+    def empty_mixed(self, size: MixedSize) -> None:
+        """Make the fixed tensors a step of padding alone, so that what reads them may be launched."""
+        upload_together(_laid_out(empty_step(), size), self._device, self._mixed_bytes)
+
+    def mixed_inputs(self, size: MixedSize) -> StepInputs:
+        """The step that was brought up last, in this size; made of device state alone, so that it can be captured.
+
+        Launches what gathers it.
+        """
+        shared = views(_laid_out(empty_step(), size), self._mixed_bytes)
+        inputs = self._inputs_of(shared, empty_step(), size)
+        row_slots, _, ids, *_ = shared
+        self._gather(ids, row_slots, inputs.input_ids, inputs.block_tables)
+        return inputs
+
+    def _inputs_of(self, shared: Sequence[Tensor], arrays: StepArrays, size: MixedSize | None) -> StepInputs:
+        """The inputs of a step, which is on the device as `_laid_out`. Those of fixed size are gathered later."""
+        row_slots, q_offsets, ids, positions, slot_mapping, kv_lens, prompt_lens = shared
+        if size is None:
+            input_ids = torch.empty_like(ids)
+            block_tables = self.block_tables.new_empty(len(row_slots), self._width)
+            self._gather(ids, row_slots, input_ids, block_tables)
+        else:
+            input_ids, block_tables = self._mixed_tokens[: size.tokens], self._mixed_tables[: size.rows]
+        return StepInputs(
             input_ids=input_ids,
             positions=positions,
             slot_mapping=slot_mapping,
-            num_decode=num_decode,
+            num_decode=arrays.num_decode if size is None else size.decode_rows,
             q_offsets=q_offsets,
             kv_lens=kv_lens,
-            block_tables=self.block_tables.index_select(0, row_slots),
-            max_q_len=arrays.max_q_len,
+            block_tables=block_tables,
+            max_q_len=arrays.max_q_len if size is None else size.tokens,
             rope_lens=prompt_lens if self._rope_lens else None,
             batch_invariant=self._batch_invariant,
         )
-        sampled = None
-        if rows.indices is not None:
-            if len(rows.indices):
-                sampled = self._sampled_rows(indices, wanted_slots, wanted_lens)
-            else:
-                sampled = self._sampled_rows(indices.new_zeros(1), row_slots[:1], positions[:1].int() + 1)
-        return DeviceStep(
-            arrays=arrays,
-            inputs=inputs,
-            slots=wanted_slots[: len(rows.slots)],
-            positions=wanted_lens[: len(rows.slots)],
-            indices=indices,
-            sampled=sampled,
-            prefill_offsets=q_offsets[num_decode:],
-        )
+
+    def _gather(self, ids: Tensor, row_slots: Tensor, input_ids: Tensor, block_tables: Tensor) -> None:
+        """Fill the last two from the state of the slots; an id of ~slot is that slot's latest token."""
+        latest = self.last_tokens.index_select(0, ids.bitwise_not().clamp_(min=0))
+        torch.where(ids < 0, latest, ids, out=input_ids)
+        torch.index_select(self.block_tables, 0, row_slots, out=block_tables)
 
     def _sampled_rows(self, indices: Tensor, slots: Tensor, kv_lens: Tensor) -> SampledRows:
         """The step's tokens at `indices` [R], of `slots` [R] int32, as rows that see `kv_lens` [R] int32 tokens."""
@@ -240,3 +274,21 @@ class DeviceTables:
     def _apply(self, entries: Tensor, ids: Tensor) -> None:
         if len(entries):
             self.block_tables.view(-1).index_copy_(0, entries, ids)
+
+
+def _laid_out(arrays: StepArrays, size: MixedSize | None) -> list[NDArray[Any]]:
+    """What `_inputs_of` reads of a step: slots of its rows, where their tokens begin, ids (~slot for the latest token
+    of a slot), positions, places in the cache, lengths of the rows, and of the prompts of all tokens."""
+    latest = ~arrays.row_slots[: arrays.num_decode]
+    if size is not None:
+        arrays = padded(arrays, size)
+    ends = np.arange(len(arrays.row_slots) + 1) if arrays.offsets is None else arrays.offsets
+    return [
+        arrays.row_slots.astype(np.int32),
+        ends.astype(np.int32),
+        np.concatenate([latest, arrays.known]),
+        arrays.positions,
+        arrays.slot_mapping,
+        arrays.kv_lens.astype(np.int32),
+        arrays.prompt_lens,
+    ]

@@ -6,16 +6,15 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
-from asyncllm.agent.contained_runner import ContainedRunner
+from asyncllm.agent.contained_runner import BatchRunner, ContainedRunner
 from asyncllm.agent.context import context_meanwhile
 from asyncllm.agent.stream_executor import StepLauncher, StreamExecutor
-from asyncllm.agent.thread_executor import StepRunner
-from asyncllm.batch import Batch, Executor, StartTimes, StepOutput
+from asyncllm.batch import Executor, StartTimes
 from asyncllm.config import EngineConfig
 
 __all__ = ["Agent", "open_executor"]
 
-Agent = StepRunner[Batch, StepOutput] | StepLauncher
+Agent = BatchRunner | StepLauncher
 """What runs the steps, or launches them."""
 
 

@@ -15,11 +15,11 @@ from asyncllm.layers.step_inputs import StepInputs
 __all__ = ["decode_rows", "prefill_halves"]
 
 
-def decode_rows(inputs: StepInputs) -> StepInputs:
-    """The decode rows of a step alone."""
-    count = inputs.num_decode
+def decode_rows(inputs: StepInputs, count: int) -> StepInputs:
+    """The decode rows of a step alone, the first `count` rows."""
     return dataclasses.replace(
         inputs,
+        num_decode=count,
         input_ids=inputs.input_ids[:count],
         positions=inputs.positions[:count],
         slot_mapping=inputs.slot_mapping[:count],
@@ -60,7 +60,7 @@ def prefill_halves(arrays: StepArrays, inputs: StepInputs) -> Iterator[tuple[Ten
                 num_decode=0,
                 q_offsets=torch.from_numpy(offsets).to(device),
                 kv_lens=torch.from_numpy(lens[rows].astype(np.int32)).to(device),
-                block_tables=inputs.block_tables[torch.from_numpy(rows + first_row).to(device)],
+                block_tables=inputs.block_tables[torch.from_numpy(rows + inputs.num_decode).to(device)],
                 max_q_len=int(lengths.max()),
                 rope_lens=None if inputs.rope_lens is None else inputs.rope_lens[tokens],
                 attention_plans={},

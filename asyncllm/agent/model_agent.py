@@ -14,8 +14,9 @@ from asyncllm.agent.kv_cache import allocate_pool, host_blocks, pool_blocks
 from asyncllm.agent.opening import OpenedModel
 from asyncllm.agent.pooled_hidden import PooledHidden
 from asyncllm.agent.prompt_scores import PromptScores
+from asyncllm.agent.residence import Residence
 from asyncllm.agent.sampler import NOT_FINITE, Sampler
-from asyncllm.batch import Batch, StartTimes, StepOutput
+from asyncllm.batch import Batch, Command, StartTimes, StepOutput
 from asyncllm.config import EngineConfig
 from asyncllm.errors import UnsupportedFeature
 from asyncllm.kernels import PagedKV, copy_blocks
@@ -55,17 +56,33 @@ class ModelAgent:
         # A whole batch may end while the next one, in other slots, is in flight already.
         num_slots = 2 * config.max_batch_size
         self.model = model
-        self._pool = allocate_pool(model.config, num_blocks, block_size, dtype, device)
-        self._host_pool = allocate_host_pool(model.config, num_host_blocks, block_size, dtype)
-        self._caches = [PagedKV.over(pages) for pages in self._pool]
+        self._dtype, self._device = dtype, device
+        self._num_blocks, self._num_host_blocks, self._block_size = num_blocks, num_host_blocks, block_size
+        self._residence = Residence(opened)
+        self.take_cache()
         self._tables = SlotTables(num_slots, max_position, block_size, device, rope_lens=model.config.dynamic_rope)
         self._sampler = Sampler(num_slots, model.config.vocab_size, device)
         self._not_finite: set[int] = set()
-        self._device = device
         times.lap("pool")
         self.limits = opened.limits(
             num_blocks, block_size, num_slots, num_host_blocks=num_host_blocks, start_seconds=times.seconds
         )
+
+    def take_cache(self) -> None:
+        """Allocate the KV pools. Raises ModelError when the memory is not there."""
+        config = self.model.config
+        self._pool = allocate_pool(config, self._num_blocks, self._block_size, self._dtype, self._device)
+        self._host_pool = allocate_host_pool(config, self._num_host_blocks, self._block_size, self._dtype)
+        self._caches = [PagedKV.over(pages) for pages in self._pool]
+
+    def release_cache(self) -> None:
+        """Give the KV pools back. Slots that were started before are not to be used any more."""
+        self._pool = self._host_pool = torch.empty(0)
+        self._caches = []
+
+    def carry_out(self, command: Command) -> None:
+        """See `Residence.carry_out`."""
+        self._residence.carry_out(command, self)
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> StepOutput:

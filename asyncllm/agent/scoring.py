@@ -11,5 +11,5 @@ __all__ = ["concatenate"]
 
 
 def concatenate(chunks: Sequence[Tensor]) -> Tensor:
-    """Logits [chunk, vocab] of consecutive chunks as one tensor [tokens, vocab]."""
-    return torch.cat(list(chunks))
+    """Logits [chunk, vocab] of consecutive chunks, tensors or lists, as one tensor [tokens, vocab]."""
+    return torch.cat([torch.as_tensor(chunk) for chunk in chunks])

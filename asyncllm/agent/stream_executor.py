@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from asyncllm.agent.contained_runner import LostSteps
+from asyncllm.agent.contained_runner import BatchRunner, LostSteps
 from asyncllm.agent.thread_executor import (
     StepRunner,
     ThreadExecutor,
@@ -26,8 +26,8 @@ from asyncllm.agent.thread_executor import (
     set_result,
     set_seen_exception,
 )
-from asyncllm.batch import Batch, Limits, StepDropped, StepFailed, StepOutput
-from asyncllm.errors import EngineClosed
+from asyncllm.batch import Batch, Command, Limits, StepDropped, StepFailed, StepOutput
+from asyncllm.errors import AsyncLLMError, EngineClosed
 
 __all__ = ["LaunchedStep", "StepLauncher", "StreamExecutor"]
 
@@ -36,7 +36,7 @@ _Step = tuple[Batch, asyncio.Future[StepOutput]]
 
 
 class LaunchedStep(Protocol):
-    """What a launch gives: `agent.device_agent.PendingStep`, or a fake."""
+    """What a launch gives: `agent.pending_step.PendingStep`, or a fake."""
 
     @property
     def launched(self) -> bool:
@@ -51,8 +51,8 @@ class LaunchedStep(Protocol):
 
 @runtime_checkable
 class StepLauncher(Protocol):
-    """What a `StreamExecutor` drives: `DeviceAgent`, or a fake. Apart from being made, it is used in the loop's thread
-    alone."""
+    """What a `StreamExecutor` drives: `DeviceAgent`, or a fake. It is used in the loop's thread, but made in the other
+    one, which also carries out commands, while no step is in flight."""
 
     @property
     def limits(self) -> Limits: ...
@@ -62,6 +62,9 @@ class StepLauncher(Protocol):
         """Whether `launch` must wait for `resume`."""
 
     def launch(self, batch: Batch, /) -> LaunchedStep: ...
+
+    def carry_out(self, command: Command, /) -> None:
+        """Raises an AsyncLLMError if everything is as it was."""
 
     def resume(self) -> LaunchedStep | None:
         """Complete the launch of a step that could not go on before; None if there is none, or it still cannot."""
@@ -79,7 +82,7 @@ class StreamExecutor:
 
     def __init__(
         self,
-        load: Callable[[], StepRunner[Batch, StepOutput] | StepLauncher],
+        load: Callable[[], BatchRunner | StepLauncher],
         *,
         release: Callable[[], None] | None = None,
     ) -> None:
@@ -130,6 +133,22 @@ class StreamExecutor:
         self._held.append((batch, future))
         self._launch()
         return future
+
+    def carry_out(self, command: Command) -> asyncio.Future[None]:
+        """Carry out a command in the thread, as it takes seconds. Nothing is in flight, nor submitted before its end.
+
+        Raises EngineClosed unless started and not closed.
+        """
+        if self._loop is None or not self._running:
+            raise EngineClosed("This executor is not running: it was closed, or never started.")
+        if self._launches and self._loaded.launcher is None:
+            future: asyncio.Future[None] = self._loop.create_future()
+            set_seen_exception(future, dead(self._launch_error))
+            return future
+        carried_out = self._thread.call(partial(_carry_out, self._loaded.launcher, command))
+        if self._launches:
+            carried_out.add_done_callback(self._look_at)
+        return carried_out
 
     async def close(self) -> None:
         """Let the launched steps finish, drop the others, end the thread, release the memory. Any number of times."""
@@ -222,13 +241,19 @@ class StreamExecutor:
     def _survives(self, error: BaseException) -> bool:
         return self._loaded.launcher is not None and self._loaded.launcher.survives(error)
 
-    def _die(self, future: asyncio.Future[StepOutput], error: BaseException) -> None:
-        """No step is launched after this."""
+    def _die(self, future: asyncio.Future[Any], error: BaseException) -> None:
+        """No step is launched after this, be it a step's error or that of a command that failed halfway."""
         set_exception(future, error)
         if self._launch_error is None:
             self._launch_error = error
             self._loaded.close()
             self._drop(dead(error))
+
+    def _look_at(self, carried_out: asyncio.Future[None]) -> None:
+        """The launcher has carried out a command, or has failed in the midst of it."""
+        error = None if carried_out.cancelled() else carried_out.exception()
+        if error is not None and not isinstance(error, AsyncLLMError):
+            self._die(carried_out, error)
 
     def _drop(self, error: BaseException) -> None:
         """Answer the steps that are not launched."""
@@ -243,6 +268,11 @@ def _failed(cause: BaseException) -> StepFailed:
     error = StepFailed("A step failed; the cause is chained.")
     error.__cause__ = cause
     return error
+
+
+def _carry_out(launcher: StepLauncher | None, command: Command, runner: Any) -> None:
+    """In the thread: by what computes the steps there if nothing launches them."""
+    (launcher if launcher is not None else runner).carry_out(command)
 
 
 class _Handover:
@@ -275,9 +305,7 @@ class _Waiter:
         return pending
 
 
-def _load_runner(
-    load: Callable[[], StepRunner[Batch, StepOutput] | StepLauncher], loaded: _Handover
-) -> StepRunner[Any, Any]:
+def _load_runner(load: Callable[[], BatchRunner | StepLauncher], loaded: _Handover) -> StepRunner[Any, Any]:
     """What the thread drives."""
     made = load()
     if isinstance(made, StepLauncher):

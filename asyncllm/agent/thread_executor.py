@@ -13,8 +13,9 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from asyncllm.batch import Limits, StepDropped, StepFailed
 from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, ModelError
@@ -92,10 +93,19 @@ class ThreadExecutor(Generic[_Step, _Output]):
 
         Raises EngineClosed unless started and not closed.
         """
+        return self._enqueue(partial(_step, step), spares=(StepFailed, StepDropped))
+
+    def call(self, function: Callable[[StepRunner[_Step, _Output]], None]) -> asyncio.Future[None]:
+        """Enqueue a call with the runner; as `submit`, but after an AsyncLLMError of `function` the next step runs."""
+        return self._enqueue(function, spares=(AsyncLLMError,))
+
+    def _enqueue(
+        self, work: Callable[[StepRunner[_Step, _Output]], _Result], *, spares: tuple[type[Exception], ...]
+    ) -> asyncio.Future[_Result]:
         if self._loop is None or self._worker is None or self._worker.stopping:
             raise EngineClosed("This executor is not running: it was closed, or never started.")
-        future: asyncio.Future[_Output] = self._loop.create_future()
-        self._worker.steps.put((step, future))
+        future: asyncio.Future[_Result] = self._loop.create_future()
+        self._worker.queue.put(_Entry(work, spares, future))
         return future
 
     async def close(self) -> None:
@@ -113,18 +123,32 @@ class ThreadExecutor(Generic[_Step, _Output]):
             await asyncio.to_thread(self._thread.join)
 
 
+class _Entry(NamedTuple):
+    """Work for the thread."""
+
+    work: Callable[[Any], Any]
+    """Called with the runner."""
+    spares: tuple[type[Exception], ...]
+    """Errors after which the runner is as it was."""
+    future: asyncio.Future[Any]
+
+
+def _step(step: _Step, runner: StepRunner[_Step, _Output]) -> _Output:
+    return runner.step(step)
+
+
 class _Worker(Generic[_Step, _Output]):
     """The thread's side. It knows the loop, but not the executor, which may be dropped while the thread runs."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.steps: SimpleQueue[tuple[_Step, asyncio.Future[_Output]] | None] = SimpleQueue()
-        """Steps to run; None ends the thread."""
+        self.queue: SimpleQueue[_Entry | None] = SimpleQueue()
+        """What to run; None ends the thread."""
         self.stopping = False
         self._loop = loop
 
     def stop(self) -> None:
         self.stopping = True
-        self.steps.put(None)
+        self.queue.put(None)
 
     def run(
         self,
@@ -148,23 +172,23 @@ class _Worker(Generic[_Step, _Output]):
         elif runner is not None:
             self._call(set_result, loaded, runner.limits)
         del load
-        while (entry := self.steps.get()) is not None:
-            step, future = entry
+        while (entry := self.queue.get()) is not None:
+            work, spares, future = entry
             if self.stopping:
                 self._call(set_seen_exception, future, EngineClosed("The executor was closed before this step ran."))
             elif runner is None:
                 self._call(set_seen_exception, future, dead(failure))
             else:
-                output, failure = attempt(runner.step, step)
+                output, failure = attempt(work, runner)
                 if failure is None:
                     self._call(set_result, future, output)
                 else:
-                    if not isinstance(failure, StepFailed | StepDropped):
+                    if not isinstance(failure, spares):
                         runner = None
                     self._call(set_exception, future, failure)
                 del output
             # While the thread waits for the next step it keeps nothing of this one alive.
-            del entry, step, future
+            del entry, work, spares, future
 
     def _call(self, callback: Callable[..., None], *args: Any) -> None:
         try:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["offsets", "upload", "upload_together"]
+__all__ = ["offsets", "upload", "upload_together", "views"]
 
 _ALIGNMENT = 16
 """Kernels assume that every tensor begins at a multiple of this many bytes."""
@@ -44,9 +44,14 @@ def upload_together(arrays: Sequence[NDArray[Any]], device: torch.device, into: 
         into = pinned.to(device, non_blocking=True)
     else:
         into[:total].copy_(pinned, non_blocking=True)
+    return views(arrays, into)
+
+
+def views(arrays: Sequence[NDArray[Any]], uploaded: Tensor) -> list[Tensor]:
+    """Where in `uploaded`, bytes on the device, arrays of these shapes and types are once they are brought up."""
     return [
-        into[place : place + array.nbytes].view(_TORCH_TYPES[array.dtype.type]).view(array.shape)
-        for array, place in zip(arrays, places, strict=False)
+        uploaded[place : place + array.nbytes].view(_TORCH_TYPES[array.dtype.type]).view(array.shape)
+        for array, place in zip(arrays, offsets(arrays), strict=False)
     ]
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from asyncllm import kernels
-from asyncllm.agent.graphs import DecodeGraphs
+from asyncllm.agent.graphs import StepGraphs
 from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart
 from asyncllm.kernels import PagedKV
 from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.decoder import DecoderLM
 
-__all__ = ["largest_step", "measure_reserve", "mlp_sizes", "warm_up_batches", "warm_up_mlps"]
+__all__ = ["CapturedPart", "largest_step", "measure_reserve", "mlp_sizes", "warm_up_batches", "warm_up_mlps"]
 
 SAFETY_BYTES = 256 * 2**20
 """Left free on top of what was measured: library workspaces that appear later, and fragmentation."""
@@ -51,19 +52,38 @@ def largest_step(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class CapturedPart:
+    """A part of steps that becomes graphs."""
+
+    name: str
+    launch: Callable[[Any], None]
+    """Of a size: launches it."""
+    sizes: Sequence[Any]
+    """From small to large."""
+    prepare: Callable[[Any], None] | None = None
+    """Of a size: what has to be done before `launch` may be called at all."""
+
+    def capture(self, graphs: StepGraphs, sizes: Sequence[Any]) -> None:
+        """Capture some of the sizes, from the largest on: the others fit into the memory that it takes."""
+        for size in reversed(sizes):
+            if self.prepare is not None:
+                self.prepare(size)
+            graphs.capture(self.name, size, self.launch)
+
+
 @torch.inference_mode()
 def measure_reserve(
     model: DecoderLM,
     step: StepInputs,
     caches: Sequence[PagedKV],
-    sizes: Sequence[int],
-    parts: Sequence[Callable[[int], None]],
+    parts: Sequence[CapturedPart],
     stream: torch.cuda.Stream,
 ) -> int:
-    """Bytes that `step`, the largest there can be, and the graphs of `parts` for all `sizes` will take.
+    """Bytes that `step`, the largest there can be, and the graphs of `parts` will take.
 
     A step's intermediates are measured at their peak. Graphs share the memory of their intermediates, which the largest
-    one decides, and take some of their own each, which the smallest one tells.
+    ones decide, and take some of their own each, which the smallest one of a part tells.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -74,17 +94,24 @@ def measure_reserve(
     stream.synchronize()
     step_bytes = torch.cuda.max_memory_allocated() - before
 
+    graphs = StepGraphs(stream)
+    free = _free_bytes()
+    for part in parts:
+        part.capture(graphs, part.sizes[-1:])
+    graph_bytes = free - _free_bytes()
+    for part in parts:
+        free = _free_bytes()
+        part.capture(graphs, part.sizes[:1])
+        graph_bytes += (free - _free_bytes()) * (len(part.sizes) - 1)
+    del graphs
     torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0]
-    graphs = [DecodeGraphs([sizes[-1]], parts, stream)]
+    return int(1.1 * step_bytes) + graph_bytes + SAFETY_BYTES
+
+
+def _free_bytes() -> int:
     torch.cuda.empty_cache()
-    largest = free - torch.cuda.mem_get_info()[0]
-    graphs.append(DecodeGraphs([sizes[0]], parts, stream))
-    torch.cuda.empty_cache()
-    each = free - torch.cuda.mem_get_info()[0] - largest
-    graphs.clear()
-    torch.cuda.empty_cache()
-    return int(1.1 * step_bytes) + largest + each * (len(sizes) - 1) + SAFETY_BYTES
+    free, _ = torch.cuda.mem_get_info()
+    return free
 
 
 def warm_up_batches(num_blocks: int, block_size: int, max_tokens: int, max_position: int) -> Iterator[Batch]:

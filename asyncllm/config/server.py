@@ -26,6 +26,10 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     api_key_file: Annotated[
         str | None, Meta(description="File with one key a line. ASYNCLLM_API_KEYS may hold keys too, with commas.")
     ] = None
+    admin_key_file: Annotated[
+        str | None,
+        Meta(description="File with one key a line for /sleep and /wakeup, which a server without it does not have."),
+    ] = None
     insecure_no_auth: Annotated[
         bool, Meta(description="Listen beyond this machine without a key: whoever reaches the port may use it.")
     ] = False

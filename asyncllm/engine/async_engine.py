@@ -16,11 +16,13 @@ from asyncllm.batch import Executor, Limits
 from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords, checked
 from asyncllm.engine.admission import Admission, check_adapter
 from asyncllm.engine.batches import generations_of, responses_of
+from asyncllm.engine.commands import Weights, sleep_of, update_of, wake_of
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.embeddings import EmbeddingForm, EmbeddingInput, embed
 from asyncllm.engine.generation import Generation, interleave
 from asyncllm.engine.in_thread import in_thread
 from asyncllm.engine.loop import Death, EngineLoop
+from asyncllm.engine.parts import Parts
 from asyncllm.engine.prompts import Prompts, is_single, longest_first, pair_with_configs
 from asyncllm.engine.quality_of_service import QualityOfService
 from asyncllm.engine.queue_bounds import QueueBounds
@@ -83,7 +85,7 @@ class AsyncEngine:
             chat_template_config = ChatTemplateConfig(model_name=chat_template_config)
         self.chat_template_config = checked(ChatTemplateConfig, chat_template_config, "chat_template_config")
         self.model_name = self.config.model_name or model_path.rstrip("/").rpartition("/")[2]
-        self._given = (executor, tokenizer, chat_template)
+        self._parts = Parts(executor, tokenizer, chat_template)
         self._make_scheduler = scheduler
         self._state = "new"
         self._loop: EngineLoop | None = None
@@ -117,8 +119,10 @@ class AsyncEngine:
         try:
             path = self.config.qos_config_path
             quality = None if path is None else await in_thread(lambda: QualityOfService.open(path))
-            executor, open_text = await self._find_model()
-            self.limits = await self._load(executor, open_text)
+            parts = self._parts
+            executor = await parts.find(self.model_path, self.config, self.chat_template_config)
+            self.limits = await parts.load()
+            self.tokenizer, self.chat_template = parts.texts()
             if self.config.eviction_type == "copy" and not self.limits.num_host_blocks:
                 raise InvalidParameter(
                     "eviction_type='copy' needs blocks in host memory, and the executor has none. Give it some, or use "
@@ -152,42 +156,6 @@ class AsyncEngine:
         )
         self._state = "running"
         _live.add(self)
-
-    async def _find_model(self) -> tuple[Executor, Callable[[], None] | None]:
-        """Find the model. -> the executor that will run it, and what is to be called to open tokenizer and template."""
-        executor, tokenizer, chat_template = self._given
-        if executor is not None and tokenizer is not None and chat_template is not None:
-            self.tokenizer, self.chat_template = tokenizer, chat_template
-            return executor, None
-
-        def find() -> tuple[Executor, Callable[[], None]]:
-            from asyncllm.agent.executor import open_executor
-            from asyncllm.locate import locate
-
-            config = self.config
-            folder = locate(self.model_path, revision=config.revision, download_dir=config.download_dir)
-
-            def open_text() -> None:
-                self.tokenizer = tokenizer or Tokenizer.from_folder(folder)
-                self.chat_template = chat_template or ChatTemplate.open(folder, self.chat_template_config)
-
-            return executor or open_executor(config, folder), open_text
-
-        return await in_thread(find)
-
-    async def _load(self, executor: Executor, open_text: Callable[[], None] | None) -> Limits:
-        """Start the executor, and read the tokenizer meanwhile: weights wait for disk and device, not for Python."""
-        starting = asyncio.get_running_loop().create_task(executor.start(), name="asyncllm-load")
-        try:
-            if open_text is not None:
-                await in_thread(open_text)
-            return await starting
-        except BaseException:
-            starting.cancel()
-            await asyncio.wait([starting])
-            if not starting.cancelled():
-                starting.exception()
-            raise
 
     async def close(self) -> None:
         """End open requests with EngineClosed, wait for steps in flight, release the model. Idempotent.
@@ -487,6 +455,38 @@ class AsyncEngine:
         """Mean cross-entropy of the tokens after the first, in nats: the logarithm of the perplexity."""
         self.running()
         return await mean_cross_entropy(self.running, self.admission, input_ids, options)
+
+    async def update_weights(self, weights: Weights) -> None:
+        """Replace weights in place, by their names in the checkpoint's safetensors files: all, or only some.
+
+        Tensors may lie on any device and have any float type. All are checked before the first is copied: with
+        InvalidParameter nothing has changed. It happens between two steps. What was computed with the old weights is
+        used no more: running answers keep their tokens and go on from them, computed again; the prefix cache, on the
+        device, in host memory and for sessions, begins anew. If this is cancelled, either nothing changes or all does;
+        leave the tensors alone until a next call of these methods has returned. Raises EngineError.
+        """
+        await self.running().change(update_of(weights))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the device's memory back between two steps, until `wake`. Asleep already: nothing, or the deeper level.
+
+        The weights wait in host memory (level 1), or are dropped (2), and come back by `update_weights` with all of
+        them or from the checkpoint. Requests are not lost: running ones are computed again after `wake`, and what
+        arrives waits as well, within the queue's bounds and its `timeout`. Raises InvalidParameter, ModelError,
+        EngineError.
+        """
+        await self.running().change(sleep_of(level))
+
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again; awake already: nothing. `tags`: "weights" first and "kv_cache" later, say, to update
+        weights in between. With ModelError, when something has no room, the engine sleeps on, and may be asked again.
+        Raises InvalidParameter, EngineError.
+        """
+        await self.running().change(wake_of(tags))
+
+    async def wakeup(self, tags: Sequence[str] | None = None) -> None:
+        """LMDeploy's name of `wake`."""
+        await self.wake(tags)
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine holds and has done."""

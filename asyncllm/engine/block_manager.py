@@ -107,6 +107,11 @@ class BlockManager:
             if self.prefix_cache is not None and self.prefix_cache.forget(block):
                 self._free.append(block)
 
+    def clear(self) -> None:
+        """No block's content means anything any more. What is held stays so, and is nobody's beginning."""
+        if self.prefix_cache is not None:
+            self._free.extend(self.prefix_cache.clear())
+
     def _release(self, blocks: list[int]) -> None:
         # Deepest block first, so that the LRU order evicts the tail of a chain before its root.
         for block in reversed(blocks):

@@ -22,6 +22,12 @@ class Flight:
         self.prefill = prefill
         self.swaps = swaps
 
+    def take_back_tokens(self) -> None:
+        """The step gives none."""
+        for sequence in self.sampled:
+            sequence.pending -= 1
+            sequence.remaining += 1
+
     def live_rows(self) -> list[Sequence]:
         """The sequences with a row in this step that have not ended since."""
         rows = dict.fromkeys([*self.sampled, *(sequence for sequence, _ in self.prefill)])

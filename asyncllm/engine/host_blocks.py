@@ -130,6 +130,15 @@ class HostBlocks:
         self.blocks.forget(block for _, block in plan.swap_out)
         return [sequence for sequence in self.swapped if sequence.host_step == step]
 
+    def forget(self) -> None:
+        """No block has content any more: swapped sequences are to be computed again. No step is in flight."""
+        assert not self.plan, "copies are planned"
+        for sequence in list(self.swapped):
+            self.release(sequence)
+            sequence.state = SequenceState.WAITING
+            sequence.num_computed = 0
+        self.blocks.clear()
+
     def _keep(self, key: bytes, block: int) -> None:
         """The device's prefix cache gives up a block: keep what it holds here, if there is room."""
         assert self._cache is not None

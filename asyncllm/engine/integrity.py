@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.sequence import Request, SequenceState
 
-__all__ = ["check_integrity"]
+__all__ = ["check_idle", "check_integrity"]
 
 
 def check_integrity(scheduler: Scheduler, requests: Iterable[Request] = ()) -> None:
@@ -33,3 +33,13 @@ def check_integrity(scheduler: Scheduler, requests: Iterable[Request] = ()) -> N
             assert held == (sequence in running), f"{sequence!r} and its row disagree"
             swapped = sequence.state is SequenceState.SWAPPED
             assert swapped == (sequence in scheduler.host.swapped), f"{sequence!r} and the host's blocks disagree"
+
+
+def check_idle(scheduler: Scheduler, num_open: int, *, num_in_flight: int) -> None:
+    """Raise AssertionError if a request is open, or a row or block is held that no step in flight may write."""
+    assert num_open == 0, f"{num_open} requests are open"
+    check_integrity(scheduler)
+    assert scheduler.num_running == 0, "rows are held"
+    assert scheduler.num_waiting == 0, "sequences are waiting"
+    held = scheduler.blocks.num_held + scheduler.host.blocks.num_held
+    assert held == 0 or num_in_flight, f"{held} blocks are held, and no step is in flight that may write them"

@@ -5,6 +5,8 @@
     time is over ─> _overdue ───┼─> run(): update(N) -> schedule() -> submit(N + 2) -> deliver(N) ──> Delivery
     step done ────> _in_flight ─┘
 
+    new weights, sleep ──> Changes, while nothing is in flight
+
 Two steps are in flight whenever there is work, or more where they are short: while the device computes step N + 1, the
 loop reads step N, launches N + 2, and only then turns N's tokens into text. The task sleeps on one event, which each of
 these four sets; nothing polls.
@@ -21,8 +23,9 @@ from collections.abc import Callable
 from itertools import islice
 from typing import NamedTuple
 
-from asyncllm.batch import Executor, StepDropped, StepFailed, StepOutput
-from asyncllm.engine.integrity import check_integrity
+from asyncllm.batch import Command, Executor, StepDropped, StepFailed, StepOutput
+from asyncllm.engine.changes import Changes
+from asyncllm.engine.integrity import check_idle
 from asyncllm.engine.queue_bounds import QueueBounds
 from asyncllm.engine.record import RequestRecord
 from asyncllm.engine.scheduler import Scheduler
@@ -89,6 +92,7 @@ class EngineLoop:
         """Called with every request that ends. Written by the engine."""
         self._wake = asyncio.Event()
         self._event_loop = asyncio.get_running_loop()
+        self._changes = Changes(executor, scheduler, self._wake.set)
         self._stall_timeout = stall_timeout
         self._watchdog = Watchdog(self._event_loop, stall_timeout, self._note_stall)
         self._stalled: TimeoutError | None = None
@@ -133,6 +137,11 @@ class EngineLoop:
         """Requests that have not had their terminal event."""
         return list(self._open)
 
+    @property
+    def sleep_level(self) -> int:
+        """1 or 2 from a sleep until everything is awake again, else 0."""
+        return self._changes.sleep_level
+
     def open(self, request: Request) -> None:
         """Queue a request that `Admission` built. Raises QueueFull, DeadlineExceeded, EngineError."""
         self.check_running()
@@ -166,10 +175,18 @@ class EngineLoop:
     def num_queued(self) -> tuple[int, int]:
         """Requests that wait for a row, and their tokens; those that find one at the loop's next turn are left out."""
         waiting = self.scheduler.waiting
-        served = 0 if waiting else min(self.scheduler.num_free_rows, len(self._arrived))
+        served = 0 if waiting or self._changes.hold else min(self.scheduler.num_free_rows, len(self._arrived))
         served_tokens = sum(len(request.prompt_ids) for request in islice(self._arrived, served))
         requests = waiting.num_requests + len(self._arrived) - served
         return requests, waiting.num_tokens + self._arrived_tokens - served_tokens
+
+    async def change(self, command: Command) -> None:
+        """Have the executor carry out a command while no step is in flight. Raises what it raises, and EngineError.
+
+        When this is cancelled, a command that is not begun is withdrawn, and one that is begun is carried out.
+        """
+        self.check_running()
+        await self._changes.ask(command)
 
     def abandon(self, request: Request) -> None:
         """End a request whose reader has left, at the loop's next turn."""
@@ -208,13 +225,16 @@ class EngineLoop:
                 advanced = None
                 if self._in_flight and self._in_flight[0].done():
                     advanced = self._read_step(self._in_flight.popleft())
+                self._changes.advance(quiet=not self._in_flight)
                 self._launch()
                 if advanced is not None:
                     self._deliver(advanced)
                     # The readers just woken run before the next step is read.
                     await asyncio.sleep(0)
                 else:
-                    if not self._open and not self._in_flight:
+                    if self._in_flight or (self._open and not self._changes.hold):
+                        self._watchdog.watch()
+                    else:
                         self._watchdog.rest()
                     await self._wake.wait()
         except asyncio.CancelledError:
@@ -235,13 +255,14 @@ class EngineLoop:
             if self._in_flight and self._stalled is None:
                 await asyncio.wait(self._in_flight)
             self._in_flight.clear()
+            await self._changes.end(self._last_words("call"))
 
-    def _last_words(self) -> AsyncLLMError:
+    def _last_words(self, what: str = "request") -> AsyncLLMError:
         if self._state == "dead":
-            error = EngineDead(f"The engine loop died of {self._cause!r} while this request was running.")
+            error = EngineDead(f"The engine loop died of {self._cause!r} while this {what} was running.")
             error.__cause__ = self._cause
             return error
-        return EngineClosed("The engine was closed while this request was running.")
+        return EngineClosed(f"The engine was closed while this {what} was running.")
 
     def _empty_inboxes(self) -> None:
         while self._arrived:
@@ -256,7 +277,7 @@ class EngineLoop:
             request = self._overdue.popleft()
             if self._cut_short(request, "error"):
                 self._expired += 1
-                self._end(request, _deadline_exceeded(request))
+                self._end(request, request.deadline_exceeded())
 
     def _cut_short(self, request: Request, reason: FinishReason) -> bool:
         """End an open request's sequences and send what they have; False if it is not open, or not any more."""
@@ -280,20 +301,7 @@ class EngineLoop:
         request.delivery.end(error)
 
     def _observe(self, request: Request, *, failed: bool) -> None:
-        sequences, times = request.sequences, request.times
-        unfinished: FinishReason = "error" if failed else "abort"
-        record = RequestRecord(
-            prompt_tokens=len(request.prompt_ids),
-            cached_tokens=request.cached_tokens,
-            generated_tokens=sum(sequence.num_generated for sequence in sequences),
-            longest_answer=max(sequence.num_generated for sequence in sequences),
-            finish_reasons=tuple(sequence.finish_reason or unfinished for sequence in sequences),
-            arrived=times.arrived,
-            queued=times.queued,
-            admitted=times.admitted,
-            prefilled=times.prefilled,
-            ended=time.monotonic(),
-        )
+        record = request.record("error" if failed else "abort")
         for observer in self.observers:
             try:
                 observer(record)
@@ -334,7 +342,7 @@ class EngineLoop:
         if self._settling and self._in_flight:
             return
         self._settling = False
-        while len(self._in_flight) < self._depth():
+        while not self._changes.hold and len(self._in_flight) < self._depth():
             batch = self.scheduler.schedule()
             for request in self.scheduler.admitted:
                 if request.times.admitted is None:
@@ -467,6 +475,8 @@ class EngineLoop:
             requests_expired=self._expired,
             requests_refused=self._bounds.num_refused,
             user_tokens={} if scheduler.waiting.quality is None else scheduler.waiting.quality.used(),
+            sleep_level=self._changes.sleep_level,
+            weight_updates=self._changes.num_updates,
             seconds_since_progress=self._watchdog.seconds_since_progress,
             step_ms=self._step_ms,
         )
@@ -477,23 +487,10 @@ class EngineLoop:
         Steps that were launched before it was known that all answers have ended may still run, and the blocks that
         they may write are theirs until they have been read. `stats()` counts them.
         """
-        assert not self._open, f"{len(self._open)} requests are open"
-        check_integrity(self.scheduler)
-        assert self.scheduler.num_running == 0, "rows are held"
-        assert self.scheduler.num_waiting == 0, "sequences are waiting"
-        held = self.scheduler.blocks.num_held + self.scheduler.host.blocks.num_held
-        assert held == 0 or self._in_flight, f"{held} blocks are held, and no step is in flight that may write them"
+        check_idle(self.scheduler, len(self._open), num_in_flight=len(self._in_flight))
 
 
 def _retrieve(step: asyncio.Future[StepOutput]) -> None:
     """Take notice of a step's error that nobody waits for, or the event loop would report it."""
     if not step.cancelled():
         step.exception()
-
-
-def _deadline_exceeded(request: Request) -> DeadlineExceeded:
-    first = request.sequences[0]
-    done = f"{first.num_generated} tokens of its answer were there" if first.num_generated else "it had no token yet"
-    return DeadlineExceeded(
-        f"The request's timeout is over: {done}. Allow more time, ask for fewer tokens, or lower its priority value."
-    )

@@ -113,6 +113,13 @@ class PrefixCache:
                 return True
         return False
 
+    def clear(self) -> list[int]:
+        """Forget every block, and return those that were idle. Pins stay, as wishes for what comes to be known anew."""
+        idle = [*self._idle, *self._idle_pinned]
+        for known in (self._block_of, self._key_of, self._idle, self._idle_pinned):
+            known.clear()
+        return idle
+
     def pin(self, hashes: Iterable[bytes]) -> None:
         """A session wants these beginnings kept as long as there is room."""
         for key in hashes:

@@ -143,7 +143,11 @@ class Scheduler:
         """Advance every decoding sequence by one token, oldest first."""
         step, block_size = batch.step, self._block_size
         decode, scheduled = batch.decode, []
-        for sequence in list(self._running):
+        rows = list(self._running)
+        if self.blocks.num_available < len(rows):
+            # Whoever is preempted comes last then, and has no part in this step, ahead of which it is copied down.
+            rows.sort(key=self.waiting.rank)
+        for sequence in rows:
             if sequence.state is not SequenceState.DECODE or sequence.remaining <= 0:
                 continue
             position = sequence.num_computed
@@ -173,10 +177,22 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Give up a running sequence's blocks; when there is room, they are copied back, or computed again."""
+    def forget(self) -> None:
+        """No KV holds any more, on the device or the host: what runs is computed again. No step is in flight."""
+        assert not self._flights, "steps in flight write KV"
+        for request in {sequence.request: None for sequence in (*self._running, *self.waiting)}:
+            if not request.prompt_is_scored:
+                request.prompt_logprobs.clear()
+        for sequence in list(self._running):
+            self._preempt(sequence, keep=False)
+        self.host.forget()
+        self.blocks.clear()
+
+    def _preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Give up a running sequence's blocks; when there is room, they are copied back, or computed again, as they are
+        without `keep`."""
         self.counts.preemptions += 1
-        if self.host.swap_out(sequence):
+        if keep and self.host.swap_out(sequence):
             self._requeue(sequence)
             sequence.state = SequenceState.SWAPPED
         else:
@@ -246,7 +262,7 @@ class Scheduler:
         known, start = len(sequence.token_ids), sequence.num_computed
         end = start + length
         request = sequence.request
-        wants_logprobs = sequence.index == 0 and not self._prompt_is_scored(request)
+        wants_logprobs = sequence.index == 0 and not request.prompt_is_scored
         row = PrefillRow(
             slot=sequence.slot,
             tokens=sequence.token_ids[start:end],
@@ -265,7 +281,6 @@ class Scheduler:
         if end == known:
             self._prefilling.popleft()
             sequence.state = SequenceState.DECODE
-            sequence.prefilled_by = batch.step
             if row.sample:
                 sequence.pending += 1
                 sequence.remaining -= 1
@@ -335,8 +350,8 @@ class Scheduler:
         last_block, offset = divmod(len(sequence.token_ids) - 1, self._block_size)
         if sequence.index > 0 and sequence.num_generated == 0:
             for sibling in sequence.request.sequences:
-                # Copies come before the writes of their step: what is computed again in this very step comes too late.
-                if sibling.state is SequenceState.DECODE and sibling.prefilled_by < self._step:
+                # Copies come before the writes of their step. Who is computed again in this one is not in DECODE yet.
+                if sibling.state is SequenceState.DECODE:
                     return sibling.blocks[:last_block], sibling.blocks[last_block] if offset else None
         if self.prefix_cache is None or not sequence.request.reuses_prefix:
             return [], None
@@ -404,9 +419,7 @@ class Scheduler:
     def step_dropped(self) -> None:
         """The oldest step in flight was not run, as one before it failed: its rows are computed again."""
         flight = self._next_flight()
-        for sequence in flight.sampled:
-            sequence.pending -= 1
-            sequence.remaining += 1
+        flight.take_back_tokens()
         for sequence in flight.live_rows():
             self._compute_again(sequence)
         self._lose_copies(flight)
@@ -462,11 +475,6 @@ class Scheduler:
             return False
         self.finish(sequence, "length")
         return True
-
-    @staticmethod
-    def _prompt_is_scored(request: Request) -> bool:
-        """Whether all log-probabilities of the prompt that were asked for are there."""
-        return request.prompt_logprobs_asked is None or len(request.prompt_logprobs) >= len(request.prompt_ids) - 1
 
     def _admit_siblings(self, request: Request) -> None:
         """Queue the other answers to the prompt, whose prompt is computed."""

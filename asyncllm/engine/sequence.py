@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
 from asyncllm.batch import SamplingParams, TokenLogprobs
 from asyncllm.engine.delivery import Answer, Delivery
 from asyncllm.engine.quality_of_service import User
-from asyncllm.engine.record import RequestTimes
+from asyncllm.engine.record import RequestRecord, RequestTimes
+from asyncllm.errors import DeadlineExceeded
 from asyncllm.types import FinishReason, Pooling
 
 __all__ = ["ORDINARY", "Request", "Sequence", "SequenceState", "Terms"]
@@ -125,6 +127,35 @@ class Request:
     def finished(self) -> bool:
         return all(sequence.state is SequenceState.FINISHED for sequence in self.sequences)
 
+    @property
+    def prompt_is_scored(self) -> bool:
+        """Whether all log-probabilities of the prompt that were asked for are there."""
+        return self.prompt_logprobs_asked is None or len(self.prompt_logprobs) >= len(self.prompt_ids) - 1
+
+    def deadline_exceeded(self) -> DeadlineExceeded:
+        """What it ends with when its time is over."""
+        done = self.sequences[0].num_generated
+        so_far = f"{done} tokens of its answer were there" if done else "it had no token yet"
+        return DeadlineExceeded(
+            f"The request's timeout is over: {so_far}. Allow more time, ask for fewer tokens, or lower its priority "
+            "value."
+        )
+
+    def record(self, unfinished: FinishReason) -> RequestRecord:
+        """What observers are told when it ends, which is now; `unfinished` is why answers ended that had no end."""
+        return RequestRecord(
+            prompt_tokens=len(self.prompt_ids),
+            cached_tokens=self.cached_tokens,
+            generated_tokens=sum(sequence.num_generated for sequence in self.sequences),
+            longest_answer=max(sequence.num_generated for sequence in self.sequences),
+            finish_reasons=tuple(sequence.finish_reason or unfinished for sequence in self.sequences),
+            arrived=self.times.arrived,
+            queued=self.times.queued,
+            admitted=self.times.admitted,
+            prefilled=self.times.prefilled,
+            ended=time.monotonic(),
+        )
+
 
 class Sequence:
     """One decoding row. Only the scheduler writes its fields, except for `answer`, which delivery advances."""
@@ -146,7 +177,6 @@ class Sequence:
         "num_prompt",
         "params",
         "pending",
-        "prefilled_by",
         "remaining",
         "request",
         "slot",
@@ -192,8 +222,6 @@ class Sequence:
         self.slot = -1
         self.last_step = -1
         """The newest step that may write to the blocks: they return to the pool when it has been read."""
-        self.prefilled_by = -1
-        """The step that computed the last of the known tokens, when state is DECODE."""
         self.logprobs: TokenLogprobs | None = None
         """Of the newest token."""
         self.finish_reason: FinishReason | None = None

@@ -65,8 +65,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Calls that found the queue full; they were never started."""
     user_tokens: dict[str, int]
     """Prompt tokens computed and tokens generated in the last 60 s, by user; empty without quality of service."""
+    sleep_level: int
+    """1 or 2 from a sleep until everything is awake again, else 0."""
+    weight_updates: int
+    """Calls of `update_weights` that have replaced weights."""
     seconds_since_progress: float
-    """How long there has been work and no step has completed; 0 when there is none."""
+    """How long there has been work and no step has completed; 0 when there is none, or while the model sleeps."""
     step_ms: float
     """Moving average over about 20 steps of a step's time on the device."""
 

@@ -9,7 +9,8 @@ is visible to a query at position p iff j <= p and, with a window, p - j < windo
   would that has no value (gpt-oss; Xiao et al., arXiv 2309.17453).
 
 What depends on the step alone is planned once, and shared by all layers with this window. A row with kv_len 0 is
-padding: nothing of it is read, and its output is zeros.
+padding: nothing of it is read, and its output is zeros. Decode rows with kv_len -1, behind all others, are absent: they
+have no token and no output, so that a plan in a CUDA graph serves any number of rows.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class _PrefillRows(NamedTuple):
     """[B + 1]: row b owns queries offsets[b] to offsets[b + 1]."""
     kv_lens: list[int]
     window: int | None
+    tile: int
+    """Most queries scored at a time."""
 
 
 class _Shape(NamedTuple):
@@ -88,15 +91,16 @@ def plan_decode_attention(
 ) -> DecodePlan:
     """The plan of one step for all layers with a cache of this shape, this window, and `num_heads` query heads.
 
-    block_tables [B, N] integers, kv_lens [B] integers, the query's own token included; 0 for padding.
+    block_tables [B, N] integers, kv_lens [B] integers, the query's own token included; 0 for padding, -1 for absent.
     On a GPU nothing waits for the device, and the plan may be captured in a CUDA graph with the attention that uses it:
     a replay plans for what kv_lens and block_tables hold then. Attention keeps its partial sums in the plan, so that
     layers use it one after another. Raises ValueError there unless the block size is a multiple of 16 and head_dim one
     of 8 up to 256.
     """
     num_blocks, num_kv_heads, block_size, _ = cache.k.shape
-    kv_lens = kv_lens.long()
-    shortest, longest = (int(bound) for bound in kv_lens.aminmax())
+    kv_lens = kv_lens[: int((kv_lens >= 0).sum())].long()
+    block_tables = block_tables[: len(kv_lens)]
+    shortest, longest = (int(bound) for bound in kv_lens.aminmax()) if len(kv_lens) else (1, 1)
     width = max(longest if window is None else min(window, longest), 1)
     positions = torch.arange(width, device=kv_lens.device).expand(len(kv_lens), -1)
     if width < longest:
@@ -127,12 +131,14 @@ def paged_decode_attention(
 ) -> Tensor:
     """The last token of each row against what the plan shows it of the row's context.
 
-    q [T, H, D] -> [T, H, D] of q's type, of which the first B tokens are those of the plan's B rows; what follows them
-    is not read, and not written. sinks and alibi [H] float32. The result is written to `out` if that is given. On a GPU
-    it is the same from run to run.
+    q [T, H, D] -> [T, H, D] of q's type, of which the first tokens are those of the plan's rows that are not absent;
+    what follows them is not read, and not written. sinks and alibi [H] float32. The result is written to `out` if that
+    is given. On a GPU it is the same from run to run.
     """
     lines = _DecodeLines(*plan)
     rows = lines.distances.shape[0]
+    if rows == 0:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     attended = _attend_lines(q[:rows], cache, lines, _Shape(scale, softcap, sinks, alibi))
     if lines.padding is not None:
         attended = attended.masked_fill(lines.padding[:, None, None], 0.0)
@@ -214,11 +220,12 @@ def plan_prefill_attention(
     block_tables [B, N] integers; q_offsets [B + 1] integers: row b owns queries q_offsets[b] to q_offsets[b + 1], at
     most max_q_len of them; kv_lens [B] integers: its query i sits at position kv_lens[b] - (number of its queries) + i.
 
-    On a GPU, `invariant` fixes the tiles, which otherwise follow max_q_len. Then a query gets the same bits whatever
-    else is in the batch, however its prompt is cut into chunks, and also as a row of one query, as in decode. Raises
-    ValueError as `plan_decode_attention` does.
+    `invariant` fixes the tiles, which otherwise follow max_q_len. Then a query gets the same bits whatever else is in
+    the batch, however its prompt is cut into chunks, and also as a row of one query, as in decode. Raises ValueError as
+    `plan_decode_attention` does.
     """
-    return _PrefillRows(block_tables, q_offsets.tolist(), kv_lens.tolist(), window)
+    tile = 1 if invariant else QUERY_TILE
+    return _PrefillRows(block_tables, q_offsets.tolist(), kv_lens.tolist(), window, tile)
 
 
 @op("attention_prefill:paged_prefill_attention")
@@ -246,8 +253,8 @@ def paged_prefill_attention(
         if kv_len == 0:
             output[start:end].zero_()
             continue
-        for first in range(start, end, QUERY_TILE):
-            last = min(first + QUERY_TILE, end)
+        for first in range(start, end, rows.tile):
+            last = min(first + rows.tile, end)
             output[first:last] = _attend_row(
                 q[first:last],
                 cache,

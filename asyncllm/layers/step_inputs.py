@@ -16,8 +16,10 @@ class StepInputs:
     """The tensors of one step, all on the model's device. Written by `agent.inputs`, read by layers, which keep
     their plans here.
 
-    T tokens belong to B rows. Decode rows (one token each) come first, then prefill rows. N is the width of the block
-    tables: at least the blocks of the longest row; entries past a row's own blocks are unspecified but valid ids.
+    T tokens belong to B rows. Decode rows (one token each) come first, then prefill rows. A captured step has room for
+    more: its last decode rows may be absent, without a token, and the tokens of the padding are a prefill row. N is the
+    width of the block tables: at least the blocks of the longest row; entries past a row's own blocks are unspecified
+    but valid ids.
     """
 
     input_ids: Tensor
@@ -27,11 +29,12 @@ class StepInputs:
     slot_mapping: Tensor
     """[T] int64: block id * block_size + offset in the block, where the token's K and V go."""
     num_decode: int
-    """How many of the B rows, the first ones, have a single token and read their whole context."""
+    """How many of the B rows, the first ones, have a single token and read their whole context, or are absent."""
     q_offsets: Tensor
     """[B + 1] int32: row b owns tokens q_offsets[b] to q_offsets[b + 1]."""
     kv_lens: Tensor
-    """[B] int32: tokens of the row in the cache once this step has written its own."""
+    """[B] int32: tokens of the row in the cache once this step has written its own; 0 of padding, -1 of a decode row
+    that is absent."""
     block_tables: Tensor
     """[B, N] int32."""
     max_q_len: int

@@ -95,20 +95,28 @@ class DecoderLM(nn.Module):
         branch, residual = self._layers(inputs, rotation, caches, len(self.layers))
         return self.norm.add(branch, residual)[0]
 
-    def sampled_hidden(
-        self, inputs: StepInputs, caches: Sequence[PagedKV], sampled: SampledRows
-    ) -> tuple[Tensor, Tensor]:
-        """The same step, for callers who want the hidden states of some tokens: -> those [R, hidden], and the residual
-        stream of all tokens [T, hidden] before the last layer. The model has two layers or more.
+    def before_last(self, inputs: StepInputs, caches: Sequence[PagedKV], out: Tensor | None = None) -> Tensor:
+        """The same step up to its last layer -> the residual stream [T, hidden], in `out` if given.
+
+        For callers who want the hidden states of some tokens and go on with `last_hidden`. The model has two layers or
+        more.
+        """
+        rotation = self.rotary(inputs.positions, inputs.rope_lens)
+        branch, residual = self._layers(inputs, rotation, caches, len(self.layers) - 1)
+        return torch.add(residual, branch, out=out)
+
+    def last_hidden(
+        self, residual: Tensor, inputs: StepInputs, caches: Sequence[PagedKV], sampled: SampledRows
+    ) -> Tensor:
+        """The last layer and the final norm, for some tokens: -> their hidden states [R, hidden].
 
         The other tokens stop where the last layer has their keys and values: a prompt saves most of one layer.
         """
         rotation = self.rotary(inputs.positions, inputs.rope_lens)
-        branch, residual = self._layers(inputs, rotation, caches, len(self.layers) - 1)
-        residual = residual + branch
         last: Block = self.layers[-1]  # type: ignore[assignment]
         branch, selected = last(None, residual, rotation, inputs, caches[-1], sampled)
-        return self.norm.add(branch, selected)[0], residual
+        hidden: Tensor = self.norm.add(branch, selected)[0]
+        return hidden
 
     def _layers(
         self, inputs: StepInputs, rotation: Rotation, caches: Sequence[PagedKV], count: int

@@ -14,25 +14,33 @@ to the module that receives it. Brackets name the part of a fused parameter:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from asyncllm.errors import InvalidCheckpoint, UnsupportedModel, short
-from asyncllm.models.checkpoint import Checkpoint, TensorEntry
+from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedModel, short
+from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.stream import FLOAT_DTYPES, stream
 
-__all__ = ["PartKey", "Target", "WeightMap", "WeightOwner", "load"]
+__all__ = ["PartKey", "Target", "WeightMap", "WeightOwner", "load", "plan_update"]
 
 PartKey = tuple[str, str | None, int | None]
 """(suffix, part, index): ("weight", "q", None), ("weight", "up", 3), ("bias", None, None)."""
 
 _Tree = dict[str | None, Any]
+
+_FORMAT_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+
+_IN_MEMORY = "update_weights"
+"""The source of tensors that come from no file."""
+
+_MAX_REFUSED = 5
+"""Tensors that an error message tells about."""
 
 _PLACEHOLDER = re.compile(r"\{([a-z]\w*)\}")
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
@@ -152,6 +160,67 @@ class WeightMap:
         return Target(module, tuple((suffix, part, index) for part in row.parts), row.layout)
 
 
+class _Offer(NamedTuple):
+    """A tensor for the model, before anything of it is read."""
+
+    name: str
+    dtype: str
+    """By the format's name."""
+    shape: tuple[int, ...]
+    source: str
+    """Where it comes from, for error messages."""
+
+
+class _Plan:
+    """Which tensor fills what of a model; made of offers, one after the other."""
+
+    def __init__(self, model: nn.Module, table: WeightMap) -> None:
+        self._owners = _owners(model)
+        self._table = table
+        self.expected: dict[tuple[str, PartKey], tuple[int, ...]] = {
+            (path, key): shape for path, owner in self._owners.items() for key, shape in owner.expected_parts().items()
+        }
+        self._filled: dict[tuple[str, PartKey], str] = {}
+        self.targets: dict[str, Target] = {}
+        """By name of the tensors that are needed."""
+
+    def add(self, offer: _Offer) -> None:
+        """Find the place of a tensor. Raises InvalidCheckpoint, UnsupportedModel."""
+        target = _resolve(self._table, offer)
+        if target is None:
+            return
+        _check(offer, target, self.expected)
+        for key in target.keys:
+            other = self._filled.setdefault((target.module, key), offer.name)
+            if other != offer.name:
+                raise InvalidCheckpoint(
+                    f"{offer.source}: tensors {short(other)} and {short(offer.name)} both fill "
+                    f"{_describe(target.module, key)}. Remove one of them from the checkpoint."
+                )
+        self.targets[offer.name] = target
+
+    def missing(self) -> str | None:
+        """What no tensor fills, as the middle of a sentence; None if all is filled."""
+        missing = [_describe(path, key) for path, key in self.expected if (path, key) not in self._filled]
+        if not missing:
+            return None
+        return (
+            f"no tensor fills {len(missing)} of the model's {len(self.expected)} parameters: "
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
+        )
+
+    def copy(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor to its place, which it does not outlive."""
+        target = self.targets[name]
+        owner = self._owners[target.module]
+        pieces = [tensor]
+        if target.layout is not None:
+            sizes = [self.expected[target.module, key][0] for key in target.keys]
+            pieces = _LAYOUTS[target.layout](tensor, sizes, owner)
+        for (suffix, part, index), piece in zip(target.keys, pieces, strict=True):
+            owner.load_part(suffix, part, index, piece)
+
+
 @torch.no_grad()
 def load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> None:
     """Fill every parameter of `model` from `checkpoint`.
@@ -166,56 +235,84 @@ def load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> None:
         TypeError: a module of `model` owns parameters and is not a WeightOwner.
         ValueError: a parameter of `model` is on the meta device, where nothing can be filled.
     """
-    owners = _owners(model)
-    expected = {(path, key): shape for path, owner in owners.items() for key, shape in owner.expected_parts().items()}
-    filled: dict[tuple[str, PartKey], str] = {}
-    plan: dict[str, Target] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device; call to_empty() before load()")
+    plan = _Plan(model, table)
     for entry in checkpoint.tensors.values():
-        target = _resolve(table, entry)
-        if target is None:
-            continue
-        _check(entry, target, expected)
-        for key in target.keys:
-            other = filled.setdefault((target.module, key), entry.name)
-            if other != entry.name:
-                raise InvalidCheckpoint(
-                    f"{entry.file}: tensors {short(other)} and {short(entry.name)} both fill "
-                    f"{_describe(target.module, key)}. Remove one of them from the checkpoint."
-                )
-        plan[entry.name] = target
-    missing = [_describe(path, key) for path, key in expected if (path, key) not in filled]
-    if missing:
+        plan.add(_Offer(entry.name, entry.dtype, entry.shape, str(entry.file)))
+    missing = plan.missing()
+    if missing is not None:
         raise InvalidCheckpoint(
-            f"{checkpoint.folder}: no tensor fills {len(missing)} of the model's {len(expected)} parameters: "
-            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Check that config.json belongs to these "
-            f"weights and that no shard is missing."
+            f"{checkpoint.folder}: {missing}. Check that config.json belongs to these weights and that no shard is "
+            f"missing."
         )
-
-    def take(entry: TensorEntry, tensor: Tensor) -> None:
-        target = plan[entry.name]
-        owner = owners[target.module]
-        pieces = [tensor]
-        if target.layout is not None:
-            sizes = [expected[target.module, key][0] for key in target.keys]
-            pieces = _LAYOUTS[target.layout](tensor, sizes, owner)
-        for (suffix, part, index), piece in zip(target.keys, pieces, strict=True):
-            owner.load_part(suffix, part, index, piece)
-
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type == "cpu":
         # The file's pages are the source of the only copy: nothing to stage.
-        with closing(checkpoint.read(plan)) as tensors:
+        with closing(checkpoint.read(plan.targets)) as tensors:
             for name, tensor in tensors:
-                take(checkpoint.tensors[name], tensor)
+                plan.copy(name, tensor)
     else:
-        stream([checkpoint.tensors[name] for name in plan], device, take)
+        stream(
+            [checkpoint.tensors[name] for name in plan.targets],
+            device,
+            lambda entry, tensor: plan.copy(entry.name, tensor),
+        )
+
+
+def plan_update(
+    model: nn.Module, tensors: Mapping[str, Tensor], table: WeightMap, *, whole: bool = False
+) -> Callable[[], None]:
+    """Check tensors that shall replace parameters of `model`, by their names in a checkpoint; some, or with `whole` all
+    of them. -> what copies them there, in place, to each parameter's dtype and device, wherever the tensors lie.
+
+    Nothing is copied here, and of tensors that all fit nothing can be refused later. The parameters may be on the meta
+    device as long as they are only checked. Raises InvalidParameter, which names what does not fit.
+    """
+    plan = _Plan(model, table)
+    refused: list[str] = []
+    for name, tensor in tensors.items():
+        try:
+            plan.add(_offer(name, tensor))
+        except (InvalidCheckpoint, UnsupportedModel) as error:
+            refused.append(str(error))
+    if refused:
+        raise InvalidParameter(
+            f"{len(refused)} of {len(tensors)} tensors do not fit, so no weight was changed. "
+            f"{' '.join(refused[:_MAX_REFUSED])}{' ...' if len(refused) > _MAX_REFUSED else ''}",
+            "weights",
+        )
+    missing = plan.missing() if whole else None
+    if missing is not None:
+        raise InvalidParameter(
+            f"The model's weights were discarded, and {missing}. Pass all of them, or wake the model first, which "
+            f"reads its checkpoint again.",
+            "weights",
+        )
+
+    @torch.no_grad()
+    def copy() -> None:
+        for name in plan.targets:
+            plan.copy(name, tensors[name].detach())
+
+    return copy
+
+
+def _offer(name: str, tensor: Any) -> _Offer:
+    """A tensor in memory. Raises InvalidCheckpoint for what is none."""
+    # A subclass may stand for a part of a tensor, and fail in the midst of the copies.
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+        raise InvalidCheckpoint(
+            f"{_IN_MEMORY}: {short(name)} is not a dense torch.Tensor with data, but {type(tensor).__name__}. Gather "
+            f"the whole of it first."
+        )
+    dtype = _FORMAT_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    return _Offer(name, dtype, tuple(tensor.shape), _IN_MEMORY)
 
 
 def _owners(model: nn.Module) -> dict[str, WeightOwner]:
     owners: dict[str, WeightOwner] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(f"{name} is on the meta device; call to_empty() before load()")
     for path, module in model.named_modules():
         if isinstance(module, WeightOwner):
             owners[path] = module
@@ -224,33 +321,33 @@ def _owners(model: nn.Module) -> dict[str, WeightOwner]:
     return owners
 
 
-def _resolve(table: WeightMap, entry: TensorEntry) -> Target | None:
+def _resolve(table: WeightMap, offer: _Offer) -> Target | None:
     try:
-        return table.resolve(entry.name)
+        return table.resolve(offer.name)
     except InvalidCheckpoint as error:
-        raise InvalidCheckpoint(f"{entry.file}: {error}") from None
+        raise InvalidCheckpoint(f"{offer.source}: {error}") from None
 
 
-def _check(entry: TensorEntry, target: Target, expected: Mapping[tuple[str, PartKey], tuple[int, ...]]) -> None:
-    """Refuse a tensor by its header: its dtype, its place and its shape."""
-    if entry.dtype not in FLOAT_DTYPES:
+def _check(offer: _Offer, target: Target, expected: Mapping[tuple[str, PartKey], tuple[int, ...]]) -> None:
+    """Refuse a tensor by its dtype, its place and its shape."""
+    if offer.dtype not in FLOAT_DTYPES:
         raise UnsupportedModel(
-            f"{entry.file}: tensor {short(entry.name)} is {entry.dtype}, and quantized weights are not implemented. "
+            f"{offer.source}: tensor {short(offer.name)} is {offer.dtype}, and quantized weights are not implemented. "
             f"Use the checkpoint in bfloat16, float16 or float32."
         )
     shapes = [expected.get((target.module, key)) for key in target.keys]
     for key, shape in zip(target.keys, shapes, strict=True):
         if shape is None:
             raise InvalidCheckpoint(
-                f"{entry.file}: tensor {short(entry.name)} has no place in the model, which config.json builds without "
-                f"{_describe(target.module, key)}. Check that config.json belongs to these weights."
+                f"{offer.source}: tensor {short(offer.name)} has no place in the model, which config.json builds "
+                f"without {_describe(target.module, key)}. Check that config.json belongs to these weights."
             )
     known = [shape for shape in shapes if shape is not None]
     wanted = known[0] if len(known) == 1 else (sum(shape[0] for shape in known), *known[0][1:])
-    if entry.shape != wanted:
+    if offer.shape != wanted:
         raise InvalidCheckpoint(
-            f"{entry.file}: tensor {short(entry.name)} has shape {short(list(entry.shape))}, and config.json asks for "
-            f"{list(wanted)}. Check that config.json belongs to these weights."
+            f"{offer.source}: tensor {short(offer.name)} has shape {short(list(offer.shape))}, and config.json asks "
+            f"for {list(wanted)}. Check that config.json belongs to these weights."
         )
 
 

@@ -16,7 +16,7 @@ from asyncllm.config import ServerConfig
 from asyncllm.errors import InvalidParameter
 from asyncllm.server.errors import ApiError
 
-__all__ = ["KEY", "Access", "Auth", "is_loopback", "read_keys"]
+__all__ = ["KEY", "Access", "Auth", "is_loopback", "read_admin_keys", "read_keys"]
 
 KEY = web.RequestKey("KEY", int)
 """Which of the server's keys the request brought; -1 when it needs none. Set by the entrance."""
@@ -36,6 +36,8 @@ class Auth(enum.Enum):
     """Nothing: whether the server is well is no secret."""
     KEY = "key"
     """One of the server's keys, if it has any."""
+    ADMIN = "admin"
+    """One of the keys for administration. Without any, the route is not served."""
 
 
 def is_loopback(name: str) -> bool:
@@ -61,20 +63,28 @@ def read_keys(config: ServerConfig, environment: Mapping[str, str] = os.environ)
     """All keys: of the config, of its file, of the environment. Raises InvalidParameter for a file that has none."""
     keys = [key.strip() for key in config.api_keys or ()]
     if config.api_key_file is not None:
-        try:
-            with open(config.api_key_file, encoding="utf-8-sig") as file:
-                found = [line.strip() for line in file if line.strip() and not line.startswith("#")]
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidParameter(
-                f"The key file {config.api_key_file!r} cannot be read ({type(error).__name__}). Give a text file with "
-                f"one key a line.",
-                "api_key_file",
-            ) from None
-        if not found:
-            raise InvalidParameter(f"The key file {config.api_key_file!r} holds no key. Add one.", "api_key_file")
-        keys += found
+        keys += _keys_in(config.api_key_file, "api_key_file")
     keys += [key.strip() for key in environment.get(KEYS_VARIABLE, "").split(",") if key.strip()]
     return list(dict.fromkeys(keys))
+
+
+def read_admin_keys(config: ServerConfig) -> list[str]:
+    """The keys for administration. Raises InvalidParameter for a file that has none."""
+    return [] if config.admin_key_file is None else _keys_in(config.admin_key_file, "admin_key_file")
+
+
+def _keys_in(path: str, field: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            found = [line.strip() for line in file if line.strip() and not line.startswith("#")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidParameter(
+            f"The key file {path!r} cannot be read ({type(error).__name__}). Give a text file with one key a line.",
+            field,
+        ) from None
+    if not found:
+        raise InvalidParameter(f"The key file {path!r} holds no key. Add one.", field)
+    return found
 
 
 def _digest(key: str) -> bytes:
@@ -91,9 +101,10 @@ def _name_in(host: str) -> str | None:
 class Access:
     """The decisions, made once per request. Immutable."""
 
-    def __init__(self, config: ServerConfig, keys: Iterable[str]) -> None:
+    def __init__(self, config: ServerConfig, keys: Iterable[str], admin_keys: Iterable[str] = ()) -> None:
         """Raises InvalidParameter when others than this machine could come in without a key."""
         self._digests = [_digest(key) for key in keys]
+        self._admin_digests = [_digest(key) for key in admin_keys]
         loopback = is_loopback(config.server_name)
         if not loopback and not self._digests and not config.insecure_no_auth:
             raise InvalidParameter(
@@ -120,6 +131,11 @@ class Access:
     @property
     def num_keys(self) -> int:
         return len(self._digests)
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether there is a key for administration."""
+        return bool(self._admin_digests)
 
     def check_place(self, request: web.Request) -> None:
         """Raise ApiError 403 for a Host or an Origin that is not let in.
@@ -149,14 +165,20 @@ class Access:
 
     def key_of(self, request: web.Request) -> int:
         """Which key the request brings, -1 when none is needed. Raises ApiError 401."""
-        if not self._digests:
-            return -1
+        return self._find(request, self._digests) if self._digests else -1
+
+    def check_admin(self, request: web.Request) -> None:
+        """Raise ApiError 401 unless the request brings a key for administration."""
+        self._find(request, self._admin_digests)
+
+    @staticmethod
+    def _find(request: web.Request, digests: list[bytes]) -> int:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         digest = _digest(key)
         found = -1
         # All keys are compared, whichever is right, so that the time tells nothing.
-        for index, known in enumerate(self._digests):
+        for index, known in enumerate(digests):
             if hmac.compare_digest(known, digest):
                 found = index
         if found < 0:

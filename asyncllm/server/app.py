@@ -36,7 +36,8 @@ def build_app(service: Service, routes: Sequence[Route] = ROUTES) -> web.Applica
     for route in routes:
         if not isinstance(route.auth, Auth):
             raise ValueError(f"{route.method} {route.path} does not say who may call it.")
-        if route.switch is None or not getattr(service.config, route.switch):
+        switched_off = route.switch is not None and getattr(service.config, route.switch)
+        if not switched_off and (route.auth is not Auth.ADMIN or service.access.has_admin):
             table[app.router.add_route(route.method, route.path, route.handler)] = route
     app[TABLE] = table
     app.on_response_prepare.append(_add_headers)
@@ -97,7 +98,9 @@ async def _answer(
         service.access.check_place(request)
         response: web.StreamResponse | None = service.access.preflight(request)
         if response is None:
-            if route is None or route.auth is not Auth.PUBLIC:
+            if route is not None and route.auth is Auth.ADMIN:
+                service.access.check_admin(request)
+            elif route is None or route.auth is not Auth.PUBLIC:
                 request[KEY] = service.access.key_of(request)
             with service.work() if route is not None and route.work else nullcontext():
                 response = await _answered(request, route, handler)

@@ -34,6 +34,7 @@ from asyncllm.errors import (
     InvalidMessage,
     InvalidParameter,
     InvalidRequest,
+    ModelError,
     QueueFull,
     RequestFailed,
     SessionBusy,
@@ -149,6 +150,10 @@ def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
             return ApiError(
                 500, "The request failed inside the engine; others are not affected.", code="request_failed"
             )
+        case ModelError():
+            # Only an administrator's request has to do with the model's memory or files.
+            logger.error("the model is not available: %s", error)
+            return ApiError(503, str(error), code="model_unavailable", headers=retry_after(5))
         case EngineClosed():
             return ApiError(503, "The server is shutting down.", code="shutting_down", headers=retry_after(5))
         case EngineError():

@@ -17,7 +17,7 @@ __all__ = ["Health", "health", "live", "ready"]
 class Health(msgspec.Struct, kw_only=True):
     """The body of all three."""
 
-    status: Literal["healthy", "draining", "stalled", "restarting", "dead"]
+    status: Literal["healthy", "sleeping", "draining", "stalled", "restarting", "dead"]
     running: int = 0
     """Sequences in the batch."""
     waiting: int = 0
@@ -33,11 +33,13 @@ def _health(service: Service) -> Health:
         stats = service.engine.stats()
     except EngineError:
         return Health(status="dead")
-    status: Literal["draining", "stalled", "healthy"] = "healthy"
+    status: Literal["draining", "stalled", "sleeping", "healthy"] = "healthy"
     if stats.seconds_since_progress > service.config.progress_timeout:
         status = "stalled"
     elif service.phase is not Phase.SERVING:
         status = "draining"
+    elif stats.sleep_level:
+        status = "sleeping"
     return Health(
         status=status,
         running=stats.running,
@@ -58,7 +60,8 @@ async def live(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """200 while new requests are taken; 503 from the moment that the server has been asked to stop."""
+    """200 while new requests are taken; 503 from the moment that the server has been asked to stop, and while the model
+    sleeps."""
     found = _health(service_of(request))
     return _answer(found, found.status == "healthy")
 
@@ -66,4 +69,4 @@ async def ready(request: web.Request) -> web.Response:
 async def health(request: web.Request) -> web.Response:
     """200 while the engine makes progress: with work at hand, a step has finished within `progress_timeout`."""
     found = _health(service_of(request))
-    return _answer(found, found.status in ("healthy", "draining"))
+    return _answer(found, found.status in ("healthy", "sleeping", "draining"))

@@ -40,7 +40,10 @@ DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 GROUPS = {
     "v1": "Answers and models",
     "health": "Watching",
+    "is_sleeping": "Watching",
     "metrics": "Watching",
+    "sleep": "Administration",
+    "wakeup": "Administration",
     "openapi.json": "Documentation",
     "": "Documentation",
 }
@@ -79,7 +82,7 @@ ERRORS = {
     "415": "The body is not declared as JSON.",
     "429": "The server is full; Retry-After says when to come back.",
     "500": "This request failed inside the engine.",
-    "503": "The server is shutting down, or its engine has died and is perhaps being restarted.",
+    "503": "The server is shutting down, its model sleeps, or its engine has died and is perhaps being restarted.",
     "504": "The request's own timeout is over.",
 }
 WITH_BODY = ("400", "404", "408", "409", "413", "415", "500", "504")
@@ -157,7 +160,7 @@ def document_of(routes: Iterable[Route], service: Service) -> Schema:
         "paths": paths,
         "components": {"schemas": components},
     }
-    if service.access.num_keys:
+    if service.access.num_keys or service.access.has_admin:
         document["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     return document
 
@@ -176,12 +179,16 @@ def _operation(route: Route, name: str, service: Service) -> Schema:
             {"name": each, "in": "path", "required": True, "schema": {"enum": [service.engine.model_name]}}
             for each in parameters
         ]
+    if route.query:
+        operation["parameters"] = [
+            {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in route.query.items()
+        ]
     if route.body is not None:
         operation["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": {"$ref": REF.format(name=route.body.__name__)}}},
         }
-    if service.access.num_keys:
+    if service.access.num_keys or route.auth is Auth.ADMIN:
         operation["security"] = [{"bearer": []}] if route.auth is not Auth.PUBLIC else []
     return operation
 
@@ -200,8 +207,12 @@ def _responses(route: Route, service: Service) -> Schema:
         statuses |= {*WITH_BODY}
     if PATH_PARAMETER.search(route.path):
         statuses.add("404")
-    if route.auth is not Auth.PUBLIC and service.access.num_keys:
+    if route.auth is Auth.ADMIN or (route.auth is not Auth.PUBLIC and service.access.num_keys):
         statuses.add("401")
+    if route.query:
+        statuses.add("400")
+    if route.auth is Auth.ADMIN:
+        statuses.add("503")
     if route.work:
         statuses |= {"429", "503"}
     responses: Schema = {"200": {"description": "The answer.", "content": content}}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
 
 from asyncllm.server.access import Auth
+from asyncllm.server.administration import LEVEL, TAGS, Sleeping, is_sleeping, sleep, wakeup
 from asyncllm.server.chat import chat_completions
 from asyncllm.server.completions import completions
 from asyncllm.server.docs import docs
@@ -57,6 +58,8 @@ class Route:
     """The Struct of the answer's JSON; None: another format, or none."""
     content_type: str | None = None
     """Of an answer in another format."""
+    query: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters in the query, each by its JSON schema."""
     also: tuple[int, ...] = ()
     """Statuses beside 200 that come with the answer's Struct and not with an error."""
     work: bool = True
@@ -143,6 +146,25 @@ ROUTES: tuple[Route, ...] = (
     Route(method="GET", path="/v1/models", handler=list_models, auth=Auth.KEY, work=False, answer=ModelList),
     # A hub id has a slash in it.
     Route(method="GET", path="/v1/models/{id:.+}", handler=show_model, auth=Auth.KEY, work=False, answer=Model),
+    Route(
+        method="POST",
+        path="/sleep",
+        handler=sleep,
+        auth=Auth.ADMIN,
+        query={"level": LEVEL},
+        answer=Sleeping,
+        work=False,
+    ),
+    Route(
+        method="POST",
+        path="/wakeup",
+        handler=wakeup,
+        auth=Auth.ADMIN,
+        query={"tags": TAGS},
+        answer=Sleeping,
+        work=False,
+    ),
+    Route(method="GET", path="/is_sleeping", handler=is_sleeping, auth=Auth.KEY, answer=Sleeping, work=False),
     Route(
         method="GET",
         path="/metrics",

@@ -20,7 +20,7 @@ from aiohttp.http import HttpProcessingError
 from asyncllm.config import ServerConfig
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.errors import InvalidParameter, ModelError
-from asyncllm.server.access import Access, read_keys
+from asyncllm.server.access import Access, read_admin_keys, read_keys
 from asyncllm.server.access_log import logging_to_stderr
 from asyncllm.server.app import build_app
 from asyncllm.server.sampling import OPENAI_DEFAULTS, defaults_of
@@ -44,7 +44,7 @@ def open_service(
     Raises InvalidParameter for settings that do not hold.
     """
     config = config.checked()
-    access = Access(config, read_keys(config))
+    access = Access(config, read_keys(config), read_admin_keys(config))
     defaults = OPENAI_DEFAULTS
     if config.generation_config == "auto":
         defaults = defaults_of(_checkpoint_defaults(engine.model_path))

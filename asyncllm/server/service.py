@@ -78,8 +78,8 @@ class Service:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """A request in work. Raises ApiError 429 when there are enough, 503 when the server drains or its engine is
-        restarted."""
+        """A request in work. Raises ApiError 429 when there are enough, 503 when the server drains, its engine is
+        restarted or the model sleeps, and EngineError."""
         if self.phase is Phase.DRAINING:
             raise ApiError(
                 503,
@@ -88,6 +88,10 @@ class Service:
                 headers={"Connection": "close", **retry_after(5)},
             )
         self.supervisor.check_serving()
+        if self.engine.running().sleep_level:
+            raise ApiError(
+                503, "The model sleeps. Come back when it has been woken.", code="sleeping", headers=retry_after(5)
+            )
         most = self.config.max_concurrent_requests
         if most and self._in_work >= most:
             raise ApiError(

@@ -6,8 +6,20 @@ import random
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from asyncllm.batch import Batch, Limits, PrefillRow, SlotStart, StepOutput, TokenLogprobs
+from asyncllm.batch import (
+    Batch,
+    Command,
+    Limits,
+    PrefillRow,
+    Sleep,
+    SlotStart,
+    StepOutput,
+    TokenLogprobs,
+    UpdateWeights,
+    Wake,
+)
 
 __all__ = ["FakeDevice", "Oracle", "StepViolation", "hash_hidden", "hash_oracle", "script_oracle"]
 
@@ -112,9 +124,29 @@ class FakeDevice:
         self._serial = 0
         self._slots: dict[int, _Slot] = {}
         self._last_step = -1
+        self.awake = True
+        self.weights: dict[str, Any] = {}
+        """Every weight that `UpdateWeights` has brought, by name; an `oracle` may read it."""
+
+    def carry_out(self, command: Command) -> None:
+        """What was written so far is as if it never was, so that a step which reads it is a violation; except for Wake,
+        before which no step may run."""
+        match command:
+            case UpdateWeights(weights):
+                self.weights |= weights
+            case Sleep():
+                self.awake = False
+            case Wake(parts):
+                self.awake |= "kv_cache" in parts
+                return
+        self._tokens = [[-1] * len(cells) for cells in self._tokens]
+        self._host_cells = [None] * len(self._host_cells)
+        self._slots.clear()
 
     def step(self, batch: Batch) -> StepOutput:
         """Run one step. Raises StepViolation if it, or one before it, would have corrupted a real cache."""
+        if not self.awake:
+            raise StepViolation(f"step {batch.step}: comes while the model sleeps")
         self._check_shape(batch)
         for start in batch.starts:
             self._slots[start.slot] = _Slot(start)

@@ -8,17 +8,18 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from math import inf
+from typing import Any
 
 from asyncllm.agent.contained_runner import ContainedRunner
 from asyncllm.agent.executor import Agent
 from asyncllm.agent.stream_executor import StepLauncher
-from asyncllm.batch import Batch, Limits, StepDropped, StepFailed, StepOutput
-from asyncllm.errors import EngineClosed
+from asyncllm.batch import Batch, Command, Limits, StepDropped, StepFailed, StepOutput
+from asyncllm.errors import AsyncLLMError, EngineClosed
 from asyncllm.testing.fake_device import FakeDevice, Oracle, StepViolation
 
 __all__ = ["FakeExecutor"]
 
-_Job = tuple[Batch, "asyncio.Future[StepOutput]"]
+_Job = tuple[Batch | Command, "asyncio.Future[Any]"]
 
 
 class FakeExecutor:
@@ -46,9 +47,11 @@ class FakeExecutor:
         fail_at: int | None = None,
         start_error: Exception | None = None,
         wrap: Callable[[Agent], Agent] | None = None,
+        command_error: Callable[[Command], Exception | None] | None = None,
     ) -> None:
         """`latency`: seconds per step. `fail_at`: from the how-manieth step (from 0) on the device is of no use.
-        `start_error`: raised by `start()`. `wrap`: as in `open_executor`. The rest is as in FakeDevice.
+        `start_error`: raised by `start()`. `wrap`: as in `open_executor`. `command_error`: gives what a command raises
+        instead of being carried out, or None. The rest is as in FakeDevice.
 
         Whatever else the device raises ends the rows of that step, but for a StepViolation."""
         self.device = FakeDevice(
@@ -70,6 +73,9 @@ class FakeExecutor:
         self.latency = latency
         self.fail_at = fail_at
         self.start_error = start_error
+        self.command_error = command_error
+        self.commands: list[Command] = []
+        """Every command, in order."""
         self.batches: list[Batch] = []
         """Every batch submitted, in order."""
         self.num_completed = 0
@@ -102,6 +108,16 @@ class FakeExecutor:
         self._jobs.put((batch, future))
         return future
 
+    def carry_out(self, command: Command) -> asyncio.Future[None]:
+        """It waits for nothing, even when paused. Raises AssertionError while a step is in flight."""
+        assert len(self.batches) == self.num_completed, "a command comes while a step is in flight"
+        if self._loop is None or self._closing.is_set():
+            raise EngineClosed("The executor does not run: start() comes first, and nothing after close().")
+        future: asyncio.Future[None] = self._loop.create_future()
+        self.commands.append(command)
+        self._jobs.put((command, future))
+        return future
+
     async def close(self) -> None:
         self._closing.set()
         self._allow(inf)
@@ -131,29 +147,54 @@ class FakeExecutor:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            batch, future = job
-            with self._gate:
-                self._gate.wait_for(lambda: self._allowance > 0)
-                self._allowance -= 1
-            if self.latency:
-                self._closing.wait(self.latency)
-            if self._closing.is_set():
-                self._post(self._complete, future, None, EngineClosed("The executor was closed before this step ran."))
-                continue
-            output: StepOutput | None = None
-            error = self._error
-            if error is None:
-                try:
-                    if self.fail_at is not None and self.device.num_steps >= self.fail_at:
-                        raise RuntimeError(f"the fake device fails at step {batch.step}, as it was told to")
-                    output = self._runner.step(batch)
-                except (StepFailed, StepDropped) as failure:
-                    error = failure
-                except Exception as failure:
-                    error = self._error = failure
-            self._post(self._complete, future, output, error)
+            work, future = job
+            if isinstance(work, Batch):
+                self._run(work, future)
+            else:
+                self._post(self._tell, future, self._attempt(work))
         assert self._stopped is not None
         self._post(self._stopped.set_result, None)
+
+    def _run(self, batch: Batch, future: asyncio.Future[StepOutput]) -> None:
+        with self._gate:
+            self._gate.wait_for(lambda: self._allowance > 0)
+            self._allowance -= 1
+        if self.latency:
+            self._closing.wait(self.latency)
+        if self._closing.is_set():
+            self._post(self._complete, future, None, EngineClosed("The executor was closed before this step ran."))
+            return
+        output: StepOutput | None = None
+        error = self._error
+        if error is None:
+            try:
+                if self.fail_at is not None and self.device.num_steps >= self.fail_at:
+                    raise RuntimeError(f"the fake device fails at step {batch.step}, as it was told to")
+                output = self._runner.step(batch)
+            except (StepFailed, StepDropped) as failure:
+                error = failure
+            except Exception as failure:
+                error = self._error = failure
+        self._post(self._complete, future, output, error)
+
+    def _attempt(self, command: Command) -> BaseException | None:
+        if self._error is not None:
+            return self._error
+        error = None if self.command_error is None else self.command_error(command)
+        if error is None:
+            self.device.carry_out(command)
+        elif not isinstance(error, AsyncLLMError):
+            self._error = error
+        return error
+
+    @staticmethod
+    def _tell(future: asyncio.Future[None], error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
 
     def _post(self, callback: Callable[..., object], *args: object) -> None:
         assert self._loop is not None

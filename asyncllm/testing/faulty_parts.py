@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
+from asyncllm.agent.contained_runner import BatchRunner
 from asyncllm.agent.executor import Agent
 from asyncllm.agent.stream_executor import LaunchedStep, StepLauncher
-from asyncllm.agent.thread_executor import StepRunner
-from asyncllm.batch import Batch, Limits, StepOutput
+from asyncllm.batch import Batch, Command, Limits, StepOutput
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.scheduler import Scheduler
@@ -188,9 +188,9 @@ class _StepFaults:
 
 
 class _FaultyRunner(_Front):
-    """A StepRunner with the faults of steps."""
+    """A BatchRunner with the faults of steps."""
 
-    _inner: StepRunner[Batch, StepOutput]
+    _inner: BatchRunner
     limits: Limits
 
     def step(self, batch: Batch) -> StepOutput:
@@ -244,6 +244,9 @@ class _FaultyLauncher:
             return None
         step, self._unfinished = self._unfinished, None
         return step
+
+    def carry_out(self, command: Command) -> None:
+        self._inner.carry_out(command)
 
     def survives(self, error: BaseException) -> bool:
         return isinstance(error, InjectedFault) or self._inner.survives(error)

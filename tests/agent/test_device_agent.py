@@ -17,8 +17,9 @@ from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.agent import device_agent, prompt_scores
-from asyncllm.agent.device_agent import OUT_OF_MEMORY, DeviceAgent, PendingStep, _steps_ahead
-from asyncllm.agent.graphs import bucket_sizes
+from asyncllm.agent.device_agent import OUT_OF_MEMORY, DeviceAgent, _steps_ahead
+from asyncllm.agent.graphs import smallest_for
+from asyncllm.agent.pending_step import PendingStep
 from asyncllm.agent.transfers import MAX_STEPS_IN_FLIGHT
 from asyncllm.agent.warm_up import warm_up_mlps
 from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart, StepOutput
@@ -31,6 +32,9 @@ from tests.agent.schedules import Answered, RandomSchedule, assert_same_output
 from tests.agent.tiny_model import GREEDY, NAN_TOKEN, VOCAB_SIZE, tiny_agent, tiny_llama
 
 NUM_BLOCKS = 120
+
+DECODE_SIZES = [3, 6, 8]
+"""So few that most steps have padding."""
 
 
 def sound_llama(**overrides: Any) -> DecoderLM:
@@ -46,20 +50,32 @@ def device_agent_of(model: DecoderLM, **settings: Any) -> DeviceAgent:
 
 
 class EagerGraphs:
-    """Stands in for DecodeGraphs: a replay calls the part, for a bucket with at least one row of padding."""
+    """Stands in for StepGraphs: a replay calls the part."""
 
-    def __init__(self, agent: DeviceAgent, largest: int = 8) -> None:
-        self._parts = [agent._decode_logits, agent._decode_tokens]
-        self._sizes = bucket_sizes(largest)
-        self.largest = largest
-        self.replayed: list[tuple[int, int]] = []
+    def __init__(self, agent: DeviceAgent) -> None:
+        self._parts = {part.name: part.launch for part in agent._captured_parts()}
+        self.replayed: list[tuple[str, Any]] = []
 
-    def size_for(self, num_rows: int) -> int:
-        return next((size for size in self._sizes if size > num_rows), self.largest)
-
-    def replay(self, part: int, size: int) -> None:
+    def replay(self, part: str, size: Any) -> None:
         self.replayed.append((part, size))
         self._parts[part](size)
+
+    def sizes(self, part: str) -> list[Any]:
+        """Of the replays of a part, in order."""
+        return [size for name, size in self.replayed if name == part]
+
+
+def decode_only(steps: list[Answered]) -> list[Batch]:
+    """Batches that are decode steps out of graphs: none of their swaps keeps them from being one."""
+    return [
+        step.batch
+        for step in steps
+        if step.batch.decode
+        and not step.batch.prefill
+        and not step.batch.copies
+        # Tables of more blocks are brought up kernel by kernel.
+        and sum(len(blocks) for _, _, blocks in step.batch.new_blocks) <= DECODE_SIZES[-1]
+    ]
 
 
 @pytest.fixture
@@ -75,6 +91,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[DeviceAgent], EagerGrap
     def give(agent: DeviceAgent) -> EagerGraphs:
         assert agent.limits.num_blocks > NUM_BLOCKS
         monkeypatch.setattr(kernels, "plan_cache_write", plan_with_padding)
+        agent._decode_sizes = DECODE_SIZES
         fake = EagerGraphs(agent)
         agent._graphs = fake  # type: ignore[assignment]
         return fake
@@ -152,9 +169,18 @@ def test_random_steps_out_of_graphs(seed: int, graphs: Callable[[DeviceAgent], E
     fake = graphs(agent)
     dice = random.Random(seed)
     InFlight(agent).run(steps, lambda: dice.randint(0, 7))
-    decode_only = [len(step.batch.decode) for step in steps if not step.batch.prefill and not step.batch.copies]
-    assert [size for part, size in fake.replayed if part == 0] == [rows + 1 for rows in decode_only if rows]
-    assert len(fake.replayed) == 2 * sum(map(bool, decode_only))
+    sizes = [smallest_for(len(batch.decode), DECODE_SIZES) for batch in decode_only(steps)]
+    assert fake.sizes("forward") == fake.sizes("sample") == sizes
+    captured = [
+        batch
+        for batch in (step.batch for step in steps)
+        if batch.prefill and not any(row.scored or row.pooling == "mean" for row in batch.prefill)
+    ]
+    tokens = [len(batch.decode) + sum(len(row.tokens) for row in batch.prefill) for batch in captured]
+    room = sorted({size.tokens for size in agent._mixed_sizes})
+    assert [size.tokens for size in fake.sizes("mixed")] == [smallest_for(count, room) for count in tokens]
+    assert any(not batch.decode for batch in captured)
+    assert any(not any(row.sample for row in batch.prefill) for batch in captured)
 
 
 @pytest.mark.parametrize("graphed", [False, True])
@@ -171,17 +197,9 @@ def test_swaps_in_flight(seed: int, graphed: bool, graphs: Callable[[DeviceAgent
     dice = random.Random(seed)
     InFlight(agent).run(steps, lambda: dice.randint(0, 7))
     if graphed:
-        out_of_graphs = [
-            step.batch
-            for step in steps
-            if step.batch.decode
-            and not step.batch.prefill
-            and not step.batch.copies
-            # Tables of more blocks are brought up kernel by kernel.
-            and sum(len(blocks) for _, _, blocks in step.batch.new_blocks) <= fake.largest
-        ]
-        assert len(fake.replayed) == 2 * len(out_of_graphs)
-        assert any(batch.swaps for batch in out_of_graphs)
+        assert len(fake.sizes("forward")) == len(fake.sizes("sample")) == len(decode_only(steps))
+        assert any(batch.swaps for batch in decode_only(steps))
+        assert any(step.batch.swaps and step.batch.prefill for step in steps)
 
 
 @pytest.mark.parametrize("graphed", [False, True])
@@ -383,7 +401,11 @@ def test_warming_up_leaves_no_trace(graphed: bool, graphs: Callable[[DeviceAgent
     agent = device_agent_of(model, num_gpu_blocks=NUM_BLOCKS + 1)
     fake = graphs(agent) if graphed else None
     agent._warm_up(40)
-    assert fake is None or fake.replayed == [(0, 2), (1, 2)] * 7, "of 1, 2, 4, 8, 16, 32 and 40 tokens"
+    if fake is not None:
+        assert fake.sizes("forward") == fake.sizes("sample") == [3] * 7, "after 1, 2, 4, 8, 16, 32 and 40 tokens"
+        assert [size.tokens for size in fake.sizes("mixed")] == [32] * 11 + [64] * 3, (
+            "and one of decode with the second"
+        )
     assert agent.num_launched == agent.num_read == 21
     InFlight(agent).run(steps, lambda: 3)
 
@@ -436,5 +458,5 @@ def test_more_new_blocks_than_fit_beside_decode_rows(graphs: Callable[[DeviceAge
     fake = graphs(agent)
     steps[2].batch.new_blocks = [(6, 0, list(range(40, 70)))]
     InFlight(agent).run(steps, lambda: 2)
-    assert [size for part, size in fake.replayed if part == 0] == [2, 2]
+    assert fake.sizes("forward") == [3, 3]
     assert agent._tables.block_tables[6, :30].tolist() == list(range(40, 70))

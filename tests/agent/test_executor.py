@@ -233,6 +233,29 @@ async def test_a_cancelled_step_runs_and_hurts_nobody() -> None:
 
 
 @pytest.mark.anyio
+async def test_a_call_with_the_runner_may_be_refused_and_a_failed_one_is_the_last() -> None:
+    runner = Runner()
+    executor = ThreadExecutor(lambda: runner)
+    await executor.start()
+
+    def refuse(_: object) -> None:
+        raise InvalidParameter("not this")
+
+    def fail(_: object) -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(InvalidParameter, match="not this"):
+        await executor.call(refuse)
+    assert (await executor.submit(empty_batch())).step == 0
+    with pytest.raises(ValueError, match="broken"):
+        await executor.call(fail)
+    with pytest.raises(EngineDead):
+        await executor.submit(empty_batch(1))
+    await executor.close()
+    assert runner.steps == [0]
+
+
+@pytest.mark.anyio
 async def test_start_cancelled_while_loading_ends_the_thread() -> None:
     leave = threading.Event()
 

@@ -297,7 +297,8 @@ def test_large_finite_values_in_half_precision_are_no_error(
     # Their sum is beyond float16.
     large = torch.full((20, 64), 100.0, dtype=torch.float16)
     monkeypatch.setattr(model, "forward", lambda inputs, caches: large)
-    monkeypatch.setattr(model, "sampled_hidden", lambda inputs, caches, sampled: (large[:1], large))
+    monkeypatch.setattr(model, "before_last", lambda inputs, caches: large)
+    monkeypatch.setattr(model, "last_hidden", lambda residual, inputs, caches, sampled: residual[:1])
     driver = Driver(agent)
     driver.start(0, prompt_of(20))
     assert driver.step(prefill=[driver.chunk(0, prompt_of(20))]).errors == {}

@@ -148,14 +148,14 @@ def test_what_only_the_last_layer_makes_infinite_is_noticed(monkeypatch: pytest.
     """The stream of all tokens is looked at before it."""
     model = tiny_llama()
     agent = tiny_device_agent(model)
-    whole = model.sampled_hidden
+    whole = model.last_hidden
 
-    def broken(inputs: Any, caches: Any, sampled: SampledRows) -> tuple[Tensor, Tensor]:
-        hidden, stream = whole(inputs, caches, sampled)
+    def broken(residual: Tensor, inputs: Any, caches: Any, sampled: SampledRows) -> Tensor:
+        hidden = whole(residual, inputs, caches, sampled)
         hidden[1, 3] = torch.inf
-        return hidden, stream
+        return hidden
 
-    monkeypatch.setattr(model, "sampled_hidden", broken)
+    monkeypatch.setattr(model, "last_hidden", broken)
     driver = Driver(agent)
     for slot in (0, 1):
         driver.start(slot, prompt_of(6))

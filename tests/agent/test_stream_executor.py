@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncllm.agent.stream_executor import StepLauncher, StreamExecutor
-from asyncllm.batch import Batch, Limits, StepDropped, StepFailed, StepOutput
+from asyncllm.batch import Batch, Command, Limits, Sleep, StepDropped, StepFailed, StepOutput
 from asyncllm.errors import EngineClosed, EngineDead, InvalidParameter, ModelError
 from tests.agent.test_executor import LIMITS, Runner, empty_batch, step_threads
 
@@ -82,6 +82,12 @@ class Launcher:
         if not whole:
             self._partial = pending
         return pending
+
+    def carry_out(self, command: Command) -> None:
+        assert isinstance(command, Sleep)
+        self.note("carry_out", command.level)
+        if command.level == 2:
+            raise InvalidParameter("not that deep")
 
     def resume(self) -> Launched | None:
         pending = self._partial

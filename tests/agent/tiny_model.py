@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asyncllm.agent.device_agent import DeviceAgent
 from asyncllm.agent.model_agent import ModelAgent
-from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart, StepOutput
+from asyncllm.batch import Batch, Command, PrefillRow, SamplingParams, SlotStart, StepOutput
 from asyncllm.config import EngineConfig
 from asyncllm.kernels import PagedKV
 from asyncllm.layers.step_inputs import StepInputs
@@ -70,6 +70,9 @@ class StepByStep:
         pending = self.agent.launch(batch)
         pending.wait()
         return pending.output()
+
+    def carry_out(self, command: Command) -> None:
+        self.agent.carry_out(command)
 
 
 def tiny_device_agent(model: DecoderLM | None = None, **settings: Any) -> StepByStep:

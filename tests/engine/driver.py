@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart
+from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart, UpdateWeights
 from asyncllm.engine.delivery import Answer, Delivery
 from asyncllm.engine.integrity import check_integrity
 from asyncllm.engine.scheduler import Scheduler
@@ -18,9 +18,11 @@ from asyncllm.testing import ByteTokenizer, FakeDevice, Oracle, hash_hidden, has
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.types import Pooling
 
-__all__ = ["Driver", "expected_answer", "expected_pooled"]
+__all__ = ["TOKENIZER", "Driver", "expected_answer", "expected_pooled"]
 
 VOCAB = 8
+HIDDEN_SIZE = 4
+TOKENIZER = ByteTokenizer()
 
 
 def expected_answer(
@@ -64,6 +66,7 @@ class Driver:
         caching: bool = True,
         row_failure: Callable[[list[int]], str | None] | None = None,
         token_tile: int = 1,
+        dynamic_rope_from: int | None = None,
         num_host_blocks: int = 0,
         min_copied_tokens: int = 1,
         swapping: bool = True,
@@ -75,6 +78,7 @@ class Driver:
             block_size=block_size,
             num_slots=num_slots,
             vocab_size=VOCAB,
+            hidden_size=HIDDEN_SIZE,
             oracle=hash_oracle(VOCAB),
             row_failure=row_failure,
             num_host_blocks=num_host_blocks,
@@ -82,8 +86,9 @@ class Driver:
         )
         self.max_batch_size = max_batch_size
         self.budget = budget
+        self.interval = interval
         self.scheduler = Scheduler(
-            msgspec.structs.replace(self.device.limits, token_tile=token_tile),
+            msgspec.structs.replace(self.device.limits, token_tile=token_tile, dynamic_rope_from=dynamic_rope_from),
             max_batch_size=max_batch_size,
             prefill_budget=budget,
             prefill_interval=interval,
@@ -100,6 +105,13 @@ class Driver:
         self._writes: deque[dict[int, int]] = deque()
         """Of each step in flight: block -> slot that writes it."""
         self._positions: dict[int, int] = {}
+        self._head: Row | None = None
+        """The running row that is never preempted while another one runs: of the highest class the oldest."""
+        self._head_done: object = None
+        """What it had done when it was last seen to progress."""
+        self._steps_without_progress = 0
+        self._deepest = 0
+        """Most steps that have been in flight."""
 
     def submit(
         self,
@@ -113,17 +125,41 @@ class Driver:
         pooling: Pooling | None = None,
     ) -> Request:
         """Queue a request with one answer for each seed; None is greedy."""
-        tokenizer = ByteTokenizer()
-        request = Request(
+        return self.add(
+            self.build(
+                prompt,
+                max_new_tokens,
+                seeds=seeds,
+                stop_ids=stop_ids,
+                prompt_logprobs=prompt_logprobs,
+                terms=terms,
+                pooling=pooling,
+            )
+        )
+
+    def build(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        *,
+        seeds: Sequence[int | None] = (None,),
+        stop_ids: Sequence[int] = (),
+        prompt_logprobs: int | None = None,
+        terms: Terms = ORDINARY,
+        pooling: Pooling | None = None,
+        delivery: Delivery | None = None,
+    ) -> Request:
+        """A request that is not queued yet."""
+        return Request(
             id=len(self.requests),
             prompt_ids=list(prompt),
             params=[SamplingParams(temperature=0.0 if seed is None else 1.0, seed=seed or 0) for seed in seeds],
             stop_ids=frozenset(stop_ids),
             max_new_tokens=max_new_tokens,
-            delivery=Delivery(streaming=True),
+            delivery=delivery or Delivery(streaming=True),
             answers=[
                 Answer(
-                    Detokenizer(tokenizer, skip_special_tokens=True),
+                    Detokenizer(TOKENIZER, skip_special_tokens=True),
                     stop_words=(),
                     hidden_ids=frozenset(),
                     include_stop=False,
@@ -134,6 +170,9 @@ class Driver:
             terms=terms,
             pooling=pooling,
         )
+
+    def add(self, request: Request) -> Request:
+        """Queue a request."""
         self.requests.append(request)
         self.ends[request] = 0
         self.scheduler.add(request)
@@ -142,9 +181,13 @@ class Driver:
     def schedule(self) -> Batch | None:
         """Put the next step in flight."""
         batch = self.scheduler.schedule()
-        if batch is not None:
+        if batch is None:
+            idle = not self.scheduler.num_running and not self.scheduler.num_waiting
+            assert self.in_flight or idle, "there is work, no step to wait for, and no step to be had"
+        else:
             self._check_batch(batch)
             self.in_flight.append(batch)
+            self._deepest = max(self._deepest, len(self.in_flight))
             self.batches.append(batch)
         return batch
 
@@ -157,7 +200,23 @@ class Driver:
                 if row.error is not None:
                     self.cancel(request, "error")
             self._note_end(request)
+        self._note_progress()
         return advanced
+
+    def _note_progress(self) -> None:
+        """The head progresses within as many steps as it takes to preempt everybody else, one by one, and to read what
+        they have in flight; its prompt, behind as many tokens as there is room for."""
+        running = self.scheduler._running
+        head = min(running, key=self.scheduler.waiting.rank, default=None)  # of equals the first, which is the oldest
+        done = None if head is None else (head.num_computed, len(head.token_ids), head.state)
+        self._steps_without_progress += 1
+        if head is None or (head, done) != (self._head, self._head_done):
+            self._head, self._head_done, self._steps_without_progress = head, done, 0
+        bound = self.max_batch_size * (1 + self._deepest)
+        if head is not None and head.state is SequenceState.PREFILL:
+            limits = self.device.limits
+            bound += self.interval * (limits.num_blocks * limits.block_size)
+        assert self._steps_without_progress <= bound, f"{head!r} has not progressed for {bound} steps"
 
     def cancel(self, request: Request, reason: str = "abort") -> None:
         """As a reader that leaves, at any time and any number of times."""
@@ -166,9 +225,15 @@ class Driver:
         if not ended and reason != "error":
             self._note_end(request)
 
+    def forget(self) -> None:
+        """New weights, while no step is in flight: from now on, a step that reads what was written is a violation."""
+        self.device.carry_out(UpdateWeights({}))
+        self.scheduler.forget()
+
     def _note_end(self, request: Request) -> None:
         if request.finished:
             self.ends[request] += 1
+            request.delivery.end()
 
     def turn(self, depth: int = 2) -> bool:
         """Fill the pipeline, then read one step; False when there was nothing to do."""
@@ -255,6 +320,11 @@ class Driver:
         for slot in batch.decode:
             self._note_writes(writes, slot, self._positions[slot], 1, size)
             self._positions[slot] += 1
+        readers = Counter(block for row in self.scheduler._running for block in row.blocks)
+        cache = self.scheduler.prefix_cache
+        for block in writes:
+            assert readers[block] <= 1, f"block {block} is written, and {readers[block]} rows read it"
+            assert cache is None or cache.key_of(block) is None, f"block {block} is written, and anybody may find it"
         for earlier in self._writes:
             for block, slot in writes.items():
                 assert earlier.get(block, slot) == slot, f"block {block} is written by two rows in flight"

@@ -20,6 +20,7 @@ from asyncllm.errors import (
 from asyncllm.testing import FakeEngine, hash_hidden, hash_oracle
 from asyncllm.types import Embedding, Pooling
 from tests.engine.driver import expected_pooled
+from tests.engine.waits import until
 
 pytestmark = pytest.mark.anyio
 
@@ -262,10 +263,13 @@ class TestEnds:
             engine.check_idle()
 
     async def test_closing_the_engine_ends_the_call(self) -> None:
-        engine = FakeEngine(latency=0.005)
+        engine = FakeEngine()
         await engine.start()
+        engine.executor.pause()
         task = asyncio.create_task(one(engine, "x" * 100))
-        await asyncio.sleep(0.002)
-        await engine.close()
+        await until(lambda: engine.stats().steps_in_flight)
+        closing = asyncio.create_task(engine.close())
         with pytest.raises(EngineClosed):
             await task
+        engine.executor.resume()
+        await closing

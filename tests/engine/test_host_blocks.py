@@ -11,7 +11,7 @@ from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.host_blocks import HostBlocks
 from asyncllm.engine.integrity import check_integrity
 from asyncllm.engine.prefix_cache import PrefixCache, root_hash
-from asyncllm.engine.sequence import Request, SequenceState
+from asyncllm.engine.sequence import Request, SequenceState, Terms
 from asyncllm.engine.sequence import Sequence as Row
 from asyncllm.testing import FakeDevice
 from tests.engine.driver import Driver, expected_answer
@@ -75,6 +75,24 @@ class TestSwapping:
     def test_some_are_swapped_and_some_computed_again(self) -> None:
         driver = self.crowd(5, caching=False)
         assert 0 < driver.scheduler.host.num_fallbacks < driver.scheduler.counts.preemptions
+
+    @pytest.mark.parametrize("depth", [1, 2, 3])
+    @pytest.mark.parametrize("length", [5, 6, 7, 8])
+    def test_an_older_row_of_a_lower_class_has_no_part_in_the_step_that_copies_it(
+        self, depth: int, length: int
+    ) -> None:
+        """It would be copied ahead of what that step writes."""
+        driver = Driver(num_blocks=6, num_slots=2, num_host_blocks=8, caching=False)
+        late = driver.submit([0] * length, 14, terms=Terms(priority=1))
+        driver.turn(depth)
+        early = driver.submit([1] * 7, 12)
+        driver.drain(depth)
+        assert driver.scheduler.counts.preemptions > 0
+        assert driver.answers(late) == [expected_answer(late.prompt_ids, 14)]
+        assert driver.answers(early) == [expected_answer(early.prompt_ids, 12)]
+        for batch in driver.batches:
+            copied = {block for block, _ in batch.swaps.swap_out}
+            assert not copied or len(batch.decode) < 2
 
     def test_recompute_swaps_nothing(self) -> None:
         driver = self.crowd(40, caching=False, swapping=False)

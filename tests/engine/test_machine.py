@@ -1,11 +1,17 @@
-"""A state machine over scheduler and device: any order of calls keeps every promise.
+"""A state machine over scheduler, sessions and device: any order of calls keeps every promise.
 
-The default profile is for every run. `ASYNCLLM_MACHINE_EXAMPLES=2000` asks for that many examples.
+`Driver.check` and the device look for what no step may do; here is the model of what requests and sessions must give.
+Every run takes the same few examples; `ASYNCLLM_MACHINE_EXAMPLES=2000` asks for that many others.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import zlib
+from collections.abc import Iterable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,12 +28,17 @@ from hypothesis.stateful import (
     rule,
 )
 
-from asyncllm.engine.prefix_cache import extend_hashes, root_hash
+from asyncllm.config import GenerationConfig, RequestOptions
+from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.quality_of_service import QualityOfService
+from asyncllm.engine.queue_bounds import QueueBounds
 from asyncllm.engine.sequence import Request, Sequence, SequenceState, Terms
+from asyncllm.engine.session import Session
+from asyncllm.engine.sessions import SessionTable
 from asyncllm.engine.waiting_queue import MAX_PASSED, PATIENCE_S, WaitingQueue
+from asyncllm.errors import QueueFull, SessionBusy
 from asyncllm.types import Pooling
-from tests.engine.driver import Driver, expected_answer, expected_pooled
+from tests.engine.driver import TOKENIZER, Driver, expected_answer, expected_pooled
 from tests.engine.policies import Clock, policy_of
 
 EXAMPLES = int(os.environ.get("ASYNCLLM_MACHINE_EXAMPLES", "150"))
@@ -36,15 +47,44 @@ MAX_DEPTH = 6
 GROUPS = {"Gold": {"boss": 100}, "Silver": {"ann": 70, "bob": 30, "idle": 0}}
 USERS = ["boss", "ann", "bob", "idle"]
 
-prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+# One choice each: with lists and their elements as choices of their own, choosing takes longer than all that is tested.
+prompts = st.integers(2, 2**10 - 1).map(lambda number: [int(bit) for bit in f"{number:b}"[1:]])
+several_seeds = st.sampled_from([[None], [None], [1], [2], [None, 1], [1, 1], [None, 1, 2], [2, None, None]])
+
+
+def row_failure(history: list[int]) -> str | None:
+    """Some rows fail, and always after the same tokens; never where a prompt ends that is no turn of a session."""
+    return "not finite" if history[-1] > 1 and zlib.crc32(bytes(history)) % 17 == 0 else None
+
+
+class Asked:
+    """A request, and what must come of it."""
+
+    def __init__(
+        self, request: Request, max_new: int, seeds: list[int | None], stop_ids: list[int], *, failing: bool
+    ) -> None:
+        self.request = request
+        self.stop_ids = stop_ids
+        prompt = request.prompt_ids
+        self.answers = [expected_answer(prompt, max_new, seed=seed, stop_ids=stop_ids) for seed in seeds]
+        self.ends_early = False
+        """Whether it was cancelled, or its time was over."""
+        self.fails_after: list[int | None] = [None] * len(seeds)
+        """For each answer, how many tokens it has when its row fails."""
+        if failing:
+            for index, answer in enumerate(self.answers):
+                lengths = range(len(answer) + (not answer))
+                self.fails_after[index] = next((n for n in lengths if row_failure(prompt + answer[:n])), None)
+        self.may_fail = failing and any(row_failure(prompt[:n]) for n in range(1, len(prompt) + 1))
+        """Whether a chunk of the prompt may end where its row fails."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Model: the oracle's answer to each request, from its prompt, seed, length and stop tokens alone; and who is next,
-    from looking at everybody who waits."""
+    """Model: the oracle's answer to each request, from its prompt, seed, length and stop tokens alone; the history of
+    each session; and who is next, from looking at everybody who waits."""
 
     requests = Bundle("requests")
-    pins = Bundle("pins")
+    sessions = Bundle("sessions")
 
     @initialize(
         num_blocks=st.integers(4, 12),
@@ -59,6 +99,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_copied_tokens=st.sampled_from([1, 4]),
         swapping=st.booleans(),
         with_quality=st.booleans(),
+        failing=st.booleans(),
+        max_queued=st.sampled_from([(0, 0), (0, 0), (2, 0), (0, 12), (3, 20)]),
     )
     def begin(
         self,
@@ -74,8 +116,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_copied_tokens: int,
         swapping: bool,
         with_quality: bool,
+        failing: bool,
+        max_queued: tuple[int, int],
     ) -> None:
         self.depth = depth
+        self.failing = failing
         self.clock = Clock()
         self.quality = QualityOfService(policy_of(GROUPS), self.clock) if with_quality else None
         self.queue = WaitingQueue(self.quality, self.clock)
@@ -92,17 +137,27 @@ class SchedulerMachine(RuleBasedStateMachine):
             min_copied_tokens=min_copied_tokens,
             swapping=swapping,
             waiting=self.queue,
+            row_failure=row_failure if failing else None,
         )
-        self.block_size = block_size
-        self.asked: dict[Request, tuple[int, list[int | None], list[int]]] = {}
-        self.cancelled: set[Request] = set()
-        self.pinned: list[list[bytes]] = []
+        self.asked: dict[Request, Asked] = {}
+        self.unfinished: dict[Request, None] = {}
+        """Those of `asked` whose answers have not been looked at since they ended."""
+        self.max_queued = max_queued
+        self.bounds = QueueBounds(*max_queued)
+        loop = SimpleNamespace(scheduler=self.driver.scheduler, abandon=self.abandon)
+        admission = SimpleNamespace(check_token_ids=list, build=self.build)
+        parts: tuple[Any, ...] = loop, admission, TOKENIZER, None, None
+        self.table = SessionTable(*parts, block_size)
+        self.histories: dict[Session, list[int]] = {}
+        """What each open session must remember, its running turn apart."""
+        self.turns: dict[Session, Request] = {}
+        """The last turn of each, which may still run."""
 
     @rule(
         target=requests,
         prompt=prompts,
         max_new=st.integers(1, 24),
-        seeds=st.lists(st.sampled_from([None, 1, 2]), min_size=1, max_size=3),
+        seeds=several_seeds,
         stop_ids=st.sampled_from([[], [], [], [3], [5, 6]]),
         scored=st.booleans(),
         priority=st.sampled_from([0, 0, 0, -1, 1]),
@@ -124,6 +179,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> Any:
         prompt = prompt[: self.room - 1]
         max_new = min(max_new, self.room - len(prompt))
+        if not self.has_place(prompt):
+            return multiple()
         request = self.driver.submit(
             prompt,
             max_new,
@@ -132,8 +189,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt_logprobs=1 if scored and max_new % 2 else None,
             terms=self.terms(user, priority, timeout, salt),
         )
-        self.asked[request] = max_new, seeds, stop_ids
+        self.expect(request, max_new, seeds, stop_ids)
         return request
+
+    def expect(self, request: Request, max_new: int, seeds: list[int | None], stop_ids: list[int]) -> None:
+        self.asked[request] = Asked(request, max_new, seeds, stop_ids, failing=self.failing)
+        self.unfinished[request] = None
+
+    def has_place(self, prompt: list[int]) -> bool:
+        """Whether the queue takes the prompt, as the engine asks it; compared with counting who waits."""
+        leaders = [row for row in self.queue if row.index == 0]
+        queued = len(leaders), sum(self.queue._waiting[row][1] for row in self.queue)
+        most_requests, most_tokens = self.max_queued
+        full = bool(leaders) and (0 < most_requests < queued[0] + 1 or 0 < most_tokens < queued[1] + len(prompt))
+        try:
+            self.bounds.check(self.queue.num_requests, self.queue.num_tokens, len(prompt), self.clock.now)
+        except QueueFull:
+            assert full
+            return False
+        assert not full
+        return True
 
     def terms(self, user: str, priority: int = 0, timeout: float | None = None, salt: str | None = None) -> Terms:
         return Terms(
@@ -145,9 +220,103 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(target=requests, prompt=prompts, pooling=st.sampled_from(["last", "mean"]), user=st.sampled_from(USERS))
     def embed(self, prompt: list[int], pooling: Pooling, user: str) -> Any:
-        request = self.driver.submit(prompt[: self.room], 0, pooling=pooling, terms=self.terms(user))
-        self.asked[request] = 0, [None], []
+        prompt = prompt[: self.room]
+        if not self.has_place(prompt):
+            return multiple()
+        request = self.driver.submit(prompt, 0, pooling=pooling, terms=self.terms(user))
+        self.expect(request, 0, [None], [])
         return request
+
+    @rule(target=sessions)
+    def begin_session(self) -> Session:
+        session = self.table.new()
+        self.histories[session] = []
+        return session
+
+    @rule(
+        target=requests,
+        session=sessions,
+        prompt=prompts,
+        max_new=st.integers(1, 8),
+        user=st.sampled_from(USERS),
+        salt=st.sampled_from([None, None, "a"]),
+    )
+    def turn(self, session: Session, prompt: list[int], max_new: int, user: str, salt: str | None) -> Any:
+        """The next turn, after a rewind if the conversation has become too long."""
+        if session.closed:
+            return multiple()
+        delivery = Delivery(streaming=True, on_end=session.record)
+        if session.busy:
+            with pytest.raises(SessionBusy):
+                self.prepare(session, delivery, prompt, 0, max_new, self.terms(user))
+            return multiple()
+        history, prompt = self.histories[session], prompt[: self.room - 1]
+        step = min(len(history), self.room - 1 - len(prompt))
+        if (history and not step) or not self.has_place(history[:step] + prompt):
+            return multiple()
+        request = self.prepare(session, delivery, prompt, step, max_new, self.terms(user, salt=salt))
+        assert request.prompt_ids == history[:step] + prompt
+        assert request.history_len == step
+        self.driver.add(request)
+        self.expect(request, request.sequences[0].remaining, [None], [])
+        self.turns[session] = request
+        return request
+
+    def prepare(
+        self, session: Session, delivery: Delivery, prompt: list[int], step: int, max_new: int, terms: Terms
+    ) -> Request:
+        """`Session.prepare`, which has nothing to wait for: whoever left the turn before has ended it."""
+        preparation = session.prepare(
+            delivery,
+            None,
+            GenerationConfig(max_new_tokens=max_new),
+            step=step,
+            do_preprocess=False,
+            input_ids=prompt,
+            options=RequestOptions(),
+            terms=terms,
+        )
+        with pytest.raises(StopIteration) as done:
+            preparation.send(None)
+        request: Request = done.value.value
+        return request
+
+    def build(
+        self,
+        prompt_ids: list[int],
+        config: GenerationConfig,
+        delivery: Delivery,
+        *,
+        session_id: int,
+        history_len: int,
+        terms: Terms,
+    ) -> Request:
+        """As `Admission.build`, for sessions."""
+        assert config.max_new_tokens is not None
+        max_new = min(config.max_new_tokens, self.room - len(prompt_ids))
+        request = self.driver.build(prompt_ids, max_new, terms=terms, delivery=delivery)
+        request.session_id, request.history_len = session_id, history_len
+        return request
+
+    @rule(session=sessions)
+    def stop(self, session: Session) -> None:
+        session.stop()
+
+    @rule(target=sessions, session=sessions)
+    def fork(self, session: Session) -> Any:
+        if session.closed or session.busy:
+            return multiple()
+        copy = session.fork()
+        self.histories[copy] = list(self.histories[session])
+        return copy
+
+    @rule(session=consumes(sessions))
+    def end_session(self, session: Session) -> None:
+        session.close()
+        session.close()
+        self.histories.pop(session, None)
+        assert not session.busy
+        assert not session._pinned
 
     @precondition(lambda self: len(self.driver.in_flight) < self.depth)
     @rule()
@@ -167,19 +336,22 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(request=requests)
     def cancel(self, request: Request) -> None:
+        self.abandon(request)
+
+    def abandon(self, request: Request) -> None:
+        """The reader has left, for the first time or again."""
         if not request.finished:
-            self.cancelled.add(request)
+            self.asked[request].ends_early = True
         self.driver.cancel(request)
 
     @rule(seconds=st.sampled_from([0.01, 1.0, PATIENCE_S, 70.0]))
     def time_passes(self, seconds: float) -> None:
         """Requests whose time is over end, as the engine loop ends them."""
         self.clock.now += seconds
-        for request in self.asked:
+        for request in list(self.unfinished):
             deadline = request.terms.deadline
-            if deadline is not None and deadline <= self.clock.now and not request.finished:
-                self.cancelled.add(request)
-                self.driver.cancel(request)
+            if deadline is not None and deadline <= self.clock.now:
+                self.abandon(request)
 
     @precondition(lambda self: self.driver.scheduler.num_running)
     @rule()
@@ -188,34 +360,36 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.driver.scheduler
         scheduler._preempt(next(reversed(scheduler._running)))
 
-    @rule(target=pins, prompt=prompts)
-    def pin(self, prompt: list[int]) -> Any:
-        cache = self.driver.scheduler.prefix_cache
-        if cache is None:
-            return multiple()
-        hashes: list[bytes] = []
-        extend_hashes(hashes, root_hash(), prompt, self.block_size)
-        cache.pin(hashes)
-        return hashes
+    @precondition(lambda self: not self.driver.in_flight and not self.driver.scheduler.host.plan)
+    @rule()
+    def forget(self) -> None:
+        """As when the model gets new weights, or sleeps."""
+        self.driver.forget()
+        scheduler = self.driver.scheduler
+        assert scheduler.num_running == 0
+        assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
+        assert scheduler.host.blocks.num_free == scheduler.host.blocks.num_blocks
 
-    @rule(hashes=consumes(pins))
-    def unpin(self, hashes: list[bytes]) -> None:
-        cache = self.driver.scheduler.prefix_cache
-        assert cache is not None
-        cache.unpin(hashes)
+    @rule(share=st.sampled_from([0.3, 1.0]))
+    def evict(self, share: float) -> None:
+        """As if somebody had needed the room for a moment: free blocks are taken first, then cached ones."""
+        scheduler = self.driver.scheduler
+        taken = scheduler.blocks.allocate(math.ceil(scheduler.blocks.num_available * share))
+        scheduler.blocks.retire(taken, -1, -1)
 
     @invariant()
     def holds(self) -> None:
         if hasattr(self, "driver"):
             self.driver.check()
-            self.check_answers()
+            self.check_answers(self.unfinished)
+            self.check_sessions()
             self.check_queue()
 
     def check_queue(self) -> None:
         waiting = list(self.queue)
         assert {row for row in waiting} == {
             row
-            for request in self.asked
+            for request in self.unfinished
             for row in request.sequences
             if row.state in (SequenceState.WAITING, SequenceState.SWAPPED)
             and (row.index == 0 or request.siblings_queued)
@@ -235,28 +409,64 @@ class SchedulerMachine(RuleBasedStateMachine):
         user, place = row.request.terms.user, (row.request.terms.priority, row.request.id, row.index)
         return place if user is None else (user.group, user.load, user.number, *place)
 
-    def check_answers(self) -> None:
-        for request, (max_new, seeds, stop_ids) in self.asked.items():
-            for row, answer, seed in zip(request.sequences, self.driver.answers(request), seeds, strict=True):
-                expected = expected_answer(request.prompt_ids, max_new, seed=seed, stop_ids=stop_ids)
+    def check_sessions(self) -> None:
+        for session, history in self.histories.items():
+            request = self.turns.get(session)
+            if request is not None and not session.busy:
+                del self.turns[session]
+                history[:] = request.sequences[0].token_ids
+            assert self.turns.get(session) is not None or session.token_ids == history
+        cache = self.driver.scheduler.prefix_cache
+        if cache is not None:
+            pinned = [key for session in self.histories for key in session._pinned]
+            assert cache._pins.total() == len(pinned)
+
+    def check_answers(self, requests: Iterable[Request]) -> None:
+        for request in list(requests):
+            asked = self.asked[request]
+            rows = zip(request.sequences, self.driver.answers(request), asked.answers, asked.fails_after, strict=True)
+            failed = False
+            for row, answer, expected, fails_after in rows:
                 whole = row.finish_reason in ("stop", "length")
                 assert answer == (expected if whole else expected[: len(answer)])
+                assert fails_after is None or len(answer) <= fails_after
+                if row.error is not None:
+                    failed = True
+                    assert asked.may_fail or len(answer) == fails_after
                 if whole:
-                    assert (row.finish_reason == "stop") == any(token in stop_ids for token in answer[-1:])
-                else:
-                    assert row.finish_reason is None or request in self.cancelled
-            if request.prompt_logprobs_asked is not None and request.finished and request not in self.cancelled:
-                following = [next(iter(dict(entry))) for entry in request.prompt_logprobs]
-                assert following == request.prompt_ids[1:]
-            if request.pooling is not None and request.finished and request not in self.cancelled:
-                expected_sum = expected_pooled(request.prompt_ids, request.pooling)
-                assert request.pooled == pytest.approx(expected_sum, abs=1e-9)
+                    assert fails_after is None
+                    assert (row.finish_reason == "stop") == any(token in asked.stop_ids for token in answer[-1:])
+            if request.finished:
+                self.unfinished.pop(request, None)
+                self.check_end(asked, whole=all(row.finish_reason in ("stop", "length") for row in request.sequences))
+                assert (
+                    failed
+                    or asked.ends_early
+                    or all(row.finish_reason in ("stop", "length") for row in request.sequences)
+                )
+
+    def check_end(self, asked: Asked, *, whole: bool) -> None:
+        """What comes beside the tokens of a request that ran to its end."""
+        request = asked.request
+        if request.prompt_logprobs_asked is not None and whole:
+            following = [next(iter(dict(entry))) for entry in request.prompt_logprobs]
+            assert following == request.prompt_ids[1:]
+        if request.pooling is not None and whole:
+            assert request.pooled is not None
+            expected = expected_pooled(request.prompt_ids, request.pooling, self.driver.device.limits.hidden_size)
+            assert all(map(partial(math.isclose, abs_tol=1e-9), request.pooled, expected))
 
     def teardown(self) -> None:
         if hasattr(self, "driver"):
+            # What `evict` pushed to the host is held until the next step, which in the engine is under way.
+            self.driver.submit([0], 1, terms=self.terms("bob"))
             self.driver.drain()
             self.driver.check_drained()
-            self.check_answers()
+            self.check_answers(self.asked)
+            self.check_sessions()
+            self.table.close()
+            cache = self.driver.scheduler.prefix_cache
+            assert cache is None or not cache._pins
 
 
 SchedulerMachine.TestCase.settings = settings(

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncllm.engine.prefix_cache import PrefixCache, extend_hashes, root_hash
+from tests.engine.driver import Driver
 
 tokens = st.lists(st.integers(0, 2), max_size=24)
 
@@ -111,9 +112,9 @@ def test_a_pin_counts_for_blocks_that_come_later() -> None:
 
 def test_pins_of_two_sessions_add_up() -> None:
     cache, names = filled(2)
+    cache.pin(names)
     cache.pin(names[:1])
-    cache.pin(names[:1])
-    cache.unpin(names[:1])
+    cache.unpin(names)
     cache.check_integrity([0, 0], [])
     assert cache.evict()[1] == 1
     cache.unpin(names[:1])
@@ -169,3 +170,17 @@ class TestIntegrity:
         cache._pins[names[0]] += 1
         with pytest.raises(AssertionError, match="pins disagree"):
             cache.check_integrity([0, 0], [])
+
+
+@pytest.mark.parametrize(
+    ("longer", "rope_from", "shared"), [(12, None, 8), (12, 40, 8), (12, 8, 0), (10, 8, 8)], ids=str
+)
+def test_prompts_with_rotary_bases_of_their_own_share_with_those_of_equal_length(
+    longer: int, rope_from: int | None, shared: int
+) -> None:
+    """The base of a prompt beyond the original context follows from its length."""
+    driver = Driver(block_size=4, dynamic_rope_from=rope_from)
+    for length in (10, longer):
+        request = driver.submit([1] * length, 2)
+        driver.drain()
+    assert request.cached_tokens == shared

@@ -313,6 +313,26 @@ class TestContinuousBatching:
         assert ends[0] is requests[1]
         driver.check_drained()
 
+    def test_tokens_that_were_cached_cost_nothing(self, quality: QualityOfService, clock: Clock) -> None:
+        driver = Driver(waiting=WaitingQueue(quality, clock))
+        ann, bob = quality.users["ann"], quality.users["bob"]
+        for user in (ann, bob):
+            driver.submit([1, 2, 3, 4, 5, 6], 2, terms=Terms(user=user))
+            driver.drain()
+        assert (ann.used, bob.used) == (6 + 2, 2 + 2)
+
+    def test_what_a_preemption_makes_the_engine_compute_again_costs_nothing(
+        self, quality: QualityOfService, clock: Clock
+    ) -> None:
+        driver = Driver(caching=False, waiting=WaitingQueue(quality, clock))
+        ann = quality.users["ann"]
+        request = driver.submit([1, 2, 3, 4, 5, 6], 4, terms=Terms(user=ann))
+        driver.turn(1)
+        driver.scheduler._preempt(request.sequences[0])
+        driver.drain()
+        assert driver.scheduler.counts.prefill_tokens > 6
+        assert ann.used == 6 + 4
+
     def test_ten_thousand_users_cost_a_turn_no_more_than_ten(self, tmp_path: Path) -> None:
         def looked_at(num_users: int) -> int:
             groups = {"Gold": {f"user{number}": 100 / num_users for number in range(num_users)}}

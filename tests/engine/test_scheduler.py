@@ -468,3 +468,31 @@ def test_small_steps_are_not_cut() -> None:
     assert chunk_sizes(batch.prefill) == [10]
     driver.drain()
     driver.check_drained()
+
+
+@pytest.mark.parametrize(("last", "taken"), [(2, 2), (3, 1)])
+def test_a_chunk_is_not_cut_away_altogether(last: int, taken: int) -> None:
+    """Of 12 + 2 tokens the two beyond three tiles are a whole prompt; of 11 + 3 they are the end of one."""
+    driver = Driver(max_batch_size=2, budget=16, caching=False, token_tile=4)
+    prompts = [[1] * (14 - last), [2] * last, [3]]
+    requests = [driver.submit(prompt, 2) for prompt in prompts]
+    batch = driver.schedule()
+    assert batch is not None
+    assert chunk_sizes(batch.prefill) == [14 - last, taken]
+    driver.drain()
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert driver.answers(request) == [expected_answer(prompt, 2)]
+    driver.check_drained()
+
+
+def test_nobody_is_admitted_to_be_preempted_at_once() -> None:
+    driver = Driver(num_blocks=4, caching=False)
+    first = driver.submit([1] * 3, 8)
+    driver.turn(1)
+    second = driver.submit([2] * 12, 2)
+    driver.turn(1)
+    assert second.sequences[0].state is SequenceState.WAITING, "its three blocks are there, but none for the other row"
+    driver.drain()
+    assert driver.scheduler.counts.preemptions == 0
+    assert driver.answers(first) == [expected_answer(first.prompt_ids, 8)]
+    assert driver.answers(second) == [expected_answer(second.prompt_ids, 2)]

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from asyncllm.config import EngineConfig, GenerationConfig
-from asyncllm.errors import ContextLengthExceeded, InvalidMessage, InvalidParameter, SessionBusy, SessionNotFound
+from asyncllm.errors import (
+    ContextLengthExceeded,
+    InvalidMessage,
+    InvalidParameter,
+    QueueFull,
+    SessionBusy,
+    SessionNotFound,
+)
 from asyncllm.testing import FakeEngine, hash_oracle
 
 pytestmark = pytest.mark.anyio
@@ -36,15 +43,33 @@ async def test_turns_add_up_to_one_conversation() -> None:
     assert session.closed
 
 
-async def test_the_next_turn_finds_the_pinned_blocks() -> None:
+@pytest.mark.parametrize("cache_salt", [None, "acme"])
+async def test_the_next_turn_finds_the_pinned_blocks(cache_salt: str | None) -> None:
     async with FakeEngine(ANSWERS, num_blocks=24, block_size=8) as engine, engine.session() as session:
-        await session.chat("one")
+        await session.chat("one", cache_salt=cache_salt)
         known = session.step
         for number in range(20):
             await engine.generate(f"other {number}", GenerationConfig(max_new_tokens=2))
-        second = await session.chat("two")
+        second = await session.chat("two", cache_salt=cache_salt)
         assert second.cached_token_len == known // 8 * 8 - 8 * (known % 8 == 0)
         assert second.cached_token_len > 0
+
+
+async def test_a_turn_that_the_queue_refuses_is_no_history() -> None:
+    config = EngineConfig(max_batch_size=1, max_queued_requests=1)
+    async with FakeEngine(ANSWERS, config) as engine, engine.session() as session:
+        await session.chat("one")
+        before = list(session.token_ids)
+        engine.executor.pause()
+        others = [engine.generate("running"), engine.generate("waiting")]
+        for generation in others:
+            await generation.start()
+        with pytest.raises(QueueFull):
+            await session.chat("two")
+        engine.executor.resume()
+        assert session.token_ids == before
+        assert session.history == [("one", "first answer")]
+        assert [(await generation).text for generation in others] == ["running", "waiting"]
 
 
 async def test_eviction_between_turns_costs_only_time() -> None:
@@ -319,6 +344,18 @@ class TestFork:
             assert cache._pins
             fork.close()
             assert not cache._pins
+
+    async def test_a_session_that_closes_in_a_turn_leaves_no_pins(self) -> None:
+        async with FakeEngine(ANSWERS, block_size=4, latency=0.001) as engine:
+            session = engine.session()
+            generation = session.chat("one")
+            await anext(generation)
+            session.close()
+            await generation.aclose()
+            cache = engine.running().scheduler.prefix_cache
+            assert cache is not None
+            assert not cache._pins
+            assert session.turns == []
 
 
 async def test_chat_makes_a_session_and_takes_it_again() -> None:

@@ -14,7 +14,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.errors import EngineClosed, InvalidCheckpoint, InvalidParameter, ModelError
 from asyncllm.testing.byte_tokenizer import ByteTokenizer
-from asyncllm.testing.fake_engine import fake_parts
+from asyncllm.testing.fake_engine import FakeTemplate, fake_parts
 from asyncllm.testing.fake_executor import FakeExecutor
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ class Opening:
         self.error = error
         self.begun, self.go_on = threading.Event(), threading.Event()
         monkeypatch.setattr(Tokenizer, "from_folder", self.open)
-        monkeypatch.setattr(ChatTemplate, "open", lambda folder, config: None)
+        monkeypatch.setattr(ChatTemplate, "open", lambda folder, config: FakeTemplate())
 
     def open(self, folder: Path) -> Any:
         self.begun.set()

@@ -258,3 +258,15 @@ class TestScheduling:
             cached.append(request.cached_tokens)
             assert driver.answers(request) == [expected_answer(prompt, 2)]
         assert cached == [0, 8, 0, 8, 0, 8]
+
+
+def test_a_prompt_of_several_answers_counts_once() -> None:
+    driver = Driver()
+    request = driver.submit([1, 2, 3, 4, 5], 4, seeds=(1, 2, 3))
+    queue = WaitingQueue()
+    for row in request.sequences:
+        queue.push(row)
+    assert (queue.num_requests, queue.num_tokens) == (1, 5)
+    for row in request.sequences:
+        queue.discard(row)
+    assert (queue.num_requests, queue.num_tokens) == (0, 0)

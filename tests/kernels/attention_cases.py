@@ -19,7 +19,8 @@ def generator(seed: int) -> torch.Generator:
 
 
 class Pages:
-    """Random contexts of several rows in randomly ordered blocks; what no row owns is `garbage`."""
+    """Random contexts of several rows in randomly ordered blocks; what no row owns is `garbage`. A length of -1 is that
+    of an absent row."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class Pages:
         device: str = "cpu",
         seed: int = 0,
     ) -> None:
-        width = max(-(-length // block_size) for length in lengths) + 1
+        width = max(-(-max(length, 0) // block_size) for length in lengths) + 1
         num_blocks = len(lengths) * width + 3
         pool = torch.full((2, num_blocks, num_kv_heads, block_size, head_dim), garbage, dtype=dtype)
         order = torch.randperm(num_blocks, generator=generator(seed))[: len(lengths) * width]
@@ -41,8 +42,9 @@ class Pages:
         self.lengths = lengths
         self.contexts = []
         for row, length in enumerate(lengths):
-            k, v = torch.randn(2, length, num_kv_heads, head_dim, generator=generator(seed + row + 1)).to(dtype)
-            positions = torch.arange(length)
+            numbers = torch.randn(2, max(length, 0), num_kv_heads, head_dim, generator=generator(seed + row + 1))
+            k, v = numbers.to(dtype)
+            positions = torch.arange(max(length, 0))
             blocks = tables[row, positions // block_size]
             pool[0, blocks, :, positions % block_size] = k
             pool[1, blocks, :, positions % block_size] = v

@@ -27,7 +27,7 @@ def decode(q: Tensor, pages: Pages, variant: Variant) -> Tensor:
     return kernels.paged_decode_attention(q, pages.cache, plan, **variant.extras(q.shape[1]))
 
 
-def prefill(q: Tensor, pages: Pages, counts: list[int], variant: Variant) -> Tensor:
+def prefill(q: Tensor, pages: Pages, counts: list[int], variant: Variant, *, invariant: bool = False) -> Tensor:
     plan = kernels.plan_prefill_attention(
         pages.block_tables,
         offsets_of(counts),
@@ -36,6 +36,7 @@ def prefill(q: Tensor, pages: Pages, counts: list[int], variant: Variant) -> Ten
         num_heads=q.shape[1],
         max_q_len=max(counts),
         window=variant.window,
+        invariant=invariant,
     )
     return kernels.paged_prefill_attention(q, pages.cache, plan, **variant.extras(q.shape[1]))
 
@@ -78,6 +79,29 @@ def test_decode(lengths: list[int], num_heads: int, num_kv_heads: int, block_siz
 def test_decode_of_padding_alone_is_zeros() -> None:
     pages = Pages([0, 0], 16, 2, garbage=float("nan"))
     assert torch.equal(decode(torch.ones(2, 4, HEAD_DIM), pages, Variant()), torch.zeros(2, 4, HEAD_DIM))
+
+
+@VARIANTS
+@pytest.mark.parametrize("lengths", [[5, 23, -1, -1], [9, 0, -1], [-1, -1]], ids=str)
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.usefixtures("_value_path")
+def test_absent_decode_rows_have_no_token(lengths: list[int], given: bool, variant: Variant) -> None:
+    """Not even where there are fewer tokens than rows."""
+    there = [length for length in lengths if length >= 0]
+    pages, present = Pages(lengths, 16, 2), Pages(there or [1], 16, 2)
+    q = torch.randn(len(there) + 1, 4, HEAD_DIM, generator=generator(5))
+    out = torch.full(q.shape, float("nan")) if given else None
+    plan = kernels.plan_decode_attention(
+        pages.block_tables, pages.kv_lens, pages.cache, num_heads=4, window=variant.window
+    )
+    attended = kernels.paged_decode_attention(q, pages.cache, plan, out=out, **variant.extras(4))
+    assert attended.shape == q.shape
+    if out is not None:
+        assert attended is out
+        assert out[len(there) :].isnan().all()
+    if there:
+        expected = expected_decode(q[: len(there)], present, variant)
+        torch.testing.assert_close(attended[: len(there)].double(), expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("gather_lines", [0, 30, 10**6])
@@ -151,3 +175,13 @@ def test_two_decode_rows_and_a_chunk_share_q_and_out(given: bool) -> None:
     assert kernels.paged_prefill_attention(q, pages.cache, plan, scale=SCALE, out=attended) is attended
     expected = expected_prefill(q, pages, counts, Variant())
     torch.testing.assert_close(attended.double(), expected, atol=2e-6, rtol=1e-5)
+
+
+@VARIANTS
+def test_an_invariant_prefill_gives_a_query_the_same_bits_in_any_chunk(variant: Variant) -> None:
+    pages = Pages([23, 40], 5, 2)
+    q = torch.randn(63, 4, HEAD_DIM, generator=generator(5))
+    whole = prefill(q, pages, [23, 40], variant, invariant=True)
+    late = torch.cat([q[23 - 4 : 23], q[-1:]])
+    expected = torch.cat([whole[23 - 4 : 23], whole[-1:]])
+    assert torch.equal(prefill(late, pages, [4, 1], variant, invariant=True), expected)

@@ -134,6 +134,43 @@ def test_decode_kernel(case: Case) -> None:
     run_decode(case)
 
 
+@pytest.mark.parametrize("lengths", [[130, 0, 300, -1, -1], [-1, -1], [70] + [-1] * 40], ids=["some", "all", "many"])
+def test_absent_rows_of_the_decode_kernel(lengths: list[int]) -> None:
+    """They have no token: tokens behind those of the rows that are there belong to prompts, and are left alone."""
+    there = [length for length in lengths if length >= 0]
+    pages, q, out = Case(there or [1]).tensors()
+    absent = len(lengths) - len(there)
+    tables = torch.cat(
+        [pages.block_tables[: len(there)], pages.block_tables.new_zeros(absent, pages.block_tables.shape[1])]
+    )
+    kv_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    q = torch.cat([q[: len(there)], torch.full_like(q[:1], torch.nan)])
+    out = torch.cat([out[: len(there)], torch.full_like(out[:1], torch.nan)])
+    plan = attention_plan.plan_decode_attention(tables, kv_lens, pages.cache, num_heads=q.shape[1])
+    for _ in range(2):
+        attention_decode.paged_decode_attention(q, pages.cache, plan, scale=SCALE, out=out)
+        assert out[len(there) :].isnan().all()
+        if there:
+            assert_near(out[: len(there)], expected_decode(q[: len(there)], pages, PLAIN), Case(there))
+        out[: len(there)] = torch.nan
+
+
+def test_tokens_of_padding_are_a_row_of_the_prefill_kernel() -> None:
+    """Its length is 0: it reads nothing, and its results are zeros. Rows without tokens follow."""
+    pages, q, out = Case([70, 130], [70, 3]).tensors()
+    q = torch.cat([q, torch.full_like(q[:20], torch.nan)])
+    out = torch.full_like(q, torch.nan)
+    offsets = torch.tensor([0, 70, 73, 93, 93, 93], dtype=torch.int32, device=DEVICE)
+    kv_lens = torch.cat([pages.kv_lens, pages.kv_lens.new_zeros(3)])
+    tables = torch.cat([pages.block_tables, pages.block_tables.new_zeros(3, pages.block_tables.shape[1])])
+    plan = attention_plan.plan_prefill_attention(
+        tables, offsets, kv_lens, pages.cache, num_heads=q.shape[1], max_q_len=93
+    )
+    attention_prefill.paged_prefill_attention(q, pages.cache, plan, scale=SCALE, out=out)
+    assert_near(out[:73], expected_prefill(q[:73], pages, [70, 3], PLAIN), Case([70, 130], [70, 3]))
+    assert torch.equal(out[73:], torch.zeros_like(out[73:]))
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -200,6 +237,7 @@ def test_a_decode_plan_gives_every_tile_to_one_block(lengths: list[int], window:
     tables = torch.randint(1000, (len(lengths), width), dtype=torch.int32, device=DEVICE)
     kv_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     plan = attention_plan.plan_decode_attention(tables, kv_lens, cache, num_heads=2 * heads, window=window)
+    size = plan.config.tile
     header = attention_plan.HEADER.value
     work = plan.work.tolist()
     share = work[0]
@@ -214,7 +252,7 @@ def test_a_decode_plan_gives_every_tile_to_one_block(lengths: list[int], window:
         if left:
             assert info == infos[row]
             page = work[header + entry_size * block + attention_plan.ENTRY_PAGE.value]
-            assert lengths[row] == 0 or page == tables[row, info[2] + tile]
+            assert lengths[row] == 0 or page == tables[row, (info[2] + tile) * size // 64]
         for _ in range(left):
             seen.append((row, head, tile))
             tile += 1
@@ -222,7 +260,7 @@ def test_a_decode_plan_gives_every_tile_to_one_block(lengths: list[int], window:
                 row, head, tile = (row, head + 1, 0) if head + 1 < heads else (row + 1, 0, 0)
     assert seen == [(row, h, t) for row in range(len(lengths)) for h in range(heads) for t in range(per_head[row])]
     for length, tiles in zip(lengths, per_head, strict=True):
-        visible = -(-length // 64) - (max(length - window, 0) // 64 if window else 0)
+        visible = -(-length // size) - (max(length - window, 0) // size if window else 0)
         assert max(visible, 1) <= tiles < max(visible, 1) + share
     assert work[counters : counters + plan.grid] == [0] * plan.grid
 
@@ -362,7 +400,12 @@ def test_a_captured_decode_follows_the_lengths() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    for order, lengths in (([0, 1, 2, 3], [900, 64, 3000, 1]), ([2, 0, 1, 3], [2999, 1, 0, 0])):
+    for order, lengths in (
+        ([0, 1, 2, 3], [900, 64, 3000, 1]),
+        ([2, 0, 1, 3], [2999, 1, 0, 0]),
+        ([1, 3, 0, 2], [64, 1, -1, -1]),
+        ([0, 1, 2, 3], [-1] * 4),
+    ):
         kv_lens.copy_(torch.tensor(lengths))
         tables.copy_(pages.block_tables[order])
         out.fill_(float("nan"))
@@ -370,7 +413,9 @@ def test_a_captured_decode_follows_the_lengths() -> None:
         for row, (source, length) in enumerate(zip(order, lengths, strict=True)):
             k, v = (part[:length] for part in pages.contexts[source])
             case = Case([length], **LLAMA)
-            if length:
+            if length < 0:
+                assert out[row].isnan().all()
+            elif length:
                 assert_near(out[row : row + 1], oracle(q[row : row + 1], k, v, length - 1, PLAIN), case)
             else:
                 assert torch.equal(out[row], torch.zeros_like(out[row]))

@@ -108,8 +108,9 @@ class TestKeys:
         assert len(bodies) == 1
         assert b"invalid_api_key" in bodies.pop()
 
-    async def test_every_route_but_health_and_the_page_asks_for_one(self) -> None:
-        async with serving(FakeEngine(), api_keys=[KEY]) as served:
+    async def test_every_route_but_health_and_the_page_asks_for_one(self, tmp_path: Path) -> None:
+        (tmp_path / "admin").write_text("owner", encoding="utf-8")
+        async with serving(FakeEngine(), api_keys=[KEY], admin_key_file=str(tmp_path / "admin")) as served:
             resources = {route.resource.canonical for route in build_app(served.service).router.routes()}
             assert resources == {re.sub(r":[^}]*}", "}", route.path) for route in ROUTES}
             public = {(route.method, route.path) for route in ROUTES if route.auth is Auth.PUBLIC}

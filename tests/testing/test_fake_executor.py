@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart
+from asyncllm.batch import Batch, PrefillRow, SamplingParams, Sleep, SlotStart, UpdateWeights
 from asyncllm.errors import EngineClosed, InvalidCheckpoint
-from asyncllm.testing import FakeExecutor
+from asyncllm.testing import FakeExecutor, StepViolation
 
 pytestmark = pytest.mark.anyio
 
@@ -73,6 +73,30 @@ async def test_close_drops_what_waits() -> None:
     assert all(isinstance(future.exception(), EngineClosed) for future in futures)
     with pytest.raises(EngineClosed):
         executor.submit(batch(3))
+
+
+async def test_commands_are_carried_out_between_steps() -> None:
+    executor = FakeExecutor()
+    await executor.start()
+    await executor.submit(batch(0))
+    await executor.carry_out(UpdateWeights({"a": 1}))
+    await executor.carry_out(Sleep(1))
+    assert executor.device.weights == {"a": 1}
+    with pytest.raises(StepViolation, match="sleeps"):
+        await executor.submit(batch(1))
+    await executor.close()
+
+
+async def test_a_command_behind_a_step_in_flight_is_a_mistake() -> None:
+    executor = FakeExecutor()
+    await executor.start()
+    executor.pause()
+    step = executor.submit(batch(0))
+    with pytest.raises(AssertionError, match="in flight"):
+        executor.carry_out(Sleep(1))
+    executor.resume()
+    await step
+    await executor.close()
 
 
 async def test_close_without_start() -> None:

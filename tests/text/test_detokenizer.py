@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -151,3 +152,32 @@ def test_no_words_pass_everything() -> None:
 def test_an_empty_stop_word_is_refused() -> None:
     with pytest.raises(InvalidParameter, match="empty"):
         StopMatcher(["</s>", ""])
+
+
+class Neighbours:
+    """A tokenizer without a byte table, whose tokens read by what comes before them; 0 is half a character."""
+
+    table = None
+
+    def visible(self, ids: Sequence[int], *, skip_special_tokens: bool) -> Sequence[int]:
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        pairs = zip([0, *ids], ids, strict=False)
+        return "".join(chr(97 + (before + token) % 26) if token else "\ufffd" for before, token in pairs)
+
+
+def test_a_token_is_read_behind_its_neighbours() -> None:
+    tokenizer: Any = Neighbours()
+    ids = [7 * index % 25 + 1 for index in range(40)]
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push([token]) for token in ids]
+    assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_what_stays_undecodable_is_not_held_back_for_ever() -> None:
+    tokenizer: Any = Neighbours()
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push([0]) for _ in range(20)]
+    assert [len(piece) for piece in pieces] == [0] * 7 + [8] + [0] * 7 + [8] + [0] * 4
+    assert detokenizer.flush() == "\ufffd" * 4

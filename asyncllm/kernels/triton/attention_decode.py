@@ -246,12 +246,14 @@ def paged_decode_attention(
 def _configured(variant: Variant, config: DecodeConfig) -> Configured:
     shape = variant.shape
     group_block = triton.next_power_of_2(shape.group)
+    rows = max(16, group_block)
     return Configured(
         decode_attention_kernel,
-        num_warps=config.num_warps,
+        # A warp's registers hold 16 rows of sums.
+        num_warps=max(config.num_warps, rows // 16),
         num_stages=config.num_stages,
         GROUP_BLOCK=group_block,
-        ROWS=max(16, group_block),
+        ROWS=rows,
         TILE=key_tile(shape.block_size, config.tile),
         PARTS=max(1, 4096 // (padded_head_dim(shape.head_dim) * group_block)),
         **variant.constexprs(),

@@ -53,31 +53,33 @@ class DecodeConfig(NamedTuple):
 
 
 DECODE_CONFIGS: dict[tuple[int, int], DecodeConfig] = {
-    (64, 2): DecodeConfig(64, 4, 4, 3, 4),
-    (128, 2): DecodeConfig(64, 4, 4, 2, 4),
-    (256, 2): DecodeConfig(32, 4, 3, 3, 8),
+    (64, 2): DecodeConfig(64, 1, 4, 4, 4),
+    (128, 2): DecodeConfig(32, 1, 4, 4, 8),
+    (256, 2): DecodeConfig(16, 1, 4, 4, 8),
     (64, 4): DecodeConfig(32, 4, 3, 3, 8),
     (128, 4): DecodeConfig(32, 4, 3, 3, 8),
     (256, 4): DecodeConfig(16, 4, 3, 2, 16),
 }
-"""By padded head_dim (64 for less) and bytes per number. Registers per thread and shared memory on sm_90, 4 query heads
-per KV head: 168 and 53 KB, 143 and 104 KB, 168 and 75 KB for 16-bit numbers.
+"""By padded head_dim (64 for less) and bytes per number. The 16 rows of scores are one tile of a warp's tensor core
+instructions, so that one warp does as well as four and never waits for others; four small blocks on a multiprocessor
+keep as much on the way as two large ones, and even their shares out.
 
-Timed at head_dim 128, 32 query heads over 8, on an H200 (Triton 3.6), between small kernels: 256 rows of 1,024 tokens
-add 261 us, 95 % of the 4.34 TB/s that a plain read reaches; 256 of 640, 170 us; 64 of 640, 47.5 us; 32 of 640, 25.4 us.
-With three blocks per processor of 3 stages: 304, 198, 62 and 37.5 us. One after another without other kernels, two of 3
-stages took 325 us for the first instead of 255, 8 warps 264 us, tiles of 32 keys 301 us. The others are not timed.
+Timed at head_dim 128, 32 query heads over 8, on an H200 (Triton 3.6), behind a norm of 4 us: 256 rows of 640 tokens
+163 us instead of 176 with (64, 4, 4, 2, 4), 128 rows 88.8 instead of 95.9, 64 rows 45.7 instead of 51.6, 24 rows 24.7
+instead of 28.6; 32 rows, which go into the other's grid without a rest, 28.9 instead of 28.2. With two warps 166, 91.7
+and 47.3. Head_dim 64, 256 rows, 64 and 16: 85.2, 27.7 and 13.1 us instead of 93.7, 34.8 and 16.1 with (64, 4, 4, 3, 4);
+head_dim 256, 16 heads over 8: 313, 87.9 and 29.2 instead of 317, 91.8 and 31.6 with (32, 4, 3, 3, 8). 32-bit numbers
+are not timed.
 
 Asking for a block's first tiles before the wait for the kernel ahead, so that they are in the L2 cache by then, gained
-0.3 us up to 4 rows and cost 1 to 3 us from 16 on."""
+0.3 us up to 4 rows and cost 1 to 3 us from 16 on, with blocks of four warps."""
 
 FEW_ROWS = 16
 
-FEW_ROWS_CONFIGS = {(128, 2): DecodeConfig(64, 4, 6, 1, 2)}
-"""For up to FEW_ROWS rows: one large block per processor, so that rows are split less, and shares are more even. As
-above, for 1 row, 4, 8 and 16 of 640 tokens: 7.4, 6.7, 11.4 and 15.9 us instead of 12.9, 12.6, 13.8 and 18.9; for 1,024
-tokens 7.4, 8.6, 15.9 and 22.3 instead of 14.4, 13.0, 15.9 and 24.8; timed with 16 parts merged at a time, not 8. Parts
-of at least 8 tiles: 12.6, 11.3, 12.9 and 15.6 us for 640. For 32 rows it is slower: 30.7 instead of 25.4 us."""
+FEW_ROWS_CONFIGS = {(128, 2): DecodeConfig(32, 1, 3, 5, 4)}
+"""For up to FEW_ROWS rows: more blocks, and shorter parts. As above, 1 row of 640 tokens, 2, 4, 8 and 16: 8.2, 8.1,
+8.7, 11.8 and 18.0 us; with one block of four warps per processor, (64, 4, 6, 1, 2), 9.6 to 9.8, 11.5, 16.6 and 20.1.
+Tiles of 16 keys, (16, 1, 4, 8, 4), are faster for one row of up to 640 tokens, by 0.6 us, and slower for 2,000."""
 
 
 class PrefillConfig(NamedTuple):
@@ -231,8 +233,9 @@ def plan_decode_kernel(
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     rows = tl.arange(0, BLOCK_ROWS)
-    live = rows < num_rows
-    lengths = tl.load(kv_lens + rows, mask=live, other=0).to(tl.int32)
+    lengths = tl.load(kv_lens + rows, mask=rows < num_rows, other=-1).to(tl.int32)
+    # Absent rows, the last ones, have no tiles: no block comes to them.
+    live = lengths >= 0
     first_tiles = tl.where(window > 0, tl.maximum(lengths - window, 0) // TILE, 0)
     # A row without keys has one tile all the same: somebody has to write its zeros.
     tiles = tl.maximum(tl.cdiv(lengths, TILE) - first_tiles, 1)
@@ -257,7 +260,7 @@ def plan_decode_kernel(
     passed = (ends[None, :] <= begin[:, None]) & live[None, :]
     row = tl.sum(passed.to(tl.int32), 1)
     row_start = tl.max(tl.where(passed, ends[None, :], 0), 1)
-    row_end = tl.min(tl.where(passed | (rows >= num_rows)[None, :], 0x7FFFFFFF, ends[None, :]), 1)
+    row_end = tl.min(tl.where(passed | (lengths < 0)[None, :], 0x7FFFFFFF, ends[None, :]), 1)
     per_head = tl.maximum((row_end - row_start) // NUM_KV_HEADS, 1)
     inside = begin - row_start
     tile = inside % per_head

@@ -23,22 +23,22 @@ TABLES: dict[str, Table] = {
         (6144, 4096): (
             (1, GemvConfig(4, 1024)),  # 12.0 us, cuBLAS 15.2
             (2, GemvConfig(8, 1024)),  # 13.4 us, 16.3
-            (16, None),
-            (32, SkinnyConfig(64, 128, splits=2, stages=3)),
+            (32, SkinnyConfig(64, 128, splits=1, stages=6)),  # a layer of 8 tokens 120.1 us, with cuBLAS here 122.6
             (64, SkinnyConfig(64, 128, splits=1, stages=5)),
         ),
         (4096, 4096): (
             (1, GemvConfig(4, 2048, warps=8)),  # 8.9 us, 12.4
             (2, GemvConfig(4, 1024)),  # 10.7 us, 12.2
             (16, SkinnyConfig(64, 128, splits=4, stages=4)),  # 11.1 us, 12.6
-            (32, SkinnyConfig(64, 128, splits=2, stages=5)),  # 10.6 us, 12.9
-            (64, SkinnyConfig(64, 128, splits=2, stages=5)),  # 11.3 us, 12.3
+            (32, SkinnyConfig(64, 128, splits=4, stages=4)),
+            (48, SkinnyConfig(64, 128, splits=2, stages=5)),
+            (64, None),  # a layer 129.3 us, with the above 131.6
         ),
         (28672, 4096): (
             (1, GemvConfig(4, 2048, warps=8)),  # 51.7 us, 54.5
-            (2, None),
-            (32, SkinnyConfig(64, 128, splits=1, stages=4)),
-            (64, SkinnyConfig(64, 128, splits=1, stages=3)),
+            (2, GemvConfig(4, 1024)),  # a layer 120.8 us, with cuBLAS here 123.6
+            (16, SkinnyConfig(64, 128, splits=1, stages=4)),
+            (64, SkinnyConfig(128, 128, splits=1, stages=4, warps=8)),  # a layer 129.7 us, in tiles of 64 rows 131.5
         ),
         (4096, 14336): (
             (1, GemvConfig(8, 2048, warps=8)),  # 26.7 us, 30.4
@@ -53,9 +53,10 @@ TABLES: dict[str, Table] = {
 """By device name, then by weight shape (N, K): the most tokens that a configuration is for, ascending. What no entry
 covers, and what has None, goes to cuBLAS. Figures are bf16, weights of 32 layers in turn, Triton 3.6.0, CUDA 13.0.
 
-An entry with a figure stands where the product alone was at least 5 % faster. The others are as fast as cuBLAS alone,
-but shorten a whole layer, as programmatic dependent launch hides the gaps around them: from 121.6 to 119.6 us at 16
-tokens, from 126.9 to about 122 at 32 and from 130.8 to 128.5 at 64 (all cuBLAS: 126.9, 129.4, 134.6).
+An entry with a figure of its own stands where the product alone was at least 5 % faster. The others are as fast as
+cuBLAS alone, but shorten a whole layer, as programmatic dependent launch hides the gaps around them: their figures, and
+those where nothing stands, are of a layer's products, norms and gate in one graph (all cuBLAS: 126.9 us at 16 tokens,
+129.4 at 32, 134.6 at 64).
 
 From 65 tokens on nothing of ours is faster than cuBLAS throughout. Products with a producer warp (see `linear_hopper`),
 in whole tiles, split or in equal shares, came within 2 % of it from 1,024 tokens on and were 3 to 26 % slower below.

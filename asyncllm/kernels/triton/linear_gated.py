@@ -30,7 +30,9 @@ TABLES: dict[str, Table] = {
             (64, None),
             (128, GatedConfig()),  # 68.2 us at 128 tokens, cuBLAS and the gate 75.4; a layer 134.4, 139.3
             (192, None),
-            (1023, GatedConfig(shares=True)),  # 105.6 us at 256, 116.7; a layer 197.4, 202.7 and 345.3, 348.5 at 512
+            (256, GatedConfig(shares=True)),  # 105.6 us at 256 tokens, 116.7; a layer 197.4, 202.7
+            (352, None),  # 119.7 us at 320, in shares 130.7
+            (1023, GatedConfig(shares=True)),  # a layer 345.3 us at 512, 348.5; 248.2 us alone at 768, 280.3
             (4095, GatedConfig()),  # 389.6 us at 1,024, 399.9; 751 at 2,048, 775; a layer 698, 714 at 1,024
             (16384, GatedConfig(192)),  # a layer 5,239 us at 8,192, 5,652, and 5,466 in tiles of 128
         ),

@@ -1,0 +1,109 @@
+"""MixedSize: the room of a captured step that has prompt tokens, and how a step is laid out in it.
+
+    tokens   | decode rows' | prompts'                 | padding         |
+    rows     | decode rows, absent ones | prompts, a row of the padding, empty ones |
+
+The kernels that a graph launches have fixed grids, so that the numbers of rows are fixed as well. An absent decode row
+has no token, and a kv_len of -1; the tokens of the padding belong to a row with a kv_len of 0, which reads no key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncllm.agent.graphs import LARGEST_BATCH
+from asyncllm.agent.slots import StepArrays, StepRows
+
+__all__ = ["MixedSize", "empty_step", "mixed_sizes", "padded"]
+
+_TOKENS = (32, 64, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+"""Tokens of a captured step. Beyond the last one a step takes longer than its launches. In between are sizes that take
+no less than the next: the products of a layer of Llama-3-8B take 137 us on an H200 for 96 tokens and 136 for 128, 193
+for 224 and 186 for 256, 391 for 576 and 394 for 640."""
+
+_FEW_ROWS = 16
+"""Up to here decode attention divides its work in another way (`kernels.triton.attention_plan`)."""
+
+_PROMPTS = 32
+"""Most prompts of a captured step. Each adds a block per KV head to the grid of attention, whether it is there or not.
+"""
+
+
+class MixedSize(NamedTuple):
+    """So many tokens, rows of decode, and rows of prompts; one of the latter is for the padding."""
+
+    tokens: int
+    decode_rows: int
+    prompts: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of both kinds."""
+        return self.decode_rows + self.prompts
+
+    def holds(self, arrays: StepArrays) -> bool:
+        """Whether the step has room here."""
+        num_prompts = len(arrays.row_slots) - arrays.num_decode
+        return (
+            len(arrays.positions) <= self.tokens
+            and arrays.num_decode <= self.decode_rows
+            and num_prompts < self.prompts
+        )
+
+
+def mixed_sizes(max_batch_size: int, max_tokens: int) -> list[MixedSize]:
+    """Sizes for up to `max_batch_size` decode rows and `max_tokens` tokens, from small to large."""
+    largest = min(max_batch_size, LARGEST_BATCH)
+    rows = [largest] if largest <= _FEW_ROWS else [_FEW_ROWS, largest]
+    tokens = [size for size in _TOKENS if size < max_tokens + _TOKENS[0]]
+    return [MixedSize(size, most, _PROMPTS + 1) for size in tokens for most in rows]
+
+
+def empty_step() -> StepArrays:
+    """A step of nothing, which `padded` turns into one of padding alone."""
+    none = np.zeros(0, np.int64)
+    return StepArrays(
+        row_slots=none,
+        offsets=np.zeros(1, np.int64),
+        known=none,
+        positions=none,
+        slot_mapping=none,
+        kv_lens=none,
+        prompt_lens=none,
+        num_decode=0,
+        max_q_len=0,
+        rows=StepRows(none, none, none, none, []),
+    )
+
+
+def padded(arrays: StepArrays, size: MixedSize) -> StepArrays:
+    """The step laid out in `size`, which holds it. `rows` stay those of the step itself."""
+    assert arrays.offsets is not None
+    num_tokens, num_decode = len(arrays.positions), arrays.num_decode
+    absent = size.decode_rows - num_decode
+    empty = size.prompts - (len(arrays.row_slots) - num_decode)
+    ends = arrays.offsets[1:]
+
+    def rows(values: NDArray[np.int64], of_absent: int, of_empty: int) -> NDArray[np.int64]:
+        between, behind = np.full(absent, of_absent), np.full(empty, of_empty)
+        return np.concatenate([values[:num_decode], between, values[num_decode:], behind])
+
+    def tokens(values: NDArray[np.int64], of_padding: int) -> NDArray[np.int64]:
+        return np.concatenate([values, np.full(size.tokens - num_tokens, of_padding)])
+
+    return dataclasses.replace(
+        arrays,
+        row_slots=rows(arrays.row_slots, 0, 0),
+        offsets=np.concatenate([np.zeros(1, np.int64), rows(ends, num_decode, size.tokens)]),
+        known=tokens(arrays.known, 0),
+        positions=tokens(arrays.positions, 0),
+        slot_mapping=tokens(arrays.slot_mapping, -1),
+        kv_lens=rows(arrays.kv_lens, -1, 0),
+        prompt_lens=tokens(arrays.prompt_lens, 1),
+        num_decode=size.decode_rows,
+        max_q_len=size.tokens,
+    )

@@ -1,0 +1,390 @@
+"""Faults in what decides who computes what, and in which blocks."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import mutants
+
+__all__ = ["SCHEDULING"]
+
+SCHEDULER = mutants(
+    "engine/scheduler.py",
+    (
+        "        self.num_waiting += len(request.sequences)",
+        "        self.num_waiting += 1",
+        "the siblings of a new request are not counted as waiting",
+    ),
+    (
+        "            self.waiting.discard(sequence)\n            self.host.release(sequence)",
+        "            self.waiting.discard(sequence)",
+        "a swapped sequence that is cancelled keeps its host blocks",
+    ),
+    (
+        "self._decode_steps + 1 < self._prefill_interval",
+        "self._decode_steps + 1 <= self._prefill_interval",
+        "prompts wait one step longer than prefill_interval",
+    ),
+    (
+        "            rows.sort(key=self.waiting.rank)",
+        "            pass",
+        "a row is copied to the host ahead of what it writes in the same step",
+    ),
+    (
+        "if sequence.state is not SequenceState.DECODE or sequence.remaining <= 0:",
+        "if sequence.state is not SequenceState.DECODE:",
+        "rows decode past the length that was asked for",
+    ),
+    (
+        "if position == len(sequence.blocks) * block_size:",
+        "if position > len(sequence.blocks) * block_size:",
+        "a decoding row writes behind its last block",
+    ),
+    (
+        "            if self.blocks.num_fenced:",
+        "            if False:",
+        "rows are preempted although blocks are on their way back",
+    ),
+    (
+        "victim = max(reversed(self._running), key=self.waiting.rank)",
+        "victim = max(self._running, key=self.waiting.rank)",
+        "the oldest row of a class is preempted, not the newest",
+    ),
+    (
+        "victim = max(reversed(self._running), key=self.waiting.rank)",
+        "victim = next(reversed(self._running))",
+        "a row is preempted for one of a lower class",
+    ),
+    ("        sequence.request.logits.clear()", "        pass", "logits are doubled by a preemption"),
+    ("        sequence.request.pooled = None", "        pass", "hidden states are added twice after a preemption"),
+    (
+        "        if sequence.last_step <= self._last_read:",
+        "        if True:",
+        "a slot is given away while a step in flight uses it",
+    ),
+    (
+        "self.blocks.retire(sequence.blocks, sequence.last_step, self._last_read)",
+        "self.blocks.retire(sequence.blocks, -1, self._last_read)",
+        "blocks come back while a step in flight writes them",
+    ),
+    (
+        "length = min(len(sequence.token_ids) - sequence.num_computed, budget)",
+        "length = len(sequence.token_ids) - sequence.num_computed",
+        "prompts are not cut at the token budget",
+    ),
+    ("            budget -= length", "            budget -= 1", "a step takes more prompt tokens than its budget"),
+    (
+        "(sequence, length - excess)] if length > excess else chunks",
+        "(sequence, length - excess)] if length >= excess else chunks",
+        "rounding to whole tiles leaves an empty chunk",
+    ),
+    (
+        "if not self.waiting or total < MIN_ROUNDED_TILES",
+        "if total < MIN_ROUNDED_TILES",
+        "steps are rounded down although no prompt waits",
+    ),
+    (
+        "sample=end == known and sequence.remaining > 0,",
+        "sample=end == known,",
+        "a token is sampled after prompts that are only scored",
+    ),
+    (
+        "next_token=sequence.token_ids[end] if",
+        "next_token=sequence.token_ids[start] if",
+        "the last token of a chunk is scored against the wrong successor",
+    ),
+    (
+        'pooling=request.pooling if end == known or request.pooling == "mean" else None',
+        "pooling=request.pooling",
+        "pooling of the last token adds those of earlier chunks",
+    ),
+    ("        sequence.last_step = batch.step", "        pass", "the fence does not know of prefill chunks"),
+    ("            sequence.last_step = step\n", "", "the fence does not know of decode steps"),
+    (
+        "if sequence is None or sequence.last_step > self._last_read:",
+        "if sequence is None:",
+        "a preempted row comes back before its last token has been read",
+    ),
+    (
+        "self.host.stored(sequence, len(shared), (known - 1) // self._block_size)",
+        "self.host.stored(sequence, len(shared), known // self._block_size)",
+        "a prompt that the host has whole leaves no token to compute",
+    ),
+    ("        reserve = len(self._running)", "        reserve = 0", "an admission makes the next step preempt"),
+    (
+        "if self.blocks.num_available - idle_shared <",
+        "if self.blocks.num_available <",
+        "cached blocks that are shared count as room as well",
+    ),
+    ("        self.host.blocks.share(stored)", "        pass", "host blocks are given back that nobody took"),
+    ("            cached = known - 1", "            cached = known", "a sibling has no token to compute"),
+    (
+        "cached = max(len(shared) * self._block_size, sequence.num_computed)",
+        "cached = min(len(shared) * self._block_size, sequence.num_computed)",
+        "what was swapped in is computed again",
+    ),
+    (
+        "self.waiting.admit(sequence, known - cached)",
+        "self.waiting.admit(sequence, known)",
+        "users pay for tokens that were cached",
+    ),
+    (
+        "                if sibling.state is SequenceState.DECODE:",
+        "                if sibling.slot >= 0:",
+        "a block is copied in the step that writes it",
+    ),
+    (
+        "return sibling.blocks[:last_block], sibling.blocks[last_block] if offset else None",
+        "return sibling.blocks[: last_block + bool(offset)], None",
+        "siblings share the block that both write to",
+    ),
+    (
+        "if self.prefix_cache is None or not sequence.request.reuses_prefix:",
+        "if self.prefix_cache is None:",
+        "scored prompts skip the positions that are cached",
+    ),
+    (
+        "return self.prefix_cache.match(sequence.hashes[:last_block]), None",
+        "return self.prefix_cache.match(sequence.hashes), None",
+        "a prompt that is cached whole leaves no token to compute",
+    ),
+    (
+        "if self._dynamic_rope_from is not None and prompt_len > self._dynamic_rope_from:",
+        "if False:",
+        "prompts with rotary bases of their own share blocks",
+    ),
+    ("        return root_hash(cache_salt=cache_salt)", "        return root_hash()", "cache salts are ignored"),
+    (
+        "            if sequence.state is SequenceState.FINISHED:\n                continue",
+        "            if False:\n                continue",
+        "an answer that has ended gets another token",
+    ),
+    ("            sequence.pending -= 1", "            pass", "unread tokens are never counted as read"),
+    (
+        "written = len(sequence.token_ids) - 1 if num_written is None",
+        "written = len(sequence.token_ids) if num_written is None",
+        "a block is shared before its last token is written",
+        "with more than one token a block, the caller's condition hides it; with one, the writing step is on its way",
+    ),
+    (
+        "sequence.num_generated >= sequence.params.min_new_tokens",
+        "sequence.num_generated > sequence.params.min_new_tokens",
+        "min_new_tokens is one too many",
+        "the device does not sample stop tokens that early, so that none comes at the border",
+    ),
+    (
+        "elif sequence.remaining <= 0 and sequence.pending == 0:",
+        "elif sequence.remaining <= 0:",
+        "an answer ends before its tokens in flight are read",
+    ),
+    (
+        "self._fenced_slots[0][0] <= flight.step:",
+        "self._fenced_slots[0][0] < flight.step:",
+        "slots come back a step late, and the last ones never",
+    ),
+    ("        self.host.step_read(flight.step)", "        pass", "host blocks never come back from the fence"),
+    (
+        "first, end = len(known) - row.position,",
+        "first, end = 0,",
+        "prompt log-probabilities are doubled by a preemption",
+    ),
+    (
+        "if sequence.slot != row.slot and not (failed and sequence.state is SequenceState.SWAPPED):",
+        "if sequence.slot != row.slot:",
+        "a row that failed and was swapped out comes back",
+    ),
+    ("            self.prefilled.append(request)", "            pass", "nobody learns when a prompt was computed"),
+)
+
+HOST_BLOCKS = mutants(
+    "engine/host_blocks.py",
+    (
+        "        if sequence.request.output_logits:",
+        "        if False:",
+        "logits of chunks in flight are lost by a swap",
+    ),
+    (
+        "if self.blocks.num_available - idle < count - len(shared):",
+        "if self.blocks.num_available < count - len(shared):",
+        "host blocks that are shared count as room as well",
+    ),
+    ("            self.num_fallbacks += 1", "            pass", "swaps that found no room are not counted"),
+    (
+        "        _copy_keys(pairs, self._device.prefix_cache, self._cache)",
+        "        pass",
+        "swapped siblings do not share their prompt on the host",
+    ),
+    (
+        "sequence.host_blocks = shared + own",
+        "sequence.host_blocks = own + shared",
+        "swapped blocks come back in another order",
+    ),
+    (
+        "        sequence.host_step = self._step",
+        "        sequence.host_step = -1",
+        "host blocks come back before the copy to them has run",
+    ),
+    (
+        "return sequence.host_blocks[num_shared:]",
+        "return sequence.host_blocks",
+        "blocks are copied up to the places of others",
+    ),
+    (
+        "self._cache.match(sequence.hashes[num_shared:last_block])",
+        "self._cache.match(sequence.hashes[:last_block])",
+        "the beginning of a prompt is copied up to its middle",
+    ),
+    (
+        "return found if len(found) * self._block_size >= self._min_copied_tokens else []",
+        "return found",
+        "copies are made that take longer than computing",
+    ),
+    (
+        "        _copy_keys(pairs, self._cache, self._device.prefix_cache)",
+        "        pass",
+        "blocks that came up are not found on the device",
+    ),
+    (
+        "self.blocks.retire(list(stored), self._step, self._last_read)",
+        "self.blocks.retire(list(stored), -1, self._last_read)",
+        "a host block is given away before it was copied up",
+    ),
+    (
+        "self.blocks.retire(sequence.host_blocks, sequence.host_step, self._last_read)",
+        "self.blocks.retire(sequence.host_blocks, -1, self._last_read)",
+        "a cancelled sequence's host blocks skip the fence",
+    ),
+    ("            self.blocks.share(kept)", "            pass", "a cached host block is given back that nobody took"),
+    ("        elif self.blocks.num_available:", "        else:", "a full host breaks evictions on the device"),
+    (
+        "self.blocks.retire(kept, self._step, self._last_read)",
+        "self.blocks.retire(kept, -1, self._last_read)",
+        "two evicted blocks are copied to the same place",
+    ),
+)
+
+BLOCK_MANAGER = mutants(
+    "engine/block_manager.py",
+    (
+        "return len(self._free) + self.num_idle",
+        "return len(self._free)",
+        "cached blocks are never given to anybody else",
+    ),
+    ("            if self.on_evict is not None:", "            if False:", "the host keeps nothing that was evicted"),
+    (
+        "            if self._references[block] == 0:\n                assert",
+        "            if False:\n                assert",
+        "a shared block may be evicted",
+    ),
+    (
+        "        if last_step <= last_read:",
+        "        if last_step < last_read:",
+        "blocks wait for a step that has been read",
+    ),
+    (
+        "        if last_step <= last_read:",
+        "        if last_step <= last_read + 1:",
+        "blocks come back one step too early",
+    ),
+    ("            if last_step <= step:", "            if last_step < step:", "blocks come back one step too late"),
+    (
+        "                self.num_fenced -= len(blocks)",
+        "                pass",
+        "blocks stay on their way back for ever",
+    ),
+    (
+        "        for block in reversed(blocks):",
+        "        for block in blocks:",
+        "the root of a chain is evicted before its tail",
+    ),
+    (
+        "if references == 0 and (self.prefix_cache is None or not self.prefix_cache.retain(block)):",
+        "if self.prefix_cache is None or not self.prefix_cache.retain(block):",
+        "a block is free while another row reads it",
+    ),
+    ("not self.prefix_cache.retain(block)", "True", "a cached block is free as well"),
+)
+
+PREFIX_CACHE = mutants(
+    "engine/prefix_cache.py",
+    (
+        '        digest.update(len(part).to_bytes(8, "little"))\n',
+        "",
+        "chains with different roots may have equal keys",
+    ),
+    ("parent = hashes[-1] if hashes else root", "parent = root", "a chain that grows has other keys than one at once"),
+    (
+        "hashlib.sha256(parent + tokens.tobytes())",
+        "hashlib.sha256(tokens.tobytes())",
+        "equal blocks match after different beginnings",
+    ),
+    ("                break", "                continue", "a match goes on behind a block that is not there"),
+    (
+        "if key not in self._block_of and block not in self._key_of:",
+        "if block not in self._key_of:",
+        "two blocks have the same key",
+    ),
+    ("        if key in self._pins:", "        if False:", "blocks that a session pinned are evicted as others are"),
+    (
+        "block, _ = (self._idle or self._idle_pinned).popitem(last=False)",
+        "block, _ = (self._idle or self._idle_pinned).popitem(last=True)",
+        "what was used last is evicted first",
+    ),
+    (
+        "block, _ = (self._idle or self._idle_pinned).popitem(last=False)",
+        "block, _ = (self._idle_pinned or self._idle).popitem(last=False)",
+        "what a session pinned is evicted first",
+    ),
+    ("        del self._block_of[key]\n", "", "an evicted block is still found"),
+    ("            if self._pins[key] <= 0:", "            if True:", "one session unpins what another has pinned"),
+    (
+        "            if block is not None and block in self._idle:",
+        "            if False:",
+        "pinning idle blocks does not keep them",
+    ),
+)
+
+WAITING_QUEUE = mutants(
+    "engine/waiting_queue.py",
+    (
+        "(request.terms.priority, request.id, sequence.index, ticket, sequence)",
+        "(0, request.id, sequence.index, ticket, sequence)",
+        "priorities are ignored",
+    ),
+    (
+        "(request.terms.priority, request.id, sequence.index, ticket, sequence)",
+        "(request.terms.priority, -request.id, sequence.index, ticket, sequence)",
+        "who came last is served first",
+    ),
+    ("        while self._heap[0][-1] not in waiting:", "        while False:", "those who left are admitted"),
+    (
+        "        if len(self._heap) > 2 * self.num_waiting + 64:",
+        "        if False:",
+        "those who left stay in memory",
+    ),
+    (
+        "num_tokens = len(sequence.token_ids) if is_first else sequence.num_generated",
+        "num_tokens = len(sequence.token_ids)",
+        "a prompt of several answers counts several times",
+    ),
+    ("        if self._passed >= MAX_PASSED:", "        if self._passed > MAX_PASSED:", "one more may pass"),
+    (
+        "            if self._clock() - since >= PATIENCE_S:",
+        "            if True:",
+        "who was passed comes next although it has not waited long",
+    ),
+    (
+        "if user is not None and sequence.last_step < 0:",
+        "if user is not None:",
+        "users pay for what a preemption makes the engine compute again",
+    ),
+    ("            self._passed += 1", "            pass", "a request may be passed over for ever"),
+    ("            self._passed = 0", "            pass", "who waits since shortly inherits the patience of others"),
+    ("        self.num_tokens -= num_tokens", "        pass", "the queue fills up with tokens that left"),
+    ("                    user.current += 1", "                    pass", "generated tokens cost nothing"),
+    (
+        "return priority if user is None else user.group",
+        "return priority",
+        "preemption ignores the groups of quality of service",
+    ),
+)
+
+SCHEDULING = SCHEDULER + HOST_BLOCKS + BLOCK_MANAGER + PREFIX_CACHE + WAITING_QUEUE
