@@ -105,7 +105,7 @@ class Asking:
         outcome, complaint = outcome_of(status), ""
         if headers.get("x-request-id") != asked.id:
             complaint = f"the answer has the id {headers.get('x-request-id')}"
-        elif asked.bad != (outcome == "rejected") and not _may_be_refused(asked, status, body):
+        elif asked.bad != (outcome == "rejected") and not _may_be_so(asked, status, body):
             complaint = f"a {'bad' if asked.bad else 'good'} request got {status}: {body[:200]!r}"
         if status == 503 or b'"code":"engine_unavailable"' in body:
             complaint = f"the engine has died: {body[-200:]!r}"
@@ -133,8 +133,11 @@ class Asking:
                 raise _Left
 
 
-def _may_be_refused(asked: Asked, status: int, body: bytes) -> bool:
-    """Whether a good request may get this: the server is busy or has forgotten a conversation, or that got too long."""
+def _may_be_so(asked: Asked, status: int, body: bytes) -> bool:
+    """Whether that is no wonder: a good request may find the server busy, or its conversation forgotten or too long,
+    and a bad one may meet a planned fault before it is found out."""
+    if asked.bad:
+        return status == 500
     if status == 400:
         return asked.kind.startswith("conversation") and b'"context_length_exceeded"' in body
     return status in (409, 410, 429)

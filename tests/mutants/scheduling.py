@@ -176,11 +176,11 @@ SCHEDULER = mutants(
         "an answer ends before its tokens in flight are read",
     ),
     (
-        "self._fenced_slots[0][0] <= flight.step:",
-        "self._fenced_slots[0][0] < flight.step:",
+        "self._fenced_slots[0][0] <= step:",
+        "self._fenced_slots[0][0] < step:",
         "slots come back a step late, and the last ones never",
     ),
-    ("        self.host.step_read(flight.step)", "        pass", "host blocks never come back from the fence"),
+    ("        self.host.step_read(step)", "        pass", "host blocks never come back from the fence"),
     (
         "first, end = len(known) - row.position,",
         "first, end = 0,",
@@ -333,7 +333,11 @@ PREFIX_CACHE = mutants(
         "block, _ = (self._idle_pinned or self._idle).popitem(last=False)",
         "what a session pinned is evicted first",
     ),
-    ("        del self._block_of[key]\n", "", "an evicted block is still found"),
+    (
+        "        del self._block_of[key]\n        return key, block",
+        "        return key, block",
+        "an evicted block is still found",
+    ),
     ("            if self._pins[key] <= 0:", "            if True:", "one session unpins what another has pinned"),
     (
         "            if block is not None and block in self._idle:",
@@ -354,9 +358,16 @@ WAITING_QUEUE = mutants(
         "(request.terms.priority, -request.id, sequence.index, ticket, sequence)",
         "who came last is served first",
     ),
-    ("        while self._heap[0][-1] not in waiting:", "        while False:", "those who left are admitted"),
+    ("            if sequence in waiting:", "            if True:", "those who left are admitted"),
     (
-        "        if len(self._heap) > 2 * self.num_waiting + 64:",
+        "        while self._late[0][-1] not in waiting:",
+        "        while False:",
+        "those who left are admitted after they let others go",
+    ),
+    ("                if not comes_too_late(sequence):", "                if True:", "rows are spent on late answers"),
+    ("(priority, -deadline, ticket, sequence)", "(priority, deadline, ticket, sequence)", "the latest is tried first"),
+    (
+        "        if len(self._heap) + len(self._late) > 2 * self.num_waiting + 64:",
         "        if False:",
         "those who left stay in memory",
     ),
@@ -367,8 +378,8 @@ WAITING_QUEUE = mutants(
     ),
     ("        if self._passed >= MAX_PASSED:", "        if self._passed > MAX_PASSED:", "one more may pass"),
     (
-        "            if self._clock() - since >= PATIENCE_S:",
-        "            if True:",
+        "            if self._clock() - since >= PATIENCE_S and not self._comes_too_late(longest):",
+        "            if not self._comes_too_late(longest):",
         "who was passed comes next although it has not waited long",
     ),
     (
@@ -378,7 +389,8 @@ WAITING_QUEUE = mutants(
     ),
     ("            self._passed += 1", "            pass", "a request may be passed over for ever"),
     ("            self._passed = 0", "            pass", "who waits since shortly inherits the patience of others"),
-    ("        self.num_tokens -= num_tokens", "        pass", "the queue fills up with tokens that left"),
+    ("        self.num_tokens += tokens", "        pass", "tokens that wait are not counted"),
+    ("            user.queued_requests += requests", "            pass", "a user may fill the queue beyond its part"),
     ("                    user.current += 1", "                    pass", "generated tokens cost nothing"),
     (
         "return priority if user is None else user.group",
