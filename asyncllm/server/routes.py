@@ -176,18 +176,14 @@ ROUTES: tuple[Route, ...] = (
         work=False,
     ),
     Route(method="GET", path="/is_sleeping", handler=is_sleeping, auth=Auth.KEY, answer=Sleeping, work=False),
-    # GET is LMDeploy's.
-    *(
-        Route(
-            method=method,
-            path="/terminate",
-            handler=terminate,
-            auth=Auth.KEY,
-            answer=Terminating,
-            work=False,
-            only_with="allow_terminate_by_client",
-        )
-        for method in ("GET", "POST")
+    Route(
+        method="GET",
+        path="/terminate",
+        handler=terminate,
+        auth=Auth.KEY,
+        answer=Terminating,
+        work=False,
+        only_with="allow_terminate_by_client",
     ),
     Route(
         method="GET",
