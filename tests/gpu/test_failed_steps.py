@@ -50,7 +50,7 @@ async def main(folder):
     try:
         await engine.generate(input_ids=[5, 6, 7], gen_config=GenerationConfig(max_new_tokens=60, ignore_eos=True))
     except EngineDead:
-        print("dead", (await engine.wait_ended()).lost_device)
+        print("dead", (await engine.wait_ended()).lost_device, flush=True)
 
 asyncio.run(main(sys.argv[1]))
 """
