@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from asyncllm.server.access_log import logging_to_stderr
 from asyncllm.server.app import build_app
 from asyncllm.server.sampling import OPENAI_DEFAULTS, defaults_of
 from asyncllm.server.service import Phase, Service
+from asyncllm.server.supervisor import Supervisor
 
 __all__ = ["bind", "open_service", "run", "serve_until_stopped"]
 
@@ -231,8 +233,9 @@ async def _run(service: Service, announce: Callable[[str], None]) -> None:
             try:
                 async with service.supervisor:
                     loading = False
-                    announce(_address(service, listener))
-                    await serve_until_stopped(service, listener, tls)
+                    with _loaded_objects_set_aside(service.supervisor):
+                        announce(_address(service, listener))
+                        await serve_until_stopped(service, listener, tls)
             except asyncio.CancelledError:
                 if not loading or task.uncancel():
                     raise
@@ -240,6 +243,25 @@ async def _run(service: Service, announce: Callable[[str], None]) -> None:
         for number in signals:
             with suppress(ValueError):
                 loop.remove_signal_handler(number)
+
+
+@contextmanager
+def _loaded_objects_set_aside(supervisor: Supervisor) -> Iterator[None]:
+    """Spare the garbage collector what is there before the first request, and again after a restart: looking through
+    half a million objects of torch and a model, in every full collection, stops the event loop for 0.15 to 0.27 s."""
+
+    def set_aside() -> None:
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+
+    set_aside()
+    supervisor.on_replaced.append(set_aside)
+    try:
+        yield
+    finally:
+        supervisor.on_replaced.remove(set_aside)
+        gc.unfreeze()
 
 
 def _address(service: Service, listener: socket.socket) -> str:
