@@ -361,6 +361,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler._preempt(next(reversed(scheduler._running)))
 
     @precondition(lambda self: not self.driver.in_flight and not self.driver.scheduler.host.plan)
+    # What `evict` has pushed to the host outside of a step is fenced until the next one has been read.
+    @precondition(lambda self: not self.host_blocks_in_transit())
     @rule()
     def forget(self) -> None:
         """As when the model gets new weights, or sleeps."""
@@ -369,6 +371,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.num_running == 0
         assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
         assert scheduler.host.blocks.num_free == scheduler.host.blocks.num_blocks
+
+    def host_blocks_in_transit(self) -> int:
+        host = self.driver.scheduler.host
+        return host.blocks.num_held - sum(len(sequence.host_blocks) for sequence in host.swapped)
 
     @rule(share=st.sampled_from([0.3, 1.0]))
     def evict(self, share: float) -> None:
