@@ -93,7 +93,7 @@ class DeviceTables:
         self._mixed_bytes = torch.zeros(0, dtype=torch.uint8, device=device)
         """Where a step of fixed size is brought up to, and what only goes up with it. A size has its own division."""
         if mixed:
-            num_bytes = offsets(_laid_out(empty_step(), mixed[-1]))[-1] + _MORE_BYTES
+            num_bytes = offsets(_laid_out(padded(empty_step(), mixed[-1]), []))[-1] + _MORE_BYTES
             self._mixed_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             self._mixed_tokens = torch.zeros(mixed[-1].tokens, dtype=torch.int64, device=device)
             self._mixed_tables = torch.zeros(mixed[-1].rows, self._width, dtype=torch.int32, device=device)
@@ -172,11 +172,18 @@ class DeviceTables:
             wanted = [arrays.row_slots[:1].astype(np.int32), (first + 1).astype(np.int32), np.zeros(1, np.int64)]
         own = [*wanted, *self._take_updates()]
         size = self._size_for(arrays, own) if captured else None
-        everything = [*_laid_out(arrays, size), *own]
+        placed = arrays if size is None else padded(arrays, size)
         into = None if size is None else self._mixed_bytes
+        everything = [*_laid_out(placed, batch.decode), *own]
         *shared, slots, lens, indices, entries, ids = upload_together(everything, self._device, into)
         self._apply(entries, ids)
-        inputs = self._inputs_of(shared, arrays, size)
+        if size is None:
+            input_ids = self.last_tokens.new_empty(len(placed.positions))
+            block_tables = self.block_tables.new_empty(len(placed.row_slots), self._width)
+            self._gather(shared, input_ids, block_tables)
+        else:
+            input_ids, block_tables = self._mixed_tokens[: size.tokens], self._mixed_tables[: size.rows]
+        inputs = self._inputs_of(shared, placed, input_ids, block_tables)
         return DeviceStep(
             arrays=arrays,
             size=size,
@@ -196,43 +203,40 @@ class DeviceTables:
 
     def empty_mixed(self, size: MixedSize) -> None:
         """Make the fixed tensors a step of padding alone, so that what reads them may be launched."""
-        upload_together(_laid_out(empty_step(), size), self._device, self._mixed_bytes)
+        upload_together(_laid_out(padded(empty_step(), size), []), self._device, self._mixed_bytes)
 
     def mixed_inputs(self, size: MixedSize) -> StepInputs:
         """The step that was brought up last, in this size; made of device state alone, so that it can be captured.
 
         Launches what gathers it.
         """
-        shared = views(_laid_out(empty_step(), size), self._mixed_bytes)
-        inputs = self._inputs_of(shared, empty_step(), size)
-        row_slots, _, ids, *_ = shared
-        self._gather(ids, row_slots, inputs.input_ids, inputs.block_tables)
-        return inputs
+        placed = padded(empty_step(), size)
+        shared = views(_laid_out(placed, []), self._mixed_bytes)
+        input_ids, block_tables = self._mixed_tokens[: size.tokens], self._mixed_tables[: size.rows]
+        self._gather(shared, input_ids, block_tables)
+        return self._inputs_of(shared, placed, input_ids, block_tables)
 
-    def _inputs_of(self, shared: Sequence[Tensor], arrays: StepArrays, size: MixedSize | None) -> StepInputs:
-        """The inputs of a step, which is on the device as `_laid_out`. Those of fixed size are gathered later."""
-        row_slots, q_offsets, ids, positions, slot_mapping, kv_lens, prompt_lens = shared
-        if size is None:
-            input_ids = torch.empty_like(ids)
-            block_tables = self.block_tables.new_empty(len(row_slots), self._width)
-            self._gather(ids, row_slots, input_ids, block_tables)
-        else:
-            input_ids, block_tables = self._mixed_tokens[: size.tokens], self._mixed_tables[: size.rows]
+    def _inputs_of(
+        self, shared: Sequence[Tensor], arrays: StepArrays, input_ids: Tensor, block_tables: Tensor
+    ) -> StepInputs:
+        """The inputs of a step, which is on the device as `_laid_out`; the last two are what `_gather` fills."""
+        _, q_offsets, _, positions, slot_mapping, kv_lens, prompt_lens = shared
         return StepInputs(
             input_ids=input_ids,
             positions=positions,
             slot_mapping=slot_mapping,
-            num_decode=arrays.num_decode if size is None else size.decode_rows,
+            num_decode=arrays.num_decode,
             q_offsets=q_offsets,
             kv_lens=kv_lens,
             block_tables=block_tables,
-            max_q_len=arrays.max_q_len if size is None else size.tokens,
+            max_q_len=arrays.max_q_len,
             rope_lens=prompt_lens if self._rope_lens else None,
             batch_invariant=self._batch_invariant,
         )
 
-    def _gather(self, ids: Tensor, row_slots: Tensor, input_ids: Tensor, block_tables: Tensor) -> None:
+    def _gather(self, shared: Sequence[Tensor], input_ids: Tensor, block_tables: Tensor) -> None:
         """Fill the last two from the state of the slots; an id of ~slot is that slot's latest token."""
+        row_slots, _, ids, *_ = shared
         latest = self.last_tokens.index_select(0, ids.bitwise_not().clamp_(min=0))
         torch.where(ids < 0, latest, ids, out=input_ids)
         torch.index_select(self.block_tables, 0, row_slots, out=block_tables)
@@ -276,17 +280,15 @@ class DeviceTables:
             self.block_tables.view(-1).index_copy_(0, entries, ids)
 
 
-def _laid_out(arrays: StepArrays, size: MixedSize | None) -> list[NDArray[Any]]:
-    """What `_inputs_of` reads of a step: slots of its rows, where their tokens begin, ids (~slot for the latest token
-    of a slot), positions, places in the cache, lengths of the rows, and of the prompts of all tokens."""
-    latest = ~arrays.row_slots[: arrays.num_decode]
-    if size is not None:
-        arrays = padded(arrays, size)
+def _laid_out(arrays: StepArrays, decode: Sequence[int]) -> list[NDArray[Any]]:
+    """What goes up of a step, with decode rows of the slots `decode`: slots of its rows, where their tokens begin, ids
+    (~slot for the latest token of a slot), positions, places in the cache, lengths of the rows, and of the prompts of
+    all tokens."""
     ends = np.arange(len(arrays.row_slots) + 1) if arrays.offsets is None else arrays.offsets
     return [
         arrays.row_slots.astype(np.int32),
         ends.astype(np.int32),
-        np.concatenate([latest, arrays.known]),
+        np.concatenate([~np.array(decode, np.int64), arrays.known]),
         arrays.positions,
         arrays.slot_mapping,
         arrays.kv_lens.astype(np.int32),

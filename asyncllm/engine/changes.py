@@ -31,10 +31,8 @@ class Changes:
         self._event_loop = asyncio.get_running_loop()
         self._asked: deque[tuple[Command, asyncio.Future[None]]] = deque()
         """Inbox of `ask`, and whom to tell. A cancelled future withdraws what is not begun."""
-        self._command: Command | None = None
-        """What the executor carries out, for the head of `_asked`."""
         self._carried_out: asyncio.Future[None] | None = None
-        """When it has."""
+        """When the executor has carried out the head of `_asked`; None: it has not begun."""
         self.asleep: frozenset[ResidentPart] = frozenset()
         """What is not on the device."""
         self.sleep_level = 0
@@ -64,19 +62,15 @@ class Changes:
                     self._asked.popleft()
                     continue
                 if quiet:
-                    self._command, self._carried_out = command, self._executor.carry_out(command)
+                    self._carried_out = self._executor.carry_out(command)
                     self._carried_out.add_done_callback(lambda _: self._wake())
             if self._carried_out is None or not self._carried_out.done():
                 return
-            self._finish(self._asked.popleft()[1])
+            error, self._carried_out = self._carried_out.exception(), None
+            self._finish(*self._asked.popleft(), error)
 
-    def _finish(self, done: asyncio.Future[None]) -> None:
+    def _finish(self, command: Command, done: asyncio.Future[None], error: BaseException | None) -> None:
         """The executor is through with the command; tell who asked, if he still waits."""
-        assert self._command is not None
-        assert self._carried_out is not None
-        command, self._command = self._command, None
-        carried_out, self._carried_out = self._carried_out, None
-        error = carried_out.exception()
         if error is None:
             self._take_in(command)
             if not done.done():

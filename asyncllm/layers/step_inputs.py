@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from asyncllm.kernels import DecodePlan, PrefillPlan
+from asyncllm.kernels import DecodePlan, PrefillPlan, Rotation
 
 __all__ = ["SampledRows", "StepInputs"]
 
@@ -44,6 +44,8 @@ class StepInputs:
     None unless the model asks."""
     batch_invariant: bool = False
     """Whether a row's result may depend on nothing but the row: attention then takes the same steps for every row."""
+    rotation: Rotation | None = None
+    """How far the tokens are turned, in all layers. Written by the model that first needs it."""
     attention_plans: dict[int | None, tuple[DecodePlan | None, PrefillPlan | None]] = field(default_factory=dict)
     """Attention window -> the plans that all layers with this window share, of the decode rows and of the prefill rows.
     Written by the first of them."""

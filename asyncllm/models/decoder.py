@@ -91,8 +91,7 @@ class DecoderLM(nn.Module):
 
         -> hidden states after the final norm [T, hidden].
         """
-        rotation = self.rotary(inputs.positions, inputs.rope_lens)
-        branch, residual = self._layers(inputs, rotation, caches, len(self.layers))
+        branch, residual = self._layers(inputs, caches, len(self.layers))
         return self.norm.add(branch, residual)[0]
 
     def before_last(self, inputs: StepInputs, caches: Sequence[PagedKV], out: Tensor | None = None) -> Tensor:
@@ -101,8 +100,7 @@ class DecoderLM(nn.Module):
         For callers who want the hidden states of some tokens and go on with `last_hidden`. The model has two layers or
         more.
         """
-        rotation = self.rotary(inputs.positions, inputs.rope_lens)
-        branch, residual = self._layers(inputs, rotation, caches, len(self.layers) - 1)
+        branch, residual = self._layers(inputs, caches, len(self.layers) - 1)
         return torch.add(residual, branch, out=out)
 
     def last_hidden(
@@ -112,16 +110,19 @@ class DecoderLM(nn.Module):
 
         The other tokens stop where the last layer has their keys and values: a prompt saves most of one layer.
         """
-        rotation = self.rotary(inputs.positions, inputs.rope_lens)
         last: Block = self.layers[-1]  # type: ignore[assignment]
-        branch, selected = last(None, residual, rotation, inputs, caches[-1], sampled)
+        branch, selected = last(None, residual, self._rotation(inputs), inputs, caches[-1], sampled)
         hidden: Tensor = self.norm.add(branch, selected)[0]
         return hidden
 
-    def _layers(
-        self, inputs: StepInputs, rotation: Rotation, caches: Sequence[PagedKV], count: int
-    ) -> tuple[Tensor, Tensor]:
+    def _rotation(self, inputs: StepInputs) -> Rotation:
+        if inputs.rotation is None:
+            inputs.rotation = self.rotary(inputs.positions, inputs.rope_lens)
+        return inputs.rotation
+
+    def _layers(self, inputs: StepInputs, caches: Sequence[PagedKV], count: int) -> tuple[Tensor, Tensor]:
         """The embedding and the first `count` layers -> (branch, residual)."""
+        rotation = self._rotation(inputs)
         residual: Tensor = self.embed(inputs.input_ids)
         branch: Tensor | None = None
         for block, cache in islice(zip(self.layers, caches, strict=True), count):

@@ -13,6 +13,7 @@ from typing import Any
 from asyncllm.agent.contained_runner import ContainedRunner
 from asyncllm.agent.executor import Agent
 from asyncllm.agent.stream_executor import StepLauncher
+from asyncllm.agent.thread_executor import set_exception, set_result
 from asyncllm.batch import Batch, Command, Limits, StepDropped, StepFailed, StepOutput
 from asyncllm.errors import AsyncLLMError, EngineClosed
 from asyncllm.testing.fake_device import FakeDevice, Oracle, StepViolation
@@ -151,7 +152,8 @@ class FakeExecutor:
             if isinstance(work, Batch):
                 self._run(work, future)
             else:
-                self._post(self._tell, future, self._attempt(work))
+                error = self._attempt(work)
+                self._post(*((set_result, future, None) if error is None else (set_exception, future, error)))
         assert self._stopped is not None
         self._post(self._stopped.set_result, None)
 
@@ -186,15 +188,6 @@ class FakeExecutor:
         elif not isinstance(error, AsyncLLMError):
             self._error = error
         return error
-
-    @staticmethod
-    def _tell(future: asyncio.Future[None], error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
 
     def _post(self, callback: Callable[..., object], *args: object) -> None:
         assert self._loop is not None

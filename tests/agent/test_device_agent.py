@@ -24,7 +24,7 @@ from asyncllm.agent.transfers import MAX_STEPS_IN_FLIGHT
 from asyncllm.agent.warm_up import warm_up_mlps
 from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart, StepOutput
 from asyncllm.config import EngineConfig
-from asyncllm.kernels import PagedKV, Rotation
+from asyncllm.kernels import PagedKV
 from asyncllm.layers.mlp import GatedMLP
 from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.decoder import DecoderLM
@@ -299,13 +299,11 @@ class ShortOfMemory:
         self._layers = model._layers
         monkeypatch.setattr(model, "_layers", self.layers)
 
-    def layers(
-        self, inputs: StepInputs, rotation: Rotation, caches: Sequence[PagedKV], count: int
-    ) -> tuple[Tensor, Tensor]:
+    def layers(self, inputs: StepInputs, caches: Sequence[PagedKV], count: int) -> tuple[Tensor, Tensor]:
         if len(inputs.kv_lens) > inputs.num_decode and self.plan and self.plan.pop(0):
             self.failures += 1
             raise torch.OutOfMemoryError("as the test asked")
-        return self._layers(inputs, rotation, caches, count)
+        return self._layers(inputs, caches, count)
 
 
 @pytest.mark.parametrize("rope", [{}, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}])

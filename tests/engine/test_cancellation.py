@@ -16,6 +16,7 @@ from asyncllm.config import EngineConfig, GenerationConfig
 from asyncllm.engine.generation import Generation
 from asyncllm.errors import EngineClosed
 from asyncllm.testing import FakeEngine, hash_oracle
+from tests.engine.waits import settle
 
 pytestmark = pytest.mark.anyio
 
@@ -26,18 +27,6 @@ LONG = GenerationConfig(max_new_tokens=60)
 def new_engine(**device: Any) -> FakeEngine:
     settings = {"oracle": hash_oracle(256), "num_blocks": 128, "block_size": 4, **device}
     return FakeEngine(backend_config=EngineConfig(max_batch_size=6, max_prefill_token_num=8), **settings)
-
-
-async def settle(engine: FakeEngine) -> None:
-    """Wait until the steps in flight have been read, and see that nothing is held then."""
-    for _ in range(200):
-        if not engine.stats().steps_in_flight:
-            break
-        await asyncio.sleep(0.002)
-    engine.check_idle()
-    stats = engine.stats()
-    ended = stats.requests_finished + stats.requests_cancelled + stats.requests_failed
-    assert stats.requests_started == ended, "every request ends once"
 
 
 async def by_break(engine: FakeEngine) -> None:

@@ -21,7 +21,8 @@ from asyncllm.config import GenerationConfig
 from asyncllm.errors import EngineClosed
 from asyncllm.pipeline import _gather
 from asyncllm.testing import FakeEngine
-from tests.engine.test_cancellation import LONG, SETTINGS, new_engine, settle
+from tests.engine.test_cancellation import LONG, SETTINGS, new_engine
+from tests.engine.waits import settle
 
 pytestmark = pytest.mark.anyio
 

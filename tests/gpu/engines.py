@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,15 @@ from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
 from asyncllm.types import Response
 from tests.checkpoints import build_checkpoint
 
-__all__ = ["DEVICE", "WIDE_VOCAB", "answer_all", "device_config", "random_prompts", "wide_checkpoint"]
+__all__ = [
+    "DEVICE",
+    "WIDE_VOCAB",
+    "answer_all",
+    "device_config",
+    "free_memory",
+    "random_prompts",
+    "wide_checkpoint",
+]
 
 DEVICE = "cuda"
 
@@ -24,6 +33,15 @@ WIDE_VOCAB = 2048
 def device_config(**fields: Any) -> EngineConfig:
     """Few blocks and rows unless `fields` says otherwise: small models, quick to start."""
     return EngineConfig(**{"device_type": DEVICE, "num_gpu_blocks": 64, "max_batch_size": 8, **fields})
+
+
+def free_memory() -> int:
+    """Bytes of the device that nobody has."""
+    gc.collect()
+    if DEVICE == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    return int(torch.cuda.mem_get_info()[0])
 
 
 async def answer_all(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from asyncllm import AsyncEngine, GenerationConfig
 from asyncllm.errors import RequestFailed
 from asyncllm.models.decoder import DecoderLM
 from tests.checkpoints import build_checkpoint
-from tests.gpu.engines import DEVICE, answer_all, device_config, random_prompts
+from tests.gpu.engines import DEVICE, answer_all, device_config, free_memory, random_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(180)]
 
@@ -29,14 +28,6 @@ MARK = 319
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp("models") / "llama"
     return str(build_checkpoint("llama", folder, max_position_embeddings=1024))
-
-
-def free_memory() -> int:
-    gc.collect()
-    if DEVICE == "cpu":
-        return 0
-    torch.cuda.synchronize()
-    return int(torch.cuda.mem_get_info()[0])
 
 
 async def test_close_gives_the_memory_back(checkpoint: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from asyncllm import AsyncEngine, GenerationConfig
 from asyncllm.errors import InvalidParameter, ModelError
 from tests.engine.waits import settle, until
-from tests.gpu.engines import DEVICE, answer_all, device_config, random_prompts, wide_checkpoint
+from tests.gpu.engines import DEVICE, answer_all, device_config, free_memory, random_prompts, wide_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(240)]
 
@@ -32,14 +31,6 @@ WEIGHT_BYTES = 60 * 2**20
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("wide")
     return [wide_checkpoint("llama", root / str(seed), seed=seed) for seed in (0, 1)]
-
-
-def free_memory() -> int:
-    gc.collect()
-    if DEVICE == "cpu":
-        return 0
-    torch.cuda.synchronize()
-    return int(torch.cuda.mem_get_info()[0])
 
 
 async def tokens(engine: AsyncEngine) -> list[list[int]]:
@@ -122,8 +113,6 @@ async def test_new_weights_answer_as_their_own_checkpoint(
 
 
 async def test_a_device_without_room_lets_it_sleep_on(folders: list[Path]) -> None:
-    if DEVICE == "cpu":
-        pytest.skip("a CPU's memory is not filled")
     async with AsyncEngine(str(folders[0]), device_config(num_gpu_blocks=BLOCKS)) as engine:
         expected = await tokens(engine)
         await engine.sleep()
