@@ -7,7 +7,8 @@ the next step never waits for a token's value.
 
 A sequence holds blocks for all of its known tokens from admission on; only decoding asks for more. When there are
 none, the newest running sequence of the lowest class is preempted, so that the oldest of the highest class always
-progresses. Its blocks go to the host if that has room for them (`HostBlocks`), else it is computed again.
+progresses; so it is when somebody of a group before its own lacks a row or blocks. Its blocks go to the host if that
+has room for them (`HostBlocks`), else it is computed again.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ class Scheduler:
         step = self._step
         self.admitted.clear()
         batch = Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[], prefill=[], last_read=self._last_read)
+        self._give_way(batch)
         sampled = self._schedule_decode(batch)
         prefill: list[tuple[Sequence, PrefillRow]] = []
         if self._prefilling or self.waiting:
@@ -171,11 +173,37 @@ class Scheduler:
             if self.blocks.num_fenced:
                 # What steps in flight hold comes back without preempting anybody else.
                 return False
-            victim = max(reversed(self._running), key=self.waiting.rank)
+            victim = self._last_of_lowest_class()
             self._preempt(victim)
             if victim is sequence:
                 return False
         return True
+
+    def _last_of_lowest_class(self) -> Sequence:
+        """Who is preempted first; somebody runs."""
+        return max(reversed(self._running), key=self.waiting.rank)
+
+    def _give_way(self, batch: Batch) -> None:
+        """Admit whose group comes before that of somebody who runs; who is last gives up row and blocks if need be.
+
+        Ahead of the decode rows: what is copied down is as the steps before have left it, and of the blocks that an
+        admission leaves there is one for each of them.
+        """
+        while self._running and (sequence := self.waiting.first_of_groups()) is not None:
+            victim = self._last_of_lowest_class()
+            if self.waiting.rank(victim) <= self.waiting.rank(sequence):
+                return
+            if self._admit(batch):
+                continue
+            if self._finds_room(sequence):
+                return
+            self._preempt(victim)
+
+    def _finds_room(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence can be admitted once the steps in flight have been read."""
+        if len(self._running) == self._max_running or not (self._free_slots or self._fenced_slots):
+            return False
+        return self._missing_blocks(sequence, self._shared_blocks(sequence)[0]) <= self.blocks.num_fenced
 
     def forget(self) -> None:
         """No KV holds any more, on the device or the host: what runs is computed again. No step is in flight."""
@@ -230,7 +258,8 @@ class Scheduler:
         sequence.slot = -1
 
     def _schedule_prefill(self, batch: Batch, prefill: list[tuple[Sequence, PrefillRow]]) -> None:
-        """Fill the token budget with chunks of admitted sequences, then admit more."""
+        """Fill the token budget with chunks of admitted sequences, the highest class first, then admit more."""
+        self._put_prompts_in_order(batch)
         budget = self._prefill_budget
         chunks: list[tuple[Sequence, int]] = []
         while budget > 0:
@@ -242,6 +271,14 @@ class Scheduler:
             budget -= length
         for sequence, length in self._round_down(chunks, len(batch.decode)):
             self._schedule_chunk(batch, sequence, length, prefill)
+
+    def _put_prompts_in_order(self, batch: Batch) -> None:
+        """Admit who is of a higher class than somebody whose prompt is being computed, and put him ahead of that."""
+        rank = self.waiting.rank
+        while self._prefilling and (sequence := self.waiting.first()) is not None:
+            if max(map(rank, self._prefilling)) <= rank(sequence) or not self._admit(batch):
+                break
+        self._prefilling = deque(sorted(self._prefilling, key=rank))
 
     def _round_down(self, chunks: list[tuple[Sequence, int]], num_decode: int) -> list[tuple[Sequence, int]]:
         """Leave the last tokens to the next step if then the tokens of this one come in whole tiles.
@@ -296,12 +333,9 @@ class Scheduler:
         known = len(sequence.token_ids)
         num_blocks = -(-known // self._block_size)
         shared, source = self._shared_blocks(sequence)
-        stored = [] if source is not None else self.host.stored(sequence, len(shared), (known - 1) // self._block_size)
-        idle_shared = sum(1 for block in shared if self.blocks.is_idle(block))
-        # One block in reserve for each running sequence keeps an admission from preempting at once.
-        reserve = len(self._running)
-        if self.blocks.num_available - idle_shared < num_blocks - len(shared) + reserve:
+        if self._missing_blocks(sequence, shared) > 0:
             return False
+        stored = [] if source is not None else self.host.stored(sequence, len(shared), (known - 1) // self._block_size)
         self.num_waiting -= 1
         self.blocks.share(shared)
         # Ahead of `allocate`, which may push cached blocks to the host, where they take the room of others.
@@ -341,6 +375,13 @@ class Scheduler:
         )
         batch.new_blocks.append((sequence.slot, 0, list(sequence.blocks)))
         return True
+
+    def _missing_blocks(self, sequence: Sequence, shared: list[int]) -> int:
+        """How many blocks too few are available to admit a sequence that shares some."""
+        own = -(-len(sequence.token_ids) // self._block_size) - len(shared)
+        idle_shared = sum(1 for block in shared if self.blocks.is_idle(block))
+        # One block in reserve for each running sequence keeps an admission from preempting at once.
+        return own + len(self._running) - (self.blocks.num_available - idle_shared)
 
     def _shared_blocks(self, sequence: Sequence) -> tuple[list[int], int | None]:
         """Blocks with the beginning of the sequence's known tokens, and a block to copy the next one from.

@@ -158,7 +158,8 @@ class Request:
 
 
 class Sequence:
-    """One decoding row. Only the scheduler writes its fields, except for `answer`, which delivery advances."""
+    """One decoding row. Only the scheduler writes its fields, except for `answer`, which delivery advances, and
+    `keeps_row`."""
 
     __slots__ = (
         "answer",
@@ -171,6 +172,7 @@ class Sequence:
         "host_blocks",
         "host_step",
         "index",
+        "keeps_row",
         "last_step",
         "logprobs",
         "num_computed",
@@ -219,6 +221,9 @@ class Sequence:
         """Hash chain over the full blocks of `token_ids`, as far as it is known."""
         self.committed = 0
         """Leading blocks that the prefix cache has been offered."""
+        self.keeps_row = False
+        """Whether it was admitted for having waited so long, so that it counts as of the highest class. Written by the
+        waiting queue."""
         self.slot = -1
         self.last_step = -1
         """The newest step that may write to the blocks: they return to the pool when it has been read."""

@@ -5,8 +5,8 @@ arrived before, so the same rule brings them back to the front of their priority
 order within a user, and `QualityOfService` says whose turn it is.
 
 Nobody starves: whoever has waited longest is passed over by later requests at most `MAX_PASSED` times in a row once it
-has waited for `PATIENCE_S`; then it is next, whoever it belongs to. While everybody waits that long, this moves one
-admission in `MAX_PASSED` + 1, and the others keep their order.
+has waited for `PATIENCE_S`; then it is next, whoever it belongs to, and keeps its row as if it belonged to the highest
+class. While everybody waits that long, this moves one admission in `MAX_PASSED` + 1, and the others keep their order.
 
 Whoever will come too late for its deadline, by the pace of late, lets all others of its user go first. It is tried when
 none of them waits, those with the most time left before the rest: so a queue that is longer than deadlines allow costs
@@ -31,6 +31,8 @@ MAX_PASSED = 15
 MARGIN = 1.5
 """Of an answer's expected time. What slows one down slows all that run; were all of them just in time, all would be
 late."""
+
+HIGHEST_CLASS = -(2**63)
 
 
 class Lane:
@@ -109,6 +111,7 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Let a sequence wait, for the first time or again."""
+        sequence.keeps_row = False
         is_first = sequence.index == 0
         num_tokens = len(sequence.token_ids) if is_first else sequence.num_generated
         self._waiting[sequence] = self._clock(), num_tokens
@@ -123,12 +126,25 @@ class WaitingQueue:
         """Who is next; None if nobody waits."""
         if not self._waiting:
             return None
+        patient = self._out_of_patience()
+        return patient if patient is not None else self._first_by_rule()
+
+    def first_of_groups(self) -> Sequence | None:
+        """Who is next by quality of service, which takes rows from groups for one before them; None if nobody is."""
+        return self._first_by_rule() if self._waiting and self.quality is not None else None
+
+    def _first_by_rule(self) -> Sequence:
+        """Who is next unless somebody loses patience."""
+        user = None if self.quality is None else self.quality.next_user()
+        return self._lanes[user].first(self._waiting, self._comes_too_late)
+
+    def _out_of_patience(self) -> Sequence | None:
+        """Who has waited longest, if it is that one's turn."""
         if self._passed >= MAX_PASSED:
             longest, (since, _) = next(iter(self._waiting.items()))
             if self._clock() - since >= PATIENCE_S and not self._comes_too_late(longest):
                 return longest
-        user = None if self.quality is None else self.quality.next_user()
-        return self._lanes[user].first(self._waiting, self._comes_too_late)
+        return None
 
     def _comes_too_late(self, sequence: Sequence) -> bool:
         deadline = sequence.request.terms.deadline
@@ -139,6 +155,7 @@ class WaitingQueue:
         user = sequence.request.terms.user
         if user is not None and sequence.last_step < 0:
             user.current += num_to_compute
+        sequence.keeps_row = sequence is self._out_of_patience()
         longest = next(iter(self._waiting))
         if sequence.request.id > longest.request.id:
             self._passed += 1
@@ -176,5 +193,7 @@ class WaitingQueue:
     @staticmethod
     def rank(sequence: Sequence) -> int:
         """The sequence's class, which is its user's group or else its priority: the highest is preempted first."""
+        if sequence.keeps_row:
+            return HIGHEST_CLASS
         user, priority = sequence.request.terms.user, sequence.request.terms.priority
         return priority if user is None else user.group

@@ -322,6 +322,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def schedule(self) -> None:
         self.driver.schedule()
+        self.check_groups()
+
+    def check_groups(self) -> None:
+        """After a step has been scheduled, nobody waits for those of a group after its own, but to be through."""
+        scheduler = self.driver.scheduler
+        row = self.queue.first_of_groups()
+        if row is None or all(self.queue.rank(other) <= self.queue.rank(row) for other in scheduler._running):
+            return
+        assert scheduler._fenced_slots or scheduler.blocks.num_fenced
 
     @precondition(lambda self: self.driver.in_flight)
     @rule()

@@ -43,6 +43,10 @@ async def test_sleep_gives_the_memory_back_and_changes_no_answer(folders: list[P
     config = device_config(num_gpu_blocks=BLOCKS, num_cpu_blocks=num_cpu_blocks)
     async with AsyncEngine(str(folders[0]), config) as engine:
         expected = await tokens(engine)
+        await engine.sleep()
+        # Until then the allocator keeps what the start has measured and compiled with.
+        await engine.wake()
+        assert await tokens(engine) == expected
         await settle(engine)
         before = free_memory()
         for level in (1, 2, 1):
@@ -54,7 +58,7 @@ async def test_sleep_gives_the_memory_back_and_changes_no_answer(folders: list[P
             await engine.wake()
             assert await tokens(engine) == expected
             await settle(engine)
-            assert abs(free_memory() - before) < 2**26, "each time as much"
+            assert abs(free_memory() - before) < 2**25, "each time as much"
 
 
 async def test_parts_wake_one_by_one(folders: list[Path]) -> None:

@@ -31,17 +31,15 @@ def skinny_case(tokens: int, config: SkinnyConfig, n: int = 4096, k: int = 4096)
     return Case(name, linear_small.skinny_kernel, signature, constexprs, config.warps, config.stages, options=_PDL)
 
 
-def invariant_case(tokens: int) -> Case:
-    tile = linear_invariant.TILES[tokens]
+def invariant_case(name: str, tile: linear_invariant.Tile, dtype: str = "*bf16") -> Case:
     constexprs = {
         "N": 4096, "K": 4096, "BLOCK_M": tile.tokens, "BLOCK_N": tile.rows, "BLOCK_K": tile.columns,
         "GROUP": 8, "HAS_BIAS": False, "USE_PDL": True,
     }  # fmt: skip
-    signature = {name: "*bf16" for name in ("x_ptr", "weight_ptr", "bias_ptr", "out_ptr")} | {"tokens": "i32"}
     return Case(
-        f"invariant-{tokens}",
+        f"invariant-{name}",
         linear_invariant.invariant_kernel,
-        signature,
+        dict.fromkeys(_POINTERS, dtype) | {"tokens": "i32"},
         constexprs,
         tile.warps,
         tile.stages,
@@ -62,7 +60,8 @@ def _of_tables() -> Iterator[Case]:
 
 CASES = [
     *_of_tables(),
-    *(invariant_case(tokens) for tokens in linear_invariant.TILES),
+    *(invariant_case(str(tokens), tile) for tokens, tile in linear_invariant.TILES.items()),
+    invariant_case("float32", linear_invariant.FLOAT32_TILE, "*fp32"),
     gemv_case(4, GemvConfig(4, 1024)),
     skinny_case(16, SkinnyConfig(splits=4)),
     skinny_case(64, SkinnyConfig()),

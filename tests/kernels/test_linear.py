@@ -145,8 +145,12 @@ def test_invariant_kernel_takes_any_leading_axes() -> None:
 
 
 def test_wide_tiles_only_where_they_occupy_the_device() -> None:
-    sizes = [linear_invariant.choose_tile(tokens, 4096, 132).tokens for tokens in (1, 16, 17, 64, 65, 256, 8192)]
-    assert sizes == [16, 16, 32, 64, 128, 128, 256]
+    def sizes(dtype: torch.dtype) -> list[int]:
+        choices = (linear_invariant.choose_tile(size, 4096, dtype, 132) for size in (1, 16, 17, 64, 65, 256, 8192))
+        return [tile.tokens for tile in choices]
+
+    assert sizes(torch.bfloat16) == [16, 16, 32, 64, 128, 128, 256]
+    assert sizes(torch.float32) == [32] * 7
 
 
 def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
@@ -156,6 +160,8 @@ def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
         if name.startswith("gemv"):
             assert case.wgmma == case.mma == 0, name
             assert case.registers <= 128, name
+        elif name == "invariant-float32":
+            assert case.wgmma == case.mma == 0, "no rounding to a shorter type"
         else:
             # Equal bits hold among wgmma tiles; mma.sync may sum in another order.
             assert case.wgmma >= 4, name
@@ -201,6 +207,7 @@ def test_few_tokens_on_a_gpu(tokens: int) -> None:
         (4096, 14336, torch.bfloat16),
         (1000, 520, torch.bfloat16),
         (77, 200, torch.float16),
+        (1000, 520, torch.float32),
     ],
 )
 def test_rows_have_the_same_bits_in_any_batch(n: int, k: int, dtype: torch.dtype) -> None:

@@ -92,7 +92,7 @@ def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, o
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if rows.shape[0] == 0:
         return x.new_empty((*x.shape[:-1], weight.shape[0])) if out is None else out
-    tile = choose_tile(rows.shape[0], weight.shape[0], _processors(x.device))
+    tile = choose_tile(rows.shape[0], weight.shape[0], rows.dtype, _processors(x.device))
     into = None if out is None else out.view(-1, weight.shape[0])
     y = matmul_invariant(rows, weight.contiguous(), bias, tile, out=into)
     return y.view(*x.shape[:-1], weight.shape[0]) if out is None else out

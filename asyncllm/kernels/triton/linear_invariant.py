@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncllm.kernels.triton.language import PDL, dot, release_consumers, round_to, wait_for_producers
 
-__all__ = ["TILES", "Tile", "choose_tile", "matmul_invariant"]
+__all__ = ["FLOAT32_TILE", "TILES", "Tile", "choose_tile", "matmul_invariant"]
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,18 @@ TILES = {
 us (12.5); 64 tokens 65.8 us (61.1) and 13.7 us (12.0); 256 tokens 106 us (88) and 18.6 us (18.0); 8,192 tokens 637
 TFLOP/s (815) and 654 TFLOP/s (806). The bits of all five were compared for 1 to 300 and 8,192 tokens: no difference."""
 
+FLOAT32_TILE = Tile(64, 32, 32, 4, 3)
+"""For float32, whatever the number of tokens. Tensor cores have no such type, and in `TILES` its numbers would take up
+to 328 KB of shared memory, of which there are 227. Its speed is not measured."""
+
 _GROUP = 8
 """Tiles of tokens that share one tile of the weight while it is in L2."""
 
 
-def choose_tile(tokens: int, n: int, processors: int) -> Tile:
+def choose_tile(tokens: int, n: int, dtype: torch.dtype, processors: int) -> Tile:
     """The smallest tile that holds all tokens; for many tokens the widest one that still occupies the device."""
+    if dtype.itemsize > 2:
+        return FLOAT32_TILE
     for size in (16, 32, 64):
         if tokens <= size:
             return TILES[size]
