@@ -82,7 +82,7 @@ def serve(arguments: argparse.Namespace, queue: int, qos: bool, connection: Conn
                     qos_config_path=str(policy) if qos else None,
                 ),
                 delay_per_token=arguments.step_ms / 1000,
-                num_slots=arguments.rows,
+                num_slots=2 * arguments.rows,  # as on a device
                 num_blocks=arguments.rows * (2 * arguments.tokens // BLOCK_SIZE + 3),
                 block_size=BLOCK_SIZE,
             )

@@ -15,7 +15,8 @@ then (`--no-faults`: they do not). The first quarter of the time warms up. The e
     blocks       none is held when all is over: free + cached = all, on the device and on the host
 
 `rss_slope_mb_h` is a straight line through the server's resident memory after the warm-up, sampled once a second, and
-`rss_mb_by_fifths` are the medians of its five parts, which tell growth from settling;
+`rss_mb_by_fifths` are the medians of its five parts, which tell growth from settling. `after_warm_up` and `end` are of
+a server at rest: its memory, and how much of it objects and malloc's callers hold, which is what a leak would raise.
 `abort_to_blocks_ms` is from the client's close() to the server's pool.
 """
 
@@ -183,16 +184,26 @@ def audit(soak: Soak, told: Told, log: list[tuple[str, int]], metrics: str) -> t
     return figures, wrong + complaints
 
 
+def at_rest(server: Server, told: Told) -> dict[str, float]:
+    """What a server holds that has nothing to do, and has just said so."""
+    return {
+        "descriptors": server.descriptors(),
+        "threads": server.threads(),
+        "rss_mb": round(server.rss_mb(), 1),
+        "python_blocks": told.python_blocks,
+        "heap_mb": round(told.heap_mb, 1),
+    }
+
+
 def run(arguments: argparse.Namespace, log: Path) -> tuple[dict[str, Any], list[str]]:
     """The whole soak. -> figures, and what is wrong."""
     seconds = 60 * arguments.minutes
     with started(arguments.model, log, faults=arguments.faults) as server:
         soak = Soak(server, arguments.seed, arguments.clients)
 
-        async def both() -> tuple[dict[str, int], Told]:
+        async def both() -> tuple[dict[str, float], Told]:
             await soak.load(WARM_UP * seconds)
-            await soak.settled()
-            begin = {"descriptors": server.descriptors(), "threads": server.threads()}
+            begin = at_rest(server, await soak.settled())
             soak.samples.clear()
             await soak.load(seconds - WARM_UP * seconds)
             return begin, await soak.settled()
@@ -203,7 +214,7 @@ def run(arguments: argparse.Namespace, log: Path) -> tuple[dict[str, Any], list[
         deadline = time.monotonic() + SETTLE_S
         while server.descriptors() > begin["descriptors"] and time.monotonic() < deadline:
             time.sleep(0.1)  # the connection of the request above
-        end = {"descriptors": server.descriptors(), "threads": server.threads()}
+        end = at_rest(server, told)
         with log.open(encoding="utf-8") as lines:
             logged = read_log(lines)
     figures, wrong = audit(soak, told, logged, metrics)

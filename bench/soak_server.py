@@ -7,8 +7,11 @@ back.
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 import multiprocessing
 import os
+import sys
 import time
 from array import array
 from collections import Counter
@@ -137,6 +140,10 @@ class Told(NamedTuple):
     """What an engine at rest still holds; empty: nothing."""
     faults: dict[str, int]
     """How many have come about."""
+    python_blocks: int
+    """Pieces of memory that objects hold, once garbage is collected."""
+    heap_mb: float
+    """What malloc has given away, in MB."""
 
 
 def open_engine(model: str, plan: FaultPlan | None) -> AsyncEngine:
@@ -148,6 +155,25 @@ def open_engine(model: str, plan: FaultPlan | None) -> AsyncEngine:
     return AsyncEngine(
         model, ENGINE, **plan.parts(executor, Tokenizer.from_folder(folder), ChatTemplate.open(folder, None))
     )
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`, in bytes and pieces."""
+
+    _fields_ = [(f"field_{number}", ctypes.c_size_t) for number in range(10)]
+
+    @property
+    def given_away(self) -> int:
+        """`uordblks` and `hblkhd`: bytes of the heap that are in use, and those of mappings of their own."""
+        return int(self.field_7 + self.field_4)
+
+
+def heap_mb() -> float:
+    """Megabytes that malloc has given away and not got back; what it keeps for later goes back to the system now."""
+    libc = ctypes.CDLL("libc.so.6")
+    libc.malloc_trim(0)
+    libc.mallinfo2.restype = _MallocInfo
+    return float(libc.mallinfo2().given_away / 1e6)
 
 
 def serve(model: str, log: str, faults: bool, connection: Connection) -> None:
@@ -179,7 +205,9 @@ def serve(model: str, log: str, faults: bool, connection: Connection) -> None:
                 not_idle = str(error)
             known = dict(zip(back.labels, back.times, strict=True))
             fired = dict(schedule.fired) if schedule is not None else {}
-            connection.send(Told(msgspec.to_builtins(engine.stats()), known, not_idle, fired))
+            gc.collect()
+            stats = msgspec.to_builtins(engine.stats())
+            connection.send(Told(stats, known, not_idle, fired, sys.getallocatedblocks(), heap_mb()))
 
         asyncio.get_running_loop().add_reader(connection.fileno(), told)
         connection.send(url)

@@ -44,14 +44,44 @@ SCHEDULER = mutants(
         "rows are preempted although blocks are on their way back",
     ),
     (
-        "victim = max(reversed(self._running), key=self.waiting.rank)",
-        "victim = max(self._running, key=self.waiting.rank)",
+        "return max(reversed(self._running), key=self.waiting.rank)",
+        "return max(self._running, key=self.waiting.rank)",
         "the oldest row of a class is preempted, not the newest",
     ),
     (
-        "victim = max(reversed(self._running), key=self.waiting.rank)",
-        "victim = next(reversed(self._running))",
+        "return max(reversed(self._running), key=self.waiting.rank)",
+        "return next(reversed(self._running))",
         "a row is preempted for one of a lower class",
+    ),
+    (
+        "if self.waiting.rank(victim) <= self.waiting.rank(sequence):",
+        "if self.waiting.rank(victim) < self.waiting.rank(sequence):",
+        "a group takes rows from itself",
+    ),
+    (
+        "            if self._admit(batch):\n                continue\n            if self._finds_room",
+        "            if self._finds_room",
+        "those before the others come one in a step",
+    ),
+    (
+        "not (self._free_slots or self._fenced_slots)",
+        "not self._free_slots",
+        "another row is preempted for a slot that is on its way back",
+    ),
+    (
+        "self._shared_blocks(sequence)[0]) <= self.blocks.num_fenced",
+        "self._shared_blocks(sequence)[0]) <= 0",
+        "more rows are preempted for blocks that are on their way back",
+    ),
+    (
+        "        self._prefilling = deque(sorted(self._prefilling, key=rank))",
+        "        pass",
+        "whose class is higher waits behind a long prompt",
+    ),
+    (
+        "        self._put_prompts_in_order(batch)",
+        "        pass",
+        "whose class is higher is not admitted before a long prompt is through",
     ),
     ("        sequence.request.logits.clear()", "        pass", "logits are doubled by a preemption"),
     ("        sequence.request.pooled = None", "        pass", "hidden states are added twice after a preemption"),
@@ -108,10 +138,10 @@ SCHEDULER = mutants(
         "self.host.stored(sequence, len(shared), known // self._block_size)",
         "a prompt that the host has whole leaves no token to compute",
     ),
-    ("        reserve = len(self._running)", "        reserve = 0", "an admission makes the next step preempt"),
+    ("return own + len(self._running) - (", "return own - (", "an admission makes the next step preempt"),
     (
-        "if self.blocks.num_available - idle_shared <",
-        "if self.blocks.num_available <",
+        "(self.blocks.num_available - idle_shared)",
+        "self.blocks.num_available",
         "cached blocks that are shared count as room as well",
     ),
     ("        self.host.blocks.share(stored)", "        pass", "host blocks are given back that nobody took"),
@@ -396,6 +426,26 @@ WAITING_QUEUE = mutants(
         "return priority if user is None else user.group",
         "return priority",
         "preemption ignores the groups of quality of service",
+    ),
+    (
+        "        if sequence.keeps_row:",
+        "        if False:",
+        "who has lost patience gives the row up at once",
+    ),
+    (
+        "        sequence.keeps_row = False\n",
+        "",
+        "who was patient once takes the rows of its own group when preempted",
+    ),
+    (
+        "        return self._first_by_rule() if self._waiting and self.quality is not None else None",
+        "        return self.first() if self.quality is not None else None",
+        "the first group waits for the row of one who has lost patience",
+    ),
+    (
+        "if self._waiting and self.quality is not None else None",
+        "if self._waiting else None",
+        "priorities take rows",
     ),
 )
 
