@@ -6,21 +6,20 @@ who is next. The engine calls `schedule()` for the next `Batch`, possibly before
 the next step never waits for a token's value.
 
 A sequence holds blocks for all of its known tokens from admission on; only decoding asks for more. When there are
-none, the newest running sequence of the lowest class is preempted, so that the oldest of the highest class always
-progresses; so it is when somebody of a group before its own lacks a row or blocks. Its blocks go to the host if that
-has room for them (`HostBlocks`), else it is computed again.
+none, or an earlier group lacks a row, the newest running sequence of the lowest class is preempted, so that the oldest
+of the highest class always progresses. If the host has room (`HostBlocks`), its blocks wait there for it.
 """
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 
 from asyncllm.batch import Batch, Limits, PrefillRow, SlotStart, StepOutput
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.flight import Flight
 from asyncllm.engine.host_blocks import HostBlocks
-from asyncllm.engine.prefix_cache import PrefixCache, extend_hashes, root_hash
+from asyncllm.engine.prefix_cache import PrefixCache
+from asyncllm.engine.prefix_sharing import PrefixSharing
 from asyncllm.engine.scheduler_counts import SchedulerCounts
 from asyncllm.engine.sequence import Request, Sequence, SequenceState
 from asyncllm.engine.waiting_queue import WaitingQueue
@@ -53,9 +52,8 @@ class Scheduler:
         self._max_running = min(max_batch_size, limits.num_slots)
         self._prefill_budget = prefill_budget
         self._prefill_interval = prefill_interval
-        self._dynamic_rope_from = limits.dynamic_rope_from
-        """Prompts longer than this have a rotary base of their own, so that their K differ from others'."""
         self.prefix_cache = PrefixCache() if prefix_caching else None
+        self._sharing = PrefixSharing(self.prefix_cache, limits)
         self.blocks = BlockManager(limits.num_blocks, self.prefix_cache)
         self.host = HostBlocks(limits, self.blocks, swapping=swapping)
         self.counts = SchedulerCounts()
@@ -89,8 +87,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request's first sequence; its siblings follow when the prompt has been computed."""
-        if self.prefix_cache is not None:
-            extend_hashes(request.block_hashes, self._root(request), request.prompt_ids, self._block_size)
+        self._sharing.hash_prompt(request)
         leader = request.sequences[0]
         leader.hashes = list(request.block_hashes)
         self.waiting.push(leader)
@@ -173,8 +170,7 @@ class Scheduler:
             if self.blocks.num_fenced:
                 # What steps in flight hold comes back without preempting anybody else.
                 return False
-            victim = self._last_of_lowest_class()
-            self._preempt(victim)
+            self._preempt(victim := self._last_of_lowest_class())
             if victim is sequence:
                 return False
         return True
@@ -193,17 +189,16 @@ class Scheduler:
             victim = self._last_of_lowest_class()
             if self.waiting.rank(victim) <= self.waiting.rank(sequence):
                 return
-            if self._admit(batch):
-                continue
-            if self._finds_room(sequence):
-                return
-            self._preempt(victim)
+            if not self._admit(batch):
+                if self._finds_room(sequence):
+                    return
+                self._preempt(victim)
 
     def _finds_room(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence can be admitted once the steps in flight have been read."""
         if len(self._running) == self._max_running or not (self._free_slots or self._fenced_slots):
             return False
-        return self._missing_blocks(sequence, self._shared_blocks(sequence)[0]) <= self.blocks.num_fenced
+        return self._missing_blocks(sequence, self._sharing.find(sequence)[0]) <= self.blocks.num_fenced
 
     def forget(self) -> None:
         """No KV holds any more, on the device or the host: what runs is computed again. No step is in flight."""
@@ -331,8 +326,7 @@ class Scheduler:
             # Preempted while a step was in flight: neither its last token is known yet, nor whether it failed.
             return False
         known = len(sequence.token_ids)
-        num_blocks = -(-known // self._block_size)
-        shared, source = self._shared_blocks(sequence)
+        shared, source = self._sharing.find(sequence)
         if self._missing_blocks(sequence, shared) > 0:
             return False
         stored = [] if source is not None else self.host.stored(sequence, len(shared), (known - 1) // self._block_size)
@@ -340,7 +334,7 @@ class Scheduler:
         self.blocks.share(shared)
         # Ahead of `allocate`, which may push cached blocks to the host, where they take the room of others.
         self.host.blocks.share(stored)
-        own = self.blocks.allocate(num_blocks - len(shared))
+        own = self.blocks.allocate(-(-known // self._block_size) - len(shared))
         self.host.swap_in(stored, own)
         cached = (len(shared) + len(stored)) * self._block_size
         if source is not None:
@@ -383,28 +377,6 @@ class Scheduler:
         # One block in reserve for each running sequence keeps an admission from preempting at once.
         return own + len(self._running) - (self.blocks.num_available - idle_shared)
 
-    def _shared_blocks(self, sequence: Sequence) -> tuple[list[int], int | None]:
-        """Blocks with the beginning of the sequence's known tokens, and a block to copy the next one from.
-
-        At least the last known token is always computed, as its logits are needed.
-        """
-        last_block, offset = divmod(len(sequence.token_ids) - 1, self._block_size)
-        if sequence.index > 0 and sequence.num_generated == 0:
-            for sibling in sequence.request.sequences:
-                # Copies come before the writes of their step. Who is computed again in this one is not in DECODE yet.
-                if sibling.state is SequenceState.DECODE:
-                    return sibling.blocks[:last_block], sibling.blocks[last_block] if offset else None
-        if self.prefix_cache is None or not sequence.request.reuses_prefix:
-            return [], None
-        extend_hashes(sequence.hashes, self._root(sequence.request), sequence.token_ids, self._block_size)
-        return self.prefix_cache.match(sequence.hashes[:last_block]), None
-
-    def _root(self, request: Request) -> bytes:
-        prompt_len, cache_salt = len(request.prompt_ids), request.terms.cache_salt
-        if self._dynamic_rope_from is not None and prompt_len > self._dynamic_rope_from:
-            return root_hash(b"rope", struct.pack("<q", prompt_len), cache_salt=cache_salt)
-        return root_hash(cache_salt=cache_salt)
-
     def update(self, output: StepOutput) -> list[Sequence]:
         """Read the oldest step in flight. Returns the sequences that got a token or ended by this step."""
         flight = self._next_flight()
@@ -432,7 +404,7 @@ class Scheduler:
             if logprobs:
                 sequence.logprobs = logprobs.get(slot)
             if (len(token_ids) - 1) % block_size == 0:
-                self._commit(sequence)
+                self._sharing.offer(sequence)
             if token in sequence.stop_ids and sequence.num_generated >= sequence.params.min_new_tokens:
                 self.finish(sequence, "stop")
             elif sequence.remaining <= 0 and sequence.pending == 0:
@@ -508,7 +480,7 @@ class Scheduler:
             before = request.pooled
             request.pooled = chunk if before is None else [a + b for a, b in zip(before, chunk, strict=True)]
         end = row.position + len(row.tokens)
-        self._commit(sequence, end)
+        self._sharing.offer(sequence, end)
         if sequence.index == 0 and end >= sequence.num_prompt:
             self._admit_siblings(request)
             self.prefilled.append(request)
@@ -526,16 +498,3 @@ class Scheduler:
             if sequence.state is SequenceState.WAITING:
                 sequence.hashes = list(request.block_hashes)
                 self.waiting.push(sequence)
-
-    def _commit(self, sequence: Sequence, num_written: int | None = None) -> None:
-        """Offer the sequence's full blocks, written by steps that have been read, to the prefix cache."""
-        if self.prefix_cache is None or not sequence.blocks:
-            return
-        written = len(sequence.token_ids) - 1 if num_written is None else num_written
-        full = min(written // self._block_size, len(sequence.blocks))
-        if full <= sequence.committed:
-            return
-        extend_hashes(sequence.hashes, self._root(sequence.request), sequence.token_ids, self._block_size)
-        for index in range(sequence.committed, full):
-            self.prefix_cache.commit(sequence.hashes[index], sequence.blocks[index])
-        sequence.committed = full

@@ -8,7 +8,13 @@ import msgspec
 
 from asyncllm.engine.quality_of_service import Policy
 
-__all__ = ["Clock", "policy", "policy_of"]
+__all__ = ["GROUPS", "Clock", "policy", "policy_of"]
+
+GROUPS: dict[str, dict[str, float]] = {
+    "Gold": {"boss": 100},
+    "Silver": {"ann": 60, "bob": 30, "default": 10},
+    "Bronze": {"zoe": 100, "idle": 0},
+}
 
 
 class Clock:

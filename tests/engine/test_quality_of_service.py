@@ -16,8 +16,8 @@ from asyncllm.engine.sequence import Request, SequenceState, Terms
 from asyncllm.engine.waiting_queue import MAX_PASSED, PATIENCE_S, WaitingQueue
 from asyncllm.errors import InvalidParameter, QueueFull
 from asyncllm.testing import FakeEngine, hash_oracle
-from tests.engine.driver import Driver, expected_answer
-from tests.engine.policies import Clock, policy
+from tests.engine.driver import Driver
+from tests.engine.policies import GROUPS, Clock, policy
 from tests.engine.waits import settle, until
 
 LMDEPLOY = {
@@ -27,8 +27,6 @@ LMDEPLOY = {
     "Bronze": {"user_id4": 30, "user_id5": 30, "user_id6": 40, "default": 0},
 }
 """The sample of LMDeploy's documentation."""
-
-GROUPS = {"Gold": {"boss": 100}, "Silver": {"ann": 60, "bob": 30, "default": 10}, "Bronze": {"zoe": 100, "idle": 0}}
 
 
 def write(folder: Path, content: object) -> str:
@@ -267,86 +265,6 @@ class TestContinuousBatching:
         assert max(overload.queue_times["ann"]) > 1.0
         assert overload.driver.scheduler.waiting.num_requests >= 20
 
-    @pytest.mark.parametrize("depth", [1, 2, 3])
-    def test_the_last_group_gives_way_first_and_for_one_before_it_alone(
-        self, quality: QualityOfService, clock: Clock, depth: int
-    ) -> None:
-        driver = Driver(num_slots=4, max_batch_size=3, waiting=WaitingQueue(quality, clock))
-        zoe, ann, bob, boss = (quality.users[each] for each in ("zoe", "ann", "bob", "boss"))
-        first = [driver.submit([number], 30, terms=Terms(user=user)) for number, user in enumerate((ann, zoe, zoe))]
-        driver.turn(depth)
-        equal = driver.submit([3], 30, terms=Terms(user=zoe))
-        driver.turn(depth)
-        assert driver.scheduler.counts.preemptions == 0
-        for number, user in enumerate((bob, boss, boss, boss)):
-            driver.submit([4 + number], 4, terms=Terms(user=user))
-        for _ in range(depth):
-            driver.turn(depth)
-            driver.check()
-        running = [row.request.terms.user for row in driver.scheduler._running]
-        assert running == [boss] * 3
-        assert driver.scheduler.counts.preemptions == 3, "ann's row and both of zoe's, and none for bob"
-        driver.drain(depth)
-        driver.check_drained()
-        for request in (*first, equal):
-            assert driver.answers(request) == [expected_answer(request.prompt_ids, 30)]
-
-    @pytest.mark.parametrize("host_blocks", [0, 16])
-    def test_it_takes_blocks_too_as_many_as_it_needs_and_at_once(
-        self, quality: QualityOfService, clock: Clock, host_blocks: int
-    ) -> None:
-        driver = Driver(
-            num_blocks=16, num_slots=8, num_host_blocks=host_blocks, caching=False, waiting=WaitingQueue(quality, clock)
-        )
-        for number in range(5):
-            driver.submit([number] * 8, 20, terms=Terms(user=quality.users["zoe"]))
-        driver.turn(1)
-        assert driver.scheduler.num_running == 5
-        mine = driver.submit([1] * 40, 1, terms=Terms(user=quality.users["boss"]))
-        driver.turn(1)
-        driver.turn(1)
-        assert mine.sequences[0].state is not SequenceState.WAITING
-        assert driver.scheduler.counts.preemptions == 3, "two may keep what they have"
-        driver.drain()
-        driver.check_drained()
-
-    def test_who_has_lost_patience_keeps_the_row(self, quality: QualityOfService, clock: Clock) -> None:
-        driver = Driver(num_slots=2, max_batch_size=1, waiting=WaitingQueue(quality, clock))
-        patient = driver.submit([1], 20, terms=Terms(user=quality.users["zoe"]))
-        driver.scheduler.waiting._passed = MAX_PASSED
-        driver.submit([2], 4, terms=Terms(user=quality.users["boss"]))
-        clock.now += PATIENCE_S
-        while not patient.finished:
-            driver.turn()
-        assert driver.scheduler.counts.preemptions == 0
-        driver.drain()
-
-    def test_without_groups_nobody_takes_a_row(self) -> None:
-        driver = Driver(num_slots=2, max_batch_size=1)
-        driver.submit([1], 9, terms=Terms(priority=5))
-        driver.turn()
-        driver.submit([2], 1, terms=Terms(priority=-5))
-        driver.drain()
-        assert driver.scheduler.counts.preemptions == 0
-
-    @pytest.mark.parametrize("terms", [Terms(priority=-1), None])
-    def test_a_higher_class_has_its_prompt_computed_before_a_long_one(
-        self, quality: QualityOfService, clock: Clock, terms: Terms | None
-    ) -> None:
-        queue = WaitingQueue(quality, clock) if terms is None else WaitingQueue()
-        driver = Driver(budget=8, caching=False, waiting=queue)
-        long = driver.submit([1] * 80, 2, terms=Terms(user=quality.users["ann"]) if terms is None else Terms())
-        driver.turn(1)
-        mine = [driver.submit([number] * 5, 2, terms=terms or Terms(user=quality.users["boss"])) for number in range(2)]
-        driver.turn(1)
-        assert [len(row.tokens) for row in driver.batches[-1].prefill] == [5, 3]
-        driver.turn(1)
-        assert [len(row.tokens) for row in driver.batches[-1].prefill] == [2, 6]
-        driver.drain()
-        for request in mine:
-            assert driver.answers(request) == [expected_answer(request.prompt_ids, 2)]
-        assert driver.answers(long) == [expected_answer(long.prompt_ids, 2)]
-
     def test_nobody_starves(self, quality: QualityOfService, clock: Clock) -> None:
         overload = Overload(quality, clock, {"ann": (9, 30), "zoe": (9, 30)})
         shares = overload.shares(90.0)
@@ -366,32 +284,6 @@ class TestContinuousBatching:
             order.append(requests.index(row.request))
         # ann and bob alternate by their shares: 1 of 60 is less than 1 of 30.
         assert order == [3, 2, 0, 4, 1]
-
-    @pytest.mark.parametrize("depth", [1, 2, 3])
-    def test_no_group_is_preempted_for_one_after_it(self, quality: QualityOfService, clock: Clock, depth: int) -> None:
-        driver = Driver(num_blocks=12, num_slots=4, waiting=WaitingQueue(quality, clock))
-        users = [quality.users[user_id] for user_id in ("zoe", "boss", "bob", "zoe")]
-        requests = []
-        for index, user in enumerate(users):
-            requests.append(driver.submit([index, 1, 2], 24, terms=Terms(user=user)))
-            driver.schedule()  # so that rows are taken in this order
-            driver.complete()
-        victims: list[int] = []
-        preempt = driver.scheduler._preempt
-
-        def watched(row: Any) -> None:
-            victims.append(row.request.terms.user.group)
-            assert victims[-1] == max(other.request.terms.user.group for other in driver.scheduler._running)
-            preempt(row)
-
-        driver.scheduler._preempt = watched  # type: ignore[method-assign]
-        ends: list[Request] = []
-        while driver.turn(depth):
-            driver.check()
-            ends += [request for request in requests if request.finished and request not in ends]
-        assert victims
-        assert ends[0] is requests[1]
-        driver.check_drained()
 
     def test_tokens_that_were_cached_cost_nothing(self, quality: QualityOfService, clock: Clock) -> None:
         driver = Driver(waiting=WaitingQueue(quality, clock))

@@ -59,8 +59,8 @@ SCHEDULER = mutants(
         "a group takes rows from itself",
     ),
     (
-        "            if self._admit(batch):\n                continue\n            if self._finds_room",
-        "            if self._finds_room",
+        "            if not self._admit(batch):\n                if self._finds_room",
+        "            if True:\n                if self._finds_room",
         "those before the others come one in a step",
     ),
     (
@@ -69,8 +69,8 @@ SCHEDULER = mutants(
         "another row is preempted for a slot that is on its way back",
     ),
     (
-        "self._shared_blocks(sequence)[0]) <= self.blocks.num_fenced",
-        "self._shared_blocks(sequence)[0]) <= 0",
+        "self._sharing.find(sequence)[0]) <= self.blocks.num_fenced",
+        "self._sharing.find(sequence)[0]) <= 0",
         "more rows are preempted for blocks that are on their way back",
     ),
     (
@@ -157,43 +157,11 @@ SCHEDULER = mutants(
         "users pay for tokens that were cached",
     ),
     (
-        "                if sibling.state is SequenceState.DECODE:",
-        "                if sibling.slot >= 0:",
-        "a block is copied in the step that writes it",
-    ),
-    (
-        "return sibling.blocks[:last_block], sibling.blocks[last_block] if offset else None",
-        "return sibling.blocks[: last_block + bool(offset)], None",
-        "siblings share the block that both write to",
-    ),
-    (
-        "if self.prefix_cache is None or not sequence.request.reuses_prefix:",
-        "if self.prefix_cache is None:",
-        "scored prompts skip the positions that are cached",
-    ),
-    (
-        "return self.prefix_cache.match(sequence.hashes[:last_block]), None",
-        "return self.prefix_cache.match(sequence.hashes), None",
-        "a prompt that is cached whole leaves no token to compute",
-    ),
-    (
-        "if self._dynamic_rope_from is not None and prompt_len > self._dynamic_rope_from:",
-        "if False:",
-        "prompts with rotary bases of their own share blocks",
-    ),
-    ("        return root_hash(cache_salt=cache_salt)", "        return root_hash()", "cache salts are ignored"),
-    (
         "            if sequence.state is SequenceState.FINISHED:\n                continue",
         "            if False:\n                continue",
         "an answer that has ended gets another token",
     ),
     ("            sequence.pending -= 1", "            pass", "unread tokens are never counted as read"),
-    (
-        "written = len(sequence.token_ids) - 1 if num_written is None",
-        "written = len(sequence.token_ids) if num_written is None",
-        "a block is shared before its last token is written",
-        "with more than one token a block, the caller's condition hides it; with one, the writing step is on its way",
-    ),
     (
         "sequence.num_generated >= sequence.params.min_new_tokens",
         "sequence.num_generated > sequence.params.min_new_tokens",
@@ -222,6 +190,42 @@ SCHEDULER = mutants(
         "a row that failed and was swapped out comes back",
     ),
     ("            self.prefilled.append(request)", "            pass", "nobody learns when a prompt was computed"),
+)
+
+PREFIX_SHARING = mutants(
+    "engine/prefix_sharing.py",
+    (
+        "                if sibling.state is SequenceState.DECODE:",
+        "                if sibling.slot >= 0:",
+        "a block is copied in the step that writes it",
+    ),
+    (
+        "return sibling.blocks[:last_block], sibling.blocks[last_block] if offset else None",
+        "return sibling.blocks[: last_block + bool(offset)], None",
+        "siblings share the block that both write to",
+    ),
+    (
+        "if self._cache is None or not sequence.request.reuses_prefix:",
+        "if self._cache is None:",
+        "scored prompts skip the positions that are cached",
+    ),
+    (
+        "return self._cache.match(sequence.hashes[:last_block]), None",
+        "return self._cache.match(sequence.hashes), None",
+        "a prompt that is cached whole leaves no token to compute",
+    ),
+    (
+        "if self._dynamic_rope_from is not None and prompt_len > self._dynamic_rope_from:",
+        "if False:",
+        "prompts with rotary bases of their own share blocks",
+    ),
+    ("        return root_hash(cache_salt=cache_salt)", "        return root_hash()", "cache salts are ignored"),
+    (
+        "written = len(sequence.token_ids) - 1 if num_written is None",
+        "written = len(sequence.token_ids) if num_written is None",
+        "a block is shared before its last token is written",
+        "with more than one token a block, the caller's condition hides it; with one, the writing step is on its way",
+    ),
 )
 
 HOST_BLOCKS = mutants(
@@ -449,4 +453,4 @@ WAITING_QUEUE = mutants(
     ),
 )
 
-SCHEDULING = SCHEDULER + HOST_BLOCKS + BLOCK_MANAGER + PREFIX_CACHE + WAITING_QUEUE
+SCHEDULING = SCHEDULER + PREFIX_SHARING + HOST_BLOCKS + BLOCK_MANAGER + PREFIX_CACHE + WAITING_QUEUE
