@@ -55,6 +55,11 @@ class HostBlocks:
         if limits.num_host_blocks and self._cache is not None:
             device.on_evict = self._keep
 
+    @property
+    def _last_copying_step(self) -> int:
+        """The newest step that may copy to or from here. Without copies the next step may never come to be."""
+        return self._step if self.plan else self._step - 1
+
     def take_plan(self, step: int) -> SwapPlan:
         """The copies of step `step`, which is on its way."""
         plan, self.plan = self.plan, SwapPlan()
@@ -91,7 +96,7 @@ class HostBlocks:
         # Only what the device's cache knows has been read. Steps in flight that write the others may still fail.
         _copy_keys(pairs, self._device.prefix_cache, self._cache)
         sequence.host_blocks = shared + own
-        sequence.host_step = self._step
+        sequence.host_step = self._last_copying_step
         self.swapped[sequence] = None
         return True
 
@@ -114,7 +119,7 @@ class HostBlocks:
         self.plan.swap_in.extend(pairs)
         self.num_swapped_in += len(pairs)
         _copy_keys(pairs, self._cache, self._device.prefix_cache)
-        self.blocks.retire(list(stored), self._step, self._last_read)
+        self.blocks.retire(list(stored), self._last_copying_step, self._last_read)
 
     def release(self, sequence: Sequence) -> None:
         """A sequence is running again or has ended: give back its blocks here, if it has any."""
@@ -151,7 +156,7 @@ class HostBlocks:
             self._cache.commit(key, kept[0])
             self.plan.swap_out.append((block, kept[0]))
             self.num_swapped_out += 1
-        self.blocks.retire(kept, self._step, self._last_read)
+        self.blocks.retire(kept, self._last_copying_step, self._last_read)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks, sequences and their states agree."""

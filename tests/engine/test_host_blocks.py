@@ -274,6 +274,19 @@ class TestEnds:
         driver.drain()
         driver.check_drained()
 
+    def test_blocks_that_were_there_already_wait_for_no_step(self) -> None:
+        """Nothing is to be copied, so that there need not be another step at all."""
+        driver = Driver(num_blocks=4, block_size=1, num_slots=2, num_host_blocks=1)
+        request = driver.submit([0], 2, seeds=(None, 1))
+        for _ in range(2):
+            driver.turn(1)
+            driver.scheduler._preempt(next(reversed(driver.scheduler._running)))
+        host = driver.scheduler.host
+        assert host.swapped
+        assert not host.plan
+        driver.cancel(request)
+        driver.check_drained()
+
     def test_host_blocks_are_free_when_the_step_that_copies_from_them_is_read(self) -> None:
         driver = Driver(num_host_blocks=3, caching=False)
         request = driver.submit(PROMPT, 12)

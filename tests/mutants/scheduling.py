@@ -252,7 +252,12 @@ HOST_BLOCKS = mutants(
         "swapped blocks come back in another order",
     ),
     (
-        "        sequence.host_step = self._step",
+        "return self._step if self.plan else self._step - 1",
+        "return self._step",
+        "host blocks wait for a step that copies nothing, and may never come",
+    ),
+    (
+        "        sequence.host_step = self._last_copying_step",
         "        sequence.host_step = -1",
         "host blocks come back before the copy to them has run",
     ),
@@ -277,7 +282,7 @@ HOST_BLOCKS = mutants(
         "blocks that came up are not found on the device",
     ),
     (
-        "self.blocks.retire(list(stored), self._step, self._last_read)",
+        "self.blocks.retire(list(stored), self._last_copying_step, self._last_read)",
         "self.blocks.retire(list(stored), -1, self._last_read)",
         "a host block is given away before it was copied up",
     ),
@@ -289,7 +294,7 @@ HOST_BLOCKS = mutants(
     ("            self.blocks.share(kept)", "            pass", "a cached host block is given back that nobody took"),
     ("        elif self.blocks.num_available:", "        else:", "a full host breaks evictions on the device"),
     (
-        "self.blocks.retire(kept, self._step, self._last_read)",
+        "self.blocks.retire(kept, self._last_copying_step, self._last_read)",
         "self.blocks.retire(kept, -1, self._last_read)",
         "two evicted blocks are copied to the same place",
     ),
