@@ -269,11 +269,11 @@ class Scheduler:
 
     def _put_prompts_in_order(self, batch: Batch) -> None:
         """Admit who is of a higher class than somebody whose prompt is being computed, and put him ahead of that."""
-        rank = self.waiting.rank
-        while self._prefilling and (sequence := self.waiting.first()) is not None:
-            if max(map(rank, self._prefilling)) <= rank(sequence) or not self._admit(batch):
-                break
-        self._prefilling = deque(sorted(self._prefilling, key=rank))
+        while self._prefilling:
+            self._prefilling = deque(sorted(self._prefilling, key=self.waiting.rank))
+            first, rank = self.waiting.first(), self.waiting.rank
+            if first is None or rank(self._prefilling[-1]) <= rank(first) or not self._admit(batch):
+                return
 
     def _round_down(self, chunks: list[tuple[Sequence, int]], num_decode: int) -> list[tuple[Sequence, int]]:
         """Leave the last tokens to the next step if then the tokens of this one come in whole tiles.

@@ -103,7 +103,10 @@ async def _answer(
                 service.access.check_admin(request)
             elif route is None or route.auth is not Auth.PUBLIC:
                 request[KEY] = service.access.key_of(request)
-            with service.work() if route is not None and route.work else nullcontext():
+            works = route is not None and route.work
+            with service.work() if works else nullcontext():
+                if works:
+                    await service.turnstile.enter()
                 response = await _answered(request, route, handler)
                 # In work until the answer is written: a server that drains waits for that too.
                 await send(request, response, service.config.write_timeout)

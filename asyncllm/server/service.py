@@ -18,6 +18,7 @@ from asyncllm.server.errors import ApiError, retry_after
 from asyncllm.server.instruments import Instruments
 from asyncllm.server.sessions import KeptSessions
 from asyncllm.server.supervisor import Supervisor
+from asyncllm.server.turnstile import Turnstile
 
 if TYPE_CHECKING:
     from asyncllm.server.routes import Route
@@ -53,6 +54,8 @@ class Service:
         self.instruments = None if config.disable_metrics else Instruments(self.supervisor)
         self.sessions = KeptSessions(self.supervisor, config)
         self.phase = Phase.SERVING
+        self.turnstile = Turnstile()
+        """For requests in work."""
         self.created = int(time.time())
         """Seconds since 1970, as /v1/models shows it."""
         self.stop = asyncio.Event()

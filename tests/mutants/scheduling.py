@@ -74,7 +74,7 @@ SCHEDULER = mutants(
         "more rows are preempted for blocks that are on their way back",
     ),
     (
-        "        self._prefilling = deque(sorted(self._prefilling, key=rank))",
+        "        self._prefilling = deque(sorted(self._prefilling, key=self.waiting.rank))",
         "        pass",
         "whose class is higher waits behind a long prompt",
     ),
