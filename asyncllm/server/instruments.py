@@ -40,12 +40,19 @@ Reading = tuple[str, str, Callable[[EngineStats], float]]
 GAUGES: tuple[Reading, ...] = (
     ("num_requests_running", "Sequences with a row in the batch.", lambda stats: stats.running),
     ("num_requests_waiting", "Sequences in the queue, preempted ones included.", lambda stats: stats.waiting),
+    ("num_requests_swapped", "Those of them whose KV lies in host memory.", lambda stats: stats.swapped),
     ("num_sessions", "Conversations that are kept.", lambda stats: stats.sessions),
     (
         "kv_cache_usage_perc",
         "Fraction of the KV blocks that running sequences hold; 1: all.",
         lambda stats: stats.blocks_held / stats.blocks_total if stats.blocks_total else 0.0,
     ),
+    (
+        "cpu_cache_usage_perc",
+        "Fraction of the KV blocks in host memory that swapped sequences hold; 1: all.",
+        lambda stats: stats.host_blocks_held / stats.host_blocks_total if stats.host_blocks_total else 0.0,
+    ),
+    ("sleep_level", "1 or 2: parts of the model sleep; 0: all of it is awake.", lambda stats: stats.sleep_level),
     (
         "seconds_since_progress",
         "How long there has been work and no step has completed; 0: there is none.",
@@ -70,6 +77,13 @@ COUNTERS: tuple[Reading, ...] = (
     ("steps", "Steps launched.", lambda stats: stats.steps),
     ("steps_failed", "Steps that failed, and their requests with them.", lambda stats: stats.steps_failed),
     ("num_preemptions", "Running sequences that gave up their blocks to others.", lambda stats: stats.preemptions),
+    ("blocks_swapped_out", "KV blocks copied to host memory.", lambda stats: stats.blocks_swapped_out),
+    ("blocks_swapped_in", "KV blocks copied back.", lambda stats: stats.blocks_swapped_in),
+    (
+        "swap_fallbacks",
+        "Preempted sequences that found too few blocks in host memory, and are computed again.",
+        lambda stats: stats.swap_fallbacks,
+    ),
     ("requests_refused", "Calls that found the queue full.", lambda stats: stats.requests_refused),
     ("requests_expired", "Requests that ended at their deadline.", lambda stats: stats.requests_expired),
 )

@@ -101,6 +101,24 @@ async def test_gauges_are_of_the_moment_and_a_client_that_leaves_is_an_abort() -
     assert value(idle, "http_requests_total", **left) == 2
 
 
+async def test_what_waits_in_host_memory() -> None:
+    config = EngineConfig(max_batch_size=4, eviction_type="copy", enable_prefix_caching=False)
+    engine = FakeEngine("x" * 100, config, num_blocks=12, block_size=8, num_host_blocks=12)
+    async with serving(engine) as served:
+        asking = [asyncio.create_task(served.post("/v1/chat/completions", {"messages": PING})) for _ in range(4)]
+        await until(lambda: engine.stats().swapped)
+        busy = await scrape(served)
+        await asyncio.wait(asking)
+        await settle(engine)
+        idle, stats = await scrape(served), engine.stats()
+    assert value(busy, "num_requests_swapped") >= 1
+    assert 0 < value(busy, "cpu_cache_usage_perc") <= 1
+    assert value(idle, "num_requests_swapped") == value(idle, "cpu_cache_usage_perc") == value(idle, "sleep_level") == 0
+    assert value(idle, "blocks_swapped_out_total") == stats.blocks_swapped_out > 0
+    assert value(idle, "blocks_swapped_in_total") == stats.blocks_swapped_in > 0
+    assert value(idle, "swap_fallbacks_total") == stats.swap_fallbacks
+
+
 async def test_what_clients_make_up_adds_no_series() -> None:
     async with serving(FakeEngine()) as served:
 
