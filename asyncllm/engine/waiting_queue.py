@@ -130,8 +130,12 @@ class WaitingQueue:
         return patient if patient is not None else self._first_by_rule()
 
     def first_of_groups(self) -> Sequence | None:
-        """Who is next by quality of service, which takes rows from groups for one before them; None if nobody is."""
-        return self._first_by_rule() if self._waiting and self.quality is not None else None
+        """Who is next by quality of service, for whom rows are taken from groups that come after its own; None if
+        nobody is, or it comes too late in any case."""
+        if not self._waiting or self.quality is None:
+            return None
+        first = self._first_by_rule()
+        return None if self._comes_too_late(first) else first
 
     def _first_by_rule(self) -> Sequence:
         """Who is next unless somebody loses patience."""

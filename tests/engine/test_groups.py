@@ -80,6 +80,22 @@ def test_who_has_lost_patience_keeps_the_row(quality: QualityOfService, clock: C
     driver.drain()
 
 
+def test_who_comes_too_late_takes_no_row(quality: QualityOfService, clock: Clock) -> None:
+    driver = Driver(num_slots=2, max_batch_size=1, waiting=WaitingQueue(quality, clock))
+    driver.scheduler.waiting.pace.learn(10.0, 0.0, 1, stopped=False)
+    driver.submit([1], 20, terms=Terms(user=quality.users["zoe"]))
+    driver.turn()
+    boss = quality.users["boss"]
+    driver.submit([2], 4, terms=Terms(user=boss, deadline=clock.now + 1))
+    for _ in range(5):
+        driver.turn()
+    assert driver.scheduler.counts.preemptions == 0
+    driver.submit([3], 4, terms=Terms(user=boss, deadline=clock.now + 100))
+    driver.turn()
+    assert driver.scheduler.counts.preemptions == 1
+    driver.drain()
+
+
 def test_without_groups_nobody_takes_a_row() -> None:
     driver = Driver(num_slots=2, max_batch_size=1)
     driver.submit([1], 9, terms=Terms(priority=5))

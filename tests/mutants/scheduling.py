@@ -447,14 +447,15 @@ WAITING_QUEUE = mutants(
         "who was patient once takes the rows of its own group when preempted",
     ),
     (
-        "        return self._first_by_rule() if self._waiting and self.quality is not None else None",
-        "        return self.first() if self.quality is not None else None",
+        "        first = self._first_by_rule()\n",
+        "        first = self.first() or self._first_by_rule()\n",
         "the first group waits for the row of one who has lost patience",
     ),
+    ("if not self._waiting or self.quality is None:", "if not self._waiting:", "priorities take rows"),
     (
-        "if self._waiting and self.quality is not None else None",
-        "if self._waiting else None",
-        "priorities take rows",
+        "        return None if self._comes_too_late(first) else first",
+        "        return first",
+        "rows are taken for what comes too late",
     ),
 )
 
