@@ -68,6 +68,29 @@ def test_it_takes_blocks_too_as_many_as_it_needs_and_at_once(
     driver.check_drained()
 
 
+@pytest.mark.parametrize("num_slots", [4, 8])
+@pytest.mark.parametrize("prompt", [1, 40])
+def test_what_steps_in_flight_hold_is_waited_for(
+    quality: QualityOfService, clock: Clock, num_slots: int, prompt: int
+) -> None:
+    """The slot and blocks of who has given way come back when those steps have been read: nobody else need go."""
+    driver = Driver(
+        num_blocks=16, num_slots=num_slots, max_batch_size=4, caching=False, waiting=WaitingQueue(quality, clock)
+    )
+    for number in range(4):
+        driver.submit([number] * 8, 20, terms=Terms(user=quality.users["zoe"]))
+    for _ in range(2):
+        driver.schedule()
+    mine = driver.submit([1] * prompt, 1, terms=Terms(user=quality.users["boss"]))
+    needed = 1 if prompt == 1 else 3
+    while not mine.finished:
+        driver.schedule()
+        assert driver.scheduler.counts.preemptions <= needed
+        driver.complete()
+    driver.drain()
+    driver.check_drained()
+
+
 def test_who_has_lost_patience_keeps_the_row(quality: QualityOfService, clock: Clock) -> None:
     driver = Driver(num_slots=2, max_batch_size=1, waiting=WaitingQueue(quality, clock))
     patient = driver.submit([1], 20, terms=Terms(user=quality.users["zoe"]))

@@ -109,6 +109,17 @@ class TestPatience:
         order = drained(queue)
         assert [order.index(number) for number in range(8)] == [(MAX_PASSED + 1) * turn - 1 for turn in range(1, 9)]
 
+    def test_who_has_lost_patience_is_of_the_highest_class_until_it_waits_again(self) -> None:
+        clock = Clock()
+        queue, patient = self.crowd(clock)
+        clock.now += PATIENCE_S
+        self.passed_before(queue, patient)
+        assert queue.rank(patient) == 9
+        queue.admit(patient, 3)
+        assert queue.rank(patient) < -(2**62)
+        queue.push(patient)
+        assert queue.rank(patient) == 9
+
     def test_in_a_queue_of_equals_it_changes_nothing(self) -> None:
         clock = Clock()
         queue = WaitingQueue(clock=clock)
