@@ -40,9 +40,9 @@ from asyncllm.types import FinishReason
 __all__ = ["Server", "started"]
 
 ENGINE = EngineConfig(
-    block_size=8,
-    num_gpu_blocks=160,
-    num_cpu_blocks=160,
+    block_size=16,
+    num_gpu_blocks=80,
+    num_cpu_blocks=80,
     max_batch_size=16,
     max_prefill_token_num=256,
     max_queued_requests=24,

@@ -14,7 +14,10 @@ from asyncllm.models.config import ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import open_model, read_config
 
-__all__ = ["OpenedModel", "choose_device"]
+__all__ = ["GPU_BLOCK_MULTIPLE", "OpenedModel", "check_block_size", "choose_device"]
+
+GPU_BLOCK_MULTIPLE = 16
+"""Keys of the narrowest tile of attention: tensor cores multiply that many at once."""
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -41,7 +44,7 @@ class OpenedModel(NamedTuple):
         """Load the checkpoint in the folder `path`, unless its `model` is given. `times` gets what it took.
 
         Raises ModelError when the checkpoint cannot be loaded, and InvalidParameter when `session_len` asks for more
-        positions than the model has.
+        positions than the model has, or the device takes no blocks of this size.
         """
         asked: _ModelOptions = {
             "session_len": config.session_len,
@@ -49,6 +52,7 @@ class OpenedModel(NamedTuple):
             "hf_overrides": config.hf_overrides,
         }
         device = choose_device(config)
+        check_block_size(config, device)
         if device.type == "cuda":
             # The device's context, which the first allocation makes.
             torch.empty(1, device=device)
@@ -90,6 +94,16 @@ def choose_device(config: EngineConfig) -> torch.device:
             "device_type",
         )
     return torch.device("cuda" if available and config.device_type != "cpu" else "cpu")
+
+
+def check_block_size(config: EngineConfig, device: torch.device) -> None:
+    """Raise InvalidParameter for blocks that attention on this device cannot read (`kernels.plan_decode_attention`)."""
+    if device.type == "cuda" and config.tokens_per_block % GPU_BLOCK_MULTIPLE:
+        raise InvalidParameter(
+            f"block_size is {config.tokens_per_block}, and attention on a GPU reads blocks of a multiple of "
+            f"{GPU_BLOCK_MULTIPLE} tokens. Leave it at 64, or round it up.",
+            "block_size",
+        )
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:

@@ -10,6 +10,7 @@ import torch
 
 from asyncllm.agent import prompt_scores
 from asyncllm.agent.model_agent import ModelAgent
+from asyncllm.agent.opening import check_block_size
 from asyncllm.batch import Batch, SamplingParams
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter
@@ -279,6 +280,15 @@ def test_cuda_without_a_device_is_refused(make_agent: MakeAgent, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InvalidParameter, match="no CUDA device"):
         make_agent(device_type="cuda")
+
+
+@pytest.mark.parametrize("settings", [{"block_size": 8}, {"cache_block_seq_len": 40}])
+def test_a_gpu_refuses_blocks_that_attention_cannot_read_before_it_loads(settings: dict[str, int]) -> None:
+    with pytest.raises(InvalidParameter, match=r"block_size is \d+, .* multiple of 16") as refused:
+        check_block_size(EngineConfig(**settings), torch.device("cuda"))
+    assert refused.value.param == "block_size"
+    check_block_size(EngineConfig(**settings), torch.device("cpu"))
+    check_block_size(EngineConfig(block_size=48), torch.device("cuda"))
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
