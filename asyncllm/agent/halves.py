@@ -28,9 +28,6 @@ def decode_rows(inputs: StepInputs, count: int) -> StepInputs:
         block_tables=inputs.block_tables[:count],
         max_q_len=1,
         rope_lens=None if inputs.rope_lens is None else inputs.rope_lens[:count],
-        rotation=None,
-        attention_plans={},
-        cache_writes={},
     )
 
 
@@ -64,8 +61,5 @@ def prefill_halves(arrays: StepArrays, inputs: StepInputs) -> Iterator[tuple[Ten
                 block_tables=inputs.block_tables[torch.from_numpy(rows + inputs.num_decode).to(device)],
                 max_q_len=int(lengths.max()),
                 rope_lens=None if inputs.rope_lens is None else inputs.rope_lens[tokens],
-                rotation=None,
-                attention_plans={},
-                cache_writes={},
             ),
         )

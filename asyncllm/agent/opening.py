@@ -10,14 +10,12 @@ import torch
 from asyncllm.batch import Limits, StartTimes
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidParameter
+from asyncllm.kernels.cache import GPU_BLOCK_MULTIPLE
 from asyncllm.models.config import ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import open_model, read_config
 
-__all__ = ["GPU_BLOCK_MULTIPLE", "OpenedModel", "check_block_size", "choose_device"]
-
-GPU_BLOCK_MULTIPLE = 16
-"""Keys of the narrowest tile of attention: tensor cores multiply that many at once."""
+__all__ = ["OpenedModel", "check_block_size", "choose_device"]
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

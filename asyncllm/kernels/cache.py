@@ -10,7 +10,11 @@ from torch import Tensor
 
 from asyncllm.kernels.dispatch import op
 
-__all__ = ["PagedKV", "copy_blocks", "fill_kv_cache", "plan_cache_write"]
+__all__ = ["GPU_BLOCK_MULTIPLE", "PagedKV", "copy_blocks", "fill_kv_cache", "plan_cache_write"]
+
+GPU_BLOCK_MULTIPLE = 16
+"""Tokens of a block are a multiple of this on a GPU: attention reads tiles of as many keys or more, the K of a tensor
+core instruction."""
 
 
 class PagedKV(NamedTuple):

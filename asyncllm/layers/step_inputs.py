@@ -44,12 +44,15 @@ class StepInputs:
     None unless the model asks."""
     batch_invariant: bool = False
     """Whether a row's result may depend on nothing but the row: attention then takes the same steps for every row."""
-    rotation: Rotation | None = None
-    """How far the tokens are turned, in all layers. Written by the model that first needs it."""
-    attention_plans: dict[int | None, tuple[DecodePlan | None, PrefillPlan | None]] = field(default_factory=dict)
+    rotation: Rotation | None = field(default=None, init=False)
+    """How far the tokens are turned, in all layers. Written by the model that first needs it; this and what follows
+    begins empty in a copy with other fields (`dataclasses.replace`)."""
+    attention_plans: dict[int | None, tuple[DecodePlan | None, PrefillPlan | None]] = field(
+        default_factory=dict, init=False
+    )
     """Attention window -> the plans that all layers with this window share, of the decode rows and of the prefill rows.
     Written by the first of them."""
-    cache_writes: dict[int, Tensor] = field(default_factory=dict)
+    cache_writes: dict[int, Tensor] = field(default_factory=dict, init=False)
     """Number of KV heads -> `kernels.plan_cache_write` of the slot mapping. Written by the first layer with as many."""
 
 

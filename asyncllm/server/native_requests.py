@@ -49,7 +49,7 @@ class InteractiveRequest(Generating, kw_only=True):
     session_id: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] = -1
     """-1: none."""
     interactive_mode: bool = False
-    """Keep the conversation for the next request with this session_id."""
+    """Keep the conversation for the next request of the same session_id."""
     step: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     """Go on after so many tokens of the history; 0: after all of them."""
     cancel: bool = False

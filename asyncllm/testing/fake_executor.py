@@ -153,7 +153,10 @@ class FakeExecutor:
                 self._run(work, future)
             else:
                 error = self._attempt(work)
-                self._post(*((set_result, future, None) if error is None else (set_exception, future, error)))
+                if error is None:
+                    self._post(set_result, future, None)
+                else:
+                    self._post(set_exception, future, error)
         assert self._stopped is not None
         self._post(self._stopped.set_result, None)
 

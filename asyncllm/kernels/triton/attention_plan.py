@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.kernels.cache import PagedKV
+from asyncllm.kernels.cache import GPU_BLOCK_MULTIPLE, PagedKV
 from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 
@@ -184,10 +184,10 @@ def padded_head_dim(head_dim: int) -> int:
 
 def key_tile(block_size: int, most: int) -> int:
     """Keys per tile: a power of two that divides block_size. Raises ValueError unless that can be 16 or more."""
-    if block_size % 16:
+    if block_size % GPU_BLOCK_MULTIPLE:
         raise ValueError(
-            f"Attention on a GPU reads blocks of a multiple of 16 tokens, not of {block_size}. "
-            "Set block_size to 64, or to another multiple of 16."
+            f"Attention on a GPU reads blocks of a multiple of {GPU_BLOCK_MULTIPLE} tokens, not of {block_size}. "
+            f"Set block_size to 64, or to another multiple of {GPU_BLOCK_MULTIPLE}."
         )
     return min(most, block_size & -block_size)
 
