@@ -11,6 +11,7 @@ longer ones are launched kernel by kernel.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from asyncllm.agent.graphs import StepGraphs, bucket_sizes, smallest_for
 from asyncllm.agent.halves import decode_rows, prefill_halves
 from asyncllm.agent.host_pool import MIN_COPIED_TOKENS, BlockTransfers, allocate_host_pool, staging_bytes
 from asyncllm.agent.kv_cache import allocate_pool, host_blocks, pool_blocks
+from asyncllm.agent.lost_device import abandon
 from asyncllm.agent.mixed_size import MixedSize, mixed_sizes
 from asyncllm.agent.opening import OpenedModel
 from asyncllm.agent.pending_step import PendingStep
@@ -88,8 +90,9 @@ class DeviceAgent:
         self._transfers = Transfers(self._device)
         self._unsampled: tuple[PendingStep, Callable[[], None]] | None = None
         """The step whose sampling waits until all before it are read, and what launches it."""
-        self.num_launched = 0
-        self.num_read = 0
+        self._unread: deque[PendingStep] = deque()
+        """Launched steps whose output nobody has read, oldest first. Also for `abandon`: the device may write what they
+        hold."""
         self._decode_sizes = bucket_sizes(config.max_batch_size)
         self._mixed_sizes: list[MixedSize] = []
         if self.model.config.num_layers > 1 and not config.batch_invariant:
@@ -242,31 +245,34 @@ class DeviceAgent:
     def launch(self, batch: Batch) -> PendingStep:
         """Launch a step. A row that fails is named in its `StepOutput.errors`; what raises here or in `output` concerns
         the whole step, if the device `survives` it, and else all after it, as does what raises in `wait`."""
-        if self.blocked or self.num_launched - self.num_read >= MAX_STEPS_IN_FLIGHT:
+        if self.blocked or len(self._unread) >= MAX_STEPS_IN_FLIGHT:
             raise RuntimeError("no step can be launched before another one has been read")
         with own_thread_state(self._device.type), self._transfers.computing():
-            pending = PendingStep(
-                batch, self.sampler, index=self.num_launched, on_gpu=self.on_gpu, on_read=self._count_read
-            )
+            pending = PendingStep(batch, self.sampler, on_gpu=self.on_gpu, on_read=self._unread_no_more)
+            self._unread.append(pending)
             try:
                 self._launch(batch, pending)
             except BaseException:
+                self._unread_no_more(pending)
                 self._tables.forget_updates()
                 raise
-        self.num_launched += 1
         return pending
 
     def survives(self, error: BaseException) -> bool:
-        """Whether the device still works after `launch`, `resume` or a step's `output` has raised this."""
-        if not isinstance(error, Exception) or isinstance(error, torch.AcceleratorError):
-            return False
+        """Whether the device still works after `launch`, `resume` or a step's `output` has raised this.
+
+        A device that does not is lost, and this agent is never freed.
+        """
+        lost = isinstance(error, torch.AcceleratorError)
         try:
             # What the driver has not reported yet it reports here; nobody waits for the stream.
             if self._transfers.stream is not None:
                 self._transfers.stream.query()
         except RuntimeError:
-            return False
-        return True
+            lost = True
+        if lost:
+            abandon(self)
+        return isinstance(error, Exception) and not lost
 
     def _launch(self, batch: Batch, pending: PendingStep) -> None:
         for start in batch.starts:
@@ -282,8 +288,8 @@ class DeviceAgent:
         else:
             self._launch_mixed(batch, pending, self._graphs)
 
-    def _count_read(self) -> None:
-        self.num_read += 1
+    def _unread_no_more(self, pending: PendingStep) -> None:
+        self._unread.remove(pending)
 
     @property
     def blocked(self) -> bool:
@@ -295,21 +301,20 @@ class DeviceAgent:
         if self._unsampled is None:
             return None
         pending, sample = self._unsampled
-        if self.num_read < pending.index:
+        if self._unread[0] is not pending:
             return None
         self._unsampled = None
         with own_thread_state(self._device.type), self._transfers.computing():
             try:
                 sample()
             except BaseException:
-                # Nobody will read this step.
-                self.num_launched -= 1
+                self._unread_no_more(pending)
                 raise
         return pending
 
     def _sample_when_possible(self, pending: PendingStep, sample: Callable[[], None]) -> None:
         """Launch the sampling now, unless it needs tokens on the host that no one has read yet."""
-        if self.num_read < pending.index and self.sampler.needs_host(pending.slots):
+        if self._unread[0] is not pending and self.sampler.needs_host(pending.slots):
             self._unsampled = (pending, sample)
         else:
             sample()

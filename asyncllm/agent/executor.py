@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from asyncllm.agent.contained_runner import BatchRunner, ContainedRunner
@@ -49,11 +49,12 @@ def open_executor(config: EngineConfig, model_path: Path, *, wrap: Callable[[Age
 
 
 def _release_memory() -> None:
-    """Give the device memory that nothing refers to any more back to the system."""
+    """Give the device memory that nothing refers to any more back to the system. A lost device gives none."""
     import gc
 
     import torch
 
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         gc.collect()
-        torch.cuda.empty_cache()
+        with suppress(torch.AcceleratorError):
+            torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncllm.agent.device_sampler import DeviceSampler, PendingLogprobs
+from asyncllm.agent.lost_device import abandon
 from asyncllm.agent.pooled_hidden import PooledHidden
 from asyncllm.agent.prompt_scores import PromptScores
 from asyncllm.agent.sampler import NOT_FINITE
@@ -23,9 +24,9 @@ class PendingStep:
     """A launched step. `wait` blocks until its results are on the host; after that `output` reads them."""
 
     def __init__(
-        self, batch: Batch, sampler: DeviceSampler, *, index: int, on_gpu: bool, on_read: Callable[[], None]
+        self, batch: Batch, sampler: DeviceSampler, *, on_gpu: bool, on_read: Callable[[PendingStep], None]
     ) -> None:
-        """`index`: how many steps were launched before this one; `on_read` is called when its output has been read."""
+        """`on_read` is called when its output is read."""
         self.batch = batch
         self.slots: NDArray[np.int64] = np.zeros(0, np.int64)
         """Slots that are sampled from, in batch order."""
@@ -34,7 +35,6 @@ class PendingStep:
         self.logprobs: PendingLogprobs | None = None
         self.failed: dict[int, str] = {}
         """Slot -> why it failed, if that was known at launch."""
-        self.index = index
         self.launched = False
         """Whether all of it is launched, so that `wait` comes to an end."""
         self._sampler = sampler
@@ -57,14 +57,19 @@ class PendingStep:
         self._results, self._arrival = transfers.download(results)
 
     def wait(self) -> None:
-        """Block this thread, and no other, until the step is over. Raises what the device reports."""
-        if self._arrival is not None:
+        """Block this thread, and no other, until the step is over. Raises what a lost device reports."""
+        if self._arrival is None:
+            return
+        try:
             self._arrival.synchronize()
+        except RuntimeError:
+            abandon(self)
+            raise
 
     @torch.inference_mode()
     def output(self) -> StepOutput:
         """The results, after `wait`. Called once, in the thread that launches steps."""
-        self._on_read()
+        self._on_read(self)
         batch, sampler = self.batch, self._sampler
         output = StepOutput(step=batch.step, slots=[], tokens=[])
         if self._results:

@@ -51,6 +51,8 @@ async def main(folder):
         await engine.generate(input_ids=[5, 6, 7], gen_config=GenerationConfig(max_new_tokens=60, ignore_eos=True))
     except EngineDead:
         print("dead", (await engine.wait_ended()).lost_device, flush=True)
+    await engine.close()
+    print("closed", flush=True)
 
 asyncio.run(main(sys.argv[1]))
 """
@@ -115,8 +117,10 @@ async def test_a_step_that_raises_ends_its_rows_alone(engine_of: MakeEngine, poi
 
 
 def test_a_cuda_error_is_the_end_of_the_engine(folder: Path) -> None:
-    """In a process of its own, as no kernel runs in that one afterwards."""
+    """In a process of its own, in which no kernel runs afterwards, but all else does."""
     done = subprocess.run(
         [sys.executable, "-c", LOST, str(folder)], capture_output=True, text=True, timeout=120, check=False
     )
     assert "dead True" in done.stdout, done.stdout + done.stderr
+    assert "closed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr

@@ -27,7 +27,7 @@ MARK = 319
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp("models") / "llama"
-    return str(build_checkpoint("llama", folder, max_position_embeddings=1024))
+    return str(build_checkpoint("llama", folder, max_position_embeddings=2048))
 
 
 async def test_close_gives_the_memory_back(checkpoint: str) -> None:
@@ -101,6 +101,7 @@ async def test_a_chunk_that_does_not_fit_is_computed_in_halves(
 async def test_a_prompt_that_does_not_fit_in_halves_fails_alone(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of 1,200 tokens, as a chunk of 1,024 or fewer is computed by a graph, which has its memory."""
     prompts = random_prompts(9, 5, 200, vocab_size=MARK)
     config = device_config(dtype="float32")
     async with AsyncEngine(checkpoint, config) as engine:
@@ -111,7 +112,7 @@ async def test_a_prompt_that_does_not_fit_in_halves_fails_alone(
         first_chunks = [await anext(generation) for generation in generations]
         # All prompts are computed; from here on they are decode rows beside the one that fails.
         with pytest.raises(RequestFailed, match="memory"):
-            await engine.generate(input_ids=[MARK] * 300, gen_config=GREEDY)
+            await engine.generate(input_ids=[MARK] * 1200, gen_config=GREEDY)
         assert len(failed) == 2
         assert failed[1] < failed[0]
         answers = [
@@ -122,7 +123,7 @@ async def test_a_prompt_that_does_not_fit_in_halves_fails_alone(
 
         # The engine and the failed prompt's blocks are of use again.
         monkeypatch.undo()
-        assert (await engine.generate(input_ids=[MARK] * 300, gen_config=GREEDY)).finish_reason == "length"
+        assert (await engine.generate(input_ids=[MARK] * 1200, gen_config=GREEDY)).finish_reason == "length"
         stats = engine.stats()
         assert (stats.requests_failed, stats.blocks_held) == (1, 0)
 
