@@ -39,7 +39,7 @@ CONFIGS = {
     for table in linear_gated.TABLES.values()
     for entries in table.values()
     for _, config in entries
-    if config is not None
+    if isinstance(config, GatedConfig)
 }
 
 CASES = [gated_case(config) for config in sorted(CONFIGS, key=repr)]

@@ -54,7 +54,7 @@ def _of_tables() -> Iterator[Case]:
             for most, config in entries:
                 if isinstance(config, GemvConfig):
                     yield gemv_case(most, config, n, k)
-                elif config is not None:
+                elif isinstance(config, SkinnyConfig):
                     yield skinny_case(16 if most <= 16 else 32 if most <= 32 else 64, config, n, k)
 
 

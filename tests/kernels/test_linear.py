@@ -13,7 +13,7 @@ from asyncllm import kernels
 from asyncllm.kernels.triton import linear as launchers
 from asyncllm.kernels.triton import linear_invariant
 from asyncllm.kernels.triton.counters import NUM_COUNTERS, zero_counters
-from asyncllm.kernels.triton.linear_small import GemvConfig, SkinnyConfig, gemv, skinny
+from asyncllm.kernels.triton.linear_small import GemvConfig, NarrowConfig, SkinnyConfig, gemv, skinny
 from tests.kernels import offline
 
 
@@ -114,7 +114,7 @@ def test_every_configuration_of_the_table_fits_its_weight() -> None:
         for (n, k), entries in table.items():
             assert [most for most, _ in entries] == sorted({most for most, _ in entries})
             for most, config in entries:
-                if config is None:
+                if config is None or isinstance(config, NarrowConfig):
                     continue
                 assert most <= (4 if isinstance(config, GemvConfig) else 64)
                 assert n % config.rows == k % config.columns == 0

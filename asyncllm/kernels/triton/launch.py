@@ -27,7 +27,7 @@ from torch import Tensor
 
 from asyncllm.kernels.triton.language import INTERPRET, PDL
 
-__all__ = ["Configured", "TensorMap", "launch"]
+__all__ = ["Configured", "TensorMap", "fits_tensor_map", "launch"]
 
 _interpreted: bool = INTERPRET.value
 
@@ -63,6 +63,11 @@ class TensorMap:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         return TensorDescriptor(self.base, list(self.shape), list(self.strides), list(self.block_shape), self.layout)
+
+
+def fits_tensor_map(matrix: Tensor) -> bool:
+    """Whether TMA can read it."""
+    return matrix.is_contiguous() and matrix.data_ptr() % 16 == 0 and matrix.shape[1] * matrix.itemsize % 16 == 0
 
 
 class Configured:

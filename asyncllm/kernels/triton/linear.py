@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.kernels.linear import check_out
+from asyncllm.kernels.triton.launch import fits_tensor_map
 from asyncllm.kernels.triton.linear_invariant import choose_tile, matmul_invariant
-from asyncllm.kernels.triton.linear_small import GemvConfig, SkinnyConfig, gemv, skinny
+from asyncllm.kernels.triton.linear_small import GemvConfig, NarrowConfig, SkinnyConfig, gemv, skinny
 
 __all__ = ["TABLES", "linear", "linear_invariant"]
 
-Config = GemvConfig | SkinnyConfig
+Config = GemvConfig | SkinnyConfig | NarrowConfig
 
 Table = dict[tuple[int, int], tuple[tuple[int, Config | None], ...]]
 
@@ -36,15 +37,12 @@ TABLES: dict[str, Table] = {
         ),
         (28672, 4096): (
             (1, GemvConfig(4, 2048, warps=8)),  # 51.7 us, 54.5
-            (2, GemvConfig(4, 1024)),  # a layer 120.8 us, with cuBLAS here 123.6
-            (16, SkinnyConfig(64, 128, splits=1, stages=4)),
             (64, SkinnyConfig(128, 128, splits=1, stages=4, warps=8)),  # a layer 129.7 us, in tiles of 64 rows 131.5
         ),
         (4096, 14336): (
             (1, GemvConfig(8, 2048, warps=8)),  # 26.7 us, 30.4
-            (2, GemvConfig(2, 2048)),  # 29.0 us, 30.5
-            (16, SkinnyConfig(64, 128, splits=4, stages=4)),  # 29.7 us, 31.2
-            (32, SkinnyConfig(64, 128, splits=2, stages=5)),  # 29.9 us, 32.0
+            (16, NarrowConfig(64, parts=2, stages=10, splits=2)),  # a layer 115.7 us, with skinny here 118.6
+            (32, NarrowConfig(64, parts=2, stages=8, splits=2)),  # a layer 121.0 us, with skinny here 123.4
             (64, SkinnyConfig(64, 128, splits=2, stages=5)),  # 31.6 us, 34.8
         ),
         (128256, 4096): ((1, GemvConfig(4, 4096, warps=8)),),  # 226 us, 238
@@ -74,8 +72,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
             into = None if out is None else out.view(-1, weight.shape[0])
             if isinstance(config, GemvConfig):
                 y = gemv(rows, weight, bias, config=config, out=into)
-            else:
+            elif isinstance(config, SkinnyConfig):
                 y = skinny(rows, weight, bias, config=config, out=into)
+            else:
+                from asyncllm.kernels.triton.linear_narrow import narrow
+
+                y = narrow(rows, weight, bias, config=config, out=into)
             return y.view(*x.shape[:-1], weight.shape[0]) if out is None else out
     if out is None:
         return F.linear(x, weight, bias)
@@ -99,7 +101,7 @@ def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, o
 
 
 def _choose(table: Table, rows: Tensor, weight: Tensor) -> Config | None:
-    if rows.dtype.itemsize == 2 and rows.is_contiguous() and weight.is_contiguous():
+    if rows.dtype.itemsize == 2 and fits_tensor_map(rows) and fits_tensor_map(weight):
         for most, config in table.get((weight.shape[0], weight.shape[1]), ()):
             if 0 < rows.shape[0] <= most:
                 return config

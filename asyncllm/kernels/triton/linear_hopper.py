@@ -52,7 +52,17 @@ from asyncllm.kernels.triton.counters import zero_counters
 from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured, TensorMap
 
-__all__ = ["CONSUMER_TOKENS", "LINES", "STEP", "WIDTH", "compile_options", "gated_kernel", "gated_product"]
+__all__ = [
+    "CONSUMER_TOKENS",
+    "LINES",
+    "STEP",
+    "WIDTH",
+    "compile_options",
+    "gated_kernel",
+    "gated_product",
+    "gated_results",
+    "synchronize",
+]
 
 CONSUMER_TOKENS = 64
 """Tokens of one consumer."""
@@ -69,7 +79,7 @@ TOKENS_TOGETHER = 2048
 LINES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 """How every tile lies in shared memory."""
 
-_synchronize: Any = getattr(gl, "barrier", None) or gl.thread_barrier
+synchronize: Any = getattr(gl, "barrier", None) or gl.thread_barrier
 """Of the warps of one partition. Renamed in Triton 3.7."""
 
 
@@ -220,20 +230,25 @@ def _sigmoid(x):
 
 
 @gluon.jit
-def _finish(gate, up, results, out, row, column_tile):
-    """silu(gate) * up to out, rounded wherever the product and `activation.gate_kernel` round. `results` is this
-    consumer's own buffer."""
-    dtype: gl.constexpr = out.dtype
-    WIDTH: gl.constexpr = results.shape[1]
+def gated_results(gate, up, dtype: gl.constexpr):
+    """silu(gate) * up of float32 sums, rounded wherever the product and `activation.gate_kernel` round."""
     gate = gate.to(dtype).to(gl.float32)
     up = up.to(dtype).to(gl.float32)
     active = (gate * _sigmoid(gate)).to(dtype).to(gl.float32)
+    return (active * up).to(dtype)
+
+
+@gluon.jit
+def _finish(gate, up, results, out, row, column_tile):
+    """silu(gate) * up to out. `results` is this consumer's own buffer."""
+    WIDTH: gl.constexpr = results.shape[1]
+    finished = gated_results(gate, up, out.dtype)
     # The store of the tile before has read the buffer.
     tma.store_wait(0)
-    _synchronize()
-    results.store((active * up).to(dtype))
+    synchronize()
+    results.store(finished)
     fence_async_shared()
-    _synchronize()
+    synchronize()
     tma.async_copy_shared_to_global(out, [row, column_tile * WIDTH], results)
 
 
@@ -251,7 +266,7 @@ def _wait_for_flag(flag):
     seen = gl.atomic_add(flag, 0, sem="acquire", scope="gpu")
     while seen == 0:
         seen = gl.atomic_add(flag, 0, sem="acquire", scope="gpu")
-    _synchronize()
+    synchronize()
 
 
 @gluon.jit
@@ -279,7 +294,7 @@ def _consume_share(
             gl.store(partial + mine * 2 * HALF + places, gate)
             gl.store(partial + (mine * 2 + 1) * HALF + places, up)
             # All threads have stored before one of them sets the flag.
-            _synchronize()
+            synchronize()
             gl.atomic_xchg(flags + mine, 1, sem="release", scope="gpu")
         else:
             other = share
@@ -289,7 +304,7 @@ def _consume_share(
                 _wait_for_flag(flags + theirs)
                 gate += gl.load(partial + theirs * 2 * HALF + places, cache_modifier=".cg")
                 up += gl.load(partial + (theirs * 2 + 1) * HALF + places, cache_modifier=".cg")
-                _synchronize()
+                synchronize()
                 gl.store(flags + theirs, 0)
             _finish(gate, up, results, out, row, column_tile)
         at += end - begin
@@ -347,7 +362,7 @@ def gated_kernel(
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=CONSUMERS)
     fence_async_shared()
-    _synchronize()
+    synchronize()
     produce = (x, weight, tokens_memory, halves, full, empty, token_tiles, column_tiles, shares, steps, out_size)
     consume = (out, tokens, weights, results, full, empty, partial, flags, token_tiles, column_tiles, shares, steps)
     if CONSUMERS == 2:

@@ -1,9 +1,10 @@
 """Linear layers for up to 64 tokens, where reading the weight is all that takes time.
 
-Two kernels. `gemv_kernel` multiplies in float32 without tensor cores, for up to four tokens: a program owns whole rows
-of the weight. `skinny_kernel` gives the weight to the tensor cores as their first operand ("swap AB": 64 rows of it are
-one wgmma, the tokens are its narrow side), optionally splitting the sum over several programs of which the last to
-arrive adds up all partial sums in the order of the splits, so that runs repeat bit by bit.
+Two kernels, and the configuration of a third: `linear_narrow`, for Hopper alone. `gemv_kernel` multiplies in float32
+without tensor cores, for up to four tokens: a program owns whole rows of the weight. `skinny_kernel` gives the weight
+to the tensor cores as their first operand ("swap AB": 64 rows of it are one wgmma, the tokens are its narrow side),
+optionally splitting the sum over several programs of which the last to arrive adds up all partial sums in the order of
+the splits, so that runs repeat bit by bit.
 
 No kernel ever writes weights, so `gemv_kernel` requests the first of them before it waits for the kernel that produces
 the input: launch and ramp overlap with what runs before. `skinny_kernel` does not: bringing its first tiles to the L2
@@ -22,7 +23,7 @@ from torch import Tensor
 from asyncllm.kernels.triton.counters import zero_counters
 from asyncllm.kernels.triton.language import PDL, dot, release_consumers, round_to, wait_for_producers
 
-__all__ = ["GemvConfig", "SkinnyConfig", "gemv", "skinny"]
+__all__ = ["GemvConfig", "NarrowConfig", "SkinnyConfig", "gemv", "skinny"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,17 @@ class SkinnyConfig:
     splits: int = 1
     stages: int = 4
     warps: int = 4
+
+
+@dataclass(frozen=True)
+class NarrowConfig:
+    """Tile of `linear_narrow.narrow_kernel`: `rows` (64, 128 or 256) of the weight, `parts` x 64 input features a slot,
+    `stages` slots, the sum split over `splits` blocks. With a gate half of the rows, at least 64, are up rows."""
+
+    rows: int
+    parts: int
+    stages: int
+    splits: int = 1
 
 
 @triton.jit

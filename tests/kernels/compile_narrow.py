@@ -1,0 +1,56 @@
+"""Configurations of the narrow product to compile for sm_90 without a GPU (tests.kernels.offline)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncllm.kernels.triton import linear, linear_gated, linear_hopper, linear_narrow
+from asyncllm.kernels.triton.linear_small import NarrowConfig
+from tests.kernels.offline import Case
+
+_POINTERS = {"out_ptr": "*bf16", "bias_ptr": "*bf16", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+
+
+def _map(rows: int) -> str:
+    return f"tensordesc<bf16[{rows}, {linear_hopper.STEP}],{linear_hopper.LINES!r}>"
+
+
+def narrow_case(tokens: int, config: NarrowConfig, *, gated: bool = False, with_bias: bool = False) -> Case:
+    options = linear_narrow.compile_options(config, gated=gated, with_bias=with_bias)
+    num_warps = options.pop("num_warps")
+    kind = "gated" if gated else "bias" if with_bias else "plain"
+    return Case(
+        name=f"{kind}-{tokens}-{'-'.join(map(str, vars(config).values()))}",
+        kernel=linear_narrow.narrow_kernel,
+        signature={
+            "x": _map(tokens),
+            "weight": _map(config.rows // 2 if gated else config.rows),
+            **_POINTERS,
+            **dict.fromkeys(("num_tokens", "out_size", "steps"), "i32"),
+        },
+        constexprs={**options, "USE_PDL": True},
+        num_warps=num_warps,
+        options={"launch_pdl": True},
+    )
+
+
+def _of_tables() -> Iterator[Case]:
+    """Every entry of the tables, with the tokens of each tile that it is used for."""
+    for gated, tables in ((False, linear.TABLES), (True, linear_gated.TABLES)):
+        for table in tables.values():
+            for entries in table.values():
+                fewest = 0
+                for most, config in entries:
+                    if isinstance(config, NarrowConfig):
+                        for tokens in (16, 32, 64):
+                            if tokens // 2 < most and fewest < tokens:
+                                yield narrow_case(tokens, config, gated=gated)
+                    fewest = most
+
+
+CASES = [
+    *_of_tables(),
+    narrow_case(64, NarrowConfig(64, 2, 6, splits=2), with_bias=True),
+    narrow_case(64, NarrowConfig(128, 2, 4), gated=True),
+    narrow_case(64, NarrowConfig(256, 1, 4, splits=8)),
+]
