@@ -28,7 +28,7 @@ from asyncllm.agent.halves import decode_rows, prefill_halves
 from asyncllm.agent.host_pool import MIN_COPIED_TOKENS, BlockTransfers, allocate_host_pool, staging_bytes
 from asyncllm.agent.kv_cache import allocate_pool, host_blocks, pool_blocks
 from asyncllm.agent.lost_device import abandon
-from asyncllm.agent.mixed_size import MixedSize, mixed_sizes
+from asyncllm.agent.mixed_size import LARGEST_MIXED, MixedSize, mixed_sizes
 from asyncllm.agent.opening import OpenedModel
 from asyncllm.agent.pending_step import PendingStep
 from asyncllm.agent.pooled_hidden import PooledHidden
@@ -126,6 +126,7 @@ class DeviceAgent:
             num_host_blocks=num_host_blocks,
             min_copied_tokens=MIN_COPIED_TOKENS if self.on_gpu else 1,
             token_tile=_TOKEN_TILE if self.on_gpu else 1,
+            tokens_beside_decode=LARGEST_MIXED if self.on_gpu else None,
             max_steps_in_flight=_steps_ahead(self.model) if self.on_gpu else 2,
             start_seconds=times.seconds,  # the clock's own, which gets its last entry below
         )

@@ -18,12 +18,16 @@ from numpy.typing import NDArray
 from asyncllm.agent.graphs import LARGEST_BATCH
 from asyncllm.agent.slots import StepArrays, StepRows
 
-__all__ = ["MixedSize", "empty_step", "mixed_sizes", "padded"]
+__all__ = ["LARGEST_MIXED", "MixedSize", "empty_step", "mixed_sizes", "padded"]
 
 _TOKENS = (32, 64, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 """Tokens of a captured step. Beyond the last one a step takes longer than its launches. In between are sizes that take
 no less than the next: the products of a layer of Llama-3-8B take 137 us on an H200 for 96 tokens and 136 for 128, 193
 for 224 and 186 for 256, 391 for 576 and 394 for 640."""
+
+LARGEST_MIXED = _TOKENS[-1]
+"""Tokens of the largest. Steps with decode rows have no more, as each of these waits for its next token: 26 ms of an
+H200 for Llama-3-8B."""
 
 _FEW_ROWS = 16
 """Up to here decode attention divides its work in another way (`kernels.triton.attention_plan`)."""

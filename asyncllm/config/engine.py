@@ -31,7 +31,12 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     max_batch_size: Annotated[int, Meta(ge=1, le=4096, description="Most sequences that run at once.")] = 128
     max_prefill_token_num: Annotated[
         int,
-        Meta(ge=1, le=MAX_COUNT, description="Most prompt tokens computed in one step; longer prompts go in chunks."),
+        Meta(
+            ge=1,
+            le=MAX_COUNT,
+            description="Most prompt tokens computed in one step, on a GPU fewer beside answers; longer prompts go in "
+            "chunks.",
+        ),
     ] = 4096
     num_tokens_per_iter: Annotated[
         int, Meta(ge=0, le=MAX_COUNT, description="TurboMind's name of max_prefill_token_num; 0: take that one.")

@@ -18,6 +18,7 @@ from asyncllm.batch import Batch, Limits, PrefillRow, SlotStart, StepOutput
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.flight import Flight
 from asyncllm.engine.host_blocks import HostBlocks
+from asyncllm.engine.prefill_budget import PrefillBudget
 from asyncllm.engine.prefix_cache import PrefixCache
 from asyncllm.engine.prefix_sharing import PrefixSharing
 from asyncllm.engine.scheduler_counts import SchedulerCounts
@@ -26,9 +27,6 @@ from asyncllm.engine.waiting_queue import WaitingQueue
 from asyncllm.types import FinishReason
 
 __all__ = ["Scheduler"]
-
-MIN_ROUNDED_TILES = 3
-"""Steps of fewer tiles are never cut: one tile less would be much less."""
 
 
 class Scheduler:
@@ -47,10 +45,9 @@ class Scheduler:
     ) -> None:
         self._block_size = limits.block_size
         self._num_slots = limits.num_slots
-        self._token_tile = limits.token_tile
         self.max_steps_in_flight = limits.max_steps_in_flight
         self._max_running = min(max_batch_size, limits.num_slots)
-        self._prefill_budget = prefill_budget
+        self._prefill_budget = PrefillBudget(prefill_budget, limits)
         self._prefill_interval = prefill_interval
         self.prefix_cache = PrefixCache() if prefix_caching else None
         self._sharing = PrefixSharing(self.prefix_cache, limits)
@@ -255,7 +252,7 @@ class Scheduler:
     def _schedule_prefill(self, batch: Batch, prefill: list[tuple[Sequence, PrefillRow]]) -> None:
         """Fill the token budget with chunks of admitted sequences, the highest class first, then admit more."""
         self._put_prompts_in_order(batch)
-        budget = self._prefill_budget
+        budget = self._prefill_budget.beside(len(batch.decode))
         chunks: list[tuple[Sequence, int]] = []
         while budget > 0:
             if len(chunks) == len(self._prefilling) and not self._admit(batch):
@@ -264,7 +261,9 @@ class Scheduler:
             length = min(len(sequence.token_ids) - sequence.num_computed, budget)
             chunks.append((sequence, length))
             budget -= length
-        for sequence, length in self._round_down(chunks, len(batch.decode)):
+        if self.waiting:
+            chunks = self._prefill_budget.whole_tiles(chunks, len(batch.decode))
+        for sequence, length in chunks:
             self._schedule_chunk(batch, sequence, length, prefill)
 
     def _put_prompts_in_order(self, batch: Batch) -> None:
@@ -274,18 +273,6 @@ class Scheduler:
             first, rank = self.waiting.first(), self.waiting.rank
             if first is None or rank(self._prefilling[-1]) <= rank(first) or not self._admit(batch):
                 return
-
-    def _round_down(self, chunks: list[tuple[Sequence, int]], num_decode: int) -> list[tuple[Sequence, int]]:
-        """Leave the last tokens to the next step if then the tokens of this one come in whole tiles.
-
-        Nobody loses by it who would not wait anyway: prompts wait for a row, so that the device is busy throughout.
-        """
-        total = num_decode + sum(length for _, length in chunks)
-        excess = total % self._token_tile
-        if not self.waiting or total < MIN_ROUNDED_TILES * self._token_tile or not excess:
-            return chunks
-        sequence, length = chunks[-1]
-        return [*chunks[:-1], (sequence, length - excess)] if length > excess else chunks
 
     def _schedule_chunk(
         self, batch: Batch, sequence: Sequence, length: int, prefill: list[tuple[Sequence, PrefillRow]]

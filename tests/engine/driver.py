@@ -66,6 +66,7 @@ class Driver:
         caching: bool = True,
         row_failure: Callable[[list[int]], str | None] | None = None,
         token_tile: int = 1,
+        tokens_beside_decode: int | None = None,
         dynamic_rope_from: int | None = None,
         num_host_blocks: int = 0,
         min_copied_tokens: int = 1,
@@ -88,7 +89,12 @@ class Driver:
         self.budget = budget
         self.interval = interval
         self.scheduler = Scheduler(
-            msgspec.structs.replace(self.device.limits, token_tile=token_tile, dynamic_rope_from=dynamic_rope_from),
+            msgspec.structs.replace(
+                self.device.limits,
+                token_tile=token_tile,
+                tokens_beside_decode=tokens_beside_decode,
+                dynamic_rope_from=dynamic_rope_from,
+            ),
             max_batch_size=max_batch_size,
             prefill_budget=budget,
             prefill_interval=interval,

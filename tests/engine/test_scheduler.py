@@ -485,6 +485,23 @@ def test_a_chunk_is_not_cut_away_altogether(last: int, taken: int) -> None:
     driver.check_drained()
 
 
+@pytest.mark.parametrize(("rows", "taken"), [(0, [14]), (1, [7]), (3, [5]), (7, [2])])
+def test_prompts_leave_room_for_rows_that_decode(rows: int, taken: list[int]) -> None:
+    """A step that rows wait for has 8 tokens in all, and at least a quarter of them for prompts."""
+    driver = Driver(budget=20, caching=False, tokens_beside_decode=8)
+    running = [driver.submit([index], 30) for index in range(rows)]
+    while rows and not all(each.sequences[0].state is SequenceState.DECODE for each in running):
+        driver.turn(1)
+    request = driver.submit([1] * 14, 2)
+    batch = driver.schedule()
+    assert batch is not None
+    assert len(batch.decode) == rows
+    assert chunk_sizes(batch.prefill) == taken
+    driver.drain()
+    assert driver.answers(request) == [expected_answer([1] * 14, 2)]
+    driver.check_drained()
+
+
 def test_nobody_is_admitted_to_be_preempted_at_once() -> None:
     driver = Driver(num_blocks=4, caching=False)
     first = driver.submit([1] * 3, 8)

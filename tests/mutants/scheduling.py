@@ -102,13 +102,8 @@ SCHEDULER = mutants(
     ),
     ("            budget -= length", "            budget -= 1", "a step takes more prompt tokens than its budget"),
     (
-        "(sequence, length - excess)] if length > excess else chunks",
-        "(sequence, length - excess)] if length >= excess else chunks",
-        "rounding to whole tiles leaves an empty chunk",
-    ),
-    (
-        "if not self.waiting or total < MIN_ROUNDED_TILES",
-        "if total < MIN_ROUNDED_TILES",
+        "        if self.waiting:\n            chunks",
+        "        if True:\n            chunks",
         "steps are rounded down although no prompt waits",
     ),
     (
@@ -459,4 +454,24 @@ WAITING_QUEUE = mutants(
     ),
 )
 
-SCHEDULING = SCHEDULER + PREFIX_SHARING + HOST_BLOCKS + BLOCK_MANAGER + PREFIX_CACHE + WAITING_QUEUE
+PREFILL_BUDGET = mutants(
+    "engine/prefill_budget.py",
+    (
+        "(sequence, length - excess)] if length > excess else chunks",
+        "(sequence, length - excess)] if length >= excess else chunks",
+        "rounding to whole tiles leaves an empty chunk",
+    ),
+    (
+        "max(whole - num_decode, -(-whole // 4))",
+        "whole",
+        "decode rows do not count in the step that they wait for",
+    ),
+    (
+        "max(whole - num_decode, -(-whole // 4))",
+        "max(whole - num_decode, 0)",
+        "prompts starve behind many decode rows",
+    ),
+    ("if not num_decode or self", "if self", "a step is short although nobody decodes"),
+)
+
+SCHEDULING = SCHEDULER + PREFILL_BUDGET + PREFIX_SHARING + HOST_BLOCKS + BLOCK_MANAGER + PREFIX_CACHE + WAITING_QUEUE
