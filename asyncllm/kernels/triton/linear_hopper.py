@@ -61,6 +61,7 @@ __all__ = [
     "gated_kernel",
     "gated_product",
     "gated_results",
+    "next_slot",
     "synchronize",
 ]
 
@@ -107,7 +108,7 @@ def share_of(block, token_tiles, column_tiles, shares, steps):
 
 
 @gluon.jit
-def _next_slot(slot, phase, STAGES: gl.constexpr):
+def next_slot(slot, phase, STAGES: gl.constexpr):
     following = slot + 1
     wrapped = following == STAGES
     return gl.where(wrapped, 0, following), gl.where(wrapped, phase ^ 1, phase)
@@ -144,7 +145,7 @@ def _load_steps(
         mbarrier.expect(full.index(slot), BYTES)
         _load_weights(weight, halves, full, slot, column_tile, step, out_size)
         _load_tokens(x, tokens_memory, full, slot, token_tile, step)
-        slot, phase = _next_slot(slot, phase, full.shape[0])
+        slot, phase = next_slot(slot, phase, full.shape[0])
     return slot, phase
 
 
@@ -207,7 +208,7 @@ def _multiply(tokens, weights, full, empty, CONSUMER: gl.constexpr, begin, end, 
     acc = warpgroup_mma(tokens.index(CONSUMERS * slot + CONSUMER), w, acc, use_acc=False, is_async=True)
     acc = warpgroup_mma_wait(1, deps=(acc,))
     before = slot
-    slot, phase = _next_slot(slot, phase, STAGES)
+    slot, phase = next_slot(slot, phase, STAGES)
     for _ in range(begin + 1, end):
         mbarrier.wait(full.index(slot), phase)
         w = weights.index(slot).permute((1, 0))
@@ -215,7 +216,7 @@ def _multiply(tokens, weights, full, empty, CONSUMER: gl.constexpr, begin, end, 
         acc = warpgroup_mma_wait(1, deps=(acc,))
         mbarrier.arrive(empty.index(before), count=1)
         before = slot
-        slot, phase = _next_slot(slot, phase, STAGES)
+        slot, phase = next_slot(slot, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index(before), count=1)
     gate, up = acc.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)).split()

@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from asyncllm.kernels.triton.counters import zero_counters
 from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured, TensorMap
-from asyncllm.kernels.triton.linear_hopper import LINES, STEP, gated_results, synchronize
+from asyncllm.kernels.triton.linear_hopper import LINES, STEP, gated_results, next_slot, synchronize
 from asyncllm.kernels.triton.linear_small import NarrowConfig
 
 __all__ = ["compile_options", "narrow", "narrow_kernel"]
@@ -149,10 +149,7 @@ def narrow_kernel(
             _fetch_weights(weight, halves, full, before, row, coming, out_size, PARTS, HALVES)
             _fetch_tokens(x, tokens, full, before, coming, PARTS)
         before = slot
-        following = slot + 1
-        wrapped = following == STAGES
-        slot = gl.where(wrapped, 0, following)
-        phase = gl.where(wrapped, phase ^ 1, phase)
+        slot, phase = next_slot(slot, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=(acc,))
 
     if SPLITS == 1:

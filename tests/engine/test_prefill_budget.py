@@ -1,0 +1,74 @@
+"""How many prompt tokens a step takes in: whole tiles, and room for the rows that decode."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncllm.engine.sequence import SequenceState
+from tests.engine.driver import Driver, chunk_sizes, expected_answer
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 0, 1, 2]
+
+
+@pytest.mark.parametrize("others", [0, 3])
+def test_big_steps_end_at_a_whole_tile_while_others_wait(others: int) -> None:
+    """A device of tiles of 4 tokens: 3 decode rows and a prompt of 10 tokens are 13, one more than three tiles."""
+    driver = Driver(max_batch_size=4, budget=16, caching=False, token_tile=4)
+    running = [driver.submit([index], 30) for index in range(3)]
+    driver.turn(1)
+    request = driver.submit(PROMPT, 2)
+    waiting = [driver.submit(PROMPT, 2) for _ in range(others)]
+    batch = driver.schedule()
+    assert batch is not None
+    assert chunk_sizes(batch.prefill) == ([9] if others else [10])
+    driver.drain()
+    for each in (request, *waiting):
+        assert driver.answers(each) == [expected_answer(PROMPT, 2)]
+    for each in running:
+        assert len(driver.answers(each)[0]) == 30
+    driver.check_drained()
+
+
+def test_small_steps_are_not_cut() -> None:
+    driver = Driver(max_batch_size=2, budget=16, caching=False, token_tile=8)
+    driver.submit([1], 30)
+    driver.turn(1)
+    for _ in range(3):
+        driver.submit(PROMPT, 2)
+    batch = driver.schedule()
+    assert batch is not None
+    assert chunk_sizes(batch.prefill) == [10]
+    driver.drain()
+    driver.check_drained()
+
+
+@pytest.mark.parametrize(("last", "taken"), [(2, 2), (3, 1)])
+def test_a_chunk_is_not_cut_away_altogether(last: int, taken: int) -> None:
+    """Of 12 + 2 tokens the two beyond three tiles are a whole prompt; of 11 + 3 they are the end of one."""
+    driver = Driver(max_batch_size=2, budget=16, caching=False, token_tile=4)
+    prompts = [[1] * (14 - last), [2] * last, [3]]
+    requests = [driver.submit(prompt, 2) for prompt in prompts]
+    batch = driver.schedule()
+    assert batch is not None
+    assert chunk_sizes(batch.prefill) == [14 - last, taken]
+    driver.drain()
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert driver.answers(request) == [expected_answer(prompt, 2)]
+    driver.check_drained()
+
+
+@pytest.mark.parametrize(("rows", "taken"), [(0, [14]), (1, [7]), (3, [5]), (7, [2])])
+def test_prompts_leave_room_for_rows_that_decode(rows: int, taken: list[int]) -> None:
+    """A step that rows wait for has 8 tokens in all, and at least a quarter of them for prompts."""
+    driver = Driver(budget=20, caching=False, tokens_beside_decode=8)
+    running = [driver.submit([index], 30) for index in range(rows)]
+    while rows and not all(each.sequences[0].state is SequenceState.DECODE for each in running):
+        driver.turn(1)
+    request = driver.submit([1] * 14, 2)
+    batch = driver.schedule()
+    assert batch is not None
+    assert len(batch.decode) == rows
+    assert chunk_sizes(batch.prefill) == taken
+    driver.drain()
+    assert driver.answers(request) == [expected_answer([1] * 14, 2)]
+    driver.check_drained()
