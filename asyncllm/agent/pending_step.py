@@ -63,6 +63,7 @@ class PendingStep:
         try:
             self._arrival.synchronize()
         except RuntimeError:
+            # And with it, by `_on_read`, the agent and all steps in flight.
             abandon(self)
             raise
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from asyncllm.batch import Limits
 from asyncllm.engine.sequence import Sequence
 
-__all__ = ["MIN_ROUNDED_TILES", "PrefillBudget"]
+__all__ = ["PrefillBudget"]
 
-MIN_ROUNDED_TILES = 3
+_MIN_ROUNDED_TILES = 3
 """Steps of fewer tiles are never cut: one tile less would be much less."""
 
 
@@ -35,7 +35,7 @@ class PrefillBudget:
         tile = self.limits.token_tile
         total = num_decode + sum(length for _, length in chunks)
         excess = total % tile
-        if total < MIN_ROUNDED_TILES * tile or not excess:
+        if total < _MIN_ROUNDED_TILES * tile or not excess:
             return chunks
         sequence, length = chunks[-1]
         return [*chunks[:-1], (sequence, length - excess)] if length > excess else chunks

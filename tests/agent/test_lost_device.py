@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -13,8 +12,7 @@ import torch
 from asyncllm.agent.device_agent import DeviceAgent
 from asyncllm.agent.lost_device import abandon
 from asyncllm.batch import Batch
-from asyncllm.config import EngineConfig
-from tests.agent.tiny_model import tiny_llama
+from tests.agent.tiny_model import tiny_device_agent
 
 
 class Owner:
@@ -25,8 +23,7 @@ class Owner:
 
 
 def device_agent() -> DeviceAgent:
-    config = EngineConfig(device_type="cpu", block_size=4, num_gpu_blocks=8, max_batch_size=2).checked()
-    return DeviceAgent(config, Path("tiny"), model=tiny_llama())
+    return tiny_device_agent(num_gpu_blocks=8, max_batch_size=2).agent
 
 
 class LostEvent:

@@ -29,6 +29,36 @@ def poison(*shapes: tuple[int, ...], dtype: torch.dtype) -> None:
     del kept
 
 
+def assert_a_graph_repeats(x: Tensor, product: Callable[[Tensor], Tensor], alone: Callable[[Tensor], Tensor]) -> None:
+    """Six products in a row, each of what the one before has stored, in a graph that is replayed with other x: each
+    result is what `alone` gives for its input."""
+    stream = torch.cuda.Stream()
+
+    def chain() -> list[Tensor]:
+        found = [x]
+        for _ in range(6):
+            found.append(product(found[-1]))
+        return found[1:]
+
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = chain()
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        for result in results:
+            result.fill_(torch.nan)
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        before = x
+        for result in results:
+            assert torch.equal(result, alone(before))
+            before = result
+
+
 def assert_repeatable(run: Callable[[], Tensor]) -> Tensor:
     """The result of `run`, which is bit for bit the same when it runs again."""
     first, second = run().clone(), run()

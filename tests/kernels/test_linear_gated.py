@@ -17,7 +17,7 @@ from asyncllm.kernels.triton.counters import NUM_COUNTERS, zero_counters
 from asyncllm.kernels.triton.linear_gated import TABLES, GatedConfig
 from asyncllm.kernels.triton.linear_hopper import CONSUMER_TOKENS, gated_product
 from tests.kernels import offline
-from tests.kernels.device import DEVICE, fresh_seed, poison, random
+from tests.kernels.device import DEVICE, assert_a_graph_repeats, fresh_seed, poison, random
 from tests.kernels.ring_model import Deadlock, Launch, run
 
 H200 = TABLES["NVIDIA H200"]
@@ -298,31 +298,11 @@ def test_a_graph_on_a_gpu(config: GatedConfig) -> None:
     """Launched in a row, each on what the one before has stored: the weights come early, the tokens must not."""
     x, weight = inputs(256, n=512, k=512, seed=fresh_seed() % 2**31)
     weight *= 1.3  # so that results are about as large as x
-    stream = torch.cuda.Stream()
-
-    def chain() -> list[Tensor]:
-        found = [x]
-        for _ in range(4):
-            found.append(gated_product(found[-1], weight, config.tokens, shares=config.shares))
-        return found[1:]
-
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        results = chain()
-    for _ in range(2):
-        x.copy_(torch.randn_like(x))
-        for result in results:
-            result.fill_(torch.nan)
-        torch.cuda.synchronize()
-        graph.replay()
-        torch.cuda.synchronize()
-        before = x
-        for result in results:
-            assert torch.equal(result, launched(before, weight, config))
-            before = result
+    assert_a_graph_repeats(
+        x,
+        lambda x: gated_product(x, weight, config.tokens, shares=config.shares),
+        lambda x: launched(x, weight, config),
+    )
 
 
 @pytest.mark.gpu

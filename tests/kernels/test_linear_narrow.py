@@ -13,9 +13,9 @@ from asyncllm import kernels
 from asyncllm.kernels.triton import linear, linear_gated
 from asyncllm.kernels.triton.counters import NUM_COUNTERS, zero_counters
 from asyncllm.kernels.triton.linear_gated import GatedConfig
-from asyncllm.kernels.triton.linear_small import GemvConfig, NarrowConfig
+from asyncllm.kernels.triton.linear_small import GemvConfig, NarrowConfig, token_tile
 from tests.kernels import offline
-from tests.kernels.device import DEVICE, fresh_seed, poison, random
+from tests.kernels.device import DEVICE, assert_a_graph_repeats, fresh_seed, poison, random
 
 OF_TABLES = [
     (shape, config, gated)
@@ -59,7 +59,8 @@ def test_the_tables_decide_by_shape_and_number_of_tokens(monkeypatch: pytest.Mon
     for tokens in range(1, 6):
         x = random(tokens, 64, seed=3, dtype=torch.bfloat16)
         fake.calls.clear()
-        assert torch.equal(linear.linear(x, weight, bias), F.linear(x, weight, bias)) or tokens == 1
+        step = 2e-2 if tokens == 1 else 0.0  # the product without tensor cores sums in another order
+        torch.testing.assert_close(linear.linear(x, weight, bias), F.linear(x, weight, bias), atol=step, rtol=step)
         out = torch.full((tokens, 16), torch.nan, dtype=torch.bfloat16, device=DEVICE)
         assert linear.linear(x, weight, out=out) is out
         assert not out.isnan().any()
@@ -123,9 +124,8 @@ def launched(x: Tensor, weight: Tensor, config: NarrowConfig, *, gated: bool, bi
 
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     poison((len(x), n), dtype=x.dtype)
-    block = 16 if len(x) <= 16 else 32 if len(x) <= 32 else 64
     tiles = -(-n // (config.rows // 2 if gated else config.rows))
-    poison((tiles * config.splits * config.rows * block,), dtype=torch.float32)
+    poison((tiles * config.splits * config.rows * token_tile(len(x)),), dtype=torch.float32)
     y = narrow(x, weight, bias, config=config, gated=gated)
     assert not zero_counters(x.device).any()
     return y
@@ -206,32 +206,12 @@ def test_nothing_is_written_beside_the_result_on_a_gpu(
 @CASES
 def test_a_graph_on_a_gpu(config: NarrowConfig, gated: bool) -> None:
     """Launched in a row, each on what the one before has stored: the weights come early, the tokens must not."""
+    from asyncllm.kernels.triton.linear_narrow import narrow
+
     x, weight = inputs(16, n=512, k=512, gated=gated, seed=fresh_seed() % 2**31)
     weight *= 1.3  # so that results are about as large as x
-    stream = torch.cuda.Stream()
-
-    def chain() -> list[Tensor]:
-        from asyncllm.kernels.triton.linear_narrow import narrow
-
-        found = [x]
-        for _ in range(6):
-            found.append(narrow(found[-1], weight, config=config, gated=gated))
-        return found[1:]
-
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        results = chain()
-    for _ in range(3):
-        x.copy_(torch.randn_like(x))
-        for result in results:
-            result.fill_(torch.nan)
-        torch.cuda.synchronize()
-        graph.replay()
-        torch.cuda.synchronize()
-        before = x
-        for result in results:
-            assert torch.equal(result, launched(before, weight, config, gated=gated))
-            before = result
+    assert_a_graph_repeats(
+        x,
+        lambda x: narrow(x, weight, config=config, gated=gated),
+        lambda x: launched(x, weight, config, gated=gated),
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,9 @@ from asyncllm.kernels.triton.launch import fits_tensor_map
 from asyncllm.kernels.triton.linear_invariant import choose_tile, matmul_invariant
 from asyncllm.kernels.triton.linear_small import GemvConfig, NarrowConfig, SkinnyConfig, gemv, skinny
 
-__all__ = ["TABLES", "linear", "linear_invariant"]
+__all__ = ["TABLES", "choose", "linear", "linear_invariant"]
+
+_Entry = TypeVar("_Entry")
 
 Config = GemvConfig | SkinnyConfig | NarrowConfig
 
@@ -67,7 +71,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
     table = _table(x.device)
     if table:
         rows = x.reshape(-1, x.shape[-1])
-        config = _choose(table, rows, weight)
+        config = choose(table, rows, weight) if rows.dtype.itemsize == 2 else None
         if config is not None:
             into = None if out is None else out.view(-1, weight.shape[0])
             if isinstance(config, GemvConfig):
@@ -100,11 +104,13 @@ def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, o
     return y.view(*x.shape[:-1], weight.shape[0]) if out is None else out
 
 
-def _choose(table: Table, rows: Tensor, weight: Tensor) -> Config | None:
-    if rows.dtype.itemsize == 2 and fits_tensor_map(rows) and fits_tensor_map(weight):
-        for most, config in table.get((weight.shape[0], weight.shape[1]), ()):
-            if 0 < rows.shape[0] <= most:
-                return config
+def choose(
+    table: Mapping[tuple[int, int], tuple[tuple[int, _Entry], ...]], rows: Tensor, weight: Tensor
+) -> _Entry | None:
+    """The entry for rows [T, K] and weight [N, K] of 16-bit numbers; None where the library is to multiply them."""
+    for most, config in table.get((weight.shape[0], weight.shape[1]), ()):
+        if 0 < rows.shape[0] <= most:
+            return config if fits_tensor_map(rows) and fits_tensor_map(weight) else None
     return None
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.kernels.triton.activation import silu_mul
-from asyncllm.kernels.triton.launch import fits_tensor_map
-from asyncllm.kernels.triton.linear import linear
+from asyncllm.kernels.triton.linear import choose, linear
 from asyncllm.kernels.triton.linear_small import NarrowConfig
 
 __all__ = ["TABLES", "GatedConfig", "linear_silu_mul"]
@@ -58,7 +57,7 @@ def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
     table = _table(x.device)
     if table:
         rows = x.reshape(-1, x.shape[-1])
-        config = _choose(table, rows, weight)
+        config = choose(table, rows, weight) if rows.dtype == weight.dtype == torch.bfloat16 else None
         if config is not None:
             if isinstance(config, NarrowConfig):
                 from asyncllm.kernels.triton.linear_narrow import narrow
@@ -70,14 +69,6 @@ def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
                 y = gated_product(rows, weight, config.tokens, shares=config.shares)
             return y.view(*x.shape[:-1], weight.shape[0] // 2)
     return silu_mul(linear(x, weight))
-
-
-def _choose(table: Table, rows: Tensor, weight: Tensor) -> Config | None:
-    if rows.dtype == weight.dtype == torch.bfloat16 and fits_tensor_map(rows) and fits_tensor_map(weight):
-        for most, config in table.get((weight.shape[0], weight.shape[1]), ()):
-            if 0 < rows.shape[0] <= most:
-                return config
-    return None
 
 
 @cache

@@ -37,7 +37,7 @@ from asyncllm.kernels.triton.counters import zero_counters
 from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured, TensorMap
 from asyncllm.kernels.triton.linear_hopper import LINES, STEP, gated_results, next_slot, synchronize
-from asyncllm.kernels.triton.linear_small import NarrowConfig
+from asyncllm.kernels.triton.linear_small import NarrowConfig, token_tile
 
 __all__ = ["compile_options", "narrow", "narrow_kernel"]
 
@@ -205,7 +205,7 @@ def narrow(
     """
     tokens, in_size = x.shape
     out_size = weight.shape[0] // 2 if gated else weight.shape[0]
-    block = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    block = token_tile(tokens)
     if out is None:
         out = torch.empty((tokens, out_size), dtype=x.dtype, device=x.device)
     results = config.rows // 2 if gated else config.rows

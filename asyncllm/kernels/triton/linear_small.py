@@ -23,7 +23,7 @@ from torch import Tensor
 from asyncllm.kernels.triton.counters import zero_counters
 from asyncllm.kernels.triton.language import PDL, dot, release_consumers, round_to, wait_for_producers
 
-__all__ = ["GemvConfig", "NarrowConfig", "SkinnyConfig", "gemv", "skinny"]
+__all__ = ["GemvConfig", "NarrowConfig", "SkinnyConfig", "gemv", "skinny", "token_tile"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,11 @@ class NarrowConfig:
     parts: int
     stages: int
     splits: int = 1
+
+
+def token_tile(tokens: int) -> int:
+    """Tokens of the tile that holds so many, up to 64: the narrow side of a wgmma."""
+    return 16 if tokens <= 16 else 32 if tokens <= 32 else 64
 
 
 @triton.jit
@@ -194,7 +199,7 @@ def skinny(
     """
     tokens, k = x.shape
     n = weight.shape[0]
-    block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    block_m = token_tile(tokens)
     if out is None:
         out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
     partial = counters = out
