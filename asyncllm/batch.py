@@ -239,7 +239,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     token_tile: int = 1
     """Steps with many tokens are fastest when their number is a multiple of this."""
     tokens_beside_decode: int | None = None
-    """Most tokens of a step that has decode rows, if there is room for prompts then; None: as many as of any step."""
+    """Most tokens of a step that decodes streamed answers, if there is room for prompts then; None: no such bound."""
     dynamic_rope_from: int | None = None
     """Dynamic NTK: prompts longer than this have a rotary base of their own. None: no such scaling."""
     device: str = "cpu"

@@ -26,8 +26,8 @@ no less than the next: the products of a layer of Llama-3-8B take 137 us on an H
 for 224 and 186 for 256, 391 for 576 and 394 for 640."""
 
 LARGEST_MIXED = _TOKENS[-1]
-"""Tokens of the largest. Steps with decode rows have no more, as each of these waits for its next token: 26 ms of an
-H200 for Llama-3-8B."""
+"""Tokens of the largest. Steps that decode streamed answers have no more, as each of these waits for its next token: 26
+ms of an H200 for Llama-3-8B."""
 
 _FEW_ROWS = 16
 """Up to here decode attention divides its work in another way (`kernels.triton.attention_plan`)."""

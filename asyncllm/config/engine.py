@@ -34,8 +34,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=MAX_COUNT,
-            description="Most prompt tokens computed in one step, on a GPU fewer beside answers; longer prompts go in "
-            "chunks.",
+            description="Most prompt tokens computed in one step, on a GPU fewer beside streamed answers; longer "
+            "prompts go in chunks.",
         ),
     ] = 4096
     num_tokens_per_iter: Annotated[

@@ -21,17 +21,18 @@ class PrefillBudget:
     """Of any step: `max_prefill_token_num`."""
     limits: Limits
 
-    def beside(self, num_decode: int) -> int:
-        """Most prompt tokens of a step with so many decode rows, each of which waits for it with its next token."""
-        if not num_decode or self.limits.tokens_beside_decode is None:
-            return self.most
+    def beside(self, decoding: list[Sequence]) -> int:
+        """Most prompt tokens of a step in which these decode. A stream among them would pause for a long one. Whole
+        answers alone are there later by short ones: they begin and end one after another, and steps have fewer rows."""
         whole = self.limits.tokens_beside_decode
+        if whole is None or not any(sequence.request.delivery.streaming for sequence in decoding):
+            return self.most
         # However many rows there are, prompts get on.
-        return min(self.most, max(whole - num_decode, -(-whole // 4)))
+        return min(self.most, max(whole - len(decoding), -(-whole // 4)))
 
     def whole_tiles(self, chunks: list[tuple[Sequence, int]], num_decode: int) -> list[tuple[Sequence, int]]:
-        """The chunks without their last tokens, if then the tokens of the step come in whole tiles. Nobody loses by it
-        who would not wait anyway, as long as prompts wait for a row, so that the device is busy throughout."""
+        """The chunks, at least one, without their last tokens, if then the step's tokens come in whole tiles. Nobody
+        loses by it who would not wait anyway, as long as prompts wait for a row, so that the device is always busy."""
         tile = self.limits.token_tile
         total = num_decode + sum(length for _, length in chunks)
         excess = total % tile

@@ -124,7 +124,7 @@ class Scheduler:
                 self._decode_steps += 1
             else:
                 self._decode_steps = 0
-                self._schedule_prefill(batch, prefill)
+                self._schedule_prefill(batch, sampled, prefill)
         if not batch.decode and not batch.prefill and not self.host.plan:
             return None
         batch.swaps = self.host.take_plan(step)
@@ -249,10 +249,14 @@ class Scheduler:
             self._fenced_slots.append((sequence.last_step, sequence.slot))
         sequence.slot = -1
 
-    def _schedule_prefill(self, batch: Batch, prefill: list[tuple[Sequence, PrefillRow]]) -> None:
+    def _schedule_prefill(
+        self, batch: Batch, decoding: list[Sequence], prefill: list[tuple[Sequence, PrefillRow]]
+    ) -> None:
         """Fill the token budget with chunks of admitted sequences, the highest class first, then admit more."""
         self._put_prompts_in_order(batch)
-        budget = self._prefill_budget.beside(len(batch.decode))
+        if not self._prefilling and not self._admit(batch):
+            return
+        budget = self._prefill_budget.beside(decoding)
         chunks: list[tuple[Sequence, int]] = []
         while budget > 0:
             if len(chunks) == len(self._prefilling) and not self._admit(batch):
@@ -262,7 +266,7 @@ class Scheduler:
             chunks.append((sequence, length))
             budget -= length
         if self.waiting:
-            chunks = self._prefill_budget.whole_tiles(chunks, len(batch.decode))
+            chunks = self._prefill_budget.whole_tiles(chunks, len(decoding))
         for sequence, length in chunks:
             self._schedule_chunk(batch, sequence, length, prefill)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
@@ -87,6 +88,7 @@ class Driver:
         )
         self.max_batch_size = max_batch_size
         self.budget = budget
+        self.tokens_beside_decode = tokens_beside_decode
         self.interval = interval
         self.scheduler = Scheduler(
             msgspec.structs.replace(
@@ -129,8 +131,9 @@ class Driver:
         prompt_logprobs: int | None = None,
         terms: Terms = ORDINARY,
         pooling: Pooling | None = None,
+        delivery: Delivery | None = None,
     ) -> Request:
-        """Queue a request with one answer for each seed; None is greedy."""
+        """Queue a request with one answer for each seed; None is greedy. It is streamed if `delivery` is not given."""
         return self.add(
             self.build(
                 prompt,
@@ -140,6 +143,7 @@ class Driver:
                 prompt_logprobs=prompt_logprobs,
                 terms=terms,
                 pooling=pooling,
+                delivery=delivery,
             )
         )
 
@@ -300,7 +304,7 @@ class Driver:
     def _check_batch(self, batch: Batch) -> None:
         """No step takes a block that another row's unread step still writes, or copies to a block of the host that an
         unread one copies to or from; budgets hold."""
-        assert sum(len(row.tokens) for row in batch.prefill) <= self.budget
+        assert sum(chunk_sizes(batch.prefill)) <= self._most_prompt_tokens(batch)
         assert len(batch.decode) + len(batch.prefill) <= self.max_batch_size
         size = self.device.limits.block_size
         for earlier in self.in_flight:
@@ -335,6 +339,14 @@ class Driver:
             for block, slot in writes.items():
                 assert earlier.get(block, slot) == slot, f"block {block} is written by two rows in flight"
         self._writes.append(writes)
+
+    def _most_prompt_tokens(self, batch: Batch) -> int:
+        """Of a step with these decode rows."""
+        whole = self.tokens_beside_decode
+        streamed = {row.slot for row in self.scheduler._running if row.request.delivery.streaming}
+        if whole is None or streamed.isdisjoint(batch.decode):
+            return self.budget
+        return min(self.budget, max(whole - len(batch.decode), math.ceil(whole / 4)))
 
     def _note_writes(self, writes: dict[int, int], slot: int, position: int, count: int, size: int) -> None:
         for index in range(position // size, (position + count - 1) // size + 1):

@@ -165,6 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         user=st.sampled_from(USERS),
         timeout=st.sampled_from([None, None, 1.0, 50.0]),
         salt=st.sampled_from([None, None, "a", "b"]),
+        streaming=st.booleans(),
     )
     def submit(
         self,
@@ -177,6 +178,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         user: str,
         timeout: float | None,
         salt: str | None,
+        streaming: bool,
     ) -> Any:
         prompt = prompt[: self.room - 1]
         max_new = min(max_new, self.room - len(prompt))
@@ -189,6 +191,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_ids=stop_ids,
             prompt_logprobs=1 if scored and max_new % 2 else None,
             terms=self.terms(user, priority, timeout, salt),
+            delivery=Delivery(streaming=streaming),
         )
         self.expect(request, max_new, seeds, stop_ids)
         return request
@@ -454,12 +457,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert (row.finish_reason == "stop") == any(token in asked.stop_ids for token in answer[-1:])
             if request.finished:
                 self.unfinished.pop(request, None)
-                self.check_end(asked, whole=all(row.finish_reason in ("stop", "length") for row in request.sequences))
-                assert (
-                    failed
-                    or asked.ends_early
-                    or all(row.finish_reason in ("stop", "length") for row in request.sequences)
-                )
+                whole = all(row.finish_reason in ("stop", "length") for row in request.sequences)
+                self.check_end(asked, whole=whole)
+                assert whole or failed or asked.ends_early
 
     def check_end(self, asked: Asked, *, whole: bool) -> None:
         """What comes beside the tokens of a request that ran to its end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.sequence import SequenceState
 from tests.engine.driver import Driver, chunk_sizes, expected_answer
 
@@ -57,17 +58,44 @@ def test_a_chunk_is_not_cut_away_altogether(last: int, taken: int) -> None:
     driver.check_drained()
 
 
-@pytest.mark.parametrize(("rows", "taken"), [(0, [14]), (1, [7]), (3, [5]), (7, [2])])
-def test_prompts_leave_room_for_rows_that_decode(rows: int, taken: list[int]) -> None:
-    """A step that rows wait for has 8 tokens in all, and at least a quarter of them for prompts."""
+def test_nothing_is_cut_where_nobody_is_admitted() -> None:
+    """13 decode rows are one more than three tiles, and no row is free for whoever waits."""
+    driver = Driver(max_batch_size=13, num_blocks=128, caching=False, token_tile=4)
+    for index in range(14):
+        driver.submit([index % 8], 30)
+    driver.turn(1)
+    batch = driver.schedule()
+    assert batch is not None
+    assert (len(batch.decode), chunk_sizes(batch.prefill)) == (13, [])
+    driver.drain()
+    driver.check_drained()
+
+
+@pytest.mark.parametrize(
+    ("streams", "taken"),
+    [
+        ([], [14]),
+        ([True], [7]),
+        ([True] * 3, [5]),
+        ([True] * 7, [2]),
+        ([False], [14]),
+        ([False] * 7, [14]),
+        ([True, False, False], [5]),
+        ([False, False, True], [5]),
+    ],
+)
+def test_prompts_leave_room_for_streams_that_decode(streams: list[bool], taken: list[int]) -> None:
+    """A step that a stream waits for has 8 tokens in all, and at least a quarter of them for prompts."""
     driver = Driver(budget=20, caching=False, tokens_beside_decode=8)
-    running = [driver.submit([index], 30) for index in range(rows)]
-    while rows and not all(each.sequences[0].state is SequenceState.DECODE for each in running):
+    running = [
+        driver.submit([index], 30, delivery=Delivery(streaming=streaming)) for index, streaming in enumerate(streams)
+    ]
+    while not all(each.sequences[0].state is SequenceState.DECODE for each in running):
         driver.turn(1)
     request = driver.submit([1] * 14, 2)
     batch = driver.schedule()
     assert batch is not None
-    assert len(batch.decode) == rows
+    assert len(batch.decode) == len(streams)
     assert chunk_sizes(batch.prefill) == taken
     driver.drain()
     assert driver.answers(request) == [expected_answer([1] * 14, 2)]

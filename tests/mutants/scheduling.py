@@ -44,6 +44,11 @@ SCHEDULER = mutants(
         "rows are preempted although blocks are on their way back",
     ),
     (
+        "        if not self._prefilling and not self._admit(batch):\n            return\n",
+        "",
+        "decode rows alone are cut at a whole tile",
+    ),
+    (
         "return max(reversed(self._running), key=self.waiting.rank)",
         "return max(self._running, key=self.waiting.rank)",
         "the oldest row of a class is preempted, not the newest",
@@ -462,16 +467,30 @@ PREFILL_BUDGET = mutants(
         "rounding to whole tiles leaves an empty chunk",
     ),
     (
-        "max(whole - num_decode, -(-whole // 4))",
+        "max(whole - len(decoding), -(-whole // 4))",
         "whole",
         "decode rows do not count in the step that they wait for",
     ),
     (
-        "max(whole - num_decode, -(-whole // 4))",
-        "max(whole - num_decode, 0)",
+        "max(whole - len(decoding), -(-whole // 4))",
+        "max(whole - len(decoding), 0)",
         "prompts starve behind many decode rows",
     ),
-    ("if not num_decode or self", "if self", "a step is short although nobody decodes"),
+    (
+        " or not any(sequence.request.delivery.streaming for sequence in decoding)",
+        "",
+        "a step is short although nobody decodes",
+    ),
+    (
+        "not any(sequence.request.delivery.streaming for sequence in decoding)",
+        "not decoding",
+        "a step is short for whole answers, which nobody reads before their end",
+    ),
+    (
+        "for sequence in decoding)",
+        "for sequence in decoding[:1])",
+        "streams pause for prompts where the oldest answer is not streamed",
+    ),
 )
 
 SCHEDULING = SCHEDULER + PREFILL_BUDGET + PREFIX_SHARING + HOST_BLOCKS + BLOCK_MANAGER + PREFIX_CACHE + WAITING_QUEUE
