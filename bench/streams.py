@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
@@ -73,6 +74,9 @@ async def served(engine: AsyncEngine) -> AsyncIterator[int]:
     service = open_service(engine, ServerConfig(server_port=0, generation_config="none"))
     async with engine:
         listener = bind(service.config)
+        # As `asyncllm serve` does.
+        gc.collect()
+        gc.freeze()
         task = asyncio.create_task(serve_until_stopped(service, listener))
         try:
             yield listener.getsockname()[1]

@@ -94,13 +94,27 @@ class Delivery:
     States: open, then ended, with or without an error. Nothing is put after the end.
     """
 
-    __slots__ = ("_chunks", "_end", "_error", "_on_end", "_waiter", "abandoned", "ended", "listener", "streaming")
+    __slots__ = (
+        "_chunks",
+        "_end",
+        "_error",
+        "_on_end",
+        "_waiter",
+        "abandoned",
+        "ended",
+        "listener",
+        "streaming",
+        "taker",
+    )
 
     def __init__(self, *, streaming: bool, on_end: Callable[[], None] | None = None) -> None:
         self.streaming = streaming
         """False: the reader wants the whole answer and is woken once, at the end."""
         self.listener: Callable[[], None] | None = None
         """Called whenever the waiter would be woken, for readers of several cells."""
+        self.taker: Callable[[Chunk], bool] | None = None
+        """Offered each chunk of a streamed answer that has none before it here; False: it stays here. Raises nothing.
+        """
         self.abandoned = False
         """The reader has left. Written by the reader's side."""
         self._on_end = on_end
@@ -116,12 +130,17 @@ class Delivery:
         """Add a chunk; chunks of the same choice that nobody has taken become one."""
         if self.ended:
             return
-        for waiting in self._chunks:
-            if waiting.choice == chunk.choice:
-                _merge(waiting, chunk)
-                break
-        else:
+        if not self._chunks:
+            if self.taker is not None and self.streaming and self.taker(chunk):
+                return
             self._chunks.append(chunk)
+        else:
+            for waiting in self._chunks:
+                if waiting.choice == chunk.choice:
+                    _merge(waiting, chunk)
+                    break
+            else:
+                self._chunks.append(chunk)
         if self.streaming:
             self._wake()
 

@@ -158,9 +158,11 @@ class Generation:
         """Whether the terminal event has come."""
         return self._delivery.ended
 
-    def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener`, in the loop, whenever `poll` may have something new."""
+    def listen(self, listener: Callable[[], None], taker: Callable[[Chunk], bool] | None = None) -> None:
+        """Call `listener`, in the loop, whenever `poll` may have something new. `taker`, which raises nothing, is
+        offered chunks as they come, ahead of that, and returns whether it took one: `poll` does not give it then."""
         self._delivery.listener = listener
+        self._delivery.taker = taker
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -374,51 +374,49 @@ class EngineLoop:
                 self._sequence_ended(sequence)
 
     def _send(self, sequence: Sequence) -> None:
-        """`_send_news`, whose failure ends this request alone."""
+        """Bring a sequence's answer up to date and put what is new into its cell. A failure ends this request alone."""
         try:
-            self._send_news(sequence)
+            request, answer, token_ids = sequence.request, sequence.answer, sequence.token_ids
+            num_prompt, last = sequence.num_prompt, sequence.finish_reason is not None
+            # Readers who keep up get each token as it is read: what is new is one slice then.
+            sent_all = answer.num_sent == answer.num_read
+            new = token_ids[num_prompt + answer.num_read :]
+            answer.read(new, last=last)
+            if answer.stop_reason is not None:
+                if sequence.finish_reason in (None, "length"):
+                    self.scheduler.finish(sequence, "stop")
+                    sequence.finish_reason = "stop"
+                    last = True
+            elif sequence.finish_reason == "stop" and token_ids[-1] in request.named_stop_ids:
+                answer.stop_reason = token_ids[-1]
+            if not last and not request.delivery.streaming:
+                return
+            text, logprobs = answer.take()
+            num_generated = len(token_ids) - num_prompt
+            chunk = Chunk(
+                text=text,
+                token_ids=new if sent_all else token_ids[num_prompt + answer.num_sent :],
+                logprobs=logprobs,
+                finish_reason=sequence.finish_reason,
+                stop_reason=answer.stop_reason,
+                choice=sequence.index,
+                input_token_len=num_prompt - request.history_len,
+                generate_token_len=num_generated,
+                history_token_len=request.history_len,
+                cached_token_len=request.cached_tokens,
+            )
+            if sequence.index == 0 and answer.num_sent == 0 and request.prompt_logprobs_asked is not None:
+                chunk.prompt_logprobs = [None, *(dict(entry) for entry in request.prompt_logprobs)]
+            if last and request.logits:
+                chunk.logits = request.logits
+            if last:
+                chunk.pooled = request.pooled
+            answer.num_sent = num_generated
+            request.delivery.put(chunk)
         except Exception as error:
             logger.exception("An answer could not be delivered.")
             if sequence.request in self._open:
                 self._fail(sequence.request, f"its answer could not be turned into text: {error!r}", error)
-
-    def _send_news(self, sequence: Sequence) -> None:
-        """Bring a sequence's answer up to date and put what is new into its cell."""
-        request, answer = sequence.request, sequence.answer
-        last = sequence.finish_reason is not None
-        first_new = sequence.num_prompt + answer.num_read
-        answer.read(sequence.token_ids[first_new:], last=last)
-        if answer.stop_reason is not None:
-            if sequence.finish_reason in (None, "length"):
-                self.scheduler.finish(sequence, "stop")
-                sequence.finish_reason = "stop"
-                last = True
-        elif sequence.finish_reason == "stop" and sequence.token_ids[-1] in request.named_stop_ids:
-            answer.stop_reason = sequence.token_ids[-1]
-        if not last and not request.delivery.streaming:
-            return
-        text, logprobs = answer.take()
-        first_unsent = sequence.num_prompt + answer.num_sent
-        chunk = Chunk(
-            text=text,
-            token_ids=sequence.token_ids[first_unsent:],
-            logprobs=logprobs,
-            finish_reason=sequence.finish_reason,
-            stop_reason=answer.stop_reason,
-            choice=sequence.index,
-            input_token_len=sequence.num_prompt - request.history_len,
-            generate_token_len=sequence.num_generated,
-            history_token_len=request.history_len,
-            cached_token_len=request.cached_tokens,
-        )
-        if sequence.index == 0 and answer.num_sent == 0 and request.prompt_logprobs_asked is not None:
-            chunk.prompt_logprobs = [None, *(dict(entry) for entry in request.prompt_logprobs)]
-        if last and request.logits:
-            chunk.logits = request.logits
-        if last:
-            chunk.pooled = request.pooled
-        answer.num_sent = sequence.num_generated
-        request.delivery.put(chunk)
 
     def _sequence_ended(self, sequence: Sequence) -> None:
         request = sequence.request

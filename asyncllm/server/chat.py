@@ -100,22 +100,22 @@ class _ChatEvents:
         self._tokenizer: Tokenizer = service.engine.tokenizer
         self._prompt_token_ids = generation.prompt_token_ids if body.return_token_ids else None
         self._tally = Tally()
-        self._begun: set[int] = set()
-        """Choices whose role has been sent."""
+        self._begun: dict[int, bytes] = {}
+        """Choices whose role has been sent: the beginning of their plain events, up to the text."""
         self._plain = not (body.return_token_ids or body.logprobs or self._tail.continuous)
         self._plain_end = b'},"logprobs":null,"finish_reason":null}' + self._tail.plain
 
     def chunk(self, chunk: Chunk) -> bytes:
         """The events of one chunk."""
-        if self._plain and chunk.finish_reason is None and chunk.choice in self._begun:
-            text = encode(chunk.text)
-            return b'%b{"index":%d,"delta":{"content":%b%b' % (self._head, chunk.choice, text, self._plain_end)
+        begun = self._begun.get(chunk.choice)
+        if begun is not None and self._plain and chunk.finish_reason is None:
+            return begun + encode(chunk.text) + self._plain_end
         self._tally.add(chunk)
         tail = self._tail.of(self._tally.usage()) if self._tail.continuous else self._tail.plain
         head = b'%b{"index":%d,"delta":' % (self._head, chunk.choice)
         events = b""
-        if chunk.choice not in self._begun:
-            self._begun.add(chunk.choice)
+        if begun is None:
+            self._begun[chunk.choice] = head + b'{"content":'
             events = head + b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
             if self._prompt_token_ids is not None:
                 events += b'],"prompt_token_ids":' + encode(self._prompt_token_ids) + tail[1:]

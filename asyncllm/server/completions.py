@@ -171,21 +171,28 @@ class _CompletionEvents:
         self._body = body
         self._pieces = pieces
         self._tally = Tally()
-        self._plain = not (body.return_token_ids or body.logprobs is not None or self._tail.continuous)
+        self._plain = pieces.generates and not (
+            body.return_token_ids or body.logprobs is not None or self._tail.continuous
+        )
+        """Whether all but a choice's first and last event have nothing but its text."""
+        self._heads: dict[tuple[int, int], bytes] = {}
+        """By prompt and choice, once it has begun: the beginning of its plain events, up to the text."""
         self._plain_end = b',"logprobs":null,"finish_reason":null}' + self._tail.plain
 
     def chunk(self, chunk: Chunk) -> bytes:
         """The event of one chunk."""
+        head = self._heads.get((chunk.index, chunk.choice))
+        if head is not None and chunk.finish_reason is None:
+            return head + encode(chunk.text) + self._plain_end
         pieces = self._pieces
         first = not pieces.begun(chunk.index, chunk.choice)
-        if self._plain and not first and chunk.finish_reason is None and pieces.generates:
-            choice = chunk.index * pieces.choices_per_prompt + chunk.choice
-            return b'%b{"index":%d,"text":%b%b' % (self._head, choice, encode(chunk.text), self._plain_end)
         self._tally.add(chunk)
         text, logprobs = pieces.take(chunk.index, chunk, chunk.choice)
-        event = b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b' % (
-            self._head,
-            chunk.index * pieces.choices_per_prompt + chunk.choice,
+        head = b'%b{"index":%d,"text":' % (self._head, chunk.index * pieces.choices_per_prompt + chunk.choice)
+        if self._plain:
+            self._heads[chunk.index, chunk.choice] = head
+        event = b'%b%b,"logprobs":%b,"finish_reason":%b' % (
+            head,
             encode(text),
             encode(logprobs) if logprobs is not None else b"null",
             encode(chunk.finish_reason) if chunk.finish_reason is not None else b"null",

@@ -3,9 +3,9 @@
 Format: https://html.spec.whatwg.org/multipage/server-sent-events.html, with OpenAI's last line. LMDeploy's interactive
 route streams plain lines of JSON the same way (`NDJSON`).
 
-A chunk goes from the engine's loop to the socket without waking a task: the generation's listener encodes it and gives
-it to the transport, which costs half of what a coroutine per token does (BENCHLOG.md, streams). The handler's task
-wakes for what is rare: the end, an error, a ping, and a client that does not keep up.
+A chunk goes from the engine's loop to the socket without waking a task: the generation's taker encodes it and gives it
+to the transport, which costs half of what a coroutine per token does (BENCHLOG.md, streams). The handler's task wakes
+for what is rare: the end, an error, a ping, and a client that does not keep up.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ async def stream(
 
 
 class _Stream:
-    """The body of one response. States: direct (the listeners write) and slow (the handler's task does, and waits for
-    the client); chunks that nobody takes meanwhile become one."""
+    """The body of one response. States: direct (takers and listeners write) and slow (the handler's task does, and
+    waits for the client); chunks that nobody takes meanwhile become one."""
 
     def __init__(
         self,
@@ -128,13 +128,13 @@ class _Stream:
         """Nothing was written since the last ping was due."""
         self._ping_due = False
         self._failure: Exception | None = None
-        """What a listener met; raised in the handler's task."""
+        """What a taker or listener met; raised in the handler's task."""
         self._wake = asyncio.Event()
 
     async def run(self, ping_interval: float, ping: bytes) -> None:
         """Write until all generations have ended. Raises their errors, and ConnectionError when the client is gone."""
         for generation in self._open:
-            generation.listen(partial(self._forward, generation))
+            generation.listen(partial(self._forward, generation), partial(self._take, generation.index))
         for generation in list(self._open):
             self._forward(generation)
         loop = asyncio.get_running_loop()
@@ -160,8 +160,23 @@ class _Stream:
         self._ping_due = True
         self._wake.set()
 
+    def _take(self, index: int, chunk: Chunk) -> bool:
+        """The taker: write a chunk of the generation of this index, or leave it for `_forward`. Both run inside the
+        engine's task, so nothing may be raised."""
+        transport = self._transport
+        if self._slow or self._failure is not None or transport is None or transport.is_closing():
+            return False
+        if transport.get_write_buffer_size() > UNSENT_BYTES:
+            return False
+        chunk.index = index
+        try:
+            self._put(transport, chunk)
+        except Exception as error:
+            self._fail(error)
+        return True
+
     def _forward(self, generation: Generation) -> None:
-        """The listener: write what the generation has. Runs inside the engine's task, so nothing may be raised."""
+        """The listener: write what the generation has, or have the handler's task look."""
         transport = self._transport
         if self._slow or self._failure is not None:
             self._wake.set()
@@ -175,16 +190,22 @@ class _Stream:
                 return
             ended = generation.ended
             while (chunk := generation.poll()) is not None:
-                data = self._encoded(chunk)
-                transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
-                self._silent = False
+                self._put(transport, chunk)
             if ended:
                 self._open.remove(generation)
                 if not self._open:
                     self._wake.set()
         except Exception as error:
-            self._failure = error
-            self._wake.set()
+            self._fail(error)
+
+    def _put(self, transport: asyncio.WriteTransport, chunk: Chunk) -> None:
+        data = self._events.chunk(chunk) if chunk.finish_reason is None else self._encoded(chunk)
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        self._silent = False
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._wake.set()
 
     async def _catch_up(self) -> None:
         """Write at the client's pace until it keeps up again."""
