@@ -113,8 +113,7 @@ class Delivery:
         self.listener: Callable[[], None] | None = None
         """Called whenever the waiter would be woken, for readers of several cells."""
         self.taker: Callable[[Chunk], bool] | None = None
-        """Offered each chunk of a streamed answer that has none before it here; False: it stays here. Raises nothing.
-        """
+        """Offered a chunk of a streamed answer when none waits here; False: it stays here. Raises nothing."""
         self.abandoned = False
         """The reader has left. Written by the reader's side."""
         self._on_end = on_end
@@ -130,17 +129,14 @@ class Delivery:
         """Add a chunk; chunks of the same choice that nobody has taken become one."""
         if self.ended:
             return
-        if not self._chunks:
-            if self.taker is not None and self.streaming and self.taker(chunk):
-                return
-            self._chunks.append(chunk)
+        if not self._chunks and self.streaming and self.taker is not None and self.taker(chunk):
+            return
+        for waiting in self._chunks:
+            if waiting.choice == chunk.choice:
+                _merge(waiting, chunk)
+                break
         else:
-            for waiting in self._chunks:
-                if waiting.choice == chunk.choice:
-                    _merge(waiting, chunk)
-                    break
-            else:
-                self._chunks.append(chunk)
+            self._chunks.append(chunk)
         if self.streaming:
             self._wake()
 

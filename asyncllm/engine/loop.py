@@ -378,7 +378,7 @@ class EngineLoop:
         try:
             request, answer, token_ids = sequence.request, sequence.answer, sequence.token_ids
             num_prompt, last = sequence.num_prompt, sequence.finish_reason is not None
-            # Readers who keep up get each token as it is read: what is new is one slice then.
+            # As it is where readers get each token as it is read: then what is new is what is sent.
             sent_all = answer.num_sent == answer.num_read
             new = token_ids[num_prompt + answer.num_read :]
             answer.read(new, last=last)
