@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import multiprocessing
 import os
@@ -41,7 +40,7 @@ from tqdm import tqdm
 
 from asyncllm import AsyncEngine, EngineConfig
 from asyncllm.config import ServerConfig
-from asyncllm.server.run import bind, open_service, serve_until_stopped
+from asyncllm.server.run import bind, loaded_objects_set_aside, open_service, serve_until_stopped
 from asyncllm.testing import FakeEngine
 
 PROMPT = "ping"
@@ -74,12 +73,10 @@ async def served(engine: AsyncEngine) -> AsyncIterator[int]:
     service = open_service(engine, ServerConfig(server_port=0, generation_config="none"))
     async with engine:
         listener = bind(service.config)
-        # As `asyncllm serve` does.
-        gc.collect()
-        gc.freeze()
         task = asyncio.create_task(serve_until_stopped(service, listener))
         try:
-            yield listener.getsockname()[1]
+            with loaded_objects_set_aside(service.supervisor):
+                yield listener.getsockname()[1]
         finally:
             service.stop.set()
             service.stop_now.set()

@@ -378,10 +378,7 @@ class EngineLoop:
         try:
             request, answer, token_ids = sequence.request, sequence.answer, sequence.token_ids
             num_prompt, last = sequence.num_prompt, sequence.finish_reason is not None
-            # As it is where readers get each token as it is read: then what is new is what is sent.
-            sent_all = answer.num_sent == answer.num_read
-            new = token_ids[num_prompt + answer.num_read :]
-            answer.read(new, last=last)
+            answer.read(token_ids[num_prompt + answer.num_read :], last=last)
             if answer.stop_reason is not None:
                 if sequence.finish_reason in (None, "length"):
                     self.scheduler.finish(sequence, "stop")
@@ -395,7 +392,7 @@ class EngineLoop:
             num_generated = len(token_ids) - num_prompt
             chunk = Chunk(
                 text=text,
-                token_ids=new if sent_all else token_ids[num_prompt + answer.num_sent :],
+                token_ids=token_ids[num_prompt + answer.num_sent :],
                 logprobs=logprobs,
                 finish_reason=sequence.finish_reason,
                 stop_reason=answer.stop_reason,

@@ -11,7 +11,6 @@ that none lacks one:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -260,17 +259,11 @@ REFUSED: Mapping[str, _Refusal] = {
 }
 
 
-@cache
-def _refused_fields(kind: type[msgspec.Struct]) -> tuple[tuple[str, _Refusal], ...]:
-    return tuple((name, REFUSED[name]) for name in kind.__struct_fields__ if name in REFUSED)
-
-
 def refuse_unsupported(body: msgspec.Struct) -> None:
-    """Raise ApiError 400 for a field whose value asks for what is not implemented. None is what a field has that was
-    left out, and asks for nothing."""
-    for name, refusal in _refused_fields(type(body)):
-        value = getattr(body, name)
-        if value is not None and not refusal.allows(value):
+    """Raise ApiError 400 for a field whose value asks for what is not implemented."""
+    for name in body.__struct_fields__:
+        refusal = REFUSED.get(name)
+        if refusal is not None and not refusal.allows(getattr(body, name)):
             raise ApiError(
                 400, f"{name} is not supported with this value. {refusal.why}", code="unsupported_parameter", param=name
             )

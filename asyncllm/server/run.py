@@ -28,7 +28,7 @@ from asyncllm.server.sampling import OPENAI_DEFAULTS, defaults_of
 from asyncllm.server.service import Phase, Service
 from asyncllm.server.supervisor import Supervisor
 
-__all__ = ["bind", "open_service", "run", "serve_until_stopped"]
+__all__ = ["bind", "loaded_objects_set_aside", "open_service", "run", "serve_until_stopped"]
 
 logger = logging.getLogger("asyncllm.server")
 
@@ -233,7 +233,7 @@ async def _run(service: Service, announce: Callable[[str], None]) -> None:
             try:
                 async with service.supervisor:
                     loading = False
-                    with _loaded_objects_set_aside(service.supervisor):
+                    with loaded_objects_set_aside(service.supervisor):
                         announce(_address(service, listener))
                         await serve_until_stopped(service, listener, tls)
             except asyncio.CancelledError:
@@ -246,7 +246,7 @@ async def _run(service: Service, announce: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def _loaded_objects_set_aside(supervisor: Supervisor) -> Iterator[None]:
+def loaded_objects_set_aside(supervisor: Supervisor) -> Iterator[None]:
     """Spare the garbage collector what is there before the first request, and again after a restart: looking through
     half a million objects of torch and a model, in every full collection, stops the event loop for 0.15 to 0.27 s."""
 

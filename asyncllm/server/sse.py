@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from aiohttp import ClientConnectionResetError, web
+from aiohttp import web
 
 from asyncllm.engine.generation import Generation
 from asyncllm.server.connection import CLIENT_LEFT, OUTCOME, Connection
@@ -106,8 +106,8 @@ async def stream(
 
 
 class _Stream:
-    """The body of one response. States: direct (takers and listeners write) and slow (the handler's task does, and
-    waits for the client); chunks that nobody takes meanwhile become one."""
+    """The body of one response. A chunk that the transport has room for is written as it comes; others wait in their
+    cells, where those of one choice become one, until the handler's task has written them at the client's pace."""
 
     def __init__(
         self,
@@ -123,30 +123,24 @@ class _Stream:
         """HTTP/1.0 has no chunks: there the end of the connection ends the body."""
         self._events = events
         self._open = list(generations)
-        self._slow = False
         self._silent = False
         """Nothing was written since the last ping was due."""
         self._ping_due = False
-        self._failure: Exception | None = None
-        """What a taker or listener met; raised in the handler's task."""
         self._wake = asyncio.Event()
 
     async def run(self, ping_interval: float, ping: bytes) -> None:
         """Write until all generations have ended. Raises their errors, and ConnectionError when the client is gone."""
         for generation in self._open:
-            generation.listen(partial(self._forward, generation), partial(self._take, generation.index))
-        for generation in list(self._open):
-            self._forward(generation)
+            generation.listen(self._wake.set, partial(self._take, generation.index))
+        # For what came before.
+        self._wake.set()
         loop = asyncio.get_running_loop()
         timer = loop.call_later(ping_interval, self._remind)
         try:
             while self._open:
                 await self._wake.wait()
                 self._wake.clear()
-                if self._failure is not None:
-                    raise self._failure
-                if self._slow:
-                    await self._catch_up()
+                await self._catch_up()
                 if self._ping_due:
                     self._ping_due = False
                     if self._silent and ping:
@@ -161,65 +155,29 @@ class _Stream:
         self._wake.set()
 
     def _take(self, index: int, chunk: Chunk) -> bool:
-        """The taker: write a chunk of the generation of this index, or leave it for `_forward`. Both run inside the
+        """The taker: write a chunk of the generation of this index, or leave it to `_catch_up`. Runs inside the
         engine's task, so nothing may be raised."""
         transport = self._transport
-        if self._slow or self._failure is not None or transport is None or transport.is_closing():
-            return False
-        if transport.get_write_buffer_size() > UNSENT_BYTES:
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size() > UNSENT_BYTES:
             return False
         chunk.index = index
         try:
-            self._put(transport, chunk)
-        except Exception as error:
-            self._fail(error)
+            data = self._encoded(chunk)
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        except Exception:
+            # The handler's task meets it again, and may raise it.
+            return False
+        self._silent = False
         return True
 
-    def _forward(self, generation: Generation) -> None:
-        """The listener: write what the generation has, or have the handler's task look."""
-        transport = self._transport
-        if self._slow or self._failure is not None:
-            self._wake.set()
-            return
-        try:
-            if transport is None or transport.is_closing():
-                raise ClientConnectionResetError("The client has left.")
-            if transport.get_write_buffer_size() > UNSENT_BYTES:
-                self._slow = True
-                self._wake.set()
-                return
-            ended = generation.ended
-            while (chunk := generation.poll()) is not None:
-                self._put(transport, chunk)
-            if ended:
-                self._open.remove(generation)
-                if not self._open:
-                    self._wake.set()
-        except Exception as error:
-            self._fail(error)
-
-    def _put(self, transport: asyncio.WriteTransport, chunk: Chunk) -> None:
-        data = self._events.chunk(chunk) if chunk.finish_reason is None else self._encoded(chunk)
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
-        self._silent = False
-
-    def _fail(self, error: Exception) -> None:
-        self._failure = error
-        self._wake.set()
-
     async def _catch_up(self) -> None:
-        """Write at the client's pace until it keeps up again."""
+        """Write what waits in the cells, at the client's pace, and let go of generations that have ended."""
         for generation in list(self._open):
             ended = generation.ended
             while (chunk := generation.poll()) is not None:
                 await self._write(self._encoded(chunk))
             if ended:
                 self._open.remove(generation)
-        assert self._transport is not None
-        if self._transport.get_write_buffer_size() <= UNSENT_BYTES:
-            self._slow = False
-            for generation in list(self._open):
-                self._forward(generation)
 
     async def _write(self, data: bytes) -> None:
         self._silent = False
