@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncllm.kernels.triton import linear, linear_invariant, linear_small
-from asyncllm.kernels.triton.linear_small import GemvConfig, SkinnyConfig
+from asyncllm.kernels.triton import linear, linear_gated, linear_invariant, linear_small
+from asyncllm.kernels.triton.linear_small import GemvConfig, SkinnyConfig, token_tile
 from tests.kernels.offline import Case
 
 _POINTERS = {name: "*bf16" for name in ("x_ptr", "weight_ptr", "bias_ptr", "out_ptr")}
@@ -21,12 +21,12 @@ def gemv_case(tokens: int, config: GemvConfig, n: int = 4096, k: int = 4096) -> 
     return Case(name, linear_small.gemv_kernel, _POINTERS, constexprs, config.warps, options=_PDL)
 
 
-def skinny_case(tokens: int, config: SkinnyConfig, n: int = 4096, k: int = 4096) -> Case:
+def skinny_case(tokens: int, config: SkinnyConfig, n: int = 4096, k: int = 4096, *, gated: bool = False) -> Case:
     constexprs = {
         "N": n, "K": k, "BLOCK_M": tokens, "BLOCK_N": config.rows, "BLOCK_K": config.columns,
-        "SPLITS": config.splits, "HAS_BIAS": False, "USE_PDL": True,
+        "SPLITS": config.splits, "GATED": gated, "HAS_BIAS": False, "USE_PDL": True,
     }  # fmt: skip
-    name = f"skinny-{tokens}-{n}x{k}-{'-'.join(map(str, vars(config).values()))}"
+    name = f"{'gated' if gated else 'skinny'}-{tokens}-{n}x{k}-{'-'.join(map(str, vars(config).values()))}"
     signature = {**_POINTERS, "partial_ptr": "*fp32", "counter_ptr": "*i32", "tokens": "i32"}
     return Case(name, linear_small.skinny_kernel, signature, constexprs, config.warps, config.stages, options=_PDL)
 
@@ -55,7 +55,12 @@ def _of_tables() -> Iterator[Case]:
                 if isinstance(config, GemvConfig):
                     yield gemv_case(most, config, n, k)
                 elif isinstance(config, SkinnyConfig):
-                    yield skinny_case(16 if most <= 16 else 32 if most <= 32 else 64, config, n, k)
+                    yield skinny_case(token_tile(most), config, n, k)
+    for gated_table in linear_gated.TABLES.values():
+        for (n, k), gated_entries in gated_table.items():
+            for most, gated_config in gated_entries:
+                if isinstance(gated_config, SkinnyConfig):
+                    yield skinny_case(token_tile(most), gated_config, n // 2, k, gated=True)
 
 
 CASES = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncllm.kernels.triton import linear, linear_gated, linear_hopper, linear_narrow
+from asyncllm.kernels.triton import linear, linear_hopper, linear_narrow
 from asyncllm.kernels.triton.linear_small import NarrowConfig
 from tests.kernels.offline import Case
 
@@ -15,16 +15,15 @@ def _map(rows: int) -> str:
     return f"tensordesc<bf16[{rows}, {linear_hopper.STEP}],{linear_hopper.LINES!r}>"
 
 
-def narrow_case(tokens: int, config: NarrowConfig, *, gated: bool = False, with_bias: bool = False) -> Case:
-    options = linear_narrow.compile_options(config, gated=gated, with_bias=with_bias)
+def narrow_case(tokens: int, config: NarrowConfig, *, with_bias: bool = False) -> Case:
+    options = linear_narrow.compile_options(config, with_bias=with_bias)
     num_warps = options.pop("num_warps")
-    kind = "gated" if gated else "bias" if with_bias else "plain"
     return Case(
-        name=f"{kind}-{tokens}-{'-'.join(map(str, vars(config).values()))}",
+        name=f"{'bias' if with_bias else 'plain'}-{tokens}-{'-'.join(map(str, vars(config).values()))}",
         kernel=linear_narrow.narrow_kernel,
         signature={
             "x": _map(tokens),
-            "weight": _map(config.rows // 2 if gated else config.rows),
+            "weight": _map(config.rows),
             **_POINTERS,
             **dict.fromkeys(("num_tokens", "out_size", "steps"), "i32"),
         },
@@ -35,22 +34,21 @@ def narrow_case(tokens: int, config: NarrowConfig, *, gated: bool = False, with_
 
 
 def _of_tables() -> Iterator[Case]:
-    """Every entry of the tables, with the tokens of each tile that it is used for."""
-    for gated, tables in ((False, linear.TABLES), (True, linear_gated.TABLES)):
-        for table in tables.values():
-            for entries in table.values():
-                fewest = 0
-                for most, config in entries:
-                    if isinstance(config, NarrowConfig):
-                        for tokens in (16, 32, 64):
-                            if tokens // 2 < most and fewest < tokens:
-                                yield narrow_case(tokens, config, gated=gated)
-                    fewest = most
+    """Every entry of the table, with the tokens of each tile that it is used for."""
+    for table in linear.TABLES.values():
+        for entries in table.values():
+            fewest = 0
+            for most, config in entries:
+                if isinstance(config, NarrowConfig):
+                    for tokens in (16, 32, 64):
+                        if tokens // 2 < most and fewest < tokens:
+                            yield narrow_case(tokens, config)
+                fewest = most
 
 
 CASES = [
     *_of_tables(),
     narrow_case(64, NarrowConfig(64, 2, 6, splits=2), with_bias=True),
-    narrow_case(64, NarrowConfig(128, 2, 4), gated=True),
+    narrow_case(64, NarrowConfig(128, 2, 4)),
     narrow_case(64, NarrowConfig(256, 1, 4, splits=8)),
 ]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm import kernels
@@ -59,6 +60,23 @@ def test_with_tensor_cores(tokens: int, config: SkinnyConfig, with_bias: bool, d
     x, weight = random(tokens, 160, dtype=dtype), random(32, 160, seed=1, dtype=dtype)
     bias = random(32, seed=2, dtype=dtype) if with_bias else None
     assert_close(skinny(x, weight, bias, config=config), expected(x, weight, bias))
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("tokens", "config"),
+    [
+        (1, SkinnyConfig(rows=16, columns=32)),
+        (17, SkinnyConfig(rows=32, columns=32)),
+        (40, SkinnyConfig(rows=16, columns=32, splits=3)),
+    ],
+)
+def test_the_gate_behind_the_product(tokens: int, config: SkinnyConfig, dtype: torch.dtype) -> None:
+    x, weight = random(tokens, 160, dtype=dtype), (random(96, 160, seed=1) / 12).to(dtype)
+    gate, up = expected(x, weight).chunk(2, -1)
+    y = skinny(x, weight, config=config, gated=True)
+    assert y.shape == (tokens, 48)
+    assert_close(y, F.silu(gate) * up)
 
 
 def test_a_split_sum_leaves_its_counters_at_zero_and_repeats() -> None:
@@ -197,6 +215,25 @@ def test_few_tokens_on_a_gpu(tokens: int) -> None:
         assert_close(y, expected(x, weight, bias))
         poisoned(tokens, n)
         assert torch.equal(run(x, weight, bias, config=config), y), "two runs differ"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 33, 64])
+def test_the_gate_behind_the_product_on_a_gpu(tokens: int) -> None:
+    seed = fresh_seed()
+    n, k = 768, 4096
+    x = random(tokens, k, seed=seed, dtype=torch.bfloat16, device="cuda")
+    weight = (random(2 * n, k, seed=seed + 1, device="cuda") / 64).bfloat16()
+    gate, up = expected(x, weight).chunk(2, -1)
+    for config in (SkinnyConfig(), SkinnyConfig(splits=3), SkinnyConfig(128, 128, warps=8)):
+        poisoned(tokens, n)
+        y = skinny(x, weight, config=config, gated=True)
+        assert_close(y, F.silu(gate) * up)
+        poisoned(tokens, n)
+        assert torch.equal(skinny(x, weight, config=config, gated=True), y), "two runs differ"
+        other = x.clone()
+        other[tokens // 2 :] = torch.nan
+        assert torch.equal(skinny(other, weight, config=config, gated=True)[: tokens // 2], y[: tokens // 2])
 
 
 @pytest.mark.gpu

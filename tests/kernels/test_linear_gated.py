@@ -16,6 +16,7 @@ from asyncllm.kernels.triton import counters, linear_gated
 from asyncllm.kernels.triton.counters import NUM_COUNTERS, zero_counters
 from asyncllm.kernels.triton.linear_gated import TABLES, GatedConfig
 from asyncllm.kernels.triton.linear_hopper import CONSUMER_TOKENS, gated_product
+from asyncllm.kernels.triton.linear_small import SkinnyConfig
 from tests.kernels import offline
 from tests.kernels.device import DEVICE, assert_a_graph_repeats, fresh_seed, poison, random
 from tests.kernels.ring_model import Deadlock, Launch, run
@@ -91,10 +92,19 @@ def test_the_name_of_the_device_finds_its_table(kernel: FakeKernel, monkeypatch:
     linear_gated._table.cache_clear()
 
 
-def test_few_tokens_stay_with_their_own_kernels() -> None:
-    for table in TABLES.values():
-        for entries in table.values():
-            assert entries[0] == (1, None)
+def test_few_tokens_have_a_kernel_without_a_producer(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {(32, 64): ((1, None), (3, SkinnyConfig(rows=16, columns=32)), (4, TILES))}
+    monkeypatch.setattr(linear_gated, "_table", lambda device: table)
+    used = []
+    run = linear_gated.skinny
+    monkeypatch.setattr(linear_gated, "skinny", lambda x, *a, **k: (used.append(len(x)), run(x, *a, **k))[1])
+    weight = random(32, 64, seed=1, dtype=torch.bfloat16)
+    for tokens in range(1, 5):
+        x = random(tokens, 64, seed=2, dtype=torch.bfloat16)
+        y = linear_gated.linear_silu_mul(x, weight)
+        torch.testing.assert_close(y, kernels.silu_mul(kernels.linear(x, weight)), atol=2e-1, rtol=2e-2)
+    assert used == [2, 3]
+    assert kernel.configs == [TILES]
 
 
 def test_every_configuration_fits_its_weight() -> None:
@@ -103,7 +113,11 @@ def test_every_configuration_fits_its_weight() -> None:
             assert [most for most, _ in entries] == sorted({most for most, _ in entries})
             assert n % 16 == k % 8 == 0
             for most, config in entries:
-                if isinstance(config, GatedConfig):
+                if isinstance(config, SkinnyConfig):
+                    assert most <= 64
+                    assert n % config.rows == k % config.columns == 0
+                    assert n // config.rows <= NUM_COUNTERS
+                elif isinstance(config, GatedConfig):
                     assert config.tokens in (128, 192)
                     assert not config.shares or -(-most // config.tokens) <= 132
             assert NUM_COUNTERS >= 3 * 132
@@ -247,7 +261,7 @@ def test_results_on_a_gpu(tokens: int, config: GatedConfig) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("exact")
-@pytest.mark.parametrize("tokens", ODD)
+@pytest.mark.parametrize("tokens", [2, 17, 64, *ODD])
 def test_the_measured_shape_on_a_gpu(tokens: int) -> None:
     """Through the op, in the way that the device's table takes."""
     x, weight = inputs(tokens, 14336, 4096, seed=fresh_seed() % 2**31)

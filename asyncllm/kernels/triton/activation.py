@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured
 
-__all__ = ["gelu_tanh_mul", "silu_mul"]
+__all__ = ["apply_gate", "gelu_tanh_mul", "silu_mul"]
 
 COLUMNS = 1024
 """Columns of a program: at 4 warps each thread has one load of 16 bytes from either half, in 31 registers. 256 rows
@@ -24,6 +24,17 @@ def _sigmoid(x):
     """Without overflow: the exponent is never positive."""
     decay = tl.exp(-tl.abs(x))
     return tl.where(x < 0.0, decay, 1.0) / (1.0 + decay)
+
+
+@triton.jit
+def apply_gate(gate, up, dtype: tl.constexpr, GELU: tl.constexpr):
+    """The gate's activation times up, of float32 values, rounded to dtype after each of the two."""
+    if GELU:
+        # 0.5 * (1 + tanh(z)) is sigmoid(2 z); 1.5957... is 2 * sqrt(2 / pi).
+        active = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        active = gate * _sigmoid(gate)
+    return round_to(round_to(active, dtype).to(tl.float32) * up, dtype)
 
 
 @triton.jit
@@ -42,14 +53,7 @@ def gate_kernel(
     release_consumers(USE_PDL)
     gate = tl.load(x_ptr + row * (2 * SIZE) + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * (2 * SIZE) + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-    if GELU:
-        # 0.5 * (1 + tanh(z)) is sigmoid(2 z); 1.5957... is 2 * sqrt(2 / pi).
-        active = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        active = gate * _sigmoid(gate)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    active = round_to(active, dtype).to(tl.float32)
-    tl.store(out_ptr + row * SIZE + columns, round_to(active * up, dtype), mask=inside)
+    tl.store(out_ptr + row * SIZE + columns, apply_gate(gate, up, out_ptr.dtype.element_ty, GELU), mask=inside)
 
 
 def silu_mul(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ _Entry = TypeVar("_Entry")
 
 Config = GemvConfig | SkinnyConfig | NarrowConfig
 
-Table = dict[tuple[int, int], tuple[tuple[int, Config | None], ...]]
+Table = dict[tuple[int, int], tuple[tuple[int, Config], ...]]
 
 TABLES: dict[str, Table] = {
     "NVIDIA H200": {
@@ -33,11 +33,9 @@ TABLES: dict[str, Table] = {
         ),
         (4096, 4096): (
             (1, GemvConfig(4, 2048, warps=8)),  # 8.9 us, 12.4
-            (2, GemvConfig(4, 1024)),  # 10.7 us, 12.2
-            (16, SkinnyConfig(64, 128, splits=4, stages=4)),  # 11.1 us, 12.6
-            (32, SkinnyConfig(64, 128, splits=4, stages=4)),
-            (48, SkinnyConfig(64, 128, splits=2, stages=5)),
-            (64, None),  # a layer 129.3 us, with the above 131.6
+            (16, NarrowConfig(64, parts=2, stages=10, splits=2)),  # a layer 127.2 us, with skinny here 129.6
+            (32, NarrowConfig(64, parts=2, stages=8, splits=2)),  # a layer 139.2 us, with skinny here 140.9
+            (64, NarrowConfig(64, parts=2, stages=6, splits=2)),  # a layer at 60 tokens 145.2 us, cuBLAS 146.7
         ),
         (28672, 4096): (
             (1, GemvConfig(4, 2048, warps=8)),  # 51.7 us, 54.5
@@ -53,7 +51,7 @@ TABLES: dict[str, Table] = {
     }
 }
 """By device name, then by weight shape (N, K): the most tokens that a configuration is for, ascending. What no entry
-covers, and what has None, goes to cuBLAS. Figures are bf16, weights of 32 layers in turn, Triton 3.6.0, CUDA 13.0.
+covers goes to cuBLAS. Figures are bf16, weights of 32 layers in turn, Triton 3.6.0, CUDA 13.0.
 
 An entry with a figure of its own stands where the product alone was at least 5 % faster. The others are as fast as
 cuBLAS alone, but shorten a whole layer, as programmatic dependent launch hides the gaps around them: their figures, and

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncllm.kernels.triton.activation import silu_mul
 from asyncllm.kernels.triton.linear import choose, linear
-from asyncllm.kernels.triton.linear_small import NarrowConfig
+from asyncllm.kernels.triton.linear_small import SkinnyConfig, skinny
 
 __all__ = ["TABLES", "GatedConfig", "linear_silu_mul"]
 
@@ -23,7 +23,7 @@ class GatedConfig:
     shares: bool = False
 
 
-Config = GatedConfig | NarrowConfig
+Config = GatedConfig | SkinnyConfig
 
 Table = dict[tuple[int, int], tuple[tuple[int, Config | None], ...]]
 
@@ -31,8 +31,7 @@ TABLES: dict[str, Table] = {
     "NVIDIA H200": {
         (28672, 4096): (
             (1, None),
-            (32, NarrowConfig(256, parts=2, stages=3)),  # a layer 115.7 us at 16 tokens, without 118.6
-            (64, None),
+            (64, SkinnyConfig(128, 128, splits=1, stages=4, warps=8)),  # a layer 156.5 us at 64 tokens, without 160.0
             (128, GatedConfig()),  # 68.2 us at 128 tokens, cuBLAS and the gate 75.4; a layer 134.4, 139.3
             (192, None),
             (256, GatedConfig(shares=True)),  # 105.6 us at 256 tokens, 116.7; a layer 197.4, 202.7
@@ -47,10 +46,10 @@ TABLES: dict[str, Table] = {
 entry covers, and what has None, goes to `linear` and `silu_mul`. Figures are bf16, weights of 8 layers in turn, a layer
 its four products and the gate, Triton 3.6.0, CUDA 13.0.
 
-None stands where nobody has measured, and where `linear` has kernels of its own. One kernel alone is not faster in
-every row: at 512 tokens it takes 193.6 us to 190.7, at 8,192 in tiles of 192 3,058 us to 3,053 (2,930 in tiles of 128).
-There the layer as a whole decides. Up to 32 tokens that is with its norms, and with the narrow product for down too:
-114.4 us at 2 tokens and 120.8 at 32, without both 118.4 and 122.6."""
+None stands where nobody has measured, and where `linear` has a kernel of its own or is faster. One kernel alone is not
+faster in every row: at 512 tokens it takes 193.6 us to 190.7, at 8,192 in tiles of 192 3,058 us to 3,053 (2,930 in
+tiles of 128). There the layer as a whole decides. Up to 64 tokens that is with its norms, rotation and attention to 400
+keys a row."""
 
 
 def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
@@ -59,10 +58,8 @@ def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         config = choose(table, rows, weight) if rows.dtype == weight.dtype == torch.bfloat16 else None
         if config is not None:
-            if isinstance(config, NarrowConfig):
-                from asyncllm.kernels.triton.linear_narrow import narrow
-
-                y = narrow(rows, weight, config=config, gated=True)
+            if isinstance(config, SkinnyConfig):
+                y = skinny(rows, weight, config=config, gated=True)
             else:
                 from asyncllm.kernels.triton.linear_hopper import gated_product
 

@@ -60,7 +60,6 @@ __all__ = [
     "compile_options",
     "gated_kernel",
     "gated_product",
-    "gated_results",
     "next_slot",
     "synchronize",
 ]
@@ -231,7 +230,7 @@ def _sigmoid(x):
 
 
 @gluon.jit
-def gated_results(gate, up, dtype: gl.constexpr):
+def _gated_results(gate, up, dtype: gl.constexpr):
     """silu(gate) * up of float32 sums, rounded wherever the product and `activation.gate_kernel` round."""
     gate = gate.to(dtype).to(gl.float32)
     up = up.to(dtype).to(gl.float32)
@@ -243,7 +242,7 @@ def gated_results(gate, up, dtype: gl.constexpr):
 def _finish(gate, up, results, out, row, column_tile):
     """silu(gate) * up to out. `results` is this consumer's own buffer."""
     WIDTH: gl.constexpr = results.shape[1]
-    finished = gated_results(gate, up, out.dtype)
+    finished = _gated_results(gate, up, out.dtype)
     # The store of the tile before has read the buffer.
     tma.store_wait(0)
     synchronize()

@@ -4,7 +4,8 @@ Two kernels, and the configuration of a third: `linear_narrow`, for Hopper alone
 without tensor cores, for up to four tokens: a program owns whole rows of the weight. `skinny_kernel` gives the weight
 to the tensor cores as their first operand ("swap AB": 64 rows of it are one wgmma, the tokens are its narrow side),
 optionally splitting the sum over several programs of which the last to arrive adds up all partial sums in the order of
-the splits, so that runs repeat bit by bit.
+the splits, so that runs repeat bit by bit. With GATED a tile has gate rows and the up rows that belong to them, and
+stores silu(gate) * up.
 
 No kernel ever writes weights, so `gemv_kernel` requests the first of them before it waits for the kernel that produces
 the input: launch and ramp overlap with what runs before. `skinny_kernel` does not: bringing its first tiles to the L2
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncllm.kernels.triton.activation import apply_gate
 from asyncllm.kernels.triton.counters import zero_counters
 from asyncllm.kernels.triton.language import PDL, dot, release_consumers, round_to, wait_for_producers
 
@@ -49,7 +51,7 @@ class SkinnyConfig:
 @dataclass(frozen=True)
 class NarrowConfig:
     """Tile of `linear_narrow.narrow_kernel`: `rows` (64, 128 or 256) of the weight, `parts` x 64 input features a slot,
-    `stages` slots, the sum split over `splits` blocks. With a gate half of the rows, at least 64, are up rows."""
+    `stages` slots, the sum split over `splits` blocks."""
 
     rows: int
     parts: int
@@ -118,29 +120,45 @@ def gemv_kernel(
 
 
 @triton.jit
-def _skinny_store(acc, tokens, bias_ptr, out_ptr, rows, token_ids, N: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """acc [BLOCK_N, BLOCK_M] in float32, plus the bias, to out [tokens, N]."""
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
-    offsets = token_ids[None, :] * N + rows[:, None]
-    tl.store(out_ptr + offsets, round_to(acc, out_ptr.dtype.element_ty), mask=(token_ids < tokens)[None, :])
+def _skinny_store(
+    acc, tokens, bias_ptr, out_ptr, tile, token_ids, N: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr
+):  # fmt: skip
+    """acc [BLOCK_N, BLOCK_M] in float32, plus the bias, to out [tokens, N]; with GATED half as many rows."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    RESULTS: tl.constexpr = acc.shape[0] // 2 if GATED else acc.shape[0]
+    rows = tile * RESULTS + tl.arange(0, RESULTS)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, RESULTS, acc.shape[1]]), [1, 2, 0]))
+        gate, up = round_to(gate, dtype).to(tl.float32), round_to(up, dtype).to(tl.float32)
+        results = apply_gate(gate, up, dtype, False)
+    else:
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
+        results = round_to(acc, dtype)
+    tl.store(out_ptr + token_ids[None, :] * N + rows[:, None], results, mask=(token_ids < tokens)[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def skinny_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr, tokens,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
+    SPLITS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to BLOCK_M rows of x [tokens, K] times BLOCK_N rows of weight [N, K], over one of SPLITS ranges of K.
 
-    partial: float32 [N // BLOCK_N, SPLITS, BLOCK_N, BLOCK_M]. counter: int32 [N // BLOCK_N], zero before and after.
+    With GATED the weight is [2 * N, K], and the rows of a tile are as many gate rows and the up rows that belong to
+    them. partial: float32 [tiles, SPLITS, BLOCK_N, BLOCK_M]. counter: int32 [tiles], zero before and after.
     """
     STEPS: tl.constexpr = K // BLOCK_K
     release_consumers(USE_PDL)
     split = tl.program_id(0)
     tile = tl.program_id(1)
-    rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    own = tl.arange(0, BLOCK_N)
+    if GATED:
+        HALF: tl.constexpr = BLOCK_N // 2
+        rows = tile * HALF + own % HALF + own // HALF * N
+    else:
+        rows = tile * BLOCK_N + own
     columns = tl.arange(0, BLOCK_K)[None, :]
     w_rows = weight_ptr + rows[:, None].to(tl.int64) * K
     wait_for_producers(USE_PDL)
@@ -156,7 +174,7 @@ def skinny_kernel(
         acc = dot(w, tl.trans(x), acc)
 
     if SPLITS == 1:
-        _skinny_store(acc, tokens, bias_ptr, out_ptr, rows, token_ids, N, HAS_BIAS)
+        _skinny_store(acc, tokens, bias_ptr, out_ptr, tile, token_ids, N, GATED, HAS_BIAS)
     else:
         TILE: tl.constexpr = BLOCK_N * BLOCK_M
         inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + token_ids[None, :]
@@ -167,7 +185,7 @@ def skinny_kernel(
             total = tl.load(partial_ptrs, cache_modifier=".cg")
             for other in tl.static_range(1, SPLITS):
                 total += tl.load(partial_ptrs + other * TILE, cache_modifier=".cg")
-            _skinny_store(total, tokens, bias_ptr, out_ptr, rows, token_ids, N, HAS_BIAS)
+            _skinny_store(total, tokens, bias_ptr, out_ptr, tile, token_ids, N, GATED, HAS_BIAS)
             tl.store(counter_ptr + tile, 0)
 
 
@@ -191,24 +209,32 @@ def gemv(
 
 
 def skinny(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: SkinnyConfig, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    config: SkinnyConfig,
+    gated: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x [T, K], T at most 64, times weight [N, K] transposed, plus bias [N] -> [T, N], `out` if given, on tensor cores.
+    With `gated`, silu(gate) * up of a weight [2 * N, K], without a bias.
 
-    All are contiguous. `config.rows` divides N, `config.columns` divides K.
+    All are contiguous. `config.rows` divides the weight's rows, `config.columns` divides K.
     """
     tokens, k = x.shape
-    n = weight.shape[0]
+    rows = weight.shape[0]
+    n = rows // 2 if gated else rows
     block_m = token_tile(tokens)
     if out is None:
         out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
     partial = counters = out
     if config.splits > 1:
-        partial = torch.empty(config.splits * n * block_m, dtype=torch.float32, device=x.device)
+        partial = torch.empty(config.splits * rows * block_m, dtype=torch.float32, device=x.device)
         counters = zero_counters(x.device)
-    skinny_kernel[(config.splits, n // config.rows)](
+    skinny_kernel[(config.splits, rows // config.rows)](
         x, weight, weight if bias is None else bias, out, partial, counters, tokens, n, k, block_m, config.rows,
-        config.columns, config.splits, bias is not None,
+        config.columns, config.splits, gated, bias is not None,
         num_warps=config.warps, num_stages=config.stages, **PDL,
     )  # fmt: skip
     return out
