@@ -31,8 +31,8 @@ class PrefillBudget:
         return min(self.most, max(whole - len(decoding), -(-whole // 4)))
 
     def whole_tiles(self, chunks: list[tuple[Sequence, int]], num_decode: int) -> list[tuple[Sequence, int]]:
-        """The chunks, at least one, without their last tokens, if then the step's tokens come in whole tiles. Nobody
-        loses by it who would not wait anyway, as long as prompts wait for a row, so that the device is always busy."""
+        """The chunks, at least one, without their last tokens, if then the step's tokens come in whole tiles. For a
+        step that others wait for, decoding or queued: the prompt that is cut ends a step later, theirs come sooner."""
         tile = self.limits.token_tile
         total = num_decode + sum(length for _, length in chunks)
         excess = total % tile

@@ -265,7 +265,7 @@ class Scheduler:
             length = min(len(sequence.token_ids) - sequence.num_computed, budget)
             chunks.append((sequence, length))
             budget -= length
-        if self.waiting:
+        if decoding or self.waiting:
             chunks = self._prefill_budget.whole_tiles(chunks, len(decoding))
         for sequence, length in chunks:
             self._schedule_chunk(batch, sequence, length, prefill)

@@ -12,21 +12,36 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 0, 1, 2]
 
 
 @pytest.mark.parametrize("others", [0, 3])
-def test_big_steps_end_at_a_whole_tile_while_others_wait(others: int) -> None:
+@pytest.mark.parametrize(("decoding", "taken"), [(3, 9), (4, 8), (2, 10)])
+def test_big_steps_that_decode_end_at_a_whole_tile(decoding: int, taken: int, others: int) -> None:
     """A device of tiles of 4 tokens: 3 decode rows and a prompt of 10 tokens are 13, one more than three tiles."""
-    driver = Driver(max_batch_size=4, budget=16, caching=False, token_tile=4)
-    running = [driver.submit([index], 30) for index in range(3)]
+    driver = Driver(max_batch_size=decoding + 1, budget=16, caching=False, token_tile=4)
+    running = [driver.submit([index], 30) for index in range(decoding)]
     driver.turn(1)
     request = driver.submit(PROMPT, 2)
     waiting = [driver.submit(PROMPT, 2) for _ in range(others)]
     batch = driver.schedule()
     assert batch is not None
-    assert chunk_sizes(batch.prefill) == ([9] if others else [10])
+    assert chunk_sizes(batch.prefill) == [taken]
     driver.drain()
     for each in (request, *waiting):
         assert driver.answers(each) == [expected_answer(PROMPT, 2)]
     for each in running:
         assert len(driver.answers(each)[0]) == 30
+    driver.check_drained()
+
+
+@pytest.mark.parametrize(("others", "taken"), [(0, 13), (1, 12)])
+def test_a_prompt_alone_is_cut_only_while_others_wait(others: int, taken: int) -> None:
+    driver = Driver(max_batch_size=1, budget=16, caching=False, token_tile=4)
+    prompts = [[1] * 13] * (1 + others)
+    requests = [driver.submit(prompt, 2) for prompt in prompts]
+    batch = driver.schedule()
+    assert batch is not None
+    assert chunk_sizes(batch.prefill) == [taken]
+    driver.drain()
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert driver.answers(request) == [expected_answer(prompt, 2)]
     driver.check_drained()
 
 

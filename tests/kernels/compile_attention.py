@@ -64,7 +64,7 @@ def _cases() -> list[Case]:
     for (padded, itemsize), config in (*DECODE_CONFIGS.items(), *FEW_ROWS_CONFIGS.items()):
         for head_dim in HEAD_DIMS[padded] if itemsize == 2 else (padded,):
             for extra in EXTRAS if (head_dim, itemsize) == (128, 2) else ("",):
-                constexprs = {"ROWS": 16, "GROUP_BLOCK": GROUP, "PARTS": max(1, 4096 // (padded * GROUP))}
+                constexprs = {"HEADS": 8, "GROUP_BLOCK": GROUP, "PARTS": max(1, 4096 // (padded * GROUP))}
                 cases.append(_case("decode", config, head_dim, itemsize, extra, **constexprs))
     for (padded, itemsize), configs in PREFILL_CONFIGS.items():
         for config in dict.fromkeys(configs):

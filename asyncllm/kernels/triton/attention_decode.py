@@ -20,7 +20,7 @@ from asyncllm.kernels.triton.attention_plan import (
     key_tile,
     padded_head_dim,
 )
-from asyncllm.kernels.triton.attention_tile import FLOOR, LOG2_E, attend_tile, finish
+from asyncllm.kernels.triton.attention_tile import FLOOR, LOG2_E, attend_keys, last_factor
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured
 
@@ -38,13 +38,13 @@ def _merge(
     PADDED: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The parts of one row and KV head, first to last, PARTS at a time, as one softmax state.
+    """The parts of one row and KV head, first to last, PARTS at a time, as one softmax state: acc [P, G], sums [G].
 
     Other blocks wrote them during this kernel, so they are read from L2 (.cg)."""
     parts = tl.arange(0, PARTS)
     heads = tl.arange(0, GROUP_BLOCK)
     dims = tl.arange(0, PADDED)
-    acc = tl.zeros([GROUP_BLOCK, PADDED], tl.float32)
+    acc = tl.zeros([PADDED, GROUP_BLOCK], tl.float32)
     weight_sum = tl.zeros([GROUP_BLOCK], tl.float32)
     exponent = tl.full([GROUP_BLOCK], FLOOR, tl.float32)
     for first in tl.range(0, num_parts, PARTS, num_stages=1):
@@ -55,8 +55,8 @@ def _merge(
         exponents = tl.load(states, mask=there, other=FLOOR, cache_modifier=".cg")
         sums = tl.load(states + 1, mask=there, other=0.0, cache_modifier=".cg")
         values = tl.load(
-            partials + slots[:, :, None] * D + dims[None, None, :],
-            mask=there[:, :, None] & (dims < D)[None, None, :],
+            partials + slots[:, None, :] * D + dims[None, :, None],
+            mask=there[:, None, :] & (dims < D)[None, :, None],
             other=0.0,
             cache_modifier=".cg",
         )
@@ -64,7 +64,7 @@ def _merge(
         fade = tl.exp2(exponent - highest)
         shares = tl.exp2(exponents - highest[None, :])
         weight_sum = weight_sum * fade + tl.sum(sums * shares, 0)
-        acc = acc * fade[:, None] + tl.sum(values * shares[:, :, None], 0)
+        acc = acc * fade[None, :] + tl.sum(values * shares[:, None, :], 0)
         exponent = highest
     return acc, weight_sum, exponent
 
@@ -92,7 +92,7 @@ def decode_attention_kernel(
     D: tl.constexpr,
     PADDED: tl.constexpr,
     PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -116,11 +116,11 @@ def decode_attention_kernel(
     page = tl.load(entry + ENTRY_PAGE)
     share = tl.load(work)
 
-    heads = tl.arange(0, ROWS)
+    heads = tl.arange(0, HEADS)
     dims = tl.arange(0, PADDED)
     tokens = tl.arange(0, TILE)
-    key_offsets = tokens[None, :] * D + dims[:, None]
-    value_offsets = tokens[:, None] * D + dims[None, :]
+    key_offsets = tokens[:, None] * D + dims[None, :]
+    value_offsets = tokens[None, :] * D + dims[:, None]
     while left > 0:
         taken = tl.minimum(per_head - tile, left)
         begin = first_tile + tile
@@ -137,25 +137,24 @@ def decode_attention_kernel(
 
         query_heads = kv_head * GROUP + heads
         grouped = heads < GROUP
-        kept = grouped[:, None] & (dims < D)[None, :]
+        kept = grouped[None, :] & (dims < D)[:, None]
         # A decode step has few rows: 32 bits do, and with 64 the kernel spills registers at head_dim 80.
-        lines = q + row * Q_STRIDE + query_heads[:, None] * D + dims[None, :]
+        lines = q + row * Q_STRIDE + query_heads[None, :] * D + dims[:, None]
         query = tl.load(lines, mask=kept, other=0.0)
-        query_positions = tl.zeros([ROWS], tl.int32) + (length - 1)
-        slopes = tl.zeros([ROWS], tl.float32)
+        slopes = tl.zeros([HEADS], tl.float32)
         if ALIBI:
             slopes = tl.load(alibi + query_heads, mask=grouped, other=0.0) * (LOG2_E / steepness)
 
-        acc = tl.zeros([ROWS, PADDED], tl.float32)
-        weight_sum = tl.zeros([ROWS], tl.float32)
-        maximum = tl.full([ROWS], FLOOR, tl.float32)
+        acc = tl.zeros([PADDED, HEADS], tl.float32)
+        weight_sum = tl.zeros([HEADS], tl.float32)
+        maximum = tl.full([HEADS], FLOOR, tl.float32)
         table = block_tables + row.to(tl.int64) * table_stride
         # The block id of a tile is loaded one iteration ahead: only then can the loads of K and V run ahead as well.
         for index in range(begin, end):
             first_key = index * TILE
             base = (page.to(tl.int64) * NUM_KV_HEADS + kv_head) * (PAGE * D) + first_key % PAGE * D
             page = tl.load(table + tl.minimum(index + 1, end - 1) * TILE // PAGE)
-            acc, weight_sum, maximum = attend_tile(
+            acc, weight_sum, maximum = attend_keys(
                 query,
                 k + base + key_offsets,
                 v + base + value_offsets,
@@ -163,14 +162,12 @@ def decode_attention_kernel(
                 weight_sum,
                 maximum,
                 first_key + tokens,
-                query_positions,
                 length,
                 window,
                 slopes,
                 squeeze,
                 steepness,
                 D,
-                True,
                 HAS_WINDOW,
                 SOFTCAP,
                 ALIBI,
@@ -185,13 +182,13 @@ def decode_attention_kernel(
         num_parts = (place + num_tiles - 1) // share - first_block + 1
         target = out + row.to(tl.int64) * OUT_STRIDE + kv_head * (GROUP * D)
         if num_parts == 1:
-            result = finish(acc, weight_sum, exponent, sinks, query_heads, grouped, SINKS)
-            result = round_to(result, out.dtype.element_ty)
-            tl.store(target + heads[:, None] * D + dims[None, :], result, mask=kept)
+            factor = last_factor(weight_sum, exponent, sinks, query_heads, grouped, SINKS)
+            result = round_to(acc * factor[None, :], out.dtype.element_ty)
+            tl.store(target + heads[None, :] * D + dims[:, None], result, mask=kept)
         else:
             # A block has at most one part that starts its row and head, and at most one that does not.
             slots = (2 * block + (tile == 0).to(tl.int32)) * GROUP + heads
-            tl.store(partials + slots[:, None] * D + dims[None, :], acc, mask=kept)
+            tl.store(partials + slots[None, :] * D + dims[:, None], acc, mask=kept)
             states = partials + 2 * tl.num_programs(0) * GROUP * D + slots * 2
             tl.store(states, exponent, mask=grouped)
             tl.store(states + 1, weight_sum, mask=grouped)
@@ -205,10 +202,10 @@ def decode_attention_kernel(
                 )
                 own = tl.arange(0, GROUP_BLOCK)
                 owned = own < GROUP
-                result = finish(merged, merged_sum, merged_exponent, sinks, kv_head * GROUP + own, owned, SINKS)
-                result = round_to(result, out.dtype.element_ty)
-                inside = owned[:, None] & (dims < D)[None, :]
-                tl.store(target + own[:, None] * D + dims[None, :], result, mask=inside)
+                factor = last_factor(merged_sum, merged_exponent, sinks, kv_head * GROUP + own, owned, SINKS)
+                result = round_to(merged * factor[None, :], out.dtype.element_ty)
+                inside = owned[None, :] & (dims < D)[:, None]
+                tl.store(target + own[None, :] * D + dims[:, None], result, mask=inside)
                 # The next layer finds the counter as this one did.
                 tl.store(counter, 0)
 
@@ -246,14 +243,14 @@ def paged_decode_attention(
 def _configured(variant: Variant, config: DecodeConfig) -> Configured:
     shape = variant.shape
     group_block = triton.next_power_of_2(shape.group)
-    rows = max(16, group_block)
+    heads = max(8, group_block)
     return Configured(
         decode_attention_kernel,
-        # A warp's registers hold 16 rows of sums.
-        num_warps=max(config.num_warps, rows // 16),
+        # A warp's registers hold the sums of 16 heads.
+        num_warps=max(config.num_warps, heads // 16),
         num_stages=config.num_stages,
         GROUP_BLOCK=group_block,
-        ROWS=rows,
+        HEADS=heads,
         TILE=key_tile(shape.block_size, config.tile),
         PARTS=max(1, 4096 // (padded_head_dim(shape.head_dim) * group_block)),
         **variant.constexprs(),

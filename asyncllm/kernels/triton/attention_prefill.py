@@ -18,7 +18,7 @@ from torch import Tensor
 from asyncllm.kernels.cache import PagedKV
 from asyncllm.kernels.triton.attention_launch import Variant, launch_attention, variant_of
 from asyncllm.kernels.triton.attention_plan import PrefillConfig, PrefillTiles, key_tile
-from asyncllm.kernels.triton.attention_tile import FLOOR, LOG2_E, attend_tile, finish
+from asyncllm.kernels.triton.attention_tile import FLOOR, LOG2_E, attend_tile, last_factor
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured
 
@@ -232,8 +232,8 @@ def prefill_attention_kernel(
         SOFTCAP,
         ALIBI,
     )
-    result = finish(acc, weight_sum, maximum * steepness, sinks, query_heads, owned, SINKS)
-    result = round_to(result, out.dtype.element_ty)
+    factor = last_factor(weight_sum, maximum * steepness, sinks, query_heads, owned, SINKS)
+    result = round_to(acc * factor[:, None], out.dtype.element_ty)
     tl.store(out + (lines * OUT_STRIDE + query_heads * D)[:, None] + dims[None, :], result, mask=kept)
 
 
