@@ -14,7 +14,7 @@ from asyncllm.kernels.embedding import embed, gather_rows
 from asyncllm.kernels.linear import linear, linear_invariant, linear_silu_mul
 from asyncllm.kernels.moe import fused_experts, route
 from asyncllm.kernels.norm import add_rms_norm, layer_norm, rms_norm
-from asyncllm.kernels.rotary import Rotation, apply_rotary, rope_fill_kv, rotation
+from asyncllm.kernels.rotary import Rotation, apply_rotary, linear_rope_fill_kv, rope_fill_kv, rotation
 from asyncllm.kernels.step import DecodeInputs, prepare_decode, segments_finite
 from asyncllm.kernels.tokens import record_tokens
 
@@ -35,6 +35,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_invariant",
+    "linear_rope_fill_kv",
     "linear_silu_mul",
     "paged_decode_attention",
     "paged_prefill_attention",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.kernels.cache import PagedKV, fill_kv_cache
 from asyncllm.kernels.dispatch import op
 from asyncllm.kernels.norm import rms_norm
 
-__all__ = ["Rotation", "apply_rotary", "rope_fill_kv", "rotation"]
+__all__ = ["Rotation", "apply_rotary", "linear_rope_fill_kv", "rope_fill_kv", "rotation"]
 
 
 class Rotation(NamedTuple):
@@ -87,3 +88,23 @@ def rope_fill_kv(
     rotated = apply_rotary(turning, rotation, interleaved=interleaved)
     fill_kv_cache(torch.cat([rotated[:, num_heads:], values], 1), cache, plan)
     return rotated[:, :num_heads]
+
+
+@op("linear_rotary:linear_rope_fill_kv")
+def linear_rope_fill_kv(
+    x: Tensor,
+    weight: Tensor,
+    rotation: Rotation,
+    cache: PagedKV,
+    plan: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> Tensor:
+    """`rope_fill_kv` of x weight^T: project to q, k and v, rotate q and k, write k and v to the cache, return q.
+
+    x [T, K], weight [(num_heads + 2 num_kv_heads) * head_dim, K]. -> q [T, num_heads, head_dim].
+    """
+    qkv = F.linear(x, weight)
+    return rope_fill_kv(qkv, rotation, cache, plan, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)

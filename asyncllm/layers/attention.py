@@ -56,23 +56,39 @@ class Attention(Layer):
         sampled: SampledRows | None = None,
     ) -> Tensor:
         """`sampled`: attend for these rows only -> [R, hidden]; keys and values of all tokens are written."""
-        q = kernels.rope_fill_kv(
-            self.qkv(x),
-            rotation,
-            cache,
-            self._cache_write(inputs, cache),
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            q_norm=None if self.q_norm is None else self.q_norm.weight,
-            k_norm=None if self.k_norm is None else self.k_norm.weight,
-            eps=0.0 if self.q_norm is None else self.q_norm.eps,
-        )
+        q = self._project(x, rotation, cache, self._cache_write(inputs, cache))
         if sampled is not None:
             q, inputs = kernels.gather_rows(q.flatten(1), sampled.indices).view(-1, *q.shape[1:]), sampled.inputs
         attended = self._attend(q, inputs, cache)
         out: Tensor = self.out(attended.flatten(1))
         return out
+
+    def _project(self, x: Tensor, rotation: Rotation, cache: PagedKV, plan: Tensor) -> Tensor:
+        """Write the tokens' keys and values, return their queries [T, H, D]."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if self.qkv.product is kernels.linear and self.qkv.bias is None and q_norm is None:
+            return kernels.linear_rope_fill_kv(
+                x,
+                self.qkv.weight,
+                rotation,
+                cache,
+                plan,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+            )
+        return kernels.rope_fill_kv(
+            self.qkv(x),
+            rotation,
+            cache,
+            plan,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            q_norm=None if q_norm is None else q_norm.weight,
+            k_norm=None if k_norm is None else k_norm.weight,
+            eps=0.0 if q_norm is None else q_norm.eps,
+        )
 
     def _attend(self, q: Tensor, inputs: StepInputs, cache: PagedKV) -> Tensor:
         """q [T, H, D] -> [T, H, D], new and contiguous."""

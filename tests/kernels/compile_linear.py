@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncllm.kernels.triton import linear, linear_gated, linear_invariant, linear_small
+from asyncllm.kernels.triton import linear, linear_gated, linear_invariant, linear_rotary, linear_small
 from asyncllm.kernels.triton.linear_small import GemvConfig, SkinnyConfig, token_tile
 from tests.kernels.offline import Case
 
@@ -29,6 +29,21 @@ def skinny_case(tokens: int, config: SkinnyConfig, n: int = 4096, k: int = 4096,
     name = f"{'gated' if gated else 'skinny'}-{tokens}-{n}x{k}-{'-'.join(map(str, vars(config).values()))}"
     signature = {**_POINTERS, "partial_ptr": "*fp32", "counter_ptr": "*i32", "tokens": "i32"}
     return Case(name, linear_small.skinny_kernel, signature, constexprs, config.warps, config.stages, options=_PDL)
+
+
+def rotary_case(tokens: int, config: SkinnyConfig) -> Case:
+    """In the Llama-3-8B shape."""
+    constexprs = {
+        "K": 4096, "BLOCK_M": tokens, "BLOCK_N": config.rows, "BLOCK_K": config.columns, "NUM_HEADS": 32,
+        "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 64, "USE_PDL": True,
+    }  # fmt: skip
+    signature = {
+        **dict.fromkeys(("x_ptr", "weight_ptr", "q_ptr", "k_ptr", "v_ptr"), "*bf16"),
+        **{"cos_ptr": "*fp32", "sin_ptr": "*fp32", "slot_ptr": "*i64", "tokens": "i32"},
+    }
+    name = f"rotary-{tokens}-{'-'.join(map(str, vars(config).values()))}"
+    kernel = linear_rotary.skinny_rotary_kernel
+    return Case(name, kernel, signature, constexprs, config.warps, config.stages, options=_PDL)
 
 
 def invariant_case(name: str, tile: linear_invariant.Tile, dtype: str = "*bf16") -> Case:
@@ -61,6 +76,11 @@ def _of_tables() -> Iterator[Case]:
             for most, gated_config in gated_entries:
                 if isinstance(gated_config, SkinnyConfig):
                     yield skinny_case(token_tile(most), gated_config, n // 2, k, gated=True)
+    for rotary_table in linear_rotary.TABLES.values():
+        for rotary_entries in rotary_table.values():
+            for most, rotary_config in rotary_entries:
+                if rotary_config is not None:
+                    yield rotary_case(token_tile(most), rotary_config)
 
 
 CASES = [
