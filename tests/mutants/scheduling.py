@@ -107,9 +107,14 @@ SCHEDULER = mutants(
     ),
     ("            budget -= length", "            budget -= 1", "a step takes more prompt tokens than its budget"),
     (
-        "        if self.waiting:\n            chunks",
+        "        if decoding or self.waiting:\n            chunks",
         "        if True:\n            chunks",
-        "steps are rounded down although no prompt waits",
+        "a prompt that nobody waits for is cut",
+    ),
+    (
+        "        if decoding or self.waiting:\n            chunks",
+        "        if self.waiting:\n            chunks",
+        "a step that others decode in is not rounded down",
     ),
     (
         "sample=end == known and sequence.remaining > 0,",

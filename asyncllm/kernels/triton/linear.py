@@ -56,7 +56,8 @@ covers goes to cuBLAS. Figures are bf16, weights of 32 layers in turn, Triton 3.
 An entry with a figure of its own stands where the product alone was at least 5 % faster. The others are as fast as
 cuBLAS alone, but shorten a whole layer, as programmatic dependent launch hides the gaps around them: their figures, and
 those where nothing stands, are of a layer's products, norms and gate in one graph (all cuBLAS: 126.9 us at 16 tokens,
-129.4 at 32, 134.6 at 64).
+129.4 at 32, 134.6 at 64). Those of 4096 x 4096 are of a layer with attention to 400 keys a row, 250 at 60 tokens: there
+the ring of weights is filled while attention runs.
 
 From 65 tokens on nothing of ours is faster than cuBLAS throughout. Products with a producer warp (see `linear_hopper`),
 in whole tiles, split or in equal shares, came within 2 % of it from 1,024 tokens on and were 3 to 26 % slower below.
