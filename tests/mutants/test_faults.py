@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.answering import ANSWERING
+from tests.mutants.blocks import BLOCKS
 from tests.mutants.scheduling import SCHEDULING
 
-MUTANTS = SCHEDULING + ANSWERING
+MUTANTS = SCHEDULING + BLOCKS + ANSWERING
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "asyncllm"
 
 

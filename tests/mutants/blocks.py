@@ -1,0 +1,202 @@
+"""Faults in what decides in which blocks keys and values are kept, on the device and the host."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import mutants
+
+__all__ = ["BLOCKS"]
+
+PREFIX_SHARING = mutants(
+    "engine/prefix_sharing.py",
+    (
+        "                if sibling.state is SequenceState.DECODE:",
+        "                if sibling.slot >= 0:",
+        "a block is copied in the step that writes it",
+    ),
+    (
+        "return sibling.blocks[:last_block], sibling.blocks[last_block] if offset else None",
+        "return sibling.blocks[: last_block + bool(offset)], None",
+        "siblings share the block that both write to",
+    ),
+    (
+        "if self._cache is None or not sequence.request.reuses_prefix:",
+        "if self._cache is None:",
+        "scored prompts skip the positions that are cached",
+    ),
+    (
+        "return self._cache.match(sequence.hashes[:last_block]), None",
+        "return self._cache.match(sequence.hashes), None",
+        "a prompt that is cached whole leaves no token to compute",
+    ),
+    (
+        "if self._dynamic_rope_from is not None and prompt_len > self._dynamic_rope_from:",
+        "if False:",
+        "prompts with rotary bases of their own share blocks",
+    ),
+    ("        return root_hash(cache_salt=cache_salt)", "        return root_hash()", "cache salts are ignored"),
+    (
+        "written = len(sequence.token_ids) - 1 if num_written is None",
+        "written = len(sequence.token_ids) if num_written is None",
+        "a block is shared before its last token is written",
+        "with more than one token a block, the caller's condition hides it; with one, the writing step is on its way",
+    ),
+)
+
+HOST_BLOCKS = mutants(
+    "engine/host_blocks.py",
+    (
+        "        if sequence.request.output_logits:",
+        "        if False:",
+        "logits of chunks in flight are lost by a swap",
+    ),
+    (
+        "if self.blocks.num_available - idle < count - len(shared):",
+        "if self.blocks.num_available < count - len(shared):",
+        "host blocks that are shared count as room as well",
+    ),
+    ("            self.num_fallbacks += 1", "            pass", "swaps that found no room are not counted"),
+    (
+        "        _copy_keys(pairs, self._device.prefix_cache, self._cache)",
+        "        pass",
+        "swapped siblings do not share their prompt on the host",
+    ),
+    (
+        "sequence.host_blocks = shared + own",
+        "sequence.host_blocks = own + shared",
+        "swapped blocks come back in another order",
+    ),
+    (
+        "return self._step if self.plan else self._step - 1",
+        "return self._step",
+        "host blocks wait for a step that copies nothing, and may never come",
+    ),
+    (
+        "        sequence.host_step = self._last_copying_step",
+        "        sequence.host_step = -1",
+        "host blocks come back before the copy to them has run",
+    ),
+    (
+        "return sequence.host_blocks[num_shared:]",
+        "return sequence.host_blocks",
+        "blocks are copied up to the places of others",
+    ),
+    (
+        "self._cache.match(sequence.hashes[num_shared:last_block])",
+        "self._cache.match(sequence.hashes[:last_block])",
+        "the beginning of a prompt is copied up to its middle",
+    ),
+    (
+        "return found if len(found) * self._block_size >= self._min_copied_tokens else []",
+        "return found",
+        "copies are made that take longer than computing",
+    ),
+    (
+        "        _copy_keys(pairs, self._cache, self._device.prefix_cache)",
+        "        pass",
+        "blocks that came up are not found on the device",
+    ),
+    (
+        "self.blocks.retire(list(stored), self._last_copying_step, self._last_read)",
+        "self.blocks.retire(list(stored), -1, self._last_read)",
+        "a host block is given away before it was copied up",
+    ),
+    (
+        "self.blocks.retire(sequence.host_blocks, sequence.host_step, self._last_read)",
+        "self.blocks.retire(sequence.host_blocks, -1, self._last_read)",
+        "a cancelled sequence's host blocks skip the fence",
+    ),
+    ("            self.blocks.share(kept)", "            pass", "a cached host block is given back that nobody took"),
+    ("        elif self.blocks.num_available:", "        else:", "a full host breaks evictions on the device"),
+    (
+        "self.blocks.retire(kept, self._last_copying_step, self._last_read)",
+        "self.blocks.retire(kept, -1, self._last_read)",
+        "two evicted blocks are copied to the same place",
+    ),
+)
+
+BLOCK_MANAGER = mutants(
+    "engine/block_manager.py",
+    (
+        "return len(self._free) + self.num_idle",
+        "return len(self._free)",
+        "cached blocks are never given to anybody else",
+    ),
+    ("            if self.on_evict is not None:", "            if False:", "the host keeps nothing that was evicted"),
+    (
+        "            if self._references[block] == 0:\n                assert",
+        "            if False:\n                assert",
+        "a shared block may be evicted",
+    ),
+    (
+        "        if last_step <= last_read:",
+        "        if last_step < last_read:",
+        "blocks wait for a step that has been read",
+    ),
+    (
+        "        if last_step <= last_read:",
+        "        if last_step <= last_read + 1:",
+        "blocks come back one step too early",
+    ),
+    ("            if last_step <= step:", "            if last_step < step:", "blocks come back one step too late"),
+    (
+        "                self.num_fenced -= len(blocks)",
+        "                pass",
+        "blocks stay on their way back for ever",
+    ),
+    (
+        "        for block in reversed(blocks):",
+        "        for block in blocks:",
+        "the root of a chain is evicted before its tail",
+    ),
+    (
+        "if references == 0 and (self.prefix_cache is None or not self.prefix_cache.retain(block)):",
+        "if self.prefix_cache is None or not self.prefix_cache.retain(block):",
+        "a block is free while another row reads it",
+    ),
+    ("not self.prefix_cache.retain(block)", "True", "a cached block is free as well"),
+)
+
+PREFIX_CACHE = mutants(
+    "engine/prefix_cache.py",
+    (
+        '        digest.update(len(part).to_bytes(8, "little"))\n',
+        "",
+        "chains with different roots may have equal keys",
+    ),
+    ("parent = hashes[-1] if hashes else root", "parent = root", "a chain that grows has other keys than one at once"),
+    (
+        "hashlib.sha256(parent + tokens.tobytes())",
+        "hashlib.sha256(tokens.tobytes())",
+        "equal blocks match after different beginnings",
+    ),
+    ("                break", "                continue", "a match goes on behind a block that is not there"),
+    (
+        "if key not in self._block_of and block not in self._key_of:",
+        "if block not in self._key_of:",
+        "two blocks have the same key",
+    ),
+    ("        if key in self._pins:", "        if False:", "blocks that a session pinned are evicted as others are"),
+    (
+        "block, _ = (self._idle or self._idle_pinned).popitem(last=False)",
+        "block, _ = (self._idle or self._idle_pinned).popitem(last=True)",
+        "what was used last is evicted first",
+    ),
+    (
+        "block, _ = (self._idle or self._idle_pinned).popitem(last=False)",
+        "block, _ = (self._idle_pinned or self._idle).popitem(last=False)",
+        "what a session pinned is evicted first",
+    ),
+    (
+        "        del self._block_of[key]\n        return key, block",
+        "        return key, block",
+        "an evicted block is still found",
+    ),
+    ("            if self._pins[key] <= 0:", "            if True:", "one session unpins what another has pinned"),
+    (
+        "            if block is not None and block in self._idle:",
+        "            if False:",
+        "pinning idle blocks does not keep them",
+    ),
+)
+
+BLOCKS = PREFIX_SHARING + HOST_BLOCKS + BLOCK_MANAGER + PREFIX_CACHE
