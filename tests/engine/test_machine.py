@@ -91,7 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         max_batch_size=st.integers(2, 6),
         spare_slots=st.integers(0, 2),
-        budgets=st.tuples(st.integers(1, 20), st.sampled_from([None, None, 3, 9])),
+        budgets=st.tuples(st.integers(1, 20), st.sampled_from([None, None, 3, 9]), st.sampled_from([1, 1, 2, 4])),
         interval=st.integers(1, 3),
         caching=st.booleans(),
         depth=st.integers(1, MAX_DEPTH),
@@ -108,7 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size: int,
         max_batch_size: int,
         spare_slots: int,
-        budgets: tuple[int, int | None],
+        budgets: tuple[int, int | None, int],
         interval: int,
         caching: bool,
         depth: int,
@@ -119,8 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         failing: bool,
         max_queued: tuple[int, int],
     ) -> None:
-        self.depth = depth
-        self.failing = failing
+        self.depth, self.failing = depth, failing
         self.clock = Clock()
         self.quality = QualityOfService(policy_of(GROUPS), self.clock) if with_quality else None
         self.queue = WaitingQueue(self.quality, self.clock)
@@ -132,6 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_batch_size=max_batch_size,
             budget=budgets[0],
             tokens_beside_decode=budgets[1],
+            token_tile=budgets[2],
             interval=interval,
             caching=caching,
             num_host_blocks=num_host_blocks,
