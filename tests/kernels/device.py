@@ -23,11 +23,6 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
 
-def frequencies(pairs: int, theta: float = 500000.0) -> Tensor:
-    """Of the pairs of features that a rotary embedding turns."""
-    return (theta ** -(torch.arange(pairs) / pairs)).to(DEVICE)
-
-
 def poison(*shapes: tuple[int, ...], dtype: torch.dtype) -> None:
     """Leave NaN in the memory that the allocator is about to hand out for tensors of these shapes."""
     kept = [torch.full(shape, torch.nan, dtype=dtype, device=DEVICE) for shape in shapes]

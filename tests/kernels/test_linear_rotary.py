@@ -11,7 +11,7 @@ from asyncllm.kernels import PagedKV, Rotation
 from asyncllm.kernels.triton import linear_rotary
 from asyncllm.kernels.triton.linear_rotary import TABLES, skinny_rotary
 from asyncllm.kernels.triton.linear_small import SkinnyConfig
-from tests.kernels.device import DEVICE, frequencies, fresh_seed, poison, random
+from tests.kernels.device import DEVICE, fresh_seed, poison, random
 
 BLOCK_SIZE = 16
 
@@ -35,7 +35,9 @@ class Case:
         self.weight = (random(heads * head_dim, k, seed=seed + 1) / k**0.5).to(dtype)
         generator = torch.Generator().manual_seed(seed + 2)
         positions = torch.randint(0, 8192, (tokens,), generator=generator).to(DEVICE)
-        self.rotation: Rotation = kernels.rotation.reference(positions, frequencies(head_dim // 2))
+        self.rotation: Rotation = kernels.rotation.reference(  # type: ignore[attr-defined]
+            positions, (500000.0 ** -(torch.arange(head_dim // 2) * 2 / head_dim)).to(DEVICE)
+        )
         num_blocks = -(-tokens // BLOCK_SIZE) + 1
         self.slots = torch.randperm(num_blocks * BLOCK_SIZE, generator=generator)[:tokens].to(DEVICE)
         if tokens > 2:

@@ -13,7 +13,11 @@ from asyncllm import kernels
 from asyncllm.kernels import PagedKV, Rotation
 from asyncllm.kernels.triton import rotary as launchers
 from tests.kernels import offline
-from tests.kernels.device import DEVICE, assert_repeatable, frequencies, fresh_seed, poison, random
+from tests.kernels.device import DEVICE, assert_repeatable, fresh_seed, poison, random
+
+
+def frequencies(pairs: int, theta: float = 500000.0) -> Tensor:
+    return (theta ** -(torch.arange(pairs) / pairs)).to(DEVICE)
 
 
 @pytest.mark.parametrize("pairs", [4, 5])

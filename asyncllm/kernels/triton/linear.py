@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import TypeVar
 
@@ -15,10 +15,9 @@ from asyncllm.kernels.triton.launch import fits_tensor_map
 from asyncllm.kernels.triton.linear_invariant import choose_tile, matmul_invariant
 from asyncllm.kernels.triton.linear_small import GemvConfig, NarrowConfig, SkinnyConfig, gemv, skinny
 
-__all__ = ["TABLES", "by_device", "choose", "linear", "linear_invariant"]
+__all__ = ["TABLES", "choose", "linear", "linear_invariant"]
 
 _Entry = TypeVar("_Entry")
-_Entries = TypeVar("_Entries")
 
 Config = GemvConfig | SkinnyConfig | NarrowConfig
 
@@ -64,21 +63,6 @@ From 65 tokens on nothing of ours is faster than cuBLAS throughout. Products wit
 in whole tiles, split or in equal shares, came within 2 % of it from 1,024 tokens on and were 3 to 26 % slower below.
 Only that of gate and up was faster, 102.6 us at 256 tokens to 109.5, and more so with the gate in the same kernel:
 `linear_gated`."""
-
-
-def by_device(
-    tables: Mapping[str, dict[tuple[int, int], _Entries]],
-) -> Callable[[torch.device], dict[tuple[int, int], _Entries]]:
-    """What looks up a device's table by its name; an empty one where there is none, as for a CPU."""
-
-    @cache
-    def table(device: torch.device) -> dict[tuple[int, int], _Entries]:
-        return tables.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
-
-    return table
-
-
-_table = by_device(TABLES)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -127,6 +111,11 @@ def choose(
         if 0 < rows.shape[0] <= most:
             return config if fits_tensor_map(rows) and fits_tensor_map(weight) else None
     return None
+
+
+@cache
+def _table(device: torch.device) -> Table:
+    return TABLES.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
 
 
 @cache

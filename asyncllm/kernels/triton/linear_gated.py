@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from asyncllm.kernels.triton.activation import silu_mul
-from asyncllm.kernels.triton.linear import by_device, choose, linear
+from asyncllm.kernels.triton.linear import choose, linear
 from asyncllm.kernels.triton.linear_small import SkinnyConfig, skinny
 
 __all__ = ["TABLES", "GatedConfig", "linear_silu_mul"]
@@ -50,8 +51,6 @@ faster in every row: at 512 tokens it takes 193.6 us to 190.7, at 8,192 in tiles
 tiles of 128). There the layer as a whole decides. Up to 64 tokens that is with its norms, rotation and attention to 400
 keys a row."""
 
-_table = by_device(TABLES)
-
 
 def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
     table = _table(x.device)
@@ -67,3 +66,8 @@ def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
                 y = gated_product(rows, weight, config.tokens, shares=config.shares)
             return y.view(*x.shape[:-1], weight.shape[0] // 2)
     return silu_mul(linear(x, weight))
+
+
+@cache
+def _table(device: torch.device) -> Table:
+    return TABLES.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}

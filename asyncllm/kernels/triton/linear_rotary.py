@@ -1,11 +1,13 @@
 """The projection to queries, keys and values with the rotation behind it, for up to 64 tokens: one kernel, not two.
 
-It has the sums of `linear_small.skinny_kernel`, of other rows, and another end. A tile has as many features of a head's
-first half as of its second, those that are turned together; it lies within one head, so that all of its results go to
-q, to the cache's keys, or to its values.
+It is `linear_small.skinny_kernel` with other rows and another end. A tile has as many features of a head's first half
+as of its second, those that are turned together; it lies within one head, so that all of its results go to q, to the
+cache's keys, or to its values.
 """
 
 from __future__ import annotations
+
+from functools import cache as memoize
 
 import torch
 import triton
@@ -15,9 +17,9 @@ from torch import Tensor
 from asyncllm.kernels.cache import PagedKV
 from asyncllm.kernels.rotary import Rotation
 from asyncllm.kernels.triton.cache import check_cache
-from asyncllm.kernels.triton.language import PDL, release_consumers, round_to
-from asyncllm.kernels.triton.linear import by_device, choose, linear
-from asyncllm.kernels.triton.linear_small import SkinnyConfig, skinny_sums, token_tile
+from asyncllm.kernels.triton.language import PDL, dot, release_consumers, round_to, wait_for_producers
+from asyncllm.kernels.triton.linear import choose, linear
+from asyncllm.kernels.triton.linear_small import SkinnyConfig, token_tile
 from asyncllm.kernels.triton.rotary import rope_fill_kv
 
 __all__ = ["TABLES", "linear_rope_fill_kv", "skinny_rotary", "skinny_rotary_kernel"]
@@ -37,8 +39,6 @@ TABLES: dict[str, Table] = {
 covers, and what has None, goes to `linear` and `rope_fill_kv`. Figures are bf16, a layer with attention to 300 keys a
 row, Triton 3.6.0, CUDA 13.0."""
 
-_table = by_device(TABLES)
-
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slot_ptr"])
 def skinny_rotary_kernel(
@@ -55,14 +55,23 @@ def skinny_rotary_kernel(
     HALF: tl.constexpr = HEAD_DIM // 2
     release_consumers(USE_PDL)
     head = tl.program_id(0) // TILES
-    first_pair = tl.program_id(0) % TILES * PAIRS
-    pair = first_pair + tl.arange(0, PAIRS)
+    pair = tl.program_id(0) % TILES * PAIRS + tl.arange(0, PAIRS)
     own = tl.arange(0, BLOCK_N)
-    rows = head * HEAD_DIM + first_pair + own % PAIRS + own // PAIRS * HALF
-    acc = skinny_sums(x_ptr, weight_ptr, rows, tokens, 0, K // BLOCK_K, K, BLOCK_M, BLOCK_K, USE_PDL)
+    rows = head * HEAD_DIM + tl.program_id(0) % TILES * PAIRS + own % PAIRS + own // PAIRS * HALF
+    columns = tl.arange(0, BLOCK_K)[None, :]
+    w_rows = weight_ptr + rows[:, None].to(tl.int64) * K
+    wait_for_producers(USE_PDL)
 
     token = tl.arange(0, BLOCK_M)
     inside = token < tokens
+    x_rows = x_ptr + token[:, None] * K
+    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for step in range(0, K // BLOCK_K):
+        k = step * BLOCK_K + columns
+        w = tl.load(w_rows + k, eviction_policy="evict_first")
+        x = tl.load(x_rows + k, mask=inside[:, None], other=0.0)
+        acc = dot(w, tl.trans(x), acc)
+
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     first, second = tl.split(tl.permute(tl.reshape(acc, [2, PAIRS, BLOCK_M]), [1, 2, 0]))
     if head < NUM_HEADS + NUM_KV_HEADS:
@@ -143,3 +152,8 @@ def linear_rope_fill_kv(
         head_dim=head_dim,
         config=config,
     )
+
+
+@memoize
+def _table(device: torch.device) -> Table:
+    return TABLES.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}

@@ -25,7 +25,7 @@ from asyncllm.kernels.triton.activation import apply_gate
 from asyncllm.kernels.triton.counters import zero_counters
 from asyncllm.kernels.triton.language import PDL, dot, release_consumers, round_to, wait_for_producers
 
-__all__ = ["GemvConfig", "NarrowConfig", "SkinnyConfig", "gemv", "skinny", "skinny_sums", "token_tile"]
+__all__ = ["GemvConfig", "NarrowConfig", "SkinnyConfig", "gemv", "skinny", "token_tile"]
 
 
 @dataclass(frozen=True)
@@ -138,29 +138,6 @@ def _skinny_store(
     tl.store(out_ptr + token_ids[None, :] * N + rows[:, None], results, mask=(token_ids < tokens)[None, :])
 
 
-@triton.jit
-def skinny_sums(
-    x_ptr, weight_ptr, rows, tokens, begin, end,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """Once the kernels before are done: `rows` [BLOCK_N] of weight [N, K] times up to BLOCK_M rows of x [tokens, K],
-    over the steps begin to end - 1 of BLOCK_K columns -> [BLOCK_N, BLOCK_M] in float32."""
-    columns = tl.arange(0, BLOCK_K)[None, :]
-    w_rows = weight_ptr + rows[:, None].to(tl.int64) * K
-    wait_for_producers(USE_PDL)
-
-    token_ids = tl.arange(0, BLOCK_M)
-    x_rows = x_ptr + token_ids[:, None] * K
-    x_mask = (token_ids < tokens)[:, None]
-    acc = tl.zeros([rows.shape[0], BLOCK_M], dtype=tl.float32)
-    for step in range(begin, end):
-        k = step * BLOCK_K + columns
-        w = tl.load(w_rows + k, eviction_policy="evict_first")
-        x = tl.load(x_rows + k, mask=x_mask, other=0.0)
-        acc = dot(w, tl.trans(x), acc)
-    return acc
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def skinny_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr, tokens,
@@ -182,9 +159,19 @@ def skinny_kernel(
         rows = tile * HALF + own % HALF + own // HALF * N
     else:
         rows = tile * BLOCK_N + own
+    columns = tl.arange(0, BLOCK_K)[None, :]
+    w_rows = weight_ptr + rows[:, None].to(tl.int64) * K
+    wait_for_producers(USE_PDL)
+
     token_ids = tl.arange(0, BLOCK_M)
-    begin, end = STEPS * split // SPLITS, STEPS * (split + 1) // SPLITS
-    acc = skinny_sums(x_ptr, weight_ptr, rows, tokens, begin, end, K, BLOCK_M, BLOCK_K, USE_PDL)
+    x_rows = x_ptr + token_ids[:, None] * K
+    x_mask = (token_ids < tokens)[:, None]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for step in range(STEPS * split // SPLITS, STEPS * (split + 1) // SPLITS):
+        k = step * BLOCK_K + columns
+        w = tl.load(w_rows + k, eviction_policy="evict_first")
+        x = tl.load(x_rows + k, mask=x_mask, other=0.0)
+        acc = dot(w, tl.trans(x), acc)
 
     if SPLITS == 1:
         _skinny_store(acc, tokens, bias_ptr, out_ptr, tile, token_ids, N, GATED, HAS_BIAS)
