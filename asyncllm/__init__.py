@@ -26,8 +26,7 @@ if TYPE_CHECKING:
         TurbomindEngineConfig,
     )
     from asyncllm.engine.async_engine import AsyncEngine
-    from asyncllm.engine.generation import Generation
-    from asyncllm.engine.session import Session
+    from asyncllm.engine.requests.generation import Generation, Session
     from asyncllm.engine.stats import EngineStats
     from asyncllm.errors import (
         AsyncLLMError,
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
         UnsupportedFeature,
         UnsupportedModel,
     )
-    from asyncllm.server.client import APIClient
+    from asyncllm.http_client.api_client import APIClient
     from asyncllm.text.tokenizer import Tokenizer
     from asyncllm.types import Chunk, Embedding, FinishReason, Message, Response
 
@@ -107,11 +106,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "APIClient": "asyncllm.server.client",
+    "APIClient": "asyncllm.http_client.api_client",
     "AsyncEngine": "asyncllm.engine.async_engine",
     "EngineStats": "asyncllm.engine.stats",
-    "Generation": "asyncllm.engine.generation",
-    "Session": "asyncllm.engine.session",
+    "Generation": "asyncllm.engine.requests.generation",
+    "Session": "asyncllm.engine.requests.generation",
     "Tokenizer": "asyncllm.text.tokenizer",
     **dict.fromkeys(("Chunk", "Embedding", "FinishReason", "Message", "Response"), "asyncllm.types"),
     **dict.fromkeys(

@@ -27,6 +27,9 @@ Messages say what is wrong, why, and what to do, in that order.
 
 from __future__ import annotations
 
+import traceback
+import typing
+
 __all__ = [
     "AsyncLLMError",
     "ContextLengthExceeded",
@@ -49,8 +52,12 @@ __all__ = [
     "SessionNotFound",
     "UnsupportedFeature",
     "UnsupportedModel",
+    "detached",
     "short",
+    "unraised",
 ]
+
+Kept = typing.TypeVar("Kept", bound=BaseException)
 
 
 class AsyncLLMError(Exception):
@@ -79,11 +86,13 @@ class InvalidMessage(InvalidRequest):
 class ContextLengthExceeded(InvalidRequest):
     """The prompt can never fit; `prompt_len` and `limit` are in tokens."""
 
-    def __init__(self, prompt_len: int, limit: int, why: str, *, scored: bool = False) -> None:
-        """`scored`: the prompt is only scored or embedded, and needs no room for a new token."""
+    def __init__(self, prompt_len: int, limit: int, why: str, *, scored: bool = False, at_least: bool = False) -> None:
+        """`scored`: the prompt is only scored or embedded, and needs no room for a new token. `at_least`: it was not
+        counted to its end."""
         room = f"{limit} prompt tokens" if scored else f"{limit} prompt tokens and one new token"
+        tokens = f"at least {prompt_len}" if at_least else prompt_len
         super().__init__(
-            f"The prompt has {prompt_len} tokens, but {why} leaves room for {room}. Shorten the prompt, or raise "
+            f"The prompt has {tokens} tokens, but {why} leaves room for {room}. Shorten the prompt, or raise "
             f"session_len (or cache_max_entry_count) if the model and the memory allow it."
         )
         self.prompt_len = prompt_len
@@ -178,10 +187,45 @@ class ServerError(AsyncLLMError, RuntimeError):
 
 
 class ServerUnreachable(ServerError, ConnectionError):
-    """Nobody answers at the address, or the connection ended before the answer did."""
+    """No server answers at the address, or the connection ended before the answer did."""
 
 
 def short(name: object) -> str:
-    """`name` quoted for a message: unprintable characters escaped, and cut to a length that fits a line."""
-    text = repr(name)
+    """Return `name` quoted for a message: unprintable characters escaped, and cut to a length that fits a line."""
+    try:
+        text = repr(name)
+    except ValueError:
+        # Python writes no integer of more than 4,300 digits.
+        text = f"<{type(name).__name__} too long to write>"
     return text if len(text) <= 160 else f"{text[:150]}...{text[-1]}"
+
+
+# By its traceback an error refers to the frames that it passed, and these to the prompt, the request and whatever keeps
+# the error itself: a cycle, which only the garbage collector frees. The next two are for errors that are kept.
+
+
+def unraised(error: Kept, *, cause: bool) -> Kept:
+    """Return a copy that has not been raised, with the cause of the original or with none: the message names it."""
+    # The arguments of a class's own __init__ are not known here, and what it has set is copied. The built-in class that
+    # it is laid out as makes it.
+    kind: type[BaseException] = type(error)
+    while "__new__" not in vars(kind):
+        assert kind.__base__ is not None
+        kind = kind.__base__
+    copy: Kept = kind.__new__(type(error))
+    copy.args = error.args
+    copy.__dict__.update(error.__dict__)
+    if cause:
+        copy.__cause__ = error.__cause__
+    return copy
+
+
+def detached(error: Kept) -> Kept:
+    """Return the error, for the function that has caught it to keep: the tracebacks of it and its causes become a note,
+    as even a cleared frame refers to those that called it."""
+    error.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error

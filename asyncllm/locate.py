@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 def locate(
     model: str | os.PathLike[str], *, revision: str | None = None, download_dir: str | Path | None = None
 ) -> Path:
-    """The folder of `model`, downloaded from the hub if need be. Blocks on disk and network.
+    """Return the folder of `model`, downloaded from the hub if need be. Blocks on disk and network.
 
     Tried in this order: a bundled name ("tiny-chat"); an existing folder; a hub id "owner/name". What is written like a
     path, or begins with a folder that exists here, is never looked up on the hub.

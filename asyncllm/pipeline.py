@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast, ove
 import msgspec
 
 from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords
-from asyncllm.engine.prompts import Prompts, is_single
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
-from asyncllm.types import Chunk, Embedding, Message, Pooling, Response
+from asyncllm.text.prompts import Prompts, is_single
+from asyncllm.types import Chunk, Embedding, EmbeddingInput, Message, Pooling, Response, Weights
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from asyncllm.engine.async_engine import AsyncEngine
-    from asyncllm.engine.commands import Weights
-    from asyncllm.engine.embeddings import EmbeddingInput
-    from asyncllm.engine.session import Session
+    from asyncllm.engine.requests.generation import Session
     from asyncllm.engine.stats import EngineStats
     from asyncllm.text.tokenizer import Tokenizer
 
@@ -107,7 +105,7 @@ class Pipeline:
     ) -> None:
         """`parts` go to AsyncEngine as they are. Raises InvalidParameter, UnsupportedFeature, ModelError."""
         from asyncllm.engine.async_engine import AsyncEngine
-        from asyncllm.loop_thread import LoopThread
+        from asyncllm.event_loop.loop_thread import LoopThread
 
         self._closed = True  # until there is something to close
         self._engine: AsyncEngine = AsyncEngine(model_path, backend_config, chat_template_config, **parts)
@@ -148,7 +146,7 @@ class Pipeline:
         return self._loop.wait(future)
 
     def batch_infer(self, prompts: Prompts, gen_config: GenConfigs = None, **options: Any) -> Response | list[Response]:
-        """LMDeploy's name of calling the pipeline."""
+        """Answer prompts; LMDeploy's name of calling the pipeline."""
         return self(prompts, gen_config, **options)
 
     def stream_infer(
@@ -159,7 +157,7 @@ class Pipeline:
         adapter_name: str | None = None,
         **options: Any,
     ) -> Iterator[Chunk]:
-        """The chunks of all answers as they come; `chunk.index` says to which prompt one belongs.
+        """Yield the chunks of all answers as they come; `chunk.index` says to which prompt one belongs.
 
         Leaving the loop early ends the answers. Bad input raises with the first chunk.
         """
@@ -171,7 +169,7 @@ class Pipeline:
         )
 
     def session(self) -> ChatSession:
-        """A new, empty conversation."""
+        """Return a new, empty conversation."""
         return ChatSession(self, self._call(self._engine.session))
 
     @overload
@@ -209,7 +207,7 @@ class Pipeline:
         adapter_name: str | None = None,
         **options: Any,
     ) -> ChatSession | Iterator[Chunk]:
-        """The next turn of a conversation, or the first of a new one.
+        """Return the next turn of a conversation, or the first of a new one.
 
         Returns the ChatSession, whose `response` is the answer; with `stream_response`, an iterator of its Chunks.
         """
@@ -230,32 +228,34 @@ class Pipeline:
         return found
 
     def prepare_inputs(self, prompts: Prompts, do_preprocess: bool = True) -> dict[str, Any]:
-        """The token ids that prompts become: {"input_ids": list of ids, or a list of them for a list of prompts}."""
+        """Return the token ids that prompts become: {"input_ids": list of ids, or a list of them for a list of
+        prompts}."""
         return {"input_ids": self._loop.call(self._engine.encode(prompts, do_preprocess=do_preprocess))}
 
     def embed(
         self,
         prompts: EmbeddingInput,
         *,
-        pooling: Pooling = "last",
-        normalize: bool = True,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
         dimensions: int | None = None,
         **options: Unpack[RequestKeywords],
     ) -> Embedding | list[Embedding]:
-        """The embedding of one prompt (a text or token ids), or of a list of them, as `AsyncEngine.embed`."""
+        """Return the embedding of one prompt (a text or token ids), or of a list of them, as `AsyncEngine.embed`."""
         form: Any = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
         return self._loop.call(self._engine.embed(prompts, **form, **options))
 
     def get_ppl(
         self, input_ids: Sequence[int] | Sequence[Sequence[int]], **options: Unpack[RequestKeywords]
     ) -> list[float]:
-        """Per sequence, the mean cross-entropy of its tokens after the first, in nats."""
+        """Return, per sequence, the mean cross-entropy of its tokens after the first, in nats."""
         return self._loop.call(_gather(partial(self._engine.get_ppl, **options), _sequences(input_ids)))
 
     def get_logits(
         self, input_ids: Sequence[int] | Sequence[Sequence[int]], **options: Unpack[RequestKeywords]
     ) -> Tensor:
-        """The logits after each token: float32 [sequences, tokens, vocab], shorter sequences padded with zeros."""
+        """Return the logits after each token: float32 [sequences, tokens, vocab], shorter sequences padded with
+        zeros."""
         from torch.nn.utils.rnn import pad_sequence
 
         logits = self._loop.call(_gather(partial(self._engine.get_logits, **options), _sequences(input_ids)))
@@ -274,7 +274,7 @@ class Pipeline:
         self._loop.call(self._engine.wake(tags))
 
     def stats(self) -> EngineStats:
-        """A snapshot of what the engine holds and has done."""
+        """Return a snapshot of what the engine holds and has done."""
         return self._call(self._engine.stats)
 
     @property
@@ -348,11 +348,11 @@ class ChatSession:
         return self.inner.response
 
     def chat(self, prompt: str | Sequence[Message], gen_config: GenerationConfig | None = None, **options: Any) -> Any:
-        """The next turn, as `Pipeline.chat`."""
+        """Return the next turn, as `Pipeline.chat`."""
         return self._pipe.chat(prompt, self, gen_config, **options)
 
     def fork(self) -> ChatSession:
-        """A second conversation with the same history."""
+        """Return a second conversation with the same history."""
         return ChatSession(self._pipe, self._pipe._call(self.inner.fork))
 
     def close(self) -> None:
@@ -370,14 +370,15 @@ class ChatSession:
 
 
 def _replace(config: Config, fields: dict[str, Any]) -> Config:
-    """A checked copy of a config with other fields; what is no config is left for the engine to refuse."""
+    """Return a checked copy of a config with other fields; what is no config is left for the engine to refuse."""
     if not isinstance(config, EngineConfig | GenerationConfig):
         return config
     return config.from_dict({**msgspec.structs.asdict(config), **fields}).checked()
 
 
 def _split(gen_config: GenConfigs, options: dict[str, Any]) -> tuple[GenConfigs, RequestKeywords]:
-    """`gen_config`, with the fields that older programs pass directly in their place; and what is about the request."""
+    """Return `gen_config`, with the fields that older programs pass directly in their place; and what is about the
+    request."""
     keywords: Any = {name: value for name, value in options.items() if name in RequestKeywords.__optional_keys__}
     options = {name: value for name, value in options.items() if name not in keywords}
     for name in options:
@@ -396,7 +397,7 @@ def _split(gen_config: GenConfigs, options: dict[str, Any]) -> tuple[GenConfigs,
 
 
 def _sequences(input_ids: Any) -> list[Any]:
-    """One sequence of ids or several, as several."""
+    """Return one sequence of ids or several, as several."""
     several = isinstance(input_ids, Sequence) and len(input_ids) > 0 and not isinstance(input_ids[0], int)
     return list(input_ids) if several else [input_ids]
 
@@ -406,7 +407,7 @@ async def _async(function: Callable[[], T]) -> T:
 
 
 async def _gather(function: Callable[[Any], Coroutine[Any, Any, T]], items: list[Any]) -> list[T]:
-    """All results in order; the first error ends the rest."""
+    """Return all results in order; the first error ends the rest."""
     from asyncio import TaskGroup
 
     try:

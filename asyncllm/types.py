@@ -1,20 +1,42 @@
-"""What users get back: chunks while an answer streams, and responses as the sum of their chunks."""
+"""What users give and get back: weights and what to embed; chunks while an answer streams, responses as the sum of
+their chunks, and the record of a request that has ended."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-__all__ = ["Chunk", "Embedding", "FinishReason", "Message", "Pooling", "Response"]
+__all__ = [
+    "Chunk",
+    "Embedding",
+    "EmbeddingInput",
+    "FinishReason",
+    "Message",
+    "Pooling",
+    "RequestRecord",
+    "Response",
+    "ToolCall",
+    "ToolCallPiece",
+    "Weights",
+]
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+Kind = TypeVar("Kind")
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 """stop: end-of-sequence, a stop token or a stop word. length: max_new_tokens or the session length.
+tool_calls: as stop, behind at least one complete call of a tool.
 abort: cancelled by `stop_session` or by closing. error: this request failed inside a step, or its timeout was over."""
 
 Message = dict[str, Any]
 """An OpenAI chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str | list of parts}."""
+
+EmbeddingInput = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+"""One prompt to embed (a text or token ids), or a list of them."""
+
+Weights = Mapping[str, Any] | Iterable[tuple[str, Any]]
+"""torch.Tensor by name, or pairs of both."""
 
 Pooling = Literal["last", "mean"]
 """Which hidden states of a prompt make its embedding: the last token's, or the mean of all."""
@@ -23,10 +45,38 @@ Logprobs = list[dict[int, float]]
 """One dict per token: the chosen token first, then the most likely ones in falling order."""
 
 
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call of a tool that the model asks for."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON text, as the model wrote it; it may break the tool's schema, or off where the answer was cut."""
+
+
+class ToolCallPiece(msgspec.Struct, kw_only=True):
+    """A piece of a call. The first one of a call has its id and its name; the arguments of all of them join."""
+
+    index: int
+    """Which call of the answer, from 0; they come one after the other."""
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
 class Chunk(msgspec.Struct, kw_only=True):
-    """A piece of an answer. Concatenating the `text` of a choice's chunks gives the whole answer, byte for byte."""
+    """A piece of an answer. Concatenating the `text` of a choice's chunks gives the whole answer, byte for byte.
+
+    Within a chunk reasoning comes first, then text, then calls.
+    """
 
     text: str = ""
+    reasoning: str = ""
+    """What the model thinks before it answers, where the format of that is known; it is no part of `text`."""
+    tool_calls: list[ToolCallPiece] = []
+    """Pieces of calls, in a request with tools."""
+    reasoning_token_len: int = 0
+    """Of the tokens generated so far, those of reasoning, its marks included."""
     token_ids: list[int] = []
     """Tokens new in this chunk. A token may come before its text, while a character or a stop word is incomplete."""
     logprobs: Logprobs | None = None
@@ -69,6 +119,9 @@ class Response(msgspec.Struct, kw_only=True):
     """A whole answer: the sum of its chunks."""
 
     text: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = []
+    reasoning_token_len: int = 0
     token_ids: list[int] = []
     logprobs: Logprobs | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
@@ -89,9 +142,29 @@ class Response(msgspec.Struct, kw_only=True):
         """The seed-era name of `index`."""
         return self.index
 
+    @property
+    def parsed(self) -> Any:
+        """The text as JSON. Raises ValueError where it is none, as of an answer that was cut."""
+        return msgspec.json.decode(self.text)
+
+    def parsed_as(self, kind: type[Kind]) -> Kind:
+        """The text as a msgspec Struct, a dataclass or a pydantic model. Raises ValueError where it is none."""
+        validate = getattr(kind, "model_validate_json", None)
+        if validate is not None:
+            found: Kind = validate(self.text)
+            return found
+        return msgspec.json.decode(self.text, type=kind)
+
     def extend(self, chunk: Chunk) -> None:
         """Add a chunk of the same choice to this response."""
         self.text += chunk.text
+        self.reasoning += chunk.reasoning
+        for piece in chunk.tool_calls:
+            if piece.name is not None:
+                self.tool_calls.append(ToolCall(id=piece.id or "", name=piece.name, arguments=piece.arguments))
+            else:
+                self.tool_calls[piece.index].arguments += piece.arguments
+        self.reasoning_token_len = chunk.reasoning_token_len
         self.token_ids.extend(chunk.token_ids)
         if chunk.logprobs is not None:
             self.logprobs = (self.logprobs or []) + chunk.logprobs
@@ -115,7 +188,7 @@ class Response(msgspec.Struct, kw_only=True):
 
     @staticmethod
     def join(answers: Sequence[Response]) -> Response:
-        """One response out of the answers to one prompt, in choice order."""
+        """Return one response out of the answers to one prompt, in choice order."""
         if not answers:
             return Response()
         first = answers[0]
@@ -131,3 +204,27 @@ class Embedding(msgspec.Struct, kw_only=True):
     """Plain floats, as JSON and every vector store take them."""
     input_token_len: int
     """Tokens of the prompt."""
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that has ended, as an engine's observers are told. Times are seconds of `time.monotonic`."""
+
+    prompt_tokens: int
+    """History included."""
+    cached_tokens: int
+    """Those of them that the prefix cache had."""
+    generated_tokens: int
+    """Of all its answers."""
+    longest_answer: int
+    """Tokens of the longest of them."""
+    finish_reasons: tuple[FinishReason, ...]
+    """One for each answer."""
+    arrived: float
+    """When it was first awaited, before its prompt was encoded."""
+    queued: float
+    """When it entered the queue."""
+    admitted: float | None
+    """When its first sequence first got a row; None: it ended in the queue."""
+    prefilled: float | None
+    """When the step that computed the last of its prompt was read; None: it ended before that."""
+    ended: float

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm import kernels
-from asyncllm.kernels import PagedKV, sampling
+from asyncllm.kernels import LatentKV, PagedKV, sampling
 
 __all__ = ["LLAMA_3_8B", "Entry", "Shapes", "entries"]
 
@@ -48,6 +48,9 @@ class Shapes:
     decode: tuple[tuple[int, int], ...] = ((1, 256), (16, 640), (64, 640), (256, 1024))
     """(requests, tokens of context each)."""
     prefill: tuple[tuple[int, int], ...] = ((1, 8192), (4, 2048), (16, 512))
+    latent: tuple[int, int, int] = (16, 512, 64)
+    """Latent attention, of DeepSeek-V2-Lite: heads, numbers of a latent, and of a rotated key."""
+    latent_decode: tuple[tuple[int, int], ...] = ((1, 4096), (16, 16384), (64, 4096), (256, 1024))
 
 
 LLAMA_3_8B = Shapes()
@@ -71,7 +74,7 @@ class Entry:
 
 def entries(shapes: Shapes) -> list[Entry]:
     """All of them, in the order in which a step runs them."""
-    groups = (_norms, _linears, _rotary, _decode_attention, _prefill_attention, _activation, _sampling)
+    groups = (_norms, _linears, _rotary, _decode_attention, _prefill_attention, _latent, _activation, _sampling)
     return [entry for group in groups for entry in group(shapes)]
 
 
@@ -244,6 +247,71 @@ def _prefill_attention(shapes: Shapes) -> Iterator[Entry]:
                 keys,
                 keys,
             ),
+        )
+
+
+def _latent(shapes: Shapes) -> Iterator[Entry]:
+    heads, rank, rope = shapes.latent
+    width = rank + rope
+
+    def lines(requests: int, context: int) -> tuple[LatentKV, Tensor, Tensor]:
+        blocks = -(-context // shapes.block_size) + 1
+        pages = _random(shapes, requests * blocks, shapes.block_size, width)
+        tables = torch.randperm(requests * blocks, device=shapes.device).to(torch.int32).view(requests, blocks)
+        kv_lens = torch.full((requests,), context, dtype=torch.int32, device=shapes.device)
+        return LatentKV(pages, rank), tables, kv_lens
+
+    def decode(requests: int, context: int) -> Call:
+        cache, tables, kv_lens = lines(requests, context)
+        plan = kernels.plan_latent_decode(tables, kv_lens, cache, num_heads=heads)
+        queries = (_random(shapes, requests, heads, rank), _random(shapes, requests, heads, rope))
+        return partial(kernels.latent_decode_attention, *queries, cache, plan, scale=width**-0.5)
+
+    def prefill(requests: int, length: int) -> Call:
+        cache, tables, kv_lens = lines(requests, length)
+        offsets = torch.arange(0, requests * length + 1, length, dtype=torch.int32, device=shapes.device)
+        plan = kernels.plan_latent_prefill(tables, offsets, kv_lens, cache, num_heads=heads, max_q_len=length)
+        queries = (_random(shapes, requests * length, heads, rank), _random(shapes, requests * length, heads, rope))
+        return partial(kernels.latent_prefill_attention, *queries, cache, plan, scale=width**-0.5)
+
+    def expanded(requests: int, length: int) -> Call:
+        cache, tables, kv_lens = lines(requests, length)
+        offsets = torch.arange(0, requests * length + 1, length, dtype=torch.int32, device=shapes.device)
+        rows = [(length, length)] * requests
+        plan = kernels.plan_expanded_prefill(tables, offsets, kv_lens, cache, rows, num_heads=heads)
+        value, tokens = rank // 4, requests * length
+        q, kv = _random(shapes, tokens, heads, value + rope), _random(shapes, tokens, heads, 2 * value)
+        keys = _random(shapes, tokens, rope)
+        out = torch.empty(tokens, heads, value, dtype=shapes.dtype, device=shapes.device)
+
+        def attend() -> Tensor:
+            kernels.expanded_prefill_attention(q, kv, keys, plan, scale=width**-0.5, out=out)
+            return out
+
+        return attend
+
+    itemsize = shapes.dtype.itemsize
+    for requests, context in shapes.latent_decode:
+        queries = requests * heads
+        yield Entry(
+            f"latent_decode {requests}x{context}",
+            partial(decode, requests, context),
+            (requests * context * width + queries * (2 * rank + rope)) * itemsize,
+            2.0 * queries * context * (width + rank),
+        )
+    for requests, length in shapes.prefill:
+        tokens, pairs, value = requests * length, requests * length * (length + 1) / 2, rank // 4
+        yield Entry(
+            f"latent_prefill {requests}x{length}",
+            partial(prefill, requests, length),
+            (tokens * width + tokens * heads * (2 * rank + rope)) * itemsize,
+            2.0 * heads * pairs * (width + rank),
+        )
+        yield Entry(
+            f"expanded_prefill {requests}x{length}",
+            partial(expanded, requests, length),
+            (tokens * heads * (4 * value + rope) + tokens * rope) * itemsize,
+            2.0 * heads * pairs * (2 * value + rope),
         )
 
 

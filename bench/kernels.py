@@ -2,6 +2,8 @@
 
     python bench/kernels.py [--only REGEX] [--no-peers] [--json FILE]
 
+Latent attention has the shapes of DeepSeek-V2-Lite.
+
 Each op is captured in a CUDA graph of at least 20 calls, on as many sets of inputs in turn as it takes for none to be
 found in the L2 cache, unless the entry says that they lie there in a step as well. The figure is the median over
 replays, so that launching costs nothing and neighbours may overlap as they do in a step. `ceiling` is the time that its

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,11 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from tiny_chat.noise import perturbed
-from tiny_chat.questions import OPEN_SKILL, Question, held_out, quality_set
 
 from asyncllm import GenerationConfig, pipeline
 from asyncllm.locate import locate
+
+# The questions are those of the program that trains the model.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+
+from train_tiny_chat.noise import perturbed
+from train_tiny_chat.questions import OPEN_SKILL, Question, held_out, quality_set
 
 MAX_NEW_TOKENS = 160
 """More than the longest right answer, so that only an answer that does not end is cut."""

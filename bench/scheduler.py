@@ -17,11 +17,11 @@ import time
 from itertools import pairwise
 from typing import Any
 
-from asyncllm.batch import Batch, Limits, SamplingParams, StepOutput
-from asyncllm.engine.delivery import Answer, Delivery
 from asyncllm.engine.loop import EngineLoop
-from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.sequence import Request
+from asyncllm.engine.requests.delivery import Answer, Delivery
+from asyncllm.engine.schedule.scheduler import Scheduler
+from asyncllm.engine.schedule.sequence import Request
+from asyncllm.protocol import Batch, Limits, SamplingParams, StepOutput
 from asyncllm.testing import ByteTokenizer
 from asyncllm.text.detokenizer import Detokenizer
 
@@ -47,19 +47,21 @@ def new_scheduler(rows: int) -> Scheduler:
     )
 
 
-def new_request(number: int, tokenizer: ByteTokenizer) -> Request:
-    """A streamed request that runs for longer than the measurement."""
+def new_request(
+    number: int, tokenizer: ByteTokenizer, prompt_len: int = PROMPT_LEN, max_new_tokens: int = 4000
+) -> Request:
+    """A streamed request, which runs for longer than this file's measurements."""
     return Request(
         id=number,
-        prompt_ids=[(number + position) % 256 for position in range(PROMPT_LEN)],
+        prompt_ids=[(number + position) % 256 for position in range(prompt_len)],
         params=[SamplingParams(temperature=0.0)],
         stop_ids=frozenset({257}),
-        max_new_tokens=4000,
+        max_new_tokens=max_new_tokens,
         delivery=Delivery(streaming=True),
         answers=[
             Answer(
                 Detokenizer(tokenizer, skip_special_tokens=True),
-                stop_words=(),
+                stop_words=None,
                 hidden_ids=frozenset({257}),
                 include_stop=False,
             )
@@ -76,10 +78,15 @@ def run_step(batch: Batch) -> StepOutput:
 class InstantExecutor:
     """Steps are complete when they are submitted."""
 
+    isolated = False
+
     def __init__(self, rows: int) -> None:
         self.limits = limits(rows)
         self.num_steps = 0
         self.submitted: list[float] = []
+
+    def watch(self, *_: Any) -> None:
+        pass
 
     async def start(self) -> Limits:
         return self.limits

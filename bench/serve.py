@@ -46,6 +46,7 @@ class Answered(NamedTuple):
     last: float
     tokens: int
     events: int
+    """Those with text."""
 
 
 def jobs(count: int, seed: int) -> list[tuple[str, int]]:
@@ -71,7 +72,9 @@ async def read_streams(url: str, model: str, streams: int, work: Sequence[tuple[
                 whole = data.endswith(b"data: [DONE]\n\n") and b'data: {"error"' not in data
                 if response.status != 200 or not whole:
                     raise RuntimeError(f"status {response.status}: {data[-300:]!r}")
-            answered.append(Answered(first - asked, time.perf_counter() - asked, tokens, data.count(b"data: ") - 1))
+            # The last two are the finish reason, which has no text, and [DONE].
+            events = data.count(b"data: ") - 2
+            answered.append(Answered(first - asked, time.perf_counter() - asked, tokens, events))
 
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:

@@ -102,6 +102,44 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "attention_bias": False,
     },
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_act": "silu",
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+        },
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+    },
     "tiny": {
         **_LLAMA,
         "vocab_size": 512,
@@ -136,8 +174,15 @@ def weights(config: dict[str, Any]) -> Iterator[Weight]:
     Raises ValueError for an architecture whose names are not known here.
     """
     architecture = config["architectures"][0]
-    if architecture not in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
-        raise ValueError(f"{architecture}: only Llama, Mistral, Qwen3 and Qwen3-MoE shapes can be written")
+    known = (
+        "DeepseekV2ForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    )
+    if architecture not in known:
+        raise ValueError(f"{architecture}: only Llama, Mistral, Qwen3, Qwen3-MoE and DeepSeek-V2 shapes can be written")
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise ValueError("shapes with biases cannot be written")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -147,10 +192,13 @@ def weights(config: dict[str, Any]) -> Iterator[Weight]:
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         yield Weight(f"{prefix}.input_layernorm.weight", (hidden,), ones=True)
-        yield Weight(f"{prefix}.self_attn.q_proj.weight", (queries, hidden))
-        yield Weight(f"{prefix}.self_attn.k_proj.weight", (keys, hidden))
-        yield Weight(f"{prefix}.self_attn.v_proj.weight", (keys, hidden))
-        yield Weight(f"{prefix}.self_attn.o_proj.weight", (hidden, queries))
+        if architecture == "DeepseekV2ForCausalLM":
+            yield from _latent_attention(f"{prefix}.self_attn", config)
+        else:
+            yield Weight(f"{prefix}.self_attn.q_proj.weight", (queries, hidden))
+            yield Weight(f"{prefix}.self_attn.k_proj.weight", (keys, hidden))
+            yield Weight(f"{prefix}.self_attn.v_proj.weight", (keys, hidden))
+            yield Weight(f"{prefix}.self_attn.o_proj.weight", (hidden, queries))
         if architecture.startswith("Qwen3"):
             yield Weight(f"{prefix}.self_attn.q_norm.weight", (head_dim,), ones=True)
             yield Weight(f"{prefix}.self_attn.k_norm.weight", (head_dim,), ones=True)
@@ -159,11 +207,28 @@ def weights(config: dict[str, Any]) -> Iterator[Weight]:
             yield Weight(f"{prefix}.mlp.gate.weight", (config["num_experts"], hidden))
             for expert in range(config["num_experts"]):
                 yield from _mlp(f"{prefix}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
+        elif architecture == "DeepseekV2ForCausalLM" and layer >= config["first_k_dense_replace"]:
+            size = config["moe_intermediate_size"]
+            yield Weight(f"{prefix}.mlp.gate.weight", (config["n_routed_experts"], hidden))
+            yield from _mlp(f"{prefix}.mlp.shared_experts", hidden, config["n_shared_experts"] * size)
+            for expert in range(config["n_routed_experts"]):
+                yield from _mlp(f"{prefix}.mlp.experts.{expert}", hidden, size)
         else:
             yield from _mlp(f"{prefix}.mlp", hidden, config["intermediate_size"])
     yield Weight("model.norm.weight", (hidden,), ones=True)
     if not config.get("tie_word_embeddings"):
         yield Weight("lm_head.weight", (config["vocab_size"], hidden))
+
+
+def _latent_attention(prefix: str, config: dict[str, Any]) -> Iterator[Weight]:
+    """Of a model whose queries have no bottleneck."""
+    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    yield Weight(f"{prefix}.q_proj.weight", (heads * (nope + rope), hidden))
+    yield Weight(f"{prefix}.kv_a_proj_with_mqa.weight", (rank + rope, hidden))
+    yield Weight(f"{prefix}.kv_a_layernorm.weight", (rank,), ones=True)
+    yield Weight(f"{prefix}.kv_b_proj.weight", (heads * (nope + value), rank))
+    yield Weight(f"{prefix}.o_proj.weight", (hidden, heads * value))
 
 
 def _mlp(prefix: str, hidden: int, intermediate: int) -> Iterator[Weight]:

@@ -29,7 +29,7 @@ from asyncllm import AsyncEngine, EngineConfig
 from asyncllm.agent.executor import open_executor
 from asyncllm.config import ServerConfig
 from asyncllm.engine.loop import EngineLoop
-from asyncllm.engine.sequence import Request
+from asyncllm.engine.schedule.sequence import Request
 from asyncllm.locate import locate
 from asyncllm.server.run import run
 from asyncllm.testing import Fault, FaultPlan

@@ -22,15 +22,13 @@ import torch
 from table import emit
 
 from asyncllm import EngineConfig
-from asyncllm.agent.device_agent import DeviceAgent
-from asyncllm.agent.host_pool import BlockTransfers, allocate_host_pool, swap_blocks
-from asyncllm.agent.kv_cache import allocate_pool
+from asyncllm.agent.cache.host_pool import BlockTransfers, allocate_host_pool
+from asyncllm.agent.cache.layout import CacheLayout
+from asyncllm.agent.cache.pool import allocate_pool
 from asyncllm.agent.model_agent import ModelAgent
-from asyncllm.agent.opening import choose_device
-from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart, StepOutput, SwapPlan
 from asyncllm.locate import locate
-from asyncllm.models.config import ModelConfig
 from asyncllm.models.registry import read_config
+from asyncllm.protocol import Batch, PrefillRow, SamplingParams, SlotStart, SwapPlan
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 REPEATS = 7
@@ -43,18 +41,15 @@ def median_ms(run: Callable[[], float]) -> float:
     return statistics.median(run() for _ in range(REPEATS))
 
 
-def time_copies(
-    model: ModelConfig, tokens: Sequence[int], block_size: int, dtype: torch.dtype, device: torch.device
-) -> list[dict[str, Any]]:
+def time_copies(layout: CacheLayout, tokens: Sequence[int], device: torch.device) -> list[dict[str, Any]]:
     """One record for each length: milliseconds and gigabytes per second, down and up."""
-    most = -(-max(tokens) // block_size)
-    pool = allocate_pool(model, most, block_size, dtype, device)
-    host = allocate_host_pool(model, most, block_size, dtype)
-    run = _on_gpu(BlockTransfers(pool, host)) if device.type == "cuda" else _on_cpu(pool, host)
+    most = -(-max(tokens) // layout.block_size)
+    transfers = BlockTransfers(allocate_pool(layout, most, device), allocate_host_pool(layout, most))
+    run = _on_gpu(transfers) if device.type == "cuda" else _on_cpu(transfers)
     records = []
     for length in tokens:
-        pairs = [(block, block) for block in range(-(-length // block_size))]
-        size = len(pairs) * host[0].nbytes
+        pairs = [(block, block) for block in range(-(-length // layout.block_size))]
+        size = len(pairs) * layout.block_bytes
         down = median_ms(lambda pairs=pairs: run(SwapPlan(swap_out=pairs)))  # type: ignore[misc]
         up = median_ms(lambda pairs=pairs: run(SwapPlan(swap_in=pairs)))  # type: ignore[misc]
         records.append(
@@ -84,10 +79,10 @@ def _on_gpu(transfers: BlockTransfers) -> Callable[[SwapPlan], float]:
     return run
 
 
-def _on_cpu(pool: torch.Tensor, host: torch.Tensor) -> Callable[[SwapPlan], float]:
+def _on_cpu(transfers: BlockTransfers) -> Callable[[SwapPlan], float]:
     def run(plan: SwapPlan) -> float:
         start = time.perf_counter()
-        swap_blocks(plan, pool, host)
+        transfers.launch(plan)
         return (time.perf_counter() - start) * 1e3
 
     return run
@@ -96,7 +91,7 @@ def _on_cpu(pool: torch.Tensor, host: torch.Tensor) -> Callable[[SwapPlan], floa
 class Steps:
     """Runs single steps of a sequence in slot 0."""
 
-    def __init__(self, agent: ModelAgent | DeviceAgent) -> None:
+    def __init__(self, agent: ModelAgent) -> None:
         self._agent = agent
         self._step = 0
 
@@ -116,21 +111,14 @@ class Steps:
         batch = Batch(
             step=self._step,
             starts=[start],
-            new_blocks=[(0, 0, list(range(-(-length // self._agent.limits.block_size))))],
+            new_blocks=[(0, 0, 0, list(range(-(-length // self._agent.limits.block_size))))],
             copies=[],
             decode=[],
             prefill=[PrefillRow(slot=0, tokens=tokens, position=position, sample=True)],
             swaps=swaps,
         )
         self._step += 1
-        return self._output(batch).elapsed_ms
-
-    def _output(self, batch: Batch) -> StepOutput:
-        if isinstance(self._agent, ModelAgent):
-            return self._agent.step(batch)
-        pending = self._agent.launch(batch)
-        pending.wait()
-        return pending.output()
+        return self._agent.step(batch).elapsed_ms
 
 
 def crossover(tokens: Sequence[int], copying: Sequence[float], computing: Sequence[float]) -> float | None:
@@ -193,12 +181,10 @@ def measure(
     blocks = -(-longest // plain.tokens_per_block) + 1
     fields = {"max_batch_size": 1, "max_prefill_token_num": longest, "num_gpu_blocks": blocks, "num_cpu_blocks": blocks}
     config = EngineConfig(**{**fields, **overrides}).checked()
-    on_gpu = choose_device(config).type == "cuda"
-    agent = DeviceAgent(config, folder) if on_gpu else ModelAgent(config, folder)
+    agent = ModelAgent(config, folder)
     limits = agent.limits
-    copies = time_copies(
-        agent.model.config, tokens, limits.block_size, getattr(torch, limits.dtype), torch.device(limits.device)
-    )
+    layout = agent._layout
+    copies = time_copies(layout, tokens, torch.device(limits.device))
     steps = Steps(agent)
     for record in copies:
         length = record["tokens"] + 1

@@ -74,7 +74,7 @@ def _out_of_bounds(kind: Any, meta: msgspec.Meta | None) -> Iterator[Any]:
 def _with_bad_items(kind: Any) -> Iterator[Any]:
     arguments = [_parts(each)[0] for each in typing.get_args(kind)]
     if typing.get_origin(kind) is list:
-        for value in OTHERS[arguments[0]][:3]:
+        for value in OTHERS[typing.get_origin(arguments[0]) or arguments[0]][:3]:
             yield [value]
     if typing.get_origin(kind) is dict:
         for key in OTHERS[arguments[0]][:2]:

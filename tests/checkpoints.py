@@ -14,8 +14,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from asyncllm.models.registry import families
+from tests.remote_layouts import LAYOUTS, Layout
 
-__all__ = ["CHAT_TEMPLATE", "SPECIAL_TOKENS", "build_checkpoint", "write_tokenizer"]
+__all__ = [
+    "CHAT_TEMPLATE",
+    "SPECIAL_TOKENS",
+    "build_checkpoint",
+    "build_oracle",
+    "tiny_fields",
+    "write_tokenizer",
+]
+
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 3, "pad_token_id": 0}
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
 """Ids 0 to 3."""
@@ -43,32 +53,28 @@ def build_checkpoint(
 ) -> Path:
     """Write a complete model folder and return it.
 
-    `family` is a module of asyncllm.models ("llama", "qwen2", ...), whose `tiny` entries `overrides` replace in
-    config.json. `legacy` writes the schema of before transformers 5 (rope_theta, rope_scaling, torch_dtype). The
-    tokenizer knows the 256 bytes, SPECIAL_TOKENS and a few merges; vocab_size must be at least 260.
+    `family` is a module of asyncllm.models ("llama", "qwen2", ...) or one of LAYOUTS, whose `tiny` entries `overrides`
+    replace in config.json. `legacy` writes the schema of before transformers 5 (rope_theta, rope_scaling, torch_dtype).
+    The tokenizer knows the 256 bytes, SPECIAL_TOKENS and a few merges; vocab_size must be at least 260.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # its monitor thread outlives the test
-    fields = {**_tiny(family), **overrides}
-    tokens = {"bos_token_id": 1, "eos_token_id": 3, "pad_token_id": 0}
-    source = {**fields, **tokens}
-    if family == "internlm2":
-        source |= {"model_type": "llama", "attention_bias": source.pop("bias")}
-    config = AutoConfig.for_model(source.pop("model_type"), **source)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    offset = 0.0 if family == "gemma2" else 1.0
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(_perturbed(name, parameter, offset, seed))
-    model.to(dtype).save_pretrained(folder)
-    if family == "internlm2":
-        _rename_to_internlm2(folder, fields)
+    fields = {**tiny_fields(family), **overrides}
+    layout = LAYOUTS.get(family)
+    _save_native(fields if layout is None else layout.native_fields(fields), folder, seed, dtype, layout)
+    if layout is not None:
+        _rewrite(folder, fields, layout)
     if legacy:
         _rewrite_as_legacy(folder / "config.json")
-    _write_json(folder / "generation_config.json", {**tokens, "eos_token_id": [3]})
-    write_tokenizer(folder, fields["vocab_size"])
+    _write_json(folder / "generation_config.json", {**_TOKENS, "eos_token_id": [3]})
+    write_tokenizer(folder, fields.get("vocab_size") or fields["padded_vocab_size"])
+    return folder
+
+
+def build_oracle(family: str, folder: Path, **overrides: Any) -> Path:
+    """Write the native checkpoint that computes what `build_checkpoint` of the same arguments does, and return it."""
+    layout = LAYOUTS[family]
+    _save_native(layout.native_fields({**tiny_fields(family), **overrides}), folder, 0, torch.float32, layout)
+    file = folder / "model.safetensors"
+    save_file(layout.oracle(load_file(file)), file, metadata={"format": "pt"})
     return folder
 
 
@@ -101,63 +107,102 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     _write_json(folder / "tokenizer_config.json", settings)
 
 
-def _tiny(family: str) -> dict[str, Any]:
+def tiny_fields(family: str) -> dict[str, Any]:
+    """Entries of a small config.json of `family`."""
+    layout = LAYOUTS.get(family)
+    module = family if layout is None else layout.family
     for each in families().values():
-        if each.__module__ == f"asyncllm.models.{family}":
-            return dict(each.tiny)
-    raise ValueError(f"no family in asyncllm.models.{family}")
+        if each.__module__ == f"asyncllm.models.{module}":
+            fields = dict(each.tiny)
+            if layout is not None:
+                fields = {key: value for key, value in fields.items() if key not in layout.dropped}
+                fields |= {**layout.extra, "model_type": layout.model_type}
+            return fields
+    raise ValueError(f"no family in asyncllm.models.{module}")
+
+
+def _save_native(fields: Mapping[str, Any], folder: Path, seed: int, dtype: torch.dtype, layout: Layout | None) -> None:
+    """A model that transformers knows, with every parameter perturbed."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # its monitor thread outlives the test
+    source = {**fields, **_TOKENS}
+    model_type = source.pop("model_type")
+    config = AutoConfig.for_model(model_type, **source)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if layout is not None and layout.patch is not None:
+        layout.patch(model)
+    offset = 0.0 if model_type.startswith(("gemma", "nemotron")) else 1.0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_perturbed(name, parameter, offset, seed))
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(_perturbed(name, buffer, offset, seed))
+    model.to(dtype).save_pretrained(folder)
+
+
+def _rewrite(folder: Path, fields: Mapping[str, Any], layout: Layout) -> None:
+    """A native checkpoint under the names of another layout."""
+    file = folder / "model.safetensors"
+    renamed = layout.rename(load_file(file), dict(fields))
+    save_file({name: tensor.contiguous() for name, tensor in renamed.items()}, file, metadata={"format": "pt"})
+    native = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kept = (*(() if layout.rope else ("rope_parameters",)), *(() if layout.family == "qwen" else ("dtype",)))
+    shared = {key: native[key] for key in kept if key in native}
+    named = {**_TOKENS, **shared, "architectures": [layout.architecture]}
+    named |= {"auto_map": {"AutoModelForCausalLM": f"modeling_{layout.model_type}.{layout.architecture}"}}
+    if layout.family == "qwen":
+        named |= {"bf16": native["dtype"] == "bfloat16", "fp16": native["dtype"] == "float16", "no_bias": True}
+    if layout.nested:
+        fields = {"model_type": layout.model_type, layout.nested: {**fields, **shared}}
+        del named["rope_parameters"]
+    _write_json(folder / "config.json", {**fields, **named})
 
 
 def _perturbed(name: str, parameter: Tensor, offset: float, seed: int) -> Tensor:
     """Default initialisation hides bugs: norms of 1 and biases of 0 can be dropped, small matrices barely matter."""
     noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed))
-    return offset + 0.3 * noise if "norm" in name else 0.15 * noise
+    is_norm = name.endswith("weight") and parameter.ndim == 1
+    return offset + 0.3 * noise if is_norm else 0.15 * noise
 
 
-def _rename_to_internlm2(folder: Path, fields: Mapping[str, Any]) -> None:
-    """Llama's tensors under InternLM2's names: q, k and v of each KV head's group one after the other in wqkv."""
-    tensors = load_file(folder / "model.safetensors")
-    names = {
-        "model.embed_tokens": "model.tok_embeddings",
-        "self_attn.o_proj": "attention.wo",
-        "mlp.gate_proj": "feed_forward.w1",
-        "mlp.up_proj": "feed_forward.w3",
-        "mlp.down_proj": "feed_forward.w2",
-        "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "lm_head": "output",
-    }
-    num_kv_heads = fields["num_key_value_heads"]
-    renamed: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if "q_proj" in name:
-            parts = (tensors[name.replace("q_proj", each)] for each in ("q_proj", "k_proj", "v_proj"))
-            grouped = torch.cat([part.unflatten(0, (num_kv_heads, -1)) for part in parts], 1).flatten(0, 1)
-            renamed[name.replace("self_attn.q_proj", "attention.wqkv")] = grouped.contiguous()
-        elif "k_proj" not in name and "v_proj" not in name:
-            for old, new in names.items():
-                name = name.replace(old, new)
-            renamed[name] = tensor
-    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config |= {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": fields["bias"]}
-    config |= {"auto_map": {"AutoModelForCausalLM": "modeling_internlm2.InternLM2ForCausalLM"}}
-    _write_json(folder / "config.json", {key: value for key, value in config.items() if key != "attention_bias"})
+_LEGACY_NAMES: dict[str, dict[str, str]] = {
+    "bloom": {"hidden_size": "n_embed"},
+    "falcon": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
+}
+"""By model_type: what the first files of a family call what transformers writes now."""
 
 
 def _rewrite_as_legacy(file: Path) -> None:
     config = json.loads(file.read_text(encoding="utf-8"))
-    rope = config.pop("rope_parameters", None) or {}
-    config["rope_theta"] = rope.pop("rope_theta", 10000.0)
+    rope = config.pop("rope_parameters", None)
+    if "dtype" in config:
+        config["torch_dtype"] = config.pop("dtype")
+    if not rope:
+        config = {_LEGACY_NAMES.get(config["model_type"], {}).get(key, key): value for key, value in config.items()}
+        _write_json(file, config)
+        return
+    by_layer = "full_attention" in rope
+    if by_layer:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    names = _LEGACY_NAMES.get(config["model_type"], {})
+    config[names.get("rope_theta", "rope_theta")] = rope.pop("rope_theta", 10000.0)
+    if "partial_rotary_factor" in rope:
+        config[names.get("partial_rotary_factor", "partial_rotary_factor")] = rope.pop("partial_rotary_factor")
     kind = rope.pop("rope_type", "default")
     config["rope_scaling"] = None
     if kind != "default":
-        # Llama 3.1's files say rope_type, most older ones say type.
-        config["rope_scaling"] = {"rope_type" if kind == "llama3" else "type": kind, **rope}
+        # Llama 3.1's files and those of layers of several kinds say rope_type, most older ones say type.
+        config["rope_scaling"] = {"rope_type" if kind == "llama3" or by_layer else "type": kind, **rope}
+    config = {names.get(key, key): value for key, value in config.items()}
     if kind == "longrope":
         config["original_max_position_embeddings"] = config["rope_scaling"].pop("original_max_position_embeddings")
-    config["torch_dtype"] = config.pop("dtype")
-    config.pop("layer_types", None)
+    if not by_layer and not {"no_rope_layers", "sliding_window_pattern"} & set(config):
+        config.pop("layer_types", None)
     _write_json(file, config)
 
 

@@ -81,8 +81,10 @@ def _loop_never_blocks() -> Iterator[None]:
     """
     with blockbuster_ctx(scanned_modules=["asyncllm"]) as detector:
         for function in ("threading.Lock.acquire", "threading.Lock.acquire_lock"):
-            detector.functions[function].can_block_in("asyncllm/loop_thread.py", {"__init__", "wait", "close"})
-            detector.functions[function].can_block_in("asyncllm/agent/thread_executor.py", {"close"})
+            detector.functions[function].can_block_in(
+                "asyncllm/event_loop/loop_thread.py", {"__init__", "wait", "close"}
+            )
+            detector.functions[function].can_block_in("asyncllm/agent/step_thread.py", {"close"})
         yield
 
 

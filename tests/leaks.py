@@ -57,7 +57,7 @@ class LeakCheck:
         for descriptor, target in sorted(open_files().items() - self._files.items()):
             if not target.startswith(LASTING_FILES):
                 left.append(f"file descriptor {descriptor} -> {target}")
-        engines = sys.modules.get("asyncllm.engine.async_engine")
+        engines = sys.modules.get("asyncllm.engine.lifecycle")
         for engine in list(getattr(engines, "_live", ())):
             try:
                 engine.check_idle()

@@ -174,9 +174,9 @@ COMMANDS = [
     "lmdeploy serve api_server meta_llama/Meta-Llama-3-8B-Instruct --max-batch-size 256",
     "lmdeploy serve api_server ./workspace --server-name ${server_ip} --server-port ${server_port} --tp 1",
     "lmdeploy serve api_server internlm/internlm-chat-7b --server-port 8000 --qos-config-path qos_config.json",
+    "lmdeploy serve api_server ./internlm2-chat-7b-4bit --backend turbomind --model-format awq",
 ]
 
 REFUSED_COMMANDS = [
     "lmdeploy serve api_server internlm/internlm2-chat-7b --quant-policy 8",
-    "lmdeploy serve api_server ./internlm2-chat-7b-4bit --backend turbomind --model-format awq",
 ]

@@ -9,27 +9,34 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from tests.processes import USUAL_SIGNALS
 
 __all__ = ["Terminal"]
 
 ROOT = Path(__file__).parent.parent
 
-# Makes standard input the controlling terminal, so that its Ctrl-C arrives as a signal, and becomes `asyncllm`.
-IN_TERMINAL = (
-    "import fcntl, os, sys, termios\n"
-    "os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
-    "os.execv(sys.executable, [sys.executable, '-m', 'asyncllm', *sys.argv[1:]])"
-)
+# Makes standard input the controlling terminal, so that its Ctrl-C arrives as a signal, and becomes the command.
+IN_TERMINAL = "import fcntl, os, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n" + USUAL_SIGNALS
+
+PASTING = r"\x1b\[\?2004[hl]\r?"
+"""Tells a terminal to mark what is pasted."""
 
 
 class Terminal:
-    """One command, which is typed to and read from."""
+    """One command, which is typed to and read from: `asyncllm`, or another `program` of Python's."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, program: Sequence[str] = ("-m", "asyncllm")) -> None:
         self.master, slave = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", IN_TERMINAL, *arguments], stdin=slave, stdout=slave, stderr=slave, cwd=ROOT
+            [sys.executable, "-c", IN_TERMINAL, *program, *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=ROOT,
+            env={**os.environ, "TERM": "xterm", "INPUTRC": os.devnull},
         )
         os.close(slave)
         self.text = ""
@@ -44,7 +51,8 @@ class Terminal:
             if not select.select([self.master], [], [], max(0, deadline - time.monotonic()))[0]:
                 return False
             try:
-                self.text += os.read(self.master, 65536).decode("utf-8", "replace")
+                text = self.text + os.read(self.master, 65536).decode("utf-8", "replace")
+                self.text = re.sub(PASTING, "", text)
             except OSError:  # the program has ended
                 return re.search(pattern, self.text) is not None
         return True

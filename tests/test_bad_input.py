@@ -89,7 +89,16 @@ class TestSettings:
         assert RequestKeywords.__optional_keys__ == set(RequestOptions.__struct_fields__)
 
     @pytest.mark.parametrize(
-        "options", [{"timeout": 0}, {"timeout": -1.5}, {"cache_salt": ""}, {"deadline": 5}, {"Priority": 1}], ids=str
+        "options",
+        [
+            {"timeout": 0},
+            {"timeout": -1.5},
+            {"cache_salt": ""},
+            {"cache_salt": "\ud800"},
+            {"deadline": 5},
+            {"Priority": 1},
+        ],
+        ids=str,
     )
     def test_request_rule(self, pipe: FakePipeline, options: dict[str, Any]) -> None:
         with pytest.raises(InvalidParameter, match=next(iter(options))):
@@ -139,8 +148,11 @@ class TestSettings:
             ({"stop_token_ids": [2**70]}, InvalidParameter),
             ({"bad_token_ids": [VOCAB]}, InvalidParameter),
             ({"bad_token_ids": [-5]}, InvalidParameter),
-            ({"bad_words": ["\ud800"]}, InvalidRequest),
-            ({"response_format": {"type": "json_object"}}, UnsupportedFeature),
+            ({"bad_words": ["\ud800"]}, InvalidParameter),
+            ({"stop_words": ["a", "b\udfff"]}, InvalidParameter),
+            ({"repetition_penalty": 1.18e-38}, InvalidParameter),
+            ({"repetition_penalty": 5e-324}, InvalidParameter),
+            ({"response_format": {"type": "json_schema"}}, InvalidParameter),
             ({"response_format": {}}, UnsupportedFeature),
         ],
         ids=str,
@@ -152,13 +164,13 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("fields", "error"),
         [
-            ({"tp": 2}, UnsupportedFeature),
+            ({"tp": 0}, InvalidParameter),
+            ({"tp": 65}, InvalidParameter),
             ({"eviction_type": "swap"}, InvalidParameter),
             ({"num_cpu_blocks": 8, "enable_prefix_caching": False}, InvalidParameter),
             ({"num_cpu_blocks": 2**31}, InvalidParameter),
             ({"quant_policy": 4}, UnsupportedFeature),
             ({"quant_policy": 8}, UnsupportedFeature),
-            ({"model_format": "awq"}, UnsupportedFeature),
             ({"use_logn_attn": True}, UnsupportedFeature),
             ({"adapters": {"a": "b"}}, UnsupportedFeature),
             ({"session_len": 1}, InvalidParameter),
@@ -409,7 +421,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], None], type[Exception]]] = {
     "config of another kind": (write("config.json", b"[]"), InvalidCheckpoint),
     "config cut": (cut("config.json", 0.5), InvalidCheckpoint),
     "config is no text": (write("config.json", b"\xff\xfe\x00"), InvalidCheckpoint),
-    "no architecture": (edit("config.json", architectures=None), InvalidCheckpoint),
+    "no architecture": (edit("config.json", architectures=None, model_type=None), InvalidCheckpoint),
     "unknown architecture": (edit("config.json", architectures=["NobodyForCausalLM"]), UnsupportedModel),
     "code asked for": (
         edit("config.json", architectures=["MyModel"], auto_map={"AutoModelForCausalLM": "my--code.MyModel"}),

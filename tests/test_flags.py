@@ -11,8 +11,8 @@ from asyncllm import (
     InvalidParameter,
     ServerConfig,
     UnsupportedFeature,
-    flags,
 )
+from asyncllm.cli import flags
 
 CONFIGS = [EngineConfig, GenerationConfig, ChatTemplateConfig, ServerConfig]
 
@@ -73,8 +73,10 @@ def test_engine_options(arguments: list[str], expected: EngineConfig) -> None:
 def test_bounds_are_those_of_the_struct() -> None:
     with pytest.raises(InvalidParameter, match="temperature"):
         parse(GenerationConfig, "--temperature", "3")
-    with pytest.raises(UnsupportedFeature, match="tp"):
-        parse(EngineConfig, "--tp", "2")
+    with pytest.raises(InvalidParameter, match="tp"):
+        parse(EngineConfig, "--tp", "65")
+    with pytest.raises(UnsupportedFeature, match="use_logn_attn"):
+        parse(EngineConfig, "--use-logn-attn")
 
 
 @pytest.mark.parametrize(

@@ -94,10 +94,10 @@ def test_engine_that_lost_a_block(check: LeakCheck, monkeypatch: pytest.MonkeyPa
             raise AssertionError("block 3 is neither free nor cached")
 
     engine = Engine()
-    module = types.ModuleType("asyncllm.engine.async_engine")
+    module = types.ModuleType("asyncllm.engine.lifecycle")
     module._live = weakref.WeakSet([engine])  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "asyncllm.engine.async_engine", module)
+        patch.setitem(sys.modules, "asyncllm.engine.lifecycle", module)
         with pytest.raises(AssertionError, match="block 3 is neither free nor cached"):
             check.end()
 

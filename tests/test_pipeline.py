@@ -310,11 +310,11 @@ class TestFactory:
         [
             ({"vision_config": object()}, UnsupportedFeature),
             ({"backend": "other"}, InvalidParameter),
-            ({"tp": 2}, UnsupportedFeature),
+            ({"tp": 0}, InvalidParameter),
             ({"instance_num": 0}, InvalidParameter),
             ({"model_name": "llama2", "chat_template_config": "vicuna"}, InvalidParameter),
             ({"backend_config": {"tp": 1}}, InvalidParameter),
-            ({"backend_config": EngineConfig(tp=1), "tp": 4}, UnsupportedFeature),
+            ({"backend_config": EngineConfig(tp=1), "tp": 65}, InvalidParameter),
         ],
     )
     def test_refusals(self, arguments: dict[str, object], error: type[Exception]) -> None:

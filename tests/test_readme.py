@@ -1,4 +1,4 @@
-"""What README.md tells to type about serving works as it stands there. Its other commands are those of `.ci/run`."""
+"""The programs of README.md and its commands for serving work as written. `.ci/run` runs its other commands."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.processes import ServerProcess
+from tests.processes import ServerProcess
 
-SECTION = re.search(r"\n## Serve\n(.*?)\n## ", (Path(__file__).parent.parent / "README.md").read_text(), re.DOTALL)
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+SECTION = re.search(r"\n## Serve\n(.*?)\n## ", README, re.DOTALL)
 assert SECTION is not None
 SERVE, ASK, PROGRAM = re.findall(r"```\w+\n(.*?)```", SECTION[1], re.DOTALL)
+
+PROGRAMS = [program for program in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if program != PROGRAM]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_program(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(program, "README.md", "exec"), {})
+    assert capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm import ChatTemplateConfig, Response, UnsupportedFeature, pipeline
+from asyncllm import ChatTemplateConfig, Response, pipeline
 from asyncllm.text.templates import MODELS
 from tests.seed_samples import CUSTOM_TEMPLATE, LONG_SAMPLES, SAMPLES, TEMPLATE_JSON
 
@@ -54,10 +54,9 @@ def test_sample_runs(name: str, run: Runner, capsys: pytest.CaptureFixture[str])
         assert "Chunk(" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [name for name in SAMPLES if "tp=2" in SAMPLES[name]])
-def test_tensor_parallelism_is_refused_not_ignored(name: str, run: Runner) -> None:
-    with pytest.raises(UnsupportedFeature, match="tp"):
-        run(SAMPLES[name])
+def test_a_sample_with_two_ranks(run: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+    run(SAMPLES["tensor parallel"])
+    assert "Response(" in capsys.readouterr().out
 
 
 def test_long_context_sample(run: Runner, capsys: pytest.CaptureFixture[str]) -> None:

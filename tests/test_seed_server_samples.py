@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from asyncllm import cli
+from tests.processes import ServerProcess
 from tests.seed_samples import TEMPLATE_JSON
 from tests.seed_server_samples import API_CLIENT, COMMANDS, CURL, OPENAI, REFUSED_COMMANDS, SERVE
-from tests.serve.processes import ServerProcess
 
 SMALL = ["--server-port", "0", "--num-gpu-blocks", "200", "--device-type", "cpu"]
 

@@ -1,156 +1,491 @@
-"""The model side of a step: state tables, forward pass, scoring, sampling."""
+"""ModelAgent: the model side of the engine, which launches steps without waiting for any of them.
+
+    launch(N)      brings up what is new, launches forward pass, sampling and the download of the tokens
+    launch(N + 1)  the same, while a GPU runs N: it reads N's tokens from the device's tables
+    PendingStep N  waits for its download, and becomes a StepOutput
+
+On a GPU decode steps are replayed from CUDA graphs, and so are all layers but the last one of steps with few prompt
+tokens; longer ones are launched kernel by kernel. On a CPU every step goes that last way, and is computed when `launch`
+returns.
+"""
 
 from __future__ import annotations
 
-import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from asyncllm.agent.host_pool import allocate_host_pool, swap_blocks
-from asyncllm.agent.inputs import SlotTables
-from asyncllm.agent.kv_cache import allocate_pool, host_blocks, pool_blocks
-from asyncllm.agent.opening import OpenedModel
-from asyncllm.agent.pooled_hidden import PooledHidden
-from asyncllm.agent.prompt_scores import PromptScores
-from asyncllm.agent.residence import Residence
-from asyncllm.agent.sampler import NOT_FINITE, Sampler
-from asyncllm.batch import Batch, Command, StartTimes, StepOutput
+from asyncllm import kernels
+from asyncllm.agent.cache.host_pool import MIN_COPIED_TOKENS, BlockTransfers, allocate_host_pool, staging_bytes
+from asyncllm.agent.cache.layout import CacheLayout
+from asyncllm.agent.cache.pool import allocate_pool, host_blocks, pool_blocks
+from asyncllm.agent.device.graphs import StepGraphs, bucket_sizes, smallest_for
+from asyncllm.agent.device.streams import MAX_STEPS_IN_FLIGHT, Streams
+from asyncllm.agent.device.upload import upload
+from asyncllm.agent.open_model import OpenedModel
+from asyncllm.agent.pending_step import PendingStep, abandon
+from asyncllm.agent.prompt_outputs import PooledHidden, PromptScores
+from asyncllm.agent.sampling.sampler import Sampler
+from asyncllm.agent.sleep import ModelPlacement
+from asyncllm.agent.step.graph_sizes import LARGEST_MIXED, MixedSize, mixed_sizes
+from asyncllm.agent.step.split_step import decode_rows, prefill_halves
+from asyncllm.agent.step.tables import SlotTables, StepTensors
+from asyncllm.agent.warm_up import CapturedPart, largest_step, measure_reserve, warm_up_batches, warm_up_mlps
 from asyncllm.config import EngineConfig
-from asyncllm.errors import UnsupportedFeature
-from asyncllm.kernels import PagedKV, copy_blocks
+from asyncllm.distributed.group import RankGroup
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.protocol import Batch, Command, Limits, PrefillRow, StartTimes, StepOutput, SwapPlan
 
 __all__ = ["ModelAgent"]
 
+_TOKEN_TILE = 128
+"""Matrix products of Llama-3-8B on an H200 take 0.62 us a token for 512 or 640 tokens, 0.65 us for 384, and 0.65 to
+0.92 us between these (0.92 us for 448)."""
+
+_FEW_BLOCKS = 2
+"""A pool to measure steps with, before the real one is sized."""
+
+_FORWARD, _SAMPLE, _MIXED = "forward", "sample", "mixed"
+"""Captured parts: the two of a decode step, and what is captured of a step that has prompt tokens."""
+
+OUT_OF_MEMORY = (
+    "The device had no memory left to compute or score this prompt, even in parts. Lower max_prefill_token_num or "
+    "cache_max_entry_count."
+)
+
 
 class ModelAgent:
-    """A model with its KV pool, slot tables and sampling state; runs steps one after another.
+    """A model with its KV pool, slot tables, sampling state and graphs.
 
-    All methods belong to one thread. `limits` is what the engine has to know.
+    Made in one thread; after that all methods belong to one thread again, which may be another. `limits` is what the
+    engine has to know.
     """
 
     def __init__(
-        self, config: EngineConfig, path: Path, *, model: DecoderLM | None = None, times: StartTimes | None = None
+        self,
+        config: EngineConfig,
+        path: Path,
+        *,
+        model: DecoderLM | None = None,
+        times: StartTimes | None = None,
+        group: RankGroup | None = None,
     ) -> None:
-        """Load the checkpoint in the folder `path`, unless its `model` is given, and size the KV pool.
+        """Load the checkpoint in the folder `path`, unless its `model` is given, size the KV pool, capture graphs.
 
-        `times` is the clock of a start that has begun already.
+        `times` is the clock of a start that has begun already. In a `group` the model is this rank's share, and all
+        ranks run the same steps in the same order.
 
-        Raises ModelError when the checkpoint cannot be loaded or no block fits, InvalidParameter when `session_len`
-        asks for more positions than the model has, and UnsupportedFeature for what only a GPU can do.
+        Raises ModelError when the checkpoint cannot be loaded or no block fits, and InvalidParameter when
+        `session_len` asks for more positions than the model has.
         """
-        if config.batch_invariant:
-            raise UnsupportedFeature(
-                "batch_invariant: the matrix products of a CPU round differently for different batch sizes. Use a GPU, "
-                "or batch_invariant=False.",
-                "batch_invariant",
-            )
         times = times or StartTimes()
-        opened = OpenedModel.open(config, path, model=model, times=times)
-        model, device, dtype, max_position, _ = opened
-        block_size = config.tokens_per_block
-        num_blocks = pool_blocks(config, model.config, max_position=max_position, dtype=dtype, device=device)
-        num_host_blocks = host_blocks(config, model.config, num_blocks, dtype=dtype)
+        opened = OpenedModel.open(config, path, model=model, times=times, group=group)
+        if config.batch_invariant:
+            opened.model.make_batch_invariant()
+        self.model, self._device, self._dtype = opened.model, opened.device, opened.dtype
+        self._streams = Streams(self._device)
+        self._unsampled: tuple[PendingStep, Callable[[], None]] | None = None
+        """The step whose sampling waits until all before it are read, and what launches it."""
+        self._unread: deque[PendingStep] = deque()
+        """Launched steps whose output is unread, oldest first. Also for `abandon`: the device may write what they
+        hold."""
+        self._decode_sizes = bucket_sizes(config.max_batch_size)
+        self._mixed_sizes: list[MixedSize] = []
+        if self.model.config.num_layers > 1 and not config.batch_invariant:
+            self._mixed_sizes = mixed_sizes(config.max_batch_size, config.prefill_budget)
+        self._layout = CacheLayout(
+            self.model.cache_specs, config.tokens_per_block, self._dtype, longest=opened.max_position
+        )
+        self._placement = ModelPlacement(opened)
+        self._in_group = group is not None
+        """Whether other ranks take part in each step, so that this one alone may not compute it otherwise."""
         # A whole batch may end while the next one, in other slots, is in flight already.
         num_slots = 2 * config.max_batch_size
-        self.model = model
-        self._dtype, self._device = dtype, device
-        self._num_blocks, self._num_host_blocks, self._block_size = num_blocks, num_host_blocks, block_size
-        self._residence = Residence(opened)
-        self.take_cache()
-        self._tables = SlotTables(num_slots, max_position, block_size, device, rope_lens=model.config.dynamic_rope)
-        self._sampler = Sampler(num_slots, model.config.vocab_size, device)
-        self._not_finite: set[int] = set()
-        times.lap("pool")
-        self.limits = opened.limits(
-            num_blocks, block_size, num_slots, num_host_blocks=num_host_blocks, start_seconds=times.seconds
+        with torch.inference_mode(), self._streams.computing():
+            self._allocate_state(config, opened, num_slots, max_rows=max(self._decode_sizes[-1], config.max_batch_size))
+            num_blocks = pool_blocks(
+                config,
+                self._layout,
+                max_position=opened.max_position,
+                device=self._device,
+                reserve=self._measure(config, opened) + staging_bytes(config, self._layout),
+            )
+            self._num_blocks = num_blocks = opened.agreed(num_blocks)
+            num_host_blocks = opened.agreed(host_blocks(config, self._layout, num_blocks))
+            self._num_host_blocks = num_host_blocks
+            self._allocate_pools()
+            times.lap("pool")
+            self._graphs = self._capture()
+            if self._streams.on_gpu:
+                warm_up_mlps(self.model, config.prefill_budget + config.max_batch_size)
+        self.limits: Limits = opened.limits(
+            num_blocks,
+            config.tokens_per_block,
+            num_slots,
+            windows=self._layout.windows,
+            num_host_blocks=num_host_blocks,
+            min_copied_tokens=MIN_COPIED_TOKENS if self._streams.on_gpu else 1,
+            token_tile=_TOKEN_TILE if self._streams.on_gpu else 1,
+            tokens_beside_decode=LARGEST_MIXED if self._streams.on_gpu else None,
+            max_steps_in_flight=opened.steps_ahead() if self._streams.on_gpu else 2,
+            start_seconds=times.seconds,  # the clock's own, which gets its last entry below
         )
+        if self._streams.on_gpu:
+            self._warm_up(min(config.prefill_budget, opened.max_position))
+        times.lap("capture")
+
+    def _allocate_state(self, config: EngineConfig, opened: OpenedModel, num_slots: int, *, max_rows: int) -> None:
+        """Make the tables by slot, and the tensors that captured steps read and write."""
+        self._tables = SlotTables(
+            num_slots=num_slots,
+            max_rows=max_rows,
+            max_position=opened.max_position,
+            block_size=config.tokens_per_block,
+            batch_invariant=config.batch_invariant,
+            device=self._device,
+            columns=self.model.step_columns,
+            mixed=self._mixed_sizes,
+            layer_groups=self._layout.layer_groups,
+        )
+        vocab_size = self.model.config.vocab_size
+        self.sampler = Sampler(num_slots, vocab_size, self._device)
+        self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=self._device)
+        self._drawn_positions = torch.zeros(max_rows, dtype=torch.int32, device=self._device)
+        self._flags = torch.zeros(max_rows, dtype=torch.int32, device=self._device)
+        self._results = torch.zeros(2 * max_rows, dtype=torch.int32, device=self._device)
+        self._no_flags = torch.zeros(0, dtype=torch.int32, device=self._device)
+        # A model with a final softcap gives float32.
+        logits = self.model.logits(
+            torch.zeros(1, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
+        )
+        self._logits = torch.zeros(max_rows, vocab_size, dtype=logits.dtype, device=self._device)
+        most = max((size.tokens for size in self._mixed_sizes), default=0)
+        self._residual = torch.zeros(most, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
+
+    def _allocate_pool(self, num_blocks: int) -> None:
+        """Allocate the KV pool, and what attention sees of it: one cache per layer."""
+        self._pool = allocate_pool(self._layout, num_blocks, self._device)
+        self._tables.caches = self._layout.caches(self._pool)
+
+    def _allocate_pools(self) -> None:
+        """Allocate the whole KV pool, the host's if there is one, and the way between them."""
+        self._allocate_pool(self._num_blocks)
+        self._swaps: BlockTransfers | None = None
+        if self._num_host_blocks:
+            self._swaps = BlockTransfers(self._pool, allocate_host_pool(self._layout, self._num_host_blocks))
 
     def take_cache(self) -> None:
-        """Allocate the KV pools. Raises ModelError when the memory is not there."""
-        config = self.model.config
-        self._pool = allocate_pool(config, self._num_blocks, self._block_size, self._dtype, self._device)
-        self._host_pool = allocate_host_pool(config, self._num_host_blocks, self._block_size, self._dtype)
-        self._caches = [PagedKV.over(pages) for pages in self._pool]
+        """Allocate the KV pools again and capture the graphs, which hold addresses. The kernels are compiled already.
+
+        Raises ModelError or torch.OutOfMemoryError, and holds nothing then.
+        """
+        try:
+            with self._streams.launching():
+                self._allocate_pools()
+                self._graphs = self._capture()
+        except BaseException:
+            self.release_cache()
+            raise
 
     def release_cache(self) -> None:
-        """Give the KV pools back. Slots that were started before are not to be used any more."""
-        self._pool = self._host_pool = torch.empty(0)
-        self._caches = []
+        """Give KV pools and graphs back. Slots that were started before are not to be used any more."""
+        self._graphs = self._swaps = None
+        self._pool, self._tables.caches = [], ()
 
     def carry_out(self, command: Command) -> None:
-        """See `Residence.carry_out`."""
-        self._residence.carry_out(command, self)
+        """See `ModelPlacement.carry_out`. No step is in flight; any one thread may call it."""
+        with self._streams.computing():
+            self._placement.carry_out(command, self)
 
-    @torch.inference_mode()
-    def step(self, batch: Batch) -> StepOutput:
-        """Run one step. A row that fails is named in `StepOutput.errors`; what raises here concerns the whole step,
-        whose slots are of use again once they are started anew."""
-        began = time.perf_counter()
-        for start in batch.starts:
-            self._not_finite.discard(start.slot)
-            self._tables.start(start)
-            self._sampler.start(start)
-        for slot, index, blocks in batch.new_blocks:
-            self._tables.write_blocks(slot, index, blocks)
-        swap_blocks(batch.swaps, self._pool, self._host_pool)
-        if batch.copies:
-            pairs = torch.tensor(batch.copies, dtype=torch.int64, device=self._device)
-            copy_blocks(self._pool, pairs[:, 0], pairs[:, 1])
-        output = StepOutput(step=batch.step, slots=[], tokens=[])
-        if batch.decode or batch.prefill:
+    def _measure(self, config: EngineConfig, opened: OpenedModel) -> int:
+        """Return how many bytes steps take beside weights and KV, found out with a pool of a few blocks."""
+        if self._streams.stream is None:
+            return 0
+        self._allocate_pool(_FEW_BLOCKS)
+        step = largest_step(
+            config.max_batch_size,
+            _prompts(config.prefill_budget, opened.max_position),
+            config.tokens_per_block,
+            _FEW_BLOCKS,
+            caches=self._tables.caches,
+            columns=self.model.step_columns,
+            batch_invariant=config.batch_invariant,
+            device=self._device,
+        )
+        reserve = measure_reserve(self.model, step, self._captured_parts(), self._streams.stream)
+        del step
+        self.release_cache()
+        torch.cuda.empty_cache()
+        return reserve
+
+    def _captured_parts(self) -> list[CapturedPart]:
+        """Return what becomes graphs, of which sizes."""
+        return [
+            CapturedPart(_MIXED, self._mixed_residual, self._mixed_sizes, self._tables.empty_mixed),
+            CapturedPart(_FORWARD, self._decode_logits, self._decode_sizes),
+            CapturedPart(_SAMPLE, self._decode_tokens, self._decode_sizes),
+        ]
+
+    def _capture(self) -> StepGraphs | None:
+        """Return parts of steps over the whole pool as graphs; None where there are no graphs."""
+        if self._streams.stream is None:
+            return None
+        graphs = StepGraphs(self._streams.stream)
+        for part in self._captured_parts():
+            part.capture(graphs, part.sizes)
+        self._streams.stream.synchronize()
+        return graphs
+
+    def _warm_up(self, max_tokens: int) -> None:
+        """Run steps of all sizes that ask for everything, so that nothing is compiled later, in the event loop."""
+        limits = self.limits
+        for batch in warm_up_batches(limits.num_blocks, limits.block_size, max_tokens, limits.max_position):
+            if self._swaps is not None:
+                batch.swaps = SwapPlan(swap_out=[(0, 0)], swap_in=[(0, 0)])
+            pending = self.launch(batch)
+            pending.wait()
+            pending.output()
+
+    def launch(self, batch: Batch) -> PendingStep:
+        """Launch a step. A row that fails is named in its `StepOutput.errors`; what raises here or in `output` concerns
+        the whole step, if the device `survives` it, and else all after it, as does what raises in `wait`."""
+        if self.blocked or len(self._unread) >= MAX_STEPS_IN_FLIGHT:
+            raise RuntimeError("no step can be launched before another one has been read")
+        with self._streams.launching():
+            pending = PendingStep(batch, self.sampler, self._streams, on_read=self._unread_no_more)
+            self._unread.append(pending)
             try:
-                self._forward(batch, output)
+                self._launch(batch, pending)
             except BaseException:
-                for slot in (*batch.decode, *(row.slot for row in batch.prefill)):
-                    self._make_finite(slot)
+                self._unread_no_more(pending)
+                self._tables.forget_updates()
                 raise
-        output.elapsed_ms = (time.perf_counter() - began) * 1e3
-        return output
+        return pending
 
-    def _forward(self, batch: Batch, output: StepOutput) -> None:
-        inputs, rows = self._tables.build(batch)
-        hidden = self.model(inputs, self._caches)
-        for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
-            # A chunk that nothing is sampled from is looked at too: its KV must not outlive it with a NaN inside.
-            if not hidden[first : first + len(row.tokens)].sum(dtype=torch.float32).isfinite():
-                output.errors[row.slot] = NOT_FINITE
-            if row.scored:
-                PromptScores(row, hidden[first : first + len(row.tokens)], self.model.logits).write(output)
-        wanted = hidden
-        if rows.indices is not None:
-            wanted = hidden[torch.from_numpy(rows.indices).to(self._device)]
-        if any(row.pooling is not None for row in batch.prefill):
-            PooledHidden(batch, rows, hidden, wanted).write(output)
-        if len(rows.slots):
-            logits = self.model.logits(wanted[: len(rows.slots)])
-            sampled = self._sampler.sample(logits.float(), rows.slots, rows.positions)
-            self._tables.set_last_tokens(rows.slots, sampled.tokens)
-            output.slots = rows.slots.tolist()
-            output.tokens = sampled.token_list
-            output.logprobs = sampled.logprobs
-            output.errors.update(sampled.errors)
-        self._contain(batch, output)
+    def survives(self, error: BaseException) -> bool:
+        """Return whether the device still works after `launch`, `resume` or a step's `output` has raised this.
 
-    def _contain(self, batch: Batch, output: StepOutput) -> None:
-        """Keep what is not finite inside the sequence that computed it.
-
-        Its blocks are rid of NaN and infinity, for their next owner multiplies masked entries by 0, which does not
-        remove either; finite entries, which other sequences may share, keep their values. As the sequence's KV is wrong
-        from then on, it fails in each step until its slot is started anew.
+        A device that does not is lost, and this agent is never freed.
         """
-        if self._not_finite:
-            output.errors |= dict.fromkeys(self._not_finite.intersection(batch.decode), NOT_FINITE)
-            output.errors |= dict.fromkeys(self._not_finite.intersection(row.slot for row in batch.prefill), NOT_FINITE)
-        for slot, error in output.errors.items():
-            if error is NOT_FINITE:
-                self._not_finite.add(slot)
-                self._make_finite(slot)
+        lost = isinstance(error, torch.AcceleratorError)
+        try:
+            # What the driver has not reported yet it reports here.
+            self._streams.check()
+        except RuntimeError:
+            lost = True
+        if lost:
+            abandon(self)
+        return isinstance(error, Exception) and not lost
 
-    def _make_finite(self, slot: int) -> None:
-        blocks = torch.from_numpy(self._tables.blocks(slot).astype(np.int64)).to(self._device)
-        for cache in self._caches:
-            for pages in (cache.k, cache.v):
-                pages[blocks] = pages[blocks].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    def _launch(self, batch: Batch, pending: PendingStep) -> None:
+        for start in batch.starts:
+            self._tables.start(start)
+            self.sampler.start(start)
+        for slot, group, index, blocks in batch.new_blocks:
+            self._tables.write_blocks(slot, group, index, blocks)
+        if self._swaps is not None:
+            self._swaps.launch(batch.swaps)
+        self.sampler.upload()
+        if self._graphs is not None and self._tables.fits(batch, self._decode_sizes[-1]):
+            self._launch_decode(batch, pending, self._graphs)
+        else:
+            self._launch_mixed(batch, pending, self._graphs)
+
+    def _unread_no_more(self, pending: PendingStep) -> None:
+        self._unread.remove(pending)
+
+    def step(self, batch: Batch) -> StepOutput:
+        """Launch a step and wait for it, with none before it unread."""
+        pending = self.launch(batch)
+        pending.wait()
+        return pending.output()
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `launch` returns before the step is computed."""
+        return self._streams.on_gpu
+
+    @property
+    def blocked(self) -> bool:
+        """Whether nothing can be launched before `resume` has launched the sampling of the last step."""
+        return self._unsampled is not None
+
+    def resume(self) -> PendingStep | None:
+        """Launch the sampling that waited, if all steps before it have been read. Returns its step if so."""
+        if self._unsampled is None:
+            return None
+        pending, sample = self._unsampled
+        if self._unread[0] is not pending:
+            return None
+        self._unsampled = None
+        with self._streams.launching():
+            try:
+                sample()
+            except BaseException:
+                self._unread_no_more(pending)
+                raise
+        return pending
+
+    def _sample_when_possible(self, pending: PendingStep, sample: Callable[[], None]) -> None:
+        """Launch the sampling now, unless it needs tokens on the host that no one has read yet."""
+        if self._unread[0] is not pending and self.sampler.needs_host(pending.slots):
+            self._unsampled = (pending, sample)
+        else:
+            sample()
+
+    def _launch_decode(self, batch: Batch, pending: PendingStep, graphs: StepGraphs) -> None:
+        """Launch a step of decode rows alone, out of the graphs."""
+        num_rows = len(batch.decode)
+        rows = self._tables.advance_decode(batch).rows
+        pending.slots = rows.slots
+        size = smallest_for(num_rows, self._decode_sizes)
+        graphs.replay(_FORWARD, size)
+
+        def sample() -> None:
+            # The host may still be fetching what this overwrites.
+            self._streams.wait_for_downloads()
+            graphs.replay(_SAMPLE, size)
+            slots, tokens, flags = self._tables.decode_slots[:size], self._tokens[:size], self._flags[:size]
+            results, logits = self._results[: 2 * size].view(2, size), self._logits[:num_rows]
+            if self.sampler.edit_and_redraw(
+                logits,
+                rows.slots,
+                rows.positions,
+                slots[:num_rows],
+                self._drawn_positions[:num_rows],
+                tokens[:num_rows],
+                flags[:num_rows],
+            ):
+                kernels.record_tokens(tokens, flags, slots, self._tables.last_tokens, results)
+            pending.logprobs = self.sampler.logprobs(logits, rows.slots, tokens[:num_rows])
+            pending.download([results, self._no_flags])
+
+        self._sample_when_possible(pending, sample)
+
+    def _decode_logits(self, num_rows: int) -> None:
+        """Compute the fixed rows up to their logits. Captured."""
+        hidden = self.model(self._tables.decode_inputs(num_rows))
+        self.model.logits(hidden, self._logits[:num_rows])
+
+    def _decode_tokens(self, num_rows: int) -> None:
+        """Draw the fixed rows' tokens. Captured."""
+        slots, positions = self._tables.decode_slots[:num_rows], self._tables.decode_positions[:num_rows]
+        tokens, flags = self._tokens[:num_rows], self._flags[:num_rows]
+        drawn = torch.add(positions, 1, out=self._drawn_positions[:num_rows])
+        self.sampler.draw(self._logits[:num_rows], slots, drawn, tokens, flags)
+        results = self._results[: 2 * num_rows].view(2, num_rows)
+        kernels.record_tokens(tokens, flags, slots, self._tables.last_tokens, results)
+
+    def _mixed_residual(self, size: MixedSize) -> None:
+        """Compute all layers but the last one of a step with prompt tokens. Captured."""
+        inputs = self._tables.mixed_inputs(size)
+        self.model.before_last(inputs, self._residual[: size.tokens])
+
+    def _launch_mixed(self, batch: Batch, pending: PendingStep, graphs: StepGraphs | None) -> None:
+        """Launch any step, with what can be of it out of the graphs."""
+        if batch.copies:
+            pairs = upload(np.array(batch.copies, np.int64), self._device)
+            for part in self._pool:
+                kernels.copy_blocks(part, pairs[:, 0], pairs[:, 1])
+        if not batch.decode and not batch.prefill:
+            self._tables.flush()
+            pending.download([])
+            return
+        whole = any(row.reads_all for row in batch.prefill)
+        whole = whole or self.model.config.num_layers < 2
+        step = self._tables.advance(batch, captured=graphs is not None and not whole)
+        rows = step.arrays.rows
+        pending.slots = rows.slots
+        if step.size is not None and graphs is not None:
+            graphs.replay(_MIXED, step.size)
+        hidden, stream = self._forward(step, pending, whole=whole)
+        unsound = self._no_flags
+        if batch.prefill:
+            # A chunk that nothing is sampled from is looked at too: its blocks may not enter the prefix cache.
+            unsound = kernels.segments_finite(stream, step.prefill_offsets)
+        for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
+            if row.scored and row.slot not in pending.failed:
+                score = partial(PromptScores, row, stream[first : first + len(row.tokens)], self.model.logits)
+                self._launch_extra(pending, [row], score)
+        pooled = [row for row in batch.prefill if row.pooling is not None]
+        if pooled:
+            self._launch_extra(pending, pooled, partial(PooledHidden, batch, rows, stream, hidden))
+        logits = self.model.logits(hidden[: len(rows.slots)])
+
+        def sample() -> None:
+            count = len(rows.slots)
+            tokens = torch.empty(count, dtype=torch.int64, device=self._device)
+            flags = torch.empty(count, dtype=torch.int32, device=self._device)
+            results = torch.empty(2, count, dtype=torch.int32, device=self._device)
+            if count:
+                if not self.sampler.take_largest(logits, rows.slots, tokens, flags):
+                    self.sampler.draw(logits, step.slots, step.positions, tokens, flags)
+                    self.sampler.edit_and_redraw(
+                        logits, rows.slots, rows.positions, step.slots, step.positions, tokens, flags
+                    )
+                    pending.logprobs = self.sampler.logprobs(logits, rows.slots, tokens)
+                kernels.record_tokens(tokens, flags, step.slots, self._tables.last_tokens, results)
+            pending.download([results, unsound])
+
+        self._sample_when_possible(pending, sample)
+
+    def _launch_extra(
+        self, pending: PendingStep, rows: Sequence[PrefillRow], launch: Callable[[], PromptScores | PooledHidden]
+    ) -> None:
+        """Launch what prefill rows ask for besides a token. Whole logits may be too much, for these rows alone."""
+        try:
+            pending.extras.append(launch())
+        except torch.OutOfMemoryError:
+            if self._in_group:
+                raise
+            pending.failed |= dict.fromkeys((row.slot for row in rows), OUT_OF_MEMORY)
+
+    def _forward(self, step: StepTensors, pending: PendingStep, *, whole: bool) -> tuple[Tensor, Tensor]:
+        """Return the hidden states of the tokens of `step.sampled` [R + L, H], and of all tokens [T, H]: the latter
+        before the last layer, or after it if `whole` or if all tokens are wanted.
+
+        When memory runs out, prompt tokens are computed in two halves, once; if that fails as well their rows fail, and
+        the decode rows go on.
+        """
+        try:
+            if step.sampled is not None and not whole:
+                if step.size is None:
+                    residual = self.model.before_last(step.inputs)
+                else:
+                    residual = self._residual[: step.size.tokens]
+                return self.model.last_hidden(residual, step.inputs, step.sampled), residual
+            hidden: Tensor = self.model(step.inputs)
+            return _wanted(hidden, step), hidden
+        except torch.OutOfMemoryError:
+            num_decode = step.arrays.num_decode
+            if self._in_group or num_decode == len(step.arrays.row_slots):
+                raise
+        torch.cuda.empty_cache()
+        config = self.model.config
+        shape = (step.arrays.num_tokens, config.hidden_size)
+        hidden = torch.full(shape, torch.nan, dtype=self._dtype, device=self._device)
+        if num_decode:
+            hidden[:num_decode] = self.model(decode_rows(step.inputs, num_decode))
+        try:
+            for tokens, inputs in prefill_halves(step.arrays, step.inputs):
+                hidden[tokens] = self.model(inputs)
+        except torch.OutOfMemoryError:
+            pending.failed = {row.slot: OUT_OF_MEMORY for row in pending.batch.prefill}
+            hidden[num_decode:] = torch.nan
+        return _wanted(hidden, step), hidden
+
+
+def _wanted(hidden: Tensor, step: StepTensors) -> Tensor:
+    """Return those hidden states of all tokens [T, H] that are sampled from or pooled: [R + L, H]."""
+    return hidden if step.sampled is None else kernels.gather_rows(hidden, step.sampled.indices)
+
+
+def _prompts(num_tokens: int, longest: int) -> list[int]:
+    """Return the lengths of the fewest prompts with so many tokens in all."""
+    full, rest = divmod(num_tokens, longest)
+    return [longest] * full + [rest] * (rest > 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import numpy as np
@@ -9,22 +10,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncllm.agent.device_sampler import DeviceSampler, PendingLogprobs
-from asyncllm.agent.lost_device import abandon
-from asyncllm.agent.pooled_hidden import PooledHidden
-from asyncllm.agent.prompt_scores import PromptScores
-from asyncllm.agent.sampler import NOT_FINITE
-from asyncllm.agent.transfers import Transfers
-from asyncllm.batch import Batch, StepOutput
+from asyncllm.agent.device.streams import Arrival, StepClock, Streams
+from asyncllm.agent.prompt_outputs import PooledHidden, PromptScores
+from asyncllm.agent.sampling.logprobs import PendingLogprobs
+from asyncllm.agent.sampling.params import NOT_FINITE
+from asyncllm.agent.sampling.sampler import Sampler
+from asyncllm.protocol import Batch, StepOutput
 
-__all__ = ["PendingStep"]
+__all__ = ["PendingStep", "abandon"]
 
 
 class PendingStep:
     """A launched step. `wait` blocks until its results are on the host; after that `output` reads them."""
 
     def __init__(
-        self, batch: Batch, sampler: DeviceSampler, *, on_gpu: bool, on_read: Callable[[PendingStep], None]
+        self, batch: Batch, sampler: Sampler, streams: Streams, *, on_read: Callable[[PendingStep], None]
     ) -> None:
         """`on_read` is called when its output is read."""
         self.batch = batch
@@ -38,23 +38,20 @@ class PendingStep:
         self.launched = False
         """Whether all of it is launched, so that `wait` comes to an end."""
         self._sampler = sampler
+        self._streams = streams
         self._on_read = on_read
         self._downloaded: list[Tensor] = []
         """What the download reads: held so that its memory is not lent again before."""
         self._results: list[Tensor] = []
-        self._arrival: torch.cuda.Event | None = None
-        self._began = _timing_event() if on_gpu else None
-        self._ended = _timing_event() if on_gpu else None
-        if self._began is not None:
-            self._began.record()
+        self._arrival: Arrival | None = None
+        self._clock: StepClock = streams.clock()
 
-    def download(self, transfers: Transfers, results: list[Tensor]) -> None:
+    def download(self, results: list[Tensor]) -> None:
         """Bring `results` to the host: [2, R] int32 tokens and flags, then the prefill rows' flags [P]."""
         self.launched = True
-        if self._ended is not None:
-            self._ended.record()
+        self._clock.stop()
         self._downloaded = results
-        self._results, self._arrival = transfers.download(results)
+        self._results, self._arrival = self._streams.download(results)
 
     def wait(self) -> None:
         """Block this thread, and no other, until the step is over. Raises what a lost device reports."""
@@ -69,7 +66,7 @@ class PendingStep:
 
     @torch.inference_mode()
     def output(self) -> StepOutput:
-        """The results, after `wait`. Called once, in the thread that launches steps."""
+        """Return the results, after `wait`. Called once, in the thread that launches steps."""
         self._on_read(self)
         batch, sampler = self.batch, self._sampler
         output = StepOutput(step=batch.step, slots=[], tokens=[])
@@ -87,10 +84,15 @@ class PendingStep:
             output.errors |= self.failed
             if self.logprobs is not None:
                 output.logprobs = self.logprobs.result(output.errors)
-        if self._began is not None and self._ended is not None and self._results:
-            output.elapsed_ms = self._began.elapsed_time(self._ended)
+            output.elapsed_ms = self._clock.elapsed_ms()
         return output
 
 
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def abandon(owner: object) -> None:
+    """Never free `owner` and what it refers to, not even when the interpreter ends: it holds a lost device's memory.
+
+    Pinned memory goes back to torch's pool with an event on every stream that has copied from or to it. That is
+    recorded where the memory is freed, in a destructor, which ends the process when CUDA refuses: a service that has an
+    engine of a lost device among other things would end with it.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from asyncllm import kernels
-from asyncllm.agent.graphs import StepGraphs
-from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart
-from asyncllm.kernels import PagedKV
-from asyncllm.layers.step_inputs import StepInputs
+from asyncllm.agent.device.graphs import StepGraphs
+from asyncllm.layers.step_inputs import Column, StepInputs
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.protocol import Batch, PrefillRow, SamplingParams, SlotStart
 
 __all__ = ["CapturedPart", "largest_step", "measure_reserve", "mlp_sizes", "warm_up_batches", "warm_up_mlps"]
 
@@ -27,27 +26,35 @@ def largest_step(
     block_size: int,
     num_blocks: int,
     *,
-    rope_lens: bool,
-    batch_invariant: bool,
+    caches: Sequence[Any],
+    columns: Sequence[Column],
+    batch_invariant: bool = False,
+    device: torch.device,
 ) -> StepInputs:
-    """A step of `num_decode` decode rows, then prompts of `prefill_lens` tokens, over a pool of few blocks.
+    """Return a step of `num_decode` decode rows, then prompts of `prefill_lens` tokens, over a pool of few blocks.
 
     Rows share blocks and overwrite each other, since only time and memory matter.
     """
-    device = "cuda"
     lens = torch.tensor([1] * num_decode + list(prefill_lens), dtype=torch.int32, device=device)
     ends = lens.cumsum(0, dtype=torch.int32)
     num_tokens, longest = num_decode + sum(prefill_lens), max(prefill_lens)
     return StepInputs(
         input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         positions=torch.arange(num_tokens, device=device) - (ends - lens).repeat_interleave(lens),
-        slot_mapping=torch.arange(num_tokens, device=device) % (num_blocks * block_size),
+        places=torch.arange(num_tokens, device=device) % (num_blocks * block_size),
         num_decode=num_decode,
         q_offsets=torch.cat([ends.new_zeros(1), ends]),
         kv_lens=lens,
         block_tables=torch.zeros(len(lens), -(-longest // block_size) + 1, dtype=torch.int32, device=device),
         max_q_len=longest,
-        rope_lens=torch.ones(num_tokens, dtype=torch.int64, device=device) if rope_lens else None,
+        prompts=[(count, count) for count in prefill_lens],
+        caches=caches,
+        more={
+            column: torch.full(
+                (num_tokens if column.per == "token" else len(lens),), column.padding, dtype=column.dtype, device=device
+            )
+            for column in columns
+        },
         batch_invariant=batch_invariant,
     )
 
@@ -76,11 +83,10 @@ class CapturedPart:
 def measure_reserve(
     model: DecoderLM,
     step: StepInputs,
-    caches: Sequence[PagedKV],
     parts: Sequence[CapturedPart],
     stream: torch.cuda.Stream,
 ) -> int:
-    """Bytes that `step`, the largest there can be, and the graphs of `parts` will take.
+    """Return how many bytes `step`, the largest there can be, and the graphs of `parts` will take.
 
     A step's intermediates are measured at their peak. Graphs share the memory of their intermediates, which the largest
     ones decide, and take some of their own each, which the smallest one of a part tells.
@@ -90,7 +96,7 @@ def measure_reserve(
     before = torch.cuda.memory_allocated()
     num_rows = len(step.kv_lens)
     rows = torch.arange(num_rows, device="cuda")
-    model.logits(kernels.gather_rows(model(step, caches), rows))
+    model.logits(kernels.gather_rows(model(step), rows))
     stream.synchronize()
     step_bytes = torch.cuda.max_memory_allocated() - before
 
@@ -115,7 +121,7 @@ def _free_bytes() -> int:
 
 
 def warm_up_batches(num_blocks: int, block_size: int, max_tokens: int, max_position: int) -> Iterator[Batch]:
-    """Steps in slots 0 and 1 that between them launch each variant of each kernel outside the graphs.
+    """Yield steps in slots 0 and 1 that between them launch each variant of each kernel outside the graphs.
 
     Which variant a kernel takes depends on how many tokens a step has, in steps of powers of two, on how long the
     longest prompt is, and on what the rows' parameters ask for. Compiling one takes a second, in which a running event
@@ -142,7 +148,7 @@ def warm_up_batches(num_blocks: int, block_size: int, max_tokens: int, max_posit
             for slot in (0, 1)
         ]
         rows = [PrefillRow(slot=slot, tokens=known, position=0, sample=True) for slot in (0, 1)]
-        tables = [(slot, 0, blocks) for slot in (0, 1)]
+        tables = [(slot, 0, 0, blocks) for slot in (0, 1)]
         copies = [(0, 1)] if num_blocks > 1 else []
         yield Batch(step=0, starts=starts, new_blocks=tables, copies=copies, decode=[], prefill=rows[:1])
         yield Batch(step=0, starts=[], new_blocks=[], copies=[], decode=[0], prefill=rows[1:])
@@ -150,8 +156,8 @@ def warm_up_batches(num_blocks: int, block_size: int, max_tokens: int, max_posit
 
 
 def mlp_sizes(max_tokens: int) -> list[int]:
-    """Numbers of tokens that between them take every kernel which an MLP of up to `max_tokens` tokens may take: no
-    table has a range that begins and ends between two of them."""
+    """Return numbers of tokens that between them take every kernel which an MLP of up to `max_tokens` tokens may take:
+    no table has a range that begins and ends between two of them."""
     powers = [1 << power for power in range(max_tokens.bit_length())]
     sizes = sorted({*powers, *(power * 3 // 2 for power in powers), max_tokens})
     return [size for size in sizes if size <= max_tokens]
@@ -160,9 +166,10 @@ def mlp_sizes(max_tokens: int) -> list[int]:
 @torch.inference_mode()
 def warm_up_mlps(model: DecoderLM, max_tokens: int) -> None:
     """Compile what an MLP takes in steps of several prompts, which have more tokens than a session may."""
-    weight = model.embed.weight
+    device = next(model.parameters()).device
     kinds: dict[type, Any] = {type(block.mlp): block.mlp for block in model.layers}
     for size in mlp_sizes(max_tokens):
-        x = torch.zeros(size, model.config.hidden_size, dtype=weight.dtype, device=weight.device)
+        step = largest_step(0, [size], size, 1, caches=(), columns=model.step_columns, device=device)
+        x = model.embed(step.input_ids, step)
         for mlp in kinds.values():
-            mlp(x)
+            mlp(x, step)

@@ -1,12 +1,13 @@
 """Every setting, written once: name, type, bounds, default and description; a file for each group.
 
-Command-line flags (`flags.py`), `--help`, the bodies of HTTP requests and the documentation derive from these Structs.
+Command-line flags (`cli/flags.py`), `--help`, the bodies of HTTP requests and the documentation derive from these
+Structs.
 """
 
 from __future__ import annotations
 
 from asyncllm.config.chat_template import Capability, ChatTemplateConfig
-from asyncllm.config.engine import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
+from asyncllm.config.engine import SERVED_QUEUE, EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from asyncllm.config.generation import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -20,14 +21,16 @@ from asyncllm.config.generation import (
     Temperature,
     TopP,
 )
-from asyncllm.config.request import RequestKeywords, RequestOptions
-from asyncllm.config.server import ServerConfig
+from asyncllm.config.request import RequestKeywords, RequestOptions, Tools
+from asyncllm.config.server import DEFAULT_URL, ServerConfig
 from asyncllm.config.settings import MAX_COUNT, checked
 
 __all__ = [
+    "DEFAULT_URL",
     "MAX_COUNT",
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
+    "SERVED_QUEUE",
     "Capability",
     "ChatTemplateConfig",
     "Choices",
@@ -43,6 +46,7 @@ __all__ = [
     "RequestOptions",
     "ServerConfig",
     "Temperature",
+    "Tools",
     "TopP",
     "TurbomindEngineConfig",
     "checked",

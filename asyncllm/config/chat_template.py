@@ -41,7 +41,7 @@ class ChatTemplateConfig(Settings, frozen=True):
     chat_template: Annotated[str | None, Meta(description="A Jinja template in place of the checkpoint's.")] = None
 
     def to_json(self, file_path: str | None = None) -> str:
-        """The set fields as JSON; also written to `file_path` if given."""
+        """Return the set fields as JSON; also written to `file_path` if given."""
         fields = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
         text = msgspec.json.format(msgspec.json.encode(fields)).decode()
         if file_path is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -10,7 +12,11 @@ from msgspec import Meta
 from asyncllm.config.settings import MAX_COUNT, Settings
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
 
-__all__ = ["EngineConfig", "PytorchEngineConfig", "TurbomindEngineConfig"]
+__all__ = ["SERVED_QUEUE", "EngineConfig", "PytorchEngineConfig", "TurbomindEngineConfig"]
+
+SERVED_QUEUE: Mapping[str, int] = MappingProxyType({"max_queued_requests": 2048, "max_queued_tokens": 2**22})
+"""What `asyncllm serve` has in place of the engine's unbounded queue, where strangers queue: room for a crowd of 2,000
+clients, and some 150 MB of prompts."""
 
 
 class EngineConfig(Settings, frozen=True, kw_only=True):
@@ -24,9 +30,39 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     device_type: Annotated[
         Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs; auto: a GPU if there is one.")
     ] = "auto"
-    tp: Annotated[int, Meta(ge=1, description="Tensor-parallel ranks; only 1 so far.")] = 1
+    tp: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Ranks among which the model's weights and KV cache are divided, a child process for each, on "
+            "a GPU of its own.",
+        ),
+    ] = 1
+    isolated: Annotated[
+        bool,
+        Meta(
+            description="Run the model in a child process: what the device does not survive ends that process alone, "
+            "and the server starts another engine in place."
+        ),
+    ] = False
+    cpu_threads: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=4096,
+            description="Threads of torch's operators in the thread that runs the steps on a CPU; 0: what "
+            "OMP_NUM_THREADS or torch.set_num_threads say, else by the model's size, the cores, their quota and the "
+            "machine's load.",
+        ),
+    ] = 0
     session_len: Annotated[
-        int | None, Meta(description="Most tokens of prompt, history and answer together; None: the model's own limit.")
+        int | None,
+        Meta(
+            description="Most tokens of prompt, history and answer together; None: the model's own limit. It also "
+            "chooses between longrope's two sets of frequencies, for all requests: the short one up to the context "
+            "before extension (4096, say, of Phi-3), the long one above."
+        ),
     ] = None
     max_batch_size: Annotated[int, Meta(ge=1, le=4096, description="Most sequences that run at once.")] = 128
     max_prefill_token_num: Annotated[
@@ -79,7 +115,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             ge=0,
             le=MAX_COUNT,
             description="Most requests that wait for a row; more are refused with QueueFull. 0: no bound, as a program "
-            "that queues 10,000 prompts of its own wants it; set one where strangers queue. With qos_config_path, each "
+            "that queues 10,000 prompts of its own wants it. With qos_config_path, each "
             "user has the part of its quota in any case.",
         ),
     ] = 0
@@ -88,7 +124,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=MAX_COUNT,
-            description="Most tokens of the requests that wait for a row; one that finds nobody waiting is never "
+            description="Most tokens of the requests that wait for a row; one that finds no other there is never "
             "refused. 0: no bound.",
         ),
     ] = 0
@@ -111,11 +147,29 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             description="Give a request the same tokens alone and in any batch, whatever is rounded; slower, GPU only."
         ),
     ] = False
+    tool_call_parser: Annotated[
+        str | None,
+        Meta(
+            description="Format of the model's calls of tools, under a name of vLLM's, SGLang's or LMDeploy's; none: "
+            "calls are text. None: by the chat template."
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        Meta(
+            description="Format of the model's reasoning, under a name of theirs; none: it stays in the text. None: by "
+            "the chat template."
+        ),
+    ] = None
     quant_policy: Annotated[
         Literal[0, 4, 8], Meta(description="Bits of a quantized KV cache; 0: not quantized, the only one so far.")
     ] = 0
     model_format: Annotated[
-        Literal["hf", "awq", "gptq", "fp8"] | None, Meta(description="Layout of the checkpoint; only hf so far.")
+        Literal["hf", "awq", "gptq", "fp8", "smooth_quant", "compressed-tensors"] | None,
+        Meta(
+            description="How the checkpoint's weights are quantized; None: as its config.json says, hf: not at all. "
+            "fp8 rounds those of a plain checkpoint as they are read."
+        ),
     ] = None
     rope_scaling_factor: Annotated[
         float, Meta(ge=0, description="Above 0: dynamic NTK scaling of the rotary base with this factor.")
@@ -172,9 +226,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         if 0 < self.rope_scaling_factor < 1:
             raise InvalidParameter("rope_scaling_factor must be 0 (off) or at least 1.", "rope_scaling_factor")
         refused = {
-            "tp": (self.tp > 1, "tensor parallelism", "1"),
             "quant_policy": (self.quant_policy != 0, "a quantized KV cache", "0"),
-            "model_format": (self.model_format not in (None, "hf"), "quantized weights", "'hf'"),
             "use_logn_attn": (self.use_logn_attn, "log-n attention", "False"),
             "adapters": (bool(self.adapters), "LoRA", "None"),
         }

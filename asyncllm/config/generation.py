@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta
 
+from asyncllm.config.response_format import as_response_format, grammar_of
 from asyncllm.config.settings import MAX_COUNT, Settings
-from asyncllm.errors import InvalidParameter, UnsupportedFeature
+from asyncllm.errors import InvalidParameter
 
 __all__ = ["GenerationConfig"]
 
@@ -25,7 +27,9 @@ MinP = Annotated[
 ]
 Temperature = Annotated[float, Meta(ge=0, le=2, description="Divides the logits; 0: greedy.")]
 RepetitionPenalty = Annotated[
-    float, Meta(gt=0, le=10, description="Above 1 makes tokens of prompt and answer less likely.")
+    float,
+    # A logit divided by the lowest one stays far below the largest float32.
+    Meta(ge=0.01, le=10, description="Above 1 makes tokens of prompt and answer less likely, below 1 more."),
 ]
 PresencePenalty = Annotated[
     float, Meta(ge=-2, le=2, description="Subtracted from the logits of tokens that the answer holds.")
@@ -76,15 +80,22 @@ class GenerationConfig(Settings, frozen=True, kw_only=True):
     prompt_logprobs: Annotated[
         int | None, Meta(description=f"The same for the tokens of the prompt, 0 to {MAX_LOGPROBS}.")
     ] = None
-    response_format: Annotated[dict[str, Any] | None, Meta(description="Not implemented yet; refused.")] = None
+    response_format: Annotated[
+        dict[str, Any] | None,
+        Meta(description="What the answer is held to: a JSON schema, a regular expression, a choice or a grammar."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.response_format, type):
+            msgspec.structs.force_setattr(self, "response_format", as_response_format(self.response_format))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the answer is held to something."""
+        return self.response_format is not None and self.response_format.get("type") != "text"
 
     def _check(self) -> None:
-        if self.response_format is not None:
-            raise UnsupportedFeature(
-                "response_format is not implemented yet: answers cannot be held to a grammar. "
-                "Leave it out and check the answer yourself.",
-                "response_format",
-            )
+        grammar_of(self.response_format)
         self._bound("max_new_tokens", self.max_new_tokens, 1, MAX_COUNT)
         self._bound("min_new_tokens", self.min_new_tokens, 0, MAX_COUNT)
         self._bound("random_seed", self.random_seed, -(2**63), 2**64 - 1)
@@ -95,6 +106,7 @@ class GenerationConfig(Settings, frozen=True, kw_only=True):
                 f"min_new_tokens ({self.min_new_tokens}) is above max_new_tokens ({self.max_new_tokens}).",
                 "min_new_tokens",
             )
+        self._check_texts("stop_words", "bad_words")
         for name in ("stop_words", "bad_words"):
             words = getattr(self, name) or []
             if len(words) > MAX_STOP_WORDS:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
 
 from asyncllm.config.settings import MAX_COUNT, Settings
+from asyncllm.config.tools import MAX_TOOLS, check_choice, check_tools
 from asyncllm.errors import InvalidParameter
 
-__all__ = ["RequestKeywords", "RequestOptions", "TemplateVariables"]
+__all__ = ["RequestKeywords", "RequestOptions", "TemplateVariables", "Tools"]
 
 MAX_TEMPLATE_VARIABLES = 32
 
@@ -22,6 +23,12 @@ TemplateVariables = Annotated[
         max_length=MAX_TEMPLATE_VARIABLES,
         description="Variables of the checkpoint's chat template, such as enable_thinking.",
     ),
+]
+
+
+Tools = Annotated[
+    list[dict[str, Any]],
+    Meta(max_length=MAX_TOOLS, description="Tools that the model may call, in OpenAI's format."),
 ]
 
 
@@ -37,7 +44,7 @@ class RequestOptions(Settings, frozen=True, kw_only=True):
         Meta(description="Seconds from the first await to the last token; then DeadlineExceeded. None: no limit."),
     ] = None
     user_id: Annotated[
-        str | None, Meta(description="Whom the request counts for, in the QoS file; None: the user 'default'.")
+        str | None, Meta(description="The user that the request counts for, in the QoS file; None: the user 'default'.")
     ] = None
     cache_salt: Annotated[
         str | None,
@@ -55,6 +62,17 @@ class RequestOptions(Settings, frozen=True, kw_only=True):
         ),
     ] = None
     chat_template_kwargs: TemplateVariables | None = None
+    tools: Tools | None = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        Meta(description="auto: the model chooses. none: it knows the tools and calls none. None: auto."),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, Meta(description="False: the answer ends behind its first call. None: there may be several.")
+    ] = None
+    separate_reasoning: Annotated[
+        bool, Meta(description="Split what the model thinks off its answer, where the format of that is known.")
+    ] = True
 
     @property
     def continues(self) -> bool | None:
@@ -64,11 +82,26 @@ class RequestOptions(Settings, frozen=True, kw_only=True):
         return self.continue_final_message
 
     def template_field(self) -> str | None:
-        """The first field that is set and says something about the chat template."""
-        names = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-        return next((name for name in names if getattr(self, name) not in (None, {})), None)
+        """Return the first field that is set and says something about the chat template."""
+        names = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+        return next((name for name in names if getattr(self, name) not in (None, {}, [])), None)
+
+    def variables(self) -> dict[str, Any]:
+        """Return what the chat template reads beside the messages."""
+        variables: dict[str, Any] = dict(self.chat_template_kwargs or {})
+        if self.tools:
+            variables["tools"] = self.tools
+        return variables
 
     def _check(self) -> None:
+        self._check_texts("user_id", "cache_salt")
+        if "tools" in (self.chat_template_kwargs or {}):
+            raise InvalidParameter(
+                "tools are no entry of chat_template_kwargs. Pass them as tools=[...].", "chat_template_kwargs"
+            )
+        if self.tools:
+            check_tools(self.tools)
+        check_choice(self.tool_choice, self.tools)
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidParameter(
                 "continue_final_message and add_generation_prompt contradict each other: the answer goes on with the "
@@ -81,7 +114,7 @@ class RequestOptions(Settings, frozen=True, kw_only=True):
             )
         if self.cache_salt == "":
             raise InvalidParameter(
-                "cache_salt is empty, which sets nobody apart. Use None, or some text.", "cache_salt"
+                "cache_salt is empty, which separates no prefixes. Use None, or some text.", "cache_salt"
             )
 
 
@@ -95,3 +128,7 @@ class RequestKeywords(TypedDict, total=False):
     add_generation_prompt: bool | None
     continue_final_message: bool | None
     chat_template_kwargs: Mapping[str, str | int | float | bool | None] | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+    separate_reasoning: bool

@@ -1,4 +1,4 @@
-"""How the HTTP server listens, whom it lets in, and how long it waits."""
+"""How the HTTP server listens, which clients it lets in, and how long it waits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from asyncllm.config.generation import MAX_CHOICES
 from asyncllm.config.settings import MAX_COUNT, Settings
 from asyncllm.errors import InvalidParameter
 
-__all__ = ["ServerConfig"]
+__all__ = ["DEFAULT_URL", "ServerConfig"]
 
 
 class ServerConfig(Settings, frozen=True, kw_only=True):
-    """How the HTTP server listens, whom it lets in, and how long it waits."""
+    """How the HTTP server listens, which clients it lets in, and how long it waits."""
 
     server_name: Annotated[str, Meta(min_length=1, description="Address or host name to listen on.")] = "127.0.0.1"
     server_port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: one that is free.")] = 23333
@@ -31,27 +31,33 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
         Meta(description="File with one key a line for /sleep and /wakeup, which a server without it does not have."),
     ] = None
     insecure_no_auth: Annotated[
-        bool, Meta(description="Listen beyond this machine without a key: whoever reaches the port may use it.")
+        bool,
+        Meta(description="Listen beyond this machine without a key: every client that reaches the port may use it."),
     ] = False
     ssl: Annotated[bool, Meta(description="Serve https, with the files of ssl_keyfile and ssl_certfile.")] = False
     ssl_keyfile: Annotated[str | None, Meta(description="The private key; None: the variable SSL_KEYFILE.")] = None
     ssl_certfile: Annotated[str | None, Meta(description="The certificate; None: the variable SSL_CERTFILE.")] = None
     allowed_hosts: Annotated[
         list[str] | None,
-        Meta(description="Further values of the Host header to answer to. Without a key only known ones are."),
+        Meta(
+            description="Further names in the Host header to answer to, or '*'. With a key it is any; without one, "
+            "beyond this machine, addresses and names of a local network (gpu-box, gpu.lan)."
+        ),
     ] = None
     allow_origins: Annotated[
-        list[str] | None, Meta(description="Web pages that may call, each as https://host[:port]; None: no page.")
+        list[str] | None,
+        Meta(description="Web pages that may call, each as https://host[:port], or '*' with a key; None: no page."),
     ] = None
     allow_credentials: Annotated[bool, Meta(description="Let those pages send cookies along.")] = False
     allow_methods: Annotated[list[str] | None, Meta(description="Methods for those pages; None: GET and POST.")] = None
-    allow_headers: Annotated[
-        list[str] | None, Meta(description="Headers for those pages; None: Authorization and Content-Type.")
-    ] = None
+    allow_headers: Annotated[list[str] | None, Meta(description="Headers for those pages; None or '*': any.")] = None
     max_concurrent_requests: Annotated[
         int, Meta(ge=0, le=MAX_COUNT, description="Requests in work at once; more are refused with 429. 0: no limit.")
     ] = 0
-    max_connections: Annotated[int, Meta(ge=1, le=MAX_COUNT, description="Open connections at once.")] = 8192
+    max_connections: Annotated[
+        int,
+        Meta(ge=1, le=MAX_COUNT, description="Open connections at once; no more than the process may open files."),
+    ] = 8192
     max_body_bytes: Annotated[int, Meta(ge=1024, le=MAX_COUNT, description="Largest body of a request.")] = 4 * 2**20
     max_prompts: Annotated[int, Meta(ge=1, le=65536, description="Most prompts or inputs in one request.")] = 256
     max_choices: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Most answers per prompt.")] = 16
@@ -93,6 +99,14 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
         Literal["auto", "none"],
         Meta(description="Defaults of sampling: auto: the checkpoint's generation_config.json; none: OpenAI's."),
     ] = "auto"
+    unknown_fields: Annotated[
+        Literal["refuse", "ignore"],
+        Meta(description="Unknown names in a body: refuse: 400; ignore: the header X-Ignored-Fields names them."),
+    ] = "refuse"
+    error_format: Annotated[
+        Literal["openai", "lmdeploy"],
+        Meta(description="Bodies of errors: openai: below the key error; lmdeploy: flat, the code being the status."),
+    ] = "openai"
     log_level: Annotated[
         Literal["CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG"], Meta(description="What is logged.")
     ] = "WARNING"
@@ -107,10 +121,20 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
         for name in ("ssl_keyfile", "ssl_certfile"):
             if getattr(self, name) is not None and not self.ssl:
                 raise InvalidParameter(f"{name} is set, but ssl is not. Set ssl as well, to serve https.", name)
+        if self.allow_credentials and "*" in (self.allow_origins or ()):
+            raise InvalidParameter(
+                "allow_credentials does not go with allow_origins '*': browsers send cookies to listed pages' servers "
+                "alone. Leave it out, as keys are no cookies, or list the pages.",
+                "allow_credentials",
+            )
         for origin in self.allow_origins or ():
-            if not re.fullmatch(r"https?://[^/*\s]+", origin):
+            if origin != "*" and not re.fullmatch(r"https?://[^/*\s]+", origin):
                 raise InvalidParameter(
                     f"allow_origins holds {origin!r}, which is no origin. Write each as https://host or "
-                    f"https://host:port, without a path; '*' would let every page on the web in.",
+                    f"https://host:port, without a path, or '*' for every page on the web.",
                     "allow_origins",
                 )
+
+
+DEFAULT_URL = f"http://{ServerConfig().server_name}:{ServerConfig().server_port}"
+"""Of a server that was started without further words."""

@@ -1,6 +1,6 @@
 """Settings: a validated, immutable group of settings, which every config is.
 
-Constructors do not validate, as in msgspec; whoever takes a config calls `checked()` on it, which does.
+Constructors do not validate, as in msgspec; code that takes a config calls `checked()` on it, which does.
 """
 
 from __future__ import annotations
@@ -45,14 +45,26 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise InvalidParameter(f"{cls.__name__}.{param}: {what}{given}.", param) from None
 
     def _check(self) -> None:
-        """Rules across fields."""
+        """Check rules across fields."""
+
+    def _check_texts(self, *names: str) -> None:
+        """Raise InvalidParameter for a text, or a list with one, that is no valid Unicode."""
+        for name in names:
+            value = getattr(self, name)
+            for text in [value] if isinstance(value, str) else value or ():
+                if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+                    raise InvalidParameter(
+                        f"{name} holds a lone surrogate in {reprlib.repr(text)}, which is no valid Unicode. Decode the "
+                        f"input with the right encoding, or replace the character.",
+                        name,
+                    )
 
 
 Config = TypeVar("Config", bound=Settings)
 
 
 def checked(cls: type[Config], value: Config | None, name: str) -> Config:
-    """The argument `name` of a call if it holds; the default for None. Raises InvalidParameter."""
+    """Return the argument `name` of a call if it holds; the default for None. Raises InvalidParameter."""
     if value is None:
         return cls()
     if not isinstance(value, cls):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.sequence import Request, SequenceState
+from asyncllm.engine.schedule.scheduler import Scheduler
+from asyncllm.engine.schedule.sequence import Request, SequenceState
 
 __all__ = ["check_idle", "check_integrity"]
 

@@ -1,39 +1,50 @@
-"""EngineLoop: the one task that owns scheduler, steps in flight and delivery.
+"""EngineLoop: owns scheduler, steps in flight and delivery, and takes a turn when there is news.
 
     new request ──> _arrived ───┐
     reader left ──> _abandoned ─┤
-    time is over ─> _overdue ───┼─> run(): update(N) -> schedule() -> submit(N + 2) -> deliver(N) ──> Delivery
+    time is over ─> _overdue ───┼─> _turn(): update(N) -> schedule() -> submit(N + 2) -> deliver(N) ──> Delivery
     step done ────> _in_flight ─┘
 
-    new weights, sleep ──> Changes, while nothing is in flight
+    new weights, sleep ──> Control, while nothing is in flight
 
 Two steps are in flight whenever there is work, or more where they are short: while the device computes step N + 1, the
-loop reads step N, launches N + 2, and only then turns N's tokens into text. The task sleeps on one event, which each of
-these four sets; nothing polls.
+loop reads step N, launches N + 2, and only then turns N's tokens into text. A turn is a plain call: the executor makes
+it when a step is done, in the same turn of the event loop, and the other three have the event loop make it in its next
+one. Nothing polls. A task waits for the end of the engine, and ends what is open then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
 from typing import NamedTuple
 
-from asyncllm.batch import Command, Executor, StepDropped, StepFailed, StepOutput
-from asyncllm.engine.changes import Changes
+from asyncllm.engine.control import Control
 from asyncllm.engine.integrity import check_idle
-from asyncllm.engine.queue_bounds import QueueBounds
-from asyncllm.engine.record import RequestRecord
-from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.sequence import Request, Sequence
-from asyncllm.engine.stats import EngineStats
+from asyncllm.engine.schedule.backpressure import Backpressure
+from asyncllm.engine.schedule.scheduler import Scheduler
+from asyncllm.engine.schedule.sequence import Request, Sequence
+from asyncllm.engine.stats import EngineStats, scheduler_stats
 from asyncllm.engine.watchdog import Watchdog
-from asyncllm.errors import AsyncLLMError, DeadlineExceeded, EngineClosed, EngineDead, EngineError, RequestFailed
-from asyncllm.types import Chunk, FinishReason
+from asyncllm.errors import (
+    AsyncLLMError,
+    DeadlineExceeded,
+    EngineClosed,
+    EngineDead,
+    EngineError,
+    RequestFailed,
+    detached,
+)
+from asyncllm.event_loop.surroundings import Process
+from asyncllm.protocol import Command, Executor, StepDropped, StepFailed, StepOutput
+from asyncllm.types import Chunk, FinishReason, RequestRecord
 
 __all__ = ["Death", "EngineLoop"]
 
@@ -55,21 +66,21 @@ class Death(NamedTuple):
 
 
 class EngineLoop:
-    """States: running, then closed or dead. Written by the task, except for the inboxes it empties."""
+    """States: running, then closed or dead. Written by its turns, except for the inboxes that they empty."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         executor: Executor,
-        bounds: QueueBounds | None = None,
+        bounds: Backpressure | None = None,
         *,
         stall_timeout: float = 0.0,
         name: str,
     ) -> None:
-        """Start the task in the running event loop."""
+        """Take turns in the running event loop from now on."""
         self.scheduler = scheduler
         self._executor = executor
-        self._bounds = bounds if bounds is not None else QueueBounds()
+        self._bounds = bounds if bounds is not None else Backpressure()
         self._state = "running"
         self._cause: BaseException | None = None
         self._open: dict[Request, asyncio.TimerHandle | None] = {}
@@ -90,13 +101,23 @@ class EngineLoop:
         self._step_ms = 0.0
         self.observers: list[Callable[[RequestRecord], None]] = []
         """Called with every request that ends. Written by the engine."""
-        self._wake = asyncio.Event()
         self._event_loop = asyncio.get_running_loop()
-        self._changes = Changes(executor, scheduler, self._wake.set)
+        self._context = contextvars.copy_context()
+        """Of all turns: none takes place in that of the request that asked for it."""
+        self._turn_due = False
+        """A turn is to come in the event loop's next one."""
+        self._in_turn = False
+        self._readers_first = False
+        """Readers have been woken, and run before another step is read."""
+        self._ended: asyncio.Future[None] = self._event_loop.create_future()
+        """Done when there are no more turns."""
+        self._process = Process()
+        self._control = Control(executor, scheduler, self._wake)
         self._stall_timeout = stall_timeout
         self._watchdog = Watchdog(self._event_loop, stall_timeout, self._note_stall)
-        self._stalled: TimeoutError | None = None
-        """Written by the watchdog: what the task shall die of."""
+        self._fatal: Exception | None = None
+        """Written by the watchdog and the executor: what the loop shall die of."""
+        executor.watch(self._step_over, self._note_executor_died)
         self._lost_device = False
         self._task = self._event_loop.create_task(self._run(), name=name)
 
@@ -110,6 +131,7 @@ class EngineLoop:
 
     def check_event_loop(self) -> None:
         """Raise EngineError when called from anywhere but the event loop that the engine runs in."""
+        self._process.check("engine")
         try:
             here = asyncio.get_running_loop()
         except RuntimeError:
@@ -118,14 +140,14 @@ class EngineLoop:
             raise EngineError("The engine runs in another event loop. Call it there, or make one in this loop.")
 
     async def stop(self) -> None:
-        """End open requests with EngineClosed and wait for the steps in flight and the task."""
+        """End open requests with EngineClosed, and wait for the steps in flight and the task."""
         self.check_event_loop()
         if self._state == "running":
             self._state = "closed"
-        self._wake.set()
+        self._stop_turns()
         await asyncio.wait([self._task])
         if not self._task.cancelled():
-            self._task.exception()  # a KeyboardInterrupt in the task has been raised by the event loop
+            self._task.result()
 
     async def wait_ended(self) -> Death | None:
         """Wait until the task has ended; None if it was closed."""
@@ -140,19 +162,12 @@ class EngineLoop:
     @property
     def sleep_level(self) -> int:
         """1 or 2 from a sleep until everything is awake again, else 0."""
-        return self._changes.sleep_level
+        return self._control.sleep_level
 
     def open(self, request: Request) -> None:
-        """Queue a request that `Admission` built. Raises QueueFull, DeadlineExceeded, EngineError."""
-        self.check_running()
-        now, deadline = self._event_loop.time(), request.terms.deadline
-        if deadline is not None and deadline <= now:
-            self._started += 1
-            self._expired += 1
-            raise DeadlineExceeded("The request's timeout was over when its prompt had been encoded. Allow more time.")
-        if self._bounds.bounded and not self._has_own_place(request):
-            requests, tokens = self.num_queued()
-            self._bounds.check(requests, tokens, len(request.prompt_ids), now)
+        """Queue a request that `InputProcessor` made. Raises QueueFull, DeadlineExceeded, EngineError."""
+        self._check_place(request)
+        deadline = request.policy.deadline
         request.times.queued = time.monotonic()
         timer = None if deadline is None else self._event_loop.call_at(deadline, self._time_is_over, request)
         self._open[request] = timer
@@ -160,22 +175,34 @@ class EngineLoop:
         self._arrived_tokens += len(request.prompt_ids)
         self._started += 1
         self._watchdog.watch()
-        self._wake.set()
+        self._wake()
+
+    def _check_place(self, request: Request) -> None:
+        """Raise what `open` raises."""
+        self.check_running()
+        now, deadline = self._event_loop.time(), request.policy.deadline
+        if deadline is not None and deadline <= now:
+            self._started += 1
+            self._expired += 1
+            raise DeadlineExceeded("The request's timeout was over when its prompt had been encoded. Allow more time.")
+        if self._bounds.bounded and not self._has_own_place(request):
+            requests, tokens = self.num_queued()
+            self._bounds.check(requests, tokens, len(request.prompt_ids), now)
 
     def _has_own_place(self, request: Request) -> bool:
-        """Whether its user has less waiting than its quota's part of the queue: whoever comes too often may fill what
-        is left of the queue, but not keep others from their share, nor earlier groups from being first."""
-        user = request.terms.user
+        """Return whether its user has less waiting than its quota's part of the queue: a user who comes too often may
+        fill what is left of the queue, but not keep others from their share, nor earlier groups from being first."""
+        user = request.policy.user
         if user is None:
             return False
-        arrived = [len(other.prompt_ids) for other in self._arrived if other.terms.user is user]
+        arrived = [len(other.prompt_ids) for other in self._arrived if other.policy.user is user]
         requests, tokens = user.queued_requests + len(arrived), user.queued_tokens + sum(arrived)
         return self._bounds.has_place(user.quota / 100, requests, tokens, len(request.prompt_ids))
 
     def num_queued(self) -> tuple[int, int]:
-        """Requests that wait for a row, and their tokens; those that find one at the loop's next turn are left out."""
+        """Return how many requests wait for a row, and their tokens, without those that find one at the next turn."""
         waiting = self.scheduler.waiting
-        served = 0 if waiting or self._changes.hold else min(self.scheduler.num_free_rows, len(self._arrived))
+        served = 0 if waiting or self._control.hold else min(self.scheduler.num_free_rows, len(self._arrived))
         served_tokens = sum(len(request.prompt_ids) for request in islice(self._arrived, served))
         requests = waiting.num_requests + len(self._arrived) - served
         return requests, waiting.num_tokens + self._arrived_tokens - served_tokens
@@ -186,76 +213,132 @@ class EngineLoop:
         When this is cancelled, a command that is not begun is withdrawn, and one that is begun is carried out.
         """
         self.check_running()
-        await self._changes.ask(command)
+        await self._control.ask(command)
 
     def abandon(self, request: Request) -> None:
         """End a request whose reader has left, at the loop's next turn."""
         self._abandoned.append(request)
-        self._wake.set()
+        self._wake()
 
     def abandon_threadsafe(self, request: Request) -> None:
-        """`abandon` from a finalizer, which may run anywhere."""
+        """Do as `abandon`, from a finalizer, which may run anywhere."""
         with contextlib.suppress(RuntimeError):
             # The loop may be closed, and then nothing is left to end.
             self._event_loop.call_soon_threadsafe(self.abandon, request)
 
     def _time_is_over(self, request: Request) -> None:
         self._overdue.append(request)
-        self._wake.set()
+        self._wake()
 
     def _note_stall(self) -> None:
         steps, scheduler = len(self._in_flight), self.scheduler
         waits_for = f"{steps} steps in flight, which do not complete" if steps else "a step to be scheduled"
-        self._stalled = TimeoutError(
+        self._fatal = TimeoutError(
             f"No step has completed for {self._stall_timeout:g} s (stall_timeout), and the loop waits for {waits_for}: "
             f"{scheduler.num_running} sequences run, {scheduler.num_waiting} wait, "
             f"{scheduler.blocks.num_available} of {scheduler.blocks.num_blocks} blocks are available."
         )
-        self._wake.set()
+        self._wake()
 
-    async def _run(self) -> None:
-        """The engine task."""
+    def _note_executor_died(self, error: Exception) -> None:
+        self._fatal = error
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have a turn in the event loop's next one."""
+        if not self._turn_due:
+            self._turn_due = True
+            self._event_loop.call_soon(self._take_turn, context=self._context)
+
+    def _take_turn(self) -> None:
+        self._turn_due = False
+        self._turn()
+
+    def _step_over(self) -> None:
+        """Take a turn for the step that is done, unless one goes on, which looks for it at its end."""
+        if not self._in_turn:
+            self._turn()
+
+    def _readers_ran(self) -> None:
+        self._readers_first = False
+        if self._in_flight and self._in_flight[0].done():
+            self._turn()
+
+    def _turn(self) -> None:
+        """Do all that there is to do. What it raises is what the engine dies of."""
+        if self._state != "running":
+            return
+        self._in_turn = True
         try:
-            while self._state == "running":
-                if self._stalled is not None:
-                    self._lost_device = True
-                    raise self._stalled
-                self._wake.clear()
-                self._empty_inboxes()
-                advanced = None
-                if self._in_flight and self._in_flight[0].done():
-                    advanced = self._read_step(self._in_flight.popleft())
-                self._changes.advance(quiet=not self._in_flight)
-                self._launch()
-                if advanced is not None:
-                    self._deliver(advanced)
-                    # The readers just woken run before the next step is read.
-                    await asyncio.sleep(0)
-                else:
-                    if self._in_flight or (self._open and not self._changes.hold):
-                        self._watchdog.watch()
-                    else:
-                        self._watchdog.rest()
-                    await self._wake.wait()
-        except asyncio.CancelledError:
-            self._state = "closed"
-            raise
+            self._advance()
         except BaseException as error:
-            self._state, self._cause = "dead", error
             logger.exception("The engine loop died.")
+            # By its traceback the cause refers to the variables of the functions that it passed.
+            traceback.clear_frames(error.__traceback__)
+            self._state, self._cause = "dead", error
+            self._stop_turns()
             if not isinstance(error, Exception):
                 raise
         finally:
+            self._in_turn = False
+
+    def _advance(self) -> None:
+        """Take in what has come, read a step, launch the next ones, deliver what was read."""
+        if self._fatal is not None:
+            self._lost_device = not self._executor.isolated
+            raise self._fatal
+        self._empty_inboxes()
+        advanced: list[Sequence] | None = None
+        if self._in_flight and self._in_flight[0].done() and not self._readers_first:
+            advanced = self._read_step(self._in_flight.popleft())
+        self._control.advance(quiet=not self._in_flight)
+        self._launch()
+        if advanced is not None:
+            if self._deliver(advanced):
+                self._readers_first = True
+                self._event_loop.call_soon(self._readers_ran, context=self._context)
+            if self.scheduler.num_waiting and len(self._in_flight) < self._depth():
+                # An answer that a stop word has ended may have made room.
+                self._wake()
+        if self._in_flight:
+            if self._in_flight[0].done() and not self._readers_first:
+                self._wake()
+            self._watchdog.watch()
+        elif self._open and not self._control.hold:
+            self._watchdog.watch()
+        else:
             self._watchdog.rest()
-            for request in list(self._open):
-                self._failed += 1
-                self._end(request, self._last_words())
+
+    def _stop_turns(self) -> None:
+        """Take no more turns, and have the task end what is open."""
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    async def _run(self) -> None:
+        """Wait for the end, and leave nothing open: the engine's task."""
+        try:
+            await self._ended
+        except asyncio.CancelledError:
+            self._state = "closed"
+            raise
+        finally:
+            self._watchdog.rest()
+            self._end_all()
             for future in self._in_flight:
                 future.add_done_callback(_retrieve)
-            if self._in_flight and self._stalled is None:
+            if self._in_flight and self._fatal is None:
                 await asyncio.wait(self._in_flight)
             self._in_flight.clear()
-            await self._changes.end(self._last_words("call"))
+            self.scheduler.let_go()
+            await self._control.end(self._last_words("call"))
+
+    def _end_all(self) -> None:
+        """End the open requests."""
+        for request in list(self._open):
+            self._failed += 1
+            self._end(request, self._last_words())
+        for inbox in (self._arrived, self._abandoned, self._overdue):
+            inbox.clear()
 
     def _last_words(self, what: str = "request") -> AsyncLLMError:
         if self._state == "dead":
@@ -290,15 +373,16 @@ class EngineLoop:
         return request in self._open
 
     def _end(self, request: Request, error: AsyncLLMError | None = None) -> None:
-        """The terminal event of an open request."""
+        """Give an open request its terminal event."""
         timer = self._open.pop(request)
         if timer is not None:
             timer.cancel()
         self._bounds.request_ended(self._event_loop.time())
-        self.scheduler.waiting.pace.ended(request, error)
+        self.scheduler.waiting.deadlines.ended(request, error)
         if self.observers:
             self._observe(request, failed=error is not None)
         request.delivery.end(error)
+        request.let_go()
 
     def _observe(self, request: Request, *, failed: bool) -> None:
         record = request.record("error" if failed else "abort")
@@ -312,21 +396,21 @@ class EngineLoop:
         """Take in a completed step, or what a failed one leaves behind. Raises what the device does not survive."""
         if future.cancelled():
             raise RuntimeError("the executor cancelled a step")
-        try:
-            output = future.result()
-        except StepFailed as failure:
-            self._settling = True
-            ended = self.scheduler.step_failed(failure.__cause__)
-            logger.error(
-                "A step failed, and %d answers with it; the engine goes on.", len(ended), exc_info=failure.__cause__
-            )
-            return ended
-        except StepDropped:
-            self.scheduler.step_dropped()
-            return []
-        except BaseException:
-            self._lost_device = True
-            raise
+        # The error is not raised here: it would refer to this frame, and to all that ends with the step.
+        match future.exception():
+            case None:
+                output = future.result()
+            case StepFailed(__cause__=cause):
+                self._settling = True
+                ended = self.scheduler.step_failed(cause)
+                logger.error("A step failed, and %d answers with it; the engine goes on.", len(ended), exc_info=cause)
+                return ended
+            case StepDropped():
+                self.scheduler.step_dropped()
+                return []
+            case error:
+                self._lost_device = not self._executor.isolated
+                raise error
         self._watchdog.step_completed()
         self._step_ms += STEP_MS_WEIGHT * (output.elapsed_ms - self._step_ms)
         advanced = self.scheduler.update(output)
@@ -335,6 +419,7 @@ class EngineLoop:
             for request in self.scheduler.prefilled:
                 if request.times.prefilled is None:
                     request.times.prefilled = now
+            self.scheduler.prefilled.clear()
         return advanced
 
     def _launch(self) -> None:
@@ -342,24 +427,24 @@ class EngineLoop:
         if self._settling and self._in_flight:
             return
         self._settling = False
-        while not self._changes.hold and len(self._in_flight) < self._depth():
+        while not self._control.hold and len(self._in_flight) < self._depth():
             batch = self.scheduler.schedule()
             for request in self.scheduler.admitted:
                 if request.times.admitted is None:
                     request.times.admitted = time.monotonic()
+            self.scheduler.admitted.clear()
             if batch is None:
                 return
-            future = self._executor.submit(batch)
-            future.add_done_callback(lambda _: self._wake.set())
-            self._in_flight.append(future)
+            self._in_flight.append(self._executor.submit(batch))
 
     def _depth(self) -> int:
-        """Steps to have in flight. A prompt that waits is admitted between two steps, and not behind many."""
+        """Return how many steps to have in flight. A prompt that waits is admitted between two, and not behind many."""
         most = self.scheduler.max_steps_in_flight
         return min(PIPELINE_DEPTH, most) if self.scheduler.num_waiting else most
 
-    def _deliver(self, advanced: list[Sequence]) -> None:
-        """Turn the tokens of a step into text and hand them over."""
+    def _deliver(self, advanced: list[Sequence]) -> bool:
+        """Turn the tokens of a step into text and hand them over. Return whether readers were woken by it."""
+        woken = False
         for sequence in advanced:
             answer, delivery = sequence.answer, sequence.request.delivery
             if sequence.logprobs is not None:
@@ -367,27 +452,32 @@ class EngineLoop:
                 sequence.logprobs = None
             if sequence.finish_reason is None and not delivery.streaming and not answer.watches_text:
                 continue
-            self._send(sequence)
+            woken |= self._send(sequence)
         # Only now, as several answers to one prompt may end in the same step.
         for sequence in advanced:
             if sequence.finish_reason is not None and sequence.request in self._open:
                 self._sequence_ended(sequence)
+        return woken
 
-    def _send(self, sequence: Sequence) -> None:
-        """Bring a sequence's answer up to date and put what is new into its cell. A failure ends this request alone."""
+    def _send(self, sequence: Sequence) -> bool:
+        """Bring a sequence's answer up to date and put what is new into its cell. A failure ends this request alone.
+
+        Return whether its reader was woken."""
         try:
             request, answer, token_ids = sequence.request, sequence.answer, sequence.token_ids
             num_prompt, last = sequence.num_prompt, sequence.finish_reason is not None
             answer.read(token_ids[num_prompt + answer.num_read :], last=last)
-            if answer.stop_reason is not None:
+            if answer.stop_reason is not None or (answer.splits and answer.over):
                 if sequence.finish_reason in (None, "length"):
                     self.scheduler.finish(sequence, "stop")
                     sequence.finish_reason = "stop"
                     last = True
             elif sequence.finish_reason == "stop" and token_ids[-1] in request.named_stop_ids:
                 answer.stop_reason = token_ids[-1]
+            if sequence.finish_reason == "stop" and answer.called:
+                sequence.finish_reason = "tool_calls"
             if not last and not request.delivery.streaming:
-                return
+                return False
             text, logprobs = answer.take()
             num_generated = len(token_ids) - num_prompt
             chunk = Chunk(
@@ -402,6 +492,8 @@ class EngineLoop:
                 history_token_len=request.history_len,
                 cached_token_len=request.cached_tokens,
             )
+            if answer.splits:
+                answer.complete(chunk)
             if sequence.index == 0 and answer.num_sent == 0 and request.prompt_logprobs_asked is not None:
                 chunk.prompt_logprobs = [None, *(dict(entry) for entry in request.prompt_logprobs)]
             if last and request.logits:
@@ -409,11 +501,12 @@ class EngineLoop:
             if last:
                 chunk.pooled = request.pooled
             answer.num_sent = num_generated
-            request.delivery.put(chunk)
+            return request.delivery.put(chunk)
         except Exception as error:
             logger.exception("An answer could not be delivered.")
             if sequence.request in self._open:
-                self._fail(sequence.request, f"its answer could not be turned into text: {error!r}", error)
+                self._fail(sequence.request, f"its answer could not be turned into text: {error!r}", detached(error))
+            return False
 
     def _sequence_ended(self, sequence: Sequence) -> None:
         request = sequence.request
@@ -432,46 +525,22 @@ class EngineLoop:
         self._end(request, error)
 
     def stats(self, num_sessions: int) -> EngineStats:
-        """A snapshot of what the engine holds and has done."""
-        scheduler, blocks, counts = self.scheduler, self.scheduler.blocks, self.scheduler.counts
-        host = scheduler.host
+        """Return a snapshot of what the engine holds and has done."""
         queued_requests, queued_tokens = self.num_queued()
         return EngineStats(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting + sum(len(request.sequences) for request in self._arrived),
-            swapped=len(host.swapped),
+            **scheduler_stats(self.scheduler, sum(len(request.sequences) for request in self._arrived)),
             queued_requests=queued_requests,
             queued_tokens=queued_tokens,
             sessions=num_sessions,
             steps_in_flight=len(self._in_flight),
-            blocks_total=blocks.num_blocks,
-            blocks_free=blocks.num_free,
-            blocks_cached=blocks.num_idle,
-            blocks_held=blocks.num_held,
-            host_blocks_total=host.blocks.num_blocks,
-            host_blocks_free=host.blocks.num_free,
-            host_blocks_cached=host.blocks.num_idle,
-            host_blocks_held=host.blocks.num_held,
-            blocks_swapped_out=host.num_swapped_out,
-            blocks_swapped_in=host.num_swapped_in,
-            steps=counts.steps,
-            steps_failed=counts.failed_steps,
-            prompt_tokens=counts.prompt_tokens,
-            cached_tokens=counts.cached_tokens,
-            prefill_tokens=counts.prefill_tokens,
-            decode_tokens=counts.decode_tokens,
-            sampled_tokens=counts.sampled_tokens,
-            preemptions=counts.preemptions,
-            swap_fallbacks=host.num_fallbacks,
             requests_started=self._started,
             requests_finished=self._finished,
             requests_cancelled=self._cancelled,
             requests_failed=self._failed,
             requests_expired=self._expired,
             requests_refused=self._bounds.num_refused,
-            user_tokens={} if scheduler.waiting.quality is None else scheduler.waiting.quality.used(),
-            sleep_level=self._changes.sleep_level,
-            weight_updates=self._changes.num_updates,
+            sleep_level=self._control.sleep_level,
+            weight_updates=self._control.num_updates,
             seconds_since_progress=self._watchdog.seconds_since_progress,
             step_ms=self._step_ms,
         )
@@ -486,6 +555,6 @@ class EngineLoop:
 
 
 def _retrieve(step: asyncio.Future[StepOutput]) -> None:
-    """Take notice of a step's error that nobody waits for, or the event loop would report it."""
+    """Take notice of a step's error that no caller awaits, or the event loop would report it."""
     if not step.cancelled():
         step.exception()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-__all__ = ["EngineStats"]
+from asyncllm.engine.schedule.scheduler import Scheduler
+
+__all__ = ["EngineStats", "scheduler_stats"]
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,13 +30,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks_free: int
     """Blocks with no content."""
     blocks_cached: int
-    """Blocks that nobody refers to and the prefix cache can still give; they count as available."""
+    """Cached blocks without a reference, which the prefix cache can still give; they count as available."""
     blocks_held: int
     """Blocks of running sequences, and those that steps in flight may still write."""
     host_blocks_total: int
     host_blocks_free: int
     host_blocks_cached: int
-    """Blocks in host memory that nobody refers to and the prefix cache can still give; they count as available."""
+    """The same in host memory; they count as available there."""
     host_blocks_held: int
     """Blocks of swapped sequences, and those that steps in flight copy to or from."""
     blocks_swapped_out: int
@@ -78,3 +82,33 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     def prefix_hit_rate(self) -> float:
         """Fraction of prompt tokens that came from the prefix cache."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def scheduler_stats(scheduler: Scheduler, arrived: int) -> dict[str, Any]:
+    """The fields of EngineStats that a scheduler knows; `arrived`: sequences that it has not been given yet."""
+    blocks, host, counts = scheduler.blocks, scheduler.host, scheduler.counts
+    return {
+        "running": scheduler.num_running,
+        "waiting": scheduler.num_waiting + arrived,
+        "swapped": len(host.swapped),
+        "blocks_total": blocks.num_blocks,
+        "blocks_free": blocks.num_free,
+        "blocks_cached": blocks.num_idle,
+        "blocks_held": blocks.num_held,
+        "host_blocks_total": host.blocks.num_blocks,
+        "host_blocks_free": host.blocks.num_free,
+        "host_blocks_cached": host.blocks.num_idle,
+        "host_blocks_held": host.blocks.num_held,
+        "blocks_swapped_out": host.num_swapped_out,
+        "blocks_swapped_in": host.num_swapped_in,
+        "steps": counts.steps,
+        "steps_failed": counts.failed_steps,
+        "prompt_tokens": counts.prompt_tokens,
+        "cached_tokens": counts.cached_tokens,
+        "prefill_tokens": counts.prefill_tokens,
+        "decode_tokens": counts.decode_tokens,
+        "sampled_tokens": counts.sampled_tokens,
+        "preemptions": counts.preemptions,
+        "swap_fallbacks": host.num_fallbacks,
+        "user_tokens": {} if scheduler.waiting.quality is None else scheduler.waiting.quality.used(),
+    }

@@ -8,7 +8,7 @@ from collections.abc import Callable
 __all__ = ["Watchdog"]
 
 GRACE_S = 0.05
-"""Where somebody has held up the event loop itself, its timers go off before the steps completed meanwhile are read."""
+"""When the event loop itself was held up, its timers go off before the steps completed meanwhile are read."""
 
 
 class Watchdog:
@@ -32,25 +32,25 @@ class Watchdog:
         return 0.0 if self._since is None else self._event_loop.time() - self._since
 
     def watch(self) -> None:
-        """There is work."""
+        """Begin to watch: there is work."""
         if self._since is None:
             self._since = self._event_loop.time()
             if self._timeout:
                 self._look(self._since)
 
     def step_completed(self) -> None:
-        """There is progress."""
+        """Note that a step has completed."""
         self._since = self._event_loop.time()
 
     def rest(self) -> None:
-        """There is no work."""
+        """Stop watching: there is no work."""
         self._since = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _look(self, seen: float) -> None:
-        """`seen`: the last progress when the timer was set."""
+        """See whether there was progress since `seen`, the last when the timer was set."""
         assert self._since is not None
         if self._since != seen or self._event_loop.time() < seen + self._timeout:
             self._timer = self._event_loop.call_at(self._since + self._timeout, self._suspect)

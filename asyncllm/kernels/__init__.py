@@ -1,6 +1,6 @@
 """The ops that layers may call: one function each, whose body is the plain torch reference and the CPU back end."""
 
-from asyncllm.kernels.activation import gelu_tanh_mul, silu_mul
+from asyncllm.kernels.activation import ActivationKind, activate, gelu_tanh_mul, silu_mul
 from asyncllm.kernels.attention import (
     DecodePlan,
     PrefillPlan,
@@ -11,43 +11,81 @@ from asyncllm.kernels.attention import (
 )
 from asyncllm.kernels.cache import PagedKV, copy_blocks, fill_kv_cache, plan_cache_write
 from asyncllm.kernels.embedding import embed, gather_rows
-from asyncllm.kernels.linear import linear, linear_invariant, linear_silu_mul
-from asyncllm.kernels.moe import fused_experts, route
-from asyncllm.kernels.norm import add_rms_norm, layer_norm, rms_norm
+from asyncllm.kernels.expanded import expanded_prefill_attention, gather_lines, plan_expanded_prefill
+from asyncllm.kernels.latent import (
+    LatentKV,
+    latent_decode_attention,
+    latent_prefill_attention,
+    plan_latent_decode,
+    plan_latent_prefill,
+    rope_fill_latent,
+)
+from asyncllm.kernels.linear import (
+    linear,
+    linear_by_head,
+    linear_by_head_invariant,
+    linear_invariant,
+    linear_silu_mul,
+)
+from asyncllm.kernels.moe import Routing, fused_experts, fused_experts_invariant, route
+from asyncllm.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from asyncllm.kernels.packed import PackedWeight, linear_packed, packed_experts
 from asyncllm.kernels.rotary import Rotation, apply_rotary, linear_rope_fill_kv, rope_fill_kv, rotation
-from asyncllm.kernels.step import DecodeInputs, prepare_decode, segments_finite
-from asyncllm.kernels.tokens import record_tokens
+from asyncllm.kernels.scaled import ScaledWeight, linear_scaled, scaled_experts
+from asyncllm.kernels.step import DecodeInputs, prepare_decode, record_tokens, segments_finite
 
 __all__ = [
+    "ActivationKind",
     "DecodeInputs",
     "DecodePlan",
+    "LatentKV",
+    "PackedWeight",
     "PagedKV",
     "PrefillPlan",
     "Rotation",
+    "Routing",
+    "ScaledWeight",
+    "activate",
+    "add_layer_norm",
     "add_rms_norm",
     "apply_rotary",
     "copy_blocks",
     "embed",
+    "expanded_prefill_attention",
     "fill_kv_cache",
     "fused_experts",
+    "fused_experts_invariant",
+    "gather_lines",
     "gather_rows",
     "gelu_tanh_mul",
+    "latent_decode_attention",
+    "latent_prefill_attention",
     "layer_norm",
     "linear",
+    "linear_by_head",
+    "linear_by_head_invariant",
     "linear_invariant",
+    "linear_packed",
     "linear_rope_fill_kv",
+    "linear_scaled",
     "linear_silu_mul",
+    "packed_experts",
     "paged_decode_attention",
     "paged_prefill_attention",
     "plan_cache_write",
     "plan_decode_attention",
+    "plan_expanded_prefill",
+    "plan_latent_decode",
+    "plan_latent_prefill",
     "plan_prefill_attention",
     "prepare_decode",
     "record_tokens",
     "rms_norm",
     "rope_fill_kv",
+    "rope_fill_latent",
     "rotation",
     "route",
+    "scaled_experts",
     "segments_finite",
     "silu_mul",
 ]

@@ -85,11 +85,11 @@ class _Shape(NamedTuple):
     alibi: Tensor | None
 
 
-@op("attention_plan:plan_decode_attention")
+@op("attention.plan:plan_decode_attention")
 def plan_decode_attention(
     block_tables: Tensor, kv_lens: Tensor, cache: PagedKV, *, num_heads: int, window: int | None = None
 ) -> DecodePlan:
-    """The plan of one step for all layers with a cache of this shape, this window, and `num_heads` query heads.
+    """Return the plan of one step for all layers with a cache of this shape, this window, and `num_heads` query heads.
 
     block_tables [B, N] integers, kv_lens [B] integers, the query's own token included; 0 for padding, -1 for absent.
     On a GPU nothing waits for the device, and the plan may be captured in a CUDA graph with the attention that uses it:
@@ -105,9 +105,11 @@ def plan_decode_attention(
     positions = torch.arange(width, device=kv_lens.device).expand(len(kv_lens), -1)
     if width < longest:
         positions = positions + (kv_lens - width).clamp_(min=0)[:, None]
-    pages = positions.div(block_size, rounding_mode="floor").clamp_(max=block_tables.shape[1] - 1)
+    # Past its end a row reads its last token again: a masked NaN of another sequence would still make its sum NaN.
+    read = torch.minimum(positions, (kv_lens - 1).clamp_(min=0)[:, None]) if shortest < width else positions
+    pages = read.div(block_size, rounding_mode="floor")
     blocks = block_tables.gather(1, pages).long()
-    first = positions.remainder(block_size).add_(blocks, alpha=num_kv_heads * block_size)
+    first = read.remainder(block_size).add_(blocks, alpha=num_kv_heads * block_size)
     heads = head_offsets(num_blocks, num_kv_heads, block_size, kv_lens.device).view(2, 1, num_kv_heads, 1)
     lines = first[:, None] + heads
     bias = None
@@ -117,7 +119,7 @@ def plan_decode_attention(
     return _DecodeLines(lines.view(2, -1, width), bias, positions - (kv_lens - 1)[:, None], padding)
 
 
-@op("attention_decode:paged_decode_attention")
+@op("attention.decode:paged_decode_attention")
 def paged_decode_attention(
     q: Tensor,
     cache: PagedKV,
@@ -129,7 +131,7 @@ def paged_decode_attention(
     alibi: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The last token of each row against what the plan shows it of the row's context.
+    """Attend with the last token of each row to what the plan shows it of the row's context.
 
     q [T, H, D] -> [T, H, D] of q's type, of which the first tokens are those of the plan's rows that are not absent;
     what follows them is not read, and not written. sinks and alibi [H] float32. The result is written to `out` if that
@@ -203,7 +205,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     ]
 
 
-@op("attention_plan:plan_prefill_attention")
+@op("attention.plan:plan_prefill_attention")
 def plan_prefill_attention(
     block_tables: Tensor,
     q_offsets: Tensor,
@@ -215,7 +217,7 @@ def plan_prefill_attention(
     window: int | None = None,
     invariant: bool = False,
 ) -> PrefillPlan:
-    """The plan of one step for all layers with a cache of this shape, this window, and `num_heads` query heads.
+    """Return the plan of one step for all layers with a cache of this shape, this window, and `num_heads` query heads.
 
     block_tables [B, N] integers; q_offsets [B + 1] integers: row b owns queries q_offsets[b] to q_offsets[b + 1], at
     most max_q_len of them; kv_lens [B] integers: its query i sits at position kv_lens[b] - (number of its queries) + i.
@@ -228,7 +230,7 @@ def plan_prefill_attention(
     return _PrefillRows(block_tables, q_offsets.tolist(), kv_lens.tolist(), window, tile)
 
 
-@op("attention_prefill:paged_prefill_attention")
+@op("attention.prefill:paged_prefill_attention")
 def paged_prefill_attention(
     q: Tensor,
     cache: PagedKV,
@@ -240,7 +242,7 @@ def paged_prefill_attention(
     alibi: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The last tokens of each row, causally, against the row's whole context.
+    """Attend with the last tokens of each row, causally, to the row's whole context.
 
     q [T, H, D] -> [T, H, D] of q's type; tokens that belong to none of the plan's rows are not read, and not written.
     sinks and alibi [H] float32. The result is written to `out` if that is given.
@@ -276,7 +278,8 @@ def _attend_row(
     window: int | None,
     shape: _Shape,
 ) -> Tensor:
-    """The queries q [q_len, H, D] at positions kv_len - q_len to kv_len - 1 of one row, with its blocks [N]."""
+    """Attend with the queries q [q_len, H, D] at positions kv_len - q_len to kv_len - 1 of one row, with its blocks
+    [N]."""
     num_kv_heads, block_size, head_dim = cache.k.shape[1:]
     lowest = 0 if window is None else max(0, kv_len - q_len - window + 1)
     first_page = lowest // block_size

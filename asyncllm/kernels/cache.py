@@ -20,8 +20,8 @@ core instruction."""
 class PagedKV(NamedTuple):
     """Keys and values of one layer, in blocks.
 
-    A *slot* is a token's place: block id * block_size + offset in the block. A *line* is one head of one token's key or
-    value. Keys and values share their memory, so that a step writes both at once, and reads both at once.
+    A token's *place* is its block's id * block_size + its offset in the block. A *line* is one head of one token's key
+    or value. Keys and values share their memory, so that a step writes both at once, and reads both at once.
     """
 
     k: Tensor
@@ -33,22 +33,22 @@ class PagedKV(NamedTuple):
 
     @staticmethod
     def over(pages: Tensor) -> PagedKV:
-        """The cache in `pages` [2, blocks, kv_heads, block_size, head_dim], contiguous: keys, then values."""
+        """Return the cache in `pages` [2, blocks, kv_heads, block_size, head_dim], contiguous: keys, then values."""
         return PagedKV(pages[0], pages[1], pages.view(-1, pages.shape[-1]))
 
 
 @op("cache:plan_cache_write")
-def plan_cache_write(slot_mapping: Tensor, cache: PagedKV) -> Tensor:
-    """What `rope_fill_kv` and `fill_kv_cache` take to know the slots of a step's tokens. slot_mapping [T] int64.
+def plan_cache_write(places: Tensor, cache: PagedKV) -> Tensor:
+    """Return what `rope_fill_kv` and `fill_kv_cache` take to know where a step's tokens go. places [T] int64.
 
-    The plan serves all layers of one shape. On a CPU it has the lines of each slot: its keys' heads, then its values',
-    [T * 2 * kv_heads] int64. On CUDA it is the slot mapping itself, where -1 (padding of a captured step) says that the
+    The plan serves all layers of one shape. On a CPU it has the lines of each place: its keys' heads, then its values',
+    [T * 2 * kv_heads] int64. On CUDA it is the places themselves, where -1 (padding of a captured step) says that the
     token is not written.
     """
     num_blocks, num_kv_heads, block_size, _ = cache.k.shape
-    blocks = slot_mapping.div(block_size, rounding_mode="floor")
-    first = torch.add(slot_mapping, blocks, alpha=(num_kv_heads - 1) * block_size)
-    return (first[:, None] + head_offsets(num_blocks, num_kv_heads, block_size, slot_mapping.device)).view(-1)
+    blocks = places.div(block_size, rounding_mode="floor")
+    first = torch.add(places, blocks, alpha=(num_kv_heads - 1) * block_size)
+    return (first[:, None] + head_offsets(num_blocks, num_kv_heads, block_size, places.device)).view(-1)
 
 
 @lru_cache(maxsize=64)
@@ -60,18 +60,17 @@ def head_offsets(num_blocks: int, num_kv_heads: int, block_size: int, device: to
 
 @op("cache:fill_kv_cache")
 def fill_kv_cache(kv: Tensor, cache: PagedKV, plan: Tensor) -> None:
-    """Write keys and values kv [T, 2 * kv_heads, head_dim], keys first, to T distinct slots (`plan_cache_write`)."""
-    cache.lines.index_copy_(0, plan, kv.view(-1, kv.shape[-1]))
+    """Write keys and values kv [T, 2 * kv_heads, head_dim], keys first, to T distinct places (`plan_cache_write`)."""
+    cache.lines.index_copy_(0, plan, kv.reshape(-1, kv.shape[-1]))
 
 
 @op("cache:copy_blocks")
 def copy_blocks(pool: Tensor, source: Tensor, destination: Tensor) -> None:
-    """Copy block source[n] over block destination[n], for each n, keys and values, in every layer.
+    """Copy block source[n] over block destination[n], for each n, in every plane.
 
-    pool [layers, 2, blocks, kv_heads, block_size, head_dim], contiguous; source and destination [N] integers. No block
-    is both a source and a destination, and destinations are distinct.
+    pool [planes, blocks, ...], contiguous; source and destination [N] integers. No block is both a source and a
+    destination, and destinations are distinct.
     """
     source, destination = source.long(), destination.long()
-    for layer in pool:
-        for blocks in layer:
-            blocks.index_copy_(0, destination, blocks.index_select(0, source))
+    for blocks in pool:
+        blocks.index_copy_(0, destination, blocks.index_select(0, source))

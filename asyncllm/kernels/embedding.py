@@ -15,13 +15,13 @@ __all__ = ["embed", "gather_rows", "rounded"]
 
 @cache
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """The value of `dtype` nearest to `value`."""
+    """Return the value of `dtype` nearest to `value`."""
     return torch.tensor(value, dtype=dtype).item()
 
 
 @op("embedding:embed")
 def embed(ids: Tensor, table: Tensor, scale: float | None = None) -> Tensor:
-    """Rows of table [V, H] at ids [T] int64 -> [T, H], times `scale` if given.
+    """Return rows of table [V, H] at ids [T] int64 -> [T, H], times `scale` if given.
 
     The scale is rounded to the table's dtype first: Gemma was trained with sqrt(hidden) in bfloat16.
     """

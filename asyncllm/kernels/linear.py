@@ -8,21 +8,28 @@ from torch import Tensor
 
 from asyncllm.kernels.dispatch import op
 
-__all__ = ["check_out", "linear", "linear_invariant", "linear_silu_mul"]
+__all__ = [
+    "check_out",
+    "linear",
+    "linear_by_head",
+    "linear_by_head_invariant",
+    "linear_invariant",
+    "linear_silu_mul",
+]
 
 
-@op("linear:linear")
+@op("linear.product:linear")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """x weight^T + bias. x [..., K], weight [N, K], bias [N], all of one dtype -> [..., N], contiguous `out` if given.
 
     Raises ValueError if `out` has another shape or dtype, or gaps.
     """
-    check_out(x, weight, out)
+    check_out(x, weight.shape[0], out)
     y = F.linear(x, weight, bias)
     return y if out is None else out.copy_(y)
 
 
-@op("linear_gated:linear_silu_mul")
+@op("linear.gated:linear_silu_mul")
 def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
     """silu(gate) * up, where gate and up are the halves of x weight^T: `silu_mul` of `linear`, to the same roundings.
 
@@ -32,14 +39,14 @@ def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-@op("linear:linear_invariant")
+@op("linear.product:linear_invariant")
 def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """`linear` whose every row comes out with the same bits whatever other rows are in x.
 
     Matrix libraries choose the order of summation by the number of rows. Here it depends on the weight's shape alone,
     so that a request gets the same tokens alone and in a batch (He, "Defeating Nondeterminism in LLM Inference", 2025).
     """
-    check_out(x, weight, out)
+    check_out(x, weight.shape[0], out)
     rows = x.reshape(-1, x.shape[-1]).float()
     y = x.new_empty((rows.shape[0], weight.shape[0]), dtype=torch.float32)
     for row, result in zip(rows, y, strict=True):
@@ -50,8 +57,28 @@ def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, o
     return y if out is None else out.copy_(y)
 
 
-def check_out(x: Tensor, weight: Tensor, out: Tensor | None) -> None:
-    """Raise ValueError unless `out` can take the product of x and weight."""
-    shape = (*x.shape[:-1], weight.shape[0])
+@op("linear.by_head:linear_by_head")
+def linear_by_head(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return each head's own product: x [T, H, K] times weight [H, N, K] transposed -> [T, H, N], contiguous `out` if
+    given.
+
+    x and weight may have any strides but one: the last axis of x is contiguous.
+    """
+    return torch.einsum("thk,hnk->thn", x, weight) if out is None else out.copy_(linear_by_head(x, weight))
+
+
+@op("linear.by_head:linear_by_head_invariant")
+def linear_by_head_invariant(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """`linear_by_head` whose every row comes out with the same bits whatever other rows are in x."""
+    y = x.new_empty((*x.shape[:2], weight.shape[1])) if out is None else out
+    wide = weight.float()
+    for row, result in zip(x, y, strict=True):
+        result.copy_(torch.bmm(wide, row.float()[..., None])[..., 0])
+    return y
+
+
+def check_out(x: Tensor, out_features: int, out: Tensor | None) -> None:
+    """Raise ValueError unless `out` can take the product of x and a weight of so many output features."""
+    shape = (*x.shape[:-1], out_features)
     if out is not None and (out.shape != shape or out.dtype != x.dtype or not out.is_contiguous()):
         raise ValueError(f"out is {out.dtype} {list(out.shape)}, not contiguous {x.dtype} {list(shape)}")

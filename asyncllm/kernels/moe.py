@@ -2,39 +2,106 @@
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.kernels.activation import silu_mul
 from asyncllm.kernels.dispatch import op
 
-__all__ = ["fused_experts", "route"]
+__all__ = ["Routing", "fused_experts", "fused_experts_invariant", "route"]
+
+GATE_SLOPE = 1.702
+"""Of the gate with a limit: x * sigmoid(1.702 x) is near GELU (Hendrycks and Gimpel, 2016)."""
+
+
+class Routing(NamedTuple):
+    """How a router's logits become experts and their weights: the rule that all layers of a model share."""
+
+    top_k: int
+    scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    """softmax: over all experts. sigmoid: of each logit by itself. sparsemixer: each choice is the highest logit left,
+    weighted by a softmax over the logits near it (Liu et al., arXiv 2409.12136); groups and corrections have no part
+    in it, and nothing is renormalised."""
+    renormalize: bool = False
+    """Whether the weights of the chosen experts add up to 1. Of softmax scores, that is the softmax of the chosen
+    logits alone."""
+    scale: float = 1.0
+    """Multiplies the weights, after they are renormalised."""
+    groups: int = 1
+    """The experts fall into groups of neighbours, all of one size; only experts of the best groups are chosen."""
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    """What makes a group good: its highest score (DeepSeek-V2), or the sum of its two highest (DeepSeek-V3)."""
+    near: float = 0.0
+    """sparsemixer: a logit is near the highest one if it is below it by at most this part of the larger magnitude."""
 
 
 @op("moe:route")
-def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Softmax over all experts, then the top_k of them.
+def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Choose top_k experts for each token, and weigh them.
 
-    logits [T, E] -> weights [T, k] float32, expert_ids [T, k] int64.
+    logits [T, E], correction [E] float32 -> weights [T, k] float32, expert_ids [T, k] int64.
 
-    The experts of a token are chosen by their logits, the highest first; of equal ones the lowest id comes first.
-    renormalize makes the chosen weights of a token sum to 1.
+    Experts are chosen by their logits, or by score plus correction where there are corrections or groups; the highest
+    first, and of equal ones the lowest id. The weights are their scores without the correction.
     """
     logits = logits.float()
-    expert_ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights = logits.softmax(-1).gather(-1, expert_ids)
-    if renormalize:
+    if routing.scores == "sparsemixer":
+        return _sparsemixer(logits, routing)
+    scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
+    by = logits
+    if correction is not None or routing.groups > 1:
+        by = scores if correction is None else scores + correction
+    if routing.groups > 1:
+        grouped = by.view(len(by), routing.groups, -1)
+        best = grouped.topk(2, -1).values.sum(-1) if routing.group_score == "top2" else grouped.amax(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, _highest(best, routing.top_groups), True)
+        by = grouped.masked_fill(~kept[..., None], float("-inf")).view_as(by)
+    expert_ids = _highest(by, routing.top_k)
+    weights = scores.gather(-1, expert_ids)
+    if routing.renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    return weights, expert_ids
+    return weights * routing.scale, expert_ids
+
+
+def _highest(values: Tensor, count: int) -> Tensor:
+    """Return where the `count` highest of values [..., N] are, the highest first; of equal ones the first."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _sparsemixer(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    remaining, choices, weights = logits, [], []
+    for _ in range(routing.top_k):
+        highest, choice = remaining.max(-1, keepdim=True)
+        far = (highest - logits) / torch.maximum(logits.abs(), highest) > routing.near
+        weights.append(remaining.masked_fill(far, float("-inf")).softmax(-1).gather(-1, choice))
+        choices.append(choice)
+        remaining = remaining.scatter(-1, choice, float("-inf"))
+    return torch.cat(weights, -1) * routing.scale, torch.cat(choices, -1)
 
 
 @op("moe:fused_experts")
-def fused_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-    """The weighted sum of each token's experts, each a SwiGLU MLP.
+def fused_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    expert_ids: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float | None = None,
+) -> Tensor:
+    """Return the weighted sum of each token's experts, each a gated MLP.
 
-    x [T, H], gate_up [E, 2I, H] (gate rows first), down [E, H, I], weights [T, k] float32, expert_ids [T, k] int64
-    -> [T, H] in x's dtype. Both products and the activation are rounded to x's dtype; the sum over experts is float32.
-    A token's result depends on its own row only.
+    x [T, H], gate_up [E, 2I, H] (gate rows first), down [E, H, I], weights [T, k] float32, expert_ids [T, k] int64,
+    gate_up_bias [E, 2I] and down_bias [E, H], both or neither -> [T, H] in x's dtype. The gate is SwiGLU, or with a
+    limit gpt-oss's: (up + 1) * gate * sigmoid(1.702 gate), where gate is at most the limit and up within it on both
+    sides. Both products and the activation are rounded to x's dtype; the sum over experts is float32. A token's result
+    depends on its own row only.
     """
     top_k = expert_ids.shape[1]
     order = expert_ids.flatten().argsort(stable=True)
@@ -44,8 +111,50 @@ def fused_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exp
     start = 0
     for expert, count in enumerate(counts):
         if count:
-            hidden = silu_mul(rows[start : start + count] @ gate_up[expert].t())
-            torch.mm(hidden, down[expert].t(), out=outputs[start : start + count])
+            product = F.linear(rows[start : start + count], gate_up[expert], _row(gate_up_bias, expert))
+            hidden = silu_mul(product) if limit is None else _limited_mul(product, limit)
+            outputs[start : start + count] = F.linear(hidden, down[expert], _row(down_bias, expert))
             start += count
     chosen = torch.empty_like(outputs).index_copy_(0, order, outputs).view(*expert_ids.shape, -1)
     return torch.einsum("tk,tkh->th", weights, chosen.float()).to(x.dtype)
+
+
+def _row(bias: Tensor | None, expert: int) -> Tensor | None:
+    return None if bias is None else bias[expert]
+
+
+def _limited_mul(x: Tensor, limit: float) -> Tensor:
+    gate, up = x.float().chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * gate * torch.sigmoid(GATE_SLOPE * gate)).to(x.dtype)
+
+
+# The launcher's sums do not depend on what other tokens there are.
+@op("moe:fused_experts")
+def fused_experts_invariant(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    expert_ids: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float | None = None,
+) -> Tensor:
+    """`fused_experts` whose every row comes out with the same bits whatever other rows are in x."""
+    rows = [slice(row, row + 1) for row in range(len(x))]
+    results = (
+        fused_experts(
+            x[row],
+            gate_up,
+            down,
+            weights[row],
+            expert_ids[row],
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            limit=limit,
+        )
+        for row in rows
+    )
+    return torch.cat([x[:0], *results])

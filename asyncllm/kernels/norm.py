@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncllm.kernels.dispatch import op
 
-__all__ = ["add_rms_norm", "layer_norm", "rms_norm"]
+__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
 
 @op("norm:rms_norm")
@@ -41,6 +41,15 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     x [..., H], weight and bias [H] of x's dtype -> [..., H], computed in float32 and rounded once.
     """
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+@op("norm:add_layer_norm")
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`layer_norm` of residual + x, and that sum itself: the next residual. All [..., H]; neither input is changed."""
+    residual = residual + x
+    return layer_norm(residual, weight, bias, eps), residual
 
 
 @cache

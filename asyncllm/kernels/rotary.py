@@ -77,7 +77,7 @@ def rope_fill_kv(
     """Normalise (if weights are given), rotate q and k, write k and v to the cache, return q.
 
     qkv [T, (num_heads + 2 num_kv_heads) * head_dim], heads of q, then of k, then of v; plan: `plan_cache_write` of
-    the tokens' slots; q_norm and k_norm [head_dim], both or neither, applied per head before the rotation (Qwen3);
+    the tokens' places; q_norm and k_norm [head_dim], both or neither, applied per head before the rotation (Qwen3);
     interleaved: which features make a pair, as in `apply_rotary`. -> q [T, num_heads, head_dim].
     """
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
@@ -90,7 +90,7 @@ def rope_fill_kv(
     return rotated[:, :num_heads]
 
 
-@op("linear_rotary:linear_rope_fill_kv")
+@op("linear.rotary:linear_rope_fill_kv")
 def linear_rope_fill_kv(
     x: Tensor,
     weight: Tensor,

@@ -160,7 +160,7 @@ def _all_words(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise, float32 [R, vocab_size], for `seeds` [R] and `positions` [R], both int64.
+    """Return standard Gumbel noise, float32 [R, vocab_size], for `seeds` [R] and `positions` [R], both int64.
 
     Token id t takes word t % 4 of the Philox block with counter (t // 4, position low, position high, 0).
     """
@@ -168,13 +168,13 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def gumbel_noise_at(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """The entries of `gumbel_noise` at `token_ids` [R, K] int64: float32 [R, K]."""
+    """Return the entries of `gumbel_noise` at `token_ids` [R, K] int64: float32 [R, K]."""
     words = torch.stack(_noise_words(seeds, positions, token_ids >> 2), dim=-1)
     return _gumbel(words.gather(-1, (token_ids & 3).unsqueeze(-1)).squeeze(-1))
 
 
 def top_tokens(logits: Tensor, width: int) -> Tensor:
-    """Ids of the `width` largest of each row of float32 `logits` [R, V], falling, lower ids first among equals.
+    """Return ids of the `width` largest of each row of float32 `logits` [R, V], falling, lower ids first among equals.
 
     Returns int64 [R, min(width, V)].
     """
@@ -189,7 +189,7 @@ def top_tokens(logits: Tensor, width: int) -> Tensor:
 
 
 def pack_settings(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> tuple[int, ...]:
-    """A row of the settings that `sample` reads: NUM_SETTINGS integers of 64 bits with sign.
+    """Return a row of the settings that `sample` reads: NUM_SETTINGS integers of 64 bits with sign.
 
     `temperature` 0 and `top_k` 1 mean greedy; `top_k` 0, `top_p` 1 and `min_p` 0 mean no limit. `seed` counts modulo
     2**64.
@@ -277,7 +277,8 @@ def _cut(shifted: Tensor, masses: Tensor | None, least: Tensor) -> Tensor:
 
 
 def _limit(top_p: Tensor, total: Tensor) -> Tensor:
-    """The mass at which a nucleus ends: `top_p` of `total`, rounded up to int64; never reached without a top-p."""
+    """Return the mass at which a nucleus ends: `top_p` of `total`, rounded up to int64; never reached without a
+    top-p."""
     limit = (total.to(torch.float64) * top_p).ceil_().to(torch.int64).clamp_min_(1)
     return torch.where(top_p < 1, limit, 2**62)
 
@@ -334,8 +335,17 @@ def ban(logits: Tensor, rows: Tensor, token_ids: Tensor) -> None:
     logits.index_put_((rows, token_ids), logits.new_full((), -torch.inf))
 
 
+def keep_only(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """Make all tokens of `rows` [N] int64 of `logits` [R, V] impossible, in place, but those whose bits are set in
+    `words` [N, ceil(V / 32)] int32, lowest bit first."""
+    places = torch.arange(32, dtype=torch.int32, device=words.device)
+    allowed = (words.unsqueeze(-1) >> places).bitwise_and_(1).flatten(1)[:, : logits.shape[-1]]
+    logits[rows] = logits[rows].masked_fill_(allowed == 0, -torch.inf)
+
+
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of `tokens` [R] int64 and of the `num_top` most likely tokens under `logits` [R, V] float32.
+    """Return log-probabilities of `tokens` [R] int64 and of the `num_top` most likely tokens under `logits` [R, V]
+    float32.
 
     Returns those of `tokens` [R], those of the most likely [R, num_top] in falling order, and their ids [R, num_top].
     """

@@ -1,4 +1,5 @@
-"""What a captured decode step reads from state that stays on the device, and what it says of its results."""
+"""What a captured decode step reads from state that stays on the device, what it writes there, and what it says of its
+results."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from asyncllm.kernels.dispatch import op
 
-__all__ = ["DecodeInputs", "prepare_decode", "segments_finite"]
+__all__ = ["DecodeInputs", "prepare_decode", "record_tokens", "segments_finite"]
 
 
 class DecodeInputs(NamedTuple):
@@ -19,7 +20,7 @@ class DecodeInputs(NamedTuple):
     """[B] int64."""
     positions: Tensor
     """[B] int64, absolute."""
-    slot_mapping: Tensor
+    places: Tensor
     """[B] int64: block id * block_size + offset in the block; -1 in padding rows."""
     kv_lens: Tensor
     """[B] int32: position + 1; 0 in padding rows."""
@@ -29,10 +30,10 @@ class DecodeInputs(NamedTuple):
     @staticmethod
     def zeros(rows: int, width: int, device: torch.device) -> DecodeInputs:
         """Inputs for `prepare_decode` to fill: rows of no token, block tables [rows, width]."""
-        ids, positions, slot_mapping = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3))
+        ids, positions, places = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3))
         kv_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         return DecodeInputs(
-            ids, positions, slot_mapping.fill_(-1), kv_lens, torch.zeros(rows, width, dtype=torch.int32, device=device)
+            ids, positions, places.fill_(-1), kv_lens, torch.zeros(rows, width, dtype=torch.int32, device=device)
         )
 
 
@@ -54,7 +55,7 @@ def prepare_decode(
     blocks = own_tables.gather(1, page[:, None])[:, 0].long()
     out.input_ids.copy_(last_tokens.index_select(0, known).masked_fill_(~rows, 0))
     out.positions.copy_(positions)
-    out.slot_mapping.copy_((blocks * block_size + positions % block_size).masked_fill_(~rows, -1))
+    out.places.copy_((blocks * block_size + positions % block_size).masked_fill_(~rows, -1))
     out.kv_lens.copy_((positions + 1).masked_fill_(~rows, 0))
     columns = torch.arange(block_tables.shape[1], device=slots.device)
     copied = (columns <= page[:, None] + 1) & rows[:, None]
@@ -63,7 +64,7 @@ def prepare_decode(
 
 @op("step:segments_finite")
 def segments_finite(hidden: Tensor, offsets: Tensor) -> Tensor:
-    """Which rows of a step hold NaN or infinity. Row b owns tokens offsets[b] to offsets[b + 1].
+    """Return which rows of a step hold NaN or infinity. Row b owns tokens offsets[b] to offsets[b + 1].
 
     hidden [T, H], offsets [B + 1] int32 rising from 0 -> int32 [B]: 1 where a value is not finite, else 0. Tokens from
     offsets[B] on belong to no row.
@@ -72,3 +73,16 @@ def segments_finite(hidden: Tensor, offsets: Tensor) -> Tensor:
     torch.cumsum(~hidden.isfinite().all(-1), 0, out=bad[1:])
     sums = bad.index_select(0, offsets)
     return (sums[1:] > sums[:-1]).int()
+
+
+@op("step:record_tokens")
+def record_tokens(tokens: Tensor, flags: Tensor, slots: Tensor, last_tokens: Tensor, results: Tensor) -> None:
+    """Make the tokens of R rows the next inputs of their slots, and put tokens and flags side by side for the host.
+
+    tokens [R] int64, flags [R] int32, slots [R] int32 (-1: a padding row, of which nothing is kept); writes
+    last_tokens [S] int64 at the slots, and results [2, R] int32: tokens, flags.
+    """
+    used = slots >= 0
+    last_tokens[slots[used].long()] = tokens[used]
+    results[0] = tokens
+    results[1] = flags

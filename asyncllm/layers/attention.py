@@ -2,145 +2,257 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
 
 from asyncllm import kernels
+from asyncllm.distributed.group import RankGroup
+from asyncllm.errors import UnsupportedModel
 from asyncllm.kernels import DecodePlan, PagedKV, PrefillPlan, Rotation
+from asyncllm.layers.cache_spec import CacheSpec, PagedKVSpec
 from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer_norm import HeadsLayerNorm
 from asyncllm.layers.linear import Linear, QKVLinear
+from asyncllm.layers.linear_method import PartKey, Shard
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
-__all__ = ["Attention"]
+__all__ = ["Attention", "QKNormKind", "Sinks"]
+
+QKNormKind = Literal["head", "heads", "whole", "turned"]
+"""Norms of queries and keys: of each head, by one weight for all; of each by its own (layer norms); of all heads
+together; or of each head behind the rotation."""
+
+
+class Sinks(Layer):
+    """One logit per query head that takes part in its softmax, and has no value. Always float32."""
+
+    parameter_dtype = torch.float32
+    shard: Shard = "column"
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.empty(num_heads), requires_grad=False)
+        self._num_heads, self._first = num_heads, 0
+
+    def divide(self, group: RankGroup) -> None:
+        share = self._num_heads // group.size
+        self.logits, self._first = nn.Parameter(self.logits[:share], requires_grad=False), group.rank * share
+
+    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
+        return {("sinks", None, None): (self._num_heads,)}
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        self.logits.copy_(tensor[self._first :][: len(self.logits)])
 
 
 class Attention(Layer):
-    """x [T, hidden] -> [T, hidden]; the tokens' keys and values go to `cache` first.
+    """x [T, hidden] -> [T, hidden]; the tokens' keys and values go to the cache of layer `layer` first.
 
-    `window` is the number of latest positions that a query sees, itself included; `scale` multiplies the scores,
-    head_dim^-0.5 unless given; `qk_norm_eps` asks for a per-head RMS norm of q and k.
+    `paired` is as in `QKVLinear`. `rope` is the place of the layer's rotation among the step's; None: positions take no
+    part. `window` is the number of latest positions that a query sees, itself included; `scale` multiplies the scores,
+    head_dim^-0.5 unless given; `qk_norm` and `norm_class` ask for norms of q and k; `qkv_clip` bounds q, k and v on
+    both sides; `scale_queries` multiplies queries by the step's `query_scale`; `alibi` are the slopes of the heads.
     """
 
     def __init__(
         self,
+        layer: int,
         hidden_size: int,
         *,
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
         qkv_bias: bool = False,
+        paired: int = 0,
         out_bias: bool = False,
+        rope: int | None = 0,
         window: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
-        qk_norm_eps: float | None = None,
+        sinks: bool = False,
+        qkv_clip: float | None = None,
+        scale_queries: bool = False,
+        qk_norm: QKNormKind | None = None,
+        norm_class: Callable[[int, float], nn.Module] = RMSNorm,
+        norm_eps: float = 1e-6,
+        alibi: Sequence[float] = (),
     ) -> None:
         super().__init__()
-        self.qkv = QKVLinear(hidden_size, num_heads, num_kv_heads, head_dim, bias=qkv_bias)
-        self.out = Linear(num_heads * head_dim, hidden_size, bias=out_bias)
-        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
-        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        self.layer = layer
+        self.qkv = QKVLinear(hidden_size, num_heads, num_kv_heads, head_dim, bias=qkv_bias, paired=paired)
+        self.out = Linear(num_heads * head_dim, hidden_size, shard="row", unit=head_dim, bias=out_bias)
+        q_size, k_size = (num_heads, num_kv_heads) if qk_norm == "whole" else (1, 1)
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if qk_norm == "heads":
+            self.q_norm = HeadsLayerNorm(num_heads, head_dim, norm_eps, paired=paired)
+            self.k_norm = HeadsLayerNorm(num_kv_heads, head_dim, norm_eps, paired=paired)
+        elif qk_norm is not None:
+            self.q_norm = norm_class(q_size * head_dim, norm_eps)
+            self.k_norm = norm_class(k_size * head_dim, norm_eps)
+        self.sinks = Sinks(num_heads) if sinks else None
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.rope = rope
         self.window = window
         self.scale = head_dim**-0.5 if scale is None else scale
         self.softcap = softcap
+        self.qkv_clip = qkv_clip
+        self.scale_queries = scale_queries
+        self.qk_norm = qk_norm
+        self.slopes = tuple(alibi)
+        self.alibi: Tensor | None = None
 
-    def forward(
-        self,
-        x: Tensor,
-        rotation: Rotation,
-        inputs: StepInputs,
-        cache: PagedKV,
-        sampled: SampledRows | None = None,
-    ) -> Tensor:
+    def place(self, device: torch.device) -> None:
+        """Put what no checkpoint stores on `device`."""
+        if self.slopes:
+            self.alibi = torch.tensor(self.slopes, dtype=torch.float32, device=device)
+
+    def divide(self, group: RankGroup) -> None:
+        if self.qk_norm == "whole":
+            raise UnsupportedModel("The model normalises the queries of all heads together. Use tp=1.")
+        self.num_heads, self.num_kv_heads = self.qkv.num_heads, self.qkv.num_kv_heads
+        self.slopes = self.slopes[group.rank * self.num_heads :][: self.num_heads]
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """What the layer keeps of its tokens."""
+        return PagedKVSpec(self.num_kv_heads, self.head_dim, self.window)
+
+    def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
         """`sampled`: attend for these rows only -> [R, hidden]; keys and values of all tokens are written."""
-        q = self._project(x, rotation, cache, self._cache_write(inputs, cache))
+        step = step.of_layer(self.layer)
+        cache = step.caches[self.layer]
+        q = self._project(x, step, cache)
         if sampled is not None:
-            q, inputs = kernels.gather_rows(q.flatten(1), sampled.indices).view(-1, *q.shape[1:]), sampled.inputs
-        attended = self._attend(q, inputs, cache)
-        out: Tensor = self.out(attended.flatten(1))
+            q = kernels.gather_rows(q.flatten(1), sampled.indices).view(-1, *q.shape[1:])
+            step = sampled.inputs.of_layer(self.layer)
+        attended = self._attend(q, step, cache)
+        out: Tensor = self.out(attended.flatten(1), step)
         return out
 
-    def _project(self, x: Tensor, rotation: Rotation, cache: PagedKV, plan: Tensor) -> Tensor:
+    def _project(self, x: Tensor, step: StepInputs, cache: PagedKV) -> Tensor:
         """Write the tokens' keys and values, return their queries [T, H, D]."""
+        rotation = None if self.rope is None else step.rotations[self.rope]
+        plan = self._cache_write(step, cache)
+        q = None
+        if rotation is not None and self.qk_norm is None and self.qkv_clip is None:
+            q = self.qkv.rope_fill_kv(x, rotation, cache, plan)
+        if q is None:
+            qkv = self.qkv(x, step)
+            if self.qkv_clip is not None:
+                qkv = qkv.clamp_(-self.qkv_clip, self.qkv_clip)
+            q = self._rotate(qkv, rotation, cache, plan)
+        if self.scale_queries:
+            assert step.query_scale is not None, "the model writes it before its first layer"
+            q = (q * step.query_scale).to(q.dtype)
+        return q
+
+    def _rotate(self, qkv: Tensor, rotation: Rotation | None, cache: PagedKV, plan: Tensor) -> Tensor:
+        """Normalise and rotate the packed heads, write keys and values, return the queries [T, H, D]."""
+        if rotation is None or self.qk_norm == "turned":
+            return self._fill(self._normed(qkv, rotation), cache, plan)
         q_norm, k_norm = self.q_norm, self.k_norm
-        if self.qkv.product is kernels.linear and self.qkv.bias is None and q_norm is None:
-            return kernels.linear_rope_fill_kv(
-                x,
-                self.qkv.weight,
-                rotation,
-                cache,
-                plan,
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-            )
+        q_weight, k_weight, eps = None, None, 0.0
+        if self.qk_norm == "head" and isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
+            q_weight, k_weight, eps = q_norm.weight, k_norm.weight, q_norm.eps
+        else:
+            qkv = self._normed(qkv, None)
         return kernels.rope_fill_kv(
-            self.qkv(x),
+            qkv,
             rotation,
             cache,
             plan,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            q_norm=None if q_norm is None else q_norm.weight,
-            k_norm=None if k_norm is None else k_norm.weight,
-            eps=0.0 if q_norm is None else q_norm.eps,
+            q_norm=q_weight,
+            k_norm=k_weight,
+            eps=eps,
         )
 
-    def _attend(self, q: Tensor, inputs: StepInputs, cache: PagedKV) -> Tensor:
+    def _normed(self, qkv: Tensor, rotation: Rotation | None) -> Tensor:
+        """qkv with its queries and keys turned, if that comes first, and normalised."""
+        if self.q_norm is None or self.k_norm is None:
+            return qkv
+        q, k, v = self._parts(qkv)
+        if rotation is not None:
+            q, k = kernels.apply_rotary(q, rotation), kernels.apply_rotary(k, rotation)
+        if self.qk_norm == "whole":
+            q, k = q.flatten(1), k.flatten(1)
+        q, k = self.q_norm(q), self.k_norm(k)
+        return torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], -1)
+
+    def _fill(self, qkv: Tensor, cache: PagedKV, plan: Tensor) -> Tensor:
+        """Write keys and values as they are, return the queries [T, H, D]."""
+        heads = qkv.view(len(qkv), -1, self.head_dim)
+        kernels.fill_kv_cache(heads[:, self.num_heads :], cache, plan)
+        return heads[:, : self.num_heads]
+
+    def _parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """Heads of q, k and v, [T, heads, D] each."""
+        heads = qkv.view(len(qkv), -1, self.head_dim)
+        return torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
+
+    def _attend(self, q: Tensor, step: StepInputs, cache: PagedKV) -> Tensor:
         """q [T, H, D] -> [T, H, D], new and contiguous."""
-        decode, prefill = self._plans(inputs, cache)
+        decode, prefill = self._plans(step, cache)
+        sinks = None if self.sinks is None else self.sinks.logits
         attended = None
         if decode is not None:
-            attended = kernels.paged_decode_attention(q, cache, decode, scale=self.scale, softcap=self.softcap)
+            attended = kernels.paged_decode_attention(
+                q, cache, decode, scale=self.scale, softcap=self.softcap, sinks=sinks, alibi=self.alibi
+            )
         if prefill is not None:
             attended = kernels.paged_prefill_attention(
-                q, cache, prefill, scale=self.scale, softcap=self.softcap, out=attended
+                q, cache, prefill, scale=self.scale, softcap=self.softcap, sinks=sinks, alibi=self.alibi, out=attended
             )
         assert attended is not None
         return attended
 
-    def _cache_write(self, inputs: StepInputs, cache: PagedKV) -> Tensor:
-        """Where the step's tokens go, found by the first layer with as many KV heads."""
-        plan = inputs.cache_writes.get(self.num_kv_heads)
+    def _cache_write(self, step: StepInputs, cache: PagedKV) -> Tensor:
+        """Return where the step's tokens go, found by the first layer with as many KV heads."""
+        plan = step.cache_writes.get(self.num_kv_heads)
         if plan is None:
-            plan = inputs.cache_writes[self.num_kv_heads] = kernels.plan_cache_write(inputs.slot_mapping, cache)
+            plan = step.cache_writes[self.num_kv_heads] = kernels.plan_cache_write(step.places, cache)
         return plan
 
-    def _plans(self, inputs: StepInputs, cache: PagedKV) -> tuple[DecodePlan | None, PrefillPlan | None]:
+    def _plans(self, step: StepInputs, cache: PagedKV) -> tuple[DecodePlan | None, PrefillPlan | None]:
         """The step's plans for this window, made by the first layer that needs them; None where there are no rows."""
-        plans = inputs.attention_plans.get(self.window)
+        plans = step.attention_plans.get(self.window)
         if plans is None:
             # The order of sums in decode attention depends on the batch.
-            decode = 0 if inputs.batch_invariant else inputs.num_decode
-            plans = inputs.attention_plans[self.window] = (
-                self._plan_decode(inputs, cache, decode) if decode else None,
-                self._plan_prefill(inputs, cache, decode) if decode < inputs.kv_lens.shape[0] else None,
+            decode = 0 if step.batch_invariant else step.num_decode
+            plans = step.attention_plans[self.window] = (
+                self._plan_decode(step, cache, decode) if decode else None,
+                self._plan_prefill(step, cache, decode) if decode < step.kv_lens.shape[0] else None,
             )
         return plans
 
-    def _plan_decode(self, inputs: StepInputs, cache: PagedKV, count: int) -> DecodePlan:
+    def _plan_decode(self, step: StepInputs, cache: PagedKV, count: int) -> DecodePlan:
         """The first `count` rows."""
         return kernels.plan_decode_attention(
-            inputs.block_tables[:count],
-            inputs.kv_lens[:count],
+            step.block_tables[:count],
+            step.kv_lens[:count],
             cache,
             num_heads=self.num_heads,
             window=self.window,
         )
 
-    def _plan_prefill(self, inputs: StepInputs, cache: PagedKV, first: int) -> PrefillPlan:
+    def _plan_prefill(self, step: StepInputs, cache: PagedKV, first: int) -> PrefillPlan:
         """The rows from `first` on."""
         return kernels.plan_prefill_attention(
-            inputs.block_tables[first:],
-            inputs.q_offsets[first:],
-            inputs.kv_lens[first:],
+            step.block_tables[first:],
+            step.q_offsets[first:],
+            step.kv_lens[first:],
             cache,
             num_heads=self.num_heads,
-            max_q_len=inputs.max_q_len,
+            max_q_len=step.max_q_len,
             window=self.window,
-            invariant=inputs.batch_invariant,
+            invariant=step.batch_invariant,
         )

@@ -9,37 +9,39 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from asyncllm import kernels
-from asyncllm.kernels import PagedKV, Rotation
 from asyncllm.layers.attention import Attention
+from asyncllm.layers.latent_attention import LatentAttention
 from asyncllm.layers.layer import Layer
-from asyncllm.layers.norm import RMSNorm
+from asyncllm.layers.norm import Norm
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
-__all__ = ["Block", "SandwichBlock"]
+__all__ = ["AnyAttention", "AnyBlock", "Block", "ParallelBlock", "PostNormBlock", "SandwichBlock"]
 
-
-def _rows(residual: Tensor, sampled: SampledRows | None) -> Tensor:
-    return residual if sampled is None else kernels.gather_rows(residual, sampled.indices)
+AnyAttention = Attention | LatentAttention
 
 
 class Block(Layer):
-    """Pre-norm: x += attn(norm(x)); x += mlp(norm(x)). `mlp` maps [T, hidden] to [T, hidden]."""
+    """Pre-norm: x += attn(norm(x)); x += mlp(norm(x)). `mlp` maps [T, hidden] to [T, hidden]; `scale` multiplies what
+    each branch adds."""
 
-    def __init__(self, *, attn_norm: RMSNorm, attn: Attention, mlp_norm: RMSNorm, mlp: nn.Module) -> None:
+    def __init__(
+        self,
+        *,
+        attn_norm: Norm,
+        attn: AnyAttention,
+        mlp_norm: Norm,
+        mlp: nn.Module,
+        scale: float | None = None,
+    ) -> None:
         super().__init__()
+        self.scale = scale
         self.attn_norm = attn_norm
         self.attn = attn
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
     def forward(
-        self,
-        branch: Tensor | None,
-        residual: Tensor,
-        rotation: Rotation,
-        inputs: StepInputs,
-        cache: PagedKV,
-        sampled: SampledRows | None = None,
+        self, branch: Tensor | None, residual: Tensor, step: StepInputs, sampled: SampledRows | None = None
     ) -> tuple[Tensor, Tensor]:
         """residual and branch [T, hidden]; branch is None in the first block. -> (branch, residual) for the next, of
         the `sampled` rows alone if they are given."""
@@ -47,9 +49,36 @@ class Block(Layer):
             normed = self.attn_norm(residual)
         else:
             normed, residual = self.attn_norm.add(branch, residual)
-        attended = self.attn(normed, rotation, inputs, cache, sampled)
-        normed, residual = self.mlp_norm.add(attended, _rows(residual, sampled))
-        return self.mlp(normed), residual
+        attended = self._scaled(self.attn(normed, step, sampled))
+        if sampled is not None:
+            residual, step = kernels.gather_rows(residual, sampled.indices), sampled.inputs
+        normed, residual = self.mlp_norm.add(attended, residual)
+        return self._scaled(self.mlp(normed, step)), residual
+
+    def _scaled(self, branch: Tensor) -> Tensor:
+        return branch if self.scale is None else branch.mul_(self.scale)
+
+
+class PostNormBlock(Block):
+    """Norms behind each branch alone (OLMo 2): x += norm(attn(x)); x += norm(mlp(x))."""
+
+    def __init__(self, *, attn: AnyAttention, attn_post_norm: Norm, mlp: nn.Module, mlp_post_norm: Norm) -> None:
+        Layer.__init__(self)
+        self.attn = attn
+        self.attn_post_norm = attn_post_norm
+        self.mlp = mlp
+        self.mlp_post_norm = mlp_post_norm
+
+    def forward(
+        self, branch: Tensor | None, residual: Tensor, step: StepInputs, sampled: SampledRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if branch is not None:
+            residual = residual + branch
+        attended = self.attn_post_norm(self.attn(residual, step, sampled))
+        if sampled is not None:
+            residual, step = kernels.gather_rows(residual, sampled.indices), sampled.inputs
+        residual = residual + attended
+        return self.mlp_post_norm(self.mlp(residual, step)), residual
 
 
 class SandwichBlock(Block):
@@ -58,30 +87,60 @@ class SandwichBlock(Block):
     def __init__(
         self,
         *,
-        attn_norm: RMSNorm,
-        attn: Attention,
-        attn_post_norm: RMSNorm,
-        mlp_norm: RMSNorm,
+        attn_norm: Norm,
+        attn: AnyAttention,
+        attn_post_norm: Norm,
+        mlp_norm: Norm,
         mlp: nn.Module,
-        mlp_post_norm: RMSNorm,
+        mlp_post_norm: Norm,
     ) -> None:
         super().__init__(attn_norm=attn_norm, attn=attn, mlp_norm=mlp_norm, mlp=mlp)
         self.attn_post_norm = attn_post_norm
         self.mlp_post_norm = mlp_post_norm
 
     def forward(
-        self,
-        branch: Tensor | None,
-        residual: Tensor,
-        rotation: Rotation,
-        inputs: StepInputs,
-        cache: PagedKV,
-        sampled: SampledRows | None = None,
+        self, branch: Tensor | None, residual: Tensor, step: StepInputs, sampled: SampledRows | None = None
     ) -> tuple[Tensor, Tensor]:
         if branch is None:
             normed = self.attn_norm(residual)
         else:
             normed, residual = self.attn_norm.add(branch, residual)
-        attended = self.attn_post_norm(self.attn(normed, rotation, inputs, cache, sampled))
-        normed, residual = self.mlp_norm.add(attended, _rows(residual, sampled))
-        return self.mlp_post_norm(self.mlp(normed)), residual
+        attended = self.attn_post_norm(self.attn(normed, step, sampled))
+        if sampled is not None:
+            residual, step = kernels.gather_rows(residual, sampled.indices), sampled.inputs
+        normed, residual = self.mlp_norm.add(attended, residual)
+        return self.mlp_post_norm(self.mlp(normed, step)), residual
+
+
+class ParallelBlock(Layer):
+    """Both branches of the stream as it comes in (GPT-J): x += attn(norm(x)) + mlp(norm(x)).
+
+    `mlp_norm` None: attention's norm is the MLP's as well.
+    """
+
+    def __init__(self, *, attn_norm: Norm, attn: AnyAttention, mlp_norm: Norm | None, mlp: nn.Module) -> None:
+        super().__init__()
+        self.attn_norm = attn_norm
+        self.attn = attn
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def forward(
+        self, branch: Tensor | None, residual: Tensor, step: StepInputs, sampled: SampledRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `Block.forward`."""
+        if branch is None:
+            normed = self.attn_norm(residual)
+        else:
+            normed, residual = self.attn_norm.add(branch, residual)
+        attended = self.attn(normed, step, sampled)
+        if sampled is not None:
+            residual, step = kernels.gather_rows(residual, sampled.indices), sampled.inputs
+        if self.mlp_norm is not None:
+            normed = self.mlp_norm(residual)
+        elif sampled is not None:
+            normed = kernels.gather_rows(normed, sampled.indices)
+        return self.mlp(normed, step).add_(attended), residual
+
+
+AnyBlock = Block | ParallelBlock

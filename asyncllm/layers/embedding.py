@@ -1,70 +1,98 @@
-"""Token embeddings, and the output embedding that turns hidden states into logits."""
+"""Embeddings of tokens and of positions, and the output embedding that turns hidden states into logits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from asyncllm import kernels
+from asyncllm.distributed.group import RankGroup
 from asyncllm.layers.layer import Layer
-from asyncllm.layers.linear import Linear, Product
+from asyncllm.layers.linear_method import Weighted
+from asyncllm.layers.step_inputs import StepInputs
 
-__all__ = ["Embedding", "OutputEmbedding", "TiedOutputEmbedding"]
+__all__ = ["Embedding", "OutputEmbedding", "PositionEmbedding", "TiedOutputEmbedding"]
 
 
-class Embedding(Layer):
+class Embedding(Weighted):
     """Rows of a table, times a constant if given. ids [T] int64 -> [T, hidden]."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float | None = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+        super().__init__(hidden_size, vocab_size, shard="replicated")
         self.scale = scale
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return kernels.embed(ids, self.weight, self.scale)
-
-    def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
-        return {("weight", None, None): tuple(self.weight.shape)}
-
-    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        self.weight.copy_(tensor)
+    def forward(self, ids: Tensor, step: StepInputs) -> Tensor:
+        return self.method.embed(self, ids, self.scale)
 
 
-def _logits(product: Product, x: Tensor, weight: Tensor, softcap: float | None, out: Tensor | None) -> Tensor:
-    """x weight^T as it is, or in float32 and squashed to softcap * tanh(logits / softcap); in `out` if given."""
+class PositionEmbedding(Weighted):
+    """Learned rows of a table by position (GPT-2); position p has row p + offset. -> [T, hidden]."""
+
+    def __init__(self, num_positions: int, hidden_size: int, *, offset: int = 0) -> None:
+        super().__init__(hidden_size, num_positions + offset, shard="replicated")
+        self.offset = offset
+
+    def forward(self, step: StepInputs) -> Tensor:
+        positions = step.positions + self.offset if self.offset else step.positions
+        return self.method.embed(self, positions, None)
+
+
+def _logits(table: Weighted, x: Tensor, scale: float | None, softcap: float | None, out: Tensor | None) -> Tensor:
+    """x table^T times scale, or in float32 and squashed to softcap * tanh(logits / softcap); in `out` if given."""
     if softcap is None:
-        return product(x, weight, out=out)
-    capped = product(x, weight).float().div_(softcap).tanh_().mul_(softcap)
+        logits = table.method.product(table, x, out=out)
+        return logits if scale is None else logits.mul_(scale)
+    capped = table.method.product(table, x).float().mul_((scale or 1.0) / softcap).tanh_().mul_(softcap)
     return capped if out is None else out.copy_(capped)
 
 
-class OutputEmbedding(Linear):
+class OutputEmbedding(Weighted):
     """hidden [R, hidden] -> logits [R, vocab], of the hidden states' type, or float32 with a softcap.
 
-    They are in `out` if that is given, [R, vocab] of the type they would have without it.
+    `scale` multiplies them. They are in `out` if that is given, [R, vocab] of the type they would have without it.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int, *, softcap: float | None = None) -> None:
-        super().__init__(hidden_size, vocab_size)
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        bias: bool = False,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__(hidden_size, vocab_size, shard="column", bias=bias)
+        self.scale = scale
         self.softcap = softcap
+        self.vocab_size = vocab_size
+
+    def _slice_of_part(self, part: str | None, size: int, group: RankGroup) -> slice:
+        # All ranks have as many rows, of which the last ones may be beyond the vocabulary.
+        rows = -(-size // group.size)
+        return slice(group.rank * rows, (group.rank + 1) * rows)
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        if self.group is not None:
+            missing = self.out_features * self.group.size - len(tensor)
+            tensor = torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if missing else tensor
+        super().load_part(suffix, part, index, tensor)
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return _logits(self.product, x, self.weight, self.softcap, out)
+        if self.group is None:
+            return _logits(self, x, self.scale, self.softcap, out)
+        logits = self.group.join(_logits(self, x, self.scale, self.softcap, None))[..., : self.vocab_size]
+        return logits if out is None else out.copy_(logits)
 
 
 class TiedOutputEmbedding(Layer):
     """An output embedding that reads the token embeddings' table."""
 
-    product: Product = staticmethod(kernels.linear)
-
-    def __init__(self, embedding: Embedding, *, softcap: float | None = None) -> None:
+    def __init__(self, embedding: Embedding, *, scale: float | None = None, softcap: float | None = None) -> None:
         super().__init__()
         # Held in a tuple, so that the table stays one parameter of one module.
         self._embedding = (embedding,)
+        self.scale = scale
         self.softcap = softcap
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """As `OutputEmbedding.forward`."""
-        return _logits(self.product, x, self._embedding[0].weight, self.softcap, out)
+        return _logits(self._embedding[0], x, self.scale, self.softcap, out)

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from asyncllm.distributed.group import RankGroup
+
 __all__ = ["Layer", "settle"]
 
 
@@ -19,6 +21,12 @@ class Layer(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
+
+    def divide(self, group: RankGroup) -> None:
+        """Leave this layer, on the meta device, the share of the group's rank. One with no shares stays whole.
+
+        Raises UnsupportedModel where the numbers do not allow it.
+        """
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What `settle` put here must not hide a new value.

@@ -1,78 +1,118 @@
-"""Linear layers, fused where several projections read the same input.
+"""Linear layers: shard x method x adapters.
 
-The parts of a fused layer ("q", "gate") are what checkpoints store and what sharding, quantization methods and adapters
-address. Every layer here is a WeightOwner of `models.weights`: it states the parts it expects and takes them one by
-one. Parameters are born on whatever device is current (`meta` while a model is built) and filled by the loader.
+The method stores the weight and multiplies (`layers.linear_method`, where a quantization attaches).
+
+A shard is what `divide`, on the meta device, leaves to a rank, by `shard`, `unit` and the parts in `rows`; where it is
+a part of the input features, the ranks' results are added up.
+
+Adapters are chosen by row, from the step. With any in `adapters`, no op takes the product together with what follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from asyncllm import kernels
-from asyncllm.layers.layer import Layer
+from asyncllm.distributed.group import RankGroup
+from asyncllm.kernels import PagedKV, Rotation
+from asyncllm.layers.linear_method import Activation, Shard, Weighted
+from asyncllm.layers.step_inputs import StepInputs
 
-__all__ = ["Linear", "MergedLinear", "Product", "QKVLinear"]
-
-Product = Callable[..., Tensor]
-"""`kernels.linear`, or another op of its signature."""
+__all__ = ["Linear", "MergedLinear", "QKVLinear", "RowAdapters"]
 
 
-class Linear(Layer):
+class RowAdapters(Protocol):
+    """What the rows of a step add to the product of one layer, each by the adapter that it asks for."""
+
+    def add(self, y: Tensor, x: Tensor, step: StepInputs) -> Tensor:
+        """Return the products y [..., out] of x [..., in] with the rows' own added, in y's memory or new."""
+
+
+class Linear(Weighted):
     """y = x W^T + b; x [..., in_features] -> [..., out_features]."""
 
-    bias: nn.Parameter | None
-    product: Product = staticmethod(kernels.linear)
-    """How the product is computed; a model that must not depend on the batch has `kernels.linear_invariant` here."""
+    adapters: RowAdapters | None = None
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+    def __init__(self, in_features: int, out_features: int, *, shard: Shard, unit: int = 1, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, shard=shard, unit=unit, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight, self.bias)
-
-    def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
-        return {(name, None, None): tuple(parameter.shape) for name, parameter in self.named_parameters(recurse=False)}
-
-    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        self.get_parameter(suffix).copy_(tensor)
+    def forward(self, x: Tensor, step: StepInputs) -> Tensor:
+        y = self.summed(self.method.product(self, x))
+        return y if self.adapters is None else self.adapters.add(y, x, step)
 
 
 class MergedLinear(Linear):
-    """Several linear layers over the same input as one matmul; their outputs follow one another in the last axis."""
+    """Several linear layers over the same input as one product; their outputs follow one another in the last axis."""
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias)
-        self.rows: dict[str, slice] = {}
-        start = 0
-        for name, size in parts.items():
-            self.rows[name] = slice(start, start + size)
-            start += size
+    def __init__(self, in_features: int, parts: Mapping[str, int], *, unit: int = 1, bias: bool = False) -> None:
+        Weighted.__init__(self, in_features, parts, shard="column", unit=unit, bias=bias)
 
-    def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
-        return {
-            (name, part, None): (rows.stop - rows.start, *parameter.shape[1:])
-            for name, parameter in self.named_parameters(recurse=False)
-            for part, rows in self.rows.items()
-        }
-
-    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        if part is None:
-            raise ValueError(f"a merged layer is filled by parts {list(self.rows)}")
-        self.get_parameter(suffix)[self.rows[part]].copy_(tensor)
+    def gated(self, x: Tensor, activation: Activation) -> Tensor | None:
+        """Return activation(gate) * up, of parts gate and up, if that is one op; else None."""
+        return self.method.product_gated(self, x, activation) if self.adapters is None else None
 
 
 class QKVLinear(MergedLinear):
-    """The projections q, k and v of attention."""
+    """The projections q, k and v of attention.
+
+    `paired`: of how many features of a head checkpoints store neighbours where the rotation turns i with i + paired / 2
+    (GPT-J, GLM). They are put in the latter order at load, of queries and keys alike, which changes no score.
+    """
 
     def __init__(
-        self, in_features: int, num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool = False
+        self,
+        in_features: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool = False,
+        paired: int = 0,
     ) -> None:
         parts = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}
-        super().__init__(in_features, parts, bias=bias)
+        super().__init__(in_features, parts, unit=head_dim, bias=bias)
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.stored_kv_heads = num_kv_heads
+        """Those of a checkpoint, of which a rank may have a share."""
         self.head_dim = head_dim
+        self.paired = paired
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        if self.paired and part in ("q", "k"):
+            tensor = self._halved(tensor)
+        super().load_part(suffix, part, index, tensor)
+
+    def _halved(self, tensor: Tensor) -> Tensor:
+        """Rows by head, with the first features of all pairs before the second ones."""
+        heads = tensor.view(-1, self.head_dim, *tensor.shape[1:])
+        turned = heads[:, : self.paired].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)  # type: ignore[no-untyped-call]
+        return torch.cat([turned, heads[:, self.paired :]], 1).view_as(tensor)
+
+    def divide(self, group: RankGroup) -> None:
+        super().divide(group)
+        self.num_heads = (self.rows["q"].stop - self.rows["q"].start) // self.head_dim
+        self.num_kv_heads = (self.rows["k"].stop - self.rows["k"].start) // self.head_dim
+
+    def _slice_of_part(self, part: str | None, size: int, group: RankGroup) -> slice:
+        # With fewer key heads than ranks, several ranks have the same one.
+        copies = group.size // self.num_kv_heads if part != "q" and group.size % self.num_kv_heads == 0 else 1
+        return self._slice(size, group.rank // max(1, copies), group.size // max(1, copies))
+
+    def rope_fill_kv(self, x: Tensor, rotation: Rotation, cache: PagedKV, plan: Tensor) -> Tensor | None:
+        """As `kernels.rope_fill_kv` of the product, if that is one op; else None, with nothing written."""
+        if self.adapters is not None:
+            return None
+        return self.method.product_rope_fill_kv(
+            self,
+            x,
+            rotation,
+            cache,
+            plan,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )

@@ -1,23 +1,20 @@
-"""The gated MLP: down(act(gate(x)) * up(x))."""
+"""MLPs: gated, down(act(gate(x)) * up(x)), and plain, down(act(up(x)))."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear, MergedLinear
+from asyncllm.layers.linear_method import Activation
+from asyncllm.layers.step_inputs import StepInputs
 
-__all__ = ["Activation", "GatedMLP"]
+__all__ = ["GatedMLP", "PlainMLP"]
 
-Activation = Literal["silu", "gelu_tanh"]
-
-_GATES = {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_tanh_mul}
-
-_FUSED = {(kernels.linear, kernels.silu_mul): kernels.linear_silu_mul}
-"""Products and gates that are one op together, for weights without bias."""
+_GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_tanh_mul}
 
 
 class GatedMLP(Layer):
@@ -28,12 +25,26 @@ class GatedMLP(Layer):
     ) -> None:
         super().__init__()
         self.gate_up = MergedLinear(hidden_size, {"gate": intermediate_size, "up": intermediate_size}, bias=bias)
-        self.down = Linear(intermediate_size, hidden_size, bias=bias)
-        self.gate = _GATES[activation]
+        self.down = Linear(intermediate_size, hidden_size, shard="row", bias=bias)
+        self.activation: Activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up
-        # Whatever else the product is by now (batch invariant, say) has its own gate behind it.
-        fused = _FUSED.get((gate_up.product, self.gate)) if gate_up.bias is None else None
-        out: Tensor = self.down(self.gate(gate_up(x)) if fused is None else fused(x, gate_up.weight))
+    def forward(self, x: Tensor, step: StepInputs) -> Tensor:
+        gated = self.gate_up.gated(x, self.activation)
+        if gated is None:
+            gated = _GATES[self.activation](self.gate_up(x, step))
+        out: Tensor = self.down(gated, step)
+        return out
+
+
+class PlainMLP(Layer):
+    """x [T, hidden] -> [T, hidden]."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, activation: Activation, bias: bool = False) -> None:
+        super().__init__()
+        self.up = Linear(hidden_size, intermediate_size, shard="column", bias=bias)
+        self.down = Linear(intermediate_size, hidden_size, shard="row", bias=bias)
+        self.activation: Activation = activation
+
+    def forward(self, x: Tensor, step: StepInputs) -> Tensor:
+        out: Tensor = self.down(kernels.activate(self.up(x, step), self.activation), step)
         return out

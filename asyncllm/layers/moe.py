@@ -1,4 +1,4 @@
-"""Mixture of experts: a router and stacked SwiGLU experts."""
+"""Mixture of experts: a router, stacked SwiGLU experts, and an MLP that all tokens share."""
 
 from __future__ import annotations
 
@@ -8,48 +8,83 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
+from asyncllm.kernels import Routing
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear
+from asyncllm.layers.linear_method import PartKey, Weighted
+from asyncllm.layers.mlp import GatedMLP
+from asyncllm.layers.step_inputs import StepInputs
 
-__all__ = ["ExpertLinear", "MoE"]
+__all__ = ["Correction", "ExactRouter", "MoE"]
 
 
-class ExpertLinear(Layer):
-    """The same linear layer of every expert, stacked: weight [experts, out, in]. Parts, if any, divide `out`."""
+class ExactRouter(Linear):
+    """A router whose weight and logits are float32, whatever the model's type: rounded logits choose other experts."""
 
-    def __init__(self, num_experts: int, in_features: int, parts: Mapping[str | None, int]) -> None:
+    parameter_dtype = torch.float32
+
+    def forward(self, x: Tensor, step: StepInputs) -> Tensor:
+        return super().forward(x.float(), step)
+
+
+class Correction(Layer):
+    """What is added to the experts' scores when some are chosen, and not when they are weighted. Always float32."""
+
+    parameter_dtype = torch.float32
+
+    def __init__(self, num_experts: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, sum(parts.values()), in_features), requires_grad=False)
-        self.rows: dict[str | None, slice] = {}
-        start = 0
-        for name, size in parts.items():
-            self.rows[name] = slice(start, start + size)
-            start += size
+        self.bias = nn.Parameter(torch.empty(num_experts), requires_grad=False)
 
-    def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
-        return {
-            ("weight", part, expert): (rows.stop - rows.start, self.weight.shape[2])
-            for expert in range(self.weight.shape[0])
-            for part, rows in self.rows.items()
-        }
+    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
+        return {("bias", None, None): tuple(self.bias.shape)}
 
     def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        self.weight[index, self.rows[part]].copy_(tensor)
+        self.bias.copy_(tensor.view_as(self.bias))
 
 
 class MoE(Layer):
-    """x [T, hidden] -> [T, hidden]: each token's top_k experts, weighted by the router's softmax over all experts."""
+    """x [T, hidden] -> [T, hidden]: each token's experts, chosen and weighted by `routing`, plus what they share.
+
+    `corrected`: a `Correction` has a part in the choice. `shared_size`: inner features of an MLP for all tokens;
+    `shared_gate`: each token weighs it by the sigmoid of one more product. `bias`:
+    of router and experts; `limit`: of the experts' gate, as in `kernels.fused_experts`.
+    """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, num_experts: int, top_k: int, renormalize: bool
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        num_experts: int,
+        routing: Routing,
+        corrected: bool = False,
+        exact_router: bool = False,
+        shared_size: int = 0,
+        shared_gate: bool = False,
+        bias: bool = False,
+        limit: float | None = None,
     ) -> None:
         super().__init__()
-        self.router = Linear(hidden_size, num_experts)
-        self.gate_up = ExpertLinear(num_experts, hidden_size, {"gate": intermediate_size, "up": intermediate_size})
-        self.down = ExpertLinear(num_experts, intermediate_size, {None: hidden_size})
-        self.top_k = top_k
-        self.renormalize = renormalize
+        router = ExactRouter if exact_router else Linear
+        self.router = router(hidden_size, num_experts, shard="replicated", bias=bias)
+        self.correction = Correction(num_experts) if corrected else None
+        parts = {"gate": intermediate_size, "up": intermediate_size}
+        self.gate_up = Weighted(hidden_size, parts, shard="column", bias=bias, num_experts=num_experts)
+        self.down = Weighted(intermediate_size, hidden_size, shard="row", bias=bias, num_experts=num_experts)
+        self.shared = GatedMLP(hidden_size, shared_size) if shared_size else None
+        self.shared_gate = Linear(hidden_size, 1, shard="replicated") if shared_gate else None
+        self.routing = routing
+        self.limit = limit
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights, expert_ids = kernels.route(self.router(x), self.top_k, self.renormalize)
-        return kernels.fused_experts(x, self.gate_up.weight, self.down.weight, weights, expert_ids)
+    def forward(self, x: Tensor, step: StepInputs) -> Tensor:
+        correction = None if self.correction is None else self.correction.bias
+        weights, expert_ids = kernels.route(self.router(x, step), self.routing, correction)
+        experts = self.gate_up.method.experts
+        chosen = self.down.summed(experts(self.gate_up, self.down, x, weights, expert_ids, limit=self.limit))
+        if self.shared is None:
+            return chosen
+        shared = self.shared(x, step)
+        if self.shared_gate is not None:
+            shared = shared * self.shared_gate(x, step).sigmoid()
+        return chosen.add_(shared)

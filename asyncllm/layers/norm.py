@@ -1,8 +1,10 @@
-"""Normalisation layers."""
+"""What a norm is, and root mean square norms."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -10,29 +12,56 @@ from torch import Tensor, nn
 from asyncllm import kernels
 from asyncllm.layers.layer import Layer
 
-__all__ = ["OffsetRMSNorm", "RMSNorm"]
+__all__ = ["Norm", "OffsetRMSNorm", "RMSNorm", "UnitNorm"]
 
 
-class RMSNorm(Layer):
-    """Root mean square norm of the last axis, times a weight."""
+class Norm(Layer):
+    """A norm of the last axis, times a weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps
 
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm of x [..., size], of the same type."""
+
+    @abstractmethod
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of residual + x, residual + x)."""
+
+    def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
+        return {(name, None, None): tuple(each.shape) for name, each in self.named_parameters()}
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        self.get_parameter(suffix).copy_(tensor)
+
+
+class RMSNorm(Norm):
+    """Divided by the root of the mean square."""
+
     def forward(self, x: Tensor) -> Tensor:
         return kernels.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of residual + x, residual + x)."""
         return kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
-    def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
-        return {("weight", None, None): tuple(self.weight.shape)}
 
-    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        self.weight.copy_(tensor)
+class UnitNorm(Layer):
+    """Root mean square norm of the last axis without a weight (Llama 4's queries and keys)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.size, self.eps = size, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.rms_norm(x, _ones(self.size, x.dtype, x.device), self.eps)
+
+
+@cache
+def _ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(size, dtype=dtype, device=device)
 
 
 class OffsetRMSNorm(RMSNorm):

@@ -24,8 +24,12 @@ from torch import Tensor
 from asyncllm import kernels
 from asyncllm.kernels import Rotation
 from asyncllm.layers.layer import Layer
+from asyncllm.layers.step_inputs import Column, StepInputs
 
-__all__ = ["RopeConfig", "RopeKind", "RotaryEmbedding"]
+__all__ = ["ROPE_LENS", "QueryScaling", "RopeConfig", "RopeKind", "RotaryEmbedding"]
+
+ROPE_LENS = Column(name="rope_lens", dtype=torch.int64, per="token", padding=1, of_slot=lambda start: start.num_prompt)
+"""The prompt length of each token's sequence, which fixes its dynamic NTK base."""
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 
@@ -57,27 +61,46 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """yarn, longrope: multiplies cosines and sines."""
 
 
+class QueryScaling(msgspec.Struct, frozen=True, kw_only=True):
+    """How queries grow with their position, counted from 0, so that scores of long contexts do not flatten out."""
+
+    kind: Literal["logn", "floor"]
+    """logn: log of position + 1 to the base `length`, at least 1 (Su, 2021; Qwen). floor: 1 + weight * log of
+    1 + floor((position + offset) / length) (Llama 4)."""
+    length: int
+    weight: float = 1.0
+    offset: int = 0
+
+    def scales(self, positions: Tensor) -> Tensor:
+        """positions [T] -> [T, 1, 1] float32."""
+        if self.kind == "logn":
+            scales = (positions + 1).float().log_().div_(math.log(self.length)).clamp_(min=1.0)
+        else:
+            steps = (positions + self.offset).div(self.length, rounding_mode="floor")
+            scales = steps.float().log1p_().mul_(self.weight).add_(1.0)
+        return scales[:, None, None]
+
+
 class RotaryEmbedding(Layer):
-    """positions [T] -> their rotation, once per step for all layers."""
+    """A step -> the rotation of its tokens, once for all layers."""
+
+    columns: tuple[Column, ...]
+    """What this embedding reads of a step besides the positions."""
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         super().__init__()
         self.config = config
+        self.columns = (ROPE_LENS,) if config.kind == "dynamic" else ()
         exponents = torch.arange(0, config.dim, 2, dtype=torch.float32, device=device) / config.dim
         self.register_buffer("exponents", exponents, persistent=False)
         self.register_buffer("inv_freq", _inverse_frequencies(config, exponents), persistent=False)
         self.exponents: Tensor
         self.inv_freq: Tensor
 
-    def forward(self, positions: Tensor, rope_lens: Tensor | None) -> Rotation:
-        """rope_lens [T]: the prompt length of each token's sequence; dynamic scaling requires it, others ignore it."""
+    def forward(self, step: StepInputs) -> Rotation:
         config = self.config
-        frequencies = self.inv_freq
-        if config.kind == "dynamic":
-            if rope_lens is None:
-                raise ValueError("dynamic rotary scaling needs StepInputs.rope_lens")
-            frequencies = self._dynamic_frequencies(rope_lens)
-        return kernels.rotation(positions, frequencies, config.attention_factor)
+        frequencies = self._dynamic_frequencies(step[ROPE_LENS]) if config.kind == "dynamic" else self.inv_freq
+        return kernels.rotation(step.positions, frequencies, config.attention_factor)
 
     def _dynamic_frequencies(self, rope_lens: Tensor) -> Tensor:
         """[T] -> [T, R/2]. The base is computed in float64, as an integer length divided by an integer is in Python."""

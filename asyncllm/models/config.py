@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
-
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
+from asyncllm.layers.linear_method import Activation
 from asyncllm.layers.rotary import RopeConfig, RopeKind
+from asyncllm.models.model_config import ExpertsConfig, ModelConfig
 
-__all__ = ["HFConfig", "ModelConfig"]
+__all__ = ["ExpertsConfig", "HFConfig", "ModelConfig", "alibi_slopes", "yarn_term"]
 
 MAX_SIZE = 2**24
 """Above any width, vocabulary or context in use; products of a few sizes below it still fit 64 bits."""
@@ -28,9 +28,30 @@ MAX_POSITION = 2**31 - 1
 MAX_NUMBER = 1e30
 """Above any real number in use; whole numbers beyond 1e308 would not even convert."""
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES: Mapping[str, str] = {
+    **{name: name for name in ("float32", "bfloat16", "float16")},
+    "float": "float32",
+    "half": "float16",
+    # Stored numbers of 64 bits are rounded as they are read.
+    "float64": "float32",
+    "double": "float32",
+    "auto": "",
+}
+"""Names of types in config.json, without "torch." in front -> what they are read as."""
 
 _MISSING: Any = object()
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "squared_relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""By their names in config.json."""
 
 _ROPE_KINDS: Mapping[str, RopeKind] = {
     "default": "default",
@@ -58,6 +79,8 @@ _ROPE_KEYS = frozenset(
         "mscale",
         "mscale_all_dim",
         "attention_factor",
+        "attn_factor",
+        "extrapolation_factor",
         "short_factor",
         "long_factor",
         "partial_rotary_factor",
@@ -66,35 +89,8 @@ _ROPE_KEYS = frozenset(
 )
 """Entries that are read, and `finetuned`, a remark of early YaRN files. Any other may change the computation."""
 
-
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a decoder is, checked. Written by a family's `configure`; families add fields in subclasses."""
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position: int
-    """Positions that training and rotary scaling allow."""
-    dtype: str
-    """The checkpoint's: float32, bfloat16 or float16."""
-    rms_eps: float
-    tied: bool
-    """The output embedding reads the token embedding's table."""
-    rope: RopeConfig
-    windows: tuple[int | None, ...]
-    """Per layer, how many latest positions a query sees; None: all."""
-    num_parameters: int = 0
-    """Written by `registry.open_model` once the model is built."""
-
-    @property
-    def dynamic_rope(self) -> bool:
-        """Whether the model asks for StepInputs.rope_lens."""
-        return self.rope.kind == "dynamic"
+_UNREAD_FACTORS = ("attn_factor", "extrapolation_factor")
+"""Multipliers of the YaRN authors' code that transformers does not read: only 1 means the same to both."""
 
 
 class HFConfig:
@@ -144,6 +140,23 @@ class HFConfig:
             rope_scaling_factor=rope_scaling_factor,
         )
 
+    def changed(self, fields: Mapping[str, Any], **settings: Any) -> HFConfig:
+        """Return the file with other entries, and other values of what the engine was asked for."""
+        kept = {"session_len": self.session_len, "rope_scaling_factor": self.rope_scaling_factor, **settings}
+        return HFConfig({**self.fields, **fields}, source=self.source, **kept)
+
+    def named(self, words: Mapping[str, str]) -> HFConfig:
+        """Return the file with entries of other names, old -> usual, under the usual ones too."""
+        return self.changed({new: self.fields[old] for old, new in words.items() if self.fields.get(old) is not None})
+
+    def of_layers(self, kind: str) -> HFConfig:
+        """Return the file as layers of this kind, such as "full_attention", read it: with their own rope_parameters,
+        where these are given by kind of layer."""
+        nested = self.fields.get("rope_parameters")
+        if not isinstance(nested, dict) or not isinstance(nested.get(kind), dict):
+            return self
+        return self.changed({"rope_parameters": nested[kind]})
+
     def invalid(self, key: str, what: str) -> NoReturn:
         """Raise InvalidCheckpoint for a value that cannot be right."""
         raise InvalidCheckpoint(f"{self.source}: {key} = {_shown(self.fields.get(key))}, {what}. Correct the file.")
@@ -190,7 +203,12 @@ class HFConfig:
         """Refuse any value of `key` but these; an absent key passes. Raises UnsupportedModel."""
         value = self.fields.get(key)
         if value is not None and not any(value == each and type(value) is type(each) for each in allowed):
-            self.unsupported(key, f"Supported: {', '.join(_shown(each) for each in allowed)}.")
+            self.unsupported(key, f"Supported: {', '.join(_shown(each) for each in allowed) or 'none'}.")
+
+    def activation(self, key: str, default: str) -> Activation:
+        """Of an MLP. Raises UnsupportedModel for one that is not implemented."""
+        self.expect(key, *ACTIVATIONS)
+        return ACTIVATIONS[self._read(key, default)]
 
     def decoder(
         self,
@@ -199,24 +217,27 @@ class HFConfig:
         max_position: int = 2048,
         theta: float = 10000.0,
         head_dim: int | None = None,
-        rms_eps: float = 1e-6,
+        norm_eps: float = 1e-6,
         tied: bool = False,
+        partial_rotary: float | None = None,
+        rope_dim: int | None = None,
+        rotary: bool = True,
+        intermediate_size: int | None = None,
     ) -> dict[str, Any]:
         """The fields of a ModelConfig that all families read alike; the arguments stand in for keys that are absent.
+        `partial_rotary`: partial_rotary_factor may say that a part of each head is turned; which, if it does not.
+        `rope_dim`: how many features of a head are turned, where other entries say what else a head has. `rotary`:
+        whether any are.
 
-        Raises InvalidCheckpoint for wrong types and impossible sizes, UnsupportedModel for quantized checkpoints.
+        Raises InvalidCheckpoint for wrong types and impossible sizes, UnsupportedModel for what is not implemented.
         """
-        for key in ("quantization_config", "compression_config"):
-            if self.fields.get(key) is not None:
-                self.unsupported(key, "Use the checkpoint in bfloat16, float16 or float32.")
         self.expect("use_logn_attn", False)
-        self.expect("partial_rotary_factor", 1.0, 1)
         hidden_size = self.integer("hidden_size")
         num_heads = self.integer("num_attention_heads", maximum=2**16)
         num_kv_heads = self.integer("num_key_value_heads", num_heads, maximum=2**16)
         if num_heads % num_kv_heads:
             self.invalid("num_key_value_heads", f"which does not divide num_attention_heads = {num_heads}")
-        head_dim = self.optional_integer("head_dim", head_dim)
+        head_dim = rope_dim or self.optional_integer("head_dim", head_dim)
         if head_dim is None:
             if hidden_size % num_heads:
                 self.invalid("num_attention_heads", f"which does not divide hidden_size = {hidden_size}")
@@ -225,26 +246,34 @@ class HFConfig:
             self.invalid("head_dim", f"giving heads of {head_dim}, where rotary embedding needs an even size")
         num_layers = self.integer("num_hidden_layers", maximum=MAX_LAYERS)
         trained = self.integer("max_position_embeddings", max_position, maximum=MAX_POSITION)
-        rope, max_position = self._rope(head_dim, trained, theta)
+        rope = None
+        if rotary:
+            rope, trained = self._rope(head_dim, trained, theta, partial_rotary)
+        elif self.rope_scaling_factor > 0:
+            raise UnsupportedModel(
+                f"rope_scaling_factor = {self.rope_scaling_factor} asks for dynamic NTK scaling, and the model of "
+                f"{self.source} has no rotary positions. Set rope_scaling_factor=0."
+            )
         return {
             "architecture": architecture,
             "vocab_size": self.integer("vocab_size"),
             "hidden_size": hidden_size,
-            "intermediate_size": self.integer("intermediate_size"),
+            "intermediate_size": self.integer("intermediate_size", intermediate_size or _MISSING),
             "num_layers": num_layers,
             "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
-            "max_position": max_position,
+            "max_position": trained,
             "dtype": self._dtype(),
-            "rms_eps": self.number("rms_norm_eps", rms_eps, positive=False),
+            "norm_eps": self.number("rms_norm_eps", norm_eps, positive=False),
             "tied": self.flag("tie_word_embeddings", tied),
             "rope": rope,
             "windows": (None,) * num_layers,
         }
 
-    def windows(self, num_layers: int, window: int | None, sliding: list[bool]) -> tuple[int | None, ...]:
-        """`window` for the sliding layers. `sliding` is the family's rule, which a `layer_types` list replaces."""
+    def windows(self, num_layers: int, window: int | None, sliding: list[bool] | None = None) -> tuple[int | None, ...]:
+        """`window` for the sliding layers. `sliding` is the family's rule, which a `layer_types` list replaces; unless
+        given, all slide."""
         kinds = self.fields.get("layer_types")
         if kinds is not None:
             if not isinstance(kinds, list) or len(kinds) != num_layers:
@@ -255,6 +284,8 @@ class HFConfig:
             sliding = [kind == "sliding_attention" for kind in kinds]
             if window is None and any(sliding):
                 self.invalid("layer_types", "which names sliding layers, but sliding_window is not set")
+        if sliding is None:
+            return (window,) * num_layers
         return tuple(window if slides else None for slides in sliding)
 
     def _read(self, key: str, default: Any) -> Any:
@@ -267,14 +298,16 @@ class HFConfig:
 
     def _dtype(self) -> str:
         key = "dtype" if self.fields.get("dtype") is not None else "torch_dtype"
-        value = self._read(key, "float32")
-        if value not in DTYPES:
+        value = self._read(key, "auto")
+        name = value.removeprefix("torch.") if isinstance(value, str) else ""
+        if name not in DTYPES:
             self.unsupported(key, f"Supported: {', '.join(DTYPES)}.")
-        return str(value)
+        return DTYPES[name]
 
-    def _rope(self, head_dim: int, trained: int, default_theta: float) -> tuple[RopeConfig, int]:
+    def _rope(self, head_dim: int, trained: int, default_theta: float, partial: float | None) -> tuple[RopeConfig, int]:
         """The rotary embedding, and the positions that it allows a model trained on `trained` of them."""
-        scaling = self._rope_fields()
+        scaling = self.rope_fields()
+        dim = self._rotated(scaling, head_dim, partial)
         theta = scaling.number("rope_theta", self.number("rope_theta", default_theta))
         if theta <= 1:
             self.invalid("rope_theta", "which must be above 1")
@@ -283,7 +316,6 @@ class HFConfig:
             scaling.unsupported(
                 "rope_type" if scaling.fields.get("rope_type") else "type", f"Supported: {', '.join(_ROPE_KINDS)}."
             )
-        scaling.expect("partial_rotary_factor", 1.0, 1)
         if self.rope_scaling_factor > 0:
             if kind not in ("default", "dynamic"):
                 raise UnsupportedModel(
@@ -293,24 +325,24 @@ class HFConfig:
             rope = RopeConfig(
                 kind="dynamic",
                 theta=theta,
-                dim=head_dim,
+                dim=dim,
                 factor=self.rope_scaling_factor,
                 original_max_position=trained,
             )
             return rope, min(int(trained * self.rope_scaling_factor), MAX_POSITION)
         if kind == "default":
-            return RopeConfig(theta=theta, dim=head_dim), trained
+            return RopeConfig(theta=theta, dim=dim), trained
         if kind in ("linear", "dynamic"):
             factor = scaling.number("factor")
             if factor < 1:
                 scaling.invalid("factor", "which must be at least 1")
-            if kind == "dynamic" and head_dim == 2:
+            if kind == "dynamic" and dim == 2:
                 self.invalid("head_dim", "too small for dynamic rotary scaling")
-            rope = RopeConfig(kind=kind, theta=theta, dim=head_dim, factor=factor, original_max_position=trained)
+            rope = RopeConfig(kind=kind, theta=theta, dim=dim, factor=factor, original_max_position=trained)
             return rope, min(int(trained * factor), MAX_POSITION)
         original = self._original_max_position(scaling, trained)
         if kind == "longrope":
-            return self._longrope(scaling, head_dim, theta, trained, original), trained
+            return self._longrope(scaling, dim, theta, trained, original), trained
         factor = scaling.number("factor", max(1.0, trained / original))
         if kind == "llama3":
             low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
@@ -319,7 +351,7 @@ class HFConfig:
             rope = RopeConfig(
                 kind=kind,
                 theta=theta,
-                dim=head_dim,
+                dim=dim,
                 factor=factor,
                 original_max_position=original,
                 low_freq_factor=low,
@@ -329,7 +361,7 @@ class HFConfig:
         rope = RopeConfig(
             kind=kind,
             theta=theta,
-            dim=head_dim,
+            dim=dim,
             factor=factor,
             original_max_position=original,
             beta_fast=scaling.number("beta_fast", 32.0),
@@ -339,10 +371,11 @@ class HFConfig:
         )
         return rope, max(trained, min(int(original * factor), MAX_POSITION))
 
-    def _rope_fields(self) -> HFConfig:
-        """`rope_parameters`, else `rope_scaling`, as a config of its own; empty if there is neither."""
-        key = "rope_parameters" if self.fields.get("rope_parameters") is not None else "rope_scaling"
-        fields = self.fields.get(key)
+    def rope_fields(self) -> HFConfig:
+        """`rope_parameters`, else InternLM's `rotary`, else `rope_scaling`, as a config of its own; empty without."""
+        keys = ("rope_parameters", "rotary", "rope_scaling")
+        key = next((key for key in keys if self.fields.get(key) is not None), keys[0])
+        fields = self._rotary() if key == "rotary" else self.fields.get(key)
         if fields is None:
             return HFConfig({}, source=f"{self.source}: {key}")
         if not isinstance(fields, dict):
@@ -350,23 +383,46 @@ class HFConfig:
         unknown = sorted(set(fields) - _ROPE_KEYS)
         if unknown:
             self.unsupported(key, f"Unknown entries: {', '.join(unknown)}.")
-        return HFConfig(fields, source=f"{self.source}: {key}")
+        scaling = HFConfig(fields, source=f"{self.source}: {key}")
+        for name in _UNREAD_FACTORS:
+            scaling.expect(name, 1, 1.0)
+        return scaling
+
+    def _rotary(self) -> dict[str, Any]:
+        """{"base": 10000, "type": "dynamic", "scaling_factor": 1.0} in the usual words."""
+        rotary = self.fields["rotary"]
+        if not isinstance(rotary, dict) or rotary.get("type") not in ("origin", "dynamic"):
+            self.unsupported("rotary", "Supported: an object of type 'origin' or 'dynamic'.")
+        scaling = {"rope_type": "dynamic", "factor": rotary.get("scaling_factor", 1.0)}
+        return {"rope_theta": rotary.get("base"), **(scaling if rotary["type"] == "dynamic" else {})}
 
     def _original_max_position(self, scaling: HFConfig, trained: int) -> int:
         """The file's own entry wins over the one in its rope entry, as transformers has it."""
         inner = scaling.integer("original_max_position_embeddings", trained, maximum=MAX_POSITION)
         return self.integer("original_max_position_embeddings", inner, maximum=MAX_POSITION)
 
-    def _longrope(self, scaling: HFConfig, head_dim: int, theta: float, trained: int, original: int) -> RopeConfig:
+    def _rotated(self, scaling: HFConfig, head_dim: int, partial: float | None) -> int:
+        """Return how many features of a head are turned."""
+        if partial is None:
+            for each in (scaling, self):
+                each.expect("partial_rotary_factor", 1.0, 1)
+        source = scaling if scaling.fields.get("partial_rotary_factor") is not None else self
+        factor = source.number("partial_rotary_factor", partial or 1.0)
+        dim = int(head_dim * factor)
+        if factor > 1 or dim < 2 or dim % 2:
+            source.invalid("partial_rotary_factor", f"which turns {dim} of a head's {head_dim} features")
+        return dim
+
+    def _longrope(self, scaling: HFConfig, dim: int, theta: float, trained: int, original: int) -> RopeConfig:
         """One set of divisors for the engine's whole life: a switch in mid-sequence would invalidate cached keys."""
-        sets = {key: self._divisors(scaling, key, head_dim // 2) for key in ("short_factor", "long_factor")}
+        sets = {key: self._divisors(scaling, key, dim // 2) for key in ("short_factor", "long_factor")}
         long = (self.session_len or trained) > original
         ratio = scaling.number("factor", trained / original)
         grown = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 and original > 1 else 1.0
         return RopeConfig(
             kind="longrope",
             theta=theta,
-            dim=head_dim,
+            dim=dim,
             original_max_position=original,
             divisors=sets["long_factor" if long else "short_factor"],
             attention_factor=scaling.number("attention_factor", grown),
@@ -382,15 +438,27 @@ class HFConfig:
         return tuple(float(value) for value in values)
 
 
+def alibi_slopes(num_heads: int, *, max_bias: float = 8.0, scale: float = 1.0) -> tuple[float, ...]:
+    """The slopes of Press et al.: 2^(-max_bias i / n) for i = 1 to n heads, n a power of two. Other numbers of heads
+    have those of the next lower power, and then every other one of the next higher. `scale` multiplies them."""
+    lower = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-max_bias * (index + 1) / lower) for index in range(lower)]
+    between = [2.0 ** (-max_bias * (2 * index + 1) / (2 * lower)) for index in range(num_heads - lower)]
+    return tuple(scale * slope for slope in slopes + between)
+
+
+def yarn_term(factor: float, multiplier: float = 1.0) -> float:
+    """0.1 ln(factor) + 1 of the YaRN paper."""
+    return 0.1 * multiplier * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def _yarn_attention_factor(scaling: HFConfig, factor: float) -> float:
-    """0.1 ln(factor) + 1 of the YaRN paper; DeepSeek's mscale entries make it a ratio of two such terms."""
-
-    def term(multiplier: float) -> float:
-        return 0.1 * multiplier * math.log(factor) + 1.0 if factor > 1 else 1.0
-
+    """The paper's term; DeepSeek's mscale entries make it a ratio of two such terms."""
     mscale = scaling.number("mscale", 0.0, positive=False)
     mscale_all_dim = scaling.number("mscale_all_dim", 0.0, positive=False)
-    derived = term(mscale) / term(mscale_all_dim) if mscale and mscale_all_dim else term(1.0)
+    derived = yarn_term(factor)
+    if mscale and mscale_all_dim:
+        derived = yarn_term(factor, mscale) / yarn_term(factor, mscale_all_dim)
     return scaling.number("attention_factor", derived)
 
 

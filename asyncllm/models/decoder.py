@@ -1,23 +1,25 @@
-"""DecoderLM: embedding, blocks, final norm, output embedding. Families say what the blocks are."""
+"""DecoderLM: embedding, blocks, final norm, output embedding, as the config has them. A family says what deviates."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from itertools import islice
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from asyncllm import kernels
-from asyncllm.kernels import PagedKV, Rotation
-from asyncllm.layers.block import Block
-from asyncllm.layers.embedding import Embedding, OutputEmbedding, TiedOutputEmbedding
-from asyncllm.layers.linear import Linear
-from asyncllm.layers.norm import RMSNorm
+from asyncllm.layers.attention import Attention
+from asyncllm.layers.block import AnyAttention, AnyBlock, Block, ParallelBlock
+from asyncllm.layers.cache_spec import CacheSpec
+from asyncllm.layers.embedding import Embedding, OutputEmbedding, PositionEmbedding, TiedOutputEmbedding
+from asyncllm.layers.layer_norm import LayerNorm
+from asyncllm.layers.linear_method import Weighted
+from asyncllm.layers.mlp import GatedMLP, PlainMLP
+from asyncllm.layers.moe import MoE
+from asyncllm.layers.norm import Norm, RMSNorm
 from asyncllm.layers.rotary import RotaryEmbedding
-from asyncllm.layers.step_inputs import SampledRows, StepInputs
+from asyncllm.layers.step_inputs import Column, SampledRows, StepInputs
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.weights import WeightMap
 
@@ -32,107 +34,198 @@ class DecoderLM(nn.Module):
 
     weights: ClassVar[WeightMap]
     """Checkpoint modules -> ours."""
-    tied_head: ClassVar[str] = "lm_head.weight"
-    """The checkpoint's tensor that a tied model has no use for."""
+    base_prefix: ClassVar[str] = "model."
+    """What the names of all weights but the head begin with, unless the file was saved without its head."""
+    head_name: ClassVar[str] = "lm_head.weight"
+    """The checkpoint's tensor of the output embedding, for which a tied model has no use."""
+    norm_class: ClassVar[type[Norm]] = RMSNorm
+    """Of the norms around layers."""
     tiny: ClassVar[dict[str, Any]]
     """Entries of a config.json with every feature of the family switched on, small enough for tests."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = self.embedding()
+        self.embed = Embedding(config.vocab_size, config.hidden_size, scale=config.embedding_scale)
+        self.positions = self.position_embedding()
+        self.embed_norm = self.make_norm() if config.embedding_norm else None
         self.layers = nn.ModuleList(self.block(layer) for layer in range(config.num_layers))
-        self.norm = self.final_norm()
+        self.norm = self.make_norm()
         self.head = self.output()
-        self.rotary: RotaryEmbedding
+        self.rotaries: nn.ModuleList
+        """One for each of the config's `ropes`."""
 
     @staticmethod
     @abstractmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         """Read config.json. Raises InvalidCheckpoint and UnsupportedModel."""
 
-    @abstractmethod
-    def block(self, layer: int) -> Block:
-        """The block of layer `layer`, counted from 0."""
+    def block(self, layer: int) -> AnyBlock:
+        """Make the block of layer `layer`, counted from 0."""
+        config, attn, mlp = self.config, self.attention(layer), self.mlp(layer)
+        if config.parallel_norms is None:
+            norms = self.make_norm(), self.make_norm()
+            return Block(attn_norm=norms[0], attn=attn, mlp_norm=norms[1], mlp=mlp, scale=config.branch_scale)
+        mlp_norm = self.make_norm() if config.parallel_norms == 2 else None
+        return ParallelBlock(attn_norm=self.make_norm(), attn=attn, mlp_norm=mlp_norm, mlp=mlp)
 
-    def embedding(self) -> Embedding:
-        return Embedding(self.config.vocab_size, self.config.hidden_size)
+    def make_norm(self) -> Norm:
+        config = self.config
+        if issubclass(self.norm_class, LayerNorm):
+            return self.norm_class(config.hidden_size, config.norm_eps, bias=config.norm_bias)
+        return self.norm_class(config.hidden_size, config.norm_eps)
 
-    def final_norm(self) -> RMSNorm:
-        return RMSNorm(self.config.hidden_size, self.config.rms_eps)
+    def position_embedding(self) -> PositionEmbedding | None:
+        config = self.config
+        if config.position_offset is None:
+            return None
+        return PositionEmbedding(config.max_position, config.hidden_size, offset=config.position_offset)
 
-    def output(self, softcap: float | None = None) -> nn.Module:
-        if self.config.tied:
-            return TiedOutputEmbedding(self.embed, softcap=softcap)
-        return OutputEmbedding(self.config.hidden_size, self.config.vocab_size, softcap=softcap)
+    def attention(self, layer: int) -> AnyAttention:
+        config = self.config
+        rope = config.layer_ropes[layer] if config.layer_ropes else config.rope
+        return Attention(
+            layer,
+            config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            qkv_bias=config.qkv_bias,
+            paired=config.rope.dim if config.paired_rotary and config.rope is not None else 0,
+            out_bias=config.out_bias,
+            rope=None if rope is None else config.ropes.index(rope),
+            window=config.windows[layer],
+            scale=config.score_scale,
+            softcap=config.score_softcap,
+            sinks=config.sinks,
+            qkv_clip=config.qkv_clip,
+            scale_queries=config.query_scaling is not None,
+            qk_norm=config.qk_norm,
+            norm_class=self.norm_class,
+            norm_eps=config.norm_eps,
+            alibi=config.alibi,
+        )
+
+    def mlp(self, layer: int) -> nn.Module:
+        config, experts = self.config, self.config.experts
+        if experts is None or layer not in experts.layers:
+            kind = GatedMLP if config.gated else PlainMLP
+            return kind(
+                config.hidden_size, config.intermediate_size, activation=config.activation, bias=config.mlp_bias
+            )
+        return MoE(
+            config.hidden_size,
+            experts.size,
+            num_experts=experts.count,
+            routing=experts.routing,
+            corrected=experts.corrected,
+            exact_router=experts.exact_router,
+            shared_size=experts.shared_size,
+            shared_gate=experts.shared_gate,
+            bias=experts.bias,
+            limit=experts.limit,
+        )
+
+    def output(self) -> nn.Module:
+        config = self.config
+        if config.tied or not config.has_head:
+            return TiedOutputEmbedding(self.embed, scale=config.logit_scale, softcap=config.logit_softcap)
+        return OutputEmbedding(
+            config.hidden_size,
+            config.vocab_size,
+            bias=config.head_bias,
+            scale=config.logit_scale,
+            softcap=config.logit_softcap,
+        )
 
     @property
     def weight_map(self) -> WeightMap:
         """This model's table: a tied head needs no tensor, and ignores the copy that some checkpoints carry."""
-        return self.weights.ignoring(self.tied_head) if self.config.tied else self.weights
+        table = self.weights.with_optional_prefix(self.base_prefix)
+        return table.ignoring(self.head_name) if self.config.tied else table
+
+    @property
+    def cache_specs(self) -> list[CacheSpec]:
+        """What the layers keep of their tokens, in order."""
+        return [module.cache_spec for module in self.modules() if isinstance(module, AnyAttention)]
+
+    @property
+    def step_columns(self) -> tuple[Column, ...]:
+        """What the layers read of a step besides what all models do. To be asked once the model is allocated."""
+        return tuple(dict.fromkeys(column for module in self.modules() for column in getattr(module, "columns", ())))
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Replace the parameters by uninitialised ones of `dtype` on `device`; a layer may ask for its own."""
+        """Replace the parameters by uninitialised ones of `dtype` on `device`; a layer may ask for its own,
+        and integers stay what they are."""
         for module in self.modules():
             own = getattr(module, "parameter_dtype", dtype)
+            owns = module.parameter_dtypes if isinstance(module, Weighted) else {}
             for name, parameter in list(module.named_parameters(recurse=False)):
-                empty = torch.empty(parameter.shape, dtype=own, device=device)
+                kept = owns.get(name, own) if parameter.is_floating_point() else parameter.dtype
+                empty = torch.empty(parameter.shape, dtype=kept, device=device)
                 setattr(module, name, nn.Parameter(empty, requires_grad=False))
-        self.rotary = RotaryEmbedding(self.config.rope, device)
+            if isinstance(module, Attention):
+                module.place(device)
+        self.rotaries = nn.ModuleList(RotaryEmbedding(rope, device) for rope in self.config.ropes)
 
     def make_batch_invariant(self) -> None:
         """Take products that round every row alike, whatever the batch."""
         for module in self.modules():
-            if isinstance(module, Linear | TiedOutputEmbedding):
-                module.product = kernels.linear_invariant
+            if isinstance(module, Weighted):
+                module.method = module.method.batch_invariant()
 
-    def forward(self, inputs: StepInputs, caches: Sequence[PagedKV]) -> Tensor:
-        """One step: writes the T tokens' keys and values into the caches, one per layer.
+    def forward(self, step: StepInputs) -> Tensor:
+        """One step: writes the T tokens' keys and values into its caches, one per layer.
 
         -> hidden states after the final norm [T, hidden].
         """
-        branch, residual = self._layers(inputs, caches, len(self.layers))
+        branch, residual = self._layers(step, len(self.layers))
         return self.norm.add(branch, residual)[0]
 
-    def before_last(self, inputs: StepInputs, caches: Sequence[PagedKV], out: Tensor | None = None) -> Tensor:
+    def before_last(self, step: StepInputs, out: Tensor | None = None) -> Tensor:
         """The same step up to its last layer -> the residual stream [T, hidden], in `out` if given.
 
         For callers who want the hidden states of some tokens and go on with `last_hidden`. The model has two layers or
         more.
         """
-        branch, residual = self._layers(inputs, caches, len(self.layers) - 1)
+        branch, residual = self._layers(step, len(self.layers) - 1)
         return torch.add(residual, branch, out=out)
 
-    def last_hidden(
-        self, residual: Tensor, inputs: StepInputs, caches: Sequence[PagedKV], sampled: SampledRows
-    ) -> Tensor:
+    def last_hidden(self, residual: Tensor, step: StepInputs, sampled: SampledRows) -> Tensor:
         """The last layer and the final norm, for some tokens: -> their hidden states [R, hidden].
 
         The other tokens stop where the last layer has their keys and values: a prompt saves most of one layer.
         """
-        last: Block = self.layers[-1]  # type: ignore[assignment]
-        branch, selected = last(None, residual, self._rotation(inputs), inputs, caches[-1], sampled)
+        last: AnyBlock = self.layers[-1]  # type: ignore[assignment]
+        self._place(step)
+        branch, selected = last(None, residual, step, sampled)
         hidden: Tensor = self.norm.add(branch, selected)[0]
         return hidden
 
-    def _rotation(self, inputs: StepInputs) -> Rotation:
-        if inputs.rotation is None:
-            inputs.rotation = self.rotary(inputs.positions, inputs.rope_lens)
-        return inputs.rotation
+    def _place(self, step: StepInputs) -> None:
+        """Compute once what all layers take from the tokens' positions."""
+        if not step.rotations:
+            step.rotations = tuple(rotary(step) for rotary in self.rotaries)
+        if self.config.query_scaling is not None and step.query_scale is None:
+            step.query_scale = self.config.query_scaling.scales(step.positions)
 
-    def _layers(self, inputs: StepInputs, caches: Sequence[PagedKV], count: int) -> tuple[Tensor, Tensor]:
+    def _layers(self, step: StepInputs, count: int) -> tuple[Tensor, Tensor]:
         """The embedding and the first `count` layers -> (branch, residual)."""
-        rotation = self._rotation(inputs)
-        residual: Tensor = self.embed(inputs.input_ids)
+        self._place(step)
+        residual: Tensor = self.embed(step.input_ids, step)
+        if self.positions is not None:
+            residual = residual + self.positions(step)
+        if self.embed_norm is not None:
+            residual = self.embed_norm(residual)
         branch: Tensor | None = None
-        for block, cache in islice(zip(self.layers, caches, strict=True), count):
-            branch, residual = block(branch, residual, rotation, inputs, cache)
+        for block in islice(self.layers, count):
+            branch, residual = block(branch, residual, step)
         if branch is None:
             raise ValueError("a decoder needs at least one layer")
         return branch, residual
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden [R, hidden] of `forward` -> logits [R, vocab] after the family's final softcap, of the model's type or
-        float32; in `out` if given, of that shape and type."""
+        """hidden [R, hidden] of `forward` -> logits [R, vocab] after the family's scale and softcap, of the model's
+        type or float32; in `out` if given, of that shape and type."""
         logits: Tensor = self.head(hidden, out)
         return logits

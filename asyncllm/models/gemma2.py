@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import msgspec
-from torch import nn
-
-from asyncllm.layers.attention import Attention
-from asyncllm.layers.block import Block, SandwichBlock
-from asyncllm.layers.embedding import Embedding
-from asyncllm.layers.mlp import GatedMLP
-from asyncllm.layers.norm import OffsetRMSNorm, RMSNorm
+from asyncllm.layers.block import SandwichBlock
+from asyncllm.layers.norm import OffsetRMSNorm
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.llama import LLAMA_WEIGHTS
@@ -20,16 +14,8 @@ from asyncllm.models.registry import register
 __all__ = ["Gemma2"]
 
 
-class Gemma2Config(ModelConfig, frozen=True, kw_only=True):
-    attention_bias: bool
-    score_scale: float
-    score_softcap: float | None
-    logit_softcap: float | None
-
-
-@register("Gemma2ForCausalLM")
+@register(Gemma2ForCausalLM="Gemma 2 2B, 9B, 27B")
 class Gemma2(DecoderLM):
-    config: Gemma2Config
     weights = LLAMA_WEIGHTS.replaced(
         {
             "model.layers.{i}.post_attention_layernorm": "layers.{i}.attn_post_norm",
@@ -37,6 +23,7 @@ class Gemma2(DecoderLM):
             "model.layers.{i}.post_feedforward_layernorm": "layers.{i}.mlp_post_norm",
         }
     )
+    norm_class = OffsetRMSNorm
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "gemma2",
         "vocab_size": 320,
@@ -54,48 +41,32 @@ class Gemma2(DecoderLM):
     }
 
     @staticmethod
-    def configure(hf: HFConfig, architecture: str) -> Gemma2Config:
+    def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_activation", "gelu_pytorch_tanh")
-        hf.expect("hidden_act", "gelu_pytorch_tanh")
+        # Released files say "gelu" here, and mean the approximation that hidden_activation names.
+        hf.expect("hidden_act", "gelu_pytorch_tanh", "gelu")
         hf.expect("use_bidirectional_attention", False)
         fields = hf.decoder(architecture, max_position=8192, head_dim=256, tied=True)
-        config = Gemma2Config(
+        bias, num_layers = hf.flag("attention_bias", False), fields["num_layers"]
+        window = hf.optional_integer("sliding_window", 4096)
+        fields["windows"] = hf.windows(num_layers, window, [layer % 2 == 0 for layer in range(num_layers)])
+        return ModelConfig(
             **fields,
-            attention_bias=hf.flag("attention_bias", False),
+            qkv_bias=bias,
+            out_bias=bias,
+            activation="gelu_tanh",
+            embedding_scale=fields["hidden_size"] ** 0.5,
             score_scale=hf.number("query_pre_attn_scalar", 256) ** -0.5,
             score_softcap=hf.optional_number("attn_logit_softcapping", 50.0),
             logit_softcap=hf.optional_number("final_logit_softcapping", 30.0),
         )
-        window = hf.optional_integer("sliding_window", 4096)
-        alternating = [layer % 2 == 0 for layer in range(config.num_layers)]
-        return msgspec.structs.replace(config, windows=hf.windows(config.num_layers, window, alternating))
 
-    def embedding(self) -> Embedding:
-        return Embedding(self.config.vocab_size, self.config.hidden_size, scale=self.config.hidden_size**0.5)
-
-    def final_norm(self) -> RMSNorm:
-        return OffsetRMSNorm(self.config.hidden_size, self.config.rms_eps)
-
-    def output(self, softcap: float | None = None) -> nn.Module:
-        return super().output(self.config.logit_softcap)
-
-    def block(self, layer: int) -> Block:
-        config = self.config
+    def block(self, layer: int) -> SandwichBlock:
         return SandwichBlock(
-            attn_norm=OffsetRMSNorm(config.hidden_size, config.rms_eps),
-            attn=Attention(
-                config.hidden_size,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                qkv_bias=config.attention_bias,
-                out_bias=config.attention_bias,
-                window=config.windows[layer],
-                scale=config.score_scale,
-                softcap=config.score_softcap,
-            ),
-            attn_post_norm=OffsetRMSNorm(config.hidden_size, config.rms_eps),
-            mlp_norm=OffsetRMSNorm(config.hidden_size, config.rms_eps),
-            mlp=GatedMLP(config.hidden_size, config.intermediate_size, activation="gelu_tanh"),
-            mlp_post_norm=OffsetRMSNorm(config.hidden_size, config.rms_eps),
+            attn_norm=self.make_norm(),
+            attn=self.attention(layer),
+            attn_post_norm=self.make_norm(),
+            mlp_norm=self.make_norm(),
+            mlp=self.mlp(layer),
+            mlp_post_norm=self.make_norm(),
         )

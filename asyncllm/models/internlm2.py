@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from asyncllm.layers.attention import Attention
-from asyncllm.layers.block import Block
-from asyncllm.layers.mlp import GatedMLP
-from asyncllm.layers.norm import RMSNorm
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import register
@@ -16,14 +12,8 @@ from asyncllm.models.weights import WeightMap
 __all__ = ["InternLM2"]
 
 
-class InternLM2Config(ModelConfig, frozen=True, kw_only=True):
-    bias: bool
-    """Biases of wqkv and wo."""
-
-
-@register("InternLM2ForCausalLM")
+@register(InternLM2ForCausalLM="InternLM2, InternLM2.5")
 class InternLM2(DecoderLM):
-    config: InternLM2Config
     weights = WeightMap(
         {
             "model.tok_embeddings": "embed",
@@ -36,10 +26,9 @@ class InternLM2(DecoderLM):
             "model.layers.{i}.feed_forward.w2": "layers.{i}.mlp.down",
             "model.norm": "norm",
             "output": "head",
-        },
-        ignored=("model.layers.{i}.attention.rotary_emb.inv_freq",),
+        }
     )
-    tied_head = "output.weight"
+    head_name = "output.weight"
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "internlm2",
         "vocab_size": 320,
@@ -54,22 +43,7 @@ class InternLM2(DecoderLM):
     }
 
     @staticmethod
-    def configure(hf: HFConfig, architecture: str) -> InternLM2Config:
+    def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
-        return InternLM2Config(**hf.decoder(architecture), bias=hf.flag("bias", True))
-
-    def block(self, layer: int) -> Block:
-        config = self.config
-        return Block(
-            attn_norm=RMSNorm(config.hidden_size, config.rms_eps),
-            attn=Attention(
-                config.hidden_size,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                qkv_bias=config.bias,
-                out_bias=config.bias,
-            ),
-            mlp_norm=RMSNorm(config.hidden_size, config.rms_eps),
-            mlp=GatedMLP(config.hidden_size, config.intermediate_size),
-        )
+        bias = hf.flag("bias", True)
+        return ModelConfig(**hf.decoder(architecture), qkv_bias=bias, out_bias=bias)

@@ -1,19 +1,15 @@
-"""Llama 1, 2, 3, 3.1 and 3.2, and what shares their layout: Code Llama, Vicuna, Yi."""
+"""Llama 1, 2, 3, 3.1 and 3.2, and what computes as they do: Code Llama, Vicuna, Yi, Aquila."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from asyncllm.layers.attention import Attention
-from asyncllm.layers.block import Block
-from asyncllm.layers.mlp import GatedMLP
-from asyncllm.layers.norm import RMSNorm
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import register
 from asyncllm.models.weights import WeightMap
 
-__all__ = ["LLAMA_WEIGHTS", "Llama", "LlamaConfig"]
+__all__ = ["LLAMA_WEIGHTS", "Llama"]
 
 LLAMA_WEIGHTS = WeightMap(
     {
@@ -29,22 +25,24 @@ LLAMA_WEIGHTS = WeightMap(
         "model.layers.{i}.mlp.down_proj": "layers.{i}.mlp.down",
         "model.norm": "norm",
         "lm_head": "head",
-    },
-    # Early Llama checkpoints store the rotary frequencies, which config.json determines.
-    ignored=("model.layers.{i}.self_attn.rotary_emb.inv_freq",),
+    }
 )
 
 
-class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
-    attention_bias: bool
-    """Biases of q, k, v and the output projection."""
-    mlp_bias: bool
-
-
-@register("LlamaForCausalLM", "LLaMAForCausalLM")
+@register(
+    LlamaForCausalLM="Llama 1 to 3.3, Code Llama, Vicuna, Yi, Solar, SmolLM 2, DeepSeek LLM and Coder",
+    LLaMAForCausalLM="the first conversions of Llama",
+    AquilaForCausalLM="Aquila, Aquila2",
+    YiForCausalLM="the first files of Yi",
+)
 class Llama(DecoderLM):
-    config: LlamaConfig
-    weights = LLAMA_WEIGHTS
+    # The last two are the norms of Yi's first files.
+    weights = LLAMA_WEIGHTS.replaced(
+        {
+            "model.layers.{i}.ln1": "layers.{i}.attn_norm",
+            "model.layers.{i}.ln2": "layers.{i}.mlp_norm",
+        }
+    )
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "llama",
         "vocab_size": 320,
@@ -60,26 +58,9 @@ class Llama(DecoderLM):
     }
 
     @staticmethod
-    def configure(hf: HFConfig, architecture: str) -> LlamaConfig:
+    def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
-        return LlamaConfig(
-            **hf.decoder(architecture),
-            attention_bias=hf.flag("attention_bias", False),
-            mlp_bias=hf.flag("mlp_bias", False),
-        )
-
-    def block(self, layer: int) -> Block:
-        config = self.config
-        return Block(
-            attn_norm=RMSNorm(config.hidden_size, config.rms_eps),
-            attn=Attention(
-                config.hidden_size,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                qkv_bias=config.attention_bias,
-                out_bias=config.attention_bias,
-            ),
-            mlp_norm=RMSNorm(config.hidden_size, config.rms_eps),
-            mlp=GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias),
+        bias = hf.flag("attention_bias", False)
+        return ModelConfig(
+            **hf.decoder(architecture), qkv_bias=bias, out_bias=bias, mlp_bias=hf.flag("mlp_bias", False)
         )

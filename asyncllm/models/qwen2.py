@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import msgspec
-
-from asyncllm.layers.attention import Attention
-from asyncllm.layers.block import Block
-from asyncllm.layers.mlp import GatedMLP
-from asyncllm.layers.norm import RMSNorm
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.llama import LLAMA_WEIGHTS
@@ -28,7 +22,7 @@ def qwen_windows(hf: HFConfig, num_layers: int) -> tuple[int | None, ...]:
     return hf.windows(num_layers, sliding_window, [layer >= first for layer in range(num_layers)])
 
 
-@register("Qwen2ForCausalLM")
+@register(Qwen2ForCausalLM="Qwen1.5, Qwen2, Qwen2.5, QwQ")
 class Qwen2(DecoderLM):
     weights = LLAMA_WEIGHTS
     tiny: ClassVar[dict[str, Any]] = {
@@ -48,21 +42,6 @@ class Qwen2(DecoderLM):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
-        config = ModelConfig(**hf.decoder(architecture, max_position=32768))
-        return msgspec.structs.replace(config, windows=qwen_windows(hf, config.num_layers))
-
-    def block(self, layer: int) -> Block:
-        config = self.config
-        return Block(
-            attn_norm=RMSNorm(config.hidden_size, config.rms_eps),
-            attn=Attention(
-                config.hidden_size,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                qkv_bias=True,
-                window=config.windows[layer],
-            ),
-            mlp_norm=RMSNorm(config.hidden_size, config.rms_eps),
-            mlp=GatedMLP(config.hidden_size, config.intermediate_size),
-        )
+        fields = hf.decoder(architecture, max_position=32768)
+        fields["windows"] = qwen_windows(hf, fields["num_layers"])
+        return ModelConfig(**fields, qkv_bias=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -14,28 +15,57 @@ import msgspec
 import torch
 
 import asyncllm.models
-from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
-from asyncllm.layers.layer import settle
+from asyncllm.distributed.group import RankGroup
+from asyncllm.errors import InvalidCheckpoint, ModelError, UnsupportedModel
+from asyncllm.layers.layer import Layer, settle
+from asyncllm.layers.linear_method import Weighted
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.weights import load
+from asyncllm.models.head import settle_head
+from asyncllm.models.quantized import attach
+from asyncllm.models.stream import FLOAT_DTYPES
+from asyncllm.models.weights import expected_numbers, load
+from asyncllm.quant.scheme import Scheme, scheme_of
 
-__all__ = ["families", "open_model", "read_config", "register"]
+__all__ = ["described", "families", "open_model", "read_config", "register"]
 
 Family = TypeVar("Family", bound=type[DecoderLM])
 
 _FAMILIES: dict[str, type[DecoderLM]] = {}
+_MODELS: dict[str, str] = {}
+"""Architecture -> the models that come under it."""
+
+_WITH_HEAD, _WITHOUT_HEAD = ("ForCausalLM", "LMHeadModel"), "Model"
+"""How the names of one decoder's classes end: Qwen3ForCausalLM or GPT2LMHeadModel, Qwen3Model or GPT2Model."""
+
+_BY_MODEL_TYPE: Mapping[str, str] = {
+    "aquila": "AquilaForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "internlm": "InternLMForCausalLM",
+    "internlm3": "InternLM3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "minicpm": "MiniCPMForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "RefinedWeb": "RWForCausalLM",
+    "RefinedWebModel": "RWForCausalLM",
+    "stablelm_epoch": "StableLMEpochForCausalLM",
+    "Yi": "YiForCausalLM",
+}
+"""What a config.json without `architectures` is, by its `model_type`, where no family has that as its own."""
 
 
-def register(*architectures: str) -> Callable[[Family], Family]:
-    """Class decorator: this family serves checkpoints whose config.json names one of `architectures`."""
+def register(*architectures: str, **models: str) -> Callable[[Family], Family]:
+    """Class decorator: this family serves checkpoints whose config.json names one of `architectures`, or of `models`,
+    each with the models that come under it."""
 
     def enter(family: Family) -> Family:
-        for architecture in architectures:
+        for architecture in (*architectures, *models):
             other = _FAMILIES.setdefault(architecture, family)
             if other is not family:
                 raise ValueError(f"{architecture} is registered by {other.__module__} and {family.__module__}")
+        _MODELS.update(models)
         return family
 
     return enter
@@ -49,15 +79,22 @@ def families() -> Mapping[str, type[DecoderLM]]:
     return dict(sorted(_FAMILIES.items()))
 
 
+def described() -> Mapping[str, str]:
+    """Architecture name -> the models that come under it, of those that say so."""
+    families()
+    return _MODELS
+
+
 def read_config(
     path: Path,
     *,
     session_len: int | None = None,
     rope_scaling_factor: float = 0.0,
     hf_overrides: Mapping[str, Any] | None = None,
+    model_format: str | None = None,
 ) -> ModelConfig:
-    """What `open_model` would build from the folder `path`, without its weights. Raises the same errors."""
-    return _configure(path, session_len, rope_scaling_factor, hf_overrides)[1]
+    """Return what `open_model` would build from the folder `path`, without its weights. Raises the same errors."""
+    return _configure(path, session_len, rope_scaling_factor, hf_overrides, model_format)[1]
 
 
 def open_model(
@@ -68,28 +105,41 @@ def open_model(
     session_len: int | None = None,
     rope_scaling_factor: float = 0.0,
     hf_overrides: Mapping[str, Any] | None = None,
+    model_format: str | None = None,
+    group: RankGroup | None = None,
 ) -> DecoderLM:
     """Build the model of folder `path` and fill it from the folder's safetensors files.
 
     A longrope model takes its long divisors iff session_len exceeds the original context. rope_scaling_factor > 0 asks
-    for dynamic NTK scaling by that factor. hf_overrides replaces entries of config.json.
+    for dynamic NTK scaling by that factor. hf_overrides replaces entries of config.json. `model_format` as in
+    `quant.scheme_of`. With a group of several ranks the model is this rank's share.
 
     Raises:
         InvalidCheckpoint: a file is missing, malformed or inconsistent with the others.
         UnsupportedModel: the architecture or one of its settings is not implemented.
     """
-    family, config = _configure(path, session_len, rope_scaling_factor, hf_overrides)
+    family, config, scheme = _configure(path, session_len, rope_scaling_factor, hf_overrides, model_format)
     checkpoint = Checkpoint.open(path)
+    config = settle_head(config, family, checkpoint, base_class=config.architecture not in families())
     with torch.device("meta"):
         model = family(config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    stored = sum(math.prod(entry.shape) for entry in checkpoint.tensors.values())
-    if num_parameters > 2 * stored:
+    if scheme is not None:
+        attach(model, checkpoint, scheme)
+    wanted = expected_numbers(model)
+    # Integers may be packed ones, four bits each.
+    stored = sum(
+        math.prod(entry.shape) if entry.dtype in FLOAT_DTYPES else 2 * (entry.end - entry.start)
+        for entry in checkpoint.tensors.values()
+    )
+    if wanted > 2 * stored:
         # Such a file cannot load, and may ask for more memory than there is; load() names what differs in closer calls.
         raise InvalidCheckpoint(
-            f"{path}: config.json describes {num_parameters:,} parameters, but the safetensors files hold {stored:,} "
-            f"numbers. Check that config.json belongs to these weights and that no shard is missing."
+            f"{path}: config.json describes {wanted:,} numbers, but the safetensors files hold {stored:,}. Check that "
+            f"config.json belongs to these weights and that no shard is missing."
         )
+    if group is not None:
+        divide(model, group)
     model.allocate(dtype, device)
     load(model, checkpoint, model.weight_map)
     model.config = msgspec.structs.replace(config, num_parameters=num_parameters)
@@ -98,19 +148,68 @@ def open_model(
     return model
 
 
+def divide(model: DecoderLM, group: RankGroup) -> None:
+    """Leave a model on the meta device the share of the group's rank. Raises UnsupportedModel where it has none."""
+    # Weights first: what is made of them asks them how many heads are left.
+    modules = list(model.modules())
+    for module in sorted(modules, key=lambda module: not isinstance(module, Weighted)):
+        if isinstance(module, Layer):
+            module.divide(group)
+
+
 def _configure(
-    path: Path, session_len: int | None, rope_scaling_factor: float, hf_overrides: Mapping[str, Any] | None
-) -> tuple[type[DecoderLM], ModelConfig]:
+    path: Path,
+    session_len: int | None,
+    rope_scaling_factor: float,
+    hf_overrides: Mapping[str, Any] | None,
+    model_format: str | None,
+) -> tuple[type[DecoderLM], ModelConfig, Scheme | None]:
     hf = HFConfig.open(path, overrides=hf_overrides, session_len=session_len, rope_scaling_factor=rope_scaling_factor)
     names = hf.fields.get("architectures")
+    if names is None:
+        model_type = hf.fields.get("model_type")
+        names = [_of_model_type(model_type)] if isinstance(model_type, str) else None
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise InvalidCheckpoint(
             f"{hf.source}: architectures must be a list of names, for example ['LlamaForCausalLM']. Correct the file."
         )
     for name in names:
-        if name in families():
-            return families()[name], families()[name].configure(hf, name)
+        family = _find(name)
+        if family is not None:
+            config = family.configure(hf, name)
+            if not config.dtype:
+                config = msgspec.structs.replace(config, dtype=_stored_dtype(path))
+            return family, config, scheme_of(hf.fields, path, model_format)
     remote = "Its own code (auto_map) is never run. " if hf.fields.get("auto_map") else ""
     raise UnsupportedModel(
         f"{hf.source}: architectures = {names} is not implemented. {remote}Implemented: {', '.join(families())}."
     )
+
+
+def _stored_dtype(path: Path) -> str:
+    """The type that most bytes of the weights in `path` have, packed ones not counted."""
+    try:
+        tensors = Checkpoint.open(path).tensors.values()
+    except ModelError:
+        # Who only asks for the config may not have the weights yet; who opens the model gets this error.
+        return "float32"
+    sizes: Counter[str] = Counter()
+    for entry in tensors:
+        if entry.dtype in FLOAT_DTYPES:
+            sizes[entry.dtype] += entry.end - entry.start
+    return {"BF16": "bfloat16", "F16": "float16"}.get(sizes.most_common(1)[0][0] if sizes else "", "float32")
+
+
+def _of_model_type(model_type: str) -> str:
+    """The architecture of a model type, the first that its family is registered under; else the type itself."""
+    families()
+    own = (name for name, family in _FAMILIES.items() if family.tiny["model_type"] == model_type)
+    return _BY_MODEL_TYPE.get(model_type) or next(own, model_type)
+
+
+def _find(name: str) -> type[DecoderLM] | None:
+    """The family of an architecture, under the name of its class with or without the head."""
+    known = families()
+    bare = name.removesuffix(_WITHOUT_HEAD)
+    names = (name, *(bare + end for end in _WITH_HEAD if bare != name))
+    return next((known[each] for each in names if each in known), None)

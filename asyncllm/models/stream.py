@@ -20,10 +20,16 @@ from torch import Tensor
 
 from asyncllm.models.checkpoint import TensorEntry, unreadable
 
-__all__ = ["BUFFER_BYTES", "FLOAT_DTYPES", "READ_THREADS", "stream"]
+__all__ = ["BUFFER_BYTES", "DTYPES", "FLOAT_DTYPES", "READ_THREADS", "stream"]
 
 FLOAT_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-"""The format's names of the types that can be streamed."""
+"""The format's names of the types of plain weights."""
+
+DTYPES = {
+    **FLOAT_DTYPES,
+    **{"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn},
+}
+"""Those of the types that can be streamed."""
 
 READ_THREADS = 8
 BUFFER_BYTES = 4 * 2**20
@@ -164,7 +170,7 @@ def _hand_over(span: _Span, memory: Tensor, take: Take) -> None:
     begin = span.entries[0].start
     for entry in span.entries:
         stored = memory[entry.start - begin : entry.end - begin]
-        take(entry, stored.view(FLOAT_DTYPES[entry.dtype]).view(entry.shape))
+        take(entry, stored.view(DTYPES[entry.dtype]).view(entry.shape))
 
 
 def _open(file: Path, stack: ExitStack) -> int:

@@ -9,11 +9,22 @@ to the module that receives it. Brackets name the part of a fused parameter:
     layers.{i}.mlp.experts.down[{e}]         expert e
     layers.{i}.attn.qkv[q+k+v]               one tensor holds q, k and v one after the other along axis 0
     layers.{i}.attn.qkv[q+k+v:grouped]       one tensor holds, per KV head, its query heads, then k, then v
+    layers.{i}.attn.qkv[q+k+v:transposed]    q, k and v one after the other along axis 1: a weight is [in, out]
+    layers.{i}.mlp.down[:transposed]         a weight [in, out] alone
+    layers.{i}.attn.qkv[q+k+v:quarters]      one tensor holds, four times, a quarter of q, of v and of k
+    layers.{i}.mlp.gate_up[gate+up:stacked]  one tensor [experts, out, in] holds all experts, with gate and up of each;
+                                             `fused.STACKS` has other orders
+
+A tensor that is called otherwise than by its module and a suffix has a row of its own, whose target ends in the suffix:
+"model.layers.{i}.mlp.gate.e_score_correction_bias" -> "layers.{i}.mlp.correction:bias".
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -24,17 +35,18 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedModel, short
+from asyncllm.layers.linear_method import FLOATS, PartKey, Stored, Weighted
 from asyncllm.models.checkpoint import Checkpoint
-from asyncllm.models.stream import FLOAT_DTYPES, stream
+from asyncllm.models.fused import LAYOUTS, STACKS, Stack
+from asyncllm.models.stream import DTYPES, stream
 
-__all__ = ["PartKey", "Target", "WeightMap", "WeightOwner", "load", "plan_update"]
+__all__ = ["PartKey", "Target", "WeightMap", "WeightOwner", "expected_numbers", "load", "plan_update"]
 
-PartKey = tuple[str, str | None, int | None]
-"""(suffix, part, index): ("weight", "q", None), ("weight", "up", 3), ("bias", None, None)."""
+logger = logging.getLogger("asyncllm")
 
 _Tree = dict[str | None, Any]
 
-_FORMAT_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+_FORMAT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _IN_MEMORY = "update_weights"
 """The source of tensors that come from no file."""
@@ -42,17 +54,25 @@ _IN_MEMORY = "update_weights"
 _MAX_REFUSED = 5
 """Tensors that an error message tells about."""
 
+_ROTARY_BUFFER = re.compile(r"(?:.+\.)?(?:rotary(?:_pos)?_emb\.\w+|(?:\w+_)?inv_freq|(?:cos|sin)_cached?)")
+"""Names of frequencies, cosines and sines that older checkpoints store, and config.json determines."""
+
 _PLACEHOLDER = re.compile(r"\{([a-z]\w*)\}")
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 _TARGET = re.compile(
-    r"(?P<module>[^\[\]]+)"
-    r"(?:\[(?:(?P<parts>\w+(?:\+\w+)*)(?::(?P<layout>\w+))?(?:,\{(?P<index>\w+)\})?|\{(?P<alone>\w+)\})\])?"
+    r"(?P<module>[^\[\]:]+)(?::(?P<suffix>\w+))?"
+    r"(?:\[(?:(?P<parts>\w+(?:\+\w+)*)(?::(?P<layout>\w+))?(?:,\{(?P<index>\w+)\})?"
+    r"|\{(?P<alone>\w+)\}|:(?P<whole>\w+))\])?"
 )
 
 
 @runtime_checkable
 class WeightOwner(Protocol):
-    """What a module that owns parameters offers to the loader."""
+    """What a module that owns parameters offers to the loader.
+
+    Where `stored(suffix)` is offered too, as `layers.linear_method.Weighted` does, it says which types and which axis
+    of output features the tensors of a suffix have; else they are floats, with the output features first.
+    """
 
     def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
         """Every part that must be filled, with its shape in the checkpoint (whole, before any sharding)."""
@@ -66,18 +86,36 @@ class WeightOwner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a checkpoint tensor goes: `keys` are the parts of module `module` that it fills, in order along axis 0."""
+    """Where a checkpoint tensor goes: `keys` are the parts of module `module` that it fills, in order along the output
+    features."""
 
     module: str
     keys: tuple[PartKey, ...]
     layout: str | None = None
 
+    @property
+    def stack(self) -> Stack | None:
+        """How the weights of all experts lie, where there are all of them."""
+        return STACKS.get(self.layout or "")
+
+    def of_experts(self, count: int) -> Target:
+        """The parts of each of `count` experts."""
+        keys = tuple((suffix, part, expert) for expert in range(count) for suffix, part, _ in self.keys)
+        return Target(self.module, keys, self.layout)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether it is a matrix [in, out]. What a quantization stores in its place is not."""
+        return self.layout == "transposed" and self.keys[0][0] == "weight"
+
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A parsed row: `module` still holds its placeholders; `index` names the placeholder that is the part's index."""
+    """A parsed row: `module` still holds its placeholders; `index` names the placeholder that is the part's index;
+    `suffix` is that of a row for one tensor."""
 
     module: str
+    suffix: str | None
     parts: tuple[str | None, ...]
     layout: str | None
     index: str | None
@@ -90,27 +128,30 @@ class _Row:
         unbound = set(_PLACEHOLDER.findall(target)) - set(_PLACEHOLDER.findall(pattern))
         if unbound:
             raise ValueError(f"weight table: {target!r} uses {sorted(unbound)}, which {pattern!r} does not bind")
-        parts, layout, index = match["parts"], match["layout"], match["index"] or match["alone"]
-        if layout is not None and layout not in _LAYOUTS:
+        parts, layout, index = match["parts"], match["layout"] or match["whole"], match["index"] or match["alone"]
+        if layout is not None and layout not in LAYOUTS and layout not in STACKS:
             raise ValueError(f"weight table: {target!r} asks for the unknown layout {layout!r}")
         names: tuple[str | None, ...] = (None,) if parts is None else tuple(parts.split("+"))
-        return _Row(match["module"], names, layout or ("flat" if len(names) > 1 else None), index)
+        return _Row(match["module"], match["suffix"], names, layout or ("flat" if len(names) > 1 else None), index)
 
 
 class WeightMap:
     """The weight-name table of a family. Immutable.
 
     `rows` maps patterns of checkpoint module names to targets of our model. `ignored` are patterns of whole tensor
-    names that the model does not need, and win over rows. A placeholder such as {i} stands for one decimal number.
+    names that the model does not need, `aside` those of modules with all that is in them; both win over rows. A
+    placeholder such as {i} stands for one decimal number.
 
     Raises ValueError for a malformed table, which is a mistake in a family file.
     """
 
-    __slots__ = ("_ignored", "_names", "_rows", "_tree")
+    __slots__ = ("_aside", "_ignored", "_modules", "_names", "_rows", "_tree")
 
-    def __init__(self, rows: Mapping[str, str], *, ignored: Iterable[str] = ()) -> None:
+    def __init__(self, rows: Mapping[str, str], *, ignored: Iterable[str] = (), aside: Iterable[str] = ()) -> None:
         self._rows = MappingProxyType(dict(rows))
         self._ignored = tuple(dict.fromkeys(ignored))
+        self._aside = tuple(dict.fromkeys(aside))
+        self._modules = _tree((pattern, True) for pattern in self._aside)
         self._tree = _tree((pattern, _Row.parse(pattern, target)) for pattern, target in self._rows.items())
         self._names = _tree((pattern, True) for pattern in self._ignored)
 
@@ -126,35 +167,57 @@ class WeightMap:
 
     def replaced(self, rows: Mapping[str, str]) -> WeightMap:
         """This table with `rows` added; a row whose pattern is already there takes its place."""
-        return WeightMap({**self._rows, **rows}, ignored=self._ignored)
+        return WeightMap({**self._rows, **rows}, ignored=self._ignored, aside=self._aside)
 
     def without(self, *patterns: str) -> WeightMap:
         """This table less the rows of these patterns. Raises KeyError for a pattern that is not there."""
         rows = dict(self._rows)
         for pattern in patterns:
             del rows[pattern]
-        return WeightMap(rows, ignored=self._ignored)
+        return WeightMap(rows, ignored=self._ignored, aside=self._aside)
 
     def ignoring(self, *patterns: str) -> WeightMap:
         """This table with more ignored tensor names: a tied head adds "lm_head.weight"."""
-        return WeightMap(self._rows, ignored=(*self._ignored, *patterns))
+        return WeightMap(self._rows, ignored=(*self._ignored, *patterns), aside=self._aside)
+
+    def setting_aside(self, *patterns: str) -> WeightMap:
+        """This table with more modules that are left out whole: layers that only guess further tokens."""
+        return WeightMap(self._rows, ignored=self._ignored, aside=(*self._aside, *patterns))
+
+    def with_optional_prefix(self, prefix: str) -> WeightMap:
+        """This table for names with and without `prefix`, which the files of a model saved without its head lack."""
+        bare = {pattern.removeprefix(prefix): target for pattern, target in self._rows.items()}
+        ignored = [pattern.removeprefix(prefix) for pattern in self._ignored]
+        return WeightMap({**bare, **self._rows}, ignored=(*self._ignored, *ignored), aside=self._aside)
+
+    def module_aside(self, name: str) -> str | None:
+        """The module that is left out with tensor `name`; None where none is."""
+        segments = name.split(".")
+        depths = [depth for depth, _, _ in _walk(self._modules, segments)]
+        return ".".join(segments[: depths[0]]) if depths else None
 
     def resolve(self, name: str) -> Target | None:
-        """Where tensor `name` goes, or None if it is ignored. The longest matching row wins.
+        """Return where tensor `name` goes, or None if it is left out, as rotary buffers are. The longest matching row
+        wins.
 
         Raises InvalidCheckpoint when no row matches.
         """
         segments = name.split(".")
-        if any(depth == len(segments) for depth, _, _ in _walk(self._names, segments)):
+        ignored = any(depth == len(segments) for depth, _, _ in _walk(self._names, segments))
+        if ignored or self.module_aside(name) or _ROTARY_BUFFER.fullmatch(name):
             return None
-        found = [match for match in _walk(self._tree, segments) if match[0] < len(segments) and all(segments)]
+        found = [
+            match
+            for match in _walk(self._tree, segments)
+            if (match[0] == len(segments)) == (match[1].suffix is not None) and all(segments)
+        ]
         if not found:
             raise InvalidCheckpoint(
                 f"Tensor {short(name)} matches no row of the model's weight table. Check that config.json belongs to "
                 f"these weights, and that the model is not quantized or an adapter."
             )
         depth, row, numbers = max(found, key=lambda match: match[0])
-        suffix = ".".join(segments[depth:])
+        suffix = row.suffix or ".".join(segments[depth:])
         module = _PLACEHOLDER.sub(lambda match: str(numbers[match[1]]), row.module)
         index = None if row.index is None else numbers[row.index]
         return Target(module, tuple((suffix, part, index) for part in row.parts), row.layout)
@@ -189,7 +252,10 @@ class _Plan:
         target = _resolve(self._table, offer)
         if target is None:
             return
-        _check(offer, target, self.expected)
+        owner = self._owners.get(target.module)
+        if target.stack is not None and isinstance(owner, Weighted) and owner.num_experts is not None:
+            target = target.of_experts(owner.num_experts)
+        _check(offer, target, self.expected, self.stored(target))
         for key in target.keys:
             other = self._filled.setdefault((target.module, key), offer.name)
             if other != offer.name:
@@ -199,8 +265,19 @@ class _Plan:
                 )
         self.targets[offer.name] = target
 
+    def stored(self, target: Target) -> Stored:
+        """Return how the tensors of a target are stored."""
+        owner = self._owners.get(target.module)
+        return owner.stored(target.keys[0][0]) if isinstance(owner, Weighted) else FLOATS
+
+    def quantized(self, name: str) -> str | None:
+        """The path of the layer that tensor `name` is for, if its parts cannot be given one by one."""
+        target = self._table.resolve(name)
+        owner = None if target is None else self._owners.get(target.module)
+        return target.module if target and isinstance(owner, Weighted) and not owner.method.replaceable else None
+
     def missing(self) -> str | None:
-        """What no tensor fills, as the middle of a sentence; None if all is filled."""
+        """Return what no tensor fills, as the middle of a sentence; None if all is filled."""
         missing = [_describe(path, key) for path, key in self.expected if (path, key) not in self._filled]
         if not missing:
             return None
@@ -213,12 +290,29 @@ class _Plan:
         """Copy a tensor to its place, which it does not outlive."""
         target = self.targets[name]
         owner = self._owners[target.module]
+        if target.transposed:
+            tensor = tensor.t()
         pieces = [tensor]
-        if target.layout is not None:
-            sizes = [self.expected[target.module, key][0] for key in target.keys]
-            pieces = _LAYOUTS[target.layout](tensor, sizes, owner)
+        axis = self.stored(target).axis
+        if target.stack is not None:
+            shapes = [self.expected[target.module, key] for key in target.keys if key[2] == 0]
+            pieces = target.stack.split(tensor, len(target.keys) // len(shapes), [shape[0] for shape in shapes])
+        elif target.layout is not None and axis is None:
+            pieces = [tensor] * len(target.keys)
+        elif target.layout is not None and axis is not None:
+            sizes = [self.expected[target.module, key][axis] for key in target.keys]
+            split = LAYOUTS[target.layout](tensor.movedim(axis, 0), sizes, owner)
+            pieces = [piece.movedim(0, axis) for piece in split]
         for (suffix, part, index), piece in zip(target.keys, pieces, strict=True):
-            owner.load_part(suffix, part, index, piece)
+            try:
+                owner.load_part(suffix, part, index, piece)
+            except InvalidCheckpoint as error:
+                raise InvalidCheckpoint(f"{short(name)}: {error}") from None
+
+
+def expected_numbers(model: nn.Module) -> int:
+    """Return how many numbers a checkpoint of `model` holds."""
+    return sum(math.prod(shape) for owner in _owners(model).values() for shape in owner.expected_parts().values())
 
 
 @torch.no_grad()
@@ -231,7 +325,7 @@ def load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> None:
     Raises:
         InvalidCheckpoint: a tensor that no row or parameter takes, that fills a part twice or has the wrong shape, or
             parts that no tensor fills.
-        UnsupportedModel: a tensor of integers or of a float below 16 bits, which means quantized weights.
+        UnsupportedModel: a tensor of a type that its place does not take, such as integers where floats belong.
         TypeError: a module of `model` owns parameters and is not a WeightOwner.
         ValueError: a parameter of `model` is on the meta device, where nothing can be filled.
     """
@@ -241,6 +335,11 @@ def load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> None:
     plan = _Plan(model, table)
     for entry in checkpoint.tensors.values():
         plan.add(_Offer(entry.name, entry.dtype, entry.shape, str(entry.file)))
+    for module, count in Counter(map(table.module_aside, checkpoint.tensors)).items():
+        if module is not None:
+            logger.info(
+                "%s: %d tensors of %s are left out, as the model does without it", checkpoint.folder, count, module
+            )
     missing = plan.missing()
     if missing is not None:
         raise InvalidCheckpoint(
@@ -274,6 +373,12 @@ def plan_update(
     refused: list[str] = []
     for name, tensor in tensors.items():
         try:
+            layer = plan.quantized(name)
+            if layer is not None:
+                raise InvalidCheckpoint(
+                    f"{_IN_MEMORY}: {short(name)} is for {layer}, whose weight is quantized and is only loaded whole. "
+                    f"Update the other layers, or open the new checkpoint."
+                )
             plan.add(_offer(name, tensor))
         except (InvalidCheckpoint, UnsupportedModel) as error:
             refused.append(str(error))
@@ -283,6 +388,7 @@ def plan_update(
             f"{' '.join(refused[:_MAX_REFUSED])}{' ...' if len(refused) > _MAX_REFUSED else ''}",
             "weights",
         )
+    _check_tied(plan, tensors, table)
     missing = plan.missing() if whole else None
     if missing is not None:
         raise InvalidParameter(
@@ -297,6 +403,21 @@ def plan_update(
             plan.copy(name, tensors[name].detach())
 
     return copy
+
+
+def _check_tied(plan: _Plan, tensors: Mapping[str, Tensor], table: WeightMap) -> None:
+    """Raise InvalidParameter for a head that would be left out, and is not the copy of the embedding that it is for a
+    model that ties them."""
+    embeddings = [tensors[name] for name, target in plan.targets.items() if target.module == "embed"]
+    for name in set(table.ignored).intersection(tensors):
+        for embedding in embeddings:
+            head = tensors[name].to(embedding.device)
+            if head.shape != embedding.shape or not torch.equal(head.float(), embedding.float()):
+                raise InvalidParameter(
+                    f"No weight was changed: {short(name)} differs from the token embedding, and the model, as it was "
+                    f"loaded, has one tensor for both. Load a checkpoint whose head is its own.",
+                    "weights",
+                )
 
 
 def _offer(name: str, tensor: Any) -> _Offer:
@@ -328,14 +449,17 @@ def _resolve(table: WeightMap, offer: _Offer) -> Target | None:
         raise InvalidCheckpoint(f"{offer.source}: {error}") from None
 
 
-def _check(offer: _Offer, target: Target, expected: Mapping[tuple[str, PartKey], tuple[int, ...]]) -> None:
+def _check(
+    offer: _Offer, target: Target, expected: Mapping[tuple[str, PartKey], tuple[int, ...]], stored: Stored
+) -> None:
     """Refuse a tensor by its dtype, its place and its shape."""
-    if offer.dtype not in FLOAT_DTYPES:
-        raise UnsupportedModel(
-            f"{offer.source}: tensor {short(offer.name)} is {offer.dtype}, and quantized weights are not implemented. "
-            f"Use the checkpoint in bfloat16, float16 or float32."
-        )
     shapes = [expected.get((target.module, key)) for key in target.keys]
+    if offer.dtype not in (FLOATS if None in shapes else stored).dtypes:
+        raise UnsupportedModel(
+            f"{offer.source}: tensor {short(offer.name)} is {offer.dtype}, which is not what config.json asks for. Use "
+            f"the config.json of the same checkpoint, whose quantization_config says how its weights are quantized, or "
+            f"the weights in bfloat16, float16 or float32."
+        )
     for key, shape in zip(target.keys, shapes, strict=True):
         if shape is None:
             raise InvalidCheckpoint(
@@ -343,11 +467,19 @@ def _check(offer: _Offer, target: Target, expected: Mapping[tuple[str, PartKey],
                 f"without {_describe(target.module, key)}. Check that config.json belongs to these weights."
             )
     known = [shape for shape in shapes if shape is not None]
-    wanted = known[0] if len(known) == 1 else (sum(shape[0] for shape in known), *known[0][1:])
-    if offer.shape != wanted:
+    wanted = list(known[0])
+    if stored.axis is not None:
+        wanted[stored.axis] = sum(shape[stored.axis] for shape in known)
+    if target.transposed:
+        wanted.reverse()
+    if target.stack is not None:
+        parts = [shape for shape, key in zip(known, target.keys, strict=True) if key[2] == 0]
+        outputs = sum(shape[0] for shape in parts)
+        wanted = list(target.stack.shape(len(known) // len(parts), outputs, parts[0][1:]))
+    if list(offer.shape) != wanted:
         raise InvalidCheckpoint(
             f"{offer.source}: tensor {short(offer.name)} has shape {short(list(offer.shape))}, and config.json asks "
-            f"for {list(wanted)}. Check that config.json belongs to these weights."
+            f"for {wanted}. Check that config.json belongs to these weights."
         )
 
 
@@ -355,25 +487,6 @@ def _describe(path: str, key: PartKey) -> str:
     suffix, part, index = key
     inner = ",".join(str(item) for item in (part, index) if item is not None)
     return f"{path}.{suffix}[{inner}]" if inner else f"{path}.{suffix}"
-
-
-def _split_flat(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
-    """Parts that follow one another along axis 0."""
-    return list(torch.split(tensor, sizes))
-
-
-def _split_grouped(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
-    """q, k and v of a tensor that holds, per KV head, its query heads, its k and its v, `owner.head_dim` rows each.
-
-    InternLM2's wqkv and Falcon's query_key_value.
-    """
-    head_dim: int = owner.head_dim
-    num_kv_heads = sizes[1] // head_dim
-    groups = tensor.reshape(num_kv_heads, -1, head_dim, *tensor.shape[1:])
-    return [part.flatten(0, 2) for part in (groups[:, :-2], groups[:, -2:-1], groups[:, -1:])]
-
-
-_LAYOUTS = {"flat": _split_flat, "grouped": _split_grouped}
 
 
 def _tree(patterns: Iterable[tuple[str, Any]]) -> _Tree:

@@ -6,15 +6,19 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 from aiohttp import web
 
-from asyncllm.server.access import KEY, Auth
-from asyncllm.server.access_log import log_request
-from asyncllm.server.connection import CLIENT_LEFT, OUTCOME, send
-from asyncllm.server.errors import as_api_error
-from asyncllm.server.routes import ROUTES, Route
+from asyncllm.server.http.access import KEY, Auth
+from asyncllm.server.http.errors import as_api_error
+from asyncllm.server.http.protocol import working
+from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, send
+from asyncllm.server.http.routing import Route, Slashes
+from asyncllm.server.observe.access_log import log_request
+from asyncllm.server.observe.probes import Health
+from asyncllm.server.request.decode import IGNORED, PROMPT_FIELD, named_in_a_header
+from asyncllm.server.routes import ROUTES
 from asyncllm.server.service import SERVICE, TABLE, Service, service_of
 
 __all__ = ["build_app"]
@@ -29,8 +33,8 @@ GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def build_app(service: Service, routes: Sequence[Route] = ROUTES) -> web.Application:
-    """The application of a started engine. Raises ValueError for a route that does not say who may call it."""
-    app = web.Application(middlewares=[_entrance], client_max_size=service.config.max_body_bytes)
+    """Return the application of a started engine. Raises ValueError for a route that does not say who may call it."""
+    app = web.Application(middlewares=[_entrance])
     app[SERVICE] = service
     table: dict[web.AbstractRoute, Route] = {}
     for route in routes:
@@ -39,7 +43,9 @@ def build_app(service: Service, routes: Sequence[Route] = ROUTES) -> web.Applica
         switched_off = route.switch is not None and getattr(service.config, route.switch)
         switched_off |= route.only_with is not None and not getattr(service.config, route.only_with)
         if not switched_off and (route.auth is not Auth.ADMIN or service.access.has_admin):
-            table[app.router.add_route(route.method, route.path, route.handler)] = route
+            added = app.router.add_route(route.method, route.path, route.handler, expect_handler=_expect_nothing)
+            table[added] = route
+    app.router.register_resource(Slashes(app.router))
     app[TABLE] = table
     app.on_response_prepare.append(_add_headers)
     app.cleanup_ctx.append(_measure)
@@ -55,7 +61,13 @@ async def _measure(app: web.Application) -> AsyncIterator[None]:
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
     response.headers["X-Content-Type-Options"] = "nosniff"
+    if ignored := request.get(IGNORED):
+        response.headers["X-Ignored-Fields"] = named_in_a_header(ignored)
     service_of(request).access.grant(request, response)
+
+
+async def _expect_nothing(request: web.Request) -> None:
+    """Leave `Expect: 100-continue` to `read_body`: a request that is refused is not asked for its body."""
 
 
 @web.middleware
@@ -99,30 +111,38 @@ async def _answer(
         service.access.check_place(request)
         response: web.StreamResponse | None = service.access.preflight(request)
         if response is None:
+            if route is None or route.answer is not Health:
+                service.supervisor.check_loaded()
             if route is not None and route.auth is Auth.ADMIN:
                 service.access.check_admin(request)
-            elif route is None or route.auth is not Auth.PUBLIC:
+            # Without a key one gets at those very paths, not at others that lead to the same route.
+            elif route is None or route.auth is not Auth.PUBLIC or request.path != route.path:
                 request[KEY] = service.access.key_of(request)
             works = route is not None and route.work
-            with service.work() if works else nullcontext():
+            with ExitStack() as in_work:
                 if works:
-                    await service.turnstile.enter()
-                response = await _answered(request, route, handler)
+                    in_work.enter_context(service.work())
+                    in_work.enter_context(working(request))
+                    await service.request_gate.enter()
+                response = await _answered(request, service, handler)
                 # In work until the answer is written: a server that drains waits for that too.
                 await send(request, response, service.config.write_timeout)
                 return response
     except Exception as error:
-        response = as_api_error(error).response()
+        response = as_api_error(error).response(service.config.error_format)
     await send(request, response, service.config.write_timeout)
     return response
 
 
 async def _answered(
     request: web.Request,
-    route: Route | None,
+    service: Service,
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
 ) -> web.StreamResponse:
     try:
         return await handler(request)
     except Exception as error:
-        return (as_api_error(error, route.prompt_field) if route is not None else as_api_error(error)).response()
+        answer = as_api_error(error, request.get(PROMPT_FIELD, "messages"))
+        # aiohttp keeps what it raises for paths without a route, and by its traceback that would keep the request.
+        error.__traceback__ = None
+        return answer.response(service.config.error_format)

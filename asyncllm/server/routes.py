@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
-from aiohttp import web
-
-from asyncllm.server.access import Auth
-from asyncllm.server.administration import (
+from asyncllm.server.docs.openapi import openapi_json
+from asyncllm.server.docs.page import docs
+from asyncllm.server.http.access import Auth
+from asyncllm.server.http.routing import Route
+from asyncllm.server.lmdeploy.administration import (
     LEVEL,
     TAGS,
     Sleeping,
@@ -19,74 +18,33 @@ from asyncllm.server.administration import (
     terminate,
     wakeup,
 )
-from asyncllm.server.chat import chat_completions
-from asyncllm.server.completions import completions
-from asyncllm.server.docs import docs
-from asyncllm.server.embeddings import embeddings
-from asyncllm.server.generate import generate
-from asyncllm.server.health import Health, health, live, ready
-from asyncllm.server.interactive import chat_interactive
-from asyncllm.server.metrics import metrics
-from asyncllm.server.models import list_models, show_model
-from asyncllm.server.native_requests import (
+from asyncllm.server.lmdeploy.generate import generate
+from asyncllm.server.lmdeploy.interactive import chat_interactive
+from asyncllm.server.lmdeploy.requests import (
     DetokenizeRequest,
     EncodeRequest,
     GenerateRequest,
     InteractiveRequest,
     TokenizeRequest,
 )
-from asyncllm.server.native_responses import (
+from asyncllm.server.lmdeploy.responses import (
     DetokenizeResponse,
     EncodeResponse,
     GenerateResponse,
     InteractiveResponse,
     TokenizeResponse,
 )
-from asyncllm.server.openapi import openapi_json
-from asyncllm.server.requests import ChatRequest, CompletionRequest, EmbeddingRequest
-from asyncllm.server.responses import ChatResponse, CompletionResponse, EmbeddingResponse, Model, ModelList
+from asyncllm.server.lmdeploy.tokens import detokenize, encode_texts, tokenize
+from asyncllm.server.observe.probes import Health, health, live, metrics, ready
+from asyncllm.server.openai.chat import chat_completions
+from asyncllm.server.openai.completions import completions
+from asyncllm.server.openai.embeddings import embeddings
+from asyncllm.server.openai.models import list_models, show_model
+from asyncllm.server.openai.requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from asyncllm.server.openai.responses import ChatResponse, CompletionResponse, EmbeddingResponse, Model, ModelList
 from asyncllm.server.sse import NDJSON
-from asyncllm.server.tokens import detokenize, encode_texts, tokenize
 
-__all__ = ["ROUTES", "Route"]
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Route:
-    """One route. Its handler's docstring is its description."""
-
-    method: str
-    path: str
-    handler: Handler
-    auth: Auth
-    body: type[Any] | None = None
-    """The Struct of the request's JSON; None: no body."""
-    answer: type[Any] | None = None
-    """The Struct of the answer's JSON; None: another format, or none."""
-    content_type: str | None = None
-    """Of an answer in another format."""
-    query: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters in the query, each by its JSON schema."""
-    also: tuple[int, ...] = ()
-    """Statuses beside 200 that come with the answer's Struct and not with an error."""
-    work: bool = True
-    """Whether it is counted as work. What is not answers at once, also when the server is full or drains."""
-    switch: str | None = None
-    """The field of ServerConfig that leaves the route out when it is set."""
-    only_with: str | None = None
-    """The one without which it is left out."""
-    streams: bool = False
-    """Whether `stream: true` turns the answer into events of `stream_type`."""
-    stream_type: str = "text/event-stream"
-
-    @property
-    def prompt_field(self) -> str:
-        """The field of the body that holds the prompt."""
-        fields = getattr(self.body, "__struct_fields__", ())
-        return next((name for name in ("messages", "prompt", "input") if name in fields), "messages")
-
+__all__ = ["ROUTES"]
 
 _GENERATING = (
     Route(
@@ -156,7 +114,14 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(method="GET", path="/v1/models", handler=list_models, auth=Auth.KEY, work=False, answer=ModelList),
     # A hub id has a slash in it.
-    Route(method="GET", path="/v1/models/{id:.+}", handler=show_model, auth=Auth.KEY, work=False, answer=Model),
+    Route(
+        method="GET",
+        path="/v1/models/{id:.+}",
+        handler=show_model,
+        auth=Auth.KEY,
+        work=False,
+        answer=Model,
+    ),
     Route(
         method="POST",
         path="/sleep",

@@ -9,37 +9,42 @@ import os
 import signal
 import socket
 import ssl
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
 
 from asyncllm.config import ServerConfig
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.errors import InvalidParameter, ModelError
-from asyncllm.server.access import Access, read_admin_keys, read_keys
-from asyncllm.server.access_log import logging_to_stderr
 from asyncllm.server.app import build_app
-from asyncllm.server.sampling import OPENAI_DEFAULTS, defaults_of
+from asyncllm.server.http.acceptor import Acceptor, connections_for, raise_limit
+from asyncllm.server.http.access import Access, read_admin_keys, read_keys
+from asyncllm.server.http.protocol import HttpProtocol, http_logger
+from asyncllm.server.observe.access_log import logging_to_stderr
+from asyncllm.server.request.arguments import OPENAI_DEFAULTS, defaults_of
 from asyncllm.server.service import Phase, Service
 from asyncllm.server.supervisor import Supervisor
+from asyncllm.shown import complain
 
-__all__ = ["bind", "loaded_objects_set_aside", "open_service", "run", "serve_until_stopped"]
+__all__ = ["bind", "fastest_loop", "loaded_objects_set_aside", "open_service", "run", "serve_until_stopped"]
 
 logger = logging.getLogger("asyncllm.server")
 
 BACKLOG = 1024
 """Connections that the kernel keeps until they are accepted."""
+LINGER_S = 2.0
+"""How long the rest of a refused body is thrown away before its connection is closed: a client that still sends would
+else meet a reset, and perhaps not its answer."""
 
 
 def open_service(
     engine: AsyncEngine, config: ServerConfig, make_engine: Callable[[], AsyncEngine] | None = None
 ) -> Service:
-    """The service of an engine, started or not. Blocks on files, and on the hub for a model that is not here yet.
+    """Return the service of an engine, started or not. Blocks on files, and on the hub for a model that is not here
+    yet.
 
     `make_engine` makes another of its kind when it dies; without it, that one is not replaced.
 
@@ -54,7 +59,7 @@ def open_service(
 
 
 def _checkpoint_defaults(model_path: str) -> dict[str, object]:
-    """generation_config.json of a model on disk; nothing for an engine whose model has no folder."""
+    """Return generation_config.json of a model on disk; nothing for an engine whose model has no folder."""
     from asyncllm.locate import locate
     from asyncllm.text.checkpoint_files import read_json_object
 
@@ -66,7 +71,7 @@ def _checkpoint_defaults(model_path: str) -> dict[str, object]:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """The listening socket. Raises InvalidParameter when the address is taken or not this machine's."""
+    """Return the listening socket. Raises InvalidParameter when the address is taken or not this machine's."""
     family = socket.AF_INET6 if ":" in config.server_name else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -85,7 +90,7 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """The certificate and key to serve https with. Raises InvalidParameter."""
+    """Return the certificate and key to serve https with. Raises InvalidParameter."""
     if not config.ssl:
         return None
     key = config.ssl_keyfile or os.environ.get("SSL_KEYFILE")
@@ -118,50 +123,39 @@ async def listening(
         build_app(service),
         # A client that leaves cancels its handler, and with it the answer.
         handler_cancellation=True,
-        keepalive_timeout=config.keep_alive_timeout,
-        access_log=None,
-        logger=_http_logger(),
         shutdown_timeout=1.0,
     )
     await runner.setup()
     handlers = runner.server
     assert handlers is not None
-
-    def accept() -> asyncio.BaseProtocol:
-        return handlers() if len(handlers.connections) < config.max_connections else _Refused()
-
-    try:
-        handshake_timeout = config.keep_alive_timeout if tls is not None else None
-        server = await asyncio.get_running_loop().create_server(
-            accept, sock=listener, backlog=BACKLOG, ssl=tls, ssl_handshake_timeout=handshake_timeout
+    make_protocol = partial(
+        HttpProtocol,
+        handlers,
+        loop=asyncio.get_running_loop(),
+        keepalive_timeout=config.keep_alive_timeout,
+        # A body is unpacked when its request has been let in (`read_body`).
+        auto_decompress=False,
+        lingering_time=LINGER_S,
+        access_log=None,
+        logger=http_logger(),
+    )
+    most = await asyncio.to_thread(connections_for, config.max_connections)
+    if most < config.max_connections:
+        logger.warning(
+            "At most %d connections are taken, not the %d of max_connections: the process may open no more files. "
+            "Raise its limit (ulimit -n).",
+            most,
+            config.max_connections,
         )
+    acceptor = Acceptor(listener, make_protocol, most, tls, config.keep_alive_timeout)
+    try:
+        acceptor.start()
         try:
-            yield server.close
+            yield acceptor.stop
         finally:
-            server.close()
+            await acceptor.close()
     finally:
         await runner.cleanup()
-
-
-def _http_logger() -> logging.Logger:
-    """aiohttp's, less broken requests and connections: with a traceback for each, anybody could fill the log."""
-    found = logging.getLogger("asyncllm.server.http")
-    found.addFilter(_is_ours)
-    return found
-
-
-def _is_ours(record: logging.LogRecord) -> bool:
-    return not (
-        record.exc_info
-        and isinstance(record.exc_info[1], (HttpProcessingError, web.RequestPayloadError, ConnectionError))
-    )
-
-
-class _Refused(asyncio.Protocol):
-    """A connection above `max_connections`."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
 
 
 async def serve_until_stopped(service: Service, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
@@ -171,7 +165,12 @@ async def serve_until_stopped(service: Service, listener: socket.socket, tls: ss
 
     Raises EngineDead, when all requests have got their errors, once the engine has died and is not to be replaced.
     """
-    async with listening(service, listener, tls) as stop_accepting, service.supervisor.keeping() as gave_up:
+    async with listening(service, listener, tls) as stop_accepting:
+        await _serve(service, stop_accepting)
+
+
+async def _serve(service: Service, stop_accepting: Callable[[], None]) -> None:
+    async with service.supervisor.keeping() as gave_up:
         await _first_of(None, service.stop, gave_up)
         if service.config.drain_delay and not gave_up.is_set():
             service.phase = Phase.LEAVING
@@ -197,7 +196,9 @@ async def _first_of(seconds: float | None, *events: asyncio.Event) -> None:
 async def run(
     make_engine: Callable[[], AsyncEngine], config: ServerConfig, announce: Callable[[str], None] | None = None
 ) -> None:
-    """Load the model, serve it, and stop at SIGTERM or SIGINT: the first lets answers finish, the second does not.
+    """Load the model, serve it, and stop at SIGTERM, SIGINT or SIGHUP: the first lets answers finish, the second does
+    not. SIGHUP is never the second, as a terminal that is closed may send it twice, and systemd after SIGTERM; where it
+    is ignored, as under nohup, it stays so.
 
     An engine that dies is replaced by another that `make_engine` makes. `announce` gets the address once the model is
     loaded; without it, two lines on standard error tell it. What is logged goes to stderr, from `log_level` up; a
@@ -211,34 +212,46 @@ async def run(
 
 async def _run(service: Service, announce: Callable[[str], None]) -> None:
     tls = await asyncio.to_thread(tls_context, service.config)
+    await asyncio.to_thread(raise_limit, service.config.max_connections)
     listener = bind(service.config)
+    address = _address(service, listener)
     task = asyncio.current_task()
     assert task is not None
     loading = True
 
-    def asked_to_stop() -> None:
+    def asked_to_stop(may_be_second: bool) -> None:
         if loading:
-            task.cancel()
-        elif service.stop.is_set():
-            service.stop_now.set()
-        else:
+            if may_be_second or not task.cancelling():
+                task.cancel()
+        elif not service.stop.is_set():
             service.stop.set()
+        elif may_be_second:
+            service.stop_now.set()
 
+    with _calling_at_signals(asked_to_stop), listener:
+        try:
+            # A request that comes while the model is loaded is told so.
+            async with listening(service, listener, tls) as stop_accepting, service.supervisor:
+                loading = False
+                with loaded_objects_set_aside(service.supervisor):
+                    announce(address)
+                    await _serve(service, stop_accepting)
+        except asyncio.CancelledError:
+            if not loading or task.uncancel():
+                raise
+
+
+@contextmanager
+def _calling_at_signals(asked_to_stop: Callable[[bool], None]) -> Iterator[None]:
+    """Call `asked_to_stop` at each signal to stop, with whether it may be the second one that an owner sends."""
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGTERM, signal.SIGINT)
+    signals = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
     for number in signals:
-        loop.add_signal_handler(number, asked_to_stop)
+        loop.add_signal_handler(number, asked_to_stop, number != signal.SIGHUP)
     try:
-        with listener:
-            try:
-                async with service.supervisor:
-                    loading = False
-                    with loaded_objects_set_aside(service.supervisor):
-                        announce(_address(service, listener))
-                        await serve_until_stopped(service, listener, tls)
-            except asyncio.CancelledError:
-                if not loading or task.uncancel():
-                    raise
+        yield
     finally:
         for number in signals:
             with suppress(ValueError):
@@ -272,9 +285,17 @@ def _address(service: Service, listener: socket.socket) -> str:
 def _greet(service: Service, address: str) -> None:
     keys = service.access.num_keys
     auth = f"{keys} key(s)" if keys else "no key needed"
-    print(
+    complain(
         f"{service.engine.model_name} at {address}/v1 ({auth}; routes: {address}/)\n"
-        f"Ctrl-C lets answers finish, twice stops at once.",
-        file=sys.stderr,
-        flush=True,
+        f"Ctrl-C lets answers finish, twice stops at once."
     )
+
+
+def fastest_loop() -> Callable[[], asyncio.AbstractEventLoop]:
+    """Return what makes uvloop's loop where it is installed, else asyncio's. Libraries take the loop that they are run
+    in; a program chooses."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop

@@ -7,21 +7,18 @@ import enum
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from asyncllm.config import GenerationConfig, ServerConfig
 from asyncllm.engine.async_engine import AsyncEngine
-from asyncllm.server.access import Access
-from asyncllm.server.errors import ApiError, retry_after
-from asyncllm.server.instruments import Instruments
-from asyncllm.server.sessions import KeptSessions
+from asyncllm.event_loop.request_gate import RequestGate
+from asyncllm.server.http.access import Access
+from asyncllm.server.http.errors import ApiError, retry_after
+from asyncllm.server.http.routing import Route
+from asyncllm.server.lmdeploy.sessions import KeptSessions
+from asyncllm.server.observe.metrics import Instruments
 from asyncllm.server.supervisor import Supervisor
-from asyncllm.server.turnstile import Turnstile
-
-if TYPE_CHECKING:
-    from asyncllm.server.routes import Route
 
 __all__ = ["SERVICE", "TABLE", "Phase", "Service", "service_of", "table_of"]
 
@@ -54,7 +51,7 @@ class Service:
         self.instruments = None if config.disable_metrics else Instruments(self.supervisor)
         self.sessions = KeptSessions(self.supervisor, config)
         self.phase = Phase.SERVING
-        self.turnstile = Turnstile()
+        self.request_gate = RequestGate()
         """For requests in work."""
         self.created = int(time.time())
         """Seconds since 1970, as /v1/models shows it."""
@@ -66,12 +63,12 @@ class Service:
         """Set while no request is in work."""
         self.idle.set()
         self.openapi = b""
-        """The document of /openapi.json. Written by the first who asks for it."""
+        """The document of /openapi.json. Written by the first request for it."""
         self._in_work = 0
 
     @property
     def engine(self) -> AsyncEngine:
-        """The one that serves; another after a restart, so that nobody keeps it for longer than a request."""
+        """The one that serves; another after a restart, so a handler keeps it for one request at most."""
         return self.supervisor.engine
 
     @property
@@ -81,8 +78,8 @@ class Service:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """A request in work. Raises ApiError 429 when there are enough, 503 when the server drains, its engine is
-        restarted or the model sleeps, and EngineError."""
+        """Count a request as in work during the block. Raises ApiError 429 when there are enough, 503 when the server
+        drains, its engine is restarted or the model sleeps, and EngineError."""
         if self.phase is Phase.DRAINING:
             raise ApiError(
                 503,
@@ -91,7 +88,7 @@ class Service:
                 headers={"Connection": "close", **retry_after(5)},
             )
         self.supervisor.check_serving()
-        if self.engine.running().sleep_level:
+        if self.engine.sleep_level:
             raise ApiError(
                 503, "The model sleeps. Come back when it has been woken.", code="sleeping", headers=retry_after(5)
             )
@@ -117,7 +114,7 @@ class Service:
         if name is not None and name != self.engine.model_name:
             raise ApiError(
                 404,
-                f"There is no model {name[:128]!r} here. GET /v1/models lists what is served.",
+                f"The model {name[:128]!r} does not exist. GET /v1/models lists what is served.",
                 code="model_not_found",
                 param="model",
             )
@@ -133,5 +130,5 @@ def service_of(request: web.Request) -> Service:
 
 
 def table_of(request: web.Request) -> list[Route]:
-    """The routes that are served, in the table's order."""
+    """Return the routes that are served, in the table's order."""
     return list(request.app[TABLE].values())

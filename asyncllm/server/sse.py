@@ -19,9 +19,11 @@ from typing import Protocol
 
 from aiohttp import web
 
-from asyncllm.engine.generation import Generation
-from asyncllm.server.connection import CLIENT_LEFT, OUTCOME, Connection
-from asyncllm.server.errors import as_api_error, body_of
+from asyncllm.engine.async_engine import AsyncEngine
+from asyncllm.engine.requests.generation import Generation
+from asyncllm.server.http.errors import as_api_error, event_of
+from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, Connection, begin
+from asyncllm.server.request.decode import PROMPT_FIELD
 from asyncllm.server.service import Service
 from asyncllm.types import Chunk
 
@@ -35,12 +37,15 @@ HEADERS = {
     "X-Accel-Buffering": "no",
 }
 
+LARGE = 2048
+"""Tokens and log-probabilities of a chunk: about 5 ms. The events of larger ones are left to the handler's task."""
+
 UNSENT_BYTES = 16 * 1024
 """With more than this in the transport's buffer, a client does not keep up."""
 
 
 def event(data: bytes) -> bytes:
-    """One event; `data` is JSON, which has no line break."""
+    """Return one event; `data` is JSON, which has no line break."""
     return b"data: " + data + b"\n\n"
 
 
@@ -65,10 +70,13 @@ class Events(Protocol):
     """Writes the chunks of an answer down in a route's format."""
 
     def chunk(self, chunk: Chunk) -> bytes:
-        """The events of one chunk, as bytes."""
+        """Return the events of one chunk, as bytes."""
+
+    def size(self, chunk: Chunk) -> int:
+        """Return tokens and log-probabilities that the events of a chunk tell of."""
 
     def closing(self) -> bytes:
-        """The events after the last chunk, those of the framing not among them."""
+        """Return the events after the last chunk, those of the framing not among them."""
 
 
 async def stream(
@@ -85,20 +93,22 @@ async def stream(
     config = service.config
     connection = Connection(request, response, config.write_timeout)
     try:
-        await response.prepare(request)
-        await _Stream(request, response, connection, generations, events).run(config.ping_interval, framing.ping)
+        await begin(request, response)
+        await _Stream(request, response, connection, generations, events, service.engine).run(
+            config.ping_interval, framing.ping
+        )
         if ending := events.closing() + framing.done:
             await connection.write(ending)
     except ConnectionError:
         request[OUTCOME] = CLIENT_LEFT
         response.force_close()
     except Exception as error:
-        answer = as_api_error(error)
+        answer = as_api_error(error, request.get(PROMPT_FIELD, "messages"))
         request[OUTCOME] = answer.status
         if answer.status == 503:
             response.force_close()
         with contextlib.suppress(ConnectionError):
-            await connection.write(framing.frame(body_of(answer)) + framing.done)
+            await connection.write(framing.frame(event_of(answer, config.error_format)) + framing.done)
     finally:
         for generation in generations:
             generation.cancel()
@@ -116,13 +126,17 @@ class _Stream:
         connection: Connection,
         generations: Sequence[Generation],
         events: Events,
+        engine: AsyncEngine,
     ) -> None:
         self._transport = request.transport
+        self._engine = engine
         self._connection = connection
         self._chunked = response.headers.get("Transfer-Encoding") == "chunked"
         """HTTP/1.0 has no chunks: there the end of the connection ends the body."""
         self._events = events
         self._open = list(generations)
+        self._in_thread = False
+        """A large chunk is being encoded, and what comes meanwhile waits behind it."""
         self._silent = False
         """Nothing was written since the last ping was due."""
         self._ping_due = False
@@ -155,14 +169,21 @@ class _Stream:
         self._wake.set()
 
     def _take(self, index: int, chunk: Chunk) -> bool:
-        """The taker: write a chunk of the generation of this index, or leave it to `_catch_up`. Runs inside the
-        engine's task, so nothing may be raised."""
+        """Write a chunk of the generation of this index, as its taker, or leave it to `_catch_up`. Runs inside the
+        engine's turn, so nothing may be raised."""
         transport = self._transport
-        if transport is None or transport.is_closing() or transport.get_write_buffer_size() > UNSENT_BYTES:
+        if self._in_thread or transport is None or transport.is_closing():
+            return False
+        if transport.get_write_buffer_size() > UNSENT_BYTES:
             return False
         chunk.index = index
         try:
+            if self._events.size(chunk) > LARGE:
+                return False
             data = self._encoded(chunk)
+            if not data:
+                # Of a chunk that shows nothing yet; an empty piece would end the body.
+                return True
             transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
         except Exception:
             # The handler's task meets it again, and may raise it.
@@ -175,11 +196,18 @@ class _Stream:
         for generation in list(self._open):
             ended = generation.ended
             while (chunk := generation.poll()) is not None:
-                await self._write(self._encoded(chunk))
+                self._in_thread = True
+                try:
+                    data = await self._engine.offload(partial(self._encoded, chunk), self._events.size(chunk))
+                finally:
+                    self._in_thread = False
+                await self._write(data)
             if ended:
                 self._open.remove(generation)
 
     async def _write(self, data: bytes) -> None:
+        if not data:
+            return
         self._silent = False
         await self._connection.write(data)
 

@@ -19,8 +19,8 @@ from typing import Self
 
 from asyncllm.config import ServerConfig
 from asyncllm.engine.async_engine import AsyncEngine
-from asyncllm.errors import AsyncLLMError, EngineDead
-from asyncllm.server.errors import ApiError, retry_after
+from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, EngineError
+from asyncllm.server.http.errors import ApiError, retry_after
 
 __all__ = ["Supervisor"]
 
@@ -33,11 +33,12 @@ class Supervisor:
     def __init__(
         self, engine: AsyncEngine, config: ServerConfig, make_engine: Callable[[], AsyncEngine] | None = None
     ) -> None:
-        """`make_engine` makes an engine like `engine`; None: that one is somebody else's, and is not replaced."""
+        """`make_engine` makes an engine like `engine`; None: the program owns that one, and it is not replaced."""
         self.engine = engine
         """The one that serves, or the last that did."""
         self.num_restarts = 0
         self.restarting = False
+        self._loaded = False
         self._config = config
         self._make_engine = make_engine
         self._deaths: deque[float] = deque()
@@ -47,7 +48,27 @@ class Supervisor:
         self._lost_device = False
         self._keeping: asyncio.Task[None] | None = None
         self.on_replaced: list[Callable[[], None]] = []
-        """Called when a new engine serves. Written by those who hold something of the old one."""
+        """Called when a new engine serves. Written by parts that hold something of the old one."""
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the first engine has its model, started here or by the program."""
+        if not self._loaded:
+            try:
+                self.engine.check_running()
+            except EngineClosed:
+                return False
+            except EngineError:
+                pass  # it has died since
+            self._loaded = True
+        return True
+
+    def check_loaded(self) -> None:
+        """Raise ApiError 503 until the first engine has its model."""
+        if not self.loaded:
+            raise ApiError(
+                503, "The model is being loaded. Come back later.", code="model_loading", headers=retry_after(5)
+            )
 
     def check_serving(self) -> None:
         """Raise ApiError 503 while the engine is being replaced."""
@@ -93,7 +114,7 @@ class Supervisor:
         while True:
             began = time.monotonic()
             engine = make_engine()
-            # Whoever watches the engine watches the next one too.
+            # What watches the engine watches the next one too.
             engine.observers = old.observers
             try:
                 await engine.start()

@@ -20,9 +20,11 @@ class _Bytes:
 
     size = 258
     special_ids = frozenset({BOS, EOS})
+    spellings = tuple(_SPECIAL)
 
     def __init__(self, *, adds_bos: bool) -> None:
         self.prefix: tuple[int, ...] = (BOS,) if adds_bos else ()
+        self.suffix: tuple[int, ...] = ()
         pieces: list[bytes | None] = [bytes([value]) for value in range(256)]
         self.table: TokenTable | None = TokenTable([*pieces, b"<bos>", b"<eos>"], self.special_ids, LeadingSpace.KEEP)
 
@@ -34,6 +36,16 @@ class _Bytes:
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool) -> list[list[int]]:
         return [self._encode(text, parse_special=parse_special) for text in texts]
+
+    def encode_literal(self, text: str, literal: Sequence[tuple[int, int]]) -> list[int]:
+        ids: list[int] = []
+        last = 0
+        for start, end in [*literal, (len(text), len(text))]:
+            ids += self._encode(text[last:start], parse_special=True) + self._encode(
+                text[start:end], parse_special=False
+            )
+            last = end
+        return ids
 
     def _encode(self, text: str, *, parse_special: bool) -> list[int]:
         ids: list[int] = []

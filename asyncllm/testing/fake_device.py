@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from asyncllm.batch import (
+from asyncllm.protocol import (
     Batch,
     Command,
     Limits,
@@ -32,7 +32,7 @@ class StepViolation(AssertionError):
 
 
 def hash_oracle(vocab_size: int) -> Oracle:
-    """The next token is a hash of the row's whole history, and of its seed unless it is greedy."""
+    """Return the hash of the row's whole history as the next token, and of its seed unless it is greedy."""
 
     def next_token(history: list[int], start: SlotStart) -> int:
         seed = 0 if start.params.greedy else start.params.seed
@@ -42,7 +42,7 @@ def hash_oracle(vocab_size: int) -> Oracle:
 
 
 def hash_hidden(tokens: Sequence[int], hidden_size: int, first: int = 0) -> list[list[float]]:
-    """Made-up hidden states of the tokens from `first` on: each depends on all tokens up to its own."""
+    """Return made-up hidden states of the tokens from `first` on: each depends on all tokens up to its own."""
     hidden = []
     key = 0
     for position, token in enumerate(tokens):
@@ -64,24 +64,64 @@ def script_oracle(answer: Callable[[list[int]], Sequence[int]], eos_token_id: in
     return next_token
 
 
+_Past = tuple[int, Any]
+"""A token and the past of the one before it: all that a layer's keys and values of the token may depend on."""
+
+
+class _Cells:
+    """The places of a block: for each the token and its past, and the serial number of the write that put it there."""
+
+    __slots__ = ("pasts", "serials")
+
+    def __init__(self, size: int) -> None:
+        self.pasts: list[_Past | None] = [None] * size
+        self.serials = [0] * size
+
+    def copy(self) -> _Cells:
+        cells = _Cells(0)
+        cells.pasts, cells.serials = list(self.pasts), list(self.serials)
+        return cells
+
+
 class _Slot:
     """A row of the device's state tables, from one SlotStart to the next."""
 
-    def __init__(self, start: SlotStart) -> None:
+    def __init__(self, start: SlotStart, num_groups: int) -> None:
         self.start = start
-        self.blocks: list[int] = []
-        self.history: list[int] = []  # the tokens at positions 0.., as this slot first saw or wrote them
-        self.serials: list[int] = []  # which write put each of them there
+        self.tables: list[list[int | None]] = [[] for _ in range(num_groups)]
+        """By block group; None: the block of a position that no window reaches, or that another position has now."""
+        self.history: list[int] = []
+        """The tokens at positions 0.., as this slot first saw or wrote them."""
+        self.past: _Past | None = None
+        """Of the last of them."""
+        self.serials: list[list[int]] = [[] for _ in range(num_groups)]
+        """By block group, which write put each of them there."""
         self.last_token: int | None = None
+
+
+class _ComputedStep:
+    """A step that is over."""
+
+    launched = True
+
+    def __init__(self, output: StepOutput) -> None:
+        self._output = output
+
+    def wait(self) -> None:
+        pass
+
+    def output(self) -> StepOutput:
+        return self._output
 
 
 class FakeDevice:
     """Executes batches one after the other, as the state tables and KV pool of a real device would.
 
-    The store keeps a token id per (block, offset), with the serial number of the write that put it there. A row's next
-    token is computed from what is read back through its block table, so cross-talk and lost blocks change the answer;
-    they also raise StepViolation, as do uncovered positions, reads of cells never written, and ambiguous copies. Blocks
-    of the host keep tokens and serials as well, so that a block's content is followed down and up again.
+    The store keeps a token id with all before it per (block, offset), with the serial number of the write that put it
+    there. A row reads its block tables as attention does, in each block group no further back than its window. What it
+    finds there that is not its own raises StepViolation, as do uncovered positions, reads of cells never written, and
+    ambiguous copies. Blocks of the host keep their cells as well, so that a block's content is followed down and up
+    again.
     """
 
     def __init__(
@@ -96,13 +136,20 @@ class FakeDevice:
         max_steps_in_flight: int = 2,
         num_host_blocks: int = 0,
         min_copied_tokens: int = 1,
+        windows: Sequence[int | None] = (None,),
         oracle: Oracle | None = None,
         row_failure: Callable[[list[int]], str | None] | None = None,
     ) -> None:
-        """`row_failure(history)` gives the error of a row that shall fail inside the step, else None."""
+        """`row_failure(history)` gives the error of a row that shall fail inside the step, else None. `windows`: see
+        `Limits`; of two positions or more."""
+        if any(window is not None and window < 2 for window in windows):
+            raise ValueError(f"a window shows at least the token before, not {windows}")
+        self.runs_ahead = self.blocked = False
+        """As an agent that computes a step when it launches it."""
         self.limits = Limits(
             num_blocks=num_blocks,
             block_size=block_size,
+            windows=tuple(windows),
             max_position=max_position,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
@@ -117,10 +164,9 @@ class FakeDevice:
         self.row_failure = row_failure
         self.num_steps = 0
         self.num_tokens = 0
-        self._tokens = [[-1] * block_size for _ in range(num_blocks)]
-        self._serials = [[0] * block_size for _ in range(num_blocks)]
-        self._host_cells: list[tuple[list[int], list[int]] | None] = [None] * num_host_blocks
-        """Tokens and serials of each host block that was copied to."""
+        self._cells = [_Cells(block_size) for _ in range(num_blocks)]
+        self._host_cells: list[_Cells | None] = [None] * num_host_blocks
+        """Of each host block that was copied to."""
         self._serial = 0
         self._slots: dict[int, _Slot] = {}
         self._last_step = -1
@@ -129,8 +175,8 @@ class FakeDevice:
         """Every weight that `UpdateWeights` has brought, by name; an `oracle` may read it."""
 
     def carry_out(self, command: Command) -> None:
-        """What was written so far is as if it never was, so that a step which reads it is a violation; except for Wake,
-        before which no step may run."""
+        """Treat what was written so far as if it never was, so that a step which reads it is a violation; except for
+        Wake, before which no step may run."""
         match command:
             case UpdateWeights(weights):
                 self.weights |= weights
@@ -139,9 +185,20 @@ class FakeDevice:
             case Wake(parts):
                 self.awake |= "kv_cache" in parts
                 return
-        self._tokens = [[-1] * len(cells) for cells in self._tokens]
+        self._cells = [_Cells(self.limits.block_size) for _ in self._cells]
         self._host_cells = [None] * len(self._host_cells)
         self._slots.clear()
+
+    def launch(self, batch: Batch) -> _ComputedStep:
+        """Run one step, as `step` does."""
+        return _ComputedStep(self.step(batch))
+
+    def resume(self) -> None:
+        """Return None: nothing waits to be resumed."""
+
+    def survives(self, error: BaseException) -> bool:
+        """Return whether a step that raised this harms its own rows alone."""
+        return isinstance(error, Exception) and not isinstance(error, StepViolation)
 
     def step(self, batch: Batch) -> StepOutput:
         """Run one step. Raises StepViolation if it, or one before it, would have corrupted a real cache."""
@@ -149,9 +206,9 @@ class FakeDevice:
             raise StepViolation(f"step {batch.step}: comes while the model sleeps")
         self._check_shape(batch)
         for start in batch.starts:
-            self._slots[start.slot] = _Slot(start)
-        for slot, index, ids in batch.new_blocks:
-            self._set_blocks(batch.step, slot, index, ids)
+            self._slots[start.slot] = _Slot(start, len(self.limits.windows))
+        for slot, group, index, ids in batch.new_blocks:
+            self._set_blocks(batch.step, slot, group, index, ids)
         self._swap(batch)
         self._copy(batch)
         self._serial += 1  # one serial per step: two rows that write one cell in a step are seen by the position check
@@ -167,13 +224,13 @@ class FakeDevice:
             self._write(batch.step, row.slot, row.position, row.tokens, written)
         output = StepOutput(step=batch.step, slots=[], tokens=[], logprobs={}, prompt_logprobs={}, logits={}, errors={})
         for slot in batch.decode:
-            self._sample(batch.step, slot, output)
+            self._sample(batch.step, slot, len(self._slots[slot].history) - 1, output)
         for row in batch.prefill:
             self._score(row, output)
             if row.sample:
-                self._sample(batch.step, row.slot, output)
+                self._sample(batch.step, row.slot, row.position, output)
             else:
-                self._compute(row, self._read(batch.step, row.slot), output)
+                self._compute(row, self._read(batch.step, row.slot, row.position), output)
         self.num_steps += 1
         self.num_tokens += batch.num_tokens
         return output
@@ -193,16 +250,26 @@ class FakeDevice:
             if any(not 0 <= slot < self.limits.num_slots for slot in slots):
                 raise StepViolation(f"step {batch.step}: slot out of range among its {what}: {slots}")
 
-    def _set_blocks(self, step: int, slot: int, index: int, ids: list[int]) -> None:
-        blocks = self._slot(step, slot).blocks
-        if not 0 <= index <= len(blocks):
-            raise self._violation(step, slot, f"gets blocks at {index}, but has {len(blocks)}")
+    def _set_blocks(self, step: int, slot: int, group: int, index: int, ids: list[int]) -> None:
+        state = self._slot(step, slot)
+        if not 0 <= group < len(state.tables):
+            raise self._violation(step, slot, f"gets blocks in group {group}, which does not exist")
+        table, window = state.tables[group], self.limits.windows[group]
+        if window is not None and not table:
+            table += [None] * index
+        if not 0 <= index <= len(table):
+            raise self._violation(step, slot, f"gets blocks at {index}, but has {len(table)}")
         for block in ids:
             if not 0 <= block < self.limits.num_blocks:
                 raise self._violation(step, slot, f"gets block {block}, which does not exist")
-        blocks[index : index + len(ids)] = ids
-        if len(set(blocks)) != len(blocks):
-            raise self._violation(step, slot, f"has a block twice in its table: {blocks}")
+        for other, own in zip(self.limits.windows, state.tables, strict=True):
+            if other is not None:
+                # What it had at an earlier position, out of reach now, it may have again.
+                own[:] = [None if block in ids else block for block in own]
+        table[index : index + len(ids)] = ids
+        held = [block for own in state.tables for block in own if block is not None]
+        if len(set(held)) != len(held):
+            raise self._violation(step, slot, f"has a block twice in its tables: {state.tables}")
 
     def _swap(self, batch: Batch) -> None:
         """Copy blocks down, then up, with the serials of their cells: a block's content is the same in both places."""
@@ -216,14 +283,14 @@ class FakeDevice:
             if len({destination for _, destination in pairs}) != len(pairs):
                 raise StepViolation(f"step {step}: swaps two blocks to the same place: {pairs}")
         for source, destination in swaps.swap_out:
-            if self._tokens[source][0] < 0:
+            if self._cells[source].pasts[0] is None:
                 raise StepViolation(f"step {step}: copies down block {source}, which was never written")
-            self._host_cells[destination] = (list(self._tokens[source]), list(self._serials[source]))
+            self._host_cells[destination] = self._cells[source].copy()
         for source, destination in swaps.swap_in:
             cells = self._host_cells[source]
             if cells is None:
                 raise StepViolation(f"step {step}: copies up host block {source}, which was never copied to")
-            self._tokens[destination], self._serials[destination] = list(cells[0]), list(cells[1])
+            self._cells[destination] = cells.copy()
 
     def _copy(self, batch: Batch) -> None:
         destinations = [destination for _, destination in batch.copies]
@@ -231,22 +298,24 @@ class FakeDevice:
         if len(set(destinations)) != len(destinations) or sources & set(destinations):
             raise StepViolation(f"step {batch.step}: copies depend on their order: {batch.copies}")
         for source, destination in batch.copies:
-            if self._tokens[source][0] < 0:
+            if self._cells[source].pasts[0] is None:
                 raise StepViolation(f"step {batch.step}: copies block {source}, which was never written")
             self._serial += 1
-            self._tokens[destination] = list(self._tokens[source])
-            self._serials[destination] = [self._serial] * self.limits.block_size
+            cells = self._cells[destination] = self._cells[source].copy()
+            cells.serials = [self._serial] * self.limits.block_size
             for state in self._slots.values():
                 # A table that already names the destination gets it as its own copy; what it read before stays equal.
-                if destination in state.blocks:
-                    self._resee(state, state.blocks.index(destination))
+                for group, table in enumerate(state.tables):
+                    if destination in table:
+                        self._resee(state, group, table.index(destination), cells)
 
-    def _resee(self, state: _Slot, index: int) -> None:
+    def _resee(self, state: _Slot, group: int, index: int, cells: _Cells) -> None:
         """Take over the serials of a block that a copy put in the place of a shared one."""
         first = index * self.limits.block_size
         for offset in range(min(self.limits.block_size, max(0, len(state.history) - first))):
-            if self._tokens[state.blocks[index]][offset] == state.history[first + offset]:
-                state.serials[first + offset] = self._serials[state.blocks[index]][offset]
+            past = cells.pasts[offset]
+            if past is not None and past[0] == state.history[first + offset]:
+                state.serials[group][first + offset] = cells.serials[offset]
 
     def _begin(self, step: int, row: PrefillRow) -> None:
         """On a slot's first chunk, take what lies before it from the prefix cache; later chunks must join up."""
@@ -256,16 +325,7 @@ class FakeDevice:
         if state.last_token is not None:
             raise self._violation(step, row.slot, "prefills after it began to decode")
         if not state.history and row.position > 0:
-            cells = [self._cell(step, row.slot, position) for position in range(row.position)]
-            state.history = [self._tokens[block][offset] for block, offset in cells]
-            state.serials = [self._serials[block][offset] for block, offset in cells]
-            if -1 in state.history:
-                raise self._violation(
-                    step, row.slot, f"reads position {state.history.index(-1)}, which was never written"
-                )
-            known = state.start.token_ids
-            if known and state.history != known[: row.position]:
-                raise self._violation(step, row.slot, f"finds {state.history} in its blocks, not its own {known}")
+            self._take_beginning(step, row)
         if row.position != len(state.history):
             raise self._violation(
                 step, row.slot, f"prefills at {row.position}, but its cache ends at {len(state.history)}"
@@ -277,6 +337,34 @@ class FakeDevice:
                 step, row.slot, f"chunk ends at {end} of {num_known} known tokens with sample={row.sample}"
             )
 
+    def _take_beginning(self, step: int, row: PrefillRow) -> None:
+        """Read what the slot's blocks hold of the tokens before its first chunk."""
+        state, slot = self._slots[row.slot], row.slot
+        for position in range(row.position):
+            for group, serials in enumerate(state.serials):
+                if position < self._first_seen(group, row.position):
+                    serials.append(0)
+                    continue
+                block, offset = self._cell(step, slot, group, position)
+                past = self._cells[block].pasts[offset]
+                if past is None:
+                    raise self._violation(step, slot, f"reads position {position}, which was never written")
+                serials.append(self._cells[block].serials[offset])
+                state.past = past
+        past = state.past
+        while past is not None:
+            state.history.append(past[0])
+            past = past[1]
+        state.history.reverse()
+        known = state.start.token_ids
+        if known and state.history != known[: row.position]:
+            raise self._violation(step, slot, f"finds {state.history} in its blocks, not its own {known}")
+
+    def _first_seen(self, group: int, position: int) -> int:
+        """Return the first position that a token at `position` reads in a group."""
+        window = self.limits.windows[group]
+        return 0 if window is None else max(0, position - window + 1)
+
     def _write(self, step: int, slot: int, position: int, tokens: list[int], written: set[tuple[int, int]]) -> None:
         state = self._slot(step, slot)
         if position + len(tokens) > self.limits.max_position:
@@ -284,40 +372,39 @@ class FakeDevice:
         for index, token in enumerate(tokens):
             if not 0 <= token < self.limits.vocab_size:
                 raise self._violation(step, slot, f"token {token} is not in the vocabulary")
-            cell = self._cell(step, slot, position + index)
-            if cell in written:
-                raise self._violation(step, slot, f"writes cell {cell}, which another row writes in this step")
-            written.add(cell)
-            block, offset = cell
-            self._tokens[block][offset] = token
-            self._serials[block][offset] = self._serial
+            state.past = (token, state.past)
             state.history.append(token)
-            state.serials.append(self._serial)
+            for group, serials in enumerate(state.serials):
+                cell = self._cell(step, slot, group, position + index)
+                if cell in written:
+                    raise self._violation(step, slot, f"writes cell {cell}, which another row writes in this step")
+                written.add(cell)
+                block, offset = cell
+                self._cells[block].pasts[offset] = state.past
+                self._cells[block].serials[offset] = self._serial
+                serials.append(self._serial)
 
-    def _read(self, step: int, slot: int) -> list[int]:
-        """The row's tokens, read back through its block table."""
+    def _read(self, step: int, slot: int, first: int) -> list[int]:
+        """Return the row's tokens, after a look at what its queries from position `first` on see."""
         state = self._slot(step, slot)
-        size = self.limits.block_size
-        length = len(state.history)
-        tokens: list[int] = []
-        serials: list[int] = []
-        for block in state.blocks[: -(-length // size)]:
-            tokens += self._tokens[block]
-            serials += self._serials[block]
-        tokens, serials = tokens[:length], serials[:length]
-        if tokens != state.history or serials != state.serials:
-            position = next(i for i in range(length) if (tokens[i], serials[i]) != (state.history[i], state.serials[i]))
-            raise self._violation(
-                step,
-                slot,
-                f"lost position {position}: block {state.blocks[position // size]} was written by somebody else "
-                f"(token {state.history[position]} became {tokens[position]})",
-            )
-        return tokens
+        for group, serials in enumerate(state.serials):
+            for position in range(self._first_seen(group, first), len(state.history)):
+                block, offset = self._cell(step, slot, group, position)
+                past = self._cells[block].pasts[offset]
+                token = -1 if past is None else past[0]
+                if (token, self._cells[block].serials[offset]) != (state.history[position], serials[position]):
+                    raise self._violation(
+                        step,
+                        slot,
+                        f"lost position {position}: block {block} was written by another row "
+                        f"(token {state.history[position]} became {token})",
+                    )
+        return state.history
 
-    def _sample(self, step: int, slot: int, output: StepOutput) -> None:
+    def _sample(self, step: int, slot: int, first: int, output: StepOutput) -> None:
+        """`first`: the position of the row's first query."""
         state = self._slot(step, slot)
-        history = self._read(step, slot)
+        history = self._read(step, slot, first)
         params = state.start.params
         error = self.row_failure(history) if self.row_failure is not None else None
         if error is not None:
@@ -335,7 +422,7 @@ class FakeDevice:
             output.logprobs[slot] = self._logprobs(token, token, params.logprobs)
 
     def _compute(self, row: PrefillRow, history: list[int], output: StepOutput) -> None:
-        """What a row without a token gives: an error, or the sum of made-up hidden states that its `pooling` asks
+        """Write what a row without a token gives: an error, or the sum of made-up hidden states that its `pooling` asks
         for."""
         error = self.row_failure(history) if self.row_failure is not None else None
         if error is not None:
@@ -359,17 +446,18 @@ class FakeDevice:
             ]
 
     def _logprobs(self, chosen: int, best: int, count: int) -> TokenLogprobs:
-        """`chosen` first, then `best` and the ids after it, each half as likely as the one before."""
+        """Return `chosen` first, then `best` and the ids after it, each half as likely as the one before."""
         ranked = [((best + rank) % self.limits.vocab_size, -0.6931471805599453 * (rank + 1)) for rank in range(count)]
         own = dict(ranked).get(chosen, -0.6931471805599453 if chosen == best else -20.0)
         return [(chosen, own), *ranked]
 
-    def _cell(self, step: int, slot: int, position: int) -> tuple[int, int]:
+    def _cell(self, step: int, slot: int, group: int, position: int) -> tuple[int, int]:
         index, offset = divmod(position, self.limits.block_size)
-        blocks = self._slot(step, slot).blocks
-        if index >= len(blocks):
-            raise self._violation(step, slot, f"has no block for position {position}: its table is {blocks}")
-        return blocks[index], offset
+        table = self._slot(step, slot).tables[group]
+        block = table[index] if index < len(table) else None
+        if block is None:
+            raise self._violation(step, slot, f"has no block for position {position}: its table is {table}")
+        return block, offset
 
     def _slot(self, step: int, slot: int) -> _Slot:
         if slot not in self._slots:

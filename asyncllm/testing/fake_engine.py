@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.async_engine import AsyncEngine
-from asyncllm.errors import UnsupportedFeature
+from asyncllm.errors import InvalidMessage, UnsupportedFeature
 from asyncllm.pipeline import Pipeline
 from asyncllm.testing.byte_tokenizer import ByteTokenizer
 from asyncllm.testing.fake_device import script_oracle
@@ -26,18 +27,42 @@ TURN = "\x02{role}\x1f{content}\x03"
 
 
 class _Renderer:
-    """Writes checked messages down so that they can be taken apart again."""
+    """Writes checked messages down so that they can be taken apart again. Tools come first, as a message of theirs."""
+
+    variables: frozenset[str] = frozenset()
+    source: str | None = "<tool_call>"
+    """As in Qwen's templates: by this the format of calls is known."""
+    reads_tools = True
 
     def render(self, messages: list[dict[str, Any]], ending: str, variables: Mapping[str, Any]) -> str:
-        if variables:
+        if variables.keys() - {"tools"}:
             raise UnsupportedFeature("The fake chat template has no variables. Leave them out.", "chat_template_kwargs")
-        text = "".join(TURN.format(role=message["role"], content=message["content"]) for message in messages)
+        tools = variables.get("tools")
+        texts = [("tools", json.dumps(tools))] if tools else []
+        texts += [(message["role"], _content_of(message)) for message in messages]
+        text = "".join(TURN.format(role=role, content=content) for role, content in texts)
         if ending == "continued":
             return text.removesuffix(TURN[-1])
         return text + TURN.partition("{content}")[0].format(role="assistant") if ending == "answer" else text
 
     def later_turn(self, prompt: str) -> str:
         return self.render([{"role": "user", "content": prompt}], "answer", {})
+
+
+def _content_of(message: dict[str, Any]) -> str:
+    """Return a message's content with its calls behind it, as a model with this template writes them.
+
+    Raises InvalidMessage for calls of another form.
+    """
+    try:
+        functions = [call["function"] for call in message.get("tool_calls", ())]
+        written = "".join(
+            f'<tool_call>{{"name": {json.dumps(function["name"])}, "arguments": {function["arguments"]}}}</tool_call>'
+            for function in functions
+        )
+        return f"{message['content'] or ''}{written}"
+    except (KeyError, TypeError) as error:
+        raise InvalidMessage("tool_calls are objects with a function, which has a name and arguments.") from error
 
 
 class FakeTemplate(ChatTemplate):
@@ -48,7 +73,7 @@ class FakeTemplate(ChatTemplate):
 
     @staticmethod
     def last_user_message(prompt: str) -> str:
-        """The inverse of `render`; a prompt that was not rendered is the message itself."""
+        """Return the inverse of `render`; a prompt that was not rendered is the message itself."""
         _, found, rest = prompt.rpartition("\x02user\x1f")
         return rest.partition("\x03")[0] if found else prompt
 
@@ -56,8 +81,8 @@ class FakeTemplate(ChatTemplate):
 def fake_parts(
     answers: Answers = None, *, delay_per_token: float = 0.0, faults: FaultPlan | None = None, **device: Any
 ) -> dict[str, Any]:
-    """The `executor`, `tokenizer` and `chat_template` of a fake engine, and what `faults` stand in front of besides.
-    `device`: arguments of FakeExecutor."""
+    """Return the `executor`, `tokenizer` and `chat_template` of a fake engine, and what `faults` stand in front of
+    besides. `device`: arguments of FakeExecutor."""
     tokenizer, template = ByteTokenizer(), FakeTemplate()
 
     def answer(prompt_ids: list[int]) -> list[int]:

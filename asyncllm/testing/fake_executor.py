@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import inf
 from typing import Any
 
-from asyncllm.agent.contained_runner import ContainedRunner
-from asyncllm.agent.executor import Agent
-from asyncllm.agent.stream_executor import StepLauncher
-from asyncllm.agent.thread_executor import set_exception, set_result
-from asyncllm.batch import Batch, Command, Limits, StepDropped, StepFailed, StepOutput
+from asyncllm.agent.executor import Agent, LostSteps, compute
+from asyncllm.agent.step_thread import set_exception, set_result
 from asyncllm.errors import AsyncLLMError, EngineClosed
-from asyncllm.testing.fake_device import FakeDevice, Oracle, StepViolation
+from asyncllm.protocol import Batch, Command, Limits, StepDropped, StepFailed, StepOutput
+from asyncllm.testing.fake_device import FakeDevice, Oracle
 
 __all__ = ["FakeExecutor"]
 
@@ -30,6 +28,8 @@ class FakeExecutor:
     decides when the device is late.
     """
 
+    isolated = False
+
     def __init__(
         self,
         *,
@@ -42,6 +42,7 @@ class FakeExecutor:
         max_steps_in_flight: int = 2,
         num_host_blocks: int = 0,
         min_copied_tokens: int = 1,
+        windows: Sequence[int | None] = (None,),
         oracle: Oracle | None = None,
         row_failure: Callable[[list[int]], str | None] | None = None,
         latency: float = 0.0,
@@ -65,12 +66,12 @@ class FakeExecutor:
             max_steps_in_flight=max_steps_in_flight,
             num_host_blocks=num_host_blocks,
             min_copied_tokens=min_copied_tokens,
+            windows=windows,
             oracle=oracle,
             row_failure=row_failure,
         )
-        runner = self.device if wrap is None else wrap(self.device)
-        assert not isinstance(runner, StepLauncher)
-        self._runner = ContainedRunner(runner, survives=lambda error: not isinstance(error, StepViolation))
+        self._agent: Agent = self.device if wrap is None else wrap(self.device)
+        self._lost = LostSteps()
         self.latency = latency
         self.fail_at = fail_at
         self.start_error = start_error
@@ -90,6 +91,11 @@ class FakeExecutor:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
+        self._on_step: Callable[[], None] = lambda: None
+
+    def watch(self, on_step: Callable[[], None], on_death: Callable[[Exception], None]) -> None:
+        """As a `StepExecutor`."""
+        self._on_step = on_step
 
     async def start(self) -> Limits:
         if self.start_error is not None:
@@ -110,7 +116,7 @@ class FakeExecutor:
         return future
 
     def carry_out(self, command: Command) -> asyncio.Future[None]:
-        """It waits for nothing, even when paused. Raises AssertionError while a step is in flight."""
+        """Carry out a command at once, even when paused. Raises AssertionError while a step is in flight."""
         assert len(self.batches) == self.num_completed, "a command comes while a step is in flight"
         if self._loop is None or self._closing.is_set():
             raise EngineClosed("The executor does not run: start() comes first, and nothing after close().")
@@ -175,12 +181,15 @@ class FakeExecutor:
             try:
                 if self.fail_at is not None and self.device.num_steps >= self.fail_at:
                     raise RuntimeError(f"the fake device fails at step {batch.step}, as it was told to")
-                output = self._runner.step(batch)
+                output = compute(self._agent, batch, self._lost)
             except (StepFailed, StepDropped) as failure:
                 error = failure
             except Exception as failure:
                 error = self._error = failure
-        self._post(self._complete, future, output, error)
+        try:
+            self._post(self._complete, future, output, error)
+        finally:
+            del error, future  # the error refers to this frame
 
     def _attempt(self, command: Command) -> BaseException | None:
         if self._error is not None:
@@ -194,7 +203,7 @@ class FakeExecutor:
 
     def _post(self, callback: Callable[..., object], *args: object) -> None:
         assert self._loop is not None
-        # A loop that closed without closing the executor has nobody left to tell.
+        # A loop that closed without closing the executor has no reader left.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, *args)
 
@@ -203,11 +212,13 @@ class FakeExecutor:
     ) -> None:
         self.num_completed += 1
         if future.cancelled():
-            return
-        if output is not None:
+            pass
+        elif output is not None:
             future.set_result(output)
         else:
             assert error is not None
             future.set_exception(error)
             if self._closing.is_set():
-                future.exception()  # whoever closes the executor knows that waiting steps are dropped
+                future.exception()  # the caller that closes the executor knows that waiting steps are dropped
+        del error, future, output  # an error refers to this frame, and the frame to those that called
+        self._on_step()

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
 from typing import Any
 
-from asyncllm.agent.contained_runner import BatchRunner
-from asyncllm.agent.executor import Agent
-from asyncllm.agent.stream_executor import LaunchedStep, StepLauncher
-from asyncllm.batch import Batch, Command, Limits, StepOutput
-from asyncllm.engine.block_manager import BlockManager
-from asyncllm.engine.delivery import Delivery
-from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.sequence import Request
-from asyncllm.testing.fault_plan import FaultPlan, InjectedFault
+from asyncllm.agent.executor import Agent, LaunchedStep
+from asyncllm.engine.cache.block_manager import BlockManager
+from asyncllm.engine.requests.delivery import Answer, Delivery
+from asyncllm.engine.schedule.scheduler import Scheduler
+from asyncllm.engine.schedule.sequence import Request, Sequence
+from asyncllm.engine.schedule.waiting_queue import WaitingQueue
+from asyncllm.protocol import Batch, Command, Limits, StepOutput
+from asyncllm.testing.faults import Faults, InjectedFault
 from asyncllm.text.chat_template import ChatTemplate
-from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.tokenizer import Tokenizer
-from asyncllm.types import Chunk
+from asyncllm.types import Chunk, FinishReason
 
 __all__ = ["FaultyScheduler", "FaultyTokenizer", "faulty_agent", "faulty_template"]
 
@@ -29,8 +27,8 @@ NO_TOKEN = 2**31 - 1
 class FaultyTokenizer(Tokenizer):
     """Faults at "tokenize"."""
 
-    def __init__(self, inner: Tokenizer, plan: FaultPlan) -> None:
-        super().__init__(inner._model, bos_token_id=inner.bos_token_id, eos_token_ids=inner.eos_token_ids)
+    def __init__(self, inner: Tokenizer, plan: Faults) -> None:
+        super().__init__(inner.model, bos_token_id=inner.bos_token_id, eos_token_ids=inner.eos_token_ids)
         self._plan = plan
 
     def encode(
@@ -39,7 +37,7 @@ class FaultyTokenizer(Tokenizer):
         *,
         add_bos: bool = True,
         parse_special: bool = True,
-        literal_spans: Sequence[tuple[int, int]] = (),
+        literal_spans: Items[tuple[int, int]] = (),
     ) -> list[int]:
         corrupted = self._plan.reach("tokenize", [text])
         ids = super().encode(text, add_bos=add_bos, parse_special=parse_special, literal_spans=literal_spans)
@@ -49,9 +47,12 @@ class FaultyTokenizer(Tokenizer):
 class _FaultyRenderer:
     """Faults at "template"."""
 
-    def __init__(self, inner: Any, plan: FaultPlan) -> None:
+    def __init__(self, inner: Any, plan: Faults) -> None:
         self._inner = inner
         self._plan = plan
+        self.variables: frozenset[str] = inner.variables
+        self.source: str | None = inner.source
+        self.reads_tools: bool = inner.reads_tools
 
     def render(self, messages: list[dict[str, Any]], ending: Any, variables: Mapping[str, Any]) -> str:
         self._plan.reach("template", [str(messages)])
@@ -64,59 +65,91 @@ class _FaultyRenderer:
         return text
 
 
-def faulty_template(inner: ChatTemplate, plan: FaultPlan) -> ChatTemplate:
-    """A chat template with faults at "template"."""
-    template = copy(inner)
-    template._renderer = _FaultyRenderer(inner._renderer, plan)
-    return template
+def faulty_template(inner: ChatTemplate, plan: Faults) -> ChatTemplate:
+    """Return a chat template with faults at "template"."""
+    renderer = _FaultyRenderer(inner.renderer, plan)
+    return ChatTemplate(inner.name, renderer, capability=inner.capability, stop_words=inner.stop_words)
 
 
 class FaultyScheduler(Scheduler):
-    """Faults at "admit", and by the parts that it puts into requests and in front of its blocks at the others of the
-    event loop."""
+    """Faults at the points of the event loop, by parts that stand in front of the queue, the blocks and each request's
+    delivery and answers."""
 
-    def __init__(self, plan: FaultPlan, tokenizer: Tokenizer, limits: Limits, **settings: Any) -> None:
-        super().__init__(limits, **settings)
+    def __init__(
+        self,
+        plan: Faults,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        *,
+        waiting: WaitingQueue | None = None,
+        **settings: Any,
+    ) -> None:
         self._plan = plan
         self._tokenizer = tokenizer
+        self._admitted: dict[Sequence, None] = {}
+        """Sequences that have, or had, a row, until they finish."""
+        queue: Any = _FaultyQueue(waiting or WaitingQueue(), plan, self._admitted)
+        super().__init__(limits, waiting=queue, **settings)
         self.blocks: BlockManager = _FaultyBlocks(self.blocks, plan)  # type: ignore[assignment]
 
     def add(self, request: Request) -> None:
         prompt = self._tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
         request.delivery = _FaultyDelivery(request.delivery, self._plan, prompt)  # type: ignore[assignment]
         for sequence in request.sequences:
-            answer = sequence.answer
-            answer._detokenizer = _FaultyDetokenizer(answer._detokenizer, self._plan, prompt)  # type: ignore[assignment]
+            sequence.answer = _FaultyAnswer(sequence.answer, self._plan, prompt)  # type: ignore[assignment]
         super().add(request)
 
     def schedule(self) -> Batch | None:
         batch = super().schedule()
         if batch is not None:
-            self._plan.rows[batch.step] = {row.slot: _prompt_of(row.request) for row in self._running}
+            self._plan.rows[batch.step] = {row.slot: _prompt_of(row) for row in self._admitted if row.slot >= 0}
         return batch
 
-    def _admit(self, batch: Batch) -> bool:
-        sequence = self.waiting.first()
-        if sequence is not None:
-            self._plan.reach("admit", [_prompt_of(sequence.request)])
-        return super()._admit(batch)
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        super().finish(sequence, reason)
+        self._admitted.pop(sequence, None)
+
+    def let_go(self) -> None:
+        super().let_go()
+        self._admitted.clear()
 
 
-def _prompt_of(request: Request) -> str:
-    prompt: str = request.delivery._prompt  # type: ignore[attr-defined]
+def _prompt_of(sequence: Sequence) -> str:
+    """Return the prompt of a sequence that was added: a map of prompts would keep requests that have ended."""
+    prompt: str = sequence.answer.prompt  # type: ignore[attr-defined]
     return prompt
 
 
 class _Front:
     """Stands in front of a part, and hands on what it does not do itself."""
 
-    def __init__(self, inner: Any, plan: FaultPlan, prompt: str = "") -> None:
+    def __init__(self, inner: Any, plan: Faults) -> None:
         self._inner = inner
         self._plan = plan
-        self._prompt = prompt
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+class _FaultyQueue(_Front):
+    """Faults at "admit"."""
+
+    _inner: WaitingQueue
+
+    def __init__(self, inner: WaitingQueue, plan: Faults, admitted: dict[Sequence, None]) -> None:
+        super().__init__(inner, plan)
+        self._admitted = admitted
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._inner)
+
+    def admit(self, sequence: Sequence, num_to_compute: int) -> None:
+        self._plan.reach("admit", [_prompt_of(sequence)])
+        self._inner.admit(sequence, num_to_compute)
+        self._admitted[sequence] = None
 
 
 class _FaultyBlocks(_Front):
@@ -133,30 +166,38 @@ class _FaultyBlocks(_Front):
         self._inner.retire(blocks, last_step, last_read)
 
 
-class _FaultyDelivery(_Front):
+class _OfRequest(_Front):
+    """Stands in front of a request's part; `prompt` is the request's."""
+
+    def __init__(self, inner: Any, plan: Faults, prompt: str) -> None:
+        super().__init__(inner, plan)
+        self.prompt = prompt
+
+
+class _FaultyDelivery(_OfRequest):
     """Faults at "emit"."""
 
     _inner: Delivery
 
-    def put(self, chunk: Chunk) -> None:
-        self._plan.reach("emit", [self._prompt])
-        self._inner.put(chunk)
+    def put(self, chunk: Chunk) -> bool:
+        self._plan.reach("emit", [self.prompt])
+        return self._inner.put(chunk)
 
 
-class _FaultyDetokenizer(_Front):
+class _FaultyAnswer(_OfRequest):
     """Faults at "detokenize"."""
 
-    _inner: Detokenizer
+    _inner: Answer
 
-    def push(self, ids: Sequence[int]) -> str:
-        self._plan.reach("detokenize", [self._prompt])
-        return self._inner.push(ids)
+    def read(self, tokens: Items[int], *, last: bool) -> None:
+        self._plan.reach("detokenize", [self.prompt])
+        self._inner.read(tokens, last=last)
 
 
 class _StepFaults:
     """The faults of one step: "swap", "prefill" and "decode" ahead of it, "sample" behind it."""
 
-    def __init__(self, plan: FaultPlan, batch: Batch) -> None:
+    def __init__(self, plan: Faults, batch: Batch) -> None:
         self._plan = plan
         prompts = plan.rows.get(batch.step, {})
         for step in [step for step in list(plan.rows) if step <= batch.step]:
@@ -171,31 +212,20 @@ class _StepFaults:
         if batch.decode:
             self._reach("decode", batch.decode)
 
-    def _reach(self, point: Any, slots: Sequence[int]) -> int | None:
+    def _reach(self, point: Any, slots: Items[int]) -> int | None:
         index = self._plan.reach(point, [self._prompts.get(slot, "") for slot in slots])
         if index is not None and point != "sample":
             self._spoilt.add(slots[index])
         return index
 
     def after(self, output: StepOutput) -> StepOutput:
-        """What the step gives with these faults. Raises what is planned at "sample"."""
+        """Return what the step gives with these faults. Raises what is planned at "sample"."""
         output.errors |= dict.fromkeys(self._spoilt, "its logits are not finite, as it was planned")
         if output.slots:
             index = self._reach("sample", output.slots)
             if index is not None:
                 output.tokens[index] = NO_TOKEN
         return output
-
-
-class _FaultyRunner(_Front):
-    """A BatchRunner with the faults of steps."""
-
-    _inner: BatchRunner
-    limits: Limits
-
-    def step(self, batch: Batch) -> StepOutput:
-        faults = _StepFaults(self._plan, batch)
-        return faults.after(self._inner.step(batch))
 
 
 class _FaultyStep:
@@ -216,10 +246,10 @@ class _FaultyStep:
         return self._faults.after(self._inner.output())
 
 
-class _FaultyLauncher:
-    """A StepLauncher with the faults of steps."""
+class _FaultyAgent:
+    """An agent with the faults of steps."""
 
-    def __init__(self, inner: StepLauncher, plan: FaultPlan) -> None:
+    def __init__(self, inner: Agent, plan: Faults) -> None:
         self._inner = inner
         self._plan = plan
         self._unfinished: _FaultyStep | None = None
@@ -227,6 +257,10 @@ class _FaultyLauncher:
     @property
     def limits(self) -> Limits:
         return self._inner.limits
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._inner.runs_ahead
 
     @property
     def blocked(self) -> bool:
@@ -252,6 +286,6 @@ class _FaultyLauncher:
         return isinstance(error, InjectedFault) or self._inner.survives(error)
 
 
-def faulty_agent(inner: Agent, plan: FaultPlan) -> Agent:
-    """An agent with faults at "swap", "prefill", "decode" and "sample"."""
-    return _FaultyLauncher(inner, plan) if isinstance(inner, StepLauncher) else _FaultyRunner(inner, plan)
+def faulty_agent(inner: Agent, plan: Faults) -> Agent:
+    """Return an agent with faults at "swap", "prefill", "decode" and "sample"."""
+    return _FaultyAgent(inner, plan)

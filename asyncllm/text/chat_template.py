@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import secrets
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,14 +17,15 @@ from asyncllm.text.checkpoint_files import TokenSettings, read_json_object
 from asyncllm.text.jinja_template import JinjaTemplate, checkpoint_template
 from asyncllm.text.messages import checked_messages, checked_prompt
 from asyncllm.text.templates import MODELS, builtin_name
+from asyncllm.text.tool_history import ToolHistory
 from asyncllm.types import Message
 
-__all__ = ["ChatTemplate"]
+__all__ = ["ChatTemplate", "Renderer"]
 
 PARTS = ("system", "eosys", "user", "eoh", "assistant", "eoa", "separator")
 """Fields of ChatTemplateConfig that only a composed template has."""
-MARK = "[the answer goes on here] "
-"""Stands for what follows an unfinished answer while a Jinja template renders it."""
+PROBE = "[an answer]"
+"""Stands for an answer where a template is asked what it writes behind one."""
 FILL = "<FILL>"
 """Where Code Llama is to fill something in."""
 
@@ -32,32 +34,55 @@ Ending = Literal["answer", "continued", "closed"]
 message."""
 
 
-class _Renderer(Protocol):
+class Renderer(Protocol):
     """What writes checked messages down."""
 
+    variables: frozenset[str]
+    """Those that `render` takes."""
+    source: str | None
+    """The Jinja template's, if it is one."""
+    reads_tools: bool
+    """Whether `render` takes `tools` too."""
+
     def render(self, messages: list[dict[str, Any]], ending: Ending, variables: Mapping[str, Any]) -> str:
-        """The text. `variables` are the caller's, for a template that has some."""
+        """Return the text. `variables` are the caller's, for a template that has some."""
 
     def later_turn(self, prompt: str) -> str:
-        """One user turn that follows others, with the beginning of the answer."""
+        """Return one user turn that follows others, with the beginning of the answer."""
 
 
 class ChatTemplate:
     """How one model wants conversations to be written. Immutable; usable from several threads at once."""
 
     def __init__(
-        self, name: str, renderer: _Renderer, *, capability: Capability = "chat", stop_words: Sequence[str] = ()
+        self, name: str, renderer: Renderer, *, capability: Capability = "chat", stop_words: Sequence[str] = ()
     ) -> None:
         self.name = name
         """The built-in or registered name; "checkpoint" for a Jinja template of the checkpoint or of the user."""
         self.capability = capability
         self.stop_words = tuple(stop_words)
         """Texts that end an answer, beside the model's end-of-sequence tokens. Some are spelled special tokens."""
-        self._renderer = renderer
+        self.renderer = renderer
+        """What writes checked messages down."""
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that `render` takes."""
+        return self.renderer.variables
+
+    @property
+    def source(self) -> str | None:
+        """The source of a Jinja template; None for any other."""
+        return self.renderer.source
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template has a place for the tools that may be called, which `render` takes as a variable."""
+        return self.capability == "chat" and self.renderer.reads_tools
 
     @classmethod
     def open(cls, path: Path, config: ChatTemplateConfig | str | None = None) -> Self:
-        """The template for the checkpoint in the folder `path`.
+        """Return the template for the checkpoint in the folder `path`.
 
         What `config` names comes first; a str is a template's name, the path of a JSON file or JSON text. Then the
         checkpoint's own Jinja template, then the built-in one for the architecture in config.json, then "base", which
@@ -103,12 +128,12 @@ class ChatTemplate:
         return cls._configured(name, _ComposedRenderer(name, template), config, stop_words)
 
     @classmethod
-    def _configured(cls, name: str, renderer: _Renderer, config: ChatTemplateConfig, stop_words: Sequence[str]) -> Self:
+    def _configured(cls, name: str, renderer: Renderer, config: ChatTemplateConfig, stop_words: Sequence[str]) -> Self:
         capability = config.capability or "chat"
         if config.stop_words is not None:
             stop_words = config.stop_words
         elif capability == "infilling":
-            stop_words = ["<EOT>"]
+            stop_words = ["<EOT>", "\u2581<EOT>"]  # as text, and as the special token that most checkpoints make of it
         elif capability != "chat":
             stop_words = []
         return cls(name, renderer, capability=capability, stop_words=[word for word in stop_words if word])
@@ -121,7 +146,7 @@ class ChatTemplate:
         continue_final_message: bool | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation, up to where the answer begins.
+        """Return the text of a conversation, up to where the answer begins.
 
         When the assistant has the last word, that is the beginning of the answer, and the text ends with it; with
         `continue_final_message=False` a new answer begins behind it. Without `add_generation_prompt` the text ends with
@@ -146,21 +171,22 @@ class ChatTemplate:
                 ending: Ending = "answer" if add_generation_prompt else "closed"
                 if continue_final_message or (continue_final_message is None and answered and add_generation_prompt):
                     ending = "continued"
-                return self._renderer.render(checked, ending, variables or {})
+                return self.renderer.render(checked, ending, variables or {})
             case "infilling":
-                return _infill(checked[-1]["content"])
+                return _infill(checked[-1]["content"] or "")
             case _:
-                return checked_prompt("".join(message["content"] for message in checked))
+                return checked_prompt("".join(message["content"] or "" for message in checked))
 
     def get_prompt(self, prompt: str, sequence_start: bool = True) -> str:
-        """The text of one user turn; `sequence_start=False`: it follows the turns of the same session."""
+        """Return the text of one user turn; `sequence_start=False`: it follows the turns of the same session."""
         checked_prompt(prompt)
         if sequence_start or self.capability != "chat":
             return self.render([{"role": "user", "content": prompt}])
-        return self._renderer.later_turn(prompt)
+        return self.renderer.later_turn(prompt)
 
     def messages2prompt(self, messages: str | Sequence[Message], sequence_start: bool = True) -> str:
-        """The prompt text of a text or of a conversation. `sequence_start=False` is for a text or one user message."""
+        """Return the prompt text of a text or of a conversation. `sequence_start=False` is for a text or one user
+        message."""
         if isinstance(messages, str):
             return self.get_prompt(messages, sequence_start)
         if sequence_start:
@@ -181,7 +207,7 @@ class ChatTemplate:
         new_messages: Sequence[Message],
         variables: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """What follows the text `render(messages_before) + answer` when the conversation goes on with `new_messages`.
+        """Return what follows `render(messages_before) + answer` when the conversation goes on with `new_messages`.
 
         It begins with what ends the answer ("<|im_end|>\\n", say), which may be spelled by the token that stopped the
         model, and ends where the next answer begins. White space that the template puts or cuts around an answer makes
@@ -194,7 +220,7 @@ class ChatTemplate:
         history = checked_messages(messages_before)
         text = answer
         if history[-1]["role"] == "assistant":
-            text = history.pop()["content"] + answer
+            text = (history.pop()["content"] or "") + answer
         conversation = [*history, {"role": "assistant", "content": text}, *checked_messages(new_messages)]
         whole = self.render(conversation, variables=variables)
         if whole.startswith(before + answer):
@@ -209,6 +235,10 @@ class ChatTemplate:
 class _ComposedRenderer:
     """A BaseChatTemplate, or a user's class with its two methods."""
 
+    variables: frozenset[str] = frozenset()
+    source: str | None = None
+    reads_tools = False
+
     def __init__(self, name: str, template: Any) -> None:
         self._name = name
         self._template = template
@@ -220,6 +250,8 @@ class _ComposedRenderer:
                 f"registered one, which has no variables. Leave them out.",
                 "chat_template_kwargs",
             )
+        if any(message["content"] is None for message in messages):
+            messages = [{**message, "content": message["content"] or ""} for message in messages]
         # A user's class need not know of an option unless it is used.
         option = None
         if ending == "closed":
@@ -253,28 +285,32 @@ class _JinjaRenderer:
 
     def __init__(self, template: JinjaTemplate, meta_instruction: str | None, special: frozenset[str]) -> None:
         self._template = template
+        self.variables = template.options
+        self.source: str | None = template.source
+        self.reads_tools = template.reads_tools
         self._meta_instruction = meta_instruction
+        self._tool_history = ToolHistory(template)
         self.end_of_turn = self._end_of_turn(special)
         """The special token that the template writes behind an answer, which not every checkpoint lists as an end."""
 
     def render(self, messages: list[dict[str, Any]], ending: Ending, variables: Mapping[str, Any]) -> str:
         if self._meta_instruction is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._meta_instruction}, *messages]
+        messages = self._tool_history.fitted(messages)
         if ending == "continued":
             return self._open_ended(messages[:-1], messages[-1], variables)
         return self._template.render(messages, add_generation_prompt=ending == "answer", variables=variables)
 
     def _open_ended(self, messages: list[dict[str, Any]], last: dict[str, Any], variables: Mapping[str, Any]) -> str:
-        """The text up to the end of the last message, without what closes it."""
-        content = last["content"]
-        mark = MARK
-        while mark.strip() in content:
-            mark += MARK
-        marked = [*messages, {**last, "content": content + mark}]
+        """Return the text up to the end of the last message, without what closes it."""
+        content = last["content"] or ""
+        # Drawn for each text, so that no message can hold it.
+        mark = str(secrets.randbits(128))
+        marked = [*messages, {**last, "content": f"{content}{mark} "}]
         text = self._template.render(marked, add_generation_prompt=False, variables=variables)
-        place = text.rfind(mark.strip())
-        # The blank at the end of the mark is gone where the template trims contents.
-        trimmed = not text.startswith(mark, place)
+        place = text.rfind(mark)
+        # The blank behind the mark is gone where the template trims contents.
+        trimmed = not text.startswith(" ", place + len(mark))
         text = text[: max(place, 0)]
         if place < 0 or not text.endswith(content.lstrip()):
             raise InvalidMessage(
@@ -292,12 +328,12 @@ class _JinjaRenderer:
         return whole[len(history) :].removeprefix(self.end_of_turn or "")
 
     def _end_of_turn(self, special: frozenset[str]) -> str | None:
-        turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": MARK.strip()}]
+        turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": PROBE}]
         try:
             text = self._template.render(turn, add_generation_prompt=False, variables={})
         except InvalidMessage:
             return None
-        _, found, tail = text.rpartition(MARK.strip())
+        _, found, tail = text.rpartition(PROBE)
         candidates = (token for token in special if found and tail.lstrip().startswith(token))
         return max(candidates, key=len, default=None)
 
@@ -319,7 +355,7 @@ def _as_config(config: ChatTemplateConfig | str | None) -> ChatTemplateConfig:
 
 
 def _known_name(name: str, parts: dict[str, str]) -> str:
-    """`name`, which may be new if the parts of a new template come with it."""
+    """Return `name`, which may be new if the parts of a new template come with it."""
     if MODELS.get(name) is not None or parts:
         return name
     near = get_close_matches(name, MODELS.names(), n=3)
@@ -332,7 +368,7 @@ def _known_name(name: str, parts: dict[str, str]) -> str:
 
 
 def _jinja(folder: Path, config: ChatTemplateConfig) -> JinjaTemplate | None:
-    """The Jinja template that counts: the user's text, else that of the user's folder, else the checkpoint's."""
+    """Return the Jinja template that counts: the user's text, else that of the user's folder, else the checkpoint's."""
     variables = TokenSettings.read(folder).named
     if config.chat_template is not None:
         return JinjaTemplate(config.chat_template, variables, "ChatTemplateConfig.chat_template")
@@ -349,7 +385,7 @@ def _jinja(folder: Path, config: ChatTemplateConfig) -> JinjaTemplate | None:
 
 
 def _infill(prompt: str) -> str:
-    """Code Llama's infilling prompt, prefix first (arXiv 2308.12950, section 2.3)."""
+    """Return Code Llama's infilling prompt, prefix first (arXiv 2308.12950, section 2.3)."""
     prefix, mark, suffix = prompt.partition(FILL)
     if not mark or FILL in suffix:
         raise InvalidMessage(

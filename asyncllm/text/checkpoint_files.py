@@ -12,11 +12,16 @@ from typing import Any
 
 import msgspec
 
-from asyncllm.errors import InvalidCheckpoint
+from asyncllm.errors import InvalidCheckpoint, short
 
-__all__ = ["AddedToken", "TokenSettings", "read_json_object"]
+__all__ = ["MAX_TOKEN_ID", "AddedToken", "TokenSettings", "read_json_object"]
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+INFILLING_TOKENS = ("prefix_token", "suffix_token", "middle_token", "eot_token")
+"""Code Llama's."""
+END_OF_INFILLING = "\u2581<EOT>"
+MAX_TOKEN_ID = 2**24 - 1
+"""Tables have a place for each id, so a damaged one must not decide on their size."""
 
 
 class AddedToken(msgspec.Struct, frozen=True):
@@ -40,6 +45,8 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Added tokens without an id of their own: looked up in the vocabulary."""
     add_bos: bool | None
     """`add_bos_token`; None when the checkpoint does not say."""
+    add_eos: bool | None
+    """`add_eos_token`, of texts that nothing follows."""
     legacy: bool
     """False: no dummy prefix in front of text that follows a special token (sentencepiece)."""
     generation: dict[str, Any]
@@ -63,23 +70,35 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
         for source in (tokenizer, special_map):
             for key in ("additional_special_tokens", "extra_special_tokens"):
                 values = source.get(key) or []
+                if not isinstance(values, list | dict):
+                    raise InvalidCheckpoint(
+                        f"{key} is {short(values)} in the tokenizer's settings, but it is a list of tokens, or an "
+                        f"object with one per name. Correct tokenizer_config.json or special_tokens_map.json."
+                    )
                 for value in values.values() if isinstance(values, dict) else values:
                     token = _added_token(value, key)
                     if token is not None:
                         unnumbered.setdefault(token.content, token)
+        for key in INFILLING_TOKENS:
+            token = _added_token(tokenizer.get(key), key)
+            if token is not None:
+                unnumbered.setdefault(token.content, token)
         added = _numbered_tokens(folder, tokenizer)
-        for token in added.values():
-            unnumbered.pop(token.content, None)
+        for id_, token in added.items():
+            # What is listed as special is, whatever the table of ids says.
+            listed = unnumbered.pop(token.content, token)
+            added[id_] = msgspec.structs.replace(token, special=token.special or listed.special)
         for id_, content in _added_tokens_file(folder).items():
             if id_ not in added:
                 added[id_] = unnumbered.pop(content, AddedToken(content, special=False))
-        add_bos = tokenizer.get("add_bos_token")
+        add_bos, add_eos = (tokenizer.get(key) for key in ("add_bos_token", "add_eos_token"))
         model = read_json_object(folder / "config.json")
         return cls(
             named=named,
             added=added,
             unnumbered=tuple(unnumbered.values()),
             add_bos=add_bos if isinstance(add_bos, bool) else None,
+            add_eos=add_eos if isinstance(add_eos, bool) else None,
             legacy=tokenizer.get("legacy") is not False,
             generation=read_json_object(folder / "generation_config.json"),
             tokenizer=tokenizer,
@@ -87,25 +106,32 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def special_texts(self) -> frozenset[str]:
-        """Texts of all tokens that the checkpoint calls special."""
+        """Return texts of all tokens that the checkpoint calls special."""
         numbered = (token.content for token in self.added.values() if token.special)
         return frozenset((*self.named.values(), *(token.content for token in self.unnumbered), *numbered))
 
     def eos_token_ids(self, lookup: Callable[[str], int | None]) -> tuple[int, ...]:
-        """Ids that end an answer: generation_config.json's, then tokenizer_config.json's; config.json's if there are
-        none. The first is the one to name where only one can be named."""
-        found = dict.fromkeys(_ids(self.generation, "eos_token_id", "generation_config.json"))
-        named = lookup(self.named["eos_token"]) if "eos_token" in self.named else None
-        if named is not None:
-            found[named] = None
-        return tuple(found or dict.fromkeys(self._model_ids("eos_token_id")))
+        """Return ids that end an answer: generation_config.json's, then tokenizer_config.json's, then config.json's if
+        the first names none, then Code Llama's end of what it fills in, which no file names as such. The first is the
+        one to name where only one can be named."""
+        stated = _ids(self.generation, "eos_token_id", "generation_config.json")
+        named = self.named_id("eos_token", lookup)
+        found = dict.fromkeys(stated if named is None else (*stated, named))
+        if not stated:
+            found |= dict.fromkeys(self._model_ids("eos_token_id"))
+        infilled = lookup(END_OF_INFILLING)
+        return tuple(found if infilled is None else {**found, infilled: None})
+
+    def named_id(self, name: str, lookup: Callable[[str], int | None]) -> int | None:
+        """Return the id of a named token, "eos_token" say; None if there is none."""
+        return lookup(self.named[name]) if name in self.named else None
 
     def bos_token_id(self, lookup: Callable[[str], int | None]) -> int | None:
-        """The id that begins a sequence, from the same files in the same order."""
+        """Return the id that begins a sequence, from the same files in the same order."""
         for id_ in _ids(self.generation, "bos_token_id", "generation_config.json"):
             return id_
         if "tokenizer_class" in self.tokenizer or "bos_token" in self.named:
-            return lookup(self.named["bos_token"]) if "bos_token" in self.named else None
+            return self.named_id("bos_token", lookup)
         return next(self._model_ids("bos_token_id"), None)
 
     def _model_ids(self, key: str) -> Iterator[int]:
@@ -116,7 +142,8 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`, empty when there is no such file. Raises InvalidCheckpoint when it does not hold."""
+    """Return the JSON object in `path`, empty when there is no such file. Raises InvalidCheckpoint when it does not
+    hold."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -152,6 +179,8 @@ def _numbered_tokens(folder: Path, tokenizer: dict[str, Any]) -> dict[int, Added
         for id_, value in table.items():
             token = _added_token({"special": False, **value}, "added token")
             if token is not None:
+                if not 0 <= int(id_) <= MAX_TOKEN_ID:
+                    raise ValueError("no token id")
                 numbered[int(id_)] = token
     except (AttributeError, TypeError, ValueError):
         raise InvalidCheckpoint(
@@ -163,7 +192,7 @@ def _numbered_tokens(folder: Path, tokenizer: dict[str, Any]) -> dict[int, Added
 
 def _added_tokens_file(folder: Path) -> dict[int, str]:
     table = read_json_object(folder / "added_tokens.json")
-    if not all(type(id_) is int and id_ >= 0 for id_ in table.values()):
+    if not all(type(id_) is int and 0 <= id_ <= MAX_TOKEN_ID for id_ in table.values()):
         raise InvalidCheckpoint(
             f"{folder / 'added_tokens.json'} does not map tokens to ids. The file is damaged; download it again."
         )

@@ -61,7 +61,7 @@ class BaseChatTemplate:
         self.has_system = has_system
 
     def get_prompt(self, prompt: str, sequence_start: bool = True) -> str:
-        """One user turn, with the beginning of the answer. `sequence_start=False`: it follows earlier turns."""
+        """Return one user turn, with the beginning of the answer. `sequence_start=False`: it follows earlier turns."""
         message = {"role": "user", "content": checked_prompt(prompt)}
         return self.messages2prompt([message], sequence_start)
 
@@ -74,8 +74,8 @@ class BaseChatTemplate:
         continue_final_message: bool = True,
         **_: Any,
     ) -> str:
-        """A whole conversation. When the assistant has the last word, the prompt ends with it, to be continued, unless
-        `continue_final_message` is False: then another answer begins behind it.
+        """Return a whole conversation. When the assistant has the last word, the prompt ends with it, to be continued,
+        unless `continue_final_message` is False: then another answer begins behind it.
 
         Raises InvalidMessage for malformed messages, UnsupportedFeature for messages of tools.
         """

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from codecs import utf_8_decode
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from asyncllm.errors import InvalidParameter
 from asyncllm.text.token_table import LeadingSpace
 from asyncllm.text.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "StopMatcher"]
+__all__ = ["Detokenizer", "StopMatcher", "StopWords"]
 
 REPLACEMENT = "\ufffd"
 WINDOW = 8
@@ -36,7 +37,7 @@ class Detokenizer:
         self._settled = table is not None and not self._at_start
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that `ids` complete; ids outside the vocabulary have none."""
+        """Return the text that `ids` complete; ids outside the vocabulary have none."""
         if self._settled and len(ids) == 1 and 0 <= ids[0] < len(self._texts):
             text = self._texts[ids[0]]
             if text is not None:
@@ -51,7 +52,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """The rest: U+FFFD for a character that stays incomplete, else nothing."""
+        """Return the rest: U+FFFD for a character that stays incomplete, else nothing."""
         text = self._window.flush() + self._pending.decode("utf-8", "replace")
         self._pending = b""
         return text
@@ -100,6 +101,75 @@ class _Window:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
+class StopWords:
+    """The stop words of one request, which the matchers of all its choices share.
+
+    Beside the words themselves it holds four bytes for each character that an answer has matched so far. Used by one
+    thread at a time.
+    """
+
+    __slots__ = ("beginnings", "words")
+
+    def __init__(self, words: Iterable[str]) -> None:
+        """Raises InvalidParameter for an empty word."""
+        texts = tuple(dict.fromkeys(words))
+        if not all(texts):
+            raise InvalidParameter("A stop word is empty, and every text contains that. Remove it.", "stop_words")
+        self.words = tuple(_StopWord(text) for text in texts)
+        self.beginnings = frozenset(text[0] for text in texts)
+        """First characters of the words."""
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+
+class _StopWord:
+    """A word with its table of Knuth, Morris and Pratt (1977), which is made as far as it is needed.
+
+    `fallback[size]`: how much of the word still matches when its first `size` characters do and the next one does not.
+    No entry leads to a place that asks for the same character, so that a chain of them is logarithmic.
+    """
+
+    __slots__ = ("_border", "fallback", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.fallback = array("i", [-1])
+        self._border = 0
+
+    def match(self, text: str, matched: int, end: int) -> tuple[int, int]:
+        """Go on from `matched` characters of the word through text[:end]: how many match at the end of it, and where
+        that is, which is earlier than `end` only for a whole word."""
+        word, size, fallback = self.text, len(self.text), self.fallback
+        place = 0
+        while place < end:
+            if matched == 0:
+                place = text.find(word[0], place, end)
+                if place < 0:
+                    return 0, end
+            character = text[place]
+            while matched >= 0 and word[matched] != character:
+                if matched >= len(fallback):
+                    self._extend(matched)
+                matched = fallback[matched]
+            matched += 1
+            place += 1
+            if matched == size:
+                break
+        return matched, place
+
+    def _extend(self, size: int) -> None:
+        """Make the table up to the entry of `size`."""
+        word, fallback, border = self.text, self.fallback, self._border
+        for place in range(len(fallback), size + 1):
+            same = word[place] == word[border]
+            fallback.append(fallback[border] if same else border)
+            while border >= 0 and word[place] != word[border]:
+                border = fallback[border]
+            border += 1
+        self._border = border
+
+
 class StopMatcher:
     """Cuts a stream of text at the first stop word.
 
@@ -107,41 +177,48 @@ class StopMatcher:
     does not depend on how the text is split. Held back is only the longest end of the text that may begin a stop word.
     """
 
-    __slots__ = ("_first_characters", "_held", "_include", "_longest", "_matched", "_prefixes", "_words")
+    __slots__ = ("_include", "_matched", "_open", "_stops")
 
-    def __init__(self, words: Sequence[str], *, include: bool = False) -> None:
-        """`include`: the stop word is part of the text. Raises InvalidParameter for an empty word."""
-        if not all(words):
-            raise InvalidParameter("A stop word is empty, and every text contains that. Remove it.", "stop_words")
-        self._words = tuple(dict.fromkeys(words))
+    def __init__(self, stops: StopWords, *, include: bool = False) -> None:
+        """`include`: the stop word is part of the text."""
+        self._stops = stops
         self._include = include
-        self._prefixes = frozenset(word[:end] for word in self._words for end in range(1, len(word)))
-        self._first_characters = frozenset(word[0] for word in self._words)
-        self._longest = max(map(len, self._words), default=0)
-        self._held = ""
+        self._open: dict[int, int] = {}
+        """Of the words that the end of the text may begin: index -> characters that are there already. All of them are
+        held back that the longest one has, so the text itself need not be kept."""
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that is safe to emit now, and the stop word, if it has come. Nothing is emitted after that."""
-        if not self._words:
-            return text, None
+        """Return the text that is safe to emit now, and the stop word, if it has come. Nothing is emitted after
+        that."""
         if self._matched is not None:
             return "", self._matched
-        text = self._held + text
-        found = [(start + len(word), start, word) for word in self._words if (start := text.find(word)) >= 0]
-        if found:
-            end, start, self._matched = min(found)
-            self._held = ""
-            return text[: end if self._include else start], self._matched
-        keep = len(text)
-        for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[start] in self._first_characters and text[start:] in self._prefixes:
-                keep = start
-                break
-        self._held = text[keep:]
-        return text[:keep], None
+        if not self._open and self._stops.beginnings.isdisjoint(text):
+            return text, None
+        held, before = self._held(), self._open
+        self._open = {}
+        start, end = 0, len(text)
+        for index, word in enumerate(self._stops.words):
+            matched, place = word.match(text, before.get(index, 0), end)
+            if matched == len(word.text):
+                begin = len(held) + place - matched
+                if self._matched is None or (place, begin) < (end, start):
+                    start, end, self._matched = begin, place, word.text
+            elif matched:
+                self._open[index] = matched
+        text = held + text
+        if self._matched is not None:
+            self._open = {}
+            return text[: len(held) + end if self._include else start], self._matched
+        return text[: len(text) - max(self._open.values(), default=0)], None
 
     def flush(self) -> str:
-        """The text that was held back, now that nothing can complete a stop word."""
-        text, self._held = self._held, ""
+        """Return the text that was held back, now that nothing can complete a stop word."""
+        text, self._open = self._held(), {}
         return text
+
+    def _held(self) -> str:
+        if not self._open:
+            return ""
+        index = max(self._open, key=self._open.__getitem__)
+        return self._stops.words[index].text[: self._open[index]]

@@ -23,12 +23,20 @@ __all__ = ["JinjaTemplate", "checkpoint_template"]
 MAX_CHARACTERS = 16 * 2**20
 """A rendered prompt longer than this is refused while it is being rendered."""
 
+MAX_REASON = 500
+"""Characters of what a template says when it refuses messages."""
+
 RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"})
 """Variables that are not for the caller of `render` to choose, beside the special tokens."""
 
 
 class _RaisedByTemplate(jinja2.TemplateError):
     """The template called `raise_exception`."""
+
+    def reason(self) -> str:
+        """Return what the template said, which may hold a whole message."""
+        text = str(self)
+        return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}..."
 
 
 class _GenerationBlock(Extension):
@@ -50,7 +58,6 @@ class JinjaTemplate:
         Raises InvalidCheckpoint when the template does not compile.
         """
         self._variables = dict(variables)
-        self._where = where
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
         )
@@ -65,22 +72,27 @@ class JinjaTemplate:
                 f"The chat template in {where} does not compile: {error}. Correct it, or choose a template by "
                 f"ChatTemplateConfig(model_name=...)."
             ) from None
+        self.source = source
+        self.reads_tools = "tools" in undeclared
+        """Whether it has a place for the tools that may be called."""
         self.options = frozenset(undeclared) - RESERVED - self._variables.keys()
         """Variables that the template asks for and `render` takes."""
 
     def render(
         self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
-        """The prompt text. `variables`: some of `options`. Raises InvalidParameter for others, and InvalidMessage when
-        the template refuses the messages or fails on them."""
+        """Return the prompt text. `variables`: some of `options`, and the tools. Raises InvalidParameter for others,
+        and InvalidMessage when the template refuses the messages or fails on them."""
         for name in variables:
-            if name not in self.options:
+            if name not in self.options and not (name == "tools" and self.reads_tools):
                 known = ", ".join(sorted(self.options)) or "none"
                 raise InvalidParameter(
                     f"The model's chat template does not read {short(name)}. Its variables are: {known}.",
                     "chat_template_kwargs",
                 )
         values = {
+            "tools": None,
+            "documents": None,
             **self._variables,
             **variables,
             "messages": messages,
@@ -89,23 +101,23 @@ class JinjaTemplate:
         parts: list[str] = []
         size = 0
         try:
-            for part in self._template.generate(tools=None, documents=None, **values):
+            for part in self._template.generate(**values):
                 parts.append(part)
                 size += len(part)
                 if size > MAX_CHARACTERS:
                     break
         except _RaisedByTemplate as error:
-            raise InvalidMessage(f"The model's chat template refuses these messages: {error}") from None
+            raise InvalidMessage(f"The model's chat template refuses these messages: {error.reason()}") from None
         except SecurityError as error:
-            raise InvalidCheckpoint(
-                f"The chat template in {self._where} reaches for something that the sandbox forbids: {error}. "
-                f"Do not use this checkpoint's template; choose one by ChatTemplateConfig(model_name=...)."
-            ) from None
+            raise InvalidMessage(
+                "The model's chat template reaches for something that its sandbox forbids. The owner of the model can "
+                "choose another one by ChatTemplateConfig(model_name=...)."
+            ) from _bare(error)
         except Exception as error:  # a template can raise whatever its expressions raise
             raise InvalidMessage(
-                f"The chat template in {self._where} fails on these messages ({type(error).__name__}: {error}). "
-                f"Send roles and contents that the model was trained on, or choose another template."
-            ) from None
+                "The model's chat template fails on these messages. Send roles and contents that the model was trained "
+                "on, or choose another template."
+            ) from _bare(error)
         if size > MAX_CHARACTERS:
             raise InvalidMessage(
                 f"The rendered prompt is longer than {MAX_CHARACTERS} characters, more than any model reads. "
@@ -115,7 +127,7 @@ class JinjaTemplate:
 
 
 def checkpoint_template(folder: Path, variables: Mapping[str, str]) -> JinjaTemplate | None:
-    """The template of a checkpoint: chat_template.jinja, else tokenizer_config.json, else chat_template.json.
+    """Return the template of a checkpoint: chat_template.jinja, else tokenizer_config.json, else chat_template.json.
 
     None when there is none. Raises InvalidCheckpoint when it does not hold.
     """
@@ -134,7 +146,7 @@ def checkpoint_template(folder: Path, variables: Mapping[str, str]) -> JinjaTemp
 
 
 def _source(value: object, where: Path) -> str | None:
-    """`value` is a template, or a list of named ones, of which "default" is for conversations."""
+    """Return the template in `value`, which is one or a list of named ones, of which "default" is for conversations."""
     if value is None or isinstance(value, str):
         return value or None
     try:
@@ -161,5 +173,11 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _raise(message: str) -> NoReturn:
-    raise _RaisedByTemplate(message)
+def _raise(message: object) -> NoReturn:
+    raise _RaisedByTemplate(str(message))
+
+
+def _bare(error: Exception) -> Exception:
+    """Return the cause of an error, for the log: without frames, which would keep the messages in memory."""
+    error.__context__ = None
+    return error.with_traceback(None)

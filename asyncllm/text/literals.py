@@ -10,50 +10,74 @@ marks in place of such spellings, so their places are known exactly, whatever th
 
 from __future__ import annotations
 
+import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncllm.errors import InvalidMessage
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Message
 
 __all__ = ["Literals"]
 
-OPEN, CLOSE = "\uf8e0", "\uf8e1"
-"""Private-use characters around a mark's number; no template treats them specially."""
-MARK = re.compile(f"{OPEN}([0-9]+){CLOSE}")
+NUMBER_DIGITS = 7
+OF_THE_FORMAT = frozenset({"role", "type"})
+"""Keys whose values a template compares with what it knows; a role that is none of a chat's is refused anyway."""
 
 
 class Literals:
-    """The spellings found in one conversation. Marks the same spelling by the same number, in every call."""
+    """The spellings found in one conversation. Marks the same spelling by the same number, in every call.
+
+    A mark begins with digits that are drawn for the conversation, so no client can write one. It has no other
+    characters, as digits are left alone by whatever a template does to a text: trimming, quoting, changing of case.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._special = tokenizer.special_pattern
+        self._spellings = tokenizer.spellings
         self._numbers: dict[str, int] = {}
+        self._opening = str(10**17 + secrets.randbelow(9 * 10**17))
+        self._mark = re.compile(f"{self._opening}([0-9]{{{NUMBER_DIGITS}}})")
 
     def mark(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with marks in place of special tokens' spellings.
+        """Return the messages with marks in place of special tokens' spellings, in all of their texts, the assistant's
+        too.
 
-        The assistant's messages stay: what the model wrote may well hold tokens, such as those around its thoughts.
+        So is the end of a text that what follows it could complete to a spelling. Raises InvalidMessage for messages
+        that are nested too deeply.
         """
-        return [self._marked(message) for message in messages]
+        # Messages are checked by the template; here only what can hold a text is looked at.
+        try:
+            return [self._marked(message) if isinstance(message, dict) else message for message in messages]
+        except RecursionError:
+            raise InvalidMessage("The messages are nested too deeply. Send flatter ones.") from None
 
     def mark_values(self, values: Mapping[str, Any] | None) -> dict[str, Any]:
-        """A template's variables with marks in their texts."""
-        return {
-            name: self._marked_text(value) if isinstance(value, str) else value
-            for name, value in (values or {}).items()
-        }
+        """Return a template's variables with marks in their texts."""
+        return {name: self._marked(value) for name, value in (values or {}).items()}
+
+    def mark_text(self, text: str) -> str:
+        """Return the text with marks in place of special tokens' spellings."""
+        parts: list[str] = []
+        last = 0
+        for match in self._spellings.pattern.finditer(text):
+            parts += [text[last : match.start()], self._mark_of(match[0])]
+            last = match.end()
+        end = self._spellings.open_end(text, last)
+        if text[end:].strip() == "":  # which a template may trim
+            return "".join([*parts, text[last:]]) if parts else text
+        return "".join([*parts, text[last:end], self._mark_of(text[end:])])
 
     def restore(self, text: str) -> tuple[str, list[tuple[int, int]]]:
-        """The text with the spellings back in, and where they are: (start, end) pairs in rising order."""
+        """Return the text with the spellings back in, and where they are: (start, end) pairs in rising order."""
         spellings = list(self._numbers)
         parts: list[str] = []
         spans: list[tuple[int, int]] = []
         size = last = 0
-        for match in MARK.finditer(text) if spellings else ():
+        for match in self._mark.finditer(text) if spellings else ():
             number = int(match[1])
-            if number >= len(spellings):
+            if number >= len(spellings):  # the template has cut a mark
                 continue
             before, spelling = text[last : match.start()], spellings[number]
             parts += [before, spelling]
@@ -62,23 +86,32 @@ class Literals:
             last = match.end()
         return "".join([*parts, text[last:]]), spans
 
-    def _marked(self, message: Any) -> Any:
-        # Messages are checked by the template; here only what can hold a text is looked at.
-        if not isinstance(message, dict) or message.get("role") == "assistant":
-            return message
-        content = message.get("content")
-        if isinstance(content, str):
-            return {**message, "content": self._marked_text(content)}
-        if isinstance(content, list):
-            return {**message, "content": [self._marked_part(part) for part in content]}
-        return message
+    def _mark_of(self, spelling: str) -> str:
+        return f"{self._opening}{self._numbers.setdefault(spelling, len(self._numbers)):0{NUMBER_DIGITS}}"
 
-    def _marked_part(self, part: Any) -> Any:
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
-            return {**part, "text": self._marked_text(part["text"])}
-        return part
+    def _marked(self, value: Any, key: object = None) -> Any:
+        match value:
+            case str():
+                if key in OF_THE_FORMAT:
+                    return value
+                return self._marked_arguments(value) if key == "arguments" else self.mark_text(value)
+            case dict():
+                return {self._marked_name(name): self._marked(part, name) for name, part in value.items()}
+            case list() | tuple():
+                return [self._marked(part) for part in value]
+        return value
 
-    def _marked_text(self, text: str) -> str:
-        return self._special.sub(
-            lambda match: f"{OPEN}{self._numbers.setdefault(match[0], len(self._numbers))}{CLOSE}", text
+    def _marked_name(self, name: Any) -> Any:
+        # A template asks for names that it knows, so no more of them is marked than has to be.
+        return (
+            self._spellings.pattern.sub(lambda match: self._mark_of(match[0]), name) if isinstance(name, str) else name
         )
+
+    def _marked_arguments(self, text: str) -> str:
+        """Return the arguments of a call, which may be JSON: a template may read what is written with escapes there."""
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return self.mark_text(text)
+        marked = self._marked(value)
+        return self.mark_text(text if marked == value else json.dumps(marked, ensure_ascii=False))

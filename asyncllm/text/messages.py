@@ -8,7 +8,7 @@ from typing import Any
 from asyncllm.errors import InvalidMessage, UnsupportedFeature, short
 from asyncllm.types import Message
 
-__all__ = ["ROLES", "checked_messages", "checked_prompt"]
+__all__ = ["ROLES", "as_messages", "checked_messages", "checked_prompt"]
 
 ROLES = ("system", "user", "assistant", "tool")
 MEDIA_PARTS = frozenset({"image_url", "image", "image_data", "video_url", "video", "audio_url", "audio", "input_audio"})
@@ -29,10 +29,10 @@ def checked_prompt(prompt: object) -> str:
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
-    """Return the messages with every content as one text.
+    """Return the messages with every content as one text, or None beside calls of tools.
 
-    Text parts are joined by a newline; keys whose value is None are dropped. Raises InvalidMessage for what is no chat,
-    UnsupportedFeature for images and other media.
+    Text parts are joined by a newline; other keys whose value is None are dropped. Raises InvalidMessage for what is no
+    chat, UnsupportedFeature for images and other media.
     """
     if isinstance(messages, str | bytes | dict) or not isinstance(messages, Sequence):
         raise InvalidMessage(
@@ -62,7 +62,7 @@ def _checked_message(message: Message | object, where: str) -> dict[str, Any]:
             raise InvalidMessage(f"{where} has a {key!r} that is no {EXTRA_KEYS[key].__name__}. Correct or remove it.")
     if "content" not in fields:
         if role == "assistant" and "tool_calls" in fields:
-            return {**fields, "content": ""}
+            return {**fields, "content": None}
         raise InvalidMessage(f"{where} has no 'content'. Add the text of the message.")
     fields["content"] = _text(fields["content"], where)
     if role == "user" and not fields["content"]:
@@ -93,3 +93,8 @@ def _text(content: object, where: str) -> str:
             )
         texts.append(text)
     return "\n".join(texts)
+
+
+def as_messages(prompt: str | Sequence[Message]) -> list[Message]:
+    """Return a prompt as chat messages."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -6,22 +6,24 @@ Converting the model to another library's pipeline changes the result for some i
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import sentencepiece
 
 from asyncllm.errors import InvalidCheckpoint
+from asyncllm.text.added_tokens import SPACE, TokenFinder, led_by_space
 from asyncllm.text.checkpoint_files import AddedToken, TokenSettings
+from asyncllm.text.sentencepiece_file import (
+    UNUSED,
+    USER_DEFINED,
+    WITHOUT_DUMMY_PREFIX,
+    piece_types,
+    with_unused_pieces,
+)
 from asyncllm.text.token_table import LeadingSpace, TokenTable, byte_of_fallback_token
 
 __all__ = ["SentencePieceModel"]
-
-SPACE = "\u2581"
-WITHOUT_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
-"""ModelProto.normalizer_spec.add_dummy_prefix = false on the wire. A repeated message field is merged into the earlier
-one by every protobuf parser, so appending these bytes to a model overrides that one setting."""
 
 
 class SentencePieceModel:
@@ -32,7 +34,6 @@ class SentencePieceModel:
         try:
             model = path.read_bytes()
             self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
-            self._bare_model = sentencepiece.SentencePieceProcessor(model_proto=model + WITHOUT_DUMMY_PREFIX)
             model_size: int = self._model.get_piece_size()
         except (OSError, RuntimeError) as error:
             raise InvalidCheckpoint(
@@ -43,19 +44,34 @@ class SentencePieceModel:
             raise InvalidCheckpoint(f"{path} is an empty sentencepiece model. Download it again.")
         self._model_size = model_size
         self._dummy_prefix_after_special = settings.legacy
-        self._added = self._number(settings)
+        self._added = self._number(settings, model)
         self._ids = {token.content: id_ for id_, token in self._added.items()}
         texts = settings.special_texts()
         self.special_ids = frozenset(id_ for id_, token in self._added.items() if token.content in texts) | frozenset(
             id_ for id_ in range(model_size) if self._model.is_control(id_) or self._model.is_unknown(id_)
         )
         self.size = max(model_size, 1 + max(self._added, default=-1))
-        self._split_all = _splitter(self._added.values())
-        self._split_plain = _splitter(token for id_, token in self._added.items() if id_ not in self.special_ids)
+        # Special tokens come from their places in the text alone, so the model must not make any of it.
+        named = [id_ for id_ in self.special_ids | self._renamed if id_ < model_size and not self._never_encoded(id_)]
+        if named:
+            model = with_unused_pieces(model, named)
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self._bare_model = sentencepiece.SentencePieceProcessor(model_proto=model + WITHOUT_DUMMY_PREFIX)
+        self._led = led_by_space({token.content: id_ for id_, token in self._added.items() if id_ in self.special_ids})
+        self._all_tokens = TokenFinder(self._added, self.special_ids, self._led)
+        self._plain_tokens = TokenFinder(
+            {id_: token for id_, token in self._added.items() if id_ not in self.special_ids}, frozenset(), {}
+        )
+        self._inside = frozenset(self._led.values())
+        self.spellings = (*(self._added[id_].content for id_ in self.special_ids if id_ in self._added), *self._led)
         bos = settings.bos_token_id(self.token_id)
         if bos is None and self._model.bos_id() >= 0:
             bos = self._model.bos_id()
         self.prefix: tuple[int, ...] = () if bos is None or settings.add_bos is False else (bos,)
+        eos = settings.named_id("eos_token", self.token_id)
+        if eos is None and self._model.eos_id() >= 0:
+            eos = self._model.eos_id()
+        self.suffix: tuple[int, ...] = (eos,) if settings.add_eos and eos is not None else ()
         self._byte_table = self._table()
         self.table: TokenTable | None = self._byte_table
 
@@ -63,7 +79,8 @@ class SentencePieceModel:
         if token in self._ids:
             return self._ids[token]
         id_: int = self._model.piece_to_id(token)
-        return None if self._model.is_unknown(id_) and self._model.id_to_piece(id_) != token else id_
+        # A piece that is renamed goes by its new name alone.
+        return id_ if self._model.id_to_piece(id_) == token and id_ not in self._added else None
 
     def token(self, id_: int) -> str | None:
         if id_ in self._added:
@@ -74,44 +91,64 @@ class SentencePieceModel:
         return piece
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool) -> list[list[int]]:
-        """Token ids per text, without the prefix."""
-        return [self._encode(text, parse_special=parse_special) for text in texts]
+        """Return token ids per text, without the prefix."""
+        tokens = self._all_tokens if parse_special else self._plain_tokens
+        return [self._encode(text, tokens, ()) for text in texts]
+
+    def encode_literal(self, text: str, literal: Sequence[tuple[int, int]]) -> list[int]:
+        """Return token ids without the prefix; what overlaps a (start, end) pair of `literal` is no special token."""
+        return self._encode(text, self._all_tokens, literal)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._byte_table.decode(ids, skip_special_tokens=False)
 
-    def _encode(self, text: str, *, parse_special: bool) -> list[int]:
+    def _encode(self, text: str, tokens: TokenFinder, literal: Sequence[tuple[int, int]]) -> list[int]:
         ids: list[int] = []
         model = self._model
-        for part, token_id in self._parts(text, parse_special=parse_special):
+        for part, token_id in self._parts(text, tokens, literal):
             if part:
                 ids += model.encode(part)
             if token_id is not None:
                 ids.append(token_id)
-                if not self._dummy_prefix_after_special:
-                    model = self._bare_model
+                prefixed = self._dummy_prefix_after_special and token_id not in self._inside
+                model = self._model if prefixed else self._bare_model
         return ids
 
-    def _parts(self, text: str, *, parse_special: bool) -> Iterator[tuple[str, int | None]]:
-        """Pairs of plain text and the added token that follows it; the last pair has no token."""
-        pattern = self._split_all if parse_special else self._split_plain
+    def _parts(
+        self, text: str, tokens: TokenFinder, literal: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[str, int | None]]:
+        """Yield pairs of plain text and the added token that follows it; the last pair has no token."""
         start = 0
-        for match in pattern.finditer(text) if pattern is not None else ():
-            token = self._ids[match[0]]
-            part = text[start : match.start()]
-            start = match.end()
-            if self._added[token].lstrip:
+        for place in tokens.find(text, literal):
+            part = text[start : place.start]
+            start = place.end
+            if self._added[place.id].lstrip:
                 part = part.rstrip()
-            if self._added[token].rstrip:
-                start = len(text) - len(text[start:].lstrip())
-            yield part, token
+            yield part, place.id
         yield text[start:], None
 
-    def _number(self, settings: TokenSettings) -> dict[int, AddedToken]:
-        """Added tokens by id. One without an id has its place in the model, or else follows the last id."""
+    def _never_encoded(self, id_: int) -> bool:
+        """Return whether no text is encoded to a piece; a byte, which some checkpoints name as padding, stands for
+        itself."""
+        return any(kind(id_) for kind in (self._model.is_control, self._model.is_unknown, self._model.is_byte)) or bool(
+            self._model.is_unused(id_)
+        )
+
+    def _number(self, settings: TokenSettings, model: bytes) -> dict[int, AddedToken]:
+        """Return added tokens by id. One without an id has its place in the model, or else follows the last id.
+
+        A piece that the model reserves for later, as unused or defined by its user, may have another name by now.
+        """
         numbered = dict(settings.added)
+        renamed = {
+            id_
+            for id_, token in numbered.items()
+            if id_ < self._model_size and self._model.id_to_piece(id_) != token.content
+        }
+        types = piece_types(model, renamed) if renamed else {}
+        self._renamed = frozenset(renamed)
         for id_, token in numbered.items():
-            if id_ < self._model_size and self._model.id_to_piece(id_) != token.content:
+            if id_ in renamed and types[id_] not in (UNUSED, USER_DEFINED):
                 raise InvalidCheckpoint(
                     f"Token {id_} is {token.content!r} in the tokenizer's JSON files, but "
                     f"{self._model.id_to_piece(id_)!r} in tokenizer.model. The files are of different models; "
@@ -145,13 +182,3 @@ class SentencePieceModel:
         if self._model.encode("a") != self._bare_model.encode("a"):
             return LeadingSpace.DROP_ONE
         return LeadingSpace.KEEP
-
-
-def _splitter(tokens: Iterable[AddedToken]) -> re.Pattern[str] | None:
-    """Matches the longest added token at the leftmost place; None when there are none."""
-    longest_first = sorted(tokens, key=lambda token: -len(token.content))
-    alternatives = [
-        rf"(?<!\w){re.escape(token.content)}(?!\w)" if token.single_word else re.escape(token.content)
-        for token in longest_first
-    ]
-    return re.compile("|".join(alternatives)) if alternatives else None

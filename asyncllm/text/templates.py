@@ -361,7 +361,8 @@ class Registry:
     def register_module(
         self, name: str | Sequence[str] | None = None, force: bool = False, module: type[Any] | None = None
     ) -> Callable[[Template], Template]:
-        """Class decorator that makes a chat template known as `name` (or each of several; None: the class's name).
+        """Return a class decorator that makes a chat template known as `name` (or each of several; None: the class's
+        name).
 
         The class needs `get_prompt(prompt, sequence_start)` and `messages2prompt(messages, sequence_start)`; deriving
         from BaseChatTemplate gives both. Raises InvalidParameter when the name is taken, unless `force`.
@@ -391,11 +392,11 @@ class Registry:
         return register
 
     def get(self, name: str) -> type[Any] | None:
-        """The class registered as `name`, BaseChatTemplate for a built-in name, None for an unknown one."""
+        """Return the class registered as `name`, BaseChatTemplate for a built-in name, None for an unknown one."""
         return self._users.get(name) or (BaseChatTemplate if name in BUILTIN else None)
 
     def build(self, name: str, overrides: dict[str, Any]) -> Any:
-        """The template `name` with some of its parts replaced. Raises InvalidParameter."""
+        """Return the template `name` with some of its parts replaced. Raises InvalidParameter."""
         template = self._users.get(name)
         if template is None:
             return BaseChatTemplate(**{**BUILTIN[name], **overrides})
@@ -408,7 +409,7 @@ class Registry:
             ) from error
 
     def names(self) -> list[str]:
-        """All names, sorted."""
+        """Return all names, sorted."""
         return sorted({*BUILTIN, *self._users})
 
 
@@ -416,12 +417,12 @@ MODELS = Registry()
 
 
 def names() -> list[str]:
-    """Names of all chat templates that ChatTemplateConfig(model_name=...) takes."""
+    """Return names of all chat templates that ChatTemplateConfig(model_name=...) takes."""
     return MODELS.names()
 
 
 def builtin_name(config: dict[str, Any]) -> str:
-    """The built-in template for a checkpoint's config.json; "base" when it does not tell."""
+    """Return the built-in template for a checkpoint's config.json; "base" when it does not tell."""
     for name in config.get("architectures") or ():
         for architecture, entries, template in ARCHITECTURES:
             if name == architecture and all(_entry(config, key) == value for key, value in entries.items()):

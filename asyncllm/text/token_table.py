@@ -45,14 +45,14 @@ class TokenTable:
                 self._kept_texts[id_] = ""
 
     def texts(self, *, skip_special_tokens: bool) -> list[str | None]:
-        """Per id: its text if that does not depend on its neighbours, None if it is part of a character.
+        """Return, per id: its text if that does not depend on its neighbours, None if it is part of a character.
 
         White space in front of the first text is not treated here.
         """
         return self._kept_texts if skip_special_tokens else self._all_texts
 
     def join(self, ids: Iterable[int], *, skip_special_tokens: bool, at_start: bool) -> tuple[bytes, bool]:
-        """The bytes of `ids`, and whether what follows them is still at the start of the text.
+        """Return the bytes of `ids`, and whether what follows them is still at the start of the text.
 
         Ids outside the vocabulary have no bytes.
         """
@@ -67,7 +67,7 @@ class TokenTable:
         return b"".join(pieces), at_start
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool) -> str:
-        """The text of `ids`."""
+        """Return the text of `ids`."""
         return self.join(ids, skip_special_tokens=skip_special_tokens, at_start=True)[0].decode("utf-8", "replace")
 
     def _open(self, piece: bytes) -> tuple[bytes, bool]:
@@ -93,7 +93,7 @@ def _whole_text(piece: bytes | None) -> str | None:
 
 
 def byte_of_fallback_token(token: str) -> bytes | None:
-    """The byte that a byte-fallback token such as "<0x0A>" stands for; None for any other token."""
+    """Return the byte that a byte-fallback token such as "<0x0A>" stands for; None for any other token."""
     if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
         return None
     try:
@@ -103,7 +103,7 @@ def byte_of_fallback_token(token: str) -> bytes | None:
 
 
 def _byte_level_alphabet() -> dict[int, int]:
-    """Character -> byte of byte-level BPE (GPT-2): printable Latin-1 stands for itself, the rest follows U+0100.
+    """Return character -> byte of byte-level BPE (GPT-2): printable Latin-1 stands for itself, the rest follows U+0100.
 
     The other Latin-1 characters map to U+FFFF, so that a token that holds one is recognised as plain text.
     """
@@ -117,7 +117,8 @@ _ALPHABET = _byte_level_alphabet()
 
 
 def byte_level_piece(token: str) -> bytes:
-    """The bytes of a byte-level token. A token outside the alphabet, as some added tokens are, stands for itself."""
+    """Return the bytes of a byte-level token. A token outside the alphabet, as some added tokens are, stands for
+    itself."""
     try:
         return token.translate(_ALPHABET).encode("latin-1")
     except UnicodeEncodeError:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from asyncllm.errors import InvalidCheckpoint, InvalidMessage, InvalidParameter, ModelNotFound
+from asyncllm.text.added_tokens import Spellings
 from asyncllm.text.checkpoint_files import TokenSettings
 from asyncllm.text.token_table import TokenTable
 
@@ -20,29 +20,37 @@ class TokenizerModel(Protocol):
     size: int
     """One above the highest token id."""
     special_ids: frozenset[int]
+    spellings: tuple[str, ...]
+    """All texts that are read as special tokens."""
     prefix: tuple[int, ...]
     """Ids in front of every sequence; usually the one that begins it, or none."""
+    suffix: tuple[int, ...]
+    """Ids behind a text that nothing follows; usually none, and of embedding models the one that ends a sequence."""
     table: TokenTable | None
     """None when a token's text depends on its neighbours in other ways than through incomplete characters."""
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its exact text, None if there is none."""
+        """Return the id of a token by its exact text, None if there is none."""
 
     def token(self, id_: int) -> str | None:
-        """The token as the file spells it, None where the vocabulary has a gap."""
+        """Return the token as the file spells it, None where the vocabulary has a gap."""
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool) -> list[list[int]]:
-        """Token ids per text, without the prefix."""
+        """Return token ids per text, without the prefix."""
+
+    def encode_literal(self, text: str, literal: Sequence[tuple[int, int]]) -> list[int]:
+        """Return token ids without the prefix; what overlaps a (start, end) pair of `literal` is no special token."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids of the vocabulary, special tokens included."""
+        """Return the text of ids of the vocabulary, special tokens included."""
 
 
 class Tokenizer:
     """The tokenizer of one checkpoint. Immutable; usable from several threads at once."""
 
     def __init__(self, model: TokenizerModel, *, bos_token_id: int | None, eos_token_ids: tuple[int, ...]) -> None:
-        self._model = model
+        self.model = model
+        """What reads the tokenizer's file."""
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
         """Ids that end an answer; may be empty."""
@@ -50,8 +58,7 @@ class Tokenizer:
         """One above the highest token id. The model's output embedding may have more rows."""
         self.special_token_ids = model.special_ids
         self.table = model.table
-        spellings = sorted((model.token(id_) or "" for id_ in model.special_ids), key=len, reverse=True)
-        self.special_pattern = re.compile("|".join(re.escape(token) for token in spellings if token) or r"(?!)")
+        self.spellings = Spellings(model.spellings)
         """Finds the spelling of any special token in a text."""
 
     @classmethod
@@ -77,31 +84,26 @@ class Tokenizer:
         parse_special: bool = True,
         literal_spans: Sequence[tuple[int, int]] = (),
     ) -> list[int]:
-        """The token ids of `text`. See `encode_batch`.
+        """Return the token ids of `text`. See `encode_batch`.
 
-        `literal_spans` are (start, end) in `text`, in rising order, where the spelling of a special token is plain text
-        although `parse_special` is set (`asyncllm.text.literals`).
+        `literal_spans` are (start, end) in `text`, in rising order, which no special token overlaps although
+        `parse_special` is set (`asyncllm.text.literals`). All around them is encoded as if they were any other text.
         """
         if not literal_spans or not parse_special:
             return self.encode_batch([text], add_bos=add_bos, parse_special=parse_special)[0]
         _check_text(text)
-        starts = {start for start, _ in literal_spans}
-        ids: list[int] = []
-        last = 0
-        for match in self.special_pattern.finditer(text):
-            token_id = self.token_id(match[0])
-            if match.start() in starts or token_id is None:
-                continue
-            ids += self._literal(text[last : match.start()])
-            ids.append(token_id)
-            last = match.end()
-        ids += self._literal(text[last:])
+        ids = self.model.encode_literal(text, literal_spans)
         return self._with_prefix(ids) if add_bos else ids
+
+    def with_suffix(self, ids: list[int]) -> list[int]:
+        """Return `ids` and what the checkpoint's own tokenizer puts behind a text, unless they end in it already."""
+        suffix = list(self.model.suffix)
+        return ids if not suffix or ids[-len(suffix) :] == suffix else ids + suffix
 
     def encode_batch(
         self, texts: Sequence[str], *, add_bos: bool = True, parse_special: bool = True
     ) -> list[list[int]]:
-        """The token ids of each text. For tokenizer.json the GIL is released meanwhile, so call it in a thread.
+        """Return the token ids of each text. For tokenizer.json the GIL is released meanwhile, so call it in a thread.
 
         `add_bos` puts in front what the checkpoint's own tokenizer puts there, unless the text begins with it already.
         `parse_special=False` takes the texts of special tokens for plain text. Raises InvalidMessage for a text that
@@ -109,18 +111,15 @@ class Tokenizer:
         """
         for text in texts:
             _check_text(text)
-        encoded = self._model.encode_batch(texts, parse_special=parse_special)
-        return [self._with_prefix(ids) for ids in encoded] if add_bos and self._model.prefix else encoded
-
-    def _literal(self, text: str) -> list[int]:
-        return self._model.encode_batch([text], parse_special=False)[0] if text else []
+        encoded = self.model.encode_batch(texts, parse_special=parse_special)
+        return [self._with_prefix(ids) for ids in encoded] if add_bos and self.model.prefix else encoded
 
     def _with_prefix(self, ids: list[int]) -> list[int]:
-        prefix = list(self._model.prefix)
+        prefix = list(self.model.prefix)
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; ids outside the vocabulary have none. Incomplete characters become U+FFFD.
+        """Return the text of `ids`; ids outside the vocabulary have none. Incomplete characters become U+FFFD.
 
         Raises InvalidParameter for something else than non-negative ints.
         """
@@ -129,38 +128,46 @@ class Tokenizer:
                 raise InvalidParameter(f"{id_!r} is not a token id. Token ids are non-negative ints.", "ids")
         if self.table is not None:
             return self.table.decode(ids, skip_special_tokens=skip_special_tokens)
-        return self._model.decode(self.visible(ids, skip_special_tokens=skip_special_tokens))
+        return self.model.decode(self.visible(ids, skip_special_tokens=skip_special_tokens))
 
     def visible(self, ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
-        """Those of `ids` that have a text."""
+        """Return those of `ids` that have a text."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset[int]()
-        return [id_ for id_ in ids if id_ not in skipped and self._model.token(id_) is not None]
+        return [id_ for id_ in ids if id_ not in skipped and self.model.token(id_) is not None]
 
     def token_text(self, id_: int) -> str:
-        """The text of one token on its own, special tokens included; U+FFFD for a part of a character."""
+        """Return the text of one token on its own, special tokens included; U+FFFD for a part of a character."""
         return self.token_bytes(id_).decode("utf-8", "replace")
 
     def token_bytes(self, id_: int) -> bytes:
-        """The bytes of one token on its own; empty outside the vocabulary."""
+        """Return the bytes of one token on its own; empty outside the vocabulary."""
         if self.table is not None:
             return (self.table.pieces[id_] or b"") if 0 <= id_ < len(self.table.pieces) else b""
-        return self._model.decode(self.visible([id_], skip_special_tokens=False)).encode()
+        return self.model.decode(self.visible([id_], skip_special_tokens=False)).encode()
 
     def token_id(self, token: str) -> int | None:
-        """The id of the token that is spelled `token` in the vocabulary ("<|im_end|>", say), or None."""
-        return self._model.token_id(token)
+        """Return the id of the token that is spelled `token` in the vocabulary ("<|im_end|>", say), or None."""
+        return self.model.token_id(token) if _surrogate(token) is None else None
 
 
 def _check_text(text: object) -> None:
     if not isinstance(text, str):
         raise InvalidMessage(f"A text to encode is of type {type(text).__name__}, not str. Give a str.")
+    place = _surrogate(text)
+    if place is not None:
+        raise InvalidMessage(
+            f"The text holds a lone surrogate (U+{ord(text[place]):04X}) at position {place}, which is no valid "
+            f"Unicode. Decode the input with the right encoding, or replace the character."
+        )
+
+
+def _surrogate(text: str) -> int | None:
+    """Return the place of the first lone surrogate, which is no valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidMessage(
-            f"The text holds a lone surrogate (U+{ord(text[error.start]):04X}) at position {error.start}, "
-            f"which is no valid Unicode. Decode the input with the right encoding, or replace the character."
-        ) from None
+        return error.start
+    return None
 
 
 def _open_model(path: Path, settings: TokenSettings) -> TokenizerModel:

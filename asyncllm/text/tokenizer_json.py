@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken as HubAddedToken
 from tokenizers import Tokenizer as HubTokenizer
 
 from asyncllm.errors import InvalidCheckpoint
-from asyncllm.text.checkpoint_files import TokenSettings
+from asyncllm.text.added_tokens import SPACE, Place, TokenFinder, any_of, led_by_space
+from asyncllm.text.checkpoint_files import MAX_TOKEN_ID, AddedToken, TokenSettings
+from asyncllm.text.literal_pipeline import LiteralPipeline
 from asyncllm.text.token_table import LeadingSpace, TokenTable, byte_level_piece, byte_of_fallback_token
 
 __all__ = ["TokenizerJson"]
 
-SPACE = "\u2581"
 CHUNK = 512
 """Ids per call when the table is checked against the library."""
 
@@ -37,61 +38,112 @@ class TokenizerJson:
         # A saved training-time limit would silently shorten or pad every prompt.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._literal: HubTokenizer | None = None
-        self._added = self._tokenizer.get_added_tokens_decoder()
         self._vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._add_named(settings)
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        self._added_ids = {token.content: id_ for id_, token in self._added.items()}
         self.size = 1 + max((*self._vocabulary.values(), *self._added), default=-1)
-        self._special = _any_of(token.content for token in self._added.values() if token.special)
+        if self.size > MAX_TOKEN_ID:
+            raise InvalidCheckpoint(f"{path} has the token id {self.size - 1}. The file is damaged; download it again.")
         texts = settings.special_texts()
         self.special_ids = frozenset(
             id_ for id_, token in self._added.items() if token.special or token.content in texts
         ) | frozenset(self._vocabulary[text] for text in texts if text in self._vocabulary)
-        self.prefix = self._prefix(settings)
+        self._find_special()
+        self.prefix, self.suffix = self._frame(settings)
         self.table = self._table()
 
     def token_id(self, token: str) -> int | None:
-        return self._tokenizer.token_to_id(token)
+        return self._added_ids.get(token, self._tokenizer.token_to_id(token))
 
     def token(self, id_: int) -> str | None:
-        return self._tokenizer.id_to_token(id_)
+        # The library tells what an added token looks like once it is normalized.
+        return self._added[id_].content if id_ in self._added else self._tokenizer.id_to_token(id_)
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool) -> list[list[int]]:
-        """Token ids per text, without the prefix. `encode_batch_fast` releases the GIL, `encode` does not."""
-        literal = not parse_special and any(self._special.search(text) for text in texts)
-        tokenizer = self._literal_tokenizer() if literal else self._tokenizer
-        return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        """Return token ids per text, without the prefix. `encode_batch_fast` releases the GIL, `encode` does not."""
+        if not parse_special:
+            return [self._literal.encode(text, (), [place[:2] for place in self._special(text, ())]) for text in texts]
+        if self._lost is not None and any(self._lost.search(text) for text in texts):
+            return [self.encode_literal(text, ()) for text in texts]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_literal(self, text: str, literal: Sequence[tuple[int, int]]) -> list[int]:
+        """Return token ids without the prefix; what overlaps a (start, end) pair of `literal` is no special token."""
+        places = self._special(text, literal)
+        if any(place.id in self._late for place in places):
+            places = self._found(text, places, literal)
+        return self._literal.encode(text, places, literal)
+
+    def _special(self, text: str, literal: Sequence[tuple[int, int]]) -> list[Place]:
+        return [place for place in self._finder.find(text, literal) if place.id in self.special_ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
-    def _literal_tokenizer(self) -> HubTokenizer:
-        """A second tokenizer that takes special tokens in the text for plain text; the switch is per object.
+    def _add_named(self, settings: TokenSettings) -> None:
+        """Find special tokens in texts that only the settings beside the file call special, as `transformers` does."""
+        added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        self._tokenizer.add_special_tokens(
+            [
+                HubAddedToken(token.content, lstrip=token.lstrip, rstrip=token.rstrip, single_word=token.single_word)
+                for token in (*settings.unnumbered, *settings.added.values())
+                if token.special and token.content in self._vocabulary and token.content not in added
+            ]
+        )
 
-        Made when the first such text comes, as copying a large vocabulary takes half a second.
-        """
-        if self._literal is None:
-            literal = copy.deepcopy(self._tokenizer)
-            literal.encode_special_tokens = True
-            self._literal = literal
-        return self._literal
+    def _find_special(self) -> None:
+        """Prepare for texts in which a special token's spelling is plain text."""
+        special = {id_: token for id_, token in self._added.items() if id_ in self.special_ids}
+        named = {text: id_ for id_ in self.special_ids if (text := self.token(id_))}
+        spaced = any(SPACE in token for token in self._tokenizer.encode("x x", add_special_tokens=False).tokens)
+        led = led_by_space({token.content: id_ for id_, token in special.items()}) if spaced else {}
+        self.spellings = (*named, *led)
+        self._late = frozenset(id_ for id_, token in special.items() if token.normalized)
+        """Special tokens that are looked for in the normalized text."""
+        lost = [text for text, id_ in led.items() if id_ not in self._tokenizer.encode(f"x {text} x").ids]
+        self._lost = any_of(lost) if lost else None
+        """Texts that name special tokens behind a space, and that the pipeline reads as plain text."""
+        found = {
+            id_: AddedToken(token.content, rstrip=token.rstrip, single_word=token.single_word)
+            for id_, token in self._added.items()
+        }
+        self._finder = TokenFinder(found, self.special_ids, led)
+        self._literal = LiteralPipeline(self._tokenizer, special, {**named, **led}, frozenset(led.values()))
 
-    def _prefix(self, settings: TokenSettings) -> tuple[int, ...]:
-        """The ids that the post-processor puts in front of a text; what it appends would end the answer at once."""
+    def _found(self, text: str, places: list[Place], literal: Sequence[tuple[int, int]]) -> list[Place]:
+        """Return those of `places` where the pipeline finds a token too: what it looks for is normalized, and may begin
+        with what it prepends to a text."""
+        parts, last = [], 0
+        for start, end in literal:
+            # As long, but no token.
+            parts += [text[last:start], re.sub(r"\S", "x", text[start:end])]
+            last = end
+        text = "".join([*parts, text[last:]])
+        encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        covered = {
+            place
+            for id_, offsets in zip(encoding.ids, encoding.offsets, strict=True)
+            if id_ in self._late
+            for place in range(*offsets)
+        }
+        return [place for place in places if place.id not in self._late or place.start in covered]
+
+    def _frame(self, settings: TokenSettings) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ids that the post-processor puts in front of a text, and behind it, where they would end an answer
+        at once. tokenizer_config.json has the last word on those that begin and end a sequence."""
         bare = self._tokenizer.encode("a", add_special_tokens=False).ids
         whole = self._tokenizer.encode("a", add_special_tokens=True).ids
         starts = range(len(whole) - len(bare) + 1)
-        start = next((start for start in starts if bare and whole[start : start + len(bare)] == bare), 0)
-        prefix = tuple(whole[:start])
-        bos = settings.bos_token_id(self.token_id)
-        if settings.add_bos is True and not prefix and bos is not None:
-            return (bos,)
-        if settings.add_bos is False:
-            return tuple(id_ for id_ in prefix if id_ != bos)
-        return prefix
+        start = next((start for start in starts if bare and whole[start : start + len(bare)] == bare), len(whole))
+        prefix = tuple(whole[:start]) if start < len(whole) else ()
+        suffix = tuple(whole[start + len(bare) :])
+        bos, eos = settings.bos_token_id(self.token_id), settings.named_id("eos_token", self.token_id)
+        return _with(bos, prefix, settings.add_bos), _with(eos, suffix, settings.add_eos)
 
     def _table(self) -> TokenTable | None:
-        """The byte table, or None when the decoder is of another kind or disagrees with it."""
+        """Return the byte table, or None when the decoder is of another kind or disagrees with it."""
         steps = _steps(self._tokenizer)
         rule = _rule(steps)
         if rule is None:
@@ -101,7 +153,7 @@ class TokenizerJson:
         for token, id_ in self._vocabulary.items():
             pieces[id_] = to_piece(token)
         for id_, added in self._added.items():
-            pieces[id_] = to_piece(added.content)
+            pieces[id_] = to_piece(self._tokenizer.id_to_token(id_) or added.content)
         table = TokenTable(pieces, self.special_ids, leading)
         return table if self._agrees(table) else None
 
@@ -120,13 +172,15 @@ class TokenizerJson:
         )
 
 
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Finds any of `texts`, in any case, as a normalizer may fold it; nothing when there are none."""
-    return re.compile("|".join(map(re.escape, texts)) or r"(?!)", re.IGNORECASE)
+def _with(token: int | None, ids: tuple[int, ...], wanted: bool | None) -> tuple[int, ...]:
+    """Return `ids`, or the token alone if it is wanted and there are none, or without it if it is not."""
+    if wanted is True and not ids and token is not None:
+        return (token,)
+    return tuple(id_ for id_ in ids if id_ != token) if wanted is False else ids
 
 
 def _steps(tokenizer: HubTokenizer) -> list[dict[str, Any]]:
-    """The decoder as a flat list of its JSON descriptions."""
+    """Return the decoder as a flat list of its JSON descriptions."""
     if tokenizer.decoder is None:
         return []
     description = json.loads(tokenizer.decoder.__getstate__())
@@ -134,7 +188,7 @@ def _steps(tokenizer: HubTokenizer) -> list[dict[str, Any]]:
 
 
 def _rule(steps: list[dict[str, Any]]) -> tuple[Callable[[str], bytes], LeadingSpace] | None:
-    """How one token becomes bytes under these decoder steps; None when tokens cannot be decoded one by one."""
+    """Return how one token becomes bytes under these decoder steps; None if tokens cannot be decoded one by one."""
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return byte_level_piece, LeadingSpace.KEEP

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncllm.agent.model_agent import ModelAgent
-from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart, StepOutput, TokenLogprobs
+from asyncllm.protocol import Batch, PrefillRow, SamplingParams, SlotStart, StepOutput, TokenLogprobs
 from tests.agent.tiny_model import NAN_TOKEN, VOCAB_SIZE
 
 __all__ = ["Answered", "RandomSchedule", "assert_same_output"]
@@ -112,7 +112,7 @@ class RandomSchedule:
         return Answered(batch, output)
 
     def _draw_params(self) -> SamplingParams:
-        from tests.agent.test_device_sampler import random_params
+        from tests.agent.test_sampler_steps import random_params
 
         return SamplingParams(**(self._params or random_params(self._dice, VOCAB_SIZE)))
 
@@ -155,7 +155,7 @@ class RandomSchedule:
             batch.copies.append((leader.blocks[full], own))
             row.blocks = [*row.blocks, own]
         if row.blocks:
-            batch.new_blocks.append((row.slot, 0, list(row.blocks)))
+            batch.new_blocks.append((row.slot, 0, 0, list(row.blocks)))
 
     def _swap_out(self, batch: Batch, row: _Row) -> bool:
         """Copy what the row has computed to the host, if that has room. Its blocks may be taken in this very step."""
@@ -176,7 +176,7 @@ class RandomSchedule:
         self._swapped.pop(0)
         row.blocks = self._take(len(before.host_blocks))
         row.num_computed = before.num_computed
-        batch.new_blocks.append((row.slot, 0, list(row.blocks)))
+        batch.new_blocks.append((row.slot, 0, 0, list(row.blocks)))
         batch.swaps.swap_in.extend(zip(before.host_blocks, row.blocks, strict=True))
         self._free_host = self._free_host + before.host_blocks
 
@@ -197,7 +197,7 @@ class RandomSchedule:
         needed = -(-end // self._agent.limits.block_size) - len(row.blocks)
         if needed > 0:
             blocks = self._take(needed)
-            batch.new_blocks.append((row.slot, len(row.blocks), blocks))
+            batch.new_blocks.append((row.slot, 0, len(row.blocks), blocks))
             row.blocks = row.blocks + blocks
         row.num_computed = end
         row.last_step = self._last_use[row.slot] = self._step

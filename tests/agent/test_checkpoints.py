@@ -10,9 +10,9 @@ import torch
 
 from asyncllm.agent.executor import open_executor
 from asyncllm.agent.model_agent import ModelAgent
-from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidParameter
+from asyncllm.protocol import Batch, PrefillRow, SamplingParams, SlotStart
 from tests.agent.tiny_model import GREEDY, Driver, plain_greedy, plain_logits
 from tests.checkpoints import build_checkpoint
 
@@ -95,7 +95,7 @@ async def test_open_executor_serves_a_checkpoint(folder: Path) -> None:
     prompt = prompt_of(9, 3, limits.vocab_size)
     start = SlotStart(slot=2, params=GREEDY, num_prompt=9, num_tokens=9, token_ids=[])
     row = PrefillRow(slot=2, tokens=prompt, position=0, sample=True)
-    batch = Batch(step=0, starts=[start], new_blocks=[(2, 0, [7, 3])], copies=[], decode=[], prefill=[row])
+    batch = Batch(step=0, starts=[start], new_blocks=[(2, 0, 0, [7, 3])], copies=[], decode=[], prefill=[row])
     output = await executor.submit(batch)
     await executor.close()
     assert output.slots == [2]

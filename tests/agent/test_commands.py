@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from asyncllm.agent.stream_executor import StreamExecutor
-from asyncllm.batch import Sleep
+from asyncllm.agent.executor import StepExecutor
 from asyncllm.errors import EngineClosed, EngineDead, InvalidParameter
+from asyncllm.protocol import Sleep
 from tests.agent.test_executor import empty_batch
-from tests.agent.test_stream_executor import Made, running, until
+from tests.agent.test_executor_ahead import Made, running, until
 
 
 @pytest.mark.anyio
@@ -28,7 +28,7 @@ async def test_a_command_runs_in_the_thread_and_a_refused_one_hurts_nobody() -> 
 @pytest.mark.anyio
 async def test_a_command_that_fails_halfway_is_the_last_of_the_launcher() -> None:
     made = Made(failures={"carry_out": 1})
-    executor = StreamExecutor(made, release=made.release)
+    executor = StepExecutor(made, release=made.release)
     await executor.start()
     with pytest.raises(ValueError, match="broken carry_out") as failed:
         await executor.carry_out(Sleep(1))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from asyncllm.agent import context
-from asyncllm.agent.context import THREAD_NAME, context_meanwhile
+from asyncllm.agent.device import context
+from asyncllm.agent.device.context import THREAD_NAME, context_meanwhile
 
 
 class Driver:

@@ -1,9 +1,10 @@
-"""ThreadExecutor: the loop stays free, errors reach every caller, nothing is left over."""
+"""StepExecutor with steps that are computed in its thread: the loop is free, and nothing is left over."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
 import sys
 import threading
 import time
@@ -14,31 +15,62 @@ from pathlib import Path
 
 import pytest
 
-from asyncllm.agent.contained_runner import ContainedRunner
-from asyncllm.agent.executor import open_executor
-from asyncllm.agent.thread_executor import ThreadExecutor
-from asyncllm.batch import Batch, Limits, PrefillRow, SlotStart, StepDropped, StepFailed, StepOutput
+from asyncllm.agent.executor import StepExecutor, open_executor
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineClosed, EngineDead, InvalidCheckpoint, InvalidParameter, ModelError
+from asyncllm.protocol import Batch, Command, Limits, PrefillRow, Sleep, SlotStart, StepDropped, StepFailed, StepOutput
 from tests.agent.tiny_model import GREEDY, Driver, tiny_agent, tiny_llama
 
+ROOT = Path(__file__).parents[2]
 LIMITS = Limits(num_blocks=1, block_size=1, max_position=1, vocab_size=1, hidden_size=1, num_slots=1)
 
 
 class Runner:
-    """A StepRunner whose steps do what the test says, in the thread that is recorded."""
+    """An agent whose steps do what the test says when they are launched, in the thread that is recorded."""
 
-    def __init__(self, work: Callable[[Batch], None] = lambda batch: None) -> None:
+    runs_ahead = blocked = False
+
+    def __init__(self, work: Callable[[Batch], None] = lambda batch: None, *, robust: bool = False) -> None:
         self.limits = LIMITS
         self.work = work
+        self.robust = robust
+        """Whether it survives what a step raises."""
         self.threads: list[str] = []
         self.steps: list[int] = []
 
-    def step(self, batch: Batch) -> StepOutput:
+    def launch(self, batch: Batch) -> Computed:
         self.threads.append(threading.current_thread().name)
         self.steps.append(batch.step)
         self.work(batch)
-        return StepOutput(step=batch.step, slots=[], tokens=[])
+        return Computed(batch.step)
+
+    def resume(self) -> None:
+        raise AssertionError("nothing is launched in part")
+
+    def survives(self, error: BaseException) -> bool:
+        return self.robust
+
+    def carry_out(self, command: Command) -> None:
+        assert isinstance(command, Sleep)
+        if command.level == 2:
+            raise InvalidParameter("not this")
+        if command.level == 3:
+            raise ValueError("broken")
+
+
+class Computed:
+    """A step that is over."""
+
+    launched = True
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def wait(self) -> None:
+        pass
+
+    def output(self) -> StepOutput:
+        return StepOutput(step=self.step, slots=[], tokens=[])
 
 
 def empty_batch(step: int = 0) -> Batch:
@@ -52,7 +84,7 @@ def step_threads() -> list[threading.Thread]:
 @pytest.mark.anyio
 async def test_steps_run_in_order_in_one_named_thread() -> None:
     runner = Runner()
-    executor = ThreadExecutor(lambda: runner)
+    executor = StepExecutor(lambda: runner)
     assert await executor.start() == LIMITS
     futures = [executor.submit(empty_batch(step)) for step in range(20)]
     outputs = await asyncio.gather(*futures)
@@ -64,7 +96,7 @@ async def test_steps_run_in_order_in_one_named_thread() -> None:
 
 @pytest.mark.anyio
 async def test_one_wakeup_of_the_loop_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = ThreadExecutor(Runner)
+    executor = StepExecutor(Runner)
     await executor.start()
     loop = asyncio.get_running_loop()
     calls = []
@@ -75,8 +107,8 @@ async def test_one_wakeup_of_the_loop_per_step(monkeypatch: pytest.MonkeyPatch) 
             calls.append(args)
             wake(*args)  # type: ignore[arg-type]
 
-    assert executor._worker is not None
-    monkeypatch.setattr(executor._worker, "_loop", Counting())
+    assert executor._thread._worker is not None
+    monkeypatch.setattr(executor._thread._worker, "_loop", Counting())
     await asyncio.gather(*[executor.submit(empty_batch(step)) for step in range(7)])
     assert len(calls) == 7
     await executor.close()
@@ -88,7 +120,7 @@ async def test_a_failed_step_fails_every_later_one() -> None:
         if batch.step == 1:
             raise ValueError("broken step")
 
-    executor = ThreadExecutor(lambda: Runner(work))
+    executor = StepExecutor(lambda: Runner(work))
     await executor.start()
     futures = [executor.submit(empty_batch(step)) for step in range(3)]
     assert (await futures[0]).step == 0
@@ -109,8 +141,8 @@ async def test_a_contained_step_fails_with_what_was_built_on_it_and_no_other() -
         if batch.step == 1:
             raise ValueError("broken step")
 
-    runner = Runner(work)
-    executor = ThreadExecutor(lambda: ContainedRunner(runner))
+    runner = Runner(work, robust=True)
+    executor = StepExecutor(lambda: runner)
     await executor.start()
     batches = [empty_batch(step) for step in range(5)]
     for batch, last_read in zip(batches, (-1, -1, 0, 2, 3), strict=True):
@@ -128,7 +160,7 @@ async def test_what_a_runner_does_not_survive_is_passed_on() -> None:
     def work(batch: Batch) -> None:
         raise KeyError("beyond repair")
 
-    executor = ThreadExecutor(lambda: ContainedRunner(Runner(work), survives=lambda error: False))
+    executor = StepExecutor(lambda: Runner(work))
     await executor.start()
     with pytest.raises(KeyError):
         await executor.submit(empty_batch())
@@ -142,7 +174,7 @@ async def test_stop_iteration_reaches_the_caller_too() -> None:
     def work(batch: Batch) -> None:
         next(iter(()))
 
-    executor = ThreadExecutor(lambda: Runner(work))
+    executor = StepExecutor(lambda: Runner(work))
     await executor.start()
     with pytest.raises(RuntimeError, match="StopIteration"):
         await executor.submit(empty_batch())
@@ -155,7 +187,7 @@ async def test_errors_of_loading_pass_through(error: Exception) -> None:
     def load() -> Runner:
         raise error
 
-    executor = ThreadExecutor(load)
+    executor = StepExecutor(load)
     with pytest.raises(type(error)) as caught:
         await executor.start()
     assert caught.value is error
@@ -167,7 +199,7 @@ async def test_errors_of_loading_pass_through(error: Exception) -> None:
 
 @pytest.mark.anyio
 async def test_unexpected_errors_of_loading_become_model_errors() -> None:
-    executor = ThreadExecutor(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    executor = StepExecutor(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
     with pytest.raises(ModelError, match="ZeroDivisionError") as caught:
         await executor.start()
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -176,7 +208,7 @@ async def test_unexpected_errors_of_loading_become_model_errors() -> None:
 
 @pytest.mark.anyio
 async def test_close_in_any_state_and_again() -> None:
-    fresh = ThreadExecutor(Runner)
+    fresh = StepExecutor(Runner)
     await fresh.close()
     await fresh.close()
     with pytest.raises(EngineClosed):
@@ -184,7 +216,7 @@ async def test_close_in_any_state_and_again() -> None:
     with pytest.raises(EngineClosed):
         fresh.submit(empty_batch())
 
-    running = ThreadExecutor(Runner)
+    running = StepExecutor(Runner)
     await running.start()
     with pytest.raises(EngineClosed):
         await running.start()
@@ -204,7 +236,7 @@ async def test_close_finishes_what_runs_and_drops_what_waits() -> None:
         assert leave.wait(10)
 
     runner = Runner(work)
-    executor = ThreadExecutor(lambda: runner)
+    executor = StepExecutor(lambda: runner)
     await executor.start()
     futures = [executor.submit(empty_batch(step)) for step in range(3)]
     while not entered.is_set():  # noqa: ASYNC110 - set by the other thread
@@ -223,7 +255,7 @@ async def test_close_finishes_what_runs_and_drops_what_waits() -> None:
 @pytest.mark.anyio
 async def test_a_cancelled_step_runs_and_hurts_nobody() -> None:
     runner = Runner()
-    executor = ThreadExecutor(lambda: runner)
+    executor = StepExecutor(lambda: runner)
     await executor.start()
     first, second = executor.submit(empty_batch(0)), executor.submit(empty_batch(1))
     first.cancel()
@@ -233,22 +265,15 @@ async def test_a_cancelled_step_runs_and_hurts_nobody() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_call_with_the_runner_may_be_refused_and_a_failed_one_is_the_last() -> None:
+async def test_a_command_may_be_refused_and_a_failed_one_is_the_last() -> None:
     runner = Runner()
-    executor = ThreadExecutor(lambda: runner)
+    executor = StepExecutor(lambda: runner)
     await executor.start()
-
-    def refuse(_: object) -> None:
-        raise InvalidParameter("not this")
-
-    def fail(_: object) -> None:
-        raise ValueError("broken")
-
     with pytest.raises(InvalidParameter, match="not this"):
-        await executor.call(refuse)
+        await executor.carry_out(Sleep(2))
     assert (await executor.submit(empty_batch())).step == 0
     with pytest.raises(ValueError, match="broken"):
-        await executor.call(fail)
+        await executor.carry_out(Sleep(3))
     with pytest.raises(EngineDead):
         await executor.submit(empty_batch(1))
     await executor.close()
@@ -263,7 +288,7 @@ async def test_start_cancelled_while_loading_ends_the_thread() -> None:
         assert leave.wait(10)
         return Runner()
 
-    executor = ThreadExecutor(load)
+    executor = StepExecutor(load)
     starting = asyncio.ensure_future(executor.start())
     await asyncio.sleep(0.01)
     starting.cancel()
@@ -280,7 +305,7 @@ def test_a_loop_that_is_gone_ends_the_thread() -> None:
     def work(batch: Batch) -> None:
         assert leave.wait(10)
 
-    executor = ThreadExecutor(lambda: Runner(work))
+    executor = StepExecutor(lambda: Runner(work))
 
     async def abandon() -> None:
         await executor.start()
@@ -292,9 +317,43 @@ def test_a_loop_that_is_gone_ends_the_thread() -> None:
     assert not step_threads()
 
 
+@pytest.mark.parametrize("step", ["time.sleep(0.3)", "threading.Event().wait()"], ids=["runs", "is stuck"])
+def test_the_end_of_the_interpreter_waits_for_a_running_step_but_not_forever(step: str) -> None:
+    """What a thread does inside torch when the interpreter is finalized ends the process by SIGABRT."""
+    program = f"""
+import asyncio, threading, time
+from asyncllm.agent import step_thread
+
+class Runner:
+    limits = None
+
+def work(runner):
+    began.set()
+    {step}
+    print("over", flush=True)
+
+step_thread.EXIT_PATIENCE_S = 10.0 if {"sleep" in step} else 0.1
+began = threading.Event()
+
+async def main():
+    executor = step_thread.StepThread(Runner)
+    await executor.start()
+    kept.extend([executor, executor.submit(work), executor.submit(work)])
+    began.wait()
+
+kept = []
+loop = asyncio.new_event_loop()
+loop.run_until_complete(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "over\n" if "sleep" in step else ""), done.stderr
+
+
 @pytest.mark.anyio
 async def test_an_executor_that_is_dropped_ends_its_thread() -> None:
-    executor = ThreadExecutor(Runner)
+    executor = StepExecutor(Runner)
     await executor.start()
     (thread,) = step_threads()
     del executor
@@ -317,7 +376,7 @@ async def test_the_model_is_gone_after_close_and_after_a_failure(fails: bool) ->
         alive.append(weakref.ref(runner))
         return runner
 
-    executor = ThreadExecutor(load)
+    executor = StepExecutor(load)
     await executor.start()
     future = executor.submit(empty_batch())
     error: BaseException | None = None
@@ -339,13 +398,13 @@ async def test_a_real_model_answers_and_is_gone_after_close() -> None:
     model = tiny_llama()
     reference = weakref.ref(model)
     alone = Driver(tiny_agent(model)).generate(0, [5, 6, 7], 3)
-    executor = ThreadExecutor(partial(tiny_agent, model))
+    executor = StepExecutor(partial(tiny_agent, model))
     del model
     limits = await executor.start()
     assert limits.num_blocks == 80
     start = SlotStart(slot=0, params=GREEDY, num_prompt=3, num_tokens=3, token_ids=[])
     row = PrefillRow(slot=0, tokens=[5, 6, 7], position=0, sample=True)
-    first = Batch(step=0, starts=[start], new_blocks=[(0, 0, [4, 2])], copies=[], decode=[], prefill=[row])
+    first = Batch(step=0, starts=[start], new_blocks=[(0, 0, 0, [4, 2])], copies=[], decode=[], prefill=[row])
     later = [Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[0], prefill=[]) for step in (1, 2)]
     # Each step's input is the token of the one before, which nobody has read when it is submitted.
     outputs = await asyncio.gather(*[executor.submit(batch) for batch in (first, *later)])
@@ -364,7 +423,7 @@ async def test_open_executor_reports_a_missing_checkpoint(tmp_path: Path) -> Non
     await executor.close()
 
 
-async def largest_gap(executor: ThreadExecutor, batch: Batch) -> tuple[float, float]:
+async def largest_gap(executor: StepExecutor, batch: Batch) -> tuple[float, float]:
     """Seconds that the step took, and the loop's largest gap between two turns meanwhile."""
     future = executor.submit(batch)
     began = last = time.perf_counter()
@@ -380,11 +439,11 @@ async def largest_gap(executor: ThreadExecutor, batch: Batch) -> tuple[float, fl
 @pytest.mark.anyio
 async def test_the_loop_turns_while_a_long_prompt_is_computed() -> None:
     model = tiny_llama(hidden_size=256, intermediate_size=512, num_hidden_layers=4, max_position_embeddings=1024)
-    executor = ThreadExecutor(partial(tiny_agent, model, num_gpu_blocks=16, block_size=64))
+    executor = StepExecutor(partial(tiny_agent, model, num_gpu_blocks=16, block_size=64))
     await executor.start()
     start = SlotStart(slot=0, params=GREEDY, num_prompt=1024, num_tokens=1024, token_ids=[])
     row = PrefillRow(slot=0, tokens=[token % 120 for token in range(1024)], position=0, sample=True)
-    blocks = (0, 0, list(range(16)))
+    blocks = (0, 0, 0, list(range(16)))
     # Other programs on the machine can hold up the loop, and the step with it. A step that blocks the loop makes a gap
     # as long as itself each time.
     quiet = False
@@ -409,7 +468,7 @@ async def test_the_gap_test_notices_a_step_that_keeps_the_interpreter() -> None:
             pass
         sys.setswitchinterval(before)
 
-    executor = ThreadExecutor(lambda: Runner(work))
+    executor = StepExecutor(lambda: Runner(work))
     await executor.start()
     took, gap = await largest_gap(executor, empty_batch())
     await executor.close()

@@ -1,4 +1,4 @@
-"""A forward pass that raises in its middle, on both agents: whoever is not in that step gets the very same tokens."""
+"""A forward pass that raises in its middle: the requests outside that step get the very same tokens."""
 
 from __future__ import annotations
 
@@ -12,28 +12,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncllm.agent.contained_runner import ContainedRunner
-from asyncllm.agent.device_agent import DeviceAgent
-from asyncllm.agent.executor import Agent
+from asyncllm.agent.executor import StepExecutor
 from asyncllm.agent.model_agent import ModelAgent
-from asyncllm.agent.stream_executor import StepLauncher, StreamExecutor
 from asyncllm.config import EngineConfig, GenerationConfig
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.errors import EngineDead, RequestFailed
 from asyncllm.layers.mlp import GatedMLP
+from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.testing import ByteTokenizer, FakeTemplate, Fault, FaultPlan, InjectedFault
-from tests.agent.tiny_model import prompt_of, tiny_llama
+from tests.agent.tiny_model import AheadAgent, prompt_of, tiny_llama
 from tests.engine.waits import settle, until
 
 pytestmark = pytest.mark.anyio
 
 PROMPTS = [prompt_of(length, seed) for seed, length in enumerate((5, 30, 17, 9))]
 ANSWER = GenerationConfig(max_new_tokens=12, temperature=0.0, ignore_eos=True)
-AGENTS = pytest.mark.parametrize("kind", [ModelAgent, DeviceAgent])
+AGENTS = pytest.mark.parametrize("kind", [ModelAgent, AheadAgent])
 
 
 @asynccontextmanager
-async def engine_of(kind: type[ModelAgent | DeviceAgent], plan: FaultPlan) -> AsyncIterator[AsyncEngine]:
+async def engine_of(kind: type[ModelAgent], plan: FaultPlan) -> AsyncIterator[AsyncEngine]:
     """An engine over a small model, every forward pass of which comes to "alloc" in its last layer, when all keys and
     values are written."""
     config = EngineConfig(
@@ -43,17 +41,13 @@ async def engine_of(kind: type[ModelAgent | DeviceAgent], plan: FaultPlan) -> As
     last = [module for module in model.modules() if isinstance(module, GatedMLP)][-1]
     forward = last.forward
 
-    def faulty(hidden: Tensor) -> Tensor:
+    def faulty(hidden: Tensor, step: StepInputs) -> Tensor:
         plan.reach("alloc")
-        return forward(hidden)
+        return forward(hidden, step)
 
     last.forward = faulty  # type: ignore[method-assign]
 
-    def load() -> Agent:
-        agent = plan.agent(kind(config, Path("tiny"), model=model))
-        return agent if isinstance(agent, StepLauncher) else ContainedRunner(agent)
-
-    executor = StreamExecutor(load)
+    executor = StepExecutor(lambda: plan.agent(kind(config, Path("tiny"), model=model)))
     async with AsyncEngine(
         "tiny", config, executor=executor, tokenizer=ByteTokenizer(), chat_template=FakeTemplate()
     ) as engine:
@@ -72,7 +66,7 @@ async def ask(engine: AsyncEngine) -> list[Any]:
 
 @AGENTS
 @pytest.mark.parametrize("at", [0, 1, 4, 11])
-async def test_the_engine_goes_on(kind: type[ModelAgent | DeviceAgent], at: int) -> None:
+async def test_the_engine_goes_on(kind: type[ModelAgent], at: int) -> None:
     async with engine_of(kind, FaultPlan()) as engine:
         expected = await ask(engine)
     plan = FaultPlan(Fault("alloc", at=at))
@@ -91,7 +85,7 @@ async def test_the_engine_goes_on(kind: type[ModelAgent | DeviceAgent], at: int)
 
 @AGENTS
 async def test_who_is_admitted_behind_the_failing_step_is_computed_again(
-    kind: type[ModelAgent | DeviceAgent],
+    kind: type[ModelAgent],
 ) -> None:
     """Its slot was never started on the device when the step that was built on the failing one is dropped."""
     async with engine_of(kind, FaultPlan()) as engine:
@@ -108,7 +102,7 @@ async def test_who_is_admitted_behind_the_failing_step_is_computed_again(
 
 
 @AGENTS
-async def test_nan_that_a_failed_step_has_written_reaches_nobody(kind: type[ModelAgent | DeviceAgent]) -> None:
+async def test_nan_that_a_failed_step_has_written_reaches_nobody(kind: type[ModelAgent]) -> None:
     plan = FaultPlan(Fault("prefill", "corrupt", times=2), Fault("alloc", at=3), Fault("sample", at=5))
     async with engine_of(kind, FaultPlan()) as engine:
         expected = await ask(engine)
@@ -125,7 +119,7 @@ async def test_nan_that_a_failed_step_has_written_reaches_nobody(kind: type[Mode
 async def test_an_error_of_the_accelerator_is_the_end(call: str) -> None:
     error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     plan = FaultPlan(Fault("alloc" if call == "launch" else "sample", at=2, error=error))
-    async with engine_of(DeviceAgent, plan) as engine:
+    async with engine_of(AheadAgent, plan) as engine:
         found = await ask(engine)
         assert any(isinstance(answer, EngineDead) for answer in found)
         with pytest.raises(EngineDead) as dead:

@@ -9,24 +9,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncllm.agent import host_pool, kv_cache
-from asyncllm.agent.host_pool import BlockTransfers, allocate_host_pool, staging_bytes, swap_blocks
-from asyncllm.agent.kv_cache import HOST_POOL_BYTES, allocate_pool, block_bytes, host_blocks
-from asyncllm.batch import Batch, SwapPlan
+from asyncllm.agent.cache import host_pool, pool
+from asyncllm.agent.cache.host_pool import BlockTransfers, allocate_host_pool, staging_bytes
+from asyncllm.agent.cache.layout import CacheLayout
+from asyncllm.agent.cache.pool import HOST_POOL_BYTES, allocate_pool, host_blocks
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ModelError
-from tests.agent.tiny_model import tiny_agent, tiny_device_agent, tiny_llama
+from asyncllm.protocol import Batch, SwapPlan
+from tests.agent.mixed_cache import mixed_layout
+from tests.agent.plain_swaps import swap_blocks
+from tests.agent.tiny_model import tiny_agent, tiny_llama
 
 CPU = torch.device("cpu")
-MODEL = tiny_llama().config
 NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 12, 9, 4
-SIZE = block_bytes(MODEL, BLOCK_SIZE, torch.float32)
 
 
-def pools(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    pool = allocate_pool(MODEL, NUM_BLOCKS, BLOCK_SIZE, dtype, CPU)
-    host = allocate_host_pool(MODEL, NUM_HOST_BLOCKS, BLOCK_SIZE, dtype)
-    return pool.copy_(torch.randn(pool.shape)), host.copy_(torch.randn(host.shape))
+def layout_of(dtype: torch.dtype = torch.float32) -> CacheLayout:
+    """Of a model whose layers are alike."""
+    return CacheLayout(tiny_llama().cache_specs, BLOCK_SIZE, dtype)
+
+
+SIZE = layout_of().block_bytes
+
+
+def pools(layout: CacheLayout) -> tuple[list[Tensor], list[Tensor]]:
+    """A pool and its twin on the host, filled at random."""
+    pool, host = allocate_pool(layout, NUM_BLOCKS, CPU), allocate_host_pool(layout, NUM_HOST_BLOCKS)
+    for part in (*pool, *host):
+        part.copy_(torch.randn(part.shape) * 50)
+    return pool, host
 
 
 def random_plan(dice: random.Random) -> SwapPlan:
@@ -41,31 +52,31 @@ def random_plan(dice: random.Random) -> SwapPlan:
 
 
 def test_plain_copies_move_whole_blocks() -> None:
-    pool, host = pools()
+    (pool,), (host,) = pools(layout_of())
     before, host_before = pool.clone(), host.clone()
-    swap_blocks(SwapPlan(swap_out=[(3, 5)], swap_in=[(5, 7), (1, 3)]), pool, host)
-    assert torch.equal(host[5], before[:, :, 3])
-    assert torch.equal(pool[:, :, 7], before[:, :, 3])
-    assert torch.equal(pool[:, :, 3], host_before[1])
+    swap_blocks(SwapPlan(swap_out=[(3, 5)], swap_in=[(5, 7), (1, 3)]), [pool], [host])
+    assert torch.equal(host[5], before[:, 3])
+    assert torch.equal(pool[:, 7], before[:, 3])
+    assert torch.equal(pool[:, 3], host_before[1])
     untouched = [block for block in range(NUM_BLOCKS) if block not in (3, 7)]
-    assert torch.equal(pool[:, :, untouched], before[:, :, untouched])
+    assert torch.equal(pool[:, untouched], before[:, untouched])
     assert torch.equal(host[[0, 1, 2, 3, 4, 6, 7, 8]], host_before[[0, 1, 2, 3, 4, 6, 7, 8]])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", [layout_of(), layout_of(torch.bfloat16), mixed_layout()])
 @pytest.mark.parametrize("staged", [1, 2, 4, 100])
-def test_staged_copies_are_the_plain_ones(staged: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_pool, "STAGING_BYTES", staged * block_bytes(MODEL, BLOCK_SIZE, dtype))
-    pool, host = pools(dtype)
-    expected, host_expected = pool.clone(), host.clone()
+def test_staged_copies_are_the_plain_ones(staged: int, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pool, "STAGING_BYTES", staged * layout.block_bytes)
+    pool, host = pools(layout)
+    expected, host_expected = [part.clone() for part in pool], [part.clone() for part in host]
     transfers = BlockTransfers(pool, host)
     dice = random.Random(staged)
     for _ in range(40):
         plan = random_plan(dice)
         transfers.launch(plan)
         swap_blocks(plan, expected, host_expected)
-        assert torch.equal(pool, expected)
-        assert torch.equal(host, host_expected)
+        assert all(map(torch.equal, pool, expected))
+        assert all(map(torch.equal, host, host_expected))
 
 
 def test_neighbours_go_together() -> None:
@@ -80,9 +91,9 @@ def test_words_are_as_wide_as_a_head_allows(head_dim: int, dtype: torch.dtype) -
 
 
 def test_staging_takes_memory_only_where_blocks_may_go_to_the_host() -> None:
-    assert staging_bytes(EngineConfig(block_size=BLOCK_SIZE), MODEL, torch.float32) == 0
+    assert staging_bytes(EngineConfig(block_size=BLOCK_SIZE), layout_of()) == 0
     config = EngineConfig(block_size=BLOCK_SIZE, num_cpu_blocks=1)
-    taken = staging_bytes(config, MODEL, torch.float32)
+    taken = staging_bytes(config, layout_of())
     assert host_pool.STAGING_BYTES - SIZE < taken <= host_pool.STAGING_BYTES
     assert taken % SIZE == 0
 
@@ -91,8 +102,8 @@ def count(free: int | None = None, num_blocks: int = 10**9, **settings: Any) -> 
     config = EngineConfig(block_size=BLOCK_SIZE, **settings).checked()
     with pytest.MonkeyPatch.context() as patch:
         if free is not None:
-            patch.setattr(kv_cache, "available_memory", lambda device: free)
-        return host_blocks(config, MODEL, num_blocks, dtype=torch.float32)
+            patch.setattr(pool, "available_memory", lambda device: free)
+        return host_blocks(config, layout_of(), num_blocks)
 
 
 class TestSize:
@@ -119,25 +130,23 @@ class TestSize:
 
     def test_memory_that_is_refused_is_a_model_error(self) -> None:
         with pytest.raises(ModelError, match="Lower num_cpu_blocks"):
-            allocate_host_pool(MODEL, 2**48, 64, torch.float32)
+            allocate_host_pool(layout_of(), 2**48)
 
 
-@pytest.mark.parametrize("make_agent", [tiny_agent, tiny_device_agent])
 @torch.inference_mode()
-def test_an_agent_swaps_before_it_copies_and_computes(make_agent: Any) -> None:
-    agent = make_agent(num_cpu_blocks=5, num_gpu_blocks=6)
+def test_an_agent_swaps_before_it_copies_and_computes() -> None:
+    agent = tiny_agent(num_cpu_blocks=5, num_gpu_blocks=6)
     assert (agent.limits.num_host_blocks, agent.limits.min_copied_tokens) == (5, 1)
-    pool = (agent if hasattr(agent, "_pool") else agent.agent)._pool
+    (pool,) = agent._pool
     pool.copy_(torch.randn(pool.shape))
     before = pool.clone()
     swaps = SwapPlan(swap_out=[(0, 4)], swap_in=[(4, 1)])
     # A step of copies alone: block 0 goes down, comes up as 1, is copied to 0's neighbour 2, and 0 is written over.
     agent.step(Batch(step=0, starts=[], new_blocks=[], copies=[(1, 2), (3, 0)], decode=[], prefill=[], swaps=swaps))
-    assert torch.equal(pool[:, :, 1], before[:, :, 0])
-    assert torch.equal(pool[:, :, 2], before[:, :, 0])
-    assert torch.equal(pool[:, :, 0], before[:, :, 3])
+    assert torch.equal(pool[:, 1], before[:, 0])
+    assert torch.equal(pool[:, 2], before[:, 0])
+    assert torch.equal(pool[:, 0], before[:, 3])
 
 
-@pytest.mark.parametrize("make_agent", [tiny_agent, tiny_device_agent])
-def test_an_agent_without_host_blocks(make_agent: Any) -> None:
-    assert make_agent().limits.num_host_blocks == 0
+def test_an_agent_without_host_blocks() -> None:
+    assert tiny_agent().limits.num_host_blocks == 0

@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from asyncllm.agent import kv_cache
-from asyncllm.agent.kv_cache import CPU_POOL_BYTES, allocate_pool, available_memory, block_bytes, pool_blocks
+from asyncllm.agent.cache import pool
+from asyncllm.agent.cache.layout import CacheLayout
+from asyncllm.agent.cache.pool import CPU_POOL_BYTES, allocate_pool, available_memory, pool_blocks
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ModelError
-from asyncllm.models.config import ModelConfig
+from asyncllm.layers.cache_spec import PagedKVSpec
 from tests.agent.tiny_model import tiny_llama
 
 CPU = torch.device("cpu")
-MODEL: ModelConfig = tiny_llama().config
+SPECS = tiny_llama().cache_specs
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 64 * 4
 """K and V, 2 layers, 2 heads of 16, 64 tokens, 4 bytes."""
 
@@ -24,13 +25,15 @@ def blocks(free: int | None = None, max_position: int = 128, **settings: Any) ->
     config = EngineConfig(**settings).checked()
     with pytest.MonkeyPatch.context() as patch:
         if free is not None:
-            patch.setattr(kv_cache, "available_memory", lambda device: free)
-        return pool_blocks(config, MODEL, max_position=max_position, dtype=torch.float32, device=CPU)
+            patch.setattr(pool, "available_memory", lambda device: free)
+        layout = CacheLayout(SPECS, config.tokens_per_block, torch.float32)
+        return pool_blocks(config, layout, max_position=max_position, device=CPU)
 
 
 def test_bytes_of_a_block() -> None:
-    assert block_bytes(MODEL, 64, torch.float32) == BLOCK_BYTES
-    assert block_bytes(MODEL, 16, torch.bfloat16) == BLOCK_BYTES // 8
+    assert [PagedKVSpec(num_kv_heads=2, head_dim=16)] * 2 == SPECS
+    assert CacheLayout(SPECS, 64, torch.float32).block_bytes == BLOCK_BYTES
+    assert CacheLayout(SPECS, 16, torch.bfloat16).block_bytes == BLOCK_BYTES // 8
 
 
 def test_num_gpu_blocks_wins() -> None:
@@ -65,8 +68,8 @@ def test_available_memory_is_plausible() -> None:
 
 def test_the_pool_is_zero_and_shaped_by_layer() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        pool = allocate_pool(MODEL, 5, 8, dtype, CPU)
-        assert pool.shape == (2, 2, 5, 2, 8, 16)
+        (pool,) = allocate_pool(CacheLayout(SPECS, 8, dtype), 5, CPU)
+        assert pool.shape == (2 * 2, 5, 2, 8, 16)
         assert pool.dtype == dtype
         assert not pool.any()
         assert pool.is_contiguous()
@@ -74,4 +77,4 @@ def test_the_pool_is_zero_and_shaped_by_layer() -> None:
 
 def test_a_pool_beyond_memory_is_a_model_error() -> None:
     with pytest.raises(ModelError, match="num_gpu_blocks"):
-        allocate_pool(MODEL, 2**48, 64, torch.float32, CPU)
+        allocate_pool(CacheLayout(SPECS, 64, torch.float32), 2**48, CPU)

@@ -9,10 +9,10 @@ from typing import cast
 import pytest
 import torch
 
-from asyncllm.agent.device_agent import DeviceAgent
-from asyncllm.agent.lost_device import abandon
-from asyncllm.batch import Batch
-from tests.agent.tiny_model import tiny_device_agent
+from asyncllm.agent.model_agent import ModelAgent
+from asyncllm.agent.pending_step import abandon
+from asyncllm.protocol import Batch
+from tests.agent.tiny_model import tiny_agent
 
 
 class Owner:
@@ -22,8 +22,8 @@ class Owner:
         self.owned, self.itself = owned, self
 
 
-def device_agent() -> DeviceAgent:
-    return tiny_device_agent(num_gpu_blocks=8, max_batch_size=2).agent
+def small_agent() -> ModelAgent:
+    return tiny_agent(num_gpu_blocks=8, max_batch_size=2)
 
 
 class LostEvent:
@@ -51,7 +51,7 @@ def test_what_is_abandoned_stays_with_all_that_it_has(abandoned: bool) -> None:
     ],
 )
 def test_an_agent_stays_when_its_device_is_lost(error: BaseException, survives: bool, lost: bool) -> None:
-    agent = device_agent()
+    agent = small_agent()
     assert agent.survives(error) == survives
     kept = weakref.ref(agent)
     del agent
@@ -60,7 +60,7 @@ def test_an_agent_stays_when_its_device_is_lost(error: BaseException, survives: 
 
 
 def test_steps_in_flight_stay_when_one_of_them_finds_that_the_device_is_lost() -> None:
-    agent = device_agent()
+    agent = small_agent()
     nothing = Batch(step=0, starts=[], new_blocks=[], copies=[], decode=[], prefill=[])
     launched = [agent.launch(nothing) for _ in range(3)]
     kept = [weakref.ref(pending) for pending in launched]

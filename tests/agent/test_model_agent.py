@@ -8,34 +8,34 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncllm.agent import prompt_scores
+from asyncllm.agent import prompt_outputs
 from asyncllm.agent.model_agent import ModelAgent
-from asyncllm.agent.opening import check_block_size
-from asyncllm.batch import Batch, SamplingParams
+from asyncllm.agent.open_model import check_block_size
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter
+from asyncllm.protocol import Batch, SamplingParams
 from tests.agent.tiny_model import (
     GREEDY,
     NAN_TOKEN,
     VOCAB_SIZE,
     Driver,
-    MakeAgent,
     plain_greedy,
     plain_logits,
     prompt_of,
+    tiny_agent,
     tiny_llama,
 )
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7, 1000])
-def test_chunked_prefill_and_decode_equal_plain_forward(make_agent: MakeAgent, chunk: int) -> None:
-    agent = make_agent()
+def test_chunked_prefill_and_decode_equal_plain_forward(chunk: int) -> None:
+    agent = tiny_agent()
     prompt = prompt_of(21)
     assert Driver(agent).generate(3, prompt, 9, chunk=chunk) == plain_greedy(agent.model, prompt, 9)
 
 
-def test_mixed_batches_equal_each_sequence_alone(make_agent: MakeAgent) -> None:
-    agent = make_agent()
+def test_mixed_batches_equal_each_sequence_alone() -> None:
+    agent = tiny_agent()
     prompts = {slot: prompt_of(5 + 6 * index, seed=slot) for index, slot in enumerate((5, 0, 11, 2))}
     driver = Driver(agent)
     answers: dict[int, list[int]] = {slot: [] for slot in prompts}
@@ -63,8 +63,8 @@ def test_mixed_batches_equal_each_sequence_alone(make_agent: MakeAgent) -> None:
     assert answers == {slot: plain_greedy(agent.model, prompt, 8) for slot, prompt in prompts.items()}
 
 
-def test_a_reused_slot_keeps_nothing(make_agent: MakeAgent) -> None:
-    agent = make_agent()
+def test_a_reused_slot_keeps_nothing() -> None:
+    agent = tiny_agent()
     driver = Driver(agent)
     first = SamplingParams(temperature=1.0, logit_bias=((7, 100.0),), repetition_penalty=2.0, logprobs=2)
     assert driver.generate(4, prompt_of(30, seed=1), 3, first)[0] == 7
@@ -72,8 +72,8 @@ def test_a_reused_slot_keeps_nothing(make_agent: MakeAgent) -> None:
     assert driver.generate(4, prompt, 6) == plain_greedy(agent.model, prompt, 6)
 
 
-def test_resumed_after_preemption(make_agent: MakeAgent) -> None:
-    agent = make_agent()
+def test_resumed_after_preemption() -> None:
+    agent = tiny_agent()
     params = SamplingParams(temperature=0.9, seed=4, repetition_penalty=1.2, frequency_penalty=0.3, min_new_tokens=5)
     prompt = prompt_of(9)
     whole = Driver(agent).generate(0, prompt, 8, params)
@@ -85,8 +85,8 @@ def test_resumed_after_preemption(make_agent: MakeAgent) -> None:
     assert whole[3:] == tokens
 
 
-def test_copies_happen_before_the_step_writes(make_agent: MakeAgent) -> None:
-    agent = make_agent()
+def test_copies_happen_before_the_step_writes() -> None:
+    agent = tiny_agent()
     driver = Driver(agent)
     prompt = prompt_of(10)
     first = driver.generate(0, prompt, 1)
@@ -108,11 +108,9 @@ def test_copies_happen_before_the_step_writes(make_agent: MakeAgent) -> None:
 
 
 @pytest.mark.parametrize("chunk", [4, 9, 50])
-def test_prompt_logprobs_and_logits_equal_plain_forward(
-    make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
-    monkeypatch.setattr(prompt_scores, "_SCORED_POSITIONS", 6)
-    agent = make_agent()
+def test_prompt_logprobs_and_logits_equal_plain_forward(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(prompt_outputs, "_SCORED_POSITIONS", 6)
+    agent = tiny_agent()
     driver = Driver(agent)
     prompt = prompt_of(25)
     expected = plain_logits(agent.model, prompt)
@@ -143,8 +141,8 @@ def test_prompt_logprobs_and_logits_equal_plain_forward(
             assert value == pytest.approx(logprobs[position, token].item(), abs=1e-4)
 
 
-def test_scoring_without_sampling(make_agent: MakeAgent) -> None:
-    agent = make_agent()
+def test_scoring_without_sampling() -> None:
+    agent = tiny_agent()
     driver = Driver(agent)
     driver.start(0, prompt_of(5))
     output = driver.step(prefill=[driver.chunk(0, prompt_of(5), sample=False, prompt_logprobs=0)])
@@ -153,14 +151,14 @@ def test_scoring_without_sampling(make_agent: MakeAgent) -> None:
     assert output.logits == {}
 
 
-def test_a_single_token_has_no_successor_to_score(make_agent: MakeAgent) -> None:
-    driver = Driver(make_agent())
+def test_a_single_token_has_no_successor_to_score() -> None:
+    driver = Driver(tiny_agent())
     driver.start(0, [3])
     assert driver.step(prefill=[driver.chunk(0, [3], prompt_logprobs=2)]).prompt_logprobs == {0: []}
 
 
-def test_generated_logprobs_are_the_models_own(make_agent: MakeAgent) -> None:
-    agent = make_agent()
+def test_generated_logprobs_are_the_models_own() -> None:
+    agent = tiny_agent()
     driver = Driver(agent)
     prompt = prompt_of(8)
     driver.start(0, prompt, SamplingParams(temperature=0.3, top_k=2, presence_penalty=1.5, seed=1, logprobs=2))
@@ -173,8 +171,8 @@ def test_generated_logprobs_are_the_models_own(make_agent: MakeAgent) -> None:
         assert value == pytest.approx(exact[token].item(), abs=1e-4)
 
 
-def test_the_same_seed_gives_the_same_answer_in_any_company(make_agent: MakeAgent) -> None:
-    agent = make_agent()
+def test_the_same_seed_gives_the_same_answer_in_any_company() -> None:
+    agent = tiny_agent()
     params = SamplingParams(temperature=1.0, top_p=0.95, seed=2**63 + 11)
     prompt = prompt_of(7)
     alone = Driver(agent).generate(0, prompt, 12, params)
@@ -191,11 +189,11 @@ def test_the_same_seed_gives_the_same_answer_in_any_company(make_agent: MakeAgen
     assert Driver(agent).generate(0, prompt, 12, SamplingParams(temperature=1.0, top_p=0.95, seed=12)) != alone
 
 
-def test_a_row_that_is_not_finite_harms_no_other(make_agent: MakeAgent) -> None:
+def test_a_row_that_is_not_finite_harms_no_other() -> None:
     prompts = {slot: prompt_of(5 + slot, seed=slot) for slot in range(5)}
 
     def run(bad_slot: int | None) -> list[list[int]]:
-        agent = make_agent()
+        agent = tiny_agent()
         driver = Driver(agent)
         rows = []
         for slot, prompt in prompts.items():
@@ -222,8 +220,8 @@ def test_a_row_that_is_not_finite_harms_no_other(make_agent: MakeAgent) -> None:
         assert 0 <= with_bad[2] < VOCAB_SIZE
 
 
-def test_a_chunk_that_is_not_finite_is_named_before_anything_is_sampled(make_agent: MakeAgent) -> None:
-    agent = make_agent()
+def test_a_chunk_that_is_not_finite_is_named_before_anything_is_sampled() -> None:
+    agent = tiny_agent()
     driver = Driver(agent)
     driver.start(1, [1, 2])
     driver.start(0, [1, NAN_TOKEN, 2, 3, 4, 5])
@@ -232,20 +230,39 @@ def test_a_chunk_that_is_not_finite_is_named_before_anything_is_sampled(make_age
     assert output.slots == [1]
     assert list(output.errors) == [0]
     assert "not finite" in output.errors[0]
-    if isinstance(agent, ModelAgent):
-        # The kernels of a GPU never multiply what is masked; the references do.
-        assert all(bool(pages.isfinite().all()) for cache in agent._caches for pages in cache[:2])
 
 
-def test_an_empty_step_does_its_bookkeeping(make_agent: MakeAgent) -> None:
-    agent = make_agent()
-    output = agent.step(Batch(step=9, starts=[], new_blocks=[(0, 0, [5, 6])], copies=[(1, 2)], decode=[], prefill=[]))
+def test_nan_in_the_cache_reaches_no_row_that_does_not_see_it() -> None:
+    """Attention reads whole tiles; what it masks is not multiplied by 0, which would leave NaN."""
+    prompts = {slot: prompt_of(length, seed=slot) for slot, length in ((0, 3), (1, 14), (2, 6))}
+    tokens = []
+    for poisoned in (False, True):
+        agent = tiny_agent()
+        driver = Driver(agent)
+        if poisoned:
+            with torch.inference_mode():
+                for part in agent._pool:
+                    part.fill_(torch.nan)
+        for slot, prompt in prompts.items():
+            driver.start(slot, prompt)
+        first = driver.step(prefill=[driver.chunk(slot, prompt) for slot, prompt in prompts.items()])
+        steps = [first, *(driver.step(decode=list(prompts)) for _ in range(6))]
+        assert not any(step.errors for step in steps)
+        tokens.append([step.tokens for step in steps])
+    assert tokens[0] == tokens[1]
+
+
+def test_an_empty_step_does_its_bookkeeping() -> None:
+    agent = tiny_agent()
+    output = agent.step(
+        Batch(step=9, starts=[], new_blocks=[(0, 0, 0, [5, 6])], copies=[(1, 2)], decode=[], prefill=[])
+    )
     assert (output.step, output.slots, output.tokens) == (9, [], [])
-    assert agent._tables._slots._blocks[0, :3].tolist() == [5, 6, 0]
+    assert agent._tables._slots._blocks[0, 0, :3].tolist() == [5, 6, 0]
 
 
-def test_limits_say_what_was_found(make_agent: MakeAgent) -> None:
-    agent = make_agent(session_len=100, block_size=16)
+def test_limits_say_what_was_found() -> None:
+    agent = tiny_agent(session_len=100, block_size=16)
     limits = agent.limits
     assert (limits.num_blocks, limits.block_size, limits.max_position, limits.vocab_size) == (80, 16, 100, VOCAB_SIZE)
     assert limits.num_slots == 16
@@ -254,16 +271,16 @@ def test_limits_say_what_was_found(make_agent: MakeAgent) -> None:
     assert limits.dynamic_rope_from is None
 
 
-def test_session_len_beyond_the_model_is_refused_with_the_numbers(make_agent: MakeAgent) -> None:
+def test_session_len_beyond_the_model_is_refused_with_the_numbers() -> None:
     with pytest.raises(InvalidParameter, match=r"129.*128.*rope_scaling_factor") as caught:
-        make_agent(session_len=129)
+        tiny_agent(session_len=129)
     assert caught.value.param == "session_len"
-    assert make_agent(session_len=128).limits.max_position == 128
+    assert tiny_agent(session_len=128).limits.max_position == 128
 
 
-def test_rotary_scaling_extends_the_session(make_agent: MakeAgent) -> None:
+def test_rotary_scaling_extends_the_session() -> None:
     model = tiny_llama(rope_scaling={"type": "dynamic", "factor": 2.0})
-    agent = make_agent(model, session_len=200)
+    agent = tiny_agent(model, session_len=200)
     assert agent.limits.max_position == 200
     assert agent.limits.dynamic_rope_from == 128
     driver = Driver(agent)
@@ -276,10 +293,10 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         ModelAgent(EngineConfig(), tmp_path)
 
 
-def test_cuda_without_a_device_is_refused(make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InvalidParameter, match="no CUDA device"):
-        make_agent(device_type="cuda")
+        tiny_agent(device_type="cuda")
 
 
 @pytest.mark.parametrize("settings", [{"block_size": 8}, {"cache_block_seq_len": 40}])
@@ -292,30 +309,28 @@ def test_a_gpu_refuses_blocks_that_attention_cannot_read_before_it_loads(setting
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_half_precision_runs(make_agent: MakeAgent, name: str) -> None:
+def test_half_precision_runs(name: str) -> None:
     model = tiny_llama().to(getattr(torch, name))
-    agent = make_agent(model, dtype=name)
+    agent = tiny_agent(model, dtype=name)
     assert agent.limits.dtype == name
     assert len(Driver(agent).generate(0, prompt_of(11), 4, GREEDY, chunk=5)) == 4
 
 
-def test_large_finite_values_in_half_precision_are_no_error(
-    make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_finite_values_in_half_precision_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama().to(torch.float16)
-    agent = make_agent(model, dtype="float16")
+    agent = tiny_agent(model, dtype="float16")
     # Their sum is beyond float16.
     large = torch.full((20, 64), 100.0, dtype=torch.float16)
-    monkeypatch.setattr(model, "forward", lambda inputs, caches: large)
-    monkeypatch.setattr(model, "before_last", lambda inputs, caches: large)
-    monkeypatch.setattr(model, "last_hidden", lambda residual, inputs, caches, sampled: residual[:1])
+    monkeypatch.setattr(model, "forward", lambda step: large)
+    monkeypatch.setattr(model, "before_last", lambda step: large)
+    monkeypatch.setattr(model, "last_hidden", lambda residual, step, sampled: residual[:1])
     driver = Driver(agent)
     driver.start(0, prompt_of(20))
     assert driver.step(prefill=[driver.chunk(0, prompt_of(20))]).errors == {}
 
 
-def test_logits_belong_to_the_user(make_agent: MakeAgent) -> None:
-    driver = Driver(make_agent())
+def test_logits_belong_to_the_user() -> None:
+    driver = Driver(tiny_agent())
     driver.start(0, [1, 2, 3])
     logits = driver.step(prefill=[driver.chunk(0, [1, 2, 3], sample=False, output_logits=True)]).logits[0]
     logits += 1.0

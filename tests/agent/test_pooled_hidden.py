@@ -8,20 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncllm.agent import pooled_hidden
-from asyncllm.agent.device_agent import OUT_OF_MEMORY
-from asyncllm.batch import PrefillRow, SamplingParams, StepOutput
+from asyncllm.agent import prompt_outputs
+from asyncllm.agent.model_agent import OUT_OF_MEMORY
 from asyncllm.layers.step_inputs import SampledRows
+from asyncllm.protocol import PrefillRow, SamplingParams, StepOutput
 from tests.agent.tiny_model import (
     GREEDY,
     NAN_TOKEN,
     Driver,
-    MakeAgent,
     plain_greedy,
     plain_hidden,
     prompt_of,
     tiny_agent,
-    tiny_device_agent,
     tiny_llama,
 )
 
@@ -32,8 +30,8 @@ def assert_pooled(output: StepOutput, slot: int, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("overrides", [{}, {"num_hidden_layers": 1}], ids=["two layers", "one layer"])
 @pytest.mark.parametrize("chunk", [1, 4, 7, 100])
-def test_chunks_add_up_to_the_whole(make_agent: MakeAgent, chunk: int, overrides: dict[str, Any]) -> None:
-    agent = make_agent(tiny_llama(**overrides))
+def test_chunks_add_up_to_the_whole(chunk: int, overrides: dict[str, Any]) -> None:
+    agent = tiny_agent(tiny_llama(**overrides))
     driver = Driver(agent)
     prompt = prompt_of(21)
     hidden = plain_hidden(agent.model, prompt)
@@ -55,9 +53,9 @@ def test_chunks_add_up_to_the_whole(make_agent: MakeAgent, chunk: int, overrides
 
 
 @pytest.mark.parametrize("mean", [False, True])
-def test_all_kinds_of_rows_in_one_step(make_agent: MakeAgent, mean: bool) -> None:
+def test_all_kinds_of_rows_in_one_step(mean: bool) -> None:
     """Rows that sample, pool, do neither or are scored, in an order that mixes them, beside rows that decode."""
-    agent = make_agent()
+    agent = tiny_agent()
     driver = Driver(agent)
     prompts = {slot: prompt_of(4 + slot, seed=slot) for slot in range(8)}
     hidden = {slot: plain_hidden(agent.model, prompt) for slot, prompt in prompts.items()}
@@ -86,11 +84,11 @@ def test_all_kinds_of_rows_in_one_step(make_agent: MakeAgent, mean: bool) -> Non
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_a_row_that_is_not_finite_harms_no_other(make_agent: MakeAgent, pooling: Any) -> None:
+def test_a_row_that_is_not_finite_harms_no_other(pooling: Any) -> None:
     prompts = {slot: prompt_of(5 + slot, seed=slot) for slot in range(4)}
 
     def run(bad: bool) -> StepOutput:
-        driver = Driver(make_agent())
+        driver = Driver(tiny_agent())
         rows: list[PrefillRow] = []
         for slot, prompt in prompts.items():
             tokens = [NAN_TOKEN, *prompt[1:]] if bad and slot == 2 else prompt
@@ -107,11 +105,11 @@ def test_a_row_that_is_not_finite_harms_no_other(make_agent: MakeAgent, pooling:
     assert [bad.pooled[slot] for slot in (0, 1)] == [good.pooled[slot] for slot in (0, 1)]
 
 
-def test_embedding_and_generating_do_not_change_each_other_by_a_bit(make_agent: MakeAgent) -> None:
+def test_embedding_and_generating_do_not_change_each_other_by_a_bit() -> None:
     """In steps of the same rows, it touches nobody what the other rows hold, or how they are sampled."""
 
     def run(*, temperature: float = 1.0, embedded: int = 0, pools: bool = True) -> tuple[list[StepOutput], Any]:
-        agent = make_agent()
+        agent = tiny_agent()
         driver = Driver(agent)
         for slot in (0, 1, 2):
             driver.start(slot, prompt_of(24, slot), SamplingParams(temperature=temperature, seed=slot, logprobs=2))
@@ -139,19 +137,17 @@ def test_embedding_and_generating_do_not_change_each_other_by_a_bit(make_agent: 
     without, _ = run(pools=False)
     for step, other in zip(answers, without, strict=True):
         assert step.tokens == other.tokens
-        if make_agent is tiny_agent:
-            assert step.logprobs == other.logprobs
-        # The other agent's last layer has more rows when it pools, and a product of more rows rounds differently.
+        # The last layer has more rows when it pools, and a product of more rows rounds differently.
 
 
 def test_what_only_the_last_layer_makes_infinite_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream of all tokens is looked at before it."""
     model = tiny_llama()
-    agent = tiny_device_agent(model)
+    agent = tiny_agent(model)
     whole = model.last_hidden
 
-    def broken(residual: Tensor, inputs: Any, caches: Any, sampled: SampledRows) -> Tensor:
-        hidden = whole(residual, inputs, caches, sampled)
+    def broken(residual: Tensor, inputs: Any, sampled: SampledRows) -> Tensor:
+        hidden = whole(residual, inputs, sampled)
         hidden[1, 3] = torch.inf
         return hidden
 
@@ -164,12 +160,12 @@ def test_what_only_the_last_layer_makes_infinite_is_noticed(monkeypatch: pytest.
     assert list(output.pooled) == [0]
 
 
-def test_sums_are_taken_in_float32(make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_taken_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama().to(torch.bfloat16)
-    agent = make_agent(model, dtype="bfloat16")
+    agent = tiny_agent(model, dtype="bfloat16")
     hidden = torch.ones(100, 64, dtype=torch.bfloat16)
     hidden[99] = 300.0
-    monkeypatch.setattr(model, "forward", lambda inputs, caches: hidden)
+    monkeypatch.setattr(model, "forward", lambda step: hidden)
     driver = Driver(agent)
     driver.start(0, [1] * 100)
     output = driver.step(prefill=[driver.chunk(0, [1] * 100, sample=False, pooling="mean")])
@@ -178,7 +174,7 @@ def test_sums_are_taken_in_float32(make_agent: MakeAgent, monkeypatch: pytest.Mo
 
 def test_only_what_is_asked_for_keeps_the_last_layer_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
-    agent = tiny_device_agent(model)
+    agent = tiny_agent(model)
     whole: list[int] = []
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda *step: (whole.append(1), forward(*step))[1])
@@ -189,15 +185,15 @@ def test_only_what_is_asked_for_keeps_the_last_layer_whole(monkeypatch: pytest.M
         assert len(whole) == (pooling == "mean")
 
 
-def test_only_vectors_come_to_the_host(make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_vectors_come_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[torch.Size] = []
 
     def fetch(tensor: Tensor) -> Tensor:
         fetched.append(tensor.shape)
         return tensor.clone()
 
-    monkeypatch.setattr(pooled_hidden, "fetch", fetch)
-    agent = make_agent()
+    monkeypatch.setattr(prompt_outputs, "fetch", fetch)
+    agent = tiny_agent()
     driver = Driver(agent)
     for slot in range(3):
         driver.start(slot, prompt_of(20, seed=slot))
@@ -214,9 +210,9 @@ def test_pooling_without_memory_fails_these_rows_alone(monkeypatch: pytest.Monke
     def short(*step: Any) -> Any:
         raise torch.OutOfMemoryError("as the test asked")
 
-    monkeypatch.setattr(pooled_hidden, "fetch", short)
+    monkeypatch.setattr(prompt_outputs, "fetch", short)
     model = tiny_llama()
-    driver = Driver(tiny_device_agent(model))
+    driver = Driver(tiny_agent(model))
     for slot in (0, 1):
         driver.start(slot, prompt_of(6))
     rows = [driver.chunk(0, prompt_of(6), sample=False, pooling="mean"), driver.chunk(1, prompt_of(6))]

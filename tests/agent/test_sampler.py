@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from asyncllm.agent.sampler import Sampled, Sampler
-from asyncllm.batch import SamplingParams, SlotStart
+from asyncllm.config import GenerationConfig
+from asyncllm.protocol import SamplingParams, SlotStart, TokenLogprobs
+from tests.agent.sampler_steps import Steps
 
 VOCAB_SIZE = 40
 NUM_SLOTS = 12
 
 
-def new_sampler() -> Sampler:
-    return Sampler(NUM_SLOTS, VOCAB_SIZE, torch.device("cpu"))
+class Sampled(NamedTuple):
+    """What one step drew, in the order of its rows."""
+
+    token_list: list[int]
+    logprobs: dict[int, TokenLogprobs]
+    errors: dict[int, str]
 
 
-def start(sampler: Sampler, slot: int, prompt: list[int], answer: list[int] | None = None, **params: Any) -> None:
+def new_sampler() -> Steps:
+    return Steps(VOCAB_SIZE, torch.device("cpu"), NUM_SLOTS)
+
+
+def start(sampler: Steps, slot: int, prompt: list[int], answer: list[int] | None = None, **params: Any) -> None:
     settings = SamplingParams(**params)
     known = prompt + (answer or [])
-    sampler.start(
+    sampler.sampler.start(
         SlotStart(
             slot=slot,
             params=settings,
@@ -35,8 +43,8 @@ def start(sampler: Sampler, slot: int, prompt: list[int], answer: list[int] | No
     )
 
 
-def draw(sampler: Sampler, logits: Tensor, slots: list[int], positions: list[int]) -> Sampled:
-    return sampler.sample(logits, np.array(slots, np.int64), np.array(positions, np.int64))
+def draw(sampler: Steps, logits: Tensor, slots: list[int], positions: list[int]) -> Sampled:
+    return Sampled(*sampler.finish(slots, *sampler.launch(logits, slots, positions)))
 
 
 def random_logits(rows: int, seed: int) -> Tensor:
@@ -78,9 +86,33 @@ def run(company: list[int], steps: int, seed: int) -> dict[int, list[Any]]:
         assert torch.equal(logits, kept)
         assert sampled.errors == {}
         for row, index in enumerate(order):
-            assert sampled.tokens[row].item() == sampled.token_list[row]
             results[index].append((sampled.token_list[row], sampled.logprobs.get(slots[index])))
     return results
+
+
+TINY = 5e-324
+EXTREMES: dict[str, list[float]] = {
+    "temperature": [0, TINY, 1e-38, 1e-3, 2],
+    "top_p": [0, TINY, 1],
+    "min_p": [0, TINY, 1],
+    "repetition_penalty": [0.01, 1 + 1e-16, 10],
+    "presence_penalty": [-2, -TINY, TINY, 2],
+    "frequency_penalty": [-2, TINY, 2],
+}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-40, 1e30])
+def test_every_setting_that_is_accepted_keeps_the_numbers_finite(scale: float) -> None:
+    dice = random.Random(5)
+    sampler = new_sampler()
+    for seed in range(60):
+        chosen = {name: dice.choice(values) for name, values in EXTREMES.items()}
+        config = GenerationConfig(**chosen, logit_bias={1: dice.choice([-100.0, TINY, 100.0])}, top_k=0).checked()
+        bias = tuple((config.logit_bias or {}).items())
+        start(
+            sampler, 1, [1, 2], [3, 3, 4], **chosen, logit_bias=bias, seed=seed, top_k=dice.choice([0, 1, 5, 2**31 - 1])
+        )
+        assert draw(sampler, random_logits(1, seed) * scale, [1], [5]).errors == {}
 
 
 def test_every_row_draws_as_if_it_were_alone() -> None:
@@ -240,7 +272,7 @@ def test_history_tables_grow_and_are_lent_again() -> None:
     # The latest owner of slot s has the prompt [owner]; of equal logits the lowest unseen id wins, which is 0.
     expected = [1 if owner % VOCAB_SIZE == 0 else 0 for owner in [36, 37, 38, 39, *range(28, 36)]]
     assert draw(sampler, logits, slots, [1] * NUM_SLOTS).token_list == expected
-    assert sampler._history._counts.shape[0] <= 2 * NUM_SLOTS
+    assert sampler.sampler._history._counts.shape[0] <= 2 * NUM_SLOTS
 
 
 def test_a_storm_of_new_owners_never_mixes_rows() -> None:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from asyncllm.agent.device_agent import DeviceAgent
 from asyncllm.agent.model_agent import ModelAgent
-from asyncllm.batch import Batch, Command, PrefillRow, SamplingParams, SlotStart, StepOutput
 from asyncllm.config import EngineConfig
 from asyncllm.kernels import PagedKV
+from asyncllm.layers.rotary import ROPE_LENS
 from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.config import HFConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.llama import Llama
+from asyncllm.protocol import Batch, PrefillRow, SamplingParams, SlotStart, StepOutput
 
 VOCAB_SIZE = 128
 NAN_TOKEN = VOCAB_SIZE - 1
@@ -58,29 +58,12 @@ def tiny_agent(model: DecoderLM | None = None, **settings: Any) -> ModelAgent:
     return ModelAgent(config, Path("tiny"), model=model or tiny_llama())
 
 
-class StepByStep:
-    """A DeviceAgent whose steps are waited for, so that it can stand in for a ModelAgent."""
+class AheadAgent(ModelAgent):
+    """An agent whose steps an executor launches in the loop's thread, several at a time, as those of a GPU."""
 
-    def __init__(self, agent: DeviceAgent) -> None:
-        self.agent = agent
-        self.model, self.limits = agent.model, agent.limits
-        self._tables = agent._tables
-
-    def step(self, batch: Batch) -> StepOutput:
-        pending = self.agent.launch(batch)
-        pending.wait()
-        return pending.output()
-
-    def carry_out(self, command: Command) -> None:
-        self.agent.carry_out(command)
-
-
-def tiny_device_agent(model: DecoderLM | None = None, **settings: Any) -> StepByStep:
-    """The agent of GPUs on a CPU: the same tables, transfers and sampling around the torch references."""
-    config = EngineConfig(
-        **{"device_type": "cpu", "block_size": 4, "num_gpu_blocks": 80, "max_batch_size": 8, **settings}
-    ).checked()
-    return StepByStep(DeviceAgent(config, Path("tiny"), model=model or tiny_llama()))
+    @property
+    def runs_ahead(self) -> bool:
+        return True
 
 
 @torch.inference_mode()
@@ -92,15 +75,16 @@ def plain_hidden(model: DecoderLM, tokens: Sequence[int]) -> Tensor:
     inputs = StepInputs(
         input_ids=torch.tensor(tokens),
         positions=torch.arange(length),
-        slot_mapping=torch.arange(length),
+        places=torch.arange(length),
         num_decode=0,
         q_offsets=torch.tensor([0, length], dtype=torch.int32),
         kv_lens=torch.tensor([length], dtype=torch.int32),
         block_tables=torch.zeros(1, 1, dtype=torch.int32),
         max_q_len=length,
-        rope_lens=torch.full((length,), length),
+        caches=caches,
+        more={ROPE_LENS: torch.full((length,), length)},
     )
-    hidden: Tensor = model(inputs, caches)
+    hidden: Tensor = model(inputs)
     return hidden
 
 
@@ -120,15 +104,17 @@ def plain_greedy(model: DecoderLM, prompt: Sequence[int], count: int) -> list[in
 class Driver:
     """Allocates blocks in a scattered order and feeds sequences to an agent, each in a slot of its own."""
 
-    def __init__(self, agent: ModelAgent | StepByStep) -> None:
+    def __init__(self, agent: ModelAgent) -> None:
         self.agent = agent
         self.num_steps = 0
         self.tables: dict[int, list[int]] = {}
+        self.more_tables: dict[int, list[list[int]]] = {}
+        """Slot -> its tables in the block groups after the first, if there are any: all blocks, whatever the window."""
         self.lengths: dict[int, int] = {}
         size = agent.limits.num_blocks
         self.free = sorted(range(size), key=lambda block: block * 37 % size)
         self._starts: list[SlotStart] = []
-        self._new_blocks: list[tuple[int, int, list[int]]] = []
+        self._new_blocks: list[tuple[int, int, int, list[int]]] = []
 
     def start(
         self, slot: int, prompt: Sequence[int], params: SamplingParams = GREEDY, answer: Sequence[int] = ()
@@ -142,13 +128,14 @@ class Driver:
         )
 
     def release(self, slot: int) -> None:
-        self.free = self.tables.pop(slot, []) + self.free
+        tables = [self.tables.pop(slot, []), *self.more_tables.pop(slot, [])]
+        self.free = [block for table in tables for block in table] + self.free
         self.lengths[slot] = 0
 
     def adopt(self, slot: int, blocks: list[int], length: int) -> None:
         """The next step gives the slot these blocks, whose first `length` tokens are computed already."""
         self.tables[slot], self.lengths[slot] = blocks, length
-        self._new_blocks.append((slot, 0, list(blocks)))
+        self._new_blocks.append((slot, 0, 0, list(blocks)))
 
     def chunk(self, slot: int, tokens: Sequence[int], *, sample: bool = True, **scoring: Any) -> PrefillRow:
         return PrefillRow(slot=slot, tokens=list(tokens), position=self.lengths[slot], sample=sample, **scoring)
@@ -163,12 +150,14 @@ class Driver:
         new_blocks, self._new_blocks = self._new_blocks, []
         for slot, count in [(slot, 1) for slot in slots] + [(row.slot, len(row.tokens)) for row in rows]:
             self.lengths[slot] += count
-            table = self.tables.setdefault(slot, [])
-            needed = -(-self.lengths[slot] // self.agent.limits.block_size) - len(table)
-            if needed > 0:
-                blocks, self.free = self.free[:needed], self.free[needed:]
-                new_blocks.append((slot, len(table), blocks))
-                table.extend(blocks)
+            more: list[list[int]] = [[] for _ in self.agent.limits.windows[1:]]
+            tables = [self.tables.setdefault(slot, []), *self.more_tables.setdefault(slot, more)]
+            for group, table in enumerate(tables):
+                needed = -(-self.lengths[slot] // self.agent.limits.block_size) - len(table)
+                if needed > 0:
+                    blocks, self.free = self.free[:needed], self.free[needed:]
+                    new_blocks.append((slot, group, len(table), blocks))
+                    table.extend(blocks)
         batch = Batch(
             step=self.num_steps,
             starts=self._starts,
@@ -196,7 +185,3 @@ class Driver:
         while len(tokens) < count:
             tokens += self.step(decode=[slot]).tokens
         return tokens
-
-
-MakeAgent = Callable[..., ModelAgent | StepByStep]
-"""`tiny_agent` or `tiny_device_agent`."""

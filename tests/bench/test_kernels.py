@@ -25,6 +25,8 @@ SMALL = Shapes(
     chunk=20,
     decode=((1, 20), (3, 40)),
     prefill=((2, 24),),
+    latent=(3, 32, 8),
+    latent_decode=((2, 20),),
 )
 
 
@@ -55,6 +57,9 @@ def test_names_are_unique_and_cover_the_model() -> None:
         "decode_attention 256x1024",
         "decode_attention 1x256",
         "prefill_attention 1x8192",
+        "latent_decode 64x4096",
+        "latent_prefill 4x2048",
+        "expanded_prefill 1x8192",
         "linear_silu_mul 1024",
         "silu_mul 16",
         "sample greedy 256",

@@ -6,7 +6,7 @@ import pytest
 from overload import Asked, Load, figures, goodput, quality_of_service
 
 from asyncllm import EngineConfig
-from asyncllm.engine.quality_of_service import QualityOfService
+from asyncllm.engine.schedule.quality_of_service import QualityOfService
 from asyncllm.testing import FakeEngine
 from tests.engine.test_quality_of_service import write
 from tests.server.serving import serving

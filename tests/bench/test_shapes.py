@@ -25,6 +25,15 @@ REDUCED: dict[str, dict[str, Any]] = {
     "tiny": {},
     "llama-3-8b": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16},
     "llama-3.2-1b": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16},
+    "deepseek-v2-lite": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "n_routed_experts": 8,
+    },
     "qwen3-30b-a3b": {"hidden_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 16},
 }
 """Sizes that make every shape quick to write, with all that distinguishes it."""
@@ -48,6 +57,7 @@ def test_the_shapes_have_the_sizes_that_they_are_named_after() -> None:
     assert sizes["llama-3-8b"] == 8_030_261_248
     assert sizes["llama-3.2-1b"] == 1_235_814_400
     assert sizes["qwen3-30b-a3b"] == 30_532_122_624
+    assert sizes["deepseek-v2-lite"] == 15_706_484_224
 
 
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:

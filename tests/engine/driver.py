@@ -5,21 +5,27 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 
-from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart, UpdateWeights
-from asyncllm.engine.delivery import Answer, Delivery
 from asyncllm.engine.integrity import check_integrity
-from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.sequence import ORDINARY, Request, SequenceState, Terms
-from asyncllm.engine.sequence import Sequence as Row
-from asyncllm.engine.waiting_queue import WaitingQueue
+from asyncllm.engine.requests.delivery import Answer, Delivery
+from asyncllm.engine.requests.input_processor import Call, InputProcessor
+from asyncllm.engine.requests.prompt_encoder import DEFAULT_OPTIONS
+from asyncllm.engine.schedule.scheduler import Scheduler
+from asyncllm.engine.schedule.sequence import ORDINARY, Request, RequestPolicy, SequenceState
+from asyncllm.engine.schedule.sequence import Sequence as Row
+from asyncllm.engine.schedule.waiting_queue import WaitingQueue
+from asyncllm.engine.sessions.session_table import SessionTable
+from asyncllm.protocol import Batch, PrefillRow, SamplingParams, SlotStart, UpdateWeights
 from asyncllm.testing import ByteTokenizer, FakeDevice, Oracle, hash_hidden, hash_oracle
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.types import Pooling
+from tests.engine.waits import at_once
 
-__all__ = ["TOKENIZER", "Driver", "expected_answer", "expected_pooled"]
+__all__ = ["TOKENIZER", "Driver", "Inputs", "expected_answer", "expected_pooled"]
 
 VOCAB = 8
 HIDDEN_SIZE = 4
@@ -71,6 +77,7 @@ class Driver:
         dynamic_rope_from: int | None = None,
         num_host_blocks: int = 0,
         min_copied_tokens: int = 1,
+        windows: Sequence[int | None] = (None,),
         swapping: bool = True,
         waiting: WaitingQueue | None = None,
     ) -> None:
@@ -85,6 +92,7 @@ class Driver:
             row_failure=row_failure,
             num_host_blocks=num_host_blocks,
             min_copied_tokens=min_copied_tokens,
+            windows=windows,
         )
         self.max_batch_size = max_batch_size
         self.budget = budget
@@ -109,9 +117,12 @@ class Driver:
         self.requests: list[Request] = []
         self.ends: dict[Request, int] = {}
         """Request -> how many terminal events it had."""
-        self._tables: dict[int, list[int]] = {}
+        self._tables: dict[int, list[list[int]]] = {}
+        """Slot -> by block group, its table; -1 where it never had a block."""
         self._writes: deque[dict[int, int]] = deque()
         """Of each step in flight: block -> slot that writes it."""
+        self._reads: deque[set[int]] = deque()
+        """Of each step in flight: the blocks that its rows see."""
         self._positions: dict[int, int] = {}
         self._head: Row | None = None
         """The running row that is never preempted while another one runs: of the highest class the oldest."""
@@ -129,7 +140,7 @@ class Driver:
         seeds: Sequence[int | None] = (None,),
         stop_ids: Sequence[int] = (),
         prompt_logprobs: int | None = None,
-        terms: Terms = ORDINARY,
+        policy: RequestPolicy = ORDINARY,
         pooling: Pooling | None = None,
         delivery: Delivery | None = None,
     ) -> Request:
@@ -141,7 +152,7 @@ class Driver:
                 seeds=seeds,
                 stop_ids=stop_ids,
                 prompt_logprobs=prompt_logprobs,
-                terms=terms,
+                policy=policy,
                 pooling=pooling,
                 delivery=delivery,
             )
@@ -155,7 +166,7 @@ class Driver:
         seeds: Sequence[int | None] = (None,),
         stop_ids: Sequence[int] = (),
         prompt_logprobs: int | None = None,
-        terms: Terms = ORDINARY,
+        policy: RequestPolicy = ORDINARY,
         pooling: Pooling | None = None,
         delivery: Delivery | None = None,
     ) -> Request:
@@ -170,14 +181,14 @@ class Driver:
             answers=[
                 Answer(
                     Detokenizer(TOKENIZER, skip_special_tokens=True),
-                    stop_words=(),
+                    stop_words=None,
                     hidden_ids=frozenset(),
                     include_stop=False,
                 )
                 for _ in seeds
             ],
             prompt_logprobs=prompt_logprobs,
-            terms=terms,
+            policy=policy,
             pooling=pooling,
         )
 
@@ -204,6 +215,7 @@ class Driver:
     def complete(self) -> list[Row]:
         """Let the device run the oldest step in flight, and read it. Returns the rows that got a token or ended."""
         self._writes.popleft()
+        self._reads.popleft()
         advanced = self.scheduler.update(self.device.step(self.in_flight.popleft()))
         for request in {row.request for row in advanced}:
             for row in request.sequences:
@@ -281,13 +293,15 @@ class Driver:
                 assert not blocks.is_idle(block), (
                     f"block {block} came back before the last step that writes it was read"
                 )
+        for block in set().union(*self._reads):
+            assert blocks._references[block] > 0, f"block {block} came back before the last step that reads it was read"
         for request in self.requests:
             assert self.ends[request] == int(request.finished), f"{self.ends[request]} terminal events"
             for row in request.sequences:
                 running = row.state in (SequenceState.PREFILL, SequenceState.DECODE)
                 assert row.pending >= 0
                 assert row.remaining >= 0
-                assert not running or len(row.blocks) * self.device.limits.block_size >= row.num_computed
+                assert row.capacity >= row.num_computed or not running
                 assert (row.slot >= 0) == running
                 assert bool(row.host_blocks) == (row.state is SequenceState.SWAPPED)
                 if row.state is SequenceState.FINISHED:
@@ -312,18 +326,22 @@ class Driver:
             taken = copied.intersection(block for _, block in batch.swaps.swap_out)
             assert not taken, f"host blocks {taken} change hands before the step that copies them was read"
         for start in batch.starts:
-            self._tables[start.slot] = []
+            self._tables[start.slot] = [[] for _ in self.device.limits.windows]
             for earlier in self.in_flight:
                 used = {*earlier.decode, *(row.slot for row in earlier.prefill)}
                 assert start.slot not in used, f"slot {start.slot} changes hands before its last step was read"
-        for slot, index, ids in batch.new_blocks:
-            table = self._tables[slot]
+        started = {start.slot for start in batch.starts}
+        for slot, group, index, ids in batch.new_blocks:
+            table = self._tables[slot][group]
+            if self.device.limits.windows[group] is not None and not table:
+                table += [-1] * index
             assert index == len(table)
             table.extend(ids)
             for writes in self._writes:
                 taken = [block for block in ids if writes.get(block, slot) != slot]
-                assert not taken or index == 0, f"blocks {taken} are written by steps that have not been read"
+                assert not taken or slot in started, f"blocks {taken} are written by steps that have not been read"
         writes: dict[int, int] = {}
+        self._reads.append(set())
         for row in batch.prefill:
             self._note_writes(writes, row.slot, row.position, len(row.tokens), size)
             self._positions[row.slot] = row.position + len(row.tokens)
@@ -349,8 +367,46 @@ class Driver:
         return min(self.budget, max(whole - len(batch.decode), math.ceil(whole / 4)))
 
     def _note_writes(self, writes: dict[int, int], slot: int, position: int, count: int, size: int) -> None:
-        for index in range(position // size, (position + count - 1) // size + 1):
-            writes[self._tables[slot][index]] = slot
+        end = (position + count - 1) // size + 1
+        for window, table in zip(self.device.limits.windows, self._tables[slot], strict=True):
+            first = 0 if window is None else max(0, position - window + 1) // size
+            assert -1 not in table[first:end], f"slot {slot} sees blocks that it never had"
+            self._reads[-1].update(table[first:end])
+            for block in table[position // size : end]:
+                writes[block] = slot
+
+
+class Inputs(InputProcessor):
+    """Turns of token ids for a driver's scheduler, with the policy that a test sets."""
+
+    def __init__(self, table: SessionTable, driver: Driver, room: int) -> None:
+        encoder: Any = SimpleNamespace(
+            splitter=SimpleNamespace(splitting=lambda *_: None),
+            given_ids=at_once,
+            options=lambda *_, **__: DEFAULT_OPTIONS,
+            tokenizer=TOKENIZER,
+        )
+        super().__init__(encoder, table)
+        self._driver = driver
+        self._space = room
+        self.policy: RequestPolicy
+
+    def _policy(self, options: object) -> RequestPolicy:
+        return self.policy
+
+    async def _words(self, config: object) -> Any:
+        return SimpleNamespace(stop_ids=frozenset())
+
+    def _params(self, *_: object) -> Any:
+        """The driver's own take their place, and those of answers."""
+
+    _answers = _params
+
+    def _build(self, call: Call, asked: Any, prompt_ids: list[int], delivery: Delivery, **turn: Any) -> Request:
+        max_new = min(asked.config.max_new_tokens, self._space - len(prompt_ids))
+        request = self._driver.build(prompt_ids, max_new, policy=asked.policy, delivery=delivery)
+        request.session_id, request.history_len = turn["session_id"], turn["history_len"]
+        return request
 
 
 def chunk_sizes(rows: Sequence[PrefillRow]) -> list[int]:

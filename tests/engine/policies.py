@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from asyncllm.engine.quality_of_service import Policy
+from asyncllm.engine.schedule.quality_of_service import Policy
 
 __all__ = ["GROUPS", "Clock", "policy", "policy_of"]
 

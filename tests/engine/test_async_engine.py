@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from asyncllm.batch import Batch, Limits, StepOutput
 from asyncllm.config import EngineConfig, GenerationConfig
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.errors import (
@@ -19,6 +18,7 @@ from asyncllm.errors import (
     RequestFailed,
     UnsupportedFeature,
 )
+from asyncllm.protocol import Batch, Limits, StepOutput
 from asyncllm.testing import ByteTokenizer, FakeEngine, FakeExecutor, FakeTemplate, hash_oracle
 from asyncllm.types import Chunk, Response
 
@@ -349,6 +349,11 @@ class TestPipelining:
 
         class Instant:
             """An executor whose steps are complete when they are submitted."""
+
+            isolated = False
+
+            def watch(self, *_: Any) -> None:
+                pass
 
             def __init__(self) -> None:
                 self.device = FakeExecutor(num_blocks=256).device

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncllm.engine.block_manager import BlockManager
-from asyncllm.engine.prefix_cache import PrefixCache, extend_hashes, root_hash
+from asyncllm.engine.cache.block_manager import BlockManager
+from asyncllm.engine.cache.prefix_cache import PrefixCache, extend_hashes, root_hash
 
 
 def keys(count: int, first: int = 0) -> list[bytes]:

@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from asyncllm.config import EngineConfig, GenerationConfig
-from asyncllm.engine.generation import Generation
+from asyncllm.engine.requests.generation import Generation
 from asyncllm.errors import EngineClosed
 from asyncllm.testing import FakeEngine, hash_oracle
 from tests.engine.waits import settle

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncllm.config import EngineConfig, GenerationConfig
-from asyncllm.engine.sequence import SequenceState
+from asyncllm.engine.schedule.sequence import SequenceState
 from asyncllm.errors import DeadlineExceeded, RequestFailed
 from asyncllm.testing import FakeEngine, hash_oracle
 from asyncllm.types import Chunk

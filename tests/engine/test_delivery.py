@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncllm.engine.delivery import Delivery
+from asyncllm.engine.requests.delivery import Delivery
 from asyncllm.types import Chunk
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncEngine, GenerationConfig
-from asyncllm.agent.device_agent import DeviceAgent
 from asyncllm.engine.stats import EngineStats
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.types import Response
-from tests.agent.test_device_agent import sound_llama
+from tests.agent.test_steps_in_flight import sound_llama
+from tests.agent.tiny_model import AheadAgent
 from tests.engine.test_swapping import at_rest, new_engine
 
 pytestmark = pytest.mark.timeout(180)
@@ -54,7 +54,7 @@ def model() -> DecoderLM:
 def engine_of(model: DecoderLM, **fields: Any) -> AsyncEngine:
     defaults = {"block_size": BLOCK_SIZE, "max_batch_size": 12, "max_prefill_token_num": 24}
     settings = {**defaults, "enable_prefix_caching": False, **fields}
-    return new_engine(model, agent=DeviceAgent, batch_invariant=True, **settings)
+    return new_engine(model, agent=AheadAgent, batch_invariant=True, **settings)
 
 
 def answers(model: DecoderLM, prompts: Sequence[list[int]], **fields: Any) -> tuple[list[Bits], EngineStats]:

@@ -14,7 +14,7 @@ import pytest
 from asyncllm.config import EngineConfig, GenerationConfig
 from asyncllm.errors import AsyncLLMError, EngineDead, InvalidRequest, RequestFailed
 from asyncllm.testing import FakeEngine, Fault, FaultPlan, InjectedFault
-from asyncllm.testing.fault_plan import Point
+from asyncllm.testing.faults import Point
 from asyncllm.types import Chunk
 from tests.engine.waits import settle, until
 

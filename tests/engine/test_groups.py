@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from asyncllm.engine.quality_of_service import QualityOfService
-from asyncllm.engine.sequence import Request, SequenceState, Terms
-from asyncllm.engine.waiting_queue import MAX_PASSED, PATIENCE_S, WaitingQueue
+from asyncllm.engine.schedule.quality_of_service import QualityOfService
+from asyncllm.engine.schedule.sequence import Request, RequestPolicy, SequenceState
+from asyncllm.engine.schedule.waiting_queue import MAX_PASSED, PATIENCE_S, WaitingQueue
 from tests.engine.driver import Driver, expected_answer
 from tests.engine.policies import GROUPS, Clock, policy_of
 
@@ -29,17 +29,19 @@ def test_the_last_group_gives_way_first_and_for_one_before_it_alone(
 ) -> None:
     driver = Driver(num_slots=4, max_batch_size=3, waiting=WaitingQueue(quality, clock))
     zoe, ann, bob, boss = (quality.users[each] for each in ("zoe", "ann", "bob", "boss"))
-    first = [driver.submit([number], 30, terms=Terms(user=user)) for number, user in enumerate((ann, zoe, zoe))]
+    first = [
+        driver.submit([number], 30, policy=RequestPolicy(user=user)) for number, user in enumerate((ann, zoe, zoe))
+    ]
     driver.turn(depth)
-    equal = driver.submit([3], 30, terms=Terms(user=zoe))
+    equal = driver.submit([3], 30, policy=RequestPolicy(user=zoe))
     driver.turn(depth)
     assert driver.scheduler.counts.preemptions == 0
     for number, user in enumerate((bob, boss, boss, boss)):
-        driver.submit([4 + number], 4, terms=Terms(user=user))
+        driver.submit([4 + number], 4, policy=RequestPolicy(user=user))
     for _ in range(depth):
         driver.turn(depth)
         driver.check()
-    running = [row.request.terms.user for row in driver.scheduler._running]
+    running = [row.request.policy.user for row in driver.scheduler._running]
     assert running == [boss] * 3
     assert driver.scheduler.counts.preemptions == 3, "ann's row and both of zoe's, and none for bob"
     driver.drain(depth)
@@ -56,10 +58,10 @@ def test_it_takes_blocks_too_as_many_as_it_needs_and_at_once(
         num_blocks=16, num_slots=8, num_host_blocks=host_blocks, caching=False, waiting=WaitingQueue(quality, clock)
     )
     for number in range(5):
-        driver.submit([number] * 8, 20, terms=Terms(user=quality.users["zoe"]))
+        driver.submit([number] * 8, 20, policy=RequestPolicy(user=quality.users["zoe"]))
     driver.turn(1)
     assert driver.scheduler.num_running == 5
-    mine = driver.submit([1] * 40, 1, terms=Terms(user=quality.users["boss"]))
+    mine = driver.submit([1] * 40, 1, policy=RequestPolicy(user=quality.users["boss"]))
     driver.turn(1)
     driver.turn(1)
     assert mine.sequences[0].state is not SequenceState.WAITING
@@ -78,10 +80,10 @@ def test_what_steps_in_flight_hold_is_waited_for(
         num_blocks=16, num_slots=num_slots, max_batch_size=4, caching=False, waiting=WaitingQueue(quality, clock)
     )
     for number in range(4):
-        driver.submit([number] * 8, 20, terms=Terms(user=quality.users["zoe"]))
+        driver.submit([number] * 8, 20, policy=RequestPolicy(user=quality.users["zoe"]))
     for _ in range(2):
         driver.schedule()
-    mine = driver.submit([1] * prompt, 1, terms=Terms(user=quality.users["boss"]))
+    mine = driver.submit([1] * prompt, 1, policy=RequestPolicy(user=quality.users["boss"]))
     needed = 1 if prompt == 1 else 3
     while not mine.finished:
         driver.schedule()
@@ -93,9 +95,9 @@ def test_what_steps_in_flight_hold_is_waited_for(
 
 def test_who_has_lost_patience_keeps_the_row(quality: QualityOfService, clock: Clock) -> None:
     driver = Driver(num_slots=2, max_batch_size=1, waiting=WaitingQueue(quality, clock))
-    patient = driver.submit([1], 20, terms=Terms(user=quality.users["zoe"]))
+    patient = driver.submit([1], 20, policy=RequestPolicy(user=quality.users["zoe"]))
     driver.scheduler.waiting._passed = MAX_PASSED
-    driver.submit([2], 4, terms=Terms(user=quality.users["boss"]))
+    driver.submit([2], 4, policy=RequestPolicy(user=quality.users["boss"]))
     clock.now += PATIENCE_S
     while not patient.finished:
         driver.turn()
@@ -105,15 +107,15 @@ def test_who_has_lost_patience_keeps_the_row(quality: QualityOfService, clock: C
 
 def test_who_comes_too_late_takes_no_row(quality: QualityOfService, clock: Clock) -> None:
     driver = Driver(num_slots=2, max_batch_size=1, waiting=WaitingQueue(quality, clock))
-    driver.scheduler.waiting.pace.learn(10.0, 0.0, 1, stopped=False)
-    driver.submit([1], 20, terms=Terms(user=quality.users["zoe"]))
+    driver.scheduler.waiting.deadlines.learn(10.0, 0.0, 1, stopped=False)
+    driver.submit([1], 20, policy=RequestPolicy(user=quality.users["zoe"]))
     driver.turn()
     boss = quality.users["boss"]
-    driver.submit([2], 4, terms=Terms(user=boss, deadline=clock.now + 1))
+    driver.submit([2], 4, policy=RequestPolicy(user=boss, deadline=clock.now + 1))
     for _ in range(5):
         driver.turn()
     assert driver.scheduler.counts.preemptions == 0
-    driver.submit([3], 4, terms=Terms(user=boss, deadline=clock.now + 100))
+    driver.submit([3], 4, policy=RequestPolicy(user=boss, deadline=clock.now + 100))
     driver.turn()
     assert driver.scheduler.counts.preemptions == 1
     driver.drain()
@@ -121,22 +123,27 @@ def test_who_comes_too_late_takes_no_row(quality: QualityOfService, clock: Clock
 
 def test_without_groups_nobody_takes_a_row() -> None:
     driver = Driver(num_slots=2, max_batch_size=1)
-    driver.submit([1], 9, terms=Terms(priority=5))
+    driver.submit([1], 9, policy=RequestPolicy(priority=5))
     driver.turn()
-    driver.submit([2], 1, terms=Terms(priority=-5))
+    driver.submit([2], 1, policy=RequestPolicy(priority=-5))
     driver.drain()
     assert driver.scheduler.counts.preemptions == 0
 
 
-@pytest.mark.parametrize("terms", [Terms(priority=-1), None])
+@pytest.mark.parametrize("policy", [RequestPolicy(priority=-1), None])
 def test_a_higher_class_has_its_prompt_computed_before_a_long_one(
-    quality: QualityOfService, clock: Clock, terms: Terms | None
+    quality: QualityOfService, clock: Clock, policy: RequestPolicy | None
 ) -> None:
-    queue = WaitingQueue(quality, clock) if terms is None else WaitingQueue()
+    queue = WaitingQueue(quality, clock) if policy is None else WaitingQueue()
     driver = Driver(budget=8, caching=False, waiting=queue)
-    long = driver.submit([1] * 80, 2, terms=Terms(user=quality.users["ann"]) if terms is None else Terms())
+    long = driver.submit(
+        [1] * 80, 2, policy=RequestPolicy(user=quality.users["ann"]) if policy is None else RequestPolicy()
+    )
     driver.turn(1)
-    mine = [driver.submit([number] * 5, 2, terms=terms or Terms(user=quality.users["boss"])) for number in range(2)]
+    mine = [
+        driver.submit([number] * 5, 2, policy=policy or RequestPolicy(user=quality.users["boss"]))
+        for number in range(2)
+    ]
     driver.turn(1)
     assert [len(row.tokens) for row in driver.batches[-1].prefill] == [5, 3]
     driver.turn(1)
@@ -153,15 +160,15 @@ def test_no_group_is_preempted_for_one_after_it(quality: QualityOfService, clock
     users = [quality.users[user_id] for user_id in ("zoe", "boss", "bob", "zoe")]
     requests = []
     for index, user in enumerate(users):
-        requests.append(driver.submit([index, 1, 2], 24, terms=Terms(user=user)))
+        requests.append(driver.submit([index, 1, 2], 24, policy=RequestPolicy(user=user)))
         driver.schedule()  # so that rows are taken in this order
         driver.complete()
     victims: list[int] = []
     preempt = driver.scheduler._preempt
 
     def watched(row: Any) -> None:
-        victims.append(row.request.terms.user.group)
-        assert victims[-1] == max(other.request.terms.user.group for other in driver.scheduler._running)
+        victims.append(row.request.policy.user.group)
+        assert victims[-1] == max(other.request.policy.user.group for other in driver.scheduler._running)
         preempt(row)
 
     driver.scheduler._preempt = watched  # type: ignore[method-assign]

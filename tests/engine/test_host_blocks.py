@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from asyncllm.batch import Batch, SwapPlan
-from asyncllm.engine.block_manager import BlockManager
-from asyncllm.engine.host_blocks import HostBlocks
+from asyncllm.engine.cache.block_groups import BlockGroups
+from asyncllm.engine.cache.block_manager import BlockManager
+from asyncllm.engine.cache.host_blocks import HostBlocks
+from asyncllm.engine.cache.prefix_cache import PrefixCache, root_hash
 from asyncllm.engine.integrity import check_integrity
-from asyncllm.engine.prefix_cache import PrefixCache, root_hash
-from asyncllm.engine.sequence import Request, SequenceState, Terms
-from asyncllm.engine.sequence import Sequence as Row
+from asyncllm.engine.schedule.sequence import Request, RequestPolicy, SequenceState
+from asyncllm.engine.schedule.sequence import Sequence as Row
+from asyncllm.protocol import Batch, SwapPlan
 from asyncllm.testing import FakeDevice
 from tests.engine.driver import Driver, expected_answer
 
@@ -83,7 +84,7 @@ class TestSwapping:
     ) -> None:
         """It would be copied ahead of what that step writes."""
         driver = Driver(num_blocks=6, num_slots=2, num_host_blocks=8, caching=False)
-        late = driver.submit([0] * length, 14, terms=Terms(priority=1))
+        late = driver.submit([0] * length, 14, policy=RequestPolicy(priority=1))
         driver.turn(depth)
         early = driver.submit([1] * 7, 12)
         driver.drain(depth)
@@ -208,6 +209,7 @@ class TestSwapping:
         driver.scheduler.update(driver.device.step(driver.in_flight.popleft()))
         driver.ends[request] = 1
         driver._writes.clear()
+        driver._reads.clear()
         driver.check_drained()
 
     def test_a_device_block_is_taken_in_the_step_that_copies_it(self) -> None:
@@ -218,7 +220,7 @@ class TestSwapping:
         while second.sequences[0].state is not SequenceState.SWAPPED:
             assert driver.turn(1)
         batch = next(batch for batch in driver.batches if batch.swaps)
-        taken = {block for _, _, blocks in batch.new_blocks for block in blocks}
+        taken = {block for *_, blocks in batch.new_blocks for block in blocks}
         assert taken
         assert taken <= {block for block, _ in batch.swaps.swap_out}
         driver.drain()
@@ -451,7 +453,7 @@ class TestPrefixTier:
 def test_a_full_host_lets_cached_blocks_go() -> None:
     limits = FakeDevice(num_blocks=2, num_host_blocks=1).limits
     device = BlockManager(2, PrefixCache())
-    host = HostBlocks(limits, device, swapping=True)
+    host = HostBlocks(limits, BlockGroups(limits, 8), device, swapping=True)
     assert device.prefix_cache is not None
     blocks = device.allocate(2)
     for block in blocks:
@@ -471,10 +473,10 @@ def test_integrity_is_checked() -> None:
     turn_until_decoding(driver, request)
     row = preempt(driver, request)
     check_integrity(driver.scheduler, driver.requests)
-    lost = row.host_blocks.pop()
+    lost = row.host_tables[0].blocks.pop()
     with pytest.raises(AssertionError, match="references"):
         check_integrity(driver.scheduler)
-    row.host_blocks.append(lost)
+    row.host_tables[0].blocks.append(lost)
     row.num_computed += 9
     with pytest.raises(AssertionError, match="has lost host blocks"):
         check_integrity(driver.scheduler)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from asyncllm.batch import Batch, Limits
 from asyncllm.config import EngineConfig
 from asyncllm.engine.loop import EngineLoop
 from asyncllm.errors import (
@@ -17,6 +16,7 @@ from asyncllm.errors import (
     EngineError,
     ModelError,
 )
+from asyncllm.protocol import Batch, Limits
 from asyncllm.testing import FakeEngine
 from asyncllm.types import Chunk
 
@@ -64,7 +64,7 @@ class TestStartAndClose:
         def broken(*_: object, **__: object) -> None:
             raise ValueError("no scheduler today")
 
-        monkeypatch.setattr("asyncllm.engine.async_engine.Scheduler", broken)
+        monkeypatch.setattr("asyncllm.engine.lifecycle.Scheduler", broken)
         with pytest.raises(ValueError, match="no scheduler today"):
             await engine.start()
         with pytest.raises(EngineClosed):
@@ -108,7 +108,7 @@ class TestStartAndClose:
                 super().__init__(*arguments, **named)
                 asyncio.get_running_loop().call_soon(start.cancel)
 
-        monkeypatch.setattr("asyncllm.engine.async_engine.EngineLoop", Late)
+        monkeypatch.setattr("asyncllm.engine.lifecycle.EngineLoop", Late)
         engine = FakeEngine("x")
         start = asyncio.create_task(engine.start())
         with pytest.raises(asyncio.CancelledError):

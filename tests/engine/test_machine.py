@@ -28,17 +28,18 @@ from hypothesis.stateful import (
     rule,
 )
 
-from asyncllm.config import GenerationConfig, RequestOptions
-from asyncllm.engine.delivery import Delivery
-from asyncllm.engine.quality_of_service import QualityOfService
-from asyncllm.engine.queue_bounds import QueueBounds
-from asyncllm.engine.sequence import Request, Sequence, SequenceState, Terms
-from asyncllm.engine.session import Session
-from asyncllm.engine.sessions import SessionTable
-from asyncllm.engine.waiting_queue import MAX_PASSED, PATIENCE_S, WaitingQueue
+from asyncllm.config import GenerationConfig
+from asyncllm.engine.cache.block_groups import pool_tokens
+from asyncllm.engine.requests.delivery import Delivery
+from asyncllm.engine.requests.input_processor import Call
+from asyncllm.engine.schedule.backpressure import Backpressure
+from asyncllm.engine.schedule.quality_of_service import QualityOfService
+from asyncllm.engine.schedule.sequence import Request, RequestPolicy, Sequence, SequenceState
+from asyncllm.engine.schedule.waiting_queue import MAX_PASSED, PATIENCE_S, WaitingQueue
+from asyncllm.engine.sessions.session_table import Conversation, SessionTable
 from asyncllm.errors import QueueFull, SessionBusy
 from asyncllm.types import Pooling
-from tests.engine.driver import TOKENIZER, Driver, expected_answer, expected_pooled
+from tests.engine.driver import TOKENIZER, Driver, Inputs, expected_answer, expected_pooled
 from tests.engine.policies import Clock, policy_of
 
 EXAMPLES = int(os.environ.get("ASYNCLLM_MACHINE_EXAMPLES", "150"))
@@ -98,6 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 1, 3, 8, 40]),
         min_copied_tokens=st.sampled_from([1, 4]),
         swapping=st.booleans(),
+        windows=st.sampled_from([(None,), (None,), (2,), (5,), (9,), (None, 3), (6, None), (None, None, 4), (2, 7)]),
         with_quality=st.booleans(),
         failing=st.booleans(),
         max_queued=st.sampled_from([(0, 0), (0, 0), (2, 0), (0, 12), (3, 20)]),
@@ -115,6 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks: int,
         min_copied_tokens: int,
         swapping: bool,
+        windows: tuple[int | None, ...],
         with_quality: bool,
         failing: bool,
         max_queued: tuple[int, int],
@@ -123,9 +126,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.clock = Clock()
         self.quality = QualityOfService(policy_of(GROUPS), self.clock) if with_quality else None
         self.queue = WaitingQueue(self.quality, self.clock)
-        self.room = num_blocks * block_size
         self.driver = Driver(
-            num_blocks=num_blocks,
+            num_blocks=num_blocks * len(windows),
             block_size=block_size,
             num_slots=max_batch_size + spare_slots,
             max_batch_size=max_batch_size,
@@ -137,21 +139,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_host_blocks=num_host_blocks,
             min_copied_tokens=min_copied_tokens,
             swapping=swapping,
+            windows=windows,
             waiting=self.queue,
             row_failure=row_failure if failing else None,
         )
+        self.room = min(pool_tokens(self.driver.device.limits), 60)
         self.asked: dict[Request, Asked] = {}
         self.unfinished: dict[Request, None] = {}
         """Those of `asked` whose answers have not been looked at since they ended."""
         self.max_queued = max_queued
-        self.bounds = QueueBounds(*max_queued)
-        loop = SimpleNamespace(scheduler=self.driver.scheduler, abandon=self.abandon)
-        admission = SimpleNamespace(check_token_ids=list, build=self.build)
-        parts: tuple[Any, ...] = loop, admission, TOKENIZER, None, None
-        self.table = SessionTable(*parts, block_size)
-        self.histories: dict[Session, list[int]] = {}
+        self.bounds = Backpressure(*max_queued)
+        loop: Any = SimpleNamespace(scheduler=self.driver.scheduler, abandon=self.abandon)
+        self.table = SessionTable(loop, TOKENIZER)
+        self.inputs = Inputs(self.table, self.driver, self.room)
+        self.histories: dict[Conversation, list[int]] = {}
         """What each open session must remember, its running turn apart."""
-        self.turns: dict[Session, Request] = {}
+        self.turns: dict[Conversation, Request] = {}
         """The last turn of each, which may still run."""
 
     @rule(
@@ -190,7 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             seeds=seeds,
             stop_ids=stop_ids,
             prompt_logprobs=1 if scored and max_new % 2 else None,
-            terms=self.terms(user, priority, timeout, salt),
+            policy=self.policy(user, priority, timeout, salt),
             delivery=Delivery(streaming=streaming),
         )
         self.expect(request, max_new, seeds, stop_ids)
@@ -214,25 +217,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not full
         return True
 
-    def terms(self, user: str, priority: int = 0, timeout: float | None = None, salt: str | None = None) -> Terms:
-        return Terms(
-            priority=priority,
-            user=self.quality.users[user] if self.quality is not None else None,
-            deadline=None if timeout is None else self.clock.now + timeout,
-            cache_salt=salt,
-        )
+    def policy(self, user: str, rank: int = 0, timeout: float | None = None, salt: str | None = None) -> RequestPolicy:
+        owner = self.quality.users[user] if self.quality is not None else None
+        return RequestPolicy(rank, owner, None if timeout is None else self.clock.now + timeout, salt)
 
     @rule(target=requests, prompt=prompts, pooling=st.sampled_from(["last", "mean"]), user=st.sampled_from(USERS))
     def embed(self, prompt: list[int], pooling: Pooling, user: str) -> Any:
         prompt = prompt[: self.room]
         if not self.has_place(prompt):
             return multiple()
-        request = self.driver.submit(prompt, 0, pooling=pooling, terms=self.terms(user))
+        request = self.driver.submit(prompt, 0, pooling=pooling, policy=self.policy(user))
         self.expect(request, 0, [None], [])
         return request
 
     @rule(target=sessions)
-    def begin_session(self) -> Session:
+    def begin_session(self) -> Conversation:
         session = self.table.new()
         self.histories[session] = []
         return session
@@ -245,20 +244,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         user=st.sampled_from(USERS),
         salt=st.sampled_from([None, None, "a"]),
     )
-    def turn(self, session: Session, prompt: list[int], max_new: int, user: str, salt: str | None) -> Any:
+    def turn(self, session: Conversation, prompt: list[int], max_new: int, user: str, salt: str | None) -> Any:
         """The next turn, after a rewind if the conversation has become too long."""
         if session.closed:
             return multiple()
-        delivery = Delivery(streaming=True, on_end=session.record)
+        delivery = Delivery(streaming=True)
         if session.busy:
             with pytest.raises(SessionBusy):
-                self.prepare(session, delivery, prompt, 0, max_new, self.terms(user))
+                self.prepare(session, delivery, prompt, 0, max_new, self.policy(user))
             return multiple()
         history, prompt = self.histories[session], prompt[: self.room - 1]
         step = min(len(history), self.room - 1 - len(prompt))
         if (history and not step) or not self.has_place(history[:step] + prompt):
             return multiple()
-        request = self.prepare(session, delivery, prompt, step, max_new, self.terms(user, salt=salt))
+        request = self.prepare(session, delivery, prompt, step, max_new, self.policy(user, salt=salt))
         assert request.prompt_ids == history[:step] + prompt
         assert request.history_len == step
         self.driver.add(request)
@@ -267,47 +266,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         return request
 
     def prepare(
-        self, session: Session, delivery: Delivery, prompt: list[int], step: int, max_new: int, terms: Terms
+        self,
+        session: Conversation,
+        delivery: Delivery,
+        prompt: list[int],
+        step: int,
+        max_new: int,
+        policy: RequestPolicy,
     ) -> Request:
-        """`Session.prepare`, which has nothing to wait for: whoever left the turn before has ended it."""
-        preparation = session.prepare(
-            delivery,
-            None,
-            GenerationConfig(max_new_tokens=max_new),
-            step=step,
-            do_preprocess=False,
-            input_ids=prompt,
-            options=RequestOptions(),
-            terms=terms,
-        )
+        """Return the request of a turn, which has nothing to wait for: who left the turn before has ended it."""
+        self.inputs.policy = policy
+        config = GenerationConfig(max_new_tokens=max_new)
+        call = Call(conversation=session, input_ids=prompt, step=step, config=config)
+        preparation = self.inputs.prepare(call, delivery)
         with pytest.raises(StopIteration) as done:
             preparation.send(None)
-        request: Request = done.value.value
-        return request
-
-    def build(
-        self,
-        prompt_ids: list[int],
-        config: GenerationConfig,
-        delivery: Delivery,
-        *,
-        session_id: int,
-        history_len: int,
-        terms: Terms,
-    ) -> Request:
-        """As `Admission.build`, for sessions."""
-        assert config.max_new_tokens is not None
-        max_new = min(config.max_new_tokens, self.room - len(prompt_ids))
-        request = self.driver.build(prompt_ids, max_new, terms=terms, delivery=delivery)
-        request.session_id, request.history_len = session_id, history_len
-        return request
+        return done.value.value  # type: ignore[no-any-return]
 
     @rule(session=sessions)
-    def stop(self, session: Session) -> None:
+    def stop(self, session: Conversation) -> None:
         session.stop()
 
     @rule(target=sessions, session=sessions)
-    def fork(self, session: Session) -> Any:
+    def fork(self, session: Conversation) -> Any:
         if session.closed or session.busy:
             return multiple()
         copy = session.fork()
@@ -315,7 +296,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return copy
 
     @rule(session=consumes(sessions))
-    def end_session(self, session: Session) -> None:
+    def end_session(self, session: Conversation) -> None:
         session.close()
         session.close()
         self.histories.pop(session, None)
@@ -362,7 +343,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Requests whose time is over end, as the engine loop ends them."""
         self.clock.now += seconds
         for request in list(self.unfinished):
-            deadline = request.terms.deadline
+            deadline = request.policy.deadline
             if deadline is not None and deadline <= self.clock.now:
                 self.abandon(request)
 
@@ -414,18 +395,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             and (row.index == 0 or request.siblings_queued)
         }
         assert self.queue.num_requests == sum(row.index == 0 for row in waiting)
-        assert self.queue.num_tokens == sum(num_tokens for _, num_tokens in self.queue._waiting.values())
+        assert self.queue.num_tokens == sum(num_tokens for _, num_tokens, _ in self.queue._waiting.values())
         if not waiting:
             assert self.queue.first() is None
             return
-        since, _ = self.queue._waiting[waiting[0]]
+        since, _, _ = self.queue._waiting[waiting[0]]
         patient = self.queue._passed >= MAX_PASSED and self.clock.now - since >= PATIENCE_S
         assert self.queue.first() is (waiting[0] if patient else min(waiting, key=self.place))
 
     @staticmethod
     def place(row: Sequence) -> tuple[object, ...]:
         """Where a waiting sequence stands; the lowest is next."""
-        user, place = row.request.terms.user, (row.request.terms.priority, row.request.id, row.index)
+        user, place = row.request.policy.user, (row.request.policy.priority, row.request.id, row.index)
         return place if user is None else (user.group, user.load, user.number, *place)
 
     def check_sessions(self) -> None:
@@ -434,7 +415,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if request is not None and not session.busy:
                 del self.turns[session]
                 history[:] = request.sequences[0].token_ids
-            assert self.turns.get(session) is not None or session.token_ids == history
+            assert self.turns.get(session) is not None or session.past.token_ids == history
         cache = self.driver.scheduler.prefix_cache
         if cache is not None:
             pinned = [key for session in self.histories for key in session._pinned]
@@ -475,7 +456,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "driver"):
             # What `evict` pushed to the host is held until the next step, which in the engine is under way.
-            self.driver.submit([0], 1, terms=self.terms("bob"))
+            self.driver.submit([0], 1, policy=self.policy("bob"))
             self.driver.drain()
             self.driver.check_drained()
             self.check_answers(self.asked)

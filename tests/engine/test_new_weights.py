@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
-from asyncllm.agent.device_agent import DeviceAgent
+from asyncllm.agent.executor import StepExecutor
 from asyncllm.agent.model_agent import ModelAgent
-from asyncllm.agent.stream_executor import StreamExecutor
 from asyncllm.errors import InvalidParameter
 from asyncllm.testing import ByteTokenizer, FakeTemplate
 from asyncllm.types import Response
+from tests.agent.tiny_model import AheadAgent
 from tests.checkpoints import build_checkpoint
 from tests.engine.waits import settle, until
 
@@ -28,7 +28,7 @@ PROMPTS = [[dice.randrange(256) for _ in range(length)] for length in (9, 41, 4,
 GREEDY = GenerationConfig(max_new_tokens=24, ignore_eos=True)
 SAMPLED = GenerationConfig(max_new_tokens=24, ignore_eos=True, top_k=0, temperature=1.0, random_seed=1)
 
-AGENTS = pytest.mark.parametrize("agent", [ModelAgent, DeviceAgent])
+AGENTS = pytest.mark.parametrize("agent", [ModelAgent, AheadAgent])
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,10 @@ def weights(folders: list[Path]) -> dict[str, Tensor]:
     return load_file(folders[1] / "model.safetensors")
 
 
-def new_engine(folder: Path, *, agent: type[ModelAgent | DeviceAgent] = ModelAgent, **fields: Any) -> AsyncEngine:
+def new_engine(folder: Path, *, agent: type[ModelAgent] = ModelAgent, **fields: Any) -> AsyncEngine:
     settings = {"device_type": "cpu", "block_size": 4, "max_batch_size": 6, "num_gpu_blocks": 400, **fields}
     config = EngineConfig(**{"max_prefill_token_num": 16, **settings})
-    executor = StreamExecutor(lambda: agent(config.checked(), folder))
+    executor = StepExecutor(lambda: agent(config.checked(), folder))
     return AsyncEngine("tiny", config, executor=executor, tokenizer=ByteTokenizer(), chat_template=FakeTemplate())
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncllm.engine.delivery import Delivery
-from asyncllm.engine.sequence import SequenceState
+from asyncllm.engine.requests.delivery import Delivery
+from asyncllm.engine.schedule.sequence import SequenceState
 from tests.engine.driver import Driver, chunk_sizes, expected_answer
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 0, 1, 2]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncllm.engine.prefix_cache import PrefixCache, extend_hashes, root_hash
+from asyncllm.engine.cache.prefix_cache import PrefixCache, extend_hashes, root_hash
 from tests.engine.driver import Driver
 
 tokens = st.lists(st.integers(0, 2), max_size=24)
@@ -184,3 +184,15 @@ def test_prompts_with_rotary_bases_of_their_own_share_with_those_of_equal_length
         request = driver.submit([1] * length, 2)
         driver.drain()
     assert request.cached_tokens == shared
+
+
+@pytest.mark.parametrize(("rope_from", "found"), [(None, 8), (40, 8), (10, 8), (9, 0), (4, 0)])
+def test_what_a_session_pins_is_what_its_next_turn_finds(rope_from: int | None, found: int) -> None:
+    """Also where a prompt has a rotary base of its own: then the next turn, which is longer, finds nothing."""
+    driver = Driver(block_size=4, dynamic_rope_from=rope_from)
+    driver.submit([1] * 8, 2)
+    driver.drain()
+    keys = driver.scheduler.sharing.keys_for_longer([1] * 9, None)
+    request = driver.submit([1] * 10, 1)
+    driver.drain()
+    assert len(keys) * 4 == request.cached_tokens == found

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from asyncllm.config import EngineConfig, GenerationConfig
-from asyncllm.engine.quality_of_service import BUCKET_S, WINDOW_S, QualityOfService, User
-from asyncllm.engine.sequence import Request, SequenceState, Terms
-from asyncllm.engine.waiting_queue import MAX_PASSED, PATIENCE_S, WaitingQueue
+from asyncllm.engine.schedule.quality_of_service import BUCKET_S, WINDOW_S, QualityOfService, User
+from asyncllm.engine.schedule.sequence import Request, RequestPolicy, SequenceState
+from asyncllm.engine.schedule.waiting_queue import MAX_PASSED, PATIENCE_S, WaitingQueue
 from asyncllm.errors import InvalidParameter, QueueFull
 from asyncllm.testing import FakeEngine, hash_oracle
 from tests.engine.driver import Driver
@@ -212,8 +212,8 @@ class Overload:
         self.queue_times: dict[str, list[float]] = {user_id: [] for user_id in quality.users}
 
     def submit(self, user_id: str, prompt: int, answer: int) -> Request:
-        terms = Terms(user=self.quality.users[user_id])
-        request = self.driver.submit([self.random.randrange(8) for _ in range(prompt)], answer, terms=terms)
+        policy = RequestPolicy(user=self.quality.users[user_id])
+        request = self.driver.submit([self.random.randrange(8) for _ in range(prompt)], answer, policy=policy)
         self.arrived[request] = self.clock.now
         return request
 
@@ -225,7 +225,7 @@ class Overload:
         self.driver.turn()
         for request in list(self.arrived):
             if request.sequences[0].state is not SequenceState.WAITING:
-                user = request.terms.user
+                user = request.policy.user
                 assert user is not None
                 self.queue_times[user.id].append(self.clock.now - self.arrived.pop(request))
 
@@ -277,7 +277,9 @@ class TestContinuousBatching:
         queue = WaitingQueue(quality, clock)
         driver = Driver(waiting=queue)
         asked = [("bob", -9), ("ann", 5), ("ann", 0), ("boss", 99), ("ann", 0)]
-        requests = [driver.submit([1], terms=Terms(priority, quality.users[user_id])) for user_id, priority in asked]
+        requests = [
+            driver.submit([1], policy=RequestPolicy(priority, quality.users[user_id])) for user_id, priority in asked
+        ]
         order = []
         while (row := queue.first()) is not None:
             queue.admit(row, 1)
@@ -289,7 +291,7 @@ class TestContinuousBatching:
         driver = Driver(waiting=WaitingQueue(quality, clock))
         ann, bob = quality.users["ann"], quality.users["bob"]
         for user in (ann, bob):
-            driver.submit([1, 2, 3, 4, 5, 6], 2, terms=Terms(user=user))
+            driver.submit([1, 2, 3, 4, 5, 6], 2, policy=RequestPolicy(user=user))
             driver.drain()
         assert (ann.used, bob.used) == (6 + 2, 2 + 2)
 
@@ -298,7 +300,7 @@ class TestContinuousBatching:
     ) -> None:
         driver = Driver(caching=False, waiting=WaitingQueue(quality, clock))
         ann = quality.users["ann"]
-        request = driver.submit([1, 2, 3, 4, 5, 6], 4, terms=Terms(user=ann))
+        request = driver.submit([1, 2, 3, 4, 5, 6], 4, policy=RequestPolicy(user=ann))
         driver.turn(1)
         driver.scheduler._preempt(request.sequences[0])
         driver.drain()
@@ -382,7 +384,7 @@ class TestEngine:
                 return True
 
             def asked(user_id: str) -> int:
-                return sum(generation._request.terms.user.id == user_id for generation in taken)
+                return sum(generation._request.policy.user.id == user_id for generation in taken)
 
             for _ in range(30):
                 await ask("zoe")
@@ -402,7 +404,7 @@ class TestEngine:
             assert not again
             assert queued == 10 + 6 + 3 + 10
             await settle(engine)
-            users = {generation._request.terms.user for generation in taken}
+            users = {generation._request.policy.user for generation in taken}
             assert all((user.queued_requests, user.queued_tokens) == (0, 0) for user in users)
 
     async def test_unknown_users_are_refused_and_the_engine_goes_on(self, tmp_path: Path) -> None:

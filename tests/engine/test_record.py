@@ -7,9 +7,9 @@ import time
 import pytest
 
 from asyncllm.config import EngineConfig, GenerationConfig
-from asyncllm.engine.record import RequestRecord
 from asyncllm.errors import RequestFailed
 from asyncllm.testing import FakeEngine
+from asyncllm.types import RequestRecord
 
 pytestmark = pytest.mark.anyio
 

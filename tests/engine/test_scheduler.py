@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from asyncllm.engine.integrity import check_integrity
-from asyncllm.engine.sequence import Request, SequenceState
+from asyncllm.engine.schedule.sequence import Request, SequenceState
 from tests.engine.driver import Driver, chunk_sizes, expected_answer
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 0, 1, 2]
@@ -427,7 +427,7 @@ class TestIntegrity:
 
     def test_a_block_that_no_table_holds(self) -> None:
         driver = self.running()
-        driver.scheduler._running.copy().popitem()[0].blocks.pop()
+        driver.scheduler._running.copy().popitem()[0].tables[0].blocks.pop()
         with pytest.raises(AssertionError, match="references"):
             check_integrity(driver.scheduler)
 

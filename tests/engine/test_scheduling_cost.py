@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncllm.engine.quality_of_service import QualityOfService, User
-from asyncllm.engine.sequence import Sequence, Terms
-from asyncllm.engine.waiting_queue import WaitingQueue
+from asyncllm.engine.schedule.quality_of_service import QualityOfService, User
+from asyncllm.engine.schedule.sequence import RequestPolicy, Sequence
+from asyncllm.engine.schedule.waiting_queue import WaitingQueue
 from tests.engine.driver import Driver
 from tests.engine.policies import policy_of
 
@@ -37,8 +37,8 @@ def crowd(waiting: int, num_users: int = 0) -> Driver:
         waiting=WaitingQueue(quality),
     )
     for number in range(ROWS + waiting):
-        terms = Terms(user=users[number % len(users)])
-        driver.submit([number % 8, number // 8 % 8, number // 64 % 8], 2000, terms=terms)
+        policy = RequestPolicy(user=users[number % len(users)])
+        driver.submit([number % 8, number // 8 % 8, number // 64 % 8], 2000, policy=policy)
     return driver
 
 

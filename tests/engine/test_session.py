@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from asyncllm.config import EngineConfig, GenerationConfig
+from asyncllm.engine.requests.generation import Session
 from asyncllm.errors import (
     ContextLengthExceeded,
     InvalidMessage,
@@ -26,6 +27,11 @@ FIRST = "\x02user\x1fone\x03\x02assistant\x1f"
 
 def text(token_ids: list[int]) -> str:
     return bytes(token for token in token_ids if token < 256).decode()
+
+
+def kept(engine: FakeEngine, session_id: int) -> Session:
+    """The session that calls with this id have kept."""
+    return Session(engine._lifecycle, engine._lifecycle.sessions.find(session_id))
 
 
 async def test_turns_add_up_to_one_conversation() -> None:
@@ -130,7 +136,7 @@ class TestByIdAndStep:
             first = await engine.generate("one", session_id=7, sequence_end=False)
             step = first.input_token_len + len("first")
             second = await engine.generate("two", session_id=7, sequence_start=False, sequence_end=False, step=step)
-            session = engine._table().find(7)
+            session = kept(engine, 7)
             assert second.history_token_len == step
             assert session.history == [("one", "first"), ("two", "second answer")]
             assert text(session.token_ids) == FIRST + "first\x03\x02user\x1ftwo\x03\x02assistant\x1fsecond answer"
@@ -150,17 +156,17 @@ class TestByIdAndStep:
     async def test_a_step_outside_of_the_history_is_refused(self, step: Any) -> None:
         async with FakeEngine(ANSWERS) as engine:
             await engine.generate("one", session_id=7, sequence_end=False)
-            before = list(engine._table().find(7).token_ids)
+            before = list(kept(engine, 7).token_ids)
             with pytest.raises(InvalidParameter):
                 await engine.generate("two", session_id=7, sequence_start=False, sequence_end=False, step=step)
-            assert engine._table().find(7).token_ids == before
+            assert kept(engine, 7).token_ids == before
 
     async def test_token_ids_as_a_turn(self) -> None:
         async with FakeEngine(ANSWERS) as engine:
             await engine.generate(input_ids=[97, 98], session_id=7, sequence_end=False)
             second = await engine.generate("two", session_id=7, sequence_start=False, sequence_end=False)
             assert second.text == "second answer"
-            assert engine._table().find(7).history[0] == ("ab", "ab")
+            assert kept(engine, 7).history[0] == ("ab", "ab")
 
 
 class TestRefusedTurns:
@@ -298,6 +304,20 @@ class TestStopping:
             assert text(session.token_ids).endswith("abc STOP")
             assert kept.text == "abc STOP"
 
+    async def test_leaving_a_long_stop_word_out_of_the_history_is_linear(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        word = "S" + "t" * 1600
+        async with FakeEngine("ab\u00e9 " + word) as engine, engine.session() as session:
+            decoded: list[int] = []
+            decode = engine.tokenizer.decode
+            monkeypatch.setattr(
+                engine.tokenizer, "decode", lambda ids, **k: decoded.append(len(ids)) or decode(ids, **k)
+            )
+            response = await session.chat("one", GenerationConfig(stop_words=[word], max_new_tokens=3000))
+            assert response.text == "ab\u00e9 "
+            monkeypatch.undo()
+            assert text(session.token_ids) == FIRST + "ab\u00e9 "
+            assert sum(decoded) < 100_000, "the fake device decodes the prompt in every step"
+
     async def test_a_history_that_cannot_be_recorded_is_this_readers_trouble(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -306,7 +326,7 @@ class TestStopping:
             def broken(*_: object) -> None:
                 raise ValueError("no pins today")
 
-            monkeypatch.setattr(engine._table(), "pin", broken)
+            monkeypatch.setattr(engine._lifecycle.sessions, "pin", broken)
             neighbour = engine.generate("one")
             with pytest.raises(ValueError, match="no pins today"):
                 await session.chat("one")

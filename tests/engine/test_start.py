@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from asyncllm.batch import Batch, Limits
 from asyncllm.config import EngineConfig
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.errors import EngineClosed, InvalidCheckpoint, InvalidParameter, ModelError
+from asyncllm.protocol import Batch, Limits
 from asyncllm.testing.byte_tokenizer import ByteTokenizer
 from asyncllm.testing.fake_engine import FakeTemplate, fake_parts
 from asyncllm.testing.fake_executor import FakeExecutor

@@ -16,7 +16,7 @@ import anyio
 import pytest
 
 import asyncllm
-import asyncllm.agent.scoring  # so that no coroutine is the first to import torch
+import asyncllm.agent.prompt_outputs  # so that no coroutine is the first to import torch
 from asyncllm.config import GenerationConfig
 from asyncllm.errors import EngineClosed
 from asyncllm.pipeline import _gather
@@ -176,7 +176,8 @@ async def logits(engine: FakeEngine) -> Any:
 
 
 async def token_ids(engine: FakeEngine) -> Any:
-    return await engine.encode(["sweep", "x" * 5000])
+    ids: Any = await engine.encode(["sweep", "x" * 5000])
+    return ids, await engine.decode(ids[1]), await engine.offload(lambda: len(ids), 5000)
 
 
 async def several_scores(engine: FakeEngine) -> Any:

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from asyncllm.engine.sequence import Request, Sequence, SequenceState, Terms
-from asyncllm.engine.waiting_queue import MARGIN, MAX_PASSED, PATIENCE_S, WaitingQueue
+from asyncllm.engine.schedule.sequence import Request, RequestPolicy, Sequence, SequenceState
+from asyncllm.engine.schedule.waiting_queue import MARGIN, MAX_PASSED, PATIENCE_S, WaitingQueue
 from tests.engine.driver import Driver, expected_answer
 from tests.engine.policies import Clock
 
 
 def sequence(number: int, priority: int = 0, length: int = 3) -> Sequence:
-    request = Driver().submit([1] * length, terms=Terms(priority=priority))
+    request = Driver().submit([1] * length, policy=RequestPolicy(priority=priority))
     request.id = number
     return request.sequences[0]
 
@@ -135,9 +135,9 @@ class TestDeadlines:
     def queue(self, deadlines: dict[int, float | None], priority: int = 0) -> tuple[WaitingQueue, Clock]:
         clock = Clock()
         queue = WaitingQueue(clock=clock)
-        queue.pace.learn(10.0 / MARGIN, 0.0, 1, stopped=False)
+        queue.deadlines.learn(10.0 / MARGIN, 0.0, 1, stopped=False)
         for number, deadline in deadlines.items():
-            request = Driver().submit([1], 1, terms=Terms(priority, deadline=deadline))
+            request = Driver().submit([1], 1, policy=RequestPolicy(priority, deadline=deadline))
             request.id = number
             queue.push(request.sequences[0])
         return queue, clock
@@ -195,7 +195,7 @@ def test_any_order_of_calls_agrees_with_a_sorted_list() -> None:
             row = sequence(number, generator.randrange(-2, 3))
             queue.push(row)
             model.append(row)
-        expected = min(model, key=lambda row: (row.request.terms.priority, row.request.id)) if model else None
+        expected = min(model, key=lambda row: (row.request.policy.priority, row.request.id)) if model else None
         assert queue.first() is expected
         assert (queue.num_requests, queue.num_tokens) == (len(model), 3 * len(model))
 
@@ -213,17 +213,17 @@ class TestScheduling:
 
     def test_rows_go_to_the_lowest_priority_value(self) -> None:
         driver = Driver(max_batch_size=1, num_slots=2)
-        requests = [driver.submit([index], 3, terms=Terms(priority=index % 3)) for index in range(6)]
+        requests = [driver.submit([index], 3, policy=RequestPolicy(priority=index % 3)) for index in range(6)]
         assert self.started(driver) == [requests[index] for index in (0, 3, 1, 4, 2, 5)]
         for request in requests:
             assert driver.answers(request) == [expected_answer(request.prompt_ids, 3)]
 
     def test_siblings_follow_within_their_priority(self) -> None:
         driver = Driver(max_batch_size=1, num_slots=2)
-        first = driver.submit([1, 2], 3, seeds=(None, 1, 2), terms=Terms(priority=1))
+        first = driver.submit([1, 2], 3, seeds=(None, 1, 2), policy=RequestPolicy(priority=1))
         driver.schedule()
-        later = driver.submit([3], 3, terms=Terms(priority=1))
-        urgent = driver.submit([4], 3, terms=Terms(priority=0))
+        later = driver.submit([3], 3, policy=RequestPolicy(priority=1))
+        urgent = driver.submit([4], 3, policy=RequestPolicy(priority=0))
         ends = []
         while driver.turn():
             ends += [request for request in driver.requests if request.finished and request not in ends]
@@ -237,14 +237,14 @@ class TestScheduling:
         driver = Driver(num_blocks=12, num_slots=4)
         requests = []
         for index, priority in enumerate(priorities):
-            requests.append(driver.submit([index, 1, 2], 24, terms=Terms(priority=priority)))
+            requests.append(driver.submit([index, 1, 2], 24, policy=RequestPolicy(priority=priority)))
             driver.schedule()  # so that rows are taken in this order
             driver.complete()
         preempted, preempt = [], driver.scheduler._preempt
 
         def watched(row: Sequence) -> None:
-            running = [other.request.terms.priority for other in driver.scheduler._running]
-            assert row.request.terms.priority == max(running)
+            running = [other.request.policy.priority for other in driver.scheduler._running]
+            assert row.request.policy.priority == max(running)
             preempted.append(row.request)
             preempt(row)
 
@@ -252,7 +252,7 @@ class TestScheduling:
         while driver.turn(depth):
             driver.check()
         assert preempted, "the pool is too large for this test"
-        best = min(requests, key=lambda request: (request.terms.priority, request.id))
+        best = min(requests, key=lambda request: (request.policy.priority, request.id))
         assert best not in preempted
         for request in requests:
             assert driver.answers(request) == [expected_answer(request.prompt_ids, 24)]
@@ -264,7 +264,7 @@ class TestScheduling:
         salts = [None, None, "a", "a", "b", None]
         cached = []
         for salt in salts:
-            request = driver.submit(prompt, 2, terms=Terms(cache_salt=salt))
+            request = driver.submit(prompt, 2, policy=RequestPolicy(cache_salt=salt))
             driver.drain()
             cached.append(request.cached_tokens)
             assert driver.answers(request) == [expected_answer(prompt, 2)]
@@ -281,3 +281,25 @@ def test_a_prompt_of_several_answers_counts_once() -> None:
     for row in request.sequences:
         queue.discard(row)
     assert (queue.num_requests, queue.num_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("low", [1, 3])
+def test_a_prompt_that_has_a_row_is_not_passed_over_for_good(low: int) -> None:
+    """Prompts of higher priority keep coming, one for each step, and would take all of its tokens."""
+    clock = Clock()
+    driver = Driver(num_blocks=256, budget=8, waiting=WaitingQueue(clock=clock))
+    left = [driver.submit([number] * 40, 1, policy=RequestPolicy(priority=5)) for number in range(low)]
+    driver.turn()
+    assert all(request.sequences[0].num_computed < 40 for request in left)
+    steps = 0
+    while not all(request.finished for request in left):
+        for _ in range(3):
+            driver.submit([7] * 8, 1)
+        driver.turn()
+        clock.now += 4.0
+        steps += 1
+        assert steps < 40 * low, [request.sequences[0] for request in left]
+        if clock.now < PATIENCE_S:
+            assert not left[0].finished, "the priority is kept to for some time"
+    driver.drain()
+    driver.check_drained()

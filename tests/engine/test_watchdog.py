@@ -140,7 +140,7 @@ async def test_slow_steps_and_idle_times_are_no_stall() -> None:
 
 
 async def test_an_event_loop_that_was_held_up_is_no_stall() -> None:
-    async with new_engine(stall_timeout=0.05) as engine:
+    async with new_engine(stall_timeout=0.05, latency=0.002) as engine:
         async with engine.generate("Hi", LONG) as generation:
             for _ in range(5):
                 await anext(generation)

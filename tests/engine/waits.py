@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from asyncllm.engine.async_engine import AsyncEngine
 
-__all__ = ["settle", "until"]
+__all__ = ["at_once", "settle", "until"]
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -25,3 +26,8 @@ async def settle(engine: AsyncEngine) -> None:
     assert (stats.queued_requests, stats.queued_tokens) == (0, 0)
     ended = stats.requests_finished + stats.requests_cancelled + stats.requests_failed + stats.requests_expired
     assert stats.requests_started == ended
+
+
+async def at_once(given: Any, *_: Any) -> Any:
+    """Return what is given: an await that has nothing to wait for."""
+    return given

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from asyncllm import AsyncEngine, GenerationConfig
-from asyncllm.engine.generation import Generation
+from asyncllm.engine.requests.generation import Generation
 from tests.checkpoints import build_checkpoint
 from tests.gpu.engines import DEVICE, device_config
 

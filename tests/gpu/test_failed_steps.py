@@ -14,7 +14,7 @@ from asyncllm import AsyncEngine, GenerationConfig
 from asyncllm.agent.executor import open_executor
 from asyncllm.errors import RequestFailed
 from asyncllm.testing import Fault, FaultPlan, InjectedFault
-from asyncllm.testing.fault_plan import Point
+from asyncllm.testing.faults import Point
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
 from tests.checkpoints import build_checkpoint

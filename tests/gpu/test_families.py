@@ -28,7 +28,20 @@ GREEDY = GenerationConfig(max_new_tokens=24, ignore_eos=True, logprobs=20)
 EXACT = 1e-3
 """Most that a float32 logit or log-probability may be off."""
 
-SPARSE = {"mixtral", "qwen3_moe"}
+SPARSE = {
+    "dbrx",
+    "deepseek",
+    "ernie_moe",
+    "glm4_moe",
+    "gpt_oss",
+    "granite_moe",
+    "hunyuan_moe",
+    "mixtral",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_moe",
+}
 """Families with a router: rounded to bfloat16 it may choose another expert at a near tie, which no bound on a single
 logit survives. So bfloat16 is held to means, and to the median."""
 

@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from asyncllm import AsyncEngine, GenerationConfig
-from asyncllm.agent import host_pool
-from asyncllm.agent.host_pool import BlockTransfers, allocate_host_pool, swap_blocks
-from asyncllm.agent.kv_cache import allocate_pool, block_bytes
-from asyncllm.batch import SwapPlan
+from asyncllm.agent.cache import host_pool
+from asyncllm.agent.cache.host_pool import BlockTransfers, allocate_host_pool
+from asyncllm.agent.cache.layout import CacheLayout
+from asyncllm.agent.cache.pool import allocate_pool
 from asyncllm.errors import ModelError
-from tests.agent.test_host_pool import BLOCK_SIZE, MODEL, NUM_BLOCKS, NUM_HOST_BLOCKS, random_plan
+from asyncllm.protocol import SwapPlan
+from tests.agent.mixed_cache import mixed_layout
+from tests.agent.plain_swaps import swap_blocks
+from tests.agent.test_host_pool import NUM_BLOCKS, NUM_HOST_BLOCKS, layout_of, random_plan
 from tests.gpu.engines import DEVICE, answer_all, device_config, random_prompts, wide_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
@@ -28,15 +31,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(wide_checkpoint("llama", folder))
 
 
+@pytest.mark.parametrize("layout", [layout_of(torch.bfloat16), mixed_layout()])
 @pytest.mark.parametrize("staged", [1, 3, 100])
-def test_copies_in_flight_are_the_plain_ones(staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_in_flight_are_the_plain_ones(staged: int, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that go down are written over at once, and nothing waits for anything in between."""
-    monkeypatch.setattr(host_pool, "STAGING_BYTES", staged * block_bytes(MODEL, BLOCK_SIZE, torch.bfloat16))
-    pool = allocate_pool(MODEL, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, torch.device(DEVICE))
-    host = allocate_host_pool(MODEL, NUM_HOST_BLOCKS, BLOCK_SIZE, torch.bfloat16)
-    pool.normal_()
-    host.normal_()
-    expected, host_expected = pool.cpu(), host.clone()
+    monkeypatch.setattr(host_pool, "STAGING_BYTES", staged * layout.block_bytes)
+    pool = allocate_pool(layout, NUM_BLOCKS, torch.device(DEVICE))
+    host = allocate_host_pool(layout, NUM_HOST_BLOCKS)
+    for part in (*pool, *host):
+        part.copy_(torch.randn(part.shape) * 50)
+    expected, host_expected = [part.cpu() for part in pool], [part.clone() for part in host]
     transfers = BlockTransfers(pool, host)
     dice = random.Random(staged)
     for step in range(200):
@@ -44,16 +48,17 @@ def test_copies_in_flight_are_the_plain_ones(staged: int, monkeypatch: pytest.Mo
         transfers.launch(plan)
         swap_blocks(plan, expected, host_expected)
         written = [block for block, _ in plan.swap_out]
-        pool[:, :, written] = float(step)
-        expected[:, :, written] = float(step)
+        for part in (*pool, *expected):
+            part[:, written] = step
     torch.cuda.synchronize()
-    assert torch.equal(pool.cpu(), expected)
-    assert torch.equal(host, host_expected)
+    assert all(torch.equal(part.cpu(), right) for part, right in zip(pool, expected, strict=True))
+    assert all(map(torch.equal, host, host_expected))
 
 
 def test_memory_that_cannot_be_pinned_is_a_model_error_and_leaves_no_trace() -> None:
-    pool = allocate_pool(MODEL, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, torch.device(DEVICE))
-    host = allocate_host_pool(MODEL, NUM_HOST_BLOCKS, BLOCK_SIZE, torch.bfloat16)
+    layout = layout_of(torch.bfloat16)
+    pool = allocate_pool(layout, NUM_BLOCKS, torch.device(DEVICE))
+    host = allocate_host_pool(layout, NUM_HOST_BLOCKS)
     transfers = BlockTransfers(pool, host)
     with pytest.raises(ModelError, match="Lower num_cpu_blocks"):
         BlockTransfers(pool, host)

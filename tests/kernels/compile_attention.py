@@ -6,9 +6,9 @@ from typing import Any
 
 import triton
 
-from asyncllm.kernels.triton.attention_decode import decode_attention_kernel
-from asyncllm.kernels.triton.attention_plan import DECODE_CONFIGS, FEW_ROWS_CONFIGS, PREFILL_CONFIGS
-from asyncllm.kernels.triton.attention_prefill import prefill_attention_kernel
+from asyncllm.kernels.triton.attention.decode import decode_attention_kernel
+from asyncllm.kernels.triton.attention.plan import DECODE_CONFIGS, FEW_ROWS_CONFIGS, PREFILL_CONFIGS
+from asyncllm.kernels.triton.attention.prefill import prefill_attention_kernel
 from tests.kernels.offline import Case
 
 GROUP = 4

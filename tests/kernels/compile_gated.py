@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from asyncllm.kernels.triton import linear_gated, linear_hopper
-from asyncllm.kernels.triton.linear_gated import GatedConfig
+from asyncllm.kernels.triton.linear import gated as linear_gated
+from asyncllm.kernels.triton.linear import hopper as linear_hopper
+from asyncllm.kernels.triton.linear.gated import GatedConfig
 from tests.kernels.offline import Case
 
 _NUMBERS = ("token_tiles", "column_tiles", "shares", "steps", "out_size")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncllm.kernels.triton import linear, linear_gated, linear_invariant, linear_rotary, linear_small
-from asyncllm.kernels.triton.linear_small import GemvConfig, SkinnyConfig, token_tile
+from asyncllm.kernels.triton.linear import gated as linear_gated
+from asyncllm.kernels.triton.linear import invariant as linear_invariant
+from asyncllm.kernels.triton.linear import product as linear
+from asyncllm.kernels.triton.linear import rotary as linear_rotary
+from asyncllm.kernels.triton.linear import small as linear_small
+from asyncllm.kernels.triton.linear.small import GemvConfig, SkinnyConfig, token_tile
 from tests.kernels.offline import Case
 
 _POINTERS = {name: "*bf16" for name in ("x_ptr", "weight_ptr", "bias_ptr", "out_ptr")}
@@ -39,7 +43,7 @@ def rotary_case(tokens: int, config: SkinnyConfig) -> Case:
     }  # fmt: skip
     signature = {
         **dict.fromkeys(("x_ptr", "weight_ptr", "q_ptr", "k_ptr", "v_ptr"), "*bf16"),
-        **{"cos_ptr": "*fp32", "sin_ptr": "*fp32", "slot_ptr": "*i64", "tokens": "i32"},
+        **{"cos_ptr": "*fp32", "sin_ptr": "*fp32", "place_ptr": "*i64", "tokens": "i32"},
     }
     name = f"rotary-{tokens}-{'-'.join(map(str, vars(config).values()))}"
     kernel = linear_rotary.skinny_rotary_kernel

@@ -1,4 +1,4 @@
-"""The mixture-of-experts kernels as they run for Mixtral 8x7B and Qwen3-30B-A3B."""
+"""The mixture-of-experts kernels as they run for Mixtral 8x7B, Qwen3-30B-A3B and, the routing, DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from asyncllm.kernels.triton import moe
 from tests.kernels.offline import Case
 
-MODELS = {"mixtral": (4096, 14336, 2, 8), "qwen3": (2048, 768, 8, 128)}
+MODELS = {"mixtral": (4096, 14336, 2, 8), "qwen3": (2048, 768, 8, 128), "deepseek_v3": (7168, 2048, 8, 256)}
 """hidden size, expert size, top k, experts"""
 
 
@@ -21,6 +21,9 @@ def matmul(model: str, swiglu: bool, block_tokens: int, ungrouped: bool = False,
         "COLUMNS": width if swiglu else hidden,
         "ASSIGNMENTS_PER_X": top_k if swiglu else 1,
         "SWIGLU": swiglu,
+        "BIAS": False,
+        "LIMIT": 0.0,
+        "SLOPE": moe.GATE_SLOPE,
         "UNGROUPED": ungrouped,
         "BLOCK_TOKENS": block_tokens,
         "TILE_ROWS": tile.rows,
@@ -34,6 +37,7 @@ def matmul(model: str, swiglu: bool, block_tokens: int, ungrouped: bool = False,
         "y_ptr": f"*{dtype}",
         "slots_ptr": "*i64" if ungrouped else "*i32",
         "block_experts_ptr": "*i64" if ungrouped else "*i32",
+        "bias_ptr": f"*{dtype}",
         "num_assignments": "i32",
         "max_blocks": "i32",
     }
@@ -43,21 +47,30 @@ def matmul(model: str, swiglu: bool, block_tokens: int, ungrouped: bool = False,
     )
 
 
-def route(model: str) -> Case:
+def route(model: str, groups: int = 1) -> Case:
+    """Softmax over all experts, or with groups all that DeepSeek-V3 asks for."""
     _, _, top_k, experts = MODELS[model]
     return Case(
-        f"{model} route",
+        f"{model} route {groups}",
         moe.route_kernel,
         {
             "logits_ptr": "*bf16",
+            "correction_ptr": "*fp32",
             "weights_ptr": "*fp32",
             "expert_ids_ptr": "*i64",
+            "scale": "fp32",
         },
         {
             "NUM_EXPERTS": experts,
             "TOP_K": top_k,
+            "SIGMOID": groups > 1,
+            "CORRECTED": groups > 1,
             "RENORMALIZE": True,
+            "GROUPS": groups,
+            "TOP_GROUPS": -(-groups // 2),
+            "TOP2": groups > 1,
             "PADDED_EXPERTS": experts,
+            "PADDED_GROUPS": groups,
             "PADDED_K": top_k,
             "USE_PDL": True,
         },
@@ -100,6 +113,7 @@ CASES = [
     matmul("qwen3", False, 16, ungrouped=True),
     matmul("qwen3", True, 16, dtype="fp32"),
     route("qwen3"),
+    route("deepseek_v3", groups=8),
     group("qwen3", moe.FEW_ASSIGNMENTS),
     group("qwen3", moe.MANY_ASSIGNMENTS),
     weighted_sum("qwen3"),

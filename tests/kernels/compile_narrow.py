@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncllm.kernels.triton import linear, linear_hopper, linear_narrow
-from asyncllm.kernels.triton.linear_small import NarrowConfig
+from asyncllm.kernels.triton.linear import hopper as linear_hopper
+from asyncllm.kernels.triton.linear import narrow as linear_narrow
+from asyncllm.kernels.triton.linear import product as linear
+from asyncllm.kernels.triton.linear.small import NarrowConfig
 from tests.kernels.offline import Case
 
 _POINTERS = {"out_ptr": "*bf16", "bias_ptr": "*bf16", "partial_ptr": "*fp32", "counter_ptr": "*i32"}

@@ -23,16 +23,17 @@ def _norm(name: str, size: int, *, add: bool, weight: str = "*bf16") -> Case:
     return Case(name, norm.rms_norm_kernel, {**signature, "rows": "i32", "eps": "fp32"}, constexprs, num_warps=warps)
 
 
-def _layer_norm(name: str, size: int) -> Case:
+def _layer_norm(name: str, size: int, *, add: bool) -> Case:
     rows, columns, warps = norm.row_tile(size)
-    signature = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16"}
-    constexprs = {"SIZE": size, "ROWS": rows, "COLUMNS": columns, "HAS_BIAS": True, **PDL}
+    pointers = ("x_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "out_ptr", "sum_ptr")
+    signature = dict.fromkeys(pointers, "*bf16")
+    constexprs = {"SIZE": size, "ROWS": rows, "COLUMNS": columns, "HAS_BIAS": True, "ADD": add, **PDL}
     return Case(name, norm.layer_norm_kernel, {**signature, "rows": "i32", "eps": "fp32"}, constexprs, num_warps=warps)
 
 
 def _rope(name: str, heads: int, kv_heads: int, head_dim: int, pairs: int, **flags: Any) -> Case:
-    pointers = ("qkv", "cos", "sin", "slot", "k", "v", "q_norm", "k_norm", "q")
-    types = {"cos": "*fp32", "sin": "*fp32", "slot": "*i64"}
+    pointers = ("qkv", "cos", "sin", "place", "k", "v", "q_norm", "k_norm", "q")
+    types = {"cos": "*fp32", "sin": "*fp32", "place": "*i64"}
     signature = {f"{pointer}_ptr": types.get(pointer, "*bf16") for pointer in pointers}
     rest = head_dim - 2 * pairs
     constexprs = {
@@ -57,13 +58,23 @@ def _gate(name: str, *, gelu: bool) -> Case:
     return Case(name, activation.gate_kernel, {"x_ptr": "*bf16", "out_ptr": "*bf16"}, constexprs)
 
 
+def _activation(kind: str) -> Case:
+    constexprs = {"COLUMNS": activation.COLUMNS, "KIND": kind, **PDL}
+    signature = {"x_ptr": "*bf16", "out_ptr": "*bf16", "size": "i32"}
+    return Case(f"activate {kind}", activation.activation_kernel, signature, constexprs)
+
+
 CASES = [
+    _activation("gelu"),
+    _activation("gelu_tanh"),
+    _activation("squared_relu"),
     _norm("add_rms_norm 4096", 4096, add=True),
     _norm("add_rms_norm 8192", 8192, add=True),
     _norm("add_rms_norm 16384", 16384, add=True),
     _norm("add_rms_norm 3584 float32 weight", 3584, add=True, weight="*fp32"),
     _norm("rms_norm 128", 128, add=False),
-    _layer_norm("layer_norm 4096", 4096),
+    _layer_norm("layer_norm 4096", 4096, add=False),
+    _layer_norm("add_layer_norm 4096", 4096, add=True),
     _gate("silu_mul 14336", gelu=False),
     _gate("gelu_tanh_mul 14336", gelu=True),
     _rope("rope 128", 32, 8, 128, 64),
@@ -82,8 +93,16 @@ CASES = [
     Case(
         "fill_kv_cache 128",
         cache.fill_kv_cache_kernel,
-        {"kv_ptr": "*bf16", "slot_ptr": "*i64", "k_ptr": "*bf16", "v_ptr": "*bf16", "tokens": "i32"},
-        {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "FEATURES": 128, "BLOCK_SIZE": 64, "LINES": cache.LINES, **PDL},
+        {"kv_ptr": "*bf16", "place_ptr": "*i64", "k_ptr": "*bf16", "v_ptr": "*bf16", "tokens": "i32"},
+        {
+            "STRIDE": 6144,
+            "NUM_KV_HEADS": 8,
+            "HEAD_DIM": 128,
+            "FEATURES": 128,
+            "BLOCK_SIZE": 64,
+            "LINES": cache.LINES,
+            **PDL,
+        },
     ),
     Case(
         "copy_blocks",
@@ -95,14 +114,14 @@ CASES = [
         "embed 4096",
         embedding.gather_kernel,
         {"index_ptr": "*i64", "table_ptr": "*bf16", "out_ptr": "*bf16", "scale": "fp32"},
-        {"SIZE": 4096, "COLUMNS": embedding.COLUMNS, "SCALED": True, **PDL},
+        {"STRIDE": 4096, "SIZE": 4096, "COLUMNS": embedding.COLUMNS, "SCALED": True, **PDL},
     ),
     Case(
         "prepare_decode",
         step.prepare_decode_kernel,
         {
             **{"slot_ptr": "*i32", "position_ptr": "*i64", "last_token_ptr": "*i64", "table_ptr": "*i32"},
-            **{"out_id_ptr": "*i64", "out_position_ptr": "*i64", "out_slot_ptr": "*i64", "out_kv_len_ptr": "*i32"},
+            **{"out_id_ptr": "*i64", "out_position_ptr": "*i64", "out_place_ptr": "*i64", "out_kv_len_ptr": "*i32"},
             **{"out_table_ptr": "*i32", "width": "i32", "table_stride": "i32", "out_stride": "i32"},
         },
         {"BLOCK_SIZE": 64, "ENTRIES": step.ENTRIES, **PDL},

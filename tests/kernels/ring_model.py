@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from asyncllm.kernels.triton.linear_hopper import share_of, tile_place
+from asyncllm.kernels.triton.linear.hopper import share_of, tile_place
 
 Agent = Iterator[bool]
 Part = tuple[int, int, int]

@@ -26,7 +26,8 @@ from tests.kernels.attention_cases import (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 if DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
-    from asyncllm.kernels.triton import attention_decode, attention_plan, attention_prefill
+    from asyncllm.kernels.triton.attention import decode, prefill
+    from asyncllm.kernels.triton.attention import plan as planning
 
 
 FOREIGN = 3
@@ -81,21 +82,21 @@ def assert_near(actual: Tensor, expected: Tensor, case: Case) -> None:
 def run_decode(case: Case) -> None:
     pages, q, out = case.tensors()
     variant = case.variant
-    plan = attention_plan.plan_decode_attention(
+    plan = planning.plan_decode_attention(
         pages.block_tables, pages.kv_lens, pages.cache, num_heads=case.heads[0], window=variant.window
     )
     extras = variant.extras(case.heads[0], DEVICE)
-    attention_decode.paged_decode_attention(q, pages.cache, plan, out=out, **extras)
+    decode.paged_decode_attention(q, pages.cache, plan, out=out, **extras)
     assert_near(out, expected_decode(q, pages, variant), case)
     # The plan serves the next layer: the counters of split rows are back at zero.
-    again = attention_decode.paged_decode_attention(q, pages.cache, plan, **extras)
+    again = decode.paged_decode_attention(q, pages.cache, plan, **extras)
     assert torch.equal(again, out)
 
 
 def run_prefill(case: Case, *, invariant: bool = False) -> Tensor:
     pages, q, out = case.tensors()
     variant = case.variant
-    plan = attention_plan.plan_prefill_attention(
+    plan = planning.plan_prefill_attention(
         pages.block_tables,
         offsets_of(case.counts, DEVICE, base=FOREIGN),
         pages.kv_lens,
@@ -110,10 +111,10 @@ def run_prefill(case: Case, *, invariant: bool = False) -> Tensor:
     q, out = (
         torch.cat([torch.full_like(tensor[:1].expand(FOREIGN, -1, -1), torch.nan), tensor]) for tensor in (q, out)
     )
-    attention_prefill.paged_prefill_attention(q, pages.cache, plan, out=out, **extras)
+    prefill.paged_prefill_attention(q, pages.cache, plan, out=out, **extras)
     assert out[:FOREIGN].isnan().all()
     assert_near(out[FOREIGN:], expected_prefill(q[FOREIGN:], pages, case.counts, variant), case)
-    again = attention_prefill.paged_prefill_attention(q, pages.cache, plan, **extras)
+    again = prefill.paged_prefill_attention(q, pages.cache, plan, **extras)
     assert torch.equal(again[FOREIGN:], out[FOREIGN:])
 
 
@@ -146,9 +147,9 @@ def test_absent_rows_of_the_decode_kernel(lengths: list[int]) -> None:
     kv_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     q = torch.cat([q[: len(there)], torch.full_like(q[:1], torch.nan)])
     out = torch.cat([out[: len(there)], torch.full_like(out[:1], torch.nan)])
-    plan = attention_plan.plan_decode_attention(tables, kv_lens, pages.cache, num_heads=q.shape[1])
+    plan = planning.plan_decode_attention(tables, kv_lens, pages.cache, num_heads=q.shape[1])
     for _ in range(2):
-        attention_decode.paged_decode_attention(q, pages.cache, plan, scale=SCALE, out=out)
+        decode.paged_decode_attention(q, pages.cache, plan, scale=SCALE, out=out)
         assert out[len(there) :].isnan().all()
         if there:
             assert_near(out[: len(there)], expected_decode(q[: len(there)], pages, PLAIN), Case(there))
@@ -163,10 +164,8 @@ def test_tokens_of_padding_are_a_row_of_the_prefill_kernel() -> None:
     offsets = torch.tensor([0, 70, 73, 93, 93, 93], dtype=torch.int32, device=DEVICE)
     kv_lens = torch.cat([pages.kv_lens, pages.kv_lens.new_zeros(3)])
     tables = torch.cat([pages.block_tables, pages.block_tables.new_zeros(3, pages.block_tables.shape[1])])
-    plan = attention_plan.plan_prefill_attention(
-        tables, offsets, kv_lens, pages.cache, num_heads=q.shape[1], max_q_len=93
-    )
-    attention_prefill.paged_prefill_attention(q, pages.cache, plan, scale=SCALE, out=out)
+    plan = planning.plan_prefill_attention(tables, offsets, kv_lens, pages.cache, num_heads=q.shape[1], max_q_len=93)
+    prefill.paged_prefill_attention(q, pages.cache, plan, scale=SCALE, out=out)
     assert_near(out[:73], expected_prefill(q[:73], pages, [70, 3], PLAIN), Case([70, 130], [70, 3]))
     assert torch.equal(out[73:], torch.zeros_like(out[73:]))
 
@@ -188,10 +187,10 @@ def test_prefill_kernel(case: Case) -> None:
 
 def test_rows_of_a_prefill_without_keys_are_zeros() -> None:
     pages, q, out = Case([0, 20], heads=(4, 2), head_dim=16).tensors()
-    plan = attention_plan.plan_prefill_attention(
+    plan = planning.plan_prefill_attention(
         pages.block_tables, offsets_of([1, 1], DEVICE), pages.kv_lens, pages.cache, num_heads=4, max_q_len=1
     )
-    attention_prefill.paged_prefill_attention(q, pages.cache, plan, scale=SCALE, out=out)
+    prefill.paged_prefill_attention(q, pages.cache, plan, scale=SCALE, out=out)
     assert torch.equal(out[0], torch.zeros_like(out[0]))
     assert_near(out[1:], expected_decode(q, pages, PLAIN)[1:], Case([20]))
 
@@ -206,7 +205,7 @@ def test_a_query_gets_the_same_bits_however_its_prompt_is_cut(variant: Variant) 
         """Queries first to last - 1 of the row, behind a row of another sequence if `row` is 1."""
         order = [1, 0] if row else [0]
         counts = [20, last - first] if row else [last - first]
-        plan = attention_plan.plan_prefill_attention(
+        plan = planning.plan_prefill_attention(
             pages.block_tables[order],
             offsets_of(counts, DEVICE),
             torch.tensor([90, last] if row else [last], dtype=torch.int32, device=DEVICE),
@@ -218,7 +217,7 @@ def test_a_query_gets_the_same_bits_however_its_prompt_is_cut(variant: Variant) 
         )
         rows = torch.cat([q[:20], q[first:last]]) if row else q[first:last]
         extras = variant.extras(heads[0], DEVICE)
-        return attention_prefill.paged_prefill_attention(rows, pages.cache, plan, **extras)[-(last - first) :]
+        return prefill.paged_prefill_attention(rows, pages.cache, plan, **extras)[-(last - first) :]
 
     whole = attend(0, length)
     assert torch.equal(attend(0, 37), whole[:37])
@@ -236,12 +235,12 @@ def test_a_decode_plan_gives_every_tile_to_one_block(lengths: list[int], window:
     width = max(lengths) // 64 + 2
     tables = torch.randint(1000, (len(lengths), width), dtype=torch.int32, device=DEVICE)
     kv_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    plan = attention_plan.plan_decode_attention(tables, kv_lens, cache, num_heads=2 * heads, window=window)
+    plan = planning.plan_decode_attention(tables, kv_lens, cache, num_heads=2 * heads, window=window)
     size = plan.config.tile
-    header = attention_plan.HEADER.value
+    header = planning.HEADER.value
     work = plan.work.tolist()
     share = work[0]
-    entry_size = attention_plan.ENTRY.value
+    entry_size = planning.ENTRY.value
     counters = header + entry_size * plan.grid
     infos = [work[counters + plan.grid + 4 * row :][:4] for row in range(len(lengths))]
     per_head = [info[1] for info in infos]
@@ -251,7 +250,7 @@ def test_a_decode_plan_gives_every_tile_to_one_block(lengths: list[int], window:
         assert 0 <= left <= share
         if left:
             assert info == infos[row]
-            page = work[header + entry_size * block + attention_plan.ENTRY_PAGE.value]
+            page = work[header + entry_size * block + planning.ENTRY_PAGE.value]
             assert lengths[row] == 0 or page == tables[row, (info[2] + tile) * size // 64]
         for _ in range(left):
             seen.append((row, head, tile))
@@ -269,7 +268,7 @@ def test_a_decode_plan_gives_every_tile_to_one_block(lengths: list[int], window:
 def test_a_prefill_plan_has_every_query_once_and_long_rows_first(invariant: bool) -> None:
     lengths, counts = [40, 700, 90, 8], [40, 300, 1, 0]
     cache = PagedKV.over(torch.zeros(2, 1, 2, 64, 128, dtype=torch.bfloat16, device=DEVICE))
-    plan = attention_plan.plan_prefill_attention(
+    plan = planning.plan_prefill_attention(
         torch.zeros(4, 1, dtype=torch.int32, device=DEVICE),
         offsets_of(counts, DEVICE, base=FOREIGN),
         torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
@@ -279,7 +278,7 @@ def test_a_prefill_plan_has_every_query_once_and_long_rows_first(invariant: bool
         invariant=invariant,
     )
     entries = plan.entries[1 : 1 + int(plan.entries[0, 0])].tolist()
-    assert plan.config == attention_plan.prefill_configs(cache)[0 if invariant else 1]
+    assert plan.config == planning.prefill_configs(cache)[0 if invariant else 1]
     assert [row for row, *_ in entries] == sorted((row for row, *_ in entries), key=lengths.__getitem__, reverse=True)
     queries = []
     for row, first, count, position in entries:
@@ -295,21 +294,21 @@ def test_what_kernels_do_not_take_is_refused() -> None:
     def plan(block_size: int, head_dim: int) -> None:
         cache = PagedKV.over(torch.zeros(2, 1, 1, block_size, head_dim, device=DEVICE))
         tables = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
-        attention_plan.plan_decode_attention(tables, tables[0], cache, num_heads=1)
+        planning.plan_decode_attention(tables, tables[0], cache, num_heads=1)
 
     with pytest.raises(ValueError, match=r"multiple of 16 tokens, not of 40\. Set block_size"):
         plan(40, 64)
     with pytest.raises(ValueError, match="head_dim that is a multiple of 8 up to 256, not 288"):
         plan(64, 288)
     pages, q, _ = Case([3], heads=(4, 2), head_dim=16).tensors()
-    decode_plan = attention_plan.plan_decode_attention(pages.block_tables, pages.kv_lens, pages.cache, num_heads=4)
+    decode_plan = planning.plan_decode_attention(pages.block_tables, pages.kv_lens, pages.cache, num_heads=4)
     with pytest.raises(ValueError, match="Sinks are float32 \\[4\\], one per query head"):
-        attention_decode.paged_decode_attention(q, pages.cache, decode_plan, scale=1.0, sinks=torch.zeros(2))
-    prefill_plan = attention_plan.plan_prefill_attention(
+        decode.paged_decode_attention(q, pages.cache, decode_plan, scale=1.0, sinks=torch.zeros(2))
+    prefill_plan = planning.plan_prefill_attention(
         pages.block_tables, offsets_of([1], DEVICE), pages.kv_lens, pages.cache, num_heads=2, max_q_len=1
     )
     with pytest.raises(ValueError, match="The plan is for 2 query heads, and q has 4"):
-        attention_prefill.paged_prefill_attention(q, pages.cache, prefill_plan, scale=1.0)
+        prefill.paged_prefill_attention(q, pages.cache, prefill_plan, scale=1.0)
 
 
 @pytest.mark.timeout(120)

@@ -41,7 +41,7 @@ def test_copy_blocks_in_every_layer(copy: object) -> None:
     assert callable(copy)
     pool = numbered_pool(DEVICE)
     pairs = torch.tensor([[0, 3], [1, 2]], dtype=torch.int32, device=DEVICE)
-    copy(pool, pairs[:, 0], pairs[:, 1])
+    copy(pool.flatten(0, 1), pairs[:, 0], pairs[:, 1])
     expected = numbered_pool(DEVICE)[:, :, [0, 1, 1, 0]]
     assert torch.equal(pool, expected)
 
@@ -51,7 +51,7 @@ def test_copy_of_no_block_changes_nothing(copy: object) -> None:
     assert callable(copy)
     pool = numbered_pool(DEVICE)
     none = torch.tensor([], dtype=torch.int64, device=DEVICE)
-    copy(pool, none, none)
+    copy(pool.flatten(0, 1), none, none)
     assert torch.equal(pool, numbered_pool(DEVICE))
 
 
@@ -63,9 +63,16 @@ def test_copy_of_no_block_changes_nothing(copy: object) -> None:
 def test_fill_launcher(slots: list[int], kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> None:
     kv = random(len(slots), 2 * kv_heads, head_dim, dtype=dtype)
     caches = [PagedKV.over(torch.full((2, 5, kv_heads, block_size, head_dim), 7.0).to(DEVICE, dtype)) for _ in "ab"]
-    slot_mapping = torch.tensor(slots, device=DEVICE)
-    fill_kv_cache.reference(kv, caches[0], plan_cache_write.reference(slot_mapping, caches[0]))
-    launchers.fill_kv_cache(kv, caches[1], launchers.plan_cache_write(slot_mapping, caches[1]))
+    places = torch.tensor(slots, device=DEVICE)
+    fill_kv_cache.reference(kv, caches[0], plan_cache_write.reference(places, caches[0]))
+    launchers.fill_kv_cache(kv, caches[1], launchers.plan_cache_write(places, caches[1]))
+    assert torch.equal(caches[0].lines, caches[1].lines)
+    # A part of each token's heads, as keys and values lie behind the queries.
+    caches[1].lines.fill_(7.0)
+    apart = torch.cat([random(len(slots), 3, head_dim, seed=1, dtype=dtype), kv], 1)[:, 3:]
+    for fill, cache in ((launchers.fill_kv_cache, caches[1]), (fill_kv_cache.reference, caches[0])):
+        plan = launchers.plan_cache_write if cache is caches[1] else plan_cache_write.reference
+        fill(apart, cache, plan(places, cache))
     assert torch.equal(caches[0].lines, caches[1].lines)
 
 
@@ -112,9 +119,9 @@ def test_fill_on_gpu(tokens: int) -> None:
 @pytest.mark.gpu
 def test_copy_on_gpu_reaches_far_blocks() -> None:
     """Offsets beyond 2**31 numbers: the last block of a pool of 4.8 GiB."""
-    pool = torch.zeros(2, 2, 9200, 8, 64, 128, dtype=torch.bfloat16, device=DEVICE)
-    pool[:, :, 1] = random(2, 2, 8, 64, 128, dtype=torch.bfloat16)
+    pool = torch.zeros(4, 9200, 8, 64, 128, dtype=torch.bfloat16, device=DEVICE)
+    pool[:, 1] = random(4, 8, 64, 128, dtype=torch.bfloat16)
     ends = torch.tensor([[1, 9199], [3, 7]], device=DEVICE)
     launchers.copy_blocks(pool, ends[:, 0], ends[:, 1])
-    assert torch.equal(pool[:, :, 9199], pool[:, :, 1])
-    assert not pool[:, :, 7].any()
+    assert torch.equal(pool[:, 9199], pool[:, 1])
+    assert not pool[:, 7].any()

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm import kernels
-from asyncllm.kernels.triton import linear as launchers
-from asyncllm.kernels.triton import linear_invariant
 from asyncllm.kernels.triton.counters import NUM_COUNTERS, zero_counters
-from asyncllm.kernels.triton.linear_small import GemvConfig, NarrowConfig, SkinnyConfig, gemv, skinny
+from asyncllm.kernels.triton.linear import invariant as linear_invariant
+from asyncllm.kernels.triton.linear import product as launchers
+from asyncllm.kernels.triton.linear.small import GemvConfig, NarrowConfig, SkinnyConfig, gemv, skinny
 from tests.kernels import offline
 
 

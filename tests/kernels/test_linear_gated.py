@@ -12,11 +12,12 @@ from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.agent.warm_up import mlp_sizes
-from asyncllm.kernels.triton import counters, linear_gated
+from asyncllm.kernels.triton import counters
 from asyncllm.kernels.triton.counters import NUM_COUNTERS, zero_counters
-from asyncllm.kernels.triton.linear_gated import TABLES, GatedConfig
-from asyncllm.kernels.triton.linear_hopper import CONSUMER_TOKENS, gated_product
-from asyncllm.kernels.triton.linear_small import SkinnyConfig
+from asyncllm.kernels.triton.linear import gated as linear_gated
+from asyncllm.kernels.triton.linear.gated import TABLES, GatedConfig
+from asyncllm.kernels.triton.linear.hopper import CONSUMER_TOKENS, gated_product
+from asyncllm.kernels.triton.linear.small import SkinnyConfig
 from tests.kernels import offline
 from tests.kernels.device import DEVICE, assert_a_graph_repeats, fresh_seed, poison, random
 from tests.kernels.ring_model import Deadlock, Launch, run
@@ -51,7 +52,7 @@ class FakeKernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     fake = FakeKernel()
-    monkeypatch.setattr("asyncllm.kernels.triton.linear_hopper.gated_product", fake)
+    monkeypatch.setattr("asyncllm.kernels.triton.linear.hopper.gated_product", fake)
     return fake
 
 

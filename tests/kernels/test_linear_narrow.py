@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm import kernels
-from asyncllm.kernels.triton import linear
 from asyncllm.kernels.triton.counters import NUM_COUNTERS, zero_counters
-from asyncllm.kernels.triton.linear_small import GemvConfig, NarrowConfig, token_tile
+from asyncllm.kernels.triton.linear import product as linear
+from asyncllm.kernels.triton.linear.small import GemvConfig, NarrowConfig, token_tile
 from tests.kernels import offline
 from tests.kernels.device import DEVICE, assert_a_graph_repeats, fresh_seed, poison, random
 
@@ -47,7 +47,7 @@ class FakeKernel:
 
 def test_the_table_decides_by_shape_and_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeKernel()
-    monkeypatch.setattr("asyncllm.kernels.triton.linear_narrow.narrow", fake)
+    monkeypatch.setattr("asyncllm.kernels.triton.linear.narrow.narrow", fake)
     config = NarrowConfig(64, 2, 4)
     plain = {(16, 64): ((1, GemvConfig(4, 32)), (3, config))}
     monkeypatch.setattr(linear, "_table", lambda device: plain)
@@ -111,7 +111,7 @@ def inputs(tokens: int, n: int = N, k: int = K, *, seed: int, dtype: Any = torch
 
 def launched(x: Tensor, weight: Tensor, config: NarrowConfig, bias: Tensor | None = None) -> Tensor:
     """With NaN in the memory that results and partial sums are allocated in; counters are left at zero."""
-    from asyncllm.kernels.triton.linear_narrow import narrow
+    from asyncllm.kernels.triton.linear.narrow import narrow
 
     n = weight.shape[0]
     poison((len(x), n), dtype=x.dtype)
@@ -185,7 +185,7 @@ def test_nothing_is_written_beside_the_result_on_a_gpu(config: NarrowConfig, mon
 @CASES
 def test_a_graph_on_a_gpu(config: NarrowConfig) -> None:
     """Launched in a row, each on what the one before has stored: the weights come early, the tokens must not."""
-    from asyncllm.kernels.triton.linear_narrow import narrow
+    from asyncllm.kernels.triton.linear.narrow import narrow
 
     x, weight = inputs(16, n=512, k=512, seed=fresh_seed() % 2**31)
     assert_a_graph_repeats(x, lambda x: narrow(x, weight, config=config), lambda x: launched(x, weight, config))

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.kernels import PagedKV, Rotation
-from asyncllm.kernels.triton import linear_rotary
-from asyncllm.kernels.triton.linear_rotary import TABLES, skinny_rotary
-from asyncllm.kernels.triton.linear_small import SkinnyConfig
+from asyncllm.kernels.triton.linear import rotary as linear_rotary
+from asyncllm.kernels.triton.linear.rotary import TABLES, skinny_rotary
+from asyncllm.kernels.triton.linear.small import SkinnyConfig
 from tests.kernels.device import DEVICE, fresh_seed, poison, random
 
 BLOCK_SIZE = 16

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import math
 import os
 
 import pytest
@@ -8,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm import kernels
+from asyncllm.kernels import Routing
 from asyncllm.kernels.triton import moe
 from tests.kernels import offline
 
@@ -44,7 +47,7 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_id
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_route(ops: tuple, renormalize: bool) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, -1.0], [3.0, 0.0, 0.0, 4.0]], device=DEVICE)
-    weights, expert_ids = ops[0](logits, 2, renormalize)
+    weights, expert_ids = ops[0](logits, Routing(2, renormalize=renormalize))
     assert expert_ids.tolist() == [[1, 2], [3, 0]]
     expected = logits.softmax(-1).gather(1, expert_ids)
     if renormalize:
@@ -54,7 +57,7 @@ def test_route(ops: tuple, renormalize: bool) -> None:
 
 def test_of_equal_logits_the_lowest_id_comes_first(ops: tuple) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0, -0.0, 0.0, -1.0, -0.0], [-3.0] * 5], device=DEVICE)
-    weights, expert_ids = ops[0](logits, 4, True)
+    weights, expert_ids = ops[0](logits, Routing(4, renormalize=True))
     assert expert_ids.tolist() == [[1, 2, 4, 0], [0, 1, 2, 4], [0, 1, 2, 3]]
     torch.testing.assert_close(weights.sum(-1), torch.ones(3, device=DEVICE))
 
@@ -62,7 +65,7 @@ def test_of_equal_logits_the_lowest_id_comes_first(ops: tuple) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_logits_that_are_no_numbers_still_choose_experts_that_exist() -> None:
     logits = torch.tensor([[float("nan")] * 5, [float("-inf")] * 5, [1.0, float("nan"), 0.0, 2.0, 3.0]], device=DEVICE)
-    _, expert_ids = moe.route(logits, 3, False)
+    _, expert_ids = moe.route(logits, Routing(3))
     for row in expert_ids.tolist():
         assert len(set(row)) == 3
         assert set(row) <= set(range(5))
@@ -71,19 +74,91 @@ def test_logits_that_are_no_numbers_still_choose_experts_that_exist() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_route_kernel_chooses_as_its_reference(dtype: torch.dtype) -> None:
     logits = random(5, 60, seed=4).to(dtype)
-    expected = kernels.route.reference(logits, 6, True)  # type: ignore[attr-defined]
-    weights, expert_ids = moe.route(logits, 6, True)
+    expected = kernels.route.reference(logits, Routing(6, renormalize=True))  # type: ignore[attr-defined]
+    weights, expert_ids = moe.route(logits, Routing(6, renormalize=True))
     assert torch.equal(expert_ids, expected[1])
     torch.testing.assert_close(weights, expected[0], atol=1e-6, rtol=1e-6)
+
+
+def choose(logits: Tensor, routing: Routing, correction: Tensor | None) -> dict[int, float]:
+    """One token's experts and weights, expert by expert, in Python's numbers."""
+    odds = logits.double().tolist()
+    if routing.scores == "sigmoid":
+        scores = [1 / (1 + math.exp(-each)) for each in odds]
+    else:
+        scores = [math.exp(each) / sum(map(math.exp, odds)) for each in odds]
+    by = [score + (0.0 if correction is None else float(correction[expert])) for expert, score in enumerate(scores)]
+    size = len(by) // routing.groups
+    members = [range(group * size, (group + 1) * size) for group in range(routing.groups)]
+    count = 2 if routing.group_score == "top2" else 1
+    members.sort(key=lambda group: -sum(sorted((by[expert] for expert in group), reverse=True)[:count]))
+    allowed = [expert for group in members[: routing.top_groups] for expert in group]
+    chosen = sorted(allowed, key=lambda expert: -by[expert])[: routing.top_k]
+    total = sum(scores[expert] for expert in chosen) if routing.renormalize else 1.0
+    return {expert: scores[expert] / total * routing.scale for expert in chosen}
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(3, "sigmoid"),
+        Routing(3, "softmax", scale=2.5),
+        Routing(4, "sigmoid", renormalize=True, scale=2.5, groups=4, top_groups=2, group_score="top2"),
+        Routing(5, "softmax", groups=6, top_groups=3, group_score="max", scale=16.0),
+    ],
+    ids=lambda routing: f"{routing.scores}-{routing.groups}",
+)
+def test_route_by_groups_and_corrections(ops: tuple, routing: Routing, corrected: bool) -> None:
+    logits, correction = 2 * random(9, 12, seed=5), random(12, seed=6) if corrected else None
+    weights, expert_ids = ops[0](logits, routing, correction)
+    for token, row in enumerate(logits):
+        expected = choose(row, routing, correction)
+        assert expert_ids[token].tolist() == list(expected)
+        torch.testing.assert_close(weights[token].cpu(), torch.tensor(list(expected.values())), atol=1e-5, rtol=1e-5)
+    if corrected:
+        assert not torch.equal(expert_ids, ops[0](logits, routing)[1])
+
+
+def test_sparsemixer_weighs_each_choice_among_the_logits_near_it(ops: tuple) -> None:
+    """Of 4.0, 3.9, 3.0 and -1.0, a tenth away is near and a quarter is not."""
+    weights, expert_ids = ops[0](
+        torch.tensor([[3.0, 4.0, -1.0, 3.9]], device=DEVICE), Routing(2, "sparsemixer", near=0.1)
+    )
+    assert expert_ids.tolist() == [[1, 3]]
+    first = 1 / (1 + math.exp(-0.1))
+    torch.testing.assert_close(weights, torch.tensor([[first, 1.0]], device=DEVICE))
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(4, 2), (3, 3), (8, 1)])
 def test_fused_experts(ops: tuple, tokens: int, num_experts: int, top_k: int) -> None:
     x, gate_up, down = random(tokens, 6), random(num_experts, 10, 6, seed=1), random(num_experts, 6, 5, seed=2)
-    weights, expert_ids = ops[0](random(tokens, num_experts, seed=3), top_k, False)
+    weights, expert_ids = ops[0](random(tokens, num_experts, seed=3), Routing(top_k))
     actual = ops[1](x, gate_up, down, weights, expert_ids)
     expected = experts(x, gate_up, down, weights, expert_ids)
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_fused_experts_with_biases_and_a_limit(ops: tuple, tokens: int, limit: float | None) -> None:
+    """Token by token, in float64."""
+    x, gate_up, down = random(tokens, 6), random(8, 10, 6, seed=1), random(8, 6, 5, seed=2)
+    more = {"gate_up_bias": random(8, 10, seed=4), "down_bias": random(8, 6, seed=5), "limit": limit}
+    weights, expert_ids = ops[0](random(tokens, 8, seed=3), Routing(2))
+    actual = ops[1](x, gate_up, down, weights, expert_ids, **more)
+    expected = torch.zeros(tokens, 6, dtype=torch.float64, device=DEVICE)
+    for token, choice in itertools.product(range(tokens), range(2)):
+        expert = expert_ids[token, choice]
+        product = gate_up[expert].double() @ x[token].double() + more["gate_up_bias"][expert]
+        gate, up = product.chunk(2)
+        if limit is None:
+            hidden = F.silu(gate) * up
+        else:
+            gate = gate.clamp(max=limit)
+            hidden = (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(1.702 * gate)
+        expected[token] += weights[token, choice] * (down[expert].double() @ hidden + more["down_bias"][expert])
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -92,11 +167,22 @@ def test_fused_experts_rounds_where_its_reference_does(dtype: torch.dtype) -> No
     """Most results are the reference's own bits: what differs is a sum of another order, now and then a last bit."""
     x = random(40, 32).to(dtype)
     gate_up, down = (random(5, 48, 32, seed=1) / 6).to(dtype), (random(5, 32, 24, seed=2) / 5).to(dtype)
-    weights, expert_ids = moe.route(random(40, 5, seed=3), 2, True)
+    weights, expert_ids = moe.route(random(40, 5, seed=3), Routing(2, renormalize=True))
     actual = moe.fused_experts(x, gate_up, down, weights, expert_ids)
     expected = kernels.fused_experts.reference(x, gate_up, down, weights, expert_ids)  # type: ignore[attr-defined]
     assert (actual == expected).float().mean() > 0.9
     torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_invariant_experts_give_a_token_the_same_bits_in_any_batch() -> None:
+    x, gate_up, down = random(40, 64), random(4, 96, 64, seed=1) / 8, random(4, 64, 48, seed=2) / 7
+    weights, expert_ids = kernels.route(random(40, 4, seed=3), Routing(2))
+    together = kernels.fused_experts_invariant(x, gate_up, down, weights, expert_ids)
+    expected = kernels.fused_experts(x, gate_up, down, weights, expert_ids)
+    torch.testing.assert_close(together, expected, atol=1e-5, rtol=1e-5)
+    for rows in (slice(0, 1), slice(3, 20), slice(0, 0)):
+        alone = kernels.fused_experts_invariant(x[rows], gate_up, down, weights[rows], expert_ids[rows])
+        assert torch.equal(alone, together[rows])
 
 
 def test_assignments_are_listed_by_expert_in_their_own_order() -> None:
@@ -162,7 +248,9 @@ class Case:
 
         self.gate_up, self.down = normal(num_experts, 2 * hidden, width) * 2, normal(num_experts, width, hidden)
         self.x = normal(tokens, width) * width**0.5
-        self.weights, self.expert_ids = moe.route(normal(tokens, num_experts) * num_experts**0.5, top_k, True)
+        self.weights, self.expert_ids = moe.route(
+            normal(tokens, num_experts) * num_experts**0.5, Routing(top_k, renormalize=True)
+        )
 
     def run(self, rows: slice = slice(None)) -> Tensor:
         # What the allocator hands out next is poisoned, so whatever a kernel does not write shows.
@@ -231,7 +319,7 @@ def test_a_captured_graph_serves_other_tokens(tokens: int) -> None:
     x, logits = case.x[:tokens].clone(), all_logits[:tokens].clone()
 
     def layer(x: Tensor, logits: Tensor) -> Tensor:
-        return moe.fused_experts(x, case.gate_up, case.down, *moe.route(logits, 8, True))
+        return moe.fused_experts(x, case.gate_up, case.down, *moe.route(logits, Routing(8, renormalize=True)))
 
     layer(x, logits)
     graph = torch.cuda.CUDAGraph()
@@ -250,7 +338,7 @@ def test_a_captured_graph_serves_other_tokens(tokens: int) -> None:
 def test_routing_many_tokens(tokens: int, num_experts: int, top_k: int) -> None:
     """Logits in bfloat16 hold many equal ones."""
     logits = torch.randn(tokens, num_experts, device="cuda", dtype=torch.bfloat16)
-    expected = kernels.route.reference(logits, top_k, True)  # type: ignore[attr-defined]
-    weights, expert_ids = moe.route(logits, top_k, True)
+    expected = kernels.route.reference(logits, Routing(top_k, renormalize=True))  # type: ignore[attr-defined]
+    weights, expert_ids = moe.route(logits, Routing(top_k, renormalize=True))
     assert torch.equal(expert_ids, expected[1])
     torch.testing.assert_close(weights, expected[0], atol=1e-6, rtol=1e-5)

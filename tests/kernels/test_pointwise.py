@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -95,6 +95,40 @@ def test_layer_norm(layer_norm: Any, biased: bool, dtype: torch.dtype) -> None:
     torch.testing.assert_close(normed.double(), layer_normed(x, weight, bias, 1e-5), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("module", [kernels, norm], ids=["op", "launcher"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_add_layer_norm_is_the_norm_of_the_sum(module: Any, dtype: torch.dtype) -> None:
+    x, residual = (random(5, 70, seed=seed, dtype=dtype) for seed in range(2))
+    weight, bias = (random(70, seed=seed, dtype=dtype) for seed in (2, 3))
+    before = x.clone(), residual.clone()
+    poison(x.shape, x.shape, dtype=dtype)
+    normed, total = module.add_layer_norm(x, residual, weight, bias, 1e-5)
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, module.layer_norm(total, weight, bias, 1e-5))
+
+
+@pytest.mark.parametrize("module", [kernels, activation], ids=["op", "launcher"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activate(module: Any, dtype: torch.dtype) -> None:
+    x = (3 * random(3, activation.COLUMNS + 5)).to(dtype)
+    x[0, 0] = -60.0
+    wide = x.double()
+    expected = {
+        "gelu": 0.5 * wide * torch.special.erfc(-wide / math.sqrt(2)),
+        "gelu_tanh": 0.5 * wide * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))),
+        "relu": wide.clamp(min=0),
+        "silu": wide / (1 + torch.exp(-wide)),
+        "squared_relu": wide.clamp(min=0) ** 2,
+    }
+    assert set(expected) == set(get_args(kernels.ActivationKind))
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+    for kind, values in expected.items():
+        poison(x.shape, dtype=dtype)
+        torch.testing.assert_close(module.activate(x, kind).double(), values, atol=1e-6, rtol=tolerance)
+
+
 def test_rows_beyond_the_limit_are_refused() -> None:
     with pytest.raises(ValueError, match="16384"):
         norm.rms_norm(torch.zeros(1, 16385, device=DEVICE), torch.ones(16385, device=DEVICE), 1e-6)
@@ -142,6 +176,9 @@ def test_embed_and_gather(module: Any, width: int, dtype: torch.dtype) -> None:
     assert torch.equal(module.embed(ids, table, scale), table[ids] * torch.tensor(scale, dtype=dtype, device=DEVICE))
     assert torch.equal(module.gather_rows(table, ids.int()[1:]), table[ids[1:]])
     assert module.gather_rows(table, ids[:0]).shape == (0, width)
+    apart = random(9, 3 * width, dtype=dtype)[:, width : 2 * width]
+    assert torch.equal(module.gather_rows(apart, ids), apart[ids])
+    assert torch.equal(module.gather_rows(apart.t(), ids[2:3]), apart.t()[ids[2:3]])
 
 
 def rotation(angles: Tensor) -> Rotation:
@@ -209,6 +246,10 @@ COMPILED = [
     "add_rms_norm 3584 float32 weight",
     "rms_norm 128",
     "layer_norm 4096",
+    "add_layer_norm 4096",
+    "activate gelu",
+    "activate gelu_tanh",
+    "activate squared_relu",
     "silu_mul 14336",
     "gelu_tanh_mul 14336",
     "embed 4096",

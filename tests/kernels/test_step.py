@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncllm.kernels import DecodeInputs, prepare_decode, segments_finite
+from asyncllm.kernels import DecodeInputs, prepare_decode, record_tokens, segments_finite
 from asyncllm.kernels.triton import step as launchers
 from tests.kernels import offline
 from tests.kernels.device import DEVICE, fresh_seed, random
@@ -27,7 +27,7 @@ def test_prepare_decode(prepare: object, position_dtype: torch.dtype) -> None:
     prepare(slots, positions, last_tokens, tables, 4, out)
     assert out.input_ids.tolist() == [300, 0, 100, 2**40]
     assert out.positions.tolist() == [3, 0, 11, 4]
-    assert out.slot_mapping.tolist() == [5 * 4 + 3, -1, 7 * 4 + 3, 2 * 4]
+    assert out.places.tolist() == [5 * 4 + 3, -1, 7 * 4 + 3, 2 * 4]
     assert out.kv_lens.tolist() == [4, 0, 12, 5]
     assert out.block_tables.tolist() == [[5, 4, 50, 50], [50] * 4, [9, 8, 7, 6], [1, 2, 3, 50]]
     assert [part.dtype for part in out] == [torch.int64, torch.int64, torch.int64, torch.int32, torch.int32]
@@ -45,7 +45,7 @@ def test_prepare_decode_of_long_tables(prepare: object) -> None:
     prepare(slot, position, tokens, tables, 16, out)
     assert torch.equal(out.block_tables[0, : width - 1], tables[1, : width - 1])
     assert out.block_tables[0, -1] == 0
-    assert out.slot_mapping.item() == int(tables[1, width - 3]) * 16 + 5
+    assert out.places.item() == int(tables[1, width - 3]) * 16 + 5
 
 
 @FINITE
@@ -66,6 +66,23 @@ def test_large_values_are_finite(finite: object) -> None:
     assert callable(finite)
     hidden = torch.full((2, 8), 3e38, device=DEVICE).bfloat16()
     assert finite(hidden, torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("record", [record_tokens.reference, launchers.record_tokens])
+@pytest.mark.parametrize("num_rows", [1, 5, launchers.ROWS + 3])
+def test_record_tokens(record: object, num_rows: int) -> None:
+    """Padding rows write no slot; tokens and flags of all rows go to the host."""
+    assert callable(record)
+    slots = torch.arange(num_rows, dtype=torch.int32, device=DEVICE).flip(0)
+    slots[3::4] = -1
+    tokens = 7 + torch.arange(num_rows, device=DEVICE)
+    flags = torch.arange(num_rows, dtype=torch.int32, device=DEVICE) % 3
+    last = torch.full((num_rows + 2,), -9, dtype=torch.int64, device=DEVICE)
+    results = torch.full((2, num_rows), -9, dtype=torch.int32, device=DEVICE)
+    record(tokens, flags, slots, last, results)
+    known = {slot: token for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True) if slot >= 0}
+    assert last.tolist() == [known.get(slot, -9) for slot in range(num_rows + 2)]
+    assert results.tolist() == [tokens.tolist(), flags.tolist()]
 
 
 def test_compiled() -> None:

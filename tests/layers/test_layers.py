@@ -9,10 +9,14 @@ from torch import Tensor, nn
 from asyncllm import kernels
 from asyncllm.layers.embedding import Embedding, OutputEmbedding, TiedOutputEmbedding
 from asyncllm.layers.linear import Linear, MergedLinear, QKVLinear
+from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.mlp import GatedMLP
-from asyncllm.layers.moe import ExpertLinear, MoE
+from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import OffsetRMSNorm, RMSNorm
 from asyncllm.models.weights import WeightOwner
+from tests.layers.steps import step_at
+
+STEP = step_at([0, 1, 2])
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -30,10 +34,10 @@ def fill(layer: nn.Module) -> dict[tuple[str, str | None, int | None], Tensor]:
 
 
 def test_linear() -> None:
-    layer = Linear(3, 5, bias=True)
+    layer = Linear(3, 5, shard="replicated", bias=True)
     parts = fill(layer)
     x = random(2, 3, seed=9)
-    torch.testing.assert_close(layer(x), x @ parts["weight", None, None].t() + parts["bias", None, None])
+    torch.testing.assert_close(layer(x, STEP), x @ parts["weight", None, None].t() + parts["bias", None, None])
 
 
 def test_qkv_is_three_linears_in_one() -> None:
@@ -49,7 +53,7 @@ def test_qkv_is_three_linears_in_one() -> None:
     }
     x = random(2, 6, seed=9)
     separate = [x @ parts["weight", name, None].t() + parts["bias", name, None] for name in ("q", "k", "v")]
-    torch.testing.assert_close(layer(x), torch.cat(separate, -1))
+    torch.testing.assert_close(layer(x, STEP), torch.cat(separate, -1))
 
 
 def test_merged_linear_refuses_a_tensor_without_a_part() -> None:
@@ -58,14 +62,14 @@ def test_merged_linear_refuses_a_tensor_without_a_part() -> None:
 
 
 def test_a_part_is_converted_to_the_parameters_dtype() -> None:
-    layer = Linear(2, 2).to(torch.bfloat16)
+    layer = Linear(2, 2, shard="replicated").to(torch.bfloat16)
     layer.load_part("weight", None, None, torch.eye(2, dtype=torch.float16))
     assert layer.weight.dtype == torch.bfloat16
     assert torch.equal(layer.weight.float(), torch.eye(2))
 
 
 def test_expert_parts() -> None:
-    layer = ExpertLinear(3, 4, {"gate": 2, "up": 2})
+    layer = Weighted(4, {"gate": 2, "up": 2}, shard="column", num_experts=3)
     parts = fill(layer)
     assert len(parts) == 6
     assert torch.equal(layer.weight[2], torch.cat([parts["weight", "gate", 2], parts["weight", "up", 2]]))
@@ -79,35 +83,34 @@ def test_gated_mlp(activation: str) -> None:
     gate, up = (x @ gate_up["weight", name, None].t() + gate_up["bias", name, None] for name in ("gate", "up"))
     act = nn.functional.silu(gate) if activation == "silu" else nn.functional.gelu(gate, approximate="tanh")
     expected = (act * up) @ down["weight", None, None].t() + down["bias", None, None]
-    torch.testing.assert_close(mlp(x), expected)
+    torch.testing.assert_close(mlp(x, STEP), expected)
 
 
 def test_a_gated_mlp_takes_product_and_gate_as_one_op_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
-    fused, plain = kernels.linear_silu_mul, kernels.linear
-    ops = {(plain, kernels.silu_mul): lambda x, weight: (used.append(x.shape), fused(x, weight))[1]}
-    monkeypatch.setattr("asyncllm.layers.mlp._FUSED", ops)
+    fused = kernels.linear_silu_mul
+    monkeypatch.setattr(kernels, "linear_silu_mul", lambda x, weight: (used.append(x.shape), fused(x, weight))[1])
     x = random(3, 4, seed=9)
     mlp = GatedMLP(4, 6)
     fill(mlp.gate_up), fill(mlp.down)
-    expected = mlp.down(kernels.silu_mul(mlp.gate_up(x)))
-    assert torch.equal(mlp(x), expected)
+    expected = mlp.down(kernels.silu_mul(mlp.gate_up(x, STEP)), STEP)
+    assert torch.equal(mlp(x, STEP), expected)
     assert used == [(3, 4)]
-    mlp.gate_up.product = lambda x, weight, bias: 2 * plain(x, weight, bias)
-    torch.testing.assert_close(mlp(x), mlp.down(kernels.silu_mul(mlp.gate_up(x))))
+    mlp.gate_up.method = mlp.gate_up.method.batch_invariant()
+    torch.testing.assert_close(mlp(x, STEP), expected)
     for other in (GatedMLP(4, 6, bias=True), GatedMLP(4, 6, activation="gelu_tanh")):
         fill(other.gate_up), fill(other.down)
-        other(x)
-    assert used == [(3, 4)], "another product, a bias and another gate are no such op"
+        other(x, STEP)
+    assert used == [(3, 4)], "another method, a bias and another gate have no such op"
 
 
 def test_moe_with_one_expert_is_its_mlp() -> None:
-    moe = MoE(4, 6, num_experts=1, top_k=1, renormalize=True)
+    moe = MoE(4, 6, num_experts=1, routing=kernels.Routing(1, renormalize=True))
     for layer in (moe.router, moe.gate_up, moe.down):
         fill(layer)
     x = random(3, 4, seed=9)
     gate, up = (x @ moe.gate_up.weight[0].t()).chunk(2, -1)
-    torch.testing.assert_close(moe(x), (nn.functional.silu(gate) * up) @ moe.down.weight[0].t())
+    torch.testing.assert_close(moe(x, STEP), (nn.functional.silu(gate) * up) @ moe.down.weight[0].t())
 
 
 def test_offset_norm_adds_one_in_float32() -> None:
@@ -124,7 +127,7 @@ def test_offset_norm_adds_one_in_float32() -> None:
 def test_embedding_scale_is_rounded_to_the_models_dtype() -> None:
     embedding = Embedding(4, 3, scale=50.596442562694074).to(torch.bfloat16)
     embedding.load_part("weight", None, None, torch.ones(4, 3))
-    assert embedding(torch.tensor([1])).tolist() == [[50.5, 50.5, 50.5]]
+    assert embedding(torch.tensor([1]), STEP).tolist() == [[50.5, 50.5, 50.5]]
 
 
 def test_output_embedding_gives_capped_float32_logits() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import Tensor
 
 from asyncllm.kernels import Rotation
-from asyncllm.layers.rotary import RopeConfig, RotaryEmbedding
+from asyncllm.layers.rotary import ROPE_LENS, RopeConfig, RotaryEmbedding
+from tests.layers.steps import step_at
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def frequencies(rope: RopeConfig) -> torch.Tensor:
 def test_plain_frequencies_and_table() -> None:
     rotary = RotaryEmbedding(RopeConfig(theta=10000.0, dim=4), CPU)
     torch.testing.assert_close(rotary.inv_freq, torch.tensor([1.0, 0.01]))
-    table = halves(rotary(torch.tensor([0, 3]), None))
+    table = halves(rotary(step_at([0, 3])))
     expected = [[1, 1, 0, 0], [math.cos(3), math.cos(0.03), math.sin(3), math.sin(0.03)]]
     torch.testing.assert_close(table, torch.tensor(expected))
 
@@ -43,18 +43,13 @@ def test_linear_divides_every_frequency() -> None:
 def test_dynamic_takes_each_sequences_own_base() -> None:
     rope = RopeConfig(kind="dynamic", theta=10000.0, dim=8, factor=2.0, original_max_position=32)
     rotary = RotaryEmbedding(rope, CPU)
-    positions = torch.tensor([5, 5, 40])
-    table = halves(rotary(positions, torch.tensor([10, 32, 80])))
+    positions = [5, 5, 40]
+    assert rotary.columns == (ROPE_LENS,)
+    table = halves(rotary(step_at(positions, [10, 32, 80])))
     base = 10000.0 * (2.0 * 80 / 32 - 1) ** (8 / 6)
     for row, theta in enumerate([10000.0, 10000.0, base]):
-        plain = halves(RotaryEmbedding(RopeConfig(theta=theta, dim=8), CPU)(positions[row : row + 1], None))
+        plain = halves(RotaryEmbedding(RopeConfig(theta=theta, dim=8), CPU)(step_at(positions[row : row + 1])))
         torch.testing.assert_close(table[row : row + 1], plain)
-
-
-def test_dynamic_requires_prompt_lengths() -> None:
-    rotary = RotaryEmbedding(RopeConfig(kind="dynamic", dim=8, factor=2.0, original_max_position=32), CPU)
-    with pytest.raises(ValueError, match="rope_lens"):
-        rotary(torch.tensor([1]), None)
 
 
 def test_llama3_keeps_high_and_divides_low_frequencies() -> None:
@@ -83,10 +78,10 @@ def test_yarn_ramp_with_equal_ends_is_finite() -> None:
 
 def test_attention_factor_multiplies_cosines_and_sines() -> None:
     rope = RopeConfig(kind="longrope", dim=4, divisors=(1.0, 2.0), attention_factor=1.25)
-    table = halves(RotaryEmbedding(rope, CPU)(torch.tensor([0]), None))
+    table = halves(RotaryEmbedding(rope, CPU)(step_at([0])))
     assert table.tolist() == [[1.25, 1.25, 0, 0]]
 
 
 def test_angles_of_late_positions_are_exact_to_float32() -> None:
-    table = halves(RotaryEmbedding(RopeConfig(theta=500000.0, dim=128), CPU)(torch.tensor([131071]), None))
+    table = halves(RotaryEmbedding(RopeConfig(theta=500000.0, dim=128), CPU)(step_at([131071])))
     assert abs(table[0, 0].item() - math.cos(131071)) < 1e-6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from shutil import rmtree
@@ -12,19 +12,23 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncllm.kernels import PagedKV
+from asyncllm.agent.cache.layout import CacheLayout
+from asyncllm.layers.rotary import ROPE_LENS
 from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import families, open_model
-from tests.checkpoints import build_checkpoint
+from tests.checkpoints import build_checkpoint, build_oracle, tiny_fields
+from tests.remote_layouts import LAYOUTS
 
 __all__ = [
     "FAMILIES",
     "PROMPT",
     "SCALINGS",
     "TOKENS",
+    "UNROTATED",
     "Case",
     "Row",
     "Runner",
@@ -32,6 +36,7 @@ __all__ = [
     "open_case",
     "random_tokens",
     "reference",
+    "scalings_of",
 ]
 
 PROMPT = 80
@@ -70,6 +75,36 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 DYNAMIC_MAX_POSITION = 32
 
+UNDER_ALL_SCALINGS = ("gemma2", "internlm2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+
+SCALINGS_OF = {
+    "deepseek_v2": ["default", "yarn_mscale"],
+    "deepseek_v3": ["default", "yarn_mscale"],
+    **{family: list(SCALINGS) for family in UNDER_ALL_SCALINGS},
+    "minicpm3": ["default", "longrope_long"],
+    "phi": ["default", "dynamic"],
+    "phi3": ["default", "longrope_short", "longrope_long"],
+}
+"""Families that are tested under more than their own rotary embedding. Others add what no scaling meets."""
+
+
+UNROTATED = {"baichuan_13b", "bloom", "falcon_rw", "gpt2", "gpt_bigcode", "mpt", "opt"}
+"""They know positions by other means."""
+
+FIXED_ROTATION = {"codegen", "gptj"}
+"""Their files have no entries for it."""
+
+ATTENTION = {"falcon_rw": "sdpa"}
+"""What transformers computes attention by, where that is not "eager": there it adds Falcon's ALiBi twice."""
+
+
+LEGACY_OF_THEIR_OWN = {"falcon"}
+"""Their first files have entries that transformers does not read."""
+
+
+def scalings_of(family: str) -> list[str]:
+    return SCALINGS_OF.get(family, ["default"])
+
 
 @dataclass(frozen=True)
 class Case:
@@ -79,26 +114,32 @@ class Case:
 
     @property
     def head_dim(self) -> int:
-        tiny = tiny_of(self.family)
-        return tiny.get("head_dim") or tiny["hidden_size"] // tiny["num_attention_heads"]
+        tiny = tiny_fields(self.family)
+        return (
+            tiny.get("qk_rope_head_dim")
+            or tiny.get("head_dim")
+            or tiny.get("kv_channels")
+            or tiny["hidden_size"] // tiny["num_attention_heads"]
+        )
 
     @property
     def overrides(self) -> dict[str, Any]:
+        if self.family in UNROTATED | FIXED_ROTATION:
+            return {}
         rope = dict(SCALINGS[self.scaling])
         if rope["rope_type"] == "longrope":
             half = self.head_dim // 2
             rope["short_factor"] = [1.0 + 0.1 * index for index in range(half)]
             rope["long_factor"] = [1.5 + 0.4 * index for index in range(half)]
         position = DYNAMIC_MAX_POSITION if self.scaling == "dynamic" else 256
-        return {"rope_parameters": rope, "max_position_embeddings": position}
+        tiny, layout = tiny_fields(self.family), LAYOUTS.get(self.family)
+        given = "rope_parameters" in tiny or (layout is not None and layout.rope is not None)
+        length = "seq_length" if "seq_length" in tiny else "max_position_embeddings"
+        return {length: position} if given else {"rope_parameters": rope, length: position}
 
     @property
     def session_len(self) -> int | None:
         return 128 if self.scaling.startswith("longrope") else None
-
-
-def tiny_of(family: str) -> dict[str, Any]:
-    return next(each.tiny for each in families().values() if each.__module__ == f"asyncllm.models.{family}")
 
 
 def random_tokens(seed: int, count: int = TOKENS) -> list[int]:
@@ -115,15 +156,12 @@ def folder_of(case: Case) -> Path:
 
 @cache
 def oracle_folder_of(case: Case) -> Path:
-    """The folder that transformers opens: for InternLM2, which it does not know, the Llama of the same weights."""
-    if case.family != "internlm2":
-        return folder_of(case)
-    tiny = tiny_of("internlm2")
-    overrides = {**tiny, **case.overrides, "model_type": "llama", "attention_bias": tiny["bias"], "mlp_bias": False}
-    del overrides["bias"]
+    """The folder that transformers opens: for a layout that it does not know, the native model of the same weights."""
+    if case.family not in LAYOUTS:
+        return folder_of(replace(case, legacy=False) if case.family in LEGACY_OF_THEIR_OWN else case)
     folder = Path(mkdtemp(prefix="asyncllm-"))
     atexit.register(rmtree, folder, ignore_errors=True)
-    return build_checkpoint("llama", folder, legacy=case.legacy, **overrides)
+    return build_oracle(case.family, folder, **case.overrides)
 
 
 @cache
@@ -145,17 +183,25 @@ def _oracle(case: Case, prompt_len: int) -> Any:
     if case.scaling == "dynamic":
         rope = SCALINGS["dynamic"]
         growth = rope["factor"] * max(prompt_len, DYNAMIC_MAX_POSITION) / DYNAMIC_MAX_POSITION - (rope["factor"] - 1)
-        base = rope["rope_theta"] * growth ** (case.head_dim / (case.head_dim - 2))
-        config.rope_parameters = {"rope_type": "default", "rope_theta": base}
+        dim = int(case.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        base = rope["rope_theta"] * growth ** (dim / (dim - 2))
+        config.rope_parameters = {**config.rope_parameters, "rope_type": "default", "rope_theta": base}
+    patch = LAYOUTS[case.family].patch if case.family in LAYOUTS else None
+    if patch is not None:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        patch(model)
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+        return model.eval()
     return AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=torch.float32, attn_implementation="eager"
+        folder, config=config, dtype=torch.float32, attn_implementation=ATTENTION.get(case.family, "eager")
     ).eval()
 
 
 @cache
 def _reference(case: Case, tokens: tuple[int, ...], prompt_len: int) -> Tensor:
     with torch.inference_mode():
-        return _oracle(case, prompt_len)(torch.tensor([tokens])).logits[0]
+        extra = LAYOUTS[case.family].call(list(tokens)) if case.family in LAYOUTS else {}
+        return _oracle(case, prompt_len)(torch.tensor([tokens]), **extra).logits[0]
 
 
 def reference(case: Case, tokens: list[int], prompt_len: int = PROMPT) -> Tensor:
@@ -190,14 +236,21 @@ class Row:
 class Runner:
     """A model and its paged caches, which start full of garbage: no test may depend on what a fresh block holds."""
 
-    def __init__(self, model: DecoderLM, block_size: int, num_blocks: int = 64) -> None:
+    def __init__(
+        self, model: DecoderLM, block_size: int, num_blocks: int = 64, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.model, self.block_size = model, block_size
-        config = model.config
-        shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
-        self.caches = [
-            PagedKV.over(torch.stack([torch.full(shape, 1e3), torch.full(shape, -1e3)]))
-            for _ in range(config.num_layers)
-        ]
+        # One block group: rows have one block table.
+        layout = CacheLayout(model.cache_specs, block_size, dtype, longest=1)
+        signs = torch.tensor([1e3, -1e3], dtype=dtype)
+        self.caches = layout.caches(
+            [
+                signs.repeat(-(-part.planes // 2))[: part.planes]
+                .view(-1, *(1 for _ in range(1 + len(part.shape))))
+                .repeat(1, num_blocks, *part.shape)
+                for part in layout.parts
+            ]
+        )
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
 
     def row(self, tokens: list[int], *, prompt_len: int = PROMPT, shared: list[int] | None = None) -> Row:
@@ -227,16 +280,18 @@ class Runner:
         inputs = StepInputs(
             input_ids=torch.tensor(ids),
             positions=torch.tensor(positions),
-            slot_mapping=torch.tensor(slots),
+            places=torch.tensor(slots),
             num_decode=num_decode,
             q_offsets=torch.tensor(offsets, dtype=torch.int32),
             kv_lens=torch.tensor(lens, dtype=torch.int32),
             block_tables=torch.tensor(tables, dtype=torch.int32),
             max_q_len=max(count for _, count in chunks),
-            rope_lens=torch.tensor(rope_lens) if self.model.config.dynamic_rope else None,
+            caches=self.caches,
+            prompts=[(count, row.computed) for row, count in chunks[num_decode:]],
+            more={ROPE_LENS: torch.tensor(rope_lens)},
         )
         with torch.inference_mode():
-            logits = self.model.logits(self.model(inputs, self.caches))
+            logits = self.model.logits(self.model(inputs))
         for (row, _), part in zip(chunks, logits.tensor_split(offsets[1:-1]), strict=True):
             row.logits.append(part)
 

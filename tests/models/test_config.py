@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
-from asyncllm.models.config import HFConfig, ModelConfig
+from asyncllm.models.config import HFConfig, ModelConfig, alibi_slopes
 from asyncllm.models.registry import families, read_config
 
 LLAMA = {**families()["LlamaForCausalLM"].tiny, "architectures": ["LlamaForCausalLM"]}
@@ -34,7 +34,7 @@ def test_llama_defaults(tmp_path: Path) -> None:
     assert config.dtype == "float32"
     assert config.rope.theta == 10000.0
     assert not config.tied
-    assert not config.dynamic_rope
+    assert config.dynamic_rope_from is None
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_dtype_in_both_schemas(tmp_path: Path, key: str) -> None:
 def test_positions_after_scaling(tmp_path: Path, scaling: dict[str, Any], max_position: int) -> None:
     config = read(tmp_path, {"rope_scaling": scaling})
     assert config.max_position == max_position
-    assert config.dynamic_rope == (scaling.get("type") == "dynamic")
+    assert (config.dynamic_rope_from is not None) == (scaling.get("type") == "dynamic")
 
 
 @pytest.mark.parametrize(("session_len", "first"), [(None, 3.0), (33, 3.0), (32, 1.0), (8, 1.0)])
@@ -94,7 +94,7 @@ def test_longrope_picks_its_divisors_by_session_len(
 
 def test_engine_asks_for_dynamic_scaling(tmp_path: Path) -> None:
     config = read(tmp_path, {}, rope_scaling_factor=2.0)
-    assert config.dynamic_rope
+    assert config.dynamic_rope_from is not None
     assert (config.rope.factor, config.rope.original_max_position, config.max_position) == (2.0, 128, 256)
 
 
@@ -122,8 +122,106 @@ def test_window_of_mistral_may_be_null(tmp_path: Path) -> None:
 
 def test_sparse_layers_of_qwen3_moe(tmp_path: Path) -> None:
     base = tiny("Qwen3MoeForCausalLM")
-    assert read(tmp_path, {}, base).sparse_layers == {0, 2, 3}
-    assert read(tmp_path, {"decoder_sparse_step": 2, "mlp_only_layers": []}, base).sparse_layers == {1, 3}
+    assert read(tmp_path, {}, base).experts.layers == {0, 2, 3}
+    assert read(tmp_path, {"decoder_sparse_step": 2, "mlp_only_layers": []}, base).experts.layers == {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ("torch.bfloat16", "bfloat16"),
+        ("torch.float16", "float16"),
+        ("half", "float16"),
+        ("float64", "float32"),
+        ("double", "float32"),
+        ("torch.float64", "float32"),
+        ("float", "float32"),
+        ("auto", "float32"),
+    ],
+)
+def test_names_of_types(tmp_path: Path, stated: str, expected: str) -> None:
+    """Without weights to look at, auto is float32."""
+    assert read(tmp_path, {"torch_dtype": stated}).dtype == expected
+
+
+def test_factors_of_yarn_that_change_nothing(tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0}
+    more = {**scaling, "attn_factor": 1.0, "extrapolation_factor": 1}
+    assert read(tmp_path, {"rope_scaling": more}) == read(tmp_path, {"rope_scaling": scaling})
+
+
+@pytest.mark.parametrize("architecture", ["GemmaForCausalLM", "Gemma2ForCausalLM"])
+def test_gemma_may_say_gelu_for_its_approximation(tmp_path: Path, architecture: str) -> None:
+    changes = {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}
+    assert read(tmp_path, changes, tiny(architecture)) == read(tmp_path, {}, tiny(architecture))
+
+
+def test_rotary_entry_of_internlm(tmp_path: Path) -> None:
+    base = {**LLAMA, "architectures": ["InternLMForCausalLM"]}
+    plain = read(tmp_path, {"rotary": {"base": 5000, "type": "origin"}}, base)
+    assert (plain.rope.kind, plain.rope.theta, plain.max_position) == ("default", 5000.0, 128)
+    grown = read(tmp_path, {"rotary": {"base": 5000, "type": "dynamic", "scaling_factor": 2.0}}, base)
+    assert (grown.rope.kind, grown.rope.theta, grown.rope.factor, grown.max_position) == ("dynamic", 5000.0, 2.0, 256)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "vocab_size", "normalized"),
+    [
+        ("BaichuanForCausalLM", 125696, True),
+        ("BaichuanForCausalLM", 125698, True),
+        ("BaichuanForCausalLM", 64000, False),
+        ("BaiChuanForCausalLM", 64000, False),
+        ("BaiChuanForCausalLM", 70000, False),
+    ],
+)
+def test_which_baichuan_normalizes_its_head(
+    tmp_path: Path, architecture: str, vocab_size: int, normalized: bool
+) -> None:
+    assert read(tmp_path, {"vocab_size": vocab_size}, tiny(architecture)).normalized_head == normalized
+
+
+@pytest.mark.parametrize(
+    "changes", [{"max_position_embeddings": ABSENT, "model_max_length": 4096}, {"num_hidden_layers": 40}]
+)
+def test_baichuan_13b_has_alibi(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = read(tmp_path, changes, tiny("BaichuanForCausalLM"))
+    assert config.rope is None
+    assert config.alibi == (2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8)
+    assert config.max_position == changes.get("model_max_length", 128)
+    with pytest.raises(UnsupportedModel, match="no rotary positions"):
+        read(tmp_path, changes, tiny("BaichuanForCausalLM"), rope_scaling_factor=2.0)
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 6, 12, 40, 71])
+@pytest.mark.parametrize("max_bias", [8, 6])
+def test_alibi_slopes(num_heads: int, max_bias: int) -> None:
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+    bias = build_mpt_alibi_tensor(num_heads, 2, alibi_bias_max=max_bias)
+    assert alibi_slopes(num_heads, max_bias=max_bias) == pytest.approx((-bias[:, 0, 0]).tolist(), rel=1e-6)
+
+
+def test_falcon_40b_of_the_first_files(tmp_path: Path) -> None:
+    """They name KV heads, and no new architecture; those of 7B name neither."""
+    first = {"architectures": ["RWForCausalLM"], "model_type": "RefinedWeb", "n_head": 4, "n_layer": 2}
+    base = {"vocab_size": 320, "hidden_size": 64, "parallel_attn": True, "bias": False, "alibi": False, **first}
+    large = read(tmp_path, {"n_head_kv": 2}, base)
+    assert (large.num_kv_heads, large.parallel_norms, large.intermediate_size) == (2, 2, 256)
+    small = read(tmp_path, {"multi_query": True, "model_type": "RefinedWebModel"}, base)
+    assert (small.num_kv_heads, small.parallel_norms) == (1, 1)
+
+
+def test_qwen_ends_where_its_training_did(tmp_path: Path) -> None:
+    config = read(tmp_path, {"max_position_embeddings": 32768, "fp16": True}, tiny("QWenLMHeadModel"))
+    assert (config.max_position, config.intermediate_size, config.dtype) == (128, 96, "float16")
+    with pytest.raises(UnsupportedModel, match="rope_scaling_factor=0"):
+        read(tmp_path, {}, tiny("QWenLMHeadModel"), rope_scaling_factor=2.0)
+
+
+@pytest.mark.parametrize("model_type", [ABSENT, None, 3])
+def test_neither_architecture_nor_type(tmp_path: Path, model_type: Any) -> None:
+    with pytest.raises(InvalidCheckpoint, match="architectures must be a list"):
+        read(tmp_path, {"architectures": ABSENT, "model_type": model_type})
 
 
 INVALID = [
@@ -174,7 +272,6 @@ INVALID = [
     ("rope_scaling", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}),
     ("rope_scaling", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0}),
     ("rope_scaling", {"type": "yarn", "factor": 4.0, "truncate": "yes"}),
-    ("architectures", ABSENT),
     ("architectures", []),
     ("architectures", "LlamaForCausalLM"),
 ]
@@ -193,14 +290,19 @@ UNSUPPORTED = [
     ("hidden_act", 3),
     ("torch_dtype", "int8"),
     ("dtype", 16),
-    ("quantization_config", {"quant_method": "awq"}),
+    ("quantization_config", {"quant_method": "bitsandbytes"}),
     ("use_logn_attn", True),
+    ("dtype", "torch.int8"),
     ("partial_rotary_factor", 0.5),
+    ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}),
+    ("rope_scaling", {"type": "yarn", "factor": 4.0, "attn_factor": 2.0}),
+    ("rope_scaling", {"type": "yarn", "factor": 4.0, "extrapolation_factor": 0.5}),
+    ("rotary", {"type": "xpos"}),
     ("rope_scaling", {"type": "ntk_by_parts", "factor": 2.0}),
     ("rope_scaling", {"type": "mrope", "mrope_section": [2, 3, 3]}),
     ("rope_scaling", {"type": "dynamic", "factor": 2.0, "alpha": 1000.0}),
     ("rope_parameters", {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}),
-    ("architectures", ["GPT2LMHeadModel"]),
+    ("architectures", ["MambaForCausalLM"]),
 ]
 
 
@@ -219,11 +321,29 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path, key: str, value: Any
         ("Qwen2ForCausalLM", "hidden_act", "relu"),
         ("Qwen2ForCausalLM", "layer_types", ["chunked_attention"] * 3),
         ("MixtralForCausalLM", "hidden_act", "gelu"),
+        ("GemmaForCausalLM", "hidden_act", "relu"),
+        ("Phi3ForCausalLM", "rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("BloomForCausalLM", "apply_residual_connection_post_layernorm", True),
+        ("GPT2LMHeadModel", "scale_attn_by_inverse_layer_idx", True),
+        ("GPT2LMHeadModel", "activation_function", "tanh"),
+        ("GPTJForCausalLM", "tie_word_embeddings", True),
+        ("MptForCausalLM", "logit_scale", 0.5),
+        ("MptForCausalLM", "no_bias", False),
+        ("OPTForCausalLM", "do_layer_norm_before", False),
+        ("OPTForCausalLM", "word_embed_proj_dim", 32),
+        ("QWenLMHeadModel", "visual", {"heads": 16}),
+        ("QWenLMHeadModel", "no_bias", False),
     ],
 )
 def test_families_refuse_what_they_do_not_implement(tmp_path: Path, architecture: str, key: str, value: Any) -> None:
     with pytest.raises(UnsupportedModel, match=key):
         read(tmp_path, {key: value}, tiny(architecture))
+
+
+@pytest.mark.parametrize(("key", "value"), [("alibi", False), ("qk_ln", True), ("prefix_lm", True), ("kv_n_heads", 2)])
+def test_mpt_refuses_other_attention(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=f"attn_config: {key}"):
+        read(tmp_path, {"attn_config": {key: value}}, tiny("MptForCausalLM"))
 
 
 @pytest.mark.parametrize(
@@ -240,6 +360,15 @@ def test_families_refuse_what_they_do_not_implement(tmp_path: Path, architecture
         ("Qwen3MoeForCausalLM", "mlp_only_layers", "1"),
         ("Qwen3MoeForCausalLM", "decoder_sparse_step", 0),
         ("InternLM2ForCausalLM", "bias", "no"),
+        ("FalconForCausalLM", "num_kv_heads", 3),
+        ("CodeGenForCausalLM", "n_head", 2),
+        ("GPTJForCausalLM", "rotary_dim", 7),
+        ("GPTJForCausalLM", "rotary_dim", 32),
+        ("MptForCausalLM", "attn_config", 3),
+        ("Phi3ForCausalLM", "partial_rotary_factor", 0.35),
+        ("Phi3ForCausalLM", "partial_rotary_factor", 1.5),
+        ("QWenLMHeadModel", "intermediate_size", 1),
+        ("QWenLMHeadModel", "bf16", "yes"),
     ],
 )
 def test_families_refuse_impossible_values(tmp_path: Path, architecture: str, key: str, value: Any) -> None:

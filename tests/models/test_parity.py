@@ -14,7 +14,6 @@ import torch
 from tests.models.parity import (
     FAMILIES,
     PROMPT,
-    SCALINGS,
     TOKENS,
     Case,
     Runner,
@@ -22,20 +21,22 @@ from tests.models.parity import (
     open_case,
     random_tokens,
     reference,
+    scalings_of,
 )
+from tests.remote_layouts import LAYOUTS, RELATIVES
 
 TOLERANCE = 1e-4
 
 SCHEMAS = [
     pytest.param(Case(family, scaling, legacy), id=f"{family}-{scaling}-{'legacy' if legacy else 'v5'}")
     for family in FAMILIES
-    for scaling in SCALINGS
+    for scaling in scalings_of(family)
     for legacy in (False, True)
 ]
 PAGED = [
     pytest.param(Case(family, scaling), block_size, id=f"{family}-{scaling}-{block_size}")
     for family in FAMILIES
-    for scaling in SCALINGS
+    for scaling in scalings_of(family)
     for block_size in ((16, 5) if scaling == "default" else (5,))
 ]
 
@@ -129,7 +130,9 @@ def test_mixed_batch(case: Case, block_size: int) -> None:
         assert_close(row.result, reference(case, row.tokens, length))
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "internlm2"])
+@pytest.mark.parametrize(
+    "family", [each for each in FAMILIES if "dynamic" in scalings_of(each) and each not in LAYOUTS]
+)
 def test_dynamic_base_is_that_of_transformers_at_the_prompt(family: str) -> None:
     """The other tests compare dynamic scaling with a formula of their own; here, with the hub's implementation."""
     case = Case(family, "dynamic")
@@ -142,7 +145,21 @@ def test_dynamic_base_is_that_of_transformers_at_the_prompt(family: str) -> None
     assert_close(row.result, expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize(
+    ("family", "scaling"), [(family, scaling) for family in FAMILIES for scaling in scalings_of(family)]
+)
 def test_legacy_and_v5_schemas_read_alike(family: str, scaling: str) -> None:
     assert open_case(Case(family, scaling, True)).config == open_case(Case(family, scaling, False)).config
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_relatives(name: str) -> None:
+    """Checkpoints of other names that a family reads: a prompt, and tokens one by one."""
+    case = Case(name, "default")
+    tokens = random_tokens(8)
+    runner = Runner(open_case(case), block_size=16)
+    row = runner.row(tokens)
+    runner.step((row, PROMPT))
+    runner.decode(row, TOKENS)
+    assert_close(row.result, reference(case, tokens))
+    assert open_case(case).config.architecture == LAYOUTS[name].architecture

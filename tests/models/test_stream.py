@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from asyncllm.agent.thread_executor import StepRunner, ThreadExecutor
+from asyncllm.agent.step_thread import HasLimits, StepThread
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.models import stream as stream_module
 from asyncllm.models.checkpoint import Checkpoint, TensorEntry
@@ -194,7 +194,7 @@ async def test_a_start_that_is_cancelled_while_weights_stream(fifty: Checkpoint)
     """The executor's thread goes on to the end of the load, and then it and the readers are gone."""
     loop, begun = asyncio.get_running_loop(), asyncio.Event()
 
-    def load() -> StepRunner:
+    def load() -> HasLimits:
         def take(entry: TensorEntry, tensor: Tensor) -> None:
             loop.call_soon_threadsafe(begun.set)
             time.sleep(0.002)
@@ -202,7 +202,7 @@ async def test_a_start_that_is_cancelled_while_weights_stream(fifty: Checkpoint)
         stream(fifty.tensors.values(), CPU, take, threads=4, buffer_bytes=400)
         raise AssertionError("nobody waits for this one")
 
-    executor = ThreadExecutor(load)
+    executor = StepThread(load)
     starting = asyncio.create_task(executor.start())
     await begun.wait()
     starting.cancel()

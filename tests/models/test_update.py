@@ -89,8 +89,8 @@ EMBEDDINGS = "model.tok_embeddings.weight"
         ("model.layers.7.ffn_norm.weight", lambda tensor: tensor, "no place in the model"),
         ("model.layers.0.feed_forward.w9.weight", lambda tensor: tensor, "matches no row"),
         (EMBEDDINGS, lambda tensor: tensor[:-1], r"has shape \[319, 64\].*\[320, 64\]"),
-        (EMBEDDINGS, lambda tensor: tensor.long(), "int64"),
-        (EMBEDDINGS, lambda tensor: tensor.to(torch.float8_e4m3fn), "float8_e4m3fn"),
+        (EMBEDDINGS, lambda tensor: tensor.long(), "I64"),
+        (EMBEDDINGS, lambda tensor: tensor.to(torch.float8_e4m3fn), "F8_E4M3"),
         (EMBEDDINGS, lambda tensor: tensor.to_sparse(), "dense"),
         (EMBEDDINGS, lambda tensor: tensor.to("meta"), "with data"),
         (EMBEDDINGS, lambda tensor: tensor.as_subclass(Sharded), "Sharded"),
@@ -110,6 +110,20 @@ def test_one_that_does_not_fit_is_named_and_nothing_is_changed(
     assert name in str(caught.value)
     after = parameters(model)
     assert all(torch.equal(after[each], before[each]) for each in before)
+
+
+def test_the_head_of_a_tied_model_has_to_be_its_embedding(tmp_path: Path) -> None:
+    first, second = (build_checkpoint("qwen3", tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    model, tensors = open_cpu(first), tensors_of(second)
+    before = parameters(model)
+    embedding = tensors["model.embed_tokens.weight"]
+    for head in (embedding.roll(1, 0), embedding[:-1]):
+        with pytest.raises(InvalidParameter, match=r"'lm_head\.weight' differs from the token embedding"):
+            update(model, {**tensors, "lm_head.weight": head})
+    assert all(torch.equal(parameters(model)[name], before[name]) for name in before)
+    update(model, {"lm_head.weight": embedding})
+    update(model, {**tensors, "lm_head.weight": embedding.clone()})
+    assert torch.equal(model.embed.weight, embedding)
 
 
 def test_all_that_do_not_fit_are_named(folders: list[Path]) -> None:

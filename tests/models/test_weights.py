@@ -50,7 +50,7 @@ class Plain(nn.Module):
 
 
 class QKV(nn.Module):
-    head_dim = HEAD_DIM
+    stored_kv_heads = KV_HEADS
     rows = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
 
     def __init__(self, bias: bool) -> None:

@@ -1,4 +1,4 @@
-"""Faults in what stands between a user's words and tokens: admission, sessions, text."""
+"""Faults in what stands between a user's words and tokens: what prepares requests, sessions, text."""
 
 from __future__ import annotations
 
@@ -7,26 +7,9 @@ from tests.mutants.mutant import mutants
 __all__ = ["ANSWERING"]
 
 SESSION = mutants(
-    "engine/session.py",
+    "engine/sessions/session_table.py",
     ("            if not self._delivery.abandoned:", "            if False:", "a second turn waits for the first"),
-    (
-        "        except BaseException:\n            self.token_ids, self.turns = self._before",
-        "        except BaseException:\n            pass",
-        "a refused turn leaves the history cut",
-    ),
     ("        if self._stop_asked:", "        if False:", "a turn is not stopped while its prompt is being encoded"),
-    ("            if step:\n                self.rewind(step)\n", "", "step is ignored"),
-    (
-        "history_len = min(self.step, len(token_ids))",
-        "history_len = 0",
-        "the history counts as tokens of the new prompt",
-    ),
-    ("        if config.n != 1:", "        if False:", "a turn of several answers loses all but one"),
-    (
-        "if history and history[-1] in self._host.tokenizer.eos_token_ids:",
-        "if False:",
-        "the end of a turn is in the history twice",
-    ),
     (
         "        if request is None or self.closed:",
         "        if request is None:",
@@ -34,27 +17,30 @@ SESSION = mutants(
     ),
     ("        if sequence.finish_reason is None:", "        if False:", "a turn that never ran becomes history"),
     (
-        "        self._pinned = self._host.pin(self._pinned, self.token_ids, self._cache_salt)",
+        "        self._pinned = self._table.pin(self._pinned, token_ids, self._cache_salt)",
         "        pass",
         "the blocks of a turn are not pinned",
     ),
-    ("        if not stopped_by_text:", "        if True:", "a stop word's tokens stay in the history"),
-    ("            if turn.end > step:", "            if turn.end >= step:", "rewinding to the end of a turn cuts it"),
-    ("                if step > start:", "                if True:", "rewinding leaves a turn without tokens"),
+    ("[*self._goes_on_from.turns, turn]", "[*self.past.turns, turn]", "the turns behind step stay in the history"),
+    ("        if self._closes:", "        if False:", "sequence_end=True keeps the session"),
     (
         "            self.stop()\n            self.closed = True",
         "            self.closed = True",
         "a running turn goes on when its session closes",
     ),
-    ("            self._host.forget(self)", "            pass", "closed sessions stay in the table"),
-) + mutants(
-    "engine/sessions.py",
+    ("            self._table.forget(self)", "            pass", "closed sessions stay in the table"),
     ("        cache.unpin(old)", "        pass", "the pins of earlier turns are never taken back"),
     (
-        "extend_hashes(new, root_hash(cache_salt=cache_salt), token_ids, self._block_size)",
-        "extend_hashes(new, root_hash(), token_ids, self._block_size)",
+        "self._loop.scheduler.sharing.keys_for_longer(token_ids, cache_salt)",
+        "self._loop.scheduler.sharing.keys_for_longer(token_ids, None)",
         "a salted conversation pins blocks of nobody",
     ),
+) + mutants(
+    "engine/sessions/history.py",
+    ("        if step == len(self.token_ids):\n            return self\n", "        return self\n", "step is ignored"),
+    ("    if not isinstance(answer.stop_reason, str):", "    if True:", "a stop word's tokens stay in the history"),
+    ("            if turn.end > step:", "            if turn.end >= step:", "cutting at the end of a turn cuts it"),
+    ("                if step > start:", "                if True:", "cutting leaves a turn without tokens"),
 )
 
 DETOKENIZER = mutants(
@@ -90,90 +76,141 @@ DETOKENIZER = mutants(
         "self._context = (self._context + self._fresh)[:WINDOW]",
         "tokens are decoded behind the wrong neighbours",
     ),
-    ("        if self._matched is not None:", "        if False:", "text goes on behind a stop word"),
+    ('            return "", self._matched', "            return text, None", "text goes on behind a stop word"),
     (
-        "end, start, self._matched = min(found)",
-        "end, start, self._matched = found[0]",
+        "if self._matched is None or (place, begin) < (end, start):",
+        "if self._matched is None:",
         "the stop word that was named first wins, not the one that came first",
     ),
+    ("len(held) + end if self._include else start", "start", "include_stop_str_in_output is ignored"),
     (
-        "text[: end if self._include else start]",
-        "text[:start]",
-        "include_stop_str_in_output is ignored",
-    ),
-    (
-        "range(max(0, len(text) - self._longest + 1), len(text))",
-        "range(max(0, len(text) - self._longest + 2), len(text))",
+        "max(self._open.values(), default=0)], None",
+        "0 * len(self._open)], None",
         "the beginning of a stop word gets out",
     ),
-    ("        text = self._held + text\n", "", "stop words across pieces are missed"),
-    ('        text, self._held = self._held, ""', '        text, self._held = "", ""', "the end of an answer is lost"),
+    ("word.match(text, before.get(index, 0), end)", "word.match(text, 0, end)", "stop words across pieces are missed"),
+    ("text, self._open = self._held(), {}", 'text, self._open = "", {}', "the end of an answer is lost"),
+    ("same = word[place] == word[border]", "same = True", "a stop word behind half of itself is missed"),
 )
 
-ADMISSION = mutants(
-    "engine/admission.py",
-    (
-        "        if field is not None and not renders:",
-        "        if False:",
-        "fields of the chat template are accepted and ignored",
-    ),
-    ("        if size <= INLINE_SIZE:", "        if True:", "long prompts are encoded on the event loop"),
-    (
-        "if type(token) is not int or not 0 <= token < self._vocab_size:",
-        "if type(token) is not int or not 0 <= token <= self._vocab_size:",
-        "the first id behind the vocabulary reaches the model",
-    ),
-    ("        if highest >= self._vocab_size:", "        if False:", "a tokenizer's surplus ids reach the model"),
-    (
-        "min(config.max_new_tokens or room, room)",
-        "(config.max_new_tokens or room)",
-        "answers are longer than there is room for",
-    ),
-    (
-        "temperature=config.temperature if config.temperature >= GREEDY_BELOW else 0.0,",
-        "temperature=config.temperature,",
-        "tiny temperatures overflow",
-    ),
-    ("seed=(seed + index) % 2**64,", "seed=seed,", "all answers to a prompt are the same"),
-    (
-        "stop_token_ids=tuple(sorted(stop_ids)) if config.min_new_tokens else (),",
-        "stop_token_ids=(),",
-        "stop tokens are sampled before min_new_tokens",
-    ),
-    (
-        "hidden_ids=frozenset() if config.include_stop_str_in_output else stop_ids,",
-        "hidden_ids=stop_ids,",
-        "stop tokens are left out although they were asked for",
-    ),
-    (
-        "            if limit - prompt_len < needed:",
-        "            if limit - prompt_len <= needed:",
-        "a prompt that just fits is refused",
-    ),
-    (
-        "return min(self.session_len, self._pool_tokens) - prompt_len",
-        "return self.session_len - prompt_len",
-        "answers grow beyond the KV cache",
-    ),
-    ("        if not config.ignore_eos:", "        if True:", "ignore_eos is ignored"),
-    ('for spelling in (word, " " + word):', "for spelling in (word,):", "bad words come after a space"),
-) + mutants(
-    "engine/queue_bounds.py",
-    (
-        "requests + 1 - self._max_requests if",
-        "requests - self._max_requests if",
-        "the queue takes one request too many",
-    ),
-    (
-        "        if not requests:\n            return\n",
-        "",
-        "a prompt longer than max_queued_tokens is refused for ever",
-    ),
-    (
-        "return min(max(ends * seconds_per_end, MIN_RETRY_S), MAX_RETRY_S)",
-        "return max(ends * seconds_per_end, MIN_RETRY_S)",
-        "clients are told to wait longer than they can be told",
-    ),
+PREPARE = (
+    mutants(
+        "engine/requests/input_processor.py",
+        (
+            "past = conversation.cut(call.step) if call.step else conversation.past",
+            "past = conversation.past",
+            "a turn ignores its step",
+        ),
+        (
+            "known = min(len(past.token_ids), len(prompt_ids))",
+            "known = 0",
+            "the history counts as tokens of the new prompt",
+        ),
+        ("        if asked.config.n != 1:", "        if False:", "a turn of several answers loses all but one"),
+        (
+            "closes = call.conversation is None and call.sequence_end",
+            "closes = call.sequence_end",
+            "a session that chat was given ends with its first turn",
+        ),
+        ("        if call.step and not call.is_turn:", "        if False:", "step without a session is ignored"),
+        ("        if call.adapter_name is not None:", "        if False:", "adapter_name is ignored"),
+        (
+            "return past.token_ids + await self._encoder.given_ids(call.input_ids, name)",
+            "return await self._encoder.given_ids(call.input_ids, name)",
+            "token ids as a turn forget the conversation",
+        ),
+        (
+            "owner=(asked.policy.user, asked.policy.cache_salt),",
+            "owner=0,",
+            "who brings many long texts keeps all others waiting",
+        ),
+        ('whole=call.wanted == "embedding",', "whole=False,", "texts are embedded without the end of a text"),
+        ("        if highest >= encoder.vocab_size:", "        if False:", "a tokenizer's surplus ids reach the model"),
+        (
+            "room = encoder.room(len(prompt_ids), 1 if answered else 0)",
+            "room = encoder.room(len(prompt_ids), 1)",
+            "a scored prompt that just fits is refused",
+        ),
+        (
+            "min(config.max_new_tokens or room, room)",
+            "(config.max_new_tokens or room)",
+            "answers are longer than there is room for",
+        ),
+        (
+            "temperature=config.temperature if config.temperature >= GREEDY_BELOW else 0.0,",
+            "temperature=config.temperature,",
+            "tiny temperatures overflow",
+        ),
+        ("seed=(seed + index) % 2**64,", "seed=seed,", "all answers to a prompt are the same"),
+        (
+            "stop_token_ids=tuple(sorted(words.stop_ids)) if config.min_new_tokens else (),",
+            "stop_token_ids=(),",
+            "stop tokens are sampled before min_new_tokens",
+        ),
+        (
+            "hidden_ids=frozenset() if config.include_stop_str_in_output else words.stop_ids,",
+            "hidden_ids=words.stop_ids,",
+            "stop tokens are left out although they were asked for",
+        ),
+        (
+            "key = (config.n, config.ignore_eos, config.is_held, *(",
+            "key = (config.n, None, config.is_held, *(",
+            "an answer that is to ignore the end of text ends by the words of one before",
+        ),
+        ("        if not ignores_end:", "        if True:", "ignore_eos is ignored"),
+        ('spellings += (word, " " + word)', "spellings += (word,)", "bad words come after a space"),
+    )
+    + mutants(
+        "engine/requests/prompt_encoder.py",
+        (
+            "        if field is not None and not renders:",
+            "        if False:",
+            "fields of the chat template are accepted and ignored",
+        ),
+        (
+            "return call() if size <= INLINE_SIZE else",
+            "return call() if True else",
+            "long prompts are encoded on the event loop",
+        ),
+        (
+            "if type(token) is not int or not 0 <= token < self.vocab_size:",
+            "if type(token) is not int or not 0 <= token <= self.vocab_size:",
+            "the first id behind the vocabulary reaches the model",
+        ),
+        (
+            "            if limit - prompt_len < needed:",
+            "            if limit - prompt_len <= needed:",
+            "a prompt that just fits is refused",
+        ),
+        (
+            "return min(self.session_len, self._pool_tokens) - prompt_len",
+            "return self.session_len - prompt_len",
+            "answers grow beyond the KV cache",
+        ),
+        (
+            "if known and known[-1] in self.tokenizer.eos_token_ids:",
+            "if False:",
+            "the end of a turn is in the history twice",
+        ),
+    )
+    + mutants(
+        "engine/schedule/backpressure.py",
+        (
+            "requests + 1 - self._max_requests if",
+            "requests - self._max_requests if",
+            "the queue takes one request too many",
+        ),
+        (
+            "        if not requests:\n            return\n",
+            "",
+            "a prompt longer than max_queued_tokens is refused for ever",
+        ),
+        (
+            "return min(max(ends * seconds_per_end, MIN_RETRY_S), MAX_RETRY_S)",
+            "return max(ends * seconds_per_end, MIN_RETRY_S)",
+            "clients are told to wait longer than they can be told",
+        ),
+    )
 )
 
-ANSWERING = SESSION + DETOKENIZER + ADMISSION
+ANSWERING = SESSION + DETOKENIZER + PREPARE

@@ -7,15 +7,15 @@ from tests.mutants.mutant import mutants
 __all__ = ["BLOCKS"]
 
 PREFIX_SHARING = mutants(
-    "engine/prefix_sharing.py",
+    "engine/cache/prefix_sharing.py",
     (
         "                if sibling.state is SequenceState.DECODE:",
         "                if sibling.slot >= 0:",
         "a block is copied in the step that writes it",
     ),
     (
-        "return sibling.blocks[:last_block], sibling.blocks[last_block] if offset else None",
-        "return sibling.blocks[: last_block + bool(offset)], None",
+        "table.between(first, last_block)))",
+        "table.between(first, last_block + bool(offset))))",
         "siblings share the block that both write to",
     ),
     (
@@ -24,16 +24,17 @@ PREFIX_SHARING = mutants(
         "scored prompts skip the positions that are cached",
     ),
     (
-        "return self._cache.match(sequence.hashes[:last_block]), None",
-        "return self._cache.match(sequence.hashes), None",
+        "self._groups.longest(sequence.hashes[:last_block], 0, self._cache.has)",
+        "self._groups.longest(sequence.hashes, 0, self._cache.has)",
         "a prompt that is cached whole leaves no token to compute",
     ),
     (
-        "if self._dynamic_rope_from is not None and prompt_len > self._dynamic_rope_from:",
-        "if False:",
+        "return self._dynamic_rope_from is not None and prompt_len > self._dynamic_rope_from",
+        "return False",
         "prompts with rotary bases of their own share blocks",
     ),
     ("        return root_hash(cache_salt=cache_salt)", "        return root_hash()", "cache salts are ignored"),
+    ("            if table.first > first:", "            if False:", "a sibling shares blocks that it has given back"),
     (
         "written = len(sequence.token_ids) - 1 if num_written is None",
         "written = len(sequence.token_ids) if num_written is None",
@@ -43,15 +44,15 @@ PREFIX_SHARING = mutants(
 )
 
 HOST_BLOCKS = mutants(
-    "engine/host_blocks.py",
+    "engine/cache/host_blocks.py",
     (
         "        if sequence.request.output_logits:",
         "        if False:",
         "logits of chunks in flight are lost by a swap",
     ),
     (
-        "if self.blocks.num_available - idle < count - len(shared):",
-        "if self.blocks.num_available < count - len(shared):",
+        "if self.blocks.num_available - num_idle < num_own:",
+        "if self.blocks.num_available < num_own:",
         "host blocks that are shared count as room as well",
     ),
     ("            self.num_fallbacks += 1", "            pass", "swaps that found no room are not counted"),
@@ -61,8 +62,8 @@ HOST_BLOCKS = mutants(
         "swapped siblings do not share their prompt on the host",
     ),
     (
-        "sequence.host_blocks = shared + own",
-        "sequence.host_blocks = own + shared",
+        "            kept.blocks += own",
+        "            kept.blocks = own + kept.blocks",
         "swapped blocks come back in another order",
     ),
     (
@@ -76,18 +77,18 @@ HOST_BLOCKS = mutants(
         "host blocks come back before the copy to them has run",
     ),
     (
-        "return sequence.host_blocks[num_shared:]",
-        "return sequence.host_blocks",
+        "BlockTable(max(num_found, table.first), table.between(num_found, table.end))",
+        "BlockTable(max(num_found, table.first), table.blocks)",
         "blocks are copied up to the places of others",
     ),
     (
-        "self._cache.match(sequence.hashes[num_shared:last_block])",
-        "self._cache.match(sequence.hashes[:last_block])",
+        "for key in sequence.hashes[first:end])",
+        "for key in sequence.hashes[:end])",
         "the beginning of a prompt is copied up to its middle",
     ),
     (
-        "return found if len(found) * self._block_size >= self._min_copied_tokens else []",
-        "return found",
+        "if (end - num_found) * self._block_size < self._min_copied_tokens:",
+        "if False:",
         "copies are made that take longer than computing",
     ),
     (
@@ -115,7 +116,7 @@ HOST_BLOCKS = mutants(
 )
 
 BLOCK_MANAGER = mutants(
-    "engine/block_manager.py",
+    "engine/cache/block_manager.py",
     (
         "return len(self._free) + self.num_idle",
         "return len(self._free)",
@@ -157,7 +158,7 @@ BLOCK_MANAGER = mutants(
 )
 
 PREFIX_CACHE = mutants(
-    "engine/prefix_cache.py",
+    "engine/cache/prefix_cache.py",
     (
         '        digest.update(len(part).to_bytes(8, "little"))\n',
         "",
@@ -199,4 +200,45 @@ PREFIX_CACHE = mutants(
     ),
 )
 
-BLOCKS = PREFIX_SHARING + HOST_BLOCKS + BLOCK_MANAGER + PREFIX_CACHE
+BLOCK_GROUPS = mutants(
+    "engine/cache/block_groups.py",
+    (
+        "max(0, position - window + 1) // self.block_size",
+        "max(0, position - window + 2) // self.block_size",
+        "a block comes back while one token of it is in the window",
+    ),
+    (
+        "max(0, position - window + 1) // self.block_size",
+        "max(0, position - window) // self.block_size",
+        "a block is held a token longer than the window reaches",
+    ),
+    (
+        "return -(-(window - 1) // block_size) + 1",
+        "return -(-(window - 1) // block_size)",
+        "the longest sequence does not find the blocks of its window",
+    ),
+    (
+        'return key + group.to_bytes(1, "little") if group else key',
+        "return key",
+        "a group finds another group's blocks",
+    ),
+    ("            table.first += count\n", "", "the blocks of a window count from the sequence's first token"),
+    (
+        "            while end < len(chain) and all(",
+        "            while end < len(chain) and any(",
+        "a beginning is found that one group has not whole",
+    ),
+    ("                end = index\n", "                pass\n", "a beginning is found whose window is not there"),
+    (
+        "        while longer != end:\n            longer = end\n",
+        "        if longer != end:\n",
+        "a beginning is found that only the last window has",
+    ),
+    (
+        "(0 if alone else self._chunk_blocks)",
+        "self._chunk_blocks",
+        "a pool that holds a window and no chunk admits nothing",
+    ),
+)
+
+BLOCKS = BLOCK_GROUPS + PREFIX_SHARING + HOST_BLOCKS + BLOCK_MANAGER + PREFIX_CACHE

@@ -7,7 +7,7 @@ from tests.mutants.mutant import mutants
 __all__ = ["SCHEDULING"]
 
 SCHEDULER = mutants(
-    "engine/scheduler.py",
+    "engine/schedule/scheduler.py",
     (
         "        self.num_waiting += len(request.sequences)",
         "        self.num_waiting += 1",
@@ -34,13 +34,13 @@ SCHEDULER = mutants(
         "rows decode past the length that was asked for",
     ),
     (
-        "if position == len(sequence.blocks) * block_size:",
-        "if position > len(sequence.blocks) * block_size:",
+        "if position == sequence.capacity and",
+        "if position > sequence.capacity and",
         "a decoding row writes behind its last block",
     ),
     (
-        "            if self.blocks.num_fenced:",
-        "            if False:",
+        "            if self.blocks.num_fenced or (",
+        "            if (",
         "rows are preempted although blocks are on their way back",
     ),
     (
@@ -74,8 +74,8 @@ SCHEDULER = mutants(
         "another row is preempted for a slot that is on its way back",
     ),
     (
-        "self._sharing.find(sequence)[0]) <= self.blocks.num_fenced",
-        "self._sharing.find(sequence)[0]) <= 0",
+        "self._missing_blocks(self._plan_admission(sequence)) <= self.blocks.num_fenced",
+        "self._missing_blocks(self._plan_admission(sequence)) <= 0",
         "more rows are preempted for blocks that are on their way back",
     ),
     (
@@ -88,8 +88,6 @@ SCHEDULER = mutants(
         "        pass",
         "whose class is higher is not admitted before a long prompt is through",
     ),
-    ("        sequence.request.logits.clear()", "        pass", "logits are doubled by a preemption"),
-    ("        sequence.request.pooled = None", "        pass", "hidden states are added twice after a preemption"),
     (
         "        if sequence.last_step <= self._last_read:",
         "        if True:",
@@ -107,29 +105,14 @@ SCHEDULER = mutants(
     ),
     ("            budget -= length", "            budget -= 1", "a step takes more prompt tokens than its budget"),
     (
-        "        if decoding or self.waiting:\n            chunks",
-        "        if True:\n            chunks",
+        "        if chunks and (decoding or self.waiting):",
+        "        if chunks:",
         "a prompt that nobody waits for is cut",
     ),
     (
-        "        if decoding or self.waiting:\n            chunks",
-        "        if self.waiting:\n            chunks",
+        "        if chunks and (decoding or self.waiting):",
+        "        if chunks and self.waiting:",
         "a step that others decode in is not rounded down",
-    ),
-    (
-        "sample=end == known and sequence.remaining > 0,",
-        "sample=end == known,",
-        "a token is sampled after prompts that are only scored",
-    ),
-    (
-        "next_token=sequence.token_ids[end] if",
-        "next_token=sequence.token_ids[start] if",
-        "the last token of a chunk is scored against the wrong successor",
-    ),
-    (
-        'pooling=request.pooling if end == known or request.pooling == "mean" else None',
-        "pooling=request.pooling",
-        "pooling of the last token adds those of earlier chunks",
     ),
     ("        sequence.last_step = batch.step", "        pass", "the fence does not know of prefill chunks"),
     ("            sequence.last_step = step\n", "", "the fence does not know of decode steps"),
@@ -139,22 +122,45 @@ SCHEDULER = mutants(
         "a preempted row comes back before its last token has been read",
     ),
     (
-        "self.host.stored(sequence, len(shared), (known - 1) // self._block_size)",
-        "self.host.stored(sequence, len(shared), known // self._block_size)",
-        "a prompt that the host has whole leaves no token to compute",
+        "plan.num_blocks(self.blocks) + reserve - self.blocks",
+        "plan.num_blocks(self.blocks) - self.blocks",
+        "an admission makes the next step preempt",
     ),
-    ("return own + len(self._running) - (", "return own - (", "an admission makes the next step preempt"),
     (
-        "(self.blocks.num_available - idle_shared)",
-        "self.blocks.num_available",
-        "cached blocks that are shared count as room as well",
+        "if victim is not sequence or sequence.state is SequenceState.DECODE:",
+        "if True:",
+        "a prompt that lacks a block gives up what it has, and begins again",
+        "it comes back at once, with what the prefix cache or the host has of it",
     ),
-    ("        self.host.blocks.share(stored)", "        pass", "host blocks are given back that nobody took"),
-    ("            cached = known - 1", "            cached = known", "a sibling has no token to compute"),
     (
-        "cached = max(len(shared) * self._block_size, sequence.num_computed)",
-        "cached = min(len(shared) * self._block_size, sequence.num_computed)",
-        "what was swapped in is computed again",
+        "(self.groups.windowed and sequence.last_step > self._last_read)",
+        "False",
+        "a row is preempted although a window in flight is about to leave blocks",
+    ),
+    (
+        "self._free_unreached(sequence, len(token_ids) - 1)",
+        "self._free_unreached(sequence, sequence.num_computed)",
+        "blocks come back that a step in flight sees",
+    ),
+    (
+        "self._free_unreached(sequence, len(token_ids) - 1)",
+        "self._free_unreached(sequence, len(token_ids) - 1 - block_size)",
+        "a row holds a block that no window reaches",
+    ),
+    (
+        "        self._free_unreached(sequence, end)",
+        "        self._free_unreached(sequence, sequence.num_computed)",
+        "blocks come back that a chunk in flight sees",
+    ),
+    (
+        "        self._free_unreached(sequence, end)",
+        "        pass",
+        "a long prompt keeps blocks that no window reaches",
+    ),
+    (
+        "len(self._running) * self.groups.count\n            self._extend",
+        "0\n            self._extend",
+        "a prompt takes the blocks that decoding rows are about to need",
     ),
     (
         "self.waiting.admit(sequence, known - cached)",
@@ -185,11 +191,6 @@ SCHEDULER = mutants(
     ),
     ("        self.host.step_read(step)", "        pass", "host blocks never come back from the fence"),
     (
-        "first, end = len(known) - row.position,",
-        "first, end = 0,",
-        "prompt log-probabilities are doubled by a preemption",
-    ),
-    (
         "if sequence.slot != row.slot and not (failed and sequence.state is SequenceState.SWAPPED):",
         "if sequence.slot != row.slot:",
         "a row that failed and was swapped out comes back",
@@ -197,28 +198,88 @@ SCHEDULER = mutants(
     ("            self.prefilled.append(request)", "            pass", "nobody learns when a prompt was computed"),
 )
 
-WAITING_QUEUE = mutants(
-    "engine/waiting_queue.py",
+SEQUENCE = mutants(
+    "engine/schedule/sequence.py",
+    ("        self.logits.clear()", "        pass", "logits are doubled by a preemption"),
+    ("        self.pooled = None", "        pass", "hidden states are added twice after a preemption"),
     (
-        "(request.terms.priority, request.id, sequence.index, ticket, sequence)",
-        "(0, request.id, sequence.index, ticket, sequence)",
+        "first, end = len(known) - position,",
+        "first, end = 0,",
+        "prompt log-probabilities are doubled by a preemption",
+    ),
+    (
+        "sample=end == known and self.remaining > 0,",
+        "sample=end == known,",
+        "a token is sampled after prompts that are only scored",
+    ),
+    (
+        "next_token=self.token_ids[end] if",
+        "next_token=self.token_ids[start] if",
+        "the last token of a chunk is scored against the wrong successor",
+    ),
+    (
+        'pooling=request.pooling if end == known or request.pooling == "mean" else None',
+        "pooling=request.pooling",
+        "pooling of the last token adds those of earlier chunks",
+    ),
+)
+
+ADMISSION_PLAN = mutants(
+    "engine/schedule/admission_plan.py",
+    (
+        "host.stored(sequence, found.end, (known - 1) // size)",
+        "host.stored(sequence, found.end, known // size)",
+        "a prompt that the host has whole leaves no token to compute",
+    ),
+    (
+        "return sum(self.num_own) + idle",
+        "return sum(self.num_own)",
+        "cached blocks that are shared count as room as well",
+    ),
+    ("            host.blocks.share(stored)", "            pass", "host blocks are given back that nobody took"),
+    (
+        "            cached, stored = known - 1,",
+        "            cached, stored = known,",
+        "a sibling has no token to compute",
+    ),
+    (
+        "cached = max(found.end * size, sequence.num_computed)",
+        "cached = min(found.end * size, sequence.num_computed)",
+        "what was swapped in is computed again",
+    ),
+    (
+        "own = max(first, found.end)",
+        "own = found.end",
+        "a swapped row takes blocks that it does not need",
+    ),
+)
+
+WAITING_QUEUE = mutants(
+    "engine/schedule/waiting_queue.py",
+    (
+        "(request.policy.priority, request.id, sequence.index, ticket)",
+        "(0, request.id, sequence.index, ticket)",
         "priorities are ignored",
     ),
     (
-        "(request.terms.priority, request.id, sequence.index, ticket, sequence)",
-        "(request.terms.priority, -request.id, sequence.index, ticket, sequence)",
+        "(request.policy.priority, request.id, sequence.index, ticket)",
+        "(request.policy.priority, -request.id, sequence.index, ticket)",
         "who came last is served first",
     ),
-    ("            if sequence in waiting:", "            if True:", "those who left are admitted"),
+    (
+        "        del waiting[ticket]",
+        "        pass",
+        "those who left are admitted",
+    ),
     (
         "        while self._late[0][-1] not in waiting:",
         "        while False:",
         "those who left are admitted after they let others go",
     ),
     ("                if not comes_too_late(sequence):", "                if True:", "rows are spent on late answers"),
-    ("(priority, -deadline, ticket, sequence)", "(priority, deadline, ticket, sequence)", "the latest is tried first"),
+    ("(priority, -deadline, ticket)", "(priority, deadline, ticket)", "the latest is tried first"),
     (
-        "        if len(self._heap) + len(self._late) > 2 * self.num_waiting + 64:",
+        "        if len(self._heap) + len(self._late) > 2 * len(waiting) + 64:",
         "        if False:",
         "those who left stay in memory",
     ),
@@ -227,6 +288,8 @@ WAITING_QUEUE = mutants(
         "num_tokens = len(sequence.token_ids)",
         "a prompt of several answers counts several times",
     ),
+    ("            oldest.keeps_row = True", "            pass", "a prompt that has its row is never computed"),
+    ("        if ids[0] != before:", "        if True:", "a prompt that is passed over has no patience to lose"),
     ("        if self._passed >= MAX_PASSED:", "        if self._passed > MAX_PASSED:", "one more may pass"),
     (
         "            if self._clock() - since >= PATIENCE_S and not self._comes_too_late(longest):",
@@ -272,7 +335,7 @@ WAITING_QUEUE = mutants(
 )
 
 PREFILL_BUDGET = mutants(
-    "engine/prefill_budget.py",
+    "engine/schedule/prefill_budget.py",
     (
         "(sequence, length - excess)] if length > excess else chunks",
         "(sequence, length - excess)] if length >= excess else chunks",
@@ -305,4 +368,28 @@ PREFILL_BUDGET = mutants(
     ),
 )
 
-SCHEDULING = SCHEDULER + PREFILL_BUDGET + WAITING_QUEUE
+LOOP = mutants(
+    "engine/loop.py",
+    (
+        "if self._in_flight and self._in_flight[0].done() and not self._readers_first:",
+        "if self._in_flight and self._in_flight[0].done():",
+        "two steps that are over at once come as one chunk",
+    ),
+    (
+        "            if self._in_flight[0].done() and not self._readers_first:",
+        "            if False:",
+        "a step that is over when it is submitted is never read",
+    ),
+    (
+        "self._event_loop.call_soon(self._take_turn, context=self._context)",
+        "self._event_loop.call_soon(self._take_turn)",
+        "turns take place in a request's context",
+    ),
+    (
+        "        if self._in_flight and self._in_flight[0].done():\n            self._turn()",
+        "        pass",
+        "a step that was over before the readers ran is never read",
+    ),
+)
+
+SCHEDULING = SCHEDULER + SEQUENCE + ADMISSION_PLAN + PREFILL_BUDGET + WAITING_QUEUE + LOOP

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from asyncllm.server.requests import ChatRequest, CompletionRequest
+from asyncllm.server.openai.requests import ChatRequest, CompletionRequest
 from asyncllm.server.routes import ROUTES
 from tests.server.raw import head, post
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -27,6 +28,9 @@ FLAGS = (
     "--remote-debugging-port=0",
 )
 
+KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, "")}
+"""Virtual key codes, and the text that a key makes."""
+
 
 class Page:
     """One tab. What it logs and asks the network for is kept."""
@@ -36,6 +40,8 @@ class Page:
         self._number = 0
         self.requested: list[str] = []
         """Every address that the page has asked for."""
+        self.bodies: list[Any] = []
+        """The JSON of every POST."""
         self.complaints: list[str] = []
         """Errors in its console: of scripts, of the network, and of its security policy."""
 
@@ -50,6 +56,8 @@ class Page:
                     return message.get("result")
                 case {"method": "Network.requestWillBeSent", "params": {"request": request}}:
                     self.requested.append(request["url"])
+                    if request.get("postData"):
+                        self.bodies.append(json.loads(request["postData"]))
                 case {"method": "Log.entryAdded", "params": {"entry": entry}} if entry["level"] == "error":
                     self.complaints.append(entry["text"])
                 case {"method": "Runtime.exceptionThrown", "params": {"exceptionDetails": details}}:
@@ -60,6 +68,23 @@ class Page:
         found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
+
+    async def type(self, text: str) -> None:
+        """Put text where the focus is."""
+        await self.call("Input.insertText", text=text)
+
+    async def press(self, key: str, *, shift: bool = False) -> None:
+        """Press and release a key of `KEYS` where the focus is."""
+        code, text = KEYS[key]
+        event = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
+        await self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **event)
+        await self.call("Input.dispatchKeyEvent", type="keyUp", **event)
+
+    async def resize(self, width: int, height: int) -> None:
+        """Show the page in a window of so many pixels."""
+        await self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
 
     async def until(self, expression: str) -> None:
         """Wait until it is true; a page that is not there yet has nothing to evaluate."""

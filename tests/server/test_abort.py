@@ -13,7 +13,7 @@ import pytest
 
 from asyncllm.config import EngineConfig
 from asyncllm.testing import FakeEngine
-from tests.server.raw import Wire, connected, events_of, post, until
+from tests.server.raw import Wire, connected, events_of, head, post, until
 from tests.server.serving import Served, serving
 
 pytestmark = pytest.mark.anyio
@@ -56,13 +56,13 @@ class TestLeaving:
         engine = FakeEngine(LONG)
         encoding = asyncio.Event()
 
-        async def encode(text: str) -> list[int]:
+        async def encode(text: str, **_: Any) -> list[int]:
             encoding.set()
             await asyncio.sleep(60)
             return [1]
 
         async with serving(engine) as served, connected(served) as wire:
-            engine.admission.encode = encode  # type: ignore[assignment,method-assign]
+            engine._lifecycle.encoder.prompt_ids = encode  # type: ignore[assignment,method-assign]
             wire.send(post(CHAT, PING))
             await encoding.wait()
             leave(wire)
@@ -125,6 +125,31 @@ class TestLeaving:
             await gone(served, engine.executor, cancelled=len(body.get("prompt", "x")))
             assert engine.stats().decode_tokens > 0
 
+    @pytest.mark.parametrize(
+        ("first", "behind"),
+        [
+            ({}, post(CHAT, PING) * 40),
+            ({}, post(CHAT, PING)[:-1]),
+            ({}, post(CHAT, b" " * 400_000)),
+            ({}, head("GET", "/health") * 4000),
+            ({"Connection": "Upgrade", "Upgrade": "websocket"}, b"x" * 200_000),
+        ],
+        ids=["requests", "a part of one", "a large body", "small ones", "after an upgrade"],
+    )
+    async def test_with_more_behind_an_unstreamed_answer(
+        self, leave: Callable[[Wire], None], first: dict[str, str | bytes], behind: bytes
+    ) -> None:
+        engine = FakeEngine(LONG)
+        engine.executor.pause()
+        async with serving(engine) as served, connected(served) as wire:
+            wire.send(post(CHAT, PING, first) + behind)
+            await until(lambda: engine.stats().running == 1)
+            wire.send(b"no HTTP at all\r\n\r\n" * 4000)
+            await wire.writer.drain()
+            leave(wire)
+            await gone(served, engine.executor)
+            assert engine.stats().requests_started == 1
+
     async def test_at_any_time(self, leave: Callable[[Wire], None]) -> None:
         rng = random.Random(7)
         engine = FakeEngine(LONG, num_slots=4, delay_per_token=0.0005)
@@ -171,7 +196,7 @@ class TestSlowReaders:
                 events = events_of(answer.body)
                 choices = [event["choices"][0] for event in events]
                 assert "".join(choice["delta"].get("content", "") for choice in choices) == "x" * 600
-                assert sum(len((choice["logprobs"] or {"content": ()})["content"]) for choice in choices) == 600
+                assert sum(len((choice.get("logprobs") or {"content": ()})["content"]) for choice in choices) == 600
                 sizes = sorted(len(json.dumps(event)) for event in events)
                 assert len(events) < 400
                 assert sizes[-1] > 100 * sizes[len(sizes) // 2]

@@ -185,7 +185,7 @@ class TestWholeAnswers:
 
         async with serving(engine) as served:
             for part, name, code in (
-                (engine.admission, "render", "request_failed"),
+                (engine._lifecycle.encoder, "render", "request_failed"),
                 (engine, "generate", "internal_error"),
             ):
                 setattr(part, name, broken)

@@ -37,12 +37,23 @@ class TestConnections:
                 assert answer.status == status, data
                 assert answer.headers.get("connection") != "close"
 
-    async def test_pipelined_requests_are_answered_in_order(self) -> None:
+    async def test_pipelined_requests_that_are_no_work_are_answered_in_order(self) -> None:
         async with serving(FakeEngine()) as served, connected(served) as wire:
-            wire.send(b"".join(post(CHAT, {"messages": f"number {index}"}) for index in range(200)))
+            wire.send(b"".join(head("GET", f"/v1/models/number{index}") for index in range(200)))
             for index in range(200):
-                answer = await wire.answer()
-                assert answer.json["choices"][0]["message"]["content"] == f"number {index}"
+                assert f"'number{index}'" in (await wire.answer()).json["error"]["message"]
+
+    @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+    async def test_nothing_waits_behind_work(self, streamed: bool) -> None:
+        engine = FakeEngine({"ping": "pong"})
+        async with serving(engine) as served, connected(served) as wire:
+            wire.send(head("GET", "/health") + post(CHAT, {**PING, "stream": streamed}) * 3)
+            assert (await wire.answer()).status == 200
+            answer = await wire.answer()
+            assert (answer.status, answer.headers["connection"]) == (200, "close")
+            assert b"pong" in answer.body or streamed
+            assert await wire.closed() == b""
+            assert engine.stats().requests_started == 1
 
     async def test_it_ends_with_connection_close_and_http_1_0(self) -> None:
         async with serving(FakeEngine()) as served:
@@ -106,6 +117,19 @@ class TestConnections:
             async with connected(served) as fourth:
                 fourth.send(head("GET", "/health"))
                 assert (await fourth.answer()).status == 200
+
+    async def test_a_head_without_end_is_not_kept(self) -> None:
+        async with serving(FakeEngine()) as served, connected(served) as wire:
+            wire.send(head("GET", "/health")[:-2])
+            for index in range(9):
+                wire.send(b"X-%d: %b\r\n" % (index, b"x" * 8000))
+                await asyncio.sleep(0.001)
+            answer = await wire.answer()
+            assert (answer.status, answer.headers["connection"]) == (431, "close")
+        async with serving(FakeEngine()) as served, connected(served) as wire:
+            for _ in range(20):  # each of them is its own
+                wire.send(head("GET", "/health", {"X-1": "x" * 8000}))
+                assert (await wire.answer()).status == 200
 
 
 class TestBodies:

@@ -11,9 +11,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from asyncllm.config import ServerConfig
-from asyncllm.server.access import Auth
 from asyncllm.server.app import build_app
-from asyncllm.server.routes import Route
+from asyncllm.server.http.access import Auth
+from asyncllm.server.http.routing import Route
 from asyncllm.server.run import open_service
 from asyncllm.testing import FakeEngine
 from tests.server.raw import connected, post

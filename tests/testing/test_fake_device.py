@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncllm.batch import Batch, PrefillRow, SamplingParams, SlotStart, StepOutput, SwapPlan
+from asyncllm.protocol import Batch, PrefillRow, SamplingParams, SlotStart, StepOutput, SwapPlan
 from asyncllm.testing import FakeDevice, StepViolation, hash_hidden, hash_oracle, script_oracle
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -29,7 +29,7 @@ class Driver:
         self,
         *,
         starts: list[SlotStart] | None = None,
-        new_blocks: list[tuple[int, int, list[int]]] | None = None,
+        new_blocks: list[tuple[int, int, int, list[int]]] | None = None,
         copies: list[tuple[int, int]] | None = None,
         decode: list[int] | None = None,
         prefill: list[PrefillRow] | None = None,
@@ -69,19 +69,19 @@ def step() -> Driver:
 def begin(step: Driver, slot: int = 0, blocks: list[int] | None = None) -> list[int]:
     """Prefill PROMPT whole in one slot."""
     return step(
-        starts=[start(slot, 6)], new_blocks=[(slot, 0, blocks or [0, 1])], prefill=[prefill(slot, PROMPT)]
+        starts=[start(slot, 6)], new_blocks=[(slot, 0, 0, blocks or [0, 1])], prefill=[prefill(slot, PROMPT)]
     ).tokens
 
 
 def test_whole_prefill_then_decode(step: Driver) -> None:
     tokens = begin(step) + step(decode=[0]).tokens + step(decode=[0]).tokens
-    tokens += step(new_blocks=[(0, 2, [2])], decode=[0]).tokens
+    tokens += step(new_blocks=[(0, 0, 2, [2])], decode=[0]).tokens
     assert tokens == expected(PROMPT, 4)
 
 
 def test_chunked_prefill_gives_the_same(step: Driver) -> None:
-    step(starts=[start(3, 6)], new_blocks=[(3, 0, [7])], prefill=[prefill(3, PROMPT[:3], sample=False)])
-    output = step(new_blocks=[(3, 1, [5])], prefill=[prefill(3, PROMPT[3:], position=3)])
+    step(starts=[start(3, 6)], new_blocks=[(3, 0, 0, [7])], prefill=[prefill(3, PROMPT[:3], sample=False)])
+    output = step(new_blocks=[(3, 0, 1, [5])], prefill=[prefill(3, PROMPT[3:], position=3)])
     assert (output.slots, output.tokens) == ([3], expected(PROMPT, 1))
 
 
@@ -89,7 +89,7 @@ def test_prefix_hit_and_preemption_give_the_same(step: Driver) -> None:
     first = begin(step) + step(decode=[0]).tokens
     known = PROMPT + first
     again = step(
-        starts=[start(1, 8, num_prompt=6)], new_blocks=[(1, 0, [0, 4])], prefill=[prefill(1, known[4:], position=4)]
+        starts=[start(1, 8, num_prompt=6)], new_blocks=[(1, 0, 0, [0, 4])], prefill=[prefill(1, known[4:], position=4)]
     )
     assert first + again.tokens == expected(PROMPT, 3)
 
@@ -99,14 +99,14 @@ def test_copy_on_write_keeps_both_rows(step: Driver) -> None:
     step(decode=[0])
     forked = step(
         starts=[start(1, 6)],
-        new_blocks=[(1, 0, [0, 3])],
+        new_blocks=[(1, 0, 0, [0, 3])],
         copies=[(1, 3)],
         decode=[0],
         prefill=[prefill(1, PROMPT[5:], position=5)],
     )
     assert forked.slots == [0, 1]
     assert forked.tokens == [expected(PROMPT, 3)[2], expected(PROMPT, 1)[0]]
-    assert step(new_blocks=[(0, 2, [2])], decode=[0, 1]).tokens == [expected(PROMPT, 4)[3], expected(PROMPT, 2)[1]]
+    assert step(new_blocks=[(0, 0, 2, [2])], decode=[0, 1]).tokens == [expected(PROMPT, 4)[3], expected(PROMPT, 2)[1]]
 
 
 def swap(out: list[tuple[int, int]] | None = None, back: list[tuple[int, int]] | None = None) -> SwapPlan:
@@ -117,11 +117,13 @@ def test_a_swapped_row_goes_on_from_its_blocks(step: Driver) -> None:
     first = begin(step) + step(decode=[0]).tokens
     known = PROMPT + first
     # Others write over its blocks meanwhile, in the step that copies them and later.
-    step(starts=[start(2, 6)], new_blocks=[(2, 0, [1, 0])], prefill=[prefill(2, PROMPT)], swaps=swap([(0, 2), (1, 0)]))
+    step(
+        starts=[start(2, 6)], new_blocks=[(2, 0, 0, [1, 0])], prefill=[prefill(2, PROMPT)], swaps=swap([(0, 2), (1, 0)])
+    )
     step(decode=[2])
     again = step(
         starts=[start(1, 8, num_prompt=6)],
-        new_blocks=[(1, 0, [4, 5])],
+        new_blocks=[(1, 0, 0, [4, 5])],
         prefill=[prefill(1, known[7:], position=7)],
         swaps=swap(back=[(2, 4), (0, 5)]),
     )
@@ -163,7 +165,7 @@ def test_a_row_that_says_its_tokens_finds_them_in_its_blocks(step: Driver) -> No
     with pytest.raises(StepViolation, match="not its own"):
         step(
             starts=[SlotStart(slot=1, params=params, num_prompt=5, num_tokens=5, token_ids=known)],
-            new_blocks=[(1, 0, [0, 4])],
+            new_blocks=[(1, 0, 0, [0, 4])],
             prefill=[prefill(1, known[4:], position=4)],
         )
 
@@ -186,7 +188,7 @@ def test_stop_tokens_and_bad_words_are_held_back() -> None:
     first = expected(PROMPT, 1)[0]
     params = SamplingParams(temperature=0.0, min_new_tokens=1, stop_token_ids=(first,), bad_words=((first + 1,),))
     step = Driver(FakeDevice(num_blocks=4, block_size=4))
-    output = step(starts=[start(0, 6, params=params)], new_blocks=[(0, 0, [0, 1])], prefill=[prefill(0, PROMPT)])
+    output = step(starts=[start(0, 6, params=params)], new_blocks=[(0, 0, 0, [0, 1])], prefill=[prefill(0, PROMPT)])
     assert output.tokens == [first + 2]
 
 
@@ -194,7 +196,7 @@ def test_logprobs_logits_and_row_errors() -> None:
     device = FakeDevice(num_blocks=4, block_size=4, row_failure=lambda history: "bad" if history[0] == 10 else None)
     output = Driver(device)(
         starts=[start(0, 6, params=SamplingParams(temperature=0.0, logprobs=2))],
-        new_blocks=[(0, 0, [0, 1])],
+        new_blocks=[(0, 0, 0, [0, 1])],
         prefill=[prefill(0, PROMPT, prompt_logprobs=1, output_logits=True)],
     )
     assert output.errors == {0: "bad"}
@@ -208,7 +210,7 @@ def test_a_row_that_is_not_sampled_from_pools_and_fails() -> None:
     step = Driver(device)
     first = step(
         starts=[start(0, 6)],
-        new_blocks=[(0, 0, [0, 1])],
+        new_blocks=[(0, 0, 0, [0, 1])],
         prefill=[prefill(0, PROMPT[:4], sample=False, pooling="mean")],
     )
     last = step(prefill=[prefill(0, PROMPT[4:], 4, sample=False, pooling="last")])
@@ -221,13 +223,13 @@ def test_a_row_that_is_not_sampled_from_pools_and_fails() -> None:
 class TestRefusals:
     def test_write_into_a_block_that_a_live_row_reads(self, step: Driver) -> None:
         begin(step)
-        step(starts=[start(1, 6)], new_blocks=[(1, 0, [1, 2])], prefill=[prefill(1, PROMPT)])
+        step(starts=[start(1, 6)], new_blocks=[(1, 0, 0, [1, 2])], prefill=[prefill(1, PROMPT)])
         with pytest.raises(StepViolation, match="slot 0 lost position 4: block 1"):
             step(decode=[0])
 
     def test_even_when_the_same_tokens_are_written(self, step: Driver) -> None:
         begin(step)
-        step(starts=[start(1, 6)], new_blocks=[(1, 0, [0, 2])], prefill=[prefill(1, PROMPT)])
+        step(starts=[start(1, 6)], new_blocks=[(1, 0, 0, [0, 2])], prefill=[prefill(1, PROMPT)])
         with pytest.raises(StepViolation, match="slot 0 lost position 0"):
             step(decode=[0])
 
@@ -235,26 +237,26 @@ class TestRefusals:
         with pytest.raises(StepViolation, match="another row writes"):
             step(
                 starts=[start(0, 2), start(1, 2)],
-                new_blocks=[(0, 0, [0]), (1, 0, [0])],
+                new_blocks=[(0, 0, 0, [0]), (1, 0, 0, [0])],
                 prefill=[prefill(0, [1, 2]), prefill(1, [1, 2])],
             )
 
     def test_reading_what_was_never_written(self, step: Driver) -> None:
         with pytest.raises(StepViolation, match="reads position 0, which was never written"):
-            step(starts=[start(0, 6)], new_blocks=[(0, 0, [0, 1])], prefill=[prefill(0, PROMPT[4:], position=4)])
+            step(starts=[start(0, 6)], new_blocks=[(0, 0, 0, [0, 1])], prefill=[prefill(0, PROMPT[4:], position=4)])
 
     def test_position_without_a_block(self, step: Driver) -> None:
         with pytest.raises(StepViolation, match="no block for position 4"):
             begin(step, blocks=[0])
 
     def test_gap_between_chunks(self, step: Driver) -> None:
-        step(starts=[start(0, 6)], new_blocks=[(0, 0, [0, 1])], prefill=[prefill(0, PROMPT[:2], sample=False)])
+        step(starts=[start(0, 6)], new_blocks=[(0, 0, 0, [0, 1])], prefill=[prefill(0, PROMPT[:2], sample=False)])
         with pytest.raises(StepViolation, match="prefills at 3, but its cache ends at 2"):
             step(prefill=[prefill(0, PROMPT[3:], position=3)])
 
     def test_sampling_too_early(self, step: Driver) -> None:
         with pytest.raises(StepViolation, match="of 6 known tokens"):
-            step(starts=[start(0, 6)], new_blocks=[(0, 0, [0])], prefill=[prefill(0, PROMPT[:2])])
+            step(starts=[start(0, 6)], new_blocks=[(0, 0, 0, [0])], prefill=[prefill(0, PROMPT[:2])])
 
     def test_decode_before_prefill(self, step: Driver) -> None:
         with pytest.raises(StepViolation, match="decodes before"):
@@ -275,8 +277,8 @@ class TestRefusals:
         with pytest.raises(StepViolation, match="cop"):
             step(copies=copies, decode=[0])
 
-    @pytest.mark.parametrize("entry", [(0, 3, [5]), (0, 2, [12]), (0, 2, [1])])
-    def test_broken_block_table(self, step: Driver, entry: tuple[int, int, list[int]]) -> None:
+    @pytest.mark.parametrize("entry", [(0, 0, 3, [5]), (0, 0, 2, [12]), (0, 0, 2, [1])])
+    def test_broken_block_table(self, step: Driver, entry: tuple[int, int, int, list[int]]) -> None:
         begin(step)
         with pytest.raises(StepViolation, match="block"):
             step(new_blocks=[entry], decode=[0])

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from asyncllm.batch import Batch, PrefillRow, SamplingParams, Sleep, SlotStart, UpdateWeights
 from asyncllm.errors import EngineClosed, InvalidCheckpoint
+from asyncllm.protocol import Batch, PrefillRow, SamplingParams, Sleep, SlotStart, UpdateWeights
 from asyncllm.testing import FakeExecutor, StepViolation
 
 pytestmark = pytest.mark.anyio
@@ -20,7 +20,7 @@ def batch(step: int) -> Batch:
     return Batch(
         step=step,
         starts=[SlotStart(slot=0, params=params, num_prompt=2, num_tokens=2, token_ids=[])] if first else [],
-        new_blocks=[(0, 0, [0, 1, 2])] if first else [],
+        new_blocks=[(0, 0, 0, [0, 1, 2])] if first else [],
         copies=[],
         decode=[] if first else [0],
         prefill=[PrefillRow(slot=0, tokens=[1, 2], position=0, sample=True)] if first else [],

@@ -289,7 +289,7 @@ def test_infilling(checkpoint: Callable[..., Path]) -> None:
     prompt = 'def remove_non_ascii(s: str) -> str:\n    """ <FILL>\n    return result'
     expected = '<PRE> def remove_non_ascii(s: str) -> str:\n    """  <SUF>\n    return result <MID>'
     assert template.get_prompt(prompt) == template.render(turns(prompt)) == expected
-    assert template.stop_words == ("<EOT>",)
+    assert template.stop_words == ("<EOT>", "▁<EOT>")
     for wrong in ("no mark", "<FILL> and <FILL>"):
         with pytest.raises(InvalidMessage, match="exactly once"):
             template.get_prompt(wrong)

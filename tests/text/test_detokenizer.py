@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncllm.errors import InvalidParameter
-from asyncllm.text.detokenizer import Detokenizer, StopMatcher
+from asyncllm.text.detokenizer import Detokenizer, StopMatcher, StopWords
 from asyncllm.text.tokenizer import Tokenizer
 from tests.text.checkpoints import BUILDERS, SENTENCES
 
@@ -114,7 +115,7 @@ def split(text: str, cuts: list[int]) -> list[str]:
     include=st.booleans(),
 )
 def test_stop_words_do_not_depend_on_the_split(text: str, words: list[str], cuts: list[int], include: bool) -> None:
-    matcher = StopMatcher(words, include=include)
+    matcher = StopMatcher(StopWords(words), include=include)
     emitted, matched = "", None
     for chunk in split(text, cuts):
         safe, matched = matcher.push(chunk)
@@ -136,7 +137,7 @@ def test_stop_words_do_not_depend_on_the_split(text: str, words: list[str], cuts
 @settings(max_examples=300, deadline=None)
 @given(text=st.text("ab", max_size=12), words=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3))
 def test_only_what_may_begin_a_stop_word_is_held_back(text: str, words: list[str]) -> None:
-    matcher = StopMatcher(words)
+    matcher = StopMatcher(StopWords(words))
     safe, matched = matcher.push(text)
     if matched is None:
         held = max((size for word in words for size in range(1, len(word)) if text.endswith(word[:size])), default=0)
@@ -144,14 +145,61 @@ def test_only_what_may_begin_a_stop_word_is_held_back(text: str, words: list[str
 
 
 def test_no_words_pass_everything() -> None:
-    matcher = StopMatcher([])
+    matcher = StopMatcher(StopWords([]))
     assert matcher.push("text") == ("text", None)
     assert matcher.flush() == ""
 
 
 def test_an_empty_stop_word_is_refused() -> None:
     with pytest.raises(InvalidParameter, match="empty"):
-        StopMatcher(["</s>", ""])
+        StopWords(["</s>", ""])
+
+
+def size_of(make: Callable[[], object]) -> int:
+    """Bytes that what `make` returns takes."""
+    tracemalloc.start()
+    try:
+        kept = make()
+        size = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    del kept
+    return size
+
+
+@pytest.mark.parametrize("words", [["ab" * 16_000 + "c"], [f"{index:02}" + "ab" * 127 for index in range(64)]])
+def test_stop_words_take_space_by_their_length(words: list[str]) -> None:
+    def answers() -> object:
+        stops = StopWords(words)
+        matchers = [StopMatcher(stops) for _ in range(128)]
+        for matcher in matchers:
+            for word in words:
+                matcher.push(word[:-1])
+        return stops, matchers
+
+    assert size_of(answers) < 20 * sum(map(len, words)) + 128 * 1000
+
+
+def test_a_long_stop_word_is_matched_in_linear_time() -> None:
+    class Text(str):
+        """Counts how often a character of it is read."""
+
+        reads = 0
+
+        def __getitem__(self, key: Any) -> str:
+            Text.reads += 1
+            return super().__getitem__(key)
+
+    size = 4000
+    stops = StopWords(["a" * size + "b", "ab" * (size // 2) + "c"])
+    for word in stops.words:
+        word.text = Text(word.text)
+    matcher = StopMatcher(stops)
+    text = ("a" * (size - 1) + "c" + "ab" * (size // 2) + "d") * 3
+    assert "".join(matcher.push(text[start : start + 7])[0] for start in range(0, len(text), 7)) == text
+    assert Text.reads < 12 * len(text)
+    assert matcher.push("a" * (2 * size)) == ("a" * size, None)
+    assert matcher.push("b")[1] == "a" * size + "b"
 
 
 class Neighbours:

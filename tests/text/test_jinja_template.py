@@ -128,3 +128,42 @@ def test_the_rendered_text_is_capped(checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint(chat_template=row + row + "0123456789" * 30 + "{% endfor %}{% endfor %}")
     with pytest.raises(InvalidMessage, match="longer than"):
         ChatTemplate.open(folder).render(turns("U"))
+
+
+@pytest.mark.parametrize("source", ["{{ ''.__class__.__mro__[1] }}", "{{ 1 / 0 }}", "{{ messages + 5 }}"])
+def test_what_went_wrong_in_a_template_is_for_the_log(checkpoint: Callable[..., Path], source: str) -> None:
+    folder = checkpoint(chat_template="{% if messages[0].content == 'secret' %}" + source + "{% endif %}")
+    with pytest.raises(InvalidMessage) as caught:
+        ChatTemplate.open(folder).render(turns("secret"))
+    cause = caught.value.__cause__
+    assert cause is not None
+    assert str(folder) not in str(caught.value)
+    assert str(cause) not in str(caught.value)
+    # The frames of the template hold the messages.
+    assert cause.__traceback__ is None
+    assert cause.__context__ is None
+
+
+def test_what_a_template_says_when_it_refuses_is_cut(checkpoint: Callable[..., Path]) -> None:
+    source = "{% if messages[0].content|length > 9 %}{{ raise_exception(messages[0].content) }}{% endif %}"
+    template = ChatTemplate.open(checkpoint(chat_template=source))
+    with pytest.raises(InvalidMessage, match="refuses these messages: no no no no") as caught:
+        template.render(turns("no " * 100_000))
+    assert len(str(caught.value)) < 1000
+
+
+class ContainmentCounter(str):
+    """A content that counts how often it is searched."""
+
+    searches = 0
+
+    def __contains__(self, part: object) -> bool:
+        ContainmentCounter.searches += 1
+        return super().__contains__(part)  # type: ignore[operator]
+
+
+def test_no_text_can_hold_the_mark_behind_an_answer_that_goes_on(checkpoint: Callable[..., Path]) -> None:
+    template = ChatTemplate.open(checkpoint(chat_template=JINJA["chatml"]))
+    begun = ContainmentCounter("[the answer goes on here] " * 50 + "[an answer]")
+    assert template.render(turns("Hi", begun)).endswith("assistant\n" + begun)
+    assert ContainmentCounter.searches <= 1

@@ -89,10 +89,10 @@ def test_variables_reach_the_template_as_in_transformers(checkpoint: Callable[..
 
 @pytest.mark.parametrize(
     "name",
-    ["thinking", "messages", "add_generation_prompt", "tools", "bos_token", "raise_exception", "range", "message"],
+    ["thinking", "messages", "add_generation_prompt", "documents", "bos_token", "raise_exception", "range", "message"],
 )
 def test_other_names_are_refused(checkpoint: Callable[..., Path], name: str) -> None:
-    source = THINKING + "{{ bos_token }}{% if false %}{{ raise_exception(range(tools)) }}{% endif %}"
+    source = THINKING + "{{ bos_token }}{% if false %}{{ raise_exception(range(documents)) }}{% endif %}"
     template = ChatTemplate.open(checkpoint(chat_template=source))
     with pytest.raises(InvalidParameter, match="Its variables are: enable_thinking, mode") as caught:
         template.render(turns("Hi"), variables={name: "x"})

@@ -237,7 +237,8 @@ def test_a_saved_limit_neither_cuts_nor_pads(folder_of: Callable[[str], Path], t
 @pytest.mark.parametrize(("files", "eos"), [
     ({"generation_config": {"eos_token_id": [7, 8]}, "config": {"eos_token_id": 9}}, (7, 8)),
     ({"generation_config": {"eos_token_id": 7}, "tokenizer_config": {"eos_token": "<|im_end|>"}}, (7, 2)),
-    ({"tokenizer_config": {"eos_token": {"content": "<|im_end|>"}}, "config": {"eos_token_id": 9}}, (2,)),
+    ({"tokenizer_config": {"eos_token": {"content": "<|im_end|>"}}, "config": {"eos_token_id": [9, 10]}}, (2, 9, 10)),
+    ({"generation_config": {"do_sample": True}, "config": {"eos_token_id": [9, 10]}}, (9, 10)),
     ({"config": {"eos_token_id": [9, 10]}}, (9, 10)),
     ({"config": {"text_config": {"eos_token_id": 9}}}, (9,)),
     ({"special_tokens_map": {"eos_token": "<|im_end|>"}}, (2,)),
@@ -251,6 +252,44 @@ def test_eos_ids_by_the_order_of_files(
     for name, fields in files.items():
         write_json(tmp_path / f"{name}.json", **fields)
     assert Tokenizer.from_folder(tmp_path).eos_token_ids == eos
+
+
+@pytest.mark.parametrize(("template", "settings", "end"), [
+    ("$A <|im_end|>", {}, [2]),
+    ("$A <|im_end|>", {"add_bos_token": False}, [2]),
+    ("$A <|im_end|>", {"add_eos_token": False}, []),
+    ("$A <|im_end|> <|im_end|>", {}, [2, 2]),
+    ("$A", {"add_eos_token": True}, [2]),
+    ("$A <|im_end|>", {"add_eos_token": True}, [2]),
+    ("$A", {}, []),
+])  # fmt: skip
+def test_the_end_of_a_text_that_nothing_follows(
+    folder_of: Callable[[str], Path],
+    tmp_path: Path,
+    template: str,
+    settings: dict[str, bool],
+    end: list[int],
+) -> None:
+    """What the tokenizer appends is for embeddings; in front of an answer it would end it."""
+    oracle = tokenizers.Tokenizer.from_file(str(folder_of("byte_level") / "tokenizer.json"))
+    oracle.post_processor = tokenizers.processors.TemplateProcessing(template, special_tokens=[("<|im_end|>", 2)])
+    oracle.save(str(tmp_path / "tokenizer.json"))
+    write_json(tmp_path / "tokenizer_config.json", eos_token="<|im_end|>", **settings)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    ids = tokenizer.encode("some text")
+    assert ids == oracle.encode("some text", add_special_tokens=False).ids
+    assert tokenizer.with_suffix(ids) == [*ids, *end]
+    assert tokenizer.with_suffix([*ids, *end]) == [*ids, *end]
+
+
+@pytest.mark.parametrize(("adds", "end"), [(True, [2]), (False, []), (None, [])])
+def test_the_end_of_a_text_by_sentencepiece(
+    folder_of: Callable[[str], Path], tmp_path: Path, adds: bool | None, end: list[int]
+) -> None:
+    shutil.copy(folder_of("sentencepiece_bpe") / "tokenizer.model", tmp_path)
+    write_json(tmp_path / "tokenizer_config.json", add_eos_token=adds)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.with_suffix([5, 6]) == [5, 6, *end]
 
 
 def test_tokens_and_special_ids(tokenizer_of: Callable[[str], Tokenizer]) -> None:
@@ -387,3 +426,67 @@ def test_json_that_is_nested_too_deeply_is_a_damaged_file(tmp_path: Path, name: 
     (folder / name).write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}", encoding="utf-8")
     with pytest.raises(InvalidCheckpoint, match=name):
         Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_lone_surrogate_is_in_no_vocabulary(tokenizer_of: Callable[[str], Tokenizer], name: str) -> None:
+    assert tokenizer_of(name).token_id("a\ud800") is None
+
+
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece_bpe"])
+@pytest.mark.parametrize("fields", [
+    {"extra_special_tokens": 5},
+    {"additional_special_tokens": "<a>"},
+    {"added_tokens_decoder": {"99999999999": {"content": "x"}}},
+    {"added_tokens_decoder": {"-1": {"content": "x"}}},
+])  # fmt: skip
+def test_settings_of_the_wrong_kind_are_named(
+    folder_of: Callable[[str], Path], tmp_path: Path, name: str, fields: dict[str, object]
+) -> None:
+    shutil.copytree(folder_of(name), tmp_path, dirs_exist_ok=True)
+    write_json(tmp_path / "tokenizer_config.json", **fields)
+    with pytest.raises(InvalidCheckpoint, match=next(iter(fields))):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_an_enormous_id_is_a_damaged_file(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    description = json.loads((folder_of("byte_level") / "tokenizer.json").read_text())
+    description["model"]["vocab"]["a"] = 2**32 - 1
+    write_json(tmp_path / "tokenizer.json", **description)
+    with pytest.raises(InvalidCheckpoint, match="token id 4294967295"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_pieces_in_reserve_may_have_another_name(tmp_path: Path) -> None:
+    """As in InternLM2-chat, whose `<|im_end|>` is `[UNUSED_TOKEN_145]` in tokenizer.model."""
+    reserved = [f"[UNUSED_TOKEN_{number}]" for number in (144, 145, 146)]
+    model = sentencepiece_model("bpe", user_defined_symbols=reserved, remove_extra_whitespaces=False)
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    oracle = sentencepiece.SentencePieceProcessor(model_proto=model)
+    start, end = oracle.piece_to_id(reserved[2]), oracle.piece_to_id(reserved[1])
+    added = {str(start): {"content": "<|im_start|>", "special": True}, str(end): {"content": "<|im_end|>"}}
+    write_json(
+        tmp_path / "tokenizer_config.json",
+        tokenizer_class="InternLM2Tokenizer",
+        eos_token="</s>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        added_tokens_decoder=added,
+    )
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert {start, end} <= tokenizer.special_token_ids
+    assert tokenizer.token_id("<|im_end|>") == end
+    assert tokenizer.token_id(reserved[1]) is None
+    assert tokenizer.token_id(reserved[0]) == oracle.piece_to_id(reserved[0])
+    ids = tokenizer.encode("<|im_start|>user\nthe fox<|im_end|>\n", add_bos=False)
+    assert ids == [start, *oracle.encode("user\nthe fox"), end, *oracle.encode("\n")]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|> user\nthe fox<|im_end|> \n"
+    # The old name is text, so no user can end a turn by it.
+    assert end not in tokenizer.encode(f"the {reserved[1]} fox")
+    assert tokenizer.decode(tokenizer.encode(f"the {reserved[1]} fox")) == f"the {reserved[1]} fox"
+
+
+def test_the_unknown_piece_cannot_be_renamed(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model("bpe"))
+    write_json(tmp_path / "tokenizer_config.json", added_tokens_decoder={"0": {"content": "<other>"}})
+    with pytest.raises(InvalidCheckpoint, match="different models"):
+        Tokenizer.from_folder(tmp_path)

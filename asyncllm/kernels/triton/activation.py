@@ -1,4 +1,4 @@
-"""Gated activations over [rows, 2 * size], the gate first: programs of (row, block of columns)."""
+"""Activations of numbers, and gated ones over [rows, 2 * size], the gate first: programs of (row, block of columns)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncllm.kernels.activation import ActivationKind
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
-from asyncllm.kernels.triton.launch import Configured
+from asyncllm.kernels.triton.launch import Configured, launch
 
-__all__ = ["apply_gate", "gelu_tanh_mul", "silu_mul"]
+__all__ = ["activate", "apply_gate", "gelu_tanh_mul", "silu_mul"]
 
 COLUMNS = 1024
 """Columns of a program: at 4 warps each thread has one load of 16 bytes from either half, in 31 registers. 256 rows
@@ -27,13 +28,15 @@ def _sigmoid(x):
 
 
 @triton.jit
+def _gelu_tanh(x):
+    """0.5 * (1 + tanh(z)) is sigmoid(2 z); 1.5957... is 2 * sqrt(2 / pi)."""
+    return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
 def apply_gate(gate, up, dtype: tl.constexpr, GELU: tl.constexpr):
     """The gate's activation times up, of float32 values, rounded to dtype after each of the two."""
-    if GELU:
-        # 0.5 * (1 + tanh(z)) is sigmoid(2 z); 1.5957... is 2 * sqrt(2 / pi).
-        active = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        active = gate * _sigmoid(gate)
+    active = _gelu_tanh(gate) if GELU else gate * _sigmoid(gate)
     return round_to(round_to(active, dtype).to(tl.float32) * up, dtype)
 
 
@@ -76,3 +79,31 @@ def _gate(x: Tensor, *, gelu: bool) -> Tensor:
 @functools.cache
 def _configured(size: int, gelu: bool) -> Configured:
     return Configured(gate_kernel, num_warps=4, SIZE=size, COLUMNS=COLUMNS, GELU=gelu)
+
+
+@triton.jit(do_not_specialize=["size"])
+def activation_kernel(x_ptr, out_ptr, size, COLUMNS: tl.constexpr, KIND: tl.constexpr, USE_PDL: tl.constexpr):
+    columns = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < size
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if KIND == "gelu":
+        active = x * (0.5 + 0.5 * tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        active = _gelu_tanh(x)
+    elif KIND == "silu":
+        active = x * _sigmoid(x)
+    elif KIND == "relu":
+        active = tl.maximum(x, 0.0)
+    else:
+        active = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    tl.store(out_ptr + columns, round_to(active, out_ptr.dtype.element_ty), mask=inside)
+
+
+def activate(x: Tensor, kind: ActivationKind) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if x.numel():
+        launch(activation_kernel, (-(-x.numel() // COLUMNS), 1, 1), (x, out), (x.numel(),), COLUMNS=COLUMNS, KIND=kind)
+    return out

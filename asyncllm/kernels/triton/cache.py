@@ -1,4 +1,4 @@
-"""Writing keys and values into pages, and copying pages in all layers at once."""
+"""Writing keys and values into pages, and copying pages in all planes at once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from asyncllm.kernels.cache import PagedKV
 from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
+from asyncllm.kernels.triton.page import line_of
 
 __all__ = ["check_cache", "copy_blocks", "fill_kv_cache", "plan_cache_write"]
 
@@ -26,17 +27,18 @@ def check_cache(cache: PagedKV, dtype: torch.dtype) -> None:
         raise ValueError(f"{dtype} keys and values need a contiguous cache of {dtype}, not of {cache.k.dtype}")
 
 
-def plan_cache_write(slot_mapping: Tensor, cache: PagedKV) -> Tensor:
-    return slot_mapping.contiguous()
+def plan_cache_write(places: Tensor, cache: PagedKV) -> Tensor:
+    return places.contiguous()
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slot_ptr"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["place_ptr"])
 def fill_kv_cache_kernel(
     kv_ptr,
-    slot_ptr,
+    place_ptr,
     k_ptr,
     v_ptr,
     tokens,
+    STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -44,33 +46,37 @@ def fill_kv_cache_kernel(
     LINES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """FEATURES is HEAD_DIM padded to a power of two."""
+    """STRIDE is how far apart tokens lie; FEATURES is HEAD_DIM padded to a power of two."""
     row = tl.program_id(0) * LINES + tl.arange(0, LINES)
     token, head = row // (2 * NUM_KV_HEADS), row % (2 * NUM_KV_HEADS)
     feature = tl.arange(0, FEATURES)[None, :]
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
-    slot = tl.load(slot_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
-    inside = (slot >= 0)[:, None] & (feature < HEAD_DIM)
-    kv = tl.load(kv_ptr + row.to(tl.int64)[:, None] * HEAD_DIM + feature, mask=inside)
+    place = tl.load(place_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
+    inside = (place >= 0)[:, None] & (feature < HEAD_DIM)
+    source = token.to(tl.int64) * STRIDE + head * HEAD_DIM
+    kv = tl.load(kv_ptr + source[:, None] + feature, mask=inside)
     is_k = head < NUM_KV_HEADS
     kv_head = tl.where(is_k, head, head - NUM_KV_HEADS)
-    line = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    line = line_of(place, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
     offsets = line[:, None] * HEAD_DIM + feature
     tl.store(k_ptr + offsets, kv, mask=inside & is_k[:, None])
     tl.store(v_ptr + offsets, kv, mask=inside & (head >= NUM_KV_HEADS)[:, None])
 
 
 def fill_kv_cache(kv: Tensor, cache: PagedKV, plan: Tensor) -> None:
+    """See `asyncllm.kernels.cache.fill_kv_cache`. kv may have any stride between tokens."""
     check_cache(cache, kv.dtype)
-    kv = kv.contiguous()
     tokens, lines, head_dim = kv.shape
+    if kv.stride()[1:] != (head_dim, 1):
+        kv = kv.contiguous()
     if tokens:
         launch(
             fill_kv_cache_kernel,
             (-(-tokens * lines // LINES), 1, 1),
             (kv, plan, cache.k, cache.v),
             (tokens,),
+            STRIDE=kv.stride(0),
             NUM_KV_HEADS=lines // 2,
             HEAD_DIM=head_dim,
             FEATURES=triton.next_power_of_2(head_dim),
@@ -104,13 +110,13 @@ def copy_blocks_kernel(
 def copy_blocks(pool: Tensor, source: Tensor, destination: Tensor) -> None:
     if not pool.is_contiguous():
         raise ValueError("blocks are copied in a contiguous pool")
-    layers, _, num_blocks = pool.shape[:3]
+    planes, num_blocks = pool.shape[:2]
     if pool.numel() == 0 or not source.shape[0]:
         return
-    size = pool.stride(2)
+    size = pool.stride(1)
     launch(
         copy_blocks_kernel,
-        (source.shape[0], 2 * layers, -(-size // CHUNK)),
+        (source.shape[0], planes, -(-size // CHUNK)),
         (source.contiguous(), destination.contiguous(), pool),
         (num_blocks,),
         SIZE=size,

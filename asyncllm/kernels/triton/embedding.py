@@ -23,6 +23,7 @@ def gather_kernel(
     table_ptr,
     out_ptr,
     scale,
+    STRIDE: tl.constexpr,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     SCALED: tl.constexpr,
@@ -33,7 +34,7 @@ def gather_kernel(
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     source = tl.load(index_ptr + tl.program_id(0)).to(tl.int64)
-    row = tl.load(table_ptr + source * SIZE + columns, mask=inside)
+    row = tl.load(table_ptr + source * STRIDE + columns, mask=inside)
     if SCALED:
         row = round_to(row.to(tl.float32) * scale, out_ptr.dtype.element_ty)
     tl.store(out_ptr + tl.program_id(0).to(tl.int64) * SIZE + columns, row, mask=inside)
@@ -50,9 +51,18 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
 def _gather(indices: Tensor, table: Tensor, scale: float, *, scaled: bool) -> Tensor:
     count, size = indices.shape[0], table.shape[1]
     out = torch.empty((count, size), dtype=table.dtype, device=table.device)
+    # Queries lie behind one another with their keys and values between.
+    if table.stride(1) != 1:
+        table = table.contiguous()
     if count:
-        grid = (count, -(-size // COLUMNS), 1)
         launch(
-            gather_kernel, grid, (indices.contiguous(), table, out), (scale,), SIZE=size, COLUMNS=COLUMNS, SCALED=scaled
+            gather_kernel,
+            (count, -(-size // COLUMNS), 1),
+            (indices.contiguous(), table, out),
+            (scale,),
+            STRIDE=table.stride(0),
+            SIZE=size,
+            COLUMNS=COLUMNS,
+            SCALED=scaled,
         )
     return out

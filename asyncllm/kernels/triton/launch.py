@@ -59,14 +59,14 @@ class TensorMap:
         self.layout = layout
 
     def checked(self) -> Any:
-        """The same as Triton's own. Raises AssertionError where TMA cannot read it."""
+        """Return the same as Triton's own. Raises AssertionError where TMA cannot read it."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         return TensorDescriptor(self.base, list(self.shape), list(self.strides), list(self.block_shape), self.layout)
 
 
 def fits_tensor_map(matrix: Tensor) -> bool:
-    """Whether TMA can read it."""
+    """Return whether TMA can read it."""
     return matrix.is_contiguous() and matrix.data_ptr() % 16 == 0 and matrix.shape[1] * matrix.itemsize % 16 == 0
 
 

@@ -20,10 +20,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncllm.kernels import moe as reference
+from asyncllm.kernels.moe import GATE_SLOPE, Routing
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 
-__all__ = ["TILES", "Blocks", "Chunk", "Tile", "fused_experts", "group", "multiply", "route", "tokens_per_block"]
+__all__ = [
+    "TILES",
+    "Blocks",
+    "Chunk",
+    "Tile",
+    "add_up",
+    "fused_experts",
+    "group",
+    "multiply",
+    "route",
+    "tokens_per_block",
+]
 
 
 class Tile(NamedTuple):
@@ -84,48 +97,91 @@ SUM_TILE = 1024
 
 
 @triton.jit
+def order(values, places, PADDED: tl.constexpr):
+    """An integer that grows with the value and, among equal ones, falls with the place: one maximum finds the next
+    choice, and it is a place that exists even where values are NaN. `places` are below PADDED, a power of 2."""
+    bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
+    rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    return (rank << 32) + (PADDED - 1 - places)
+
+
+@triton.jit
+def place_of(key, PADDED: tl.constexpr):
+    return PADDED - 1 - (key & (PADDED - 1)).to(tl.int32)
+
+
+@triton.jit
 def route_kernel(
     logits_ptr,
+    correction_ptr,
     weights_ptr,
     expert_ids_ptr,
+    scale,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    CORRECTED: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOP2: tl.constexpr,
     PADDED_EXPERTS: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
     PADDED_K: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, PADDED_EXPERTS)
     exists = expert < NUM_EXPERTS
+    lowest = -(1 << 63)
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     logits = tl.load(logits_ptr + token * NUM_EXPERTS + expert, mask=exists, other=float("-inf")).to(tl.float32)
-    probability = tl.exp(logits - tl.max(logits, 0))
-    probability = probability / tl.sum(probability, 0)
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        score = tl.exp(logits - tl.max(logits, 0))
+        score = score / tl.sum(score, 0)
+    by = logits
+    if CORRECTED or GROUPS > 1:
+        by = score
+    if CORRECTED:
+        by += tl.load(correction_ptr + expert, mask=exists, other=0.0)
+    key = tl.where(exists, order(by, expert, PADDED_EXPERTS), lowest)
 
-    # An integer that grows with the logit and, among equal ones, falls with the id: one maximum finds the next choice,
-    # and it is an expert that exists even where logits are NaN.
-    bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)
-    rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    key = (rank << 32) + (PADDED_EXPERTS - 1 - expert)
-    lowest = -(1 << 63)
-    key = tl.where(exists, key, lowest)
+    if GROUPS > 1:
+        group = expert // (NUM_EXPERTS // GROUPS)
+        groups = tl.arange(0, PADDED_GROUPS)
+        best = tl.zeros([PADDED_GROUPS], tl.float32)
+        for each in tl.static_range(GROUPS):
+            own_key = tl.where(group == each, key, lowest)
+            first = tl.max(own_key, 0)
+            total = tl.sum(tl.where(expert == place_of(first, PADDED_EXPERTS), by, 0.0), 0)
+            if TOP2:
+                second = tl.max(tl.where(own_key == first, lowest, own_key), 0)
+                total += tl.sum(tl.where(expert == place_of(second, PADDED_EXPERTS), by, 0.0), 0)
+            best = tl.where(groups == each, total, best)
+        group_key = tl.where(groups < GROUPS, order(best, groups, PADDED_GROUPS), lowest)
+        kept = expert < 0
+        for _ in tl.static_range(TOP_GROUPS):
+            winner = tl.max(group_key, 0)
+            kept = kept | (group == place_of(winner, PADDED_GROUPS))
+            group_key = tl.where(group_key == winner, lowest, group_key)
+        key = tl.where(kept & exists, key, lowest)
 
     place = tl.arange(0, PADDED_K)
     ids = tl.zeros([PADDED_K], tl.int32)
     weights = tl.zeros([PADDED_K], tl.float32)
     for choice in tl.static_range(TOP_K):
-        best = tl.max(key, 0)
-        chosen = PADDED_EXPERTS - 1 - (best & (PADDED_EXPERTS - 1)).to(tl.int32)
-        weight = tl.sum(tl.where(expert == chosen, probability, 0.0), 0)
+        chosen = place_of(tl.max(key, 0), PADDED_EXPERTS)
+        weight = tl.sum(tl.where(expert == chosen, score, 0.0), 0)
         ids = tl.where(place == choice, chosen, ids)
         weights = tl.where(place == choice, weight, weights)
         key = tl.where(expert == chosen, lowest, key)
     if RENORMALIZE:
         weights = weights / tl.sum(weights, 0)
     at = token * TOP_K + place
-    tl.store(weights_ptr + at, weights, mask=place < TOP_K)
+    tl.store(weights_ptr + at, weights * scale, mask=place < TOP_K)
     tl.store(expert_ids_ptr + at, ids.to(tl.int64), mask=place < TOP_K)
 
 
@@ -196,12 +252,16 @@ def grouped_matmul_kernel(
     y_ptr,
     slots_ptr,
     block_experts_ptr,
+    bias_ptr,
     num_assignments,
     max_blocks,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ASSIGNMENTS_PER_X: tl.constexpr,
     SWIGLU: tl.constexpr,
+    BIAS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SLOPE: tl.constexpr,
     UNGROUPED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -212,7 +272,8 @@ def grouped_matmul_kernel(
     """y[a] = weight[expert of a] @ x[a // ASSIGNMENTS_PER_X], through SwiGLU on request, for every assignment a.
 
     x [*, COLUMNS], weight [E, ROWS, COLUMNS], y [num_assignments, ROWS or, with SWIGLU, ROWS // 2]. UNGROUPED: block b
-    is assignment b, block_experts are the expert ids and slots are not read.
+    is assignment b, block_experts are the expert ids and slots are not read. BIAS: bias [E, ROWS] is added. LIMIT above
+    0 makes SwiGLU gpt-oss's gate, of this SLOPE.
     """
     OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
     TILE_OUTPUTS: tl.constexpr = TILE_ROWS // 2 if SWIGLU else TILE_ROWS
@@ -262,12 +323,19 @@ def grouped_matmul_kernel(
         x_ptrs += TILE_DEPTH
 
     dtype: tl.constexpr = y_ptr.dtype.element_ty
+    if BIAS:
+        total += tl.load(bias_ptr + expert * ROWS + weight_row).to(tl.float32)[:, None]
     if SWIGLU:
         pairs = tl.reshape(total, (TILE_ROWS // 16, 2, 8, BLOCK_TOKENS)).permute(0, 2, 3, 1)
         gate, up = tl.split(pairs)
         gate = round_to(tl.reshape(gate, (TILE_OUTPUTS, BLOCK_TOKENS)), dtype).to(tl.float32)
         up = round_to(tl.reshape(up, (TILE_OUTPUTS, BLOCK_TOKENS)), dtype).to(tl.float32)
-        total = round_to(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32) * up
+        if LIMIT > 0:
+            gate = tl.minimum(gate, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+            total = (up + 1.0) * gate / (1.0 + tl.exp(-(gate * SLOPE)))
+        else:
+            total = round_to(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32) * up
     y_column = first_output + tl.arange(0, TILE_OUTPUTS)
     tl.store(
         y_ptr + slots[None, :].to(tl.int64) * OUTPUTS + y_column[:, None],
@@ -299,28 +367,49 @@ def weighted_sum_kernel(
     tl.store(out_ptr + token * WIDTH + column, round_to(total, out_ptr.dtype.element_ty), mask=exists)
 
 
-def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The op of `asyncllm.kernels.moe`: one program per token, top_k passes over the logits in registers."""
+def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Launch the op of `asyncllm.kernels.moe`: one program per token, top_k passes over the logits in registers. The
+    sparsemixer takes the reference's operations."""
+    if routing.scores == "sparsemixer":
+        return reference.route.reference(logits, routing, correction)  # type: ignore[attr-defined,no-any-return]
     num_tokens, num_experts = logits.shape
+    top_k = routing.top_k
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     expert_ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
     if num_tokens:
         launch(
             route_kernel,
             (num_tokens, 1, 1),
-            (logits.contiguous(), weights, expert_ids),
+            (logits.contiguous(), weights if correction is None else correction, weights, expert_ids),
+            (routing.scale,),
             num_warps=1 if num_experts <= 256 else 4,
             NUM_EXPERTS=num_experts,
             TOP_K=top_k,
-            RENORMALIZE=renormalize,
+            SIGMOID=routing.scores == "sigmoid",
+            CORRECTED=correction is not None,
+            RENORMALIZE=routing.renormalize,
+            GROUPS=routing.groups,
+            TOP_GROUPS=routing.top_groups,
+            TOP2=routing.group_score == "top2",
             PADDED_EXPERTS=_power_of_two(num_experts),
+            PADDED_GROUPS=_power_of_two(routing.groups),
             PADDED_K=_power_of_two(top_k),
         )
     return weights, expert_ids
 
 
-def fused_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-    """The op of `asyncllm.kernels.moe`: four launches, or five with `group`. All arguments are contiguous."""
+def fused_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    expert_ids: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float | None = None,
+) -> Tensor:
+    """Launch the op of `asyncllm.kernels.moe`: four launches, or five with `group`. All arguments are contiguous."""
     num_tokens, top_k = expert_ids.shape
     num_experts, _, width = gate_up.shape
     hidden_size = down.shape[2]
@@ -340,12 +429,19 @@ def fused_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exp
         tiles = (FLOAT32_TILE, FLOAT32_TILE)
     hidden = torch.empty(num_assignments, hidden_size, dtype=x.dtype, device=x.device)
     outputs = torch.empty(num_assignments, width, dtype=x.dtype, device=x.device)
-    multiply(x, gate_up, hidden, blocks, tiles[0], top_k=top_k, swiglu=True)
-    multiply(hidden, down, outputs, blocks, tiles[1], top_k=1, swiglu=False)
+    multiply(x, gate_up, hidden, blocks, tiles[0], top_k=top_k, swiglu=True, bias=gate_up_bias, limit=limit)
+    multiply(hidden, down, outputs, blocks, tiles[1], top_k=1, swiglu=False, bias=down_bias)
+    add_up(outputs, weights, out)
+    return out
+
+
+def add_up(outputs: Tensor, weights: Tensor, out: Tensor) -> None:
+    """outputs [T k, W] of the assignments times weights [T, k] -> out [T, W]."""
+    num_tokens, top_k = weights.shape
+    width = out.shape[1]
     tile = min(SUM_TILE, _power_of_two(width))
     grid = (num_tokens, -(-width // tile), 1)
     launch(weighted_sum_kernel, grid, (outputs, weights, out), WIDTH=width, TOP_K=top_k, TILE=tile)
-    return out
 
 
 class Blocks(NamedTuple):
@@ -359,17 +455,29 @@ class Blocks(NamedTuple):
     ungrouped: bool
 
 
-def multiply(x: Tensor, weight: Tensor, y: Tensor, blocks: Blocks, tile: Tile, *, top_k: int, swiglu: bool) -> None:
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    blocks: Blocks,
+    tile: Tile,
+    *,
+    top_k: int,
+    swiglu: bool,
+    bias: Tensor | None = None,
+    limit: float | None = None,
+) -> None:
     """y[a] = weight[expert of a] @ x[a // top_k] for every assignment a, through SwiGLU on request.
 
-    x [*, columns], weight [E, rows, columns], y [assignments, rows], or [assignments, rows // 2] with swiglu.
+    x [*, columns], weight [E, rows, columns], bias [E, rows], y [assignments, rows], or [assignments, rows // 2] with
+    swiglu, whose gate is limited if there is a limit.
     """
     num_blocks = blocks.experts.shape[0]
     tile_outputs = tile.rows // 2 if swiglu else tile.rows
     launch(
         grouped_matmul_kernel,
         (num_blocks * -(-y.shape[1] // tile_outputs), 1, 1),
-        (x, weight, y, blocks.slots, blocks.experts),
+        (x, weight, y, blocks.slots, blocks.experts, weight if bias is None else bias),
         (y.shape[0], num_blocks),
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -377,6 +485,9 @@ def multiply(x: Tensor, weight: Tensor, y: Tensor, blocks: Blocks, tile: Tile, *
         COLUMNS=weight.shape[2],
         ASSIGNMENTS_PER_X=top_k,
         SWIGLU=swiglu,
+        BIAS=bias is not None,
+        LIMIT=limit or 0.0,
+        SLOPE=GATE_SLOPE,
         UNGROUPED=blocks.ungrouped,
         BLOCK_TOKENS=blocks.size,
         TILE_ROWS=tile.rows,
@@ -407,7 +518,7 @@ def group(expert_ids: Tensor, num_experts: int, block_tokens: int) -> Blocks:
 
 
 def tokens_per_block(num_assignments: int, num_experts: int) -> int:
-    """Half as many again as an expert gets on average, so that most experts fill one block or more."""
+    """Return half as many again as an expert gets on average, so that most experts fill one block or more."""
     for block_tokens in TILES:
         if 2 * num_experts * block_tokens >= 3 * num_assignments:
             return block_tokens

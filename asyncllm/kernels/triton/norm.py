@@ -15,7 +15,7 @@ from torch import Tensor
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured
 
-__all__ = ["add_rms_norm", "layer_norm", "rms_norm"]
+__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
 MAX_ROW = 16384
 """Longest row: 64 registers per thread at 8 warps."""
@@ -84,15 +84,18 @@ def rms_norm_kernel(
 @triton.jit(do_not_specialize=["rows", "eps"])
 def layer_norm_kernel(
     x_ptr,
+    residual_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
+    sum_ptr,
     rows,
     eps,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     columns = tl.arange(0, COLUMNS)
@@ -103,6 +106,12 @@ def layer_norm_kernel(
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        total = round_to(
+            x + tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32), out_ptr.dtype.element_ty
+        )
+        tl.store(sum_ptr + offsets, total, mask=inside)
+        x = total.to(tl.float32)
     mean = tl.sum(x, 1) / SIZE
     centred = tl.where(inside, x - mean[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 1) / SIZE + eps)
@@ -138,7 +147,7 @@ def _rms_norm(
 
 @functools.cache
 def _configured_rms_norm(size: int, add: bool) -> tuple[int, Configured]:
-    """Rows of a program, and the kernel."""
+    """Return rows of a program, and the kernel."""
     rows, columns, num_warps = row_tile(size)
     return rows, Configured(rms_norm_kernel, num_warps=num_warps, SIZE=size, ROWS=rows, COLUMNS=columns, ADD=add)
 
@@ -146,18 +155,42 @@ def _configured_rms_norm(size: int, add: bool) -> tuple[int, Configured]:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    size = x.shape[-1]
-    rows = x.numel() // size
-    if rows:
-        tile, kernel = _configured_layer_norm(size, bias is not None)
-        kernel((-(-rows // tile), 1, 1), (x, weight, weight if bias is None else bias, out), (rows, eps))
+    _layer_norm(x, x, weight, bias, out, out, eps, add=False)
     return out
 
 
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    x, residual = x.contiguous(), residual.contiguous()
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    _layer_norm(x, residual, weight, bias, out, total, eps, add=True)
+    return out, total
+
+
+def _layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    total: Tensor,
+    eps: float,
+    *,
+    add: bool,
+) -> None:
+    size = x.shape[-1]
+    rows = x.numel() // size
+    if rows:
+        tile, kernel = _configured_layer_norm(size, bias is not None, add)
+        pointers = (x, residual, weight, weight if bias is None else bias, out, total)
+        kernel((-(-rows // tile), 1, 1), pointers, (rows, eps))
+
+
 @functools.cache
-def _configured_layer_norm(size: int, has_bias: bool) -> tuple[int, Configured]:
-    """Rows of a program, and the kernel."""
+def _configured_layer_norm(size: int, has_bias: bool, add: bool) -> tuple[int, Configured]:
+    """Return rows of a program, and the kernel."""
     rows, columns, warps = row_tile(size)
     return rows, Configured(
-        layer_norm_kernel, num_warps=warps, SIZE=size, ROWS=rows, COLUMNS=columns, HAS_BIAS=has_bias
+        layer_norm_kernel, num_warps=warps, SIZE=size, ROWS=rows, COLUMNS=columns, HAS_BIAS=has_bias, ADD=add
     )

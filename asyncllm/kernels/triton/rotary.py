@@ -19,8 +19,9 @@ from asyncllm.kernels.rotary import Rotation
 from asyncllm.kernels.triton.cache import check_cache
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured, launch
+from asyncllm.kernels.triton.page import line_of
 
-__all__ = ["rope_fill_kv", "rotation"]
+__all__ = ["load_pairs", "rope_fill_kv", "rotation", "store_pairs"]
 
 ROWS = 16
 """Heads of a program: with heads of 128, two runs of 16 bytes per thread, in 40 registers (56 with norms). In a decode
@@ -74,7 +75,7 @@ def rotation(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> Rot
 
 
 @triton.jit
-def _load_pairs(row_ptr, row_inside, PAIRS: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+def load_pairs(row_ptr, row_inside, PAIRS: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The two features of each pair, float32 [ROWS, BLOCK] each, zeros past PAIRS. row_ptr [ROWS, 1]."""
     if INTERLEAVED:
         feature = tl.arange(0, 2 * BLOCK)[None, :]
@@ -90,7 +91,7 @@ def _load_pairs(row_ptr, row_inside, PAIRS: tl.constexpr, BLOCK: tl.constexpr, I
 
 
 @triton.jit
-def _store_pairs(row_ptr, first, second, row_inside, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+def store_pairs(row_ptr, first, second, row_inside, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
     BLOCK: tl.constexpr = first.shape[1]
     if INTERLEAVED:
         feature = tl.arange(0, 2 * BLOCK)[None, :]
@@ -120,12 +121,12 @@ def _weighted(x, scale, weight, turning, dtype: tl.constexpr, ROUND_FIRST: tl.co
     return tl.where(turning[:, None], round_to(scaled * weight, dtype).to(tl.float32), x)
 
 
-@triton.jit(do_not_specialize=["tokens", "eps"], do_not_specialize_on_alignment=["slot_ptr"])
+@triton.jit(do_not_specialize=["tokens", "eps"], do_not_specialize_on_alignment=["place_ptr"])
 def rope_fill_kv_kernel(
     qkv_ptr,
     cos_ptr,
     sin_ptr,
-    slot_ptr,
+    place_ptr,
     k_ptr,
     v_ptr,
     q_norm_ptr,
@@ -168,7 +169,7 @@ def rope_fill_kv_kernel(
     release_consumers(USE_PDL)
 
     source_ptr = qkv_ptr + row.to(tl.int64)[:, None] * HEAD_DIM
-    first, second = _load_pairs(source_ptr, inside, PAIRS, BLOCK, INTERLEAVED)
+    first, second = load_pairs(source_ptr, inside, PAIRS, BLOCK, INTERLEAVED)
     if REST:
         rest_inside = inside[:, None] & (rest < HEAD_DIM)[None, :]
         unturned = tl.load(source_ptr + rest[None, :], mask=rest_inside, other=0.0).to(tl.float32)
@@ -177,9 +178,9 @@ def rope_fill_kv_kernel(
     # The second half of the table has the sines with their own sign.
     cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
     sin = tl.load(sin_ptr + PAIRS + angle, mask=turned, other=0.0)
-    # Rows of k and v go to the token's slot; padding of a captured step has none.
-    slot = tl.load(slot_ptr + token, mask=inside & (head >= NUM_HEADS), other=-1).to(tl.int64)
-    written = inside & (slot >= 0)
+    # Rows of k and v go to the token's place; padding of a captured step has none.
+    place = tl.load(place_ptr + token, mask=inside & (head >= NUM_HEADS), other=-1).to(tl.int64)
+    written = inside & (place >= 0)
 
     if NORM:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
@@ -200,13 +201,13 @@ def rope_fill_kv_kernel(
     out_row = token.to(tl.int64) * NUM_HEADS + head
     q_row_ptr = q_ptr + out_row[:, None] * HEAD_DIM
     kv_head = tl.where(is_k, head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS)
-    line = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    line = line_of(place, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
     k_row_ptr = k_ptr + line[:, None] * HEAD_DIM
     v_row_ptr = v_ptr + line[:, None] * HEAD_DIM
     to_q, to_k, to_v = inside & is_q, written & is_k, written & (head >= NUM_HEADS + NUM_KV_HEADS)
-    _store_pairs(q_row_ptr, new_first, new_second, to_q, PAIRS, INTERLEAVED)
-    _store_pairs(k_row_ptr, new_first, new_second, to_k, PAIRS, INTERLEAVED)
-    _store_pairs(v_row_ptr, new_first, new_second, to_v, PAIRS, INTERLEAVED)
+    store_pairs(q_row_ptr, new_first, new_second, to_q, PAIRS, INTERLEAVED)
+    store_pairs(k_row_ptr, new_first, new_second, to_k, PAIRS, INTERLEAVED)
+    store_pairs(v_row_ptr, new_first, new_second, to_v, PAIRS, INTERLEAVED)
     if REST:
         kept = round_to(unturned, dtype)
         within = (rest < HEAD_DIM)[None, :]

@@ -272,7 +272,8 @@ def _tally(
     VOCAB: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """How many tokens, or if MASS how much mass, of the chosen groups have a key of at least `threshold`: int64."""
+    """Return how many tokens, or if MASS how much mass, of the chosen groups have a key of at least `threshold`:
+    int64."""
     total = tl.zeros((), tl.int64)
     for first in range(0, num_chosen, _TILE_GROUPS):
         _tokens, x, keys, valid = _tile(logits_row, chosen, first, num_chosen, _TILE_GROUPS, VOCAB, SHIFT)

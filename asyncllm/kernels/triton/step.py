@@ -10,11 +10,15 @@ from torch import Tensor
 from asyncllm.kernels.step import DecodeInputs
 from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
+from asyncllm.kernels.triton.page import place_of
 
-__all__ = ["prepare_decode", "segments_finite"]
+__all__ = ["prepare_decode", "record_tokens", "segments_finite"]
 
 ENTRIES = 512
 """Entries of a block table that a program copies at a time."""
+
+ROWS = 256
+"""Rows of `record_tokens` per program: a whole decode batch of the usual size."""
 
 
 @triton.jit(
@@ -26,7 +30,7 @@ ENTRIES = 512
         "table_ptr",
         "out_id_ptr",
         "out_position_ptr",
-        "out_slot_ptr",
+        "out_place_ptr",
         "out_kv_len_ptr",
         "out_table_ptr",
     ],
@@ -38,7 +42,7 @@ def prepare_decode_kernel(
     table_ptr,
     out_id_ptr,
     out_position_ptr,
-    out_slot_ptr,
+    out_place_ptr,
     out_kv_len_ptr,
     out_table_ptr,
     width,
@@ -58,10 +62,10 @@ def prepare_decode_kernel(
     token = tl.load(last_token_ptr + slot, mask=is_row, other=0)
     own_table = table_ptr + slot * table_stride
     block = tl.load(own_table + position // BLOCK_SIZE, mask=is_row, other=0).to(tl.int64)
-    place = block * BLOCK_SIZE + position % BLOCK_SIZE
+    place = place_of(block, position, BLOCK_SIZE)
     tl.store(out_id_ptr + row, token)
     tl.store(out_position_ptr + row, tl.where(is_row, position, 0))
-    tl.store(out_slot_ptr + row, tl.where(is_row, place, -1))
+    tl.store(out_place_ptr + row, tl.where(is_row, place, -1))
     tl.store(out_kv_len_ptr + row, tl.where(is_row, position + 1, 0).to(tl.int32))
     # One entry past the row's own: attention reads ahead.
     count = tl.where(is_row, tl.minimum(position // BLOCK_SIZE + 2, width), 0).to(tl.int32)
@@ -134,3 +138,28 @@ def segments_finite(hidden: Tensor, offsets: Tensor) -> Tensor:
             COLUMNS=triton.next_power_of_2(size),
         )
     return flags
+
+
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["tokens", "flags", "slots", "last_tokens", "results"],
+)
+def record_tokens_kernel(
+    tokens, flags, slots, last_tokens, results, num_rows, BLOCK: tl.constexpr, USE_PDL: tl.constexpr
+):
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < num_rows
+    token = tl.load(tokens + rows, mask=inside, other=0)
+    slot = tl.load(slots + rows, mask=inside, other=-1)
+    tl.store(last_tokens + slot, token, mask=inside & (slot >= 0))
+    tl.store(results + rows, token.to(tl.int32), mask=inside)
+    tl.store(results + num_rows + rows, tl.load(flags + rows, mask=inside, other=0), mask=inside)
+
+
+def record_tokens(tokens: Tensor, flags: Tensor, slots: Tensor, last_tokens: Tensor, results: Tensor) -> None:
+    num_rows = tokens.shape[0]
+    if num_rows:
+        grid = (-(-num_rows // ROWS), 1, 1)
+        launch(record_tokens_kernel, grid, (tokens, flags, slots, last_tokens, results), (num_rows,), BLOCK=ROWS)

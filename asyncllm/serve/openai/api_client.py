@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from asyncllm.server.client import APIClient
+from asyncllm.http_client.api_client import APIClient
 
 __all__ = ["APIClient"]

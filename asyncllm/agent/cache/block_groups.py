@@ -1,0 +1,92 @@
+"""Block groups: which layers share a block table, and with it what is kept over time.
+
+Layers that see their whole context keep every token; those with a sliding window keep what the window still reaches.
+The first kind and each window are a kind of their own. All groups take their blocks from one pool, so that a block can
+be in any of them: it has room for as many layers as a group has, and a group has layers of one kind. Where the kinds
+have numbers of layers that do not go together, the larger kind is several groups, as long as little room is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from asyncllm.layers.cache_spec import BlockPart, CacheSpec
+
+__all__ = ["LayerGroups", "add_parts", "bytes_of", "group_layers"]
+
+MOST_GROUPS = 8
+"""A step brings up one block table for each."""
+
+MOST_UNUSED = 0.25
+"""How much more room the blocks of all groups may take than their layers need: short sequences pay for it."""
+
+LEAST_SAVED = 0.1
+"""How much of what one group keeps of a long sequence has to become free, or there is no use in several."""
+
+LayerGroups = list[tuple[int | None, list[int]]]
+"""Each group's window and layers."""
+
+
+def group_layers(
+    specs: Sequence[CacheSpec], block_size: int, dtype: torch.dtype, longest: int | None = None
+) -> LayerGroups:
+    """Divide layers, by what each declares. `longest`: tokens of the longest sequence; a window of as many frees none.
+
+    One group that keeps everything is what is left when every division would waste too much, or save too little.
+    """
+    kinds: dict[int | None, list[int]] = {}
+    for layer, spec in enumerate(specs):
+        window = spec.window if longest is None or (spec.window or 0) < longest else None
+        kinds.setdefault(window, []).append(layer)
+    best: LayerGroups = [(next(iter(kinds)) if len(kinds) == 1 else None, list(range(len(specs))))]
+    if len(kinds) < 2:
+        return best
+    most = 1 + MOST_UNUSED
+    for size in range(max(map(len, kinds.values())), 0, -1):
+        divided = [
+            (window, layers[first : first + size])
+            for window, layers in kinds.items()
+            for first in range(0, len(layers), size)
+        ]
+        if len(divided) > MOST_GROUPS:
+            break
+        needed, taken = _sizes(divided, specs, block_size, dtype)
+        kept = taken * sum(window is None for window, _ in divided)
+        waste = len(divided) * taken / needed
+        if waste < most and kept <= needed * (1 - LEAST_SAVED):
+            best, most = divided, waste
+    return best
+
+
+def _sizes(groups: LayerGroups, specs: Sequence[CacheSpec], block_size: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes that all layers need for a block, and those of a block that is large enough for any group."""
+    needed, shared = 0, list[BlockPart]()
+    for _, layers in groups:
+        parts: list[BlockPart] = []
+        for layer in layers:
+            add_parts(parts, specs[layer].parts(block_size, dtype))
+        needed += bytes_of(parts)
+        for planes, shape, part_dtype in parts:
+            (index,) = add_parts(shared, [BlockPart(0, shape, part_dtype)])
+            shared[index] = shared[index]._replace(planes=max(shared[index].planes, planes))
+    return needed, bytes_of(shared)
+
+
+def add_parts(parts: list[BlockPart], more: Sequence[BlockPart]) -> list[int]:
+    """Add planes to the parts of equal shape and type, or new parts. Return the index of each."""
+    indices = []
+    for planes, shape, dtype in more:
+        index = next((i for i, part in enumerate(parts) if part[1:] == (shape, dtype)), len(parts))
+        if index == len(parts):
+            parts.append(BlockPart(0, shape, dtype))
+        parts[index] = parts[index]._replace(planes=parts[index].planes + planes)
+        indices.append(index)
+    return indices
+
+
+def bytes_of(parts: Sequence[BlockPart]) -> int:
+    """Bytes of one block."""
+    return sum(part.planes * prod(part.shape) * part.dtype.itemsize for part in parts)

@@ -1,0 +1,62 @@
+"""CacheLayout: where the blocks of all layers lie, from what each layer declares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncllm.agent.cache.block_groups import add_parts, bytes_of, group_layers
+from asyncllm.layers.cache_spec import BlockPart, CacheSpec
+
+__all__ = ["CacheLayout"]
+
+
+class CacheLayout:
+    """Parts of equal shape and type share a tensor, whichever layers they belong to, so that one copy moves a block of
+    all of them. A model whose layers are alike has one such tensor.
+
+    A block belongs to one block group at a time: its memory holds that group's layers, and another group's layers have
+    the same memory in their blocks.
+    """
+
+    def __init__(
+        self, specs: Sequence[CacheSpec], block_size: int, dtype: torch.dtype, *, longest: int | None = None
+    ) -> None:
+        """`specs`: those of the layers that have a cache, in order. `dtype`: the model's. `longest`: tokens of the
+        longest sequence."""
+        self._specs = specs
+        self.block_size = block_size
+        groups = group_layers(specs, block_size, dtype, longest)
+        self.windows = tuple(window for window, _ in groups)
+        """Of each block group."""
+        self.layer_groups: list[int] = [0] * len(specs) if len(groups) > 1 else []
+        """By layer: its block group. Empty when there is one."""
+        self.parts: list[BlockPart] = []
+        """One for each tensor of a pool, with as many planes as the layers of a group have at most."""
+        self._places: list[list[tuple[int, slice]]] = [[] for _ in specs]
+        """Of each layer's parts: the tensor, and the layer's planes in it."""
+        for group, (_, layers) in enumerate(groups):
+            taken: list[int] = [0] * len(self.parts)
+            for layer in layers:
+                if self.layer_groups:
+                    self.layer_groups[layer] = group
+                for planes, shape, part_dtype in specs[layer].parts(block_size, dtype):
+                    (index,) = add_parts(self.parts, [BlockPart(0, shape, part_dtype)])
+                    taken.extend([0] * (len(self.parts) - len(taken)))
+                    first, taken[index] = taken[index], taken[index] + planes
+                    self._places[layer].append((index, slice(first, first + planes)))
+            for index, planes in enumerate(taken):
+                part = self.parts[index]
+                self.parts[index] = part._replace(planes=max(part.planes, planes))
+        self.block_bytes = bytes_of(self.parts)
+        """Bytes of one block, in all layers of a group."""
+
+    def caches(self, pool: Sequence[Tensor]) -> list[Any]:
+        """Return what each layer sees of a pool: tensors [planes, blocks, *shape], one for each part."""
+        return [
+            spec.cache([pool[index][planes] for index, planes in places])
+            for spec, places in zip(self._specs, self._places, strict=True)
+        ]

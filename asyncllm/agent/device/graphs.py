@@ -1,0 +1,79 @@
+"""StepGraphs: parts of steps as CUDA graphs, of sizes that are fixed beforehand.
+
+A step is some three hundred kernels, many of a few microseconds each; launching them one by one takes longer than
+running them. A graph launches them all in one call. Its tensors are fixed: what a step brings up is copied to where the
+graph reads it, and everything else lies on the device already. What a step has less than its size is padding, of which
+nothing is read or kept.
+
+A decode step has two parts, forward pass and sampling, so that what only delays the choice of tokens does not delay the
+forward pass. A mixed step, of prompts and decode rows, has one: all layers but the last (`agent/mixed_size.py`).
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+import torch
+
+__all__ = ["LARGEST_BATCH", "StepGraphs", "bucket_sizes", "smallest_for"]
+
+_Size = TypeVar("_Size", bound=Hashable)
+
+_EVERY_SIZE_TO = 16
+_STEP = 8
+LARGEST_BATCH = 512
+"""Larger batches are launched kernel by kernel: such a step takes longer than its launches."""
+
+
+def bucket_sizes(max_batch_size: int) -> list[int]:
+    """Return the sizes of captured batches: every size to 16, then multiples of 8: at most 7 rows of padding, and none
+    where rows are dearest."""
+    largest = min(max_batch_size, LARGEST_BATCH)
+    sizes = list(range(1, min(largest, _EVERY_SIZE_TO) + 1))
+    sizes += range(_EVERY_SIZE_TO + _STEP, largest + _STEP, _STEP)
+    return sizes
+
+
+def smallest_for(num_rows: int, sizes: Sequence[int]) -> int:
+    """Return the smallest of the ascending `sizes` for so many rows, of which there are at most as many as the last."""
+    return sizes[bisect_left(sizes, num_rows)]
+
+
+class StepGraphs:
+    """Captured launches, by the name of the part of a step and by size.
+
+    The graphs share their memory, as they run one after another. All methods run in the thread and on the stream that
+    launch steps, or in another one while no step runs.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._graphs: dict[tuple[str, Hashable], torch.cuda.CUDAGraph] = {}
+        self._stream = stream
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, part: str, size: _Size, launch: Callable[[_Size], None]) -> None:
+        """Capture `launch(size)`. It is called once beforehand, so that nothing is compiled during capture."""
+        launch(size)
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # A collection in the midst of a capture could free tensors of other streams, which breaks the capture.
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            # Other threads may use their own streams meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                launch(size)
+            finally:
+                graph.capture_end()
+        finally:
+            if enabled:
+                gc.enable()
+        self._graphs[part, size] = graph
+
+    def replay(self, part: str, size: Hashable) -> None:
+        """Launch a part for a captured size, on the current stream."""
+        self._graphs[part, size].replay()

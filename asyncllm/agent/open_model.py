@@ -1,0 +1,165 @@
+"""What every agent does first: choose device and type, open the model, and say what was found."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+
+from asyncllm.agent.cpu_threads import settle_threads
+from asyncllm.agent.device.streams import MAX_STEPS_IN_FLIGHT
+from asyncllm.config import EngineConfig
+from asyncllm.distributed.group import RankGroup
+from asyncllm.errors import InvalidParameter
+from asyncllm.kernels.cache import GPU_BLOCK_MULTIPLE
+from asyncllm.models.config import ModelConfig
+from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.registry import open_model, read_config
+from asyncllm.protocol import Limits, StartTimes
+
+__all__ = ["OpenedModel", "check_block_size", "choose_device"]
+
+_LOOK_AHEAD_BYTES = 16 * 10**9
+"""Weights that steps in flight should read: some 4 ms of an H200's memory."""
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class _ModelOptions(TypedDict):
+    session_len: int | None
+    rope_scaling_factor: float
+    hf_overrides: dict[str, Any] | None
+    model_format: str | None
+
+
+class OpenedModel(NamedTuple):
+    """A filled model, where it lies, and how long its sequences may be."""
+
+    model: DecoderLM
+    device: torch.device
+    dtype: torch.dtype
+    """Of weights, activations and KV."""
+    max_position: int
+    """Positions that a session may use."""
+    path: Path
+    group: RankGroup | None = None
+    """The ranks of which this one has its share of the model."""
+
+    @staticmethod
+    def open(
+        config: EngineConfig,
+        path: Path,
+        *,
+        times: StartTimes,
+        model: DecoderLM | None = None,
+        group: RankGroup | None = None,
+    ) -> OpenedModel:
+        """Load the checkpoint in the folder `path`, unless its `model` is given, or this rank's share of it. `times`
+        gets what it took.
+
+        Raises ModelError when the checkpoint cannot be loaded, and InvalidParameter when `session_len` asks for more
+        positions than the model has, or the device takes no blocks of this size.
+        """
+        asked: _ModelOptions = {
+            "session_len": config.session_len,
+            "rope_scaling_factor": config.rope_scaling_factor,
+            "hf_overrides": config.hf_overrides,
+            "model_format": config.model_format,
+        }
+        device = choose_device(config)
+        check_block_size(config, device)
+        if device.type == "cuda":
+            # The device's context, which the first allocation makes.
+            torch.empty(1, device=device)
+        times.lap("device")
+        model_config = read_config(path, **asked) if model is None else model.config
+        max_position = _max_position(config, model_config)
+        dtype = _dtype(config, model_config, device)
+        if model is None:
+            model = open_model(path, dtype=dtype, device=device, group=group, **asked)
+        settle_threads(config, model, device)
+        times.lap("load")
+        return OpenedModel(model, device, dtype, max_position, path, group)
+
+    def agreed(self, count: int) -> int:
+        """Return the smallest of the ranks' counts."""
+        return count if self.group is None else self.group.least(count)
+
+    def steps_ahead(self) -> int:
+        """Return how many steps to launch before the oldest is read: two, or more where they are so short that the host
+        would be late.
+
+        A step reads all weights once. Rows do not count, nor does any measurement, so that batches are the same
+        from run to run: a row that stops is in the batch until its last launched step.
+        """
+        num_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
+        return self.agreed(max(2, min(MAX_STEPS_IN_FLIGHT, math.ceil(_LOOK_AHEAD_BYTES / num_bytes))))
+
+    def limits(self, num_blocks: int, block_size: int, num_slots: int, **more: Any) -> Limits:
+        """Return what the engine has to know; `more` are further fields of `Limits`."""
+        config = self.model.config
+        return Limits(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_position=self.max_position,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            takes_grammars=config.has_head,
+            has_head=config.has_head,
+            num_slots=num_slots,
+            dynamic_rope_from=config.dynamic_rope_from,
+            device=str(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            architecture=config.architecture,
+            num_parameters=config.num_parameters or sum(parameter.numel() for parameter in self.model.parameters()),
+            model_path=str(self.path),
+            **more,
+        )
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """Return the device that `device_type` asks for. Raises InvalidParameter when it is not there."""
+    available = torch.cuda.is_available()
+    if config.device_type == "cuda" and not available:
+        raise InvalidParameter(
+            "device_type is 'cuda', but torch finds no CUDA device here. Use device_type='cpu' or 'auto'.",
+            "device_type",
+        )
+    return torch.device("cuda" if available and config.device_type != "cpu" else "cpu")
+
+
+def check_block_size(config: EngineConfig, device: torch.device) -> None:
+    """Raise InvalidParameter for blocks that attention on this device cannot read (`kernels.plan_decode_attention`)."""
+    if device.type == "cuda" and config.tokens_per_block % GPU_BLOCK_MULTIPLE:
+        raise InvalidParameter(
+            f"block_size is {config.tokens_per_block}, and attention on a GPU reads blocks of a multiple of "
+            f"{GPU_BLOCK_MULTIPLE} tokens. Leave it at 64, or round it up.",
+            "block_size",
+        )
+
+
+def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """Return the type of the weights: `auto` means float32 on a CPU and the checkpoint's own type on a GPU."""
+    name = config.dtype
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else _DTYPES[model.dtype]
+    return _DTYPES[name]
+
+
+def _max_position(config: EngineConfig, model: ModelConfig) -> int:
+    """Return `session_len` if given, else all positions that the model has."""
+    limit = model.max_position
+    if config.session_len is None:
+        return limit
+    if config.session_len > limit:
+        scaled, instead = " after rotary scaling", ", or extend the model with rope_scaling_factor"
+        if model.rope is None:
+            scaled = instead = ""
+        raise InvalidParameter(
+            f"session_len is {config.session_len}, but the model has {limit} positions{scaled}. "
+            f"Lower session_len{instead}.",
+            "session_len",
+        )
+    return config.session_len

@@ -1,0 +1,117 @@
+"""What rows of prompts give besides a token: scores of the prompt's tokens, and sums of hidden states.
+
+Both are computed without waiting and read once the step is over.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.agent.device.streams import fetch
+from asyncllm.agent.device.upload import upload
+from asyncllm.agent.sampling.logprobs import list_logprobs
+from asyncllm.agent.sampling.params import NOT_FINITE
+from asyncllm.agent.step.slots import StepRows
+from asyncllm.kernels import sampling
+from asyncllm.protocol import Batch, PrefillRow, StepOutput
+
+__all__ = ["PooledHidden", "PromptScores", "concatenate"]
+
+_SCORED_POSITIONS = 512
+"""Most positions whose logits are on the device at once."""
+
+
+class PromptScores:
+    """Log-probabilities and logits that one prefill row asks for. Made in inference mode on the computing stream, which
+    also brings the results to the host; `write` may be called when the stream has come so far."""
+
+    def __init__(self, row: PrefillRow, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
+        """`hidden` [chunk, H] are the row's hidden states, `logits` turns some of them into logits."""
+        self._row = row
+        self._finite: list[Tensor] = []
+        self._logits: list[Tensor] = []
+        self._ranked: list[tuple[list[int], Tensor, Tensor, Tensor]] = []
+        """Known tokens, their log-probabilities, those of the most likely ones and their ids, piece by piece."""
+        successors = row.tokens[1:] if row.next_token is None else [*row.tokens[1:], row.next_token]
+        length = len(hidden) if row.output_logits else len(successors)
+        for begin in range(0, length, _SCORED_POSITIONS):
+            piece = logits(hidden[begin : begin + _SCORED_POSITIONS])
+            self._finite.append(fetch(piece.amax().isfinite()))
+            if row.output_logits:
+                # In the model's type: pinned memory is dear, and the host widens them without loss.
+                self._logits.append(fetch(piece))
+            known = successors[begin : begin + len(piece)]
+            if row.prompt_logprobs is not None and known:
+                tokens = upload(np.array(known, np.int64), piece.device)
+                ranked = sampling.token_logprobs(piece[: len(known)].float(), tokens, row.prompt_logprobs)
+                chosen, top, ids = (fetch(part) for part in ranked)
+                self._ranked.append((known, chosen, top, ids))
+
+    def write(self, output: StepOutput) -> None:
+        """Put the scores where the engine looks for them."""
+        row = self._row
+        if not all(finite.item() for finite in self._finite):
+            output.errors.setdefault(row.slot, NOT_FINITE)
+        if row.output_logits:
+            with torch.inference_mode(False):
+                # A tensor made in inference mode would refuse the user's in-place operations.
+                whole = torch.empty(len(row.tokens), self._logits[0].shape[1], dtype=torch.float32, device="cpu")
+            begin = 0
+            while self._logits:
+                # Let go of each piece once it is copied: together they are as large as the whole.
+                piece = self._logits.pop(0)
+                whole[begin : begin + len(piece)] = piece
+                begin += len(piece)
+            output.logits[row.slot] = whole
+        if row.prompt_logprobs is not None:
+            num_top = row.prompt_logprobs
+            output.prompt_logprobs[row.slot] = [
+                entry for part in self._ranked for entry in list_logprobs(*part, [num_top] * len(part[0]))
+            ]
+
+
+def concatenate(chunks: Sequence[Tensor]) -> Tensor:
+    """Return logits [chunk, vocab] of consecutive chunks, tensors or lists, as one tensor [tokens, vocab]."""
+    return torch.cat([torch.as_tensor(chunk) for chunk in chunks])
+
+
+class PooledHidden:
+    """The sums that a step's prefill rows ask for in `pooling`: one float32 vector [H] for each of them is all that
+    comes to the host. Made in inference mode on the computing stream, which also brings it there; `write` may be called
+    when the stream has come so far."""
+
+    def __init__(self, batch: Batch, rows: StepRows, hidden: Tensor, wanted: Tensor) -> None:
+        """`hidden` [T, H]: hidden states of all tokens, which are after the final norm if a row `reads_all`.
+        `wanted` [R + L, H]: those of `rows.indices`, after it in any case."""
+        pooled = list(_pooled(batch, rows, hidden, wanted))
+        self._slots = [slot for slot, _ in pooled]
+        sums = torch.empty(len(pooled), hidden.shape[1], dtype=torch.float32, device=hidden.device)
+        for (_, states), out in zip(pooled, sums, strict=True):
+            torch.sum(states, 0, dtype=torch.float32, out=out)
+        self._sums = fetch(sums)
+
+    def write(self, output: StepOutput) -> None:
+        """Put the sums where the engine looks for them."""
+        finite = self._sums.isfinite().all(1).tolist()
+        for slot, values, sound in zip(self._slots, self._sums.numpy(), finite, strict=True):
+            if sound:
+                # Python floats of thousands of entries take long to make, and a step may end many prompts at once.
+                output.pooled[slot] = array("f", values.tobytes())
+            else:
+                output.errors.setdefault(slot, NOT_FINITE)
+
+
+def _pooled(batch: Batch, rows: StepRows, hidden: Tensor, wanted: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield slot and hidden states [n, H] to be added, of each row that pools."""
+    place = len(rows.slots)
+    for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
+        if row.pooling == "mean":
+            yield row.slot, hidden[first : first + len(row.tokens)]
+        elif row.pooling == "last":
+            yield row.slot, wanted[place : place + 1]
+            place += 1

@@ -1,0 +1,129 @@
+"""What the owners of the slots ask of sampling, on the host, and what is said when it cannot be done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncllm.kernels import sampling
+from asyncllm.protocol import Grammar, Progress, SamplingParams, SlotStart
+
+__all__ = ["BAD_WORDS", "BIAS", "EARLY_STOPS", "GRAMMAR", "LONG_BAD_WORDS", "NOT_FINITE", "PENALTIES", "SlotParams"]
+
+PENALTIES, BIAS, BAD_WORDS, LONG_BAD_WORDS, EARLY_STOPS, GRAMMAR = 1, 2, 4, 8, 16, 32
+"""Bits of `SlotParams.edits`: what changes a slot's logits. Long bad words have several tokens."""
+
+NOT_FINITE = (
+    "The model's logits for this sequence are not finite (NaN or infinity), so no token can be chosen. Damaged weights "
+    "or activations beyond the range of their type are the usual causes: check the checkpoint, or use dtype='float32'."
+)
+_ALL_BANNED = (
+    "No token is left to choose from: bad words, min_new_tokens and response_format exclude all that the model allows. "
+    "Loosen them."
+)
+_NO_WAY_ON = (
+    "The answer cannot go on in what response_format allows: it is too complex, or its tokens take too long to tell "
+    "apart. Simplify it."
+)
+
+
+class SlotParams:
+    """Parameters by slot, as arrays over all slots where steps look them up."""
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self.plain = np.ones(num_slots, np.bool_)
+        """Slots for which the largest logit is all there is to find."""
+        self.edits = np.zeros(num_slots, np.uint8)
+        self.settings = np.zeros((num_slots, sampling.NUM_SETTINGS), np.int64)
+        """What `sampling.sample` reads."""
+        self.penalties = np.zeros((3, num_slots), np.float32)
+        """Repetition, presence, frequency."""
+        self.free_stop_position = np.zeros(num_slots, np.int64)
+        """The first position at which stop tokens may be drawn."""
+        self.num_logprobs = np.full(num_slots, -1, np.int64)
+        self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        self.stops: dict[int, NDArray[np.int64]] = {}
+        self.grammars: dict[int, Progress] = {}
+        """How far the slots' answers have come in what they are held to."""
+        self.faults: dict[int, str] = {}
+        """Slot -> why its parameters cannot be sampled with."""
+
+    def start(self, start: SlotStart) -> None:
+        """Take over the parameters of the slot's new owner; nothing of the former one remains."""
+        slot, params = start.slot, start.params
+        temperature = 0.0 if params.greedy else params.temperature
+        top_k = min(params.top_k, self._vocab_size)
+        self.settings[slot] = sampling.pack_settings(temperature, top_k, params.top_p, params.min_p, params.seed)
+        self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.penalties[:, slot] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        # Positions count from 0: the answer's token number n, from 0, sits at num_prompt + n.
+        self.free_stop_position[slot] = start.num_prompt + params.min_new_tokens
+        self.bias.pop(slot, None)
+        self.stops.pop(slot, None)
+        self.grammars.pop(slot, None)
+        self.faults.pop(slot, None)
+        self.edits[slot] = 0
+        self.plain[slot] = False
+        fault = _fault(params, self._vocab_size)
+        if fault:
+            self.faults[slot] = fault
+            return
+        penalized = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+        if params.logit_bias:
+            ids, values = zip(*dict(params.logit_bias).items(), strict=True)
+            self.bias[slot] = np.array(ids, np.int64), np.array(values, np.float32)
+        if params.min_new_tokens and params.stop_token_ids:
+            self.stops[slot] = np.array(params.stop_token_ids, np.int64)
+        if params.grammar is not None:
+            grammar: Grammar = params.grammar
+            self.grammars[slot] = grammar.start(start.token_ids[start.num_prompt :])
+        self.edits[slot] = (
+            PENALTIES * penalized
+            | BIAS * bool(params.logit_bias)
+            | BAD_WORDS * bool(params.bad_words)
+            | LONG_BAD_WORDS * any(len(word) > 1 for word in params.bad_words)
+            | EARLY_STOPS * (slot in self.stops)
+            | GRAMMAR * (params.grammar is not None)
+        )
+        self.plain[slot] = params.greedy and params.logprobs is None and not self.edits[slot]
+
+    def observe(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Take note of a token that each of `slots` has drawn."""
+        if self.grammars:
+            for slot, token in zip(slots, tokens, strict=True):
+                if slot in self.grammars:
+                    self.grammars[slot].consume(token)
+
+    def errors(self, slots: NDArray[np.int64], flags: NDArray[np.int32]) -> dict[int, str]:
+        """Return slot -> why its token is meaningless, from the `flags` of `sampling.sample`, 0 where nothing
+        failed."""
+        found = {}
+        for row in np.flatnonzero(flags).tolist():
+            slot = int(slots[row])
+            # Where nothing was taken away the model itself left nothing.
+            banned = flags[row] == sampling.NOTHING_LEFT and self.edits[slot]
+            found[slot] = _ALL_BANNED if banned else NOT_FINITE
+        for slot, progress in self.grammars.items():
+            if progress.error is not None and slot in slots:
+                found[slot] = _NO_WAY_ON
+        if self.faults:
+            found |= {slot: self.faults[slot] for slot in slots.tolist() if slot in self.faults}
+        return found
+
+
+def _fault(params: SamplingParams, vocab_size: int) -> str | None:
+    """Return why these parameters cannot be sampled with; out of range ids would reach into other rows or fail the
+    step."""
+    named = {
+        "logit_bias": [token for token, _ in params.logit_bias],
+        "stop_token_ids": list(params.stop_token_ids),
+        "bad_words": [token for word in params.bad_words for token in word],
+    }
+    for name, ids in named.items():
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                return f"{name} holds token id {token}, but the model's ids go from 0 to {vocab_size - 1}. Remove it."
+    return None

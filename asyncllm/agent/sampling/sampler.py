@@ -1,0 +1,134 @@
+"""The sampler: every sequence's sampling state, addressed by slot, and the draw of a step's tokens.
+
+A step goes: `start` for slots with new owners, `upload`, `draw` (the part that a CUDA graph may hold), then
+`edit_and_redraw` and `logprobs`. Nothing of this waits for the device. When the step's tokens and flags are on the
+host, `errors` and `PendingLogprobs.result` say the rest.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncllm.agent.device.upload import upload
+from asyncllm.agent.sampling.logit_edits import edit_logits
+from asyncllm.agent.sampling.logprobs import PendingLogprobs
+from asyncllm.agent.sampling.params import GRAMMAR, LONG_BAD_WORDS, PENALTIES, SlotParams
+from asyncllm.agent.sampling.token_history import TokenHistory
+from asyncllm.kernels import sampling
+from asyncllm.protocol import SlotStart
+
+__all__ = ["Sampler"]
+
+
+class Sampler:
+    """Sampling state of `num_slots` slots over a vocabulary of `vocab_size` tokens.
+
+    What a slot draws is a function of its own logits, parameters and history, whatever other slots ask for.
+
+    In all methods a slot of -1 marks a row that only fills up the batch; the other slots of a batch are distinct.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._params = SlotParams(num_slots, vocab_size)
+        self._history = TokenHistory(num_slots, vocab_size, device)
+        self._settings = torch.zeros(num_slots, sampling.NUM_SETTINGS, dtype=torch.int64, device=device)
+        self._dirty: set[int] = set()
+
+    def start(self, start: SlotStart) -> None:
+        """Give the slot to a new sequence; nothing of its former owner remains. Seen by the device after `upload`."""
+        self._params.start(start)
+        self._dirty.add(start.slot)
+        if start.slot in self._params.faults:
+            self._history.clear(start.slot)
+        else:
+            self._history.start(start, counted=bool(self._params.edits[start.slot] & PENALTIES))
+
+    def upload(self) -> None:
+        """Bring the settings of slots started since the last call to the device, behind all steps launched so far."""
+        if self._dirty:
+            slots = np.fromiter(self._dirty, np.int64, len(self._dirty))
+            rows = upload(np.column_stack([slots, self._params.settings[slots]]), self._device)
+            self._settings.index_copy_(0, rows[:, 0], rows[:, 1:])
+            self._dirty.clear()
+
+    def draw(self, logits: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, flags: Tensor) -> None:
+        """Draw from `logits` [R, V] as they are into `tokens` [R] int64 and `flags` [R] int32, for `slots` [R] int32.
+
+        `positions` [R] int32 or int64 are those of the tokens to be drawn. See `sampling.sample`.
+        """
+        sampling.sample(logits, self._settings, slots, positions, tokens, flags)
+
+    def take_largest(self, logits: Tensor, slots: NDArray[np.int64], tokens: Tensor, flags: Tensor) -> bool:
+        """Draw as `draw` does, on a CPU, where the largest logits [R, V] of `slots` are all there is to find: no edits
+        and no log-probabilities are asked for either. False if it is not so, and nothing has been drawn."""
+        if logits.is_cuda or not self._params.plain[slots].all():
+            return False
+        maxima, largest = logits.max(dim=-1)
+        if not np.isfinite(maxima.float().numpy()).all():
+            return False
+        tokens.copy_(largest)
+        flags.zero_()
+        return True
+
+    def edit_and_redraw(
+        self,
+        logits: Tensor,
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        device_slots: Tensor,
+        device_positions: Tensor,
+        tokens: Tensor,
+        flags: Tensor,
+    ) -> bool:
+        """Draw again, into `tokens` and `flags`, for the rows whose logits have to be changed first. True if there are
+        any.
+
+        `slots` and `positions` are `device_slots` and `device_positions` on the host. `logits` stay as they are.
+        """
+        rows = np.flatnonzero((slots >= 0) & (self._params.edits[slots] != 0))
+        if not len(rows):
+            return False
+        index, owners = upload(rows, self._device), slots[rows]
+        processed = logits[index].to(torch.float32)
+        edit_logits(processed, owners, positions[rows], self._params, self._history)
+        redrawn = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        found = torch.empty(len(rows), dtype=torch.int32, device=self._device)
+        sampling.sample(processed, self._settings, device_slots[index], device_positions[index], redrawn, found)
+        # A row whose logits were useless before stays so, even if what made them so is banned.
+        usable = flags[index] == 0
+        tokens[index] = torch.where(usable, redrawn, 0)
+        flags[index] = torch.where(usable, found, sampling.NOT_FINITE)
+        self._history.count(slots, tokens)
+        return True
+
+    def needs_host(self, slots: NDArray[np.int64]) -> bool:
+        """Return whether the next `edit_and_redraw` with `slots` needs their last tokens on the host, through
+        `observe`."""
+        return bool((self._params.edits[slots[slots >= 0]] & (LONG_BAD_WORDS | GRAMMAR)).any())
+
+    def observe(self, slots: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """Take note of the `tokens` [R] that a step drew for `slots` [R]; once for each step and in order."""
+        listed, drawn = slots.tolist(), tokens.tolist()
+        self._history.observe(listed, drawn)
+        self._params.observe(listed, drawn)
+
+    def logprobs(self, logits: Tensor, slots: NDArray[np.int64], tokens: Tensor) -> PendingLogprobs | None:
+        """Return log-probabilities of the drawn `tokens` [R] under the model's own `logits` [R, V]; None if none are
+        asked."""
+        asked = np.where(slots >= 0, self._params.num_logprobs[slots], -1)
+        rows = np.flatnonzero(asked >= 0)
+        if not len(rows):
+            return None
+        index = upload(rows, self._device)
+        num_top = asked[rows].tolist()
+        drawn = tokens[index]
+        ranked = sampling.token_logprobs(logits[index].to(torch.float32), drawn, max(num_top))
+        return PendingLogprobs(slots[rows].tolist(), num_top, (drawn, *ranked))
+
+    def errors(self, slots: NDArray[np.int64], flags: NDArray[np.int32]) -> dict[int, str]:
+        """Return slot -> why its token is meaningless, from the `flags` [R] of a step."""
+        return self._params.errors(slots, flags)

@@ -1,0 +1,174 @@
+"""ModelPlacement: what of a model is on its device, and the commands that change that.
+
+    weights     on the device <-> in host memory (sleep, level 1), or lost (level 2) until they are read or given again
+    kv_cache    the pool, its twin in host memory, and whatever else is made for steps: taken or given back
+
+A command that raises an AsyncLLMError leaves everything as it was. Weights are replaced in place, so that CUDA graphs,
+which hold addresses, stay right; what sleeps comes back at other addresses, and so the graphs go and come with the
+cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm.agent.cache.pool import available_memory
+from asyncllm.agent.open_model import OpenedModel
+from asyncllm.errors import InvalidParameter, ModelError
+from asyncllm.layers.layer import settle
+from asyncllm.models.checkpoint import Checkpoint
+from asyncllm.models.weights import load, plan_update
+from asyncllm.protocol import Command, ResidentPart, Sleep, UpdateWeights, Wake
+
+__all__ = ["CacheHolder", "ModelPlacement"]
+
+_Parameters = list[tuple[nn.Module, str, nn.Parameter]]
+
+
+class CacheHolder(Protocol):
+    """An agent, which holds what steps need besides weights."""
+
+    def take_cache(self) -> None:
+        """Allocate it. Raises ModelError, or what torch raises when there is no memory; holds nothing then."""
+
+    def release_cache(self) -> None:
+        """Give it back. Any number of times."""
+
+
+class ModelPlacement:
+    """Where the parts of one model are. Written by the thread that carries out commands, while no step runs."""
+
+    def __init__(self, opened: OpenedModel) -> None:
+        """The weights are on the device, the cache is taken."""
+        self._model, self._device, self._dtype = opened.model, opened.device, opened.dtype
+        self._path = opened.path
+        self._weights: Literal["device", "host", "lost"] = "device"
+        self._has_cache = True
+
+    def carry_out(self, command: Command, holder: CacheHolder) -> None:
+        """Carry out a command. Raises InvalidParameter for tensors that do not fit and for a cache that is to wake
+        before the weights, and ModelError when memory or a checkpoint is not there."""
+        self._wait_for_device()
+        try:
+            match command:
+                case UpdateWeights(weights):
+                    self._update(weights)
+                case Sleep(level):
+                    self._sleep(level, holder)
+                case Wake(parts):
+                    self._wake(parts, holder)
+        finally:
+            self._wait_for_device()
+
+    def _update(self, weights: Mapping[str, Tensor]) -> None:
+        lost = self._weights == "lost"
+        copy = plan_update(self._model, weights, self._model.weight_map, whole=lost)
+        for device in {tensor.device for tensor in weights.values() if tensor.is_cuda}:
+            # Their values may still be on their way, on whatever stream.
+            torch.cuda.synchronize(device)
+        if lost:
+            self._fill(copy)
+        else:
+            copy()
+
+    def _sleep(self, level: int, holder: CacheHolder) -> None:
+        if level == 2:
+            self._replace(lambda parameter: torch.empty_like(parameter, device="meta"))
+            self._weights = "lost"
+        elif self._weights == "device":
+            self._leave_device()
+        holder.release_cache()
+        self._has_cache = False
+
+    def _leave_device(self) -> None:
+        """Copy the weights to host memory, if they are not there as it is."""
+        if self._device.type != "cpu":
+            num_bytes = sum(parameter.nbytes for parameter in self._model.parameters())
+            free = available_memory(torch.device("cpu"))
+            if num_bytes > free:
+                raise ModelError(
+                    f"The weights take {num_bytes / 2**20:.0f} MiB of host memory, and {free / 2**20:.0f} MiB are "
+                    f"free. Free some, or use sleep(level=2), which keeps no weights."
+                )
+            self._replace(lambda parameter: parameter.to("cpu"))
+        self._weights = "host"
+
+    def _wake(self, parts: frozenset[ResidentPart], holder: CacheHolder) -> None:
+        if "kv_cache" in parts and "weights" not in parts and self._weights != "device":
+            raise InvalidParameter(
+                "The KV cache wakes after the weights, which still sleep. Wake 'weights' first, or both.", "tags"
+            )
+        before, where = self._parameters(), self._weights
+        if "weights" in parts:
+            self._bring_weights()
+        if "kv_cache" in parts and not self._has_cache:
+            try:
+                holder.take_cache()
+            except BaseException as error:
+                if where != "device":
+                    self._put(before)
+                    self._weights = where
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise self._no_memory("the KV cache") from error
+                raise
+            self._has_cache = True
+
+    def _bring_weights(self) -> None:
+        if self._weights == "host":
+            try:
+                if self._device.type != "cpu":
+                    self._replace(lambda parameter: parameter.to(self._device))
+            except torch.OutOfMemoryError as error:
+                raise self._no_memory("the weights") from error
+            self._weights = "device"
+        elif self._weights == "lost":
+            checkpoint = Checkpoint.open(self._path)
+            self._fill(lambda: load(self._model, checkpoint, self._model.weight_map))
+
+    def _fill(self, fill: Callable[[], None]) -> None:
+        """Allocate lost parameters and let `fill` write them."""
+        before = self._parameters()
+        try:
+            self._model.allocate(self._dtype, self._device)
+            settle(self._model)
+            fill()
+        except BaseException as error:
+            self._put(before)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise self._no_memory("the weights") from error
+            raise
+        self._weights = "device"
+
+    def _parameters(self) -> _Parameters:
+        return [
+            (module, name, parameter)
+            for module in self._model.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        ]
+
+    def _replace(self, made_of: Callable[[nn.Parameter], Tensor]) -> None:
+        """Put what is made of each parameter in its place, once all of them are made."""
+        self._put(
+            [
+                (module, name, nn.Parameter(made_of(parameter), requires_grad=False))
+                for module, name, parameter in self._parameters()
+            ]
+        )
+
+    def _put(self, parameters: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
+        for module, name, parameter in parameters:
+            setattr(module, name, parameter)
+        settle(self._model)
+
+    def _no_memory(self, what: str) -> ModelError:
+        return ModelError(f"{self._device} has no memory left for {what}. Free some, and wake the model again.")
+
+    def _wait_for_device(self) -> None:
+        """Wait until all that was launched is done, and give unused memory back to the driver."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()

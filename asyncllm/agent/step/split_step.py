@@ -1,0 +1,50 @@
+"""A step in parts that need less memory: its decode rows, and its prompt chunks in two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.agent.step.slots import StepArrays
+from asyncllm.layers.step_inputs import KV_LENS, StepInputs
+
+__all__ = ["decode_rows", "prefill_halves"]
+
+
+def decode_rows(inputs: StepInputs, count: int) -> StepInputs:
+    """Return the decode rows of a step alone, the first `count` rows."""
+    first = slice(count)
+    return inputs.select(first, first, num_decode=count, q_offsets=inputs.q_offsets[: count + 1], max_q_len=1)
+
+
+def prefill_halves(arrays: StepArrays, inputs: StepInputs) -> Iterator[tuple[Tensor, StepInputs]]:
+    """Yield the first half of every prompt chunk of a step, then the second: (indices [t] int64 among the step's
+    tokens, their inputs). Waits for the device; it is for steps that have failed already."""
+    assert arrays.offsets is not None
+    first_row = arrays.num_decode
+    starts, ends = arrays.offsets[first_row:-1], arrays.offsets[first_row + 1 :]
+    middles = (starts + ends + 1) // 2
+    kv_lens = arrays.columns[KV_LENS][first_row:]
+    for begin, end, lens in ((starts, middles, kv_lens - (ends - middles)), (middles, ends, kv_lens)):
+        rows = np.flatnonzero(end > begin)
+        if not len(rows):
+            continue
+        lengths = (end - begin)[rows]
+        indices = np.concatenate([np.arange(begin[row], end[row]) for row in rows])
+        device = inputs.input_ids.device
+        tokens = torch.from_numpy(indices).to(device)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        yield (
+            tokens,
+            inputs.select(
+                tokens,
+                torch.from_numpy(rows + inputs.num_decode).to(device),
+                num_decode=0,
+                q_offsets=torch.from_numpy(offsets).to(device),
+                max_q_len=int(lengths.max()),
+                kv_lens=torch.from_numpy(lens[rows].astype(np.int32)).to(device),
+            ),
+        )

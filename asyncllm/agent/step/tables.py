@@ -1,0 +1,337 @@
+"""SlotTables: the state of every slot on the device, and the inputs of a step made of it.
+
+Block tables and last tokens live on the device, in one row per slot. A decode step that is captured brings up no more
+than its slots, positions, new blocks, and the columns that the model's layers ask for; what any other step needs
+besides goes up in the same one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncllm import kernels
+from asyncllm.agent.device.upload import offsets, upload_together, views
+from asyncllm.agent.step.graph_sizes import MixedSize, empty_step, padded
+from asyncllm.agent.step.slots import SlotArrays, StepArrays, numpy_type
+from asyncllm.kernels import DecodeInputs
+from asyncllm.layers.step_inputs import (
+    INPUT_IDS,
+    KV_LENS,
+    POSITIONS,
+    Column,
+    GroupTables,
+    SampledRows,
+    StepInputs,
+    places_of,
+)
+from asyncllm.protocol import Batch, SlotStart
+
+__all__ = ["SlotTables", "StepTensors"]
+
+_MORE_BYTES = 2**16
+"""Room of a step of fixed size for what only goes up with it: 16 bytes for a sampled row, 12 for a new block."""
+
+
+@dataclass(slots=True)
+class StepTensors:
+    """A step on the device, and the host's account of it."""
+
+    arrays: StepArrays
+    size: MixedSize | None
+    """Where `inputs` is laid out for a captured part; None when all of it is launched kernel by kernel."""
+    inputs: StepInputs
+    slots: Tensor
+    """[R] int32: the rows that are sampled from."""
+    positions: Tensor
+    """[R] int32: positions of the tokens to be drawn."""
+    sampled: SampledRows | None
+    """The tokens whose hidden states are wanted: the R tokens that are sampled from, then L that are pooled alone. None
+    when they are all tokens, in order. There is at least one, whose result is not read when none is wanted."""
+    prefill_offsets: Tensor
+    """[P + 1] int32: where the tokens of each prefill row begin and end; rows of padding may follow."""
+
+
+class SlotTables:
+    """Written by the thread that launches steps; its tensors also by the kernels of the steps, in order."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_rows: int,
+        max_position: int,
+        block_size: int,
+        batch_invariant: bool,
+        device: torch.device,
+        columns: Sequence[Column] = (),
+        mixed: Sequence[MixedSize] = (),
+        layer_groups: Sequence[int] = (),
+    ) -> None:
+        """`max_rows`: most rows of a decode step, padding included. `columns`: those that the model's layers ask for.
+        `mixed`: sizes that steps with prompt tokens may be laid out in, from small to large. `layer_groups`: the block
+        group of each layer, empty when there is one."""
+        self._layer_groups = layer_groups
+        self._num_groups = num_groups = 1 + max(layer_groups, default=0)
+        self._slots = SlotArrays(num_slots, max_position, block_size, columns, num_groups=num_groups)
+        self._block_size = block_size
+        self._columns = columns
+        self._batch_invariant = batch_invariant
+        self.caches: Sequence[Any] = ()
+        """By layer, what all steps read and write. The agent sets it when it allocates the pool."""
+        self._device = device
+        self._updates: list[tuple[int, list[int]]] = []
+        """(entry of the flat block tables, block ids to write from there on), not yet on the device."""
+        # One entry more than a row can own: kernels read one page ahead.
+        self._width = self._slots.max_blocks + 1
+        self.block_tables = torch.zeros(num_groups, num_slots, self._width, dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._row_numbers = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+
+        self._decode_rows: list[NDArray[Any]] = [
+            np.full(max_rows, -1, np.int32),
+            np.zeros(max_rows, np.int32),
+            *(np.full(max_rows, column.padding, numpy_type(column)) for column in columns),
+        ]
+        """Slots, positions and the model's columns of a captured decode step, on the host."""
+        most = num_groups * max_rows
+        room: list[NDArray[Any]] = [*self._decode_rows, np.zeros(most, np.int64), np.zeros(most, np.int32)]
+        self._decode_bytes = torch.zeros(offsets(room)[-1], dtype=torch.uint8, device=device)
+        self.decode_slots, self.decode_positions, *more = views(self._decode_rows, self._decode_bytes)
+        """[max_rows] int32 each; -1 is the slot of a padding row."""
+        self._decode_more = dict(zip(columns, more, strict=True))
+        self._decode_inputs = [DecodeInputs.zeros(max_rows, self._width, device) for _ in range(num_groups)]
+        """By block group; of what does not depend on it, the first's is read."""
+
+        self._mixed_sizes = mixed
+        self._mixed_bytes = torch.zeros(0, dtype=torch.uint8, device=device)
+        """Where a step of fixed size is brought up to, and what only goes up with it. A size has its own division."""
+        if mixed:
+            num_bytes = offsets(_laid_out(self._empty(mixed[-1])))[-1] + _MORE_BYTES
+            self._mixed_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            self._mixed_tokens = torch.zeros(mixed[-1].tokens, dtype=torch.int64, device=device)
+            self._mixed_tables = torch.zeros(num_groups, mixed[-1].rows, self._width, dtype=torch.int32, device=device)
+
+    def start(self, start: SlotStart) -> None:
+        """Give the slot to a new sequence."""
+        self._slots.start(start)
+
+    def write_blocks(self, slot: int, group: int, index: int, blocks: list[int]) -> None:
+        """Write block ids into the slot's block table of a group, from entry `index` on; they go up with the next
+        step."""
+        self._slots.write_blocks(slot, group, index, blocks)
+        row = group * self.block_tables.shape[1] + slot
+        self._updates.append((row * self._width + index, blocks))
+
+    def fits(self, batch: Batch, num_rows: int) -> bool:
+        """Return whether the batch is a decode step that `advance_decode` can bring up in `num_rows` rows."""
+        if batch.prefill or batch.copies or not 0 < len(batch.decode) <= num_rows:
+            return False
+        return sum(len(blocks) for _, blocks in self._updates) <= num_rows * self._num_groups
+
+    def advance_decode(self, batch: Batch) -> StepArrays:
+        """Bring a decode step to the fixed tensors that `decode_inputs` reads."""
+        arrays = self._slots.advance(batch)
+        num_rows = len(batch.decode)
+        own = (arrays.row_slots, arrays.columns[POSITIONS], *(arrays.columns[column] for column in self._columns))
+        paddings = (-1, 0, *(column.padding for column in self._columns))
+        for fixed, values, padding in zip(self._decode_rows, own, paddings, strict=True):
+            fixed[:num_rows] = values
+            fixed[num_rows:] = padding
+        *_, entries, ids = upload_together(
+            [*self._decode_rows, *self._take_updates()], self._device, into=self._decode_bytes
+        )
+        self._apply(entries, ids)
+        return arrays
+
+    def decode_inputs(self, num_rows: int) -> StepInputs:
+        """Return the decode step of the first `num_rows` fixed rows; made of device state alone, so that it can be
+        captured.
+
+        Launches the kernel that gathers it.
+        """
+        slots, positions = self.decode_slots[:num_rows], self.decode_positions[:num_rows]
+        groups = [DecodeInputs(*(tensor[:num_rows] for tensor in inputs)) for inputs in self._decode_inputs]
+        for inputs, block_tables in zip(groups, self.block_tables, strict=True):
+            kernels.prepare_decode(slots, positions, self.last_tokens, block_tables, self._block_size, inputs)
+        fixed, *others = groups
+        return StepInputs(
+            input_ids=fixed.input_ids,
+            positions=fixed.positions,
+            places=fixed.places,
+            num_decode=num_rows,
+            q_offsets=self._row_numbers[: num_rows + 1],
+            kv_lens=fixed.kv_lens,
+            block_tables=fixed.block_tables,
+            max_q_len=1,
+            caches=self.caches,
+            more_groups=[GroupTables(inputs.places, inputs.block_tables) for inputs in others],
+            layer_groups=self._layer_groups,
+            more={column: values[:num_rows] for column, values in self._decode_more.items()},
+            batch_invariant=self._batch_invariant,
+        )
+
+    def advance(self, batch: Batch, *, captured: bool = False) -> StepTensors:
+        """Bring any step with at least one row to the device.
+
+        `captured`: to the fixed tensors of `mixed_inputs`, if the step has prompt tokens and one of the sizes holds it.
+        """
+        arrays = self._slots.advance(batch)
+        rows = arrays.rows
+        wanted = self._wanted(arrays)
+        own = [*wanted, *self._take_updates()]
+        size = self._size_for(arrays, own) if captured else None
+        placed = arrays if size is None else padded(arrays, size)
+        into = None if size is None else self._mixed_bytes
+        shared = _laid_out(placed)
+        uploaded = upload_together([*shared, *own], self._device, into)
+        (slots, lens, *indices), (entries, ids) = uploaded[len(shared) : -2], uploaded[-2:]
+        self._apply(entries, ids)
+        if size is None:
+            input_ids = self.last_tokens.new_empty(placed.num_tokens)
+            block_tables = self.block_tables.new_empty(self._num_groups, len(placed.row_slots), self._width)
+            self._gather(uploaded, placed, input_ids, block_tables)
+        else:
+            input_ids, block_tables = self._mixed_tokens[: size.tokens], self._mixed_tables[:, : size.rows]
+        inputs = self._inputs_of(uploaded, placed, input_ids, block_tables)
+        if size is None:
+            inputs.prompts = arrays.prompts
+        return StepTensors(
+            arrays=arrays,
+            size=size,
+            inputs=inputs,
+            slots=slots[: len(rows.slots)],
+            positions=lens[: len(rows.slots)],
+            sampled=self._sampled_rows(slots, lens, *indices) if indices else None,
+            prefill_offsets=inputs.q_offsets[inputs.num_decode :],
+        )
+
+    def _wanted(self, arrays: StepArrays) -> list[NDArray[Any]]:
+        """Return, of the tokens whose hidden states are wanted: slots, lengths of their rows and, unless they are all
+        tokens, places among the tokens and the values of the model's columns."""
+        rows, kv_lens = arrays.rows, arrays.columns[KV_LENS]
+        if rows.indices is None:
+            return [arrays.row_slots.astype(np.int32), kv_lens]
+        # A step that samples nothing goes on with its first token.
+        numbers, indices = (values if len(values) else np.zeros(1, np.int64) for values in (rows.numbers, rows.indices))
+        more = (arrays.columns[column][indices if column.per == "token" else numbers] for column in self._columns)
+        return [arrays.row_slots[numbers].astype(np.int32), kv_lens[numbers], indices, *more]
+
+    def _size_for(self, arrays: StepArrays, own: list[NDArray[Any]]) -> MixedSize | None:
+        """Return the smallest size that holds a step, which brings `own` up as well; None if there is none."""
+        if arrays.offsets is None or offsets(own)[-1] > _MORE_BYTES:
+            return None
+        return next((size for size in self._mixed_sizes if size.holds(arrays)), None)
+
+    def _empty(self, size: MixedSize) -> StepArrays:
+        return padded(empty_step(self._columns, self._num_groups), size)
+
+    def empty_mixed(self, size: MixedSize) -> None:
+        """Make the fixed tensors a step of padding alone, so that what reads them may be launched."""
+        upload_together(_laid_out(self._empty(size)), self._device, self._mixed_bytes)
+
+    def mixed_inputs(self, size: MixedSize) -> StepInputs:
+        """Return the step that was brought up last, in this size; made of device state alone, so that it can be
+        captured.
+
+        Launches what gathers it.
+        """
+        placed = self._empty(size)
+        shared = views(_laid_out(placed), self._mixed_bytes)
+        input_ids, block_tables = self._mixed_tokens[: size.tokens], self._mixed_tables[:, : size.rows]
+        self._gather(shared, placed, input_ids, block_tables)
+        return self._inputs_of(shared, placed, input_ids, block_tables)
+
+    def _inputs_of(
+        self, shared: Sequence[Tensor], arrays: StepArrays, input_ids: Tensor, block_tables: Tensor
+    ) -> StepInputs:
+        """Return the inputs of a step, which is on the device as `_laid_out`; the last two are what `_gather` fills."""
+        _, q_offsets, *values = shared
+        columns = dict(zip(arrays.columns, values, strict=False))
+        groups = [GroupTables(columns[places_of(group)], tables) for group, tables in enumerate(block_tables)]
+        return StepInputs(
+            input_ids=input_ids,
+            positions=columns[POSITIONS],
+            places=groups[0].places,
+            num_decode=arrays.num_decode,
+            q_offsets=q_offsets,
+            kv_lens=columns[KV_LENS],
+            block_tables=groups[0].block_tables,
+            max_q_len=arrays.max_q_len,
+            caches=self.caches,
+            more_groups=groups[1:],
+            layer_groups=self._layer_groups,
+            more={column: columns[column] for column in self._columns},
+            batch_invariant=self._batch_invariant,
+        )
+
+    def _gather(self, shared: Sequence[Tensor], arrays: StepArrays, input_ids: Tensor, block_tables: Tensor) -> None:
+        """Fill the last two from the state of the slots, for a step that is on the device as `_laid_out`."""
+        row_slots, _, *values = shared
+        for own, tables in zip(block_tables, self.block_tables, strict=True):
+            torch.index_select(tables, 0, row_slots, out=own)
+        if arrays.offsets is None:
+            torch.index_select(self.last_tokens, 0, row_slots, out=input_ids)
+            return
+        ids = values[list(arrays.columns).index(INPUT_IDS)]
+        latest = self.last_tokens.index_select(0, ids.bitwise_not().clamp_(min=0))
+        torch.where(ids < 0, latest, ids, out=input_ids)
+
+    def _sampled_rows(self, slots: Tensor, kv_lens: Tensor, indices: Tensor, *more: Tensor) -> SampledRows:
+        """Return the step's tokens at `indices` [R], of `slots` [R] int32, as rows that see `kv_lens` [R] int32
+        tokens."""
+        num_rows = len(indices)
+        groups = [GroupTables(indices, tables.index_select(0, slots)) for tables in self.block_tables]
+        inputs = StepInputs(
+            input_ids=indices,
+            positions=indices,
+            places=indices,
+            num_decode=num_rows,
+            q_offsets=self._row_numbers[: num_rows + 1],
+            kv_lens=kv_lens,
+            block_tables=groups[0].block_tables,
+            max_q_len=1,
+            caches=self.caches,
+            more_groups=groups[1:],
+            layer_groups=self._layer_groups,
+            more=dict(zip(self._columns, more, strict=True)),
+            batch_invariant=self._batch_invariant,
+        )
+        return SampledRows(indices=indices, inputs=inputs)
+
+    def flush(self) -> None:
+        """Bring up new blocks without a step."""
+        if self._updates:
+            self._apply(*upload_together(self._take_updates(), self._device))
+
+    def forget_updates(self) -> None:
+        """Forget the new blocks of a step that is not launched: its rows are lost, and so are their blocks."""
+        self._updates.clear()
+
+    def _take_updates(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Return the changed entries of the flat block tables, and the block ids that belong there."""
+        if not self._updates:
+            return _NO_ENTRIES, _NO_BLOCKS
+        entries = np.concatenate([np.arange(first, first + len(blocks)) for first, blocks in self._updates])
+        ids = np.concatenate([np.array(blocks, np.int32) for _, blocks in self._updates])
+        self._updates.clear()
+        return entries, ids
+
+    def _apply(self, entries: Tensor, ids: Tensor) -> None:
+        if len(entries):
+            self.block_tables.view(-1).index_copy_(0, entries, ids)
+
+
+_NO_ENTRIES, _NO_BLOCKS = np.zeros(0, np.int64), np.zeros(0, np.int32)
+
+
+def _laid_out(arrays: StepArrays) -> list[NDArray[Any]]:
+    """Return what goes up of a step, in this order: slots of its rows, where their tokens begin, and its columns."""
+    ends = np.arange(len(arrays.row_slots) + 1) if arrays.offsets is None else arrays.offsets
+    return [arrays.row_slots.astype(np.int32), ends.astype(np.int32), *arrays.columns.values()]

@@ -1,0 +1,277 @@
+"""StepThread: one worker thread that loads the model, and computes its steps or waits for them.
+
+Torch and the model side are imported, loaded and used in that thread only; this file imports neither. Settings of the
+process stay as they are: torch's thread count is chosen for this thread alone, and only where it is not set
+(`agent/cpu_threads.py`); the interpreter's switch interval may stay, because torch releases the interpreter lock inside
+every operation: while 1,900-token prompts are computed on two busy cores, the median turn of a loop that sleeps 0.5 ms
+takes 1.16 ms, against 1.13 ms when no step runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, ModelError
+from asyncllm.protocol import Limits
+
+__all__ = ["HasLimits", "StepThread", "attempt", "dead", "set_exception", "set_result", "set_seen_exception"]
+
+THREAD_NAME = "asyncllm-step"
+
+EXIT_PATIENCE_S = 10.0
+"""How long the end of the interpreter waits for running steps; one that a lost device does not complete never ends."""
+
+_running: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]] = weakref.WeakKeyDictionary()
+"""Step threads -> what tells each to end."""
+
+_Result = TypeVar("_Result")
+
+
+class HasLimits(Protocol):
+    """What a `StepThread` loads."""
+
+    @property
+    def limits(self) -> Limits: ...
+
+
+_Runner = TypeVar("_Runner", bound=HasLimits)
+
+
+class StepThread(Generic[_Runner]):
+    """Does all work with a runner in one thread, which `start` begins and `close` ends.
+
+    `load` is called in that thread and makes the runner, which the thread alone refers to: it is gone when the thread
+    ends, and as soon as work raises what it does not spare. States: new, started (loading, then running, perhaps dead),
+    closed.
+    """
+
+    def __init__(self, load: Callable[[], _Runner], *, release: Callable[[], None] | None = None) -> None:
+        """`release` is the last that the thread calls, when the runner is gone."""
+        self._load: Callable[[], _Runner] | None = load
+        self._release = release
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._worker: _Worker[_Runner] | None = None
+        self._thread: threading.Thread | None = None
+        self._ended: asyncio.Future[None] | None = None
+
+    async def start(self) -> Limits:
+        """Load in the worker thread. Raises what `load` raises, errors that are not asyncllm's as ModelError.
+
+        When it raises, the thread has ended; when it is cancelled, the thread ends by itself once `load` returns.
+        """
+        if self._load is None:
+            raise EngineClosed("This executor was started or closed before. Make a new one.")
+        load, self._load = self._load, None
+        loop = self._loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[Limits] = loop.create_future()
+        self._ended = loop.create_future()
+        worker: _Worker[_Runner] = _Worker(loop)
+        self._worker = worker
+        self._thread = threading.Thread(
+            target=worker.run, args=(load, self._release, loaded, self._ended), name=THREAD_NAME, daemon=True
+        )
+        self._thread.start()
+        _running[self._thread] = worker.stop
+        # An executor that is dropped without close, or lives to the end of the program, still ends its thread.
+        weakref.finalize(self, worker.stop)
+        try:
+            return await loaded
+        except asyncio.CancelledError:
+            worker.stop()
+            raise
+        except BaseException:
+            await self.close()
+            raise
+
+    def submit(
+        self,
+        work: Callable[[_Runner], _Result],
+        *,
+        spares: tuple[type[Exception], ...] = (),
+        then: Callable[[], None] = lambda: None,
+    ) -> asyncio.Future[_Result]:
+        """Enqueue work with the runner. Its future raises what it raised, and that of all later work EngineDead with
+        that as cause, unless it was one of `spares`. `then` is called in the loop as soon as the future is done, in the
+        same turn.
+
+        Raises EngineClosed unless started and not closed.
+        """
+        if self._loop is None or self._worker is None or self._worker.stopping:
+            raise EngineClosed("This executor is not running: it was closed, or never started.")
+        future: asyncio.Future[_Result] = self._loop.create_future()
+        self._worker.queue.put(_Entry(work, spares, future, then))
+        return future
+
+    async def close(self) -> None:
+        """Let the running work finish, answer waiting ones with EngineClosed, end the thread. Any number of times."""
+        self._load = None
+        if self._worker is None or self._thread is None or self._ended is None:
+            return
+        self._worker.stop()
+        if asyncio.get_running_loop() is self._loop:
+            await asyncio.shield(self._ended)
+            # The thread has said its last word; its end is microseconds away, but a join would block the loop.
+            while self._thread.is_alive():  # noqa: ASYNC110 - a thread's end cannot be awaited
+                await asyncio.sleep(0)
+        else:
+            await asyncio.to_thread(self._thread.join)
+
+
+class _Entry(NamedTuple):
+    """Work for the thread."""
+
+    work: Callable[[Any], Any]
+    """Called with the runner."""
+    spares: tuple[type[Exception], ...]
+    """Errors after which the runner is as it was."""
+    future: asyncio.Future[Any]
+    then: Callable[[], None]
+    """Called in the loop when the future is done."""
+
+
+class _Worker(Generic[_Runner]):
+    """The thread's side. It knows the loop, but not the executor, which may be dropped while the thread runs."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.queue: SimpleQueue[_Entry | None] = SimpleQueue()
+        """What to run; None ends the thread."""
+        self.stopping = False
+        self._loop = loop
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.queue.put(None)
+
+    def run(
+        self,
+        load: Callable[[], _Runner],
+        release: Callable[[], None] | None,
+        loaded: asyncio.Future[Limits],
+        ended: asyncio.Future[None],
+    ) -> None:
+        try:
+            self._serve(load, loaded)
+            del load
+            if release is not None:
+                release()
+        finally:
+            self._call(set_result, ended, None)
+
+    def _serve(self, load: Callable[[], _Runner], loaded: asyncio.Future[Limits]) -> None:
+        runner, failure = attempt(load)
+        if failure is not None:
+            self._call(set_exception, loaded, _load_error(failure))
+        elif runner is not None:
+            self._call(set_result, loaded, runner.limits)
+        del load
+        while (entry := self.queue.get()) is not None:
+            work, spares, future, then = entry
+            if self.stopping:
+                closed = EngineClosed("The executor was closed before this step ran.")
+                self._call(_end, set_seen_exception, future, closed, then)
+            elif runner is None:
+                self._call(_end, set_seen_exception, future, dead(failure), then)
+            else:
+                output, failure = attempt(work, runner)
+                if failure is None:
+                    self._call(_end, set_result, future, output, then)
+                else:
+                    if not isinstance(failure, spares):
+                        runner = None
+                    self._call(_end, set_exception, future, failure, then)
+                del output
+            # While the thread waits for the next step it keeps nothing of this one alive.
+            del entry, work, spares, future, then
+
+    def _call(self, callback: Callable[..., None], *args: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            # The loop was closed under the executor: no task waits any more.
+            self.stop()
+
+
+def _end(
+    settle: Callable[[asyncio.Future[Any], Any], None], future: asyncio.Future[Any], how: Any, then: Callable[[], None]
+) -> None:
+    """In the loop: settle the future of some work, and go on from there at once."""
+    settle(future, how)
+    then()
+    # An error that was met there refers to the frames of those that called.
+    del how, then
+
+
+def dead(cause: BaseException | None) -> EngineDead:
+    """Return what a step gets after one that failed of `cause`."""
+    error = EngineDead("An earlier step failed, and no step runs after that. The cause is chained.")
+    error.__cause__ = cause
+    return error
+
+
+def set_result(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
+    if isinstance(error, StopIteration):
+        # A future cannot carry this one, and would stay pending.
+        error, cause = RuntimeError("A step raised StopIteration."), error
+        error.__cause__ = cause
+    if not future.done():
+        future.set_exception(error)
+
+
+def set_seen_exception(future: asyncio.Future[Any], error: BaseException) -> None:
+    """Set an error that follows from one reported before: asyncio must not log it when it is never asked for."""
+    set_exception(future, error)
+    if not future.cancelled():
+        future.exception()
+
+
+def _load_error(error: BaseException) -> BaseException:
+    if isinstance(error, AsyncLLMError):
+        return error
+    failure = ModelError(f"Loading the model failed with {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def attempt(call: Callable[..., _Result], *args: Any) -> tuple[_Result | None, BaseException | None]:
+    """Return what the call returns, or else what it raises.
+
+    By the frames of its traceback an error would keep the model alive for as long as the error is kept. They
+    are cleared here, before the error gets to a thread in which it is raised anew; file names and lines stay.
+    """
+    try:
+        return call(*args), None
+    except BaseException as error:
+        link: BaseException | None = error
+        while link is not None:
+            traceback.clear_frames(link.__traceback__)
+            link = link.__cause__ or link.__context__
+        # This frame is one of the traceback's, and cannot be cleared while it runs.
+        del call, args
+        return None, error
+
+
+def _end_threads() -> None:
+    """Let the running steps finish. A daemon thread is cut off when the interpreter is finalized, and inside torch that
+    ends the process by SIGABRT; one that is no daemon would keep a program from ending that forgets a `close`."""
+    deadline = time.monotonic() + EXIT_PATIENCE_S
+    for stop in list(_running.values()):
+        stop()
+    for thread in list(_running):
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+# Threads of the program's own that are no daemons have ended by then, and with them the loops that they run.
+atexit.register(_end_threads)

@@ -1,0 +1,179 @@
+"""The command line: thin, and quick to start, because each command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from asyncllm import __version__
+from asyncllm.cli import flags
+from asyncllm.cli import serve as serve_command
+from asyncllm.cli.conversations import LocalConversation
+from asyncllm.cli.flags import DEFAULT_MODEL, MODEL_HELP, add_model_settings, load_template
+from asyncllm.cli.terminal import CHAT_HELP, converse, print_answer
+from asyncllm.config import EngineConfig, GenerationConfig
+from asyncllm.errors import AsyncLLMError, InvalidParameter
+from asyncllm.shown import complain, in_terminal
+
+if TYPE_CHECKING:
+    from asyncllm.pipeline import Pipeline
+
+__all__ = ["main"]
+
+WRONG_USAGE = 2
+"""Exit status as argparse has it."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, 1 if it failed, 2 for wrong usage, 130 after Ctrl-C."""
+    parser = _parser()
+    options = parser.parse(serve_command.spelled_out(sys.argv[1:] if arguments is None else arguments))
+    try:
+        return int(options.run(options))
+    except InvalidParameter as error:
+        complain(f"{options.parser.format_usage()}{options.parser.prog}: error: {flags.refuse(error)}")
+        return WRONG_USAGE
+    except AsyncLLMError as error:
+        complain(f"asyncllm: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _give_up(sys.stdout)
+        return 1
+    finally:
+        if sys.stderr is not None and not sys.stderr.closed:
+            try:
+                sys.stderr.flush()
+            except OSError:
+                _give_up(sys.stderr)
+
+
+def _give_up(stream: TextIO) -> None:
+    """Let go what is left of a stream whose reader has left or whose disk is full: flushing it at exit would fail, and
+    change the exit status."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def _parser() -> flags.Parser:
+    parser = flags.Parser(prog="asyncllm", description="LLM inference as an asyncio library.")
+    parser.add_argument("--version", action="version", version=f"asyncllm {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], help_text: str, **extra: Any) -> flags.Parser:
+        added: flags.Parser = commands.add_parser(name, help=help_text, description=help_text, **extra)
+        added.set_defaults(run=run, parser=added)
+        return added
+
+    chat = command("chat", _chat, f"Have a conversation. {CHAT_HELP}", usage="asyncllm chat [OPTIONS] [MODEL]")
+    chat.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
+    _add_settings(chat)
+
+    usage = "asyncllm run [OPTIONS] [MODEL] [PROMPT]"
+    run = command("run", _run, "Answer one prompt, given or on standard input, and leave.", usage=usage)
+    run.add_argument("words", nargs="*", metavar="MODEL PROMPT", help=f"{MODEL_HELP} PROMPT '-': standard input.")
+    _add_settings(run)
+
+    serve_command.add(commands)
+
+    about = "Say whether this machine can run it, and what to change."
+    doctor = command("doctor", _doctor, about, aliases=["check_env"])
+    doctor.add_argument("model", nargs="?", metavar="MODEL", help="Also look at this checkpoint's folder.")
+    doctor.add_argument("--json", action="store_true", help="Print the verdicts as JSON.")
+
+    listing = command("list", _list, "Name the built-in chat templates and the model architectures.")
+    listing.add_argument("--json", action="store_true", help="Print them as JSON.")
+
+    convert = command("convert", _convert, "Turn a checkpoint of .bin files into safetensors.")
+    convert.add_argument("source", metavar="SRC", help="Folder of the checkpoint.")
+    convert.add_argument("destination", nargs="?", metavar="DST", help="Folder to write. Default: beside SRC.")
+    return parser
+
+
+def _add_settings(parser: flags.Parser) -> None:
+    add_model_settings(parser)
+    flags.add(parser.add_argument_group("answers"), GenerationConfig, leave_out=("n", "logprobs", "prompt_logprobs"))
+
+
+def _open(options: argparse.Namespace, model: str) -> tuple[Pipeline, GenerationConfig]:
+    from asyncllm.pipeline import Pipeline
+
+    generation = flags.load(options, GenerationConfig)
+    engine = flags.load(options, EngineConfig)
+    return Pipeline(model, engine, load_template(options)), generation
+
+
+def _run(options: argparse.Namespace) -> int:
+    model, prompt = _model_and_prompt(options)
+    pipe, generation = _open(options, model)
+    with pipe:
+        ending = print_answer(pipe.stream_infer(prompt, generation, separate_reasoning=False))
+    print()
+    if ending == "length":
+        complain(f"(cut after {generation.max_new_tokens} tokens; see --max-new-tokens)")
+    return 1 if ending in ("error", "abort") else 0
+
+
+def _model_and_prompt(options: argparse.Namespace) -> tuple[str, str]:
+    words: list[str] = options.words
+    if len(words) > 2:
+        options.parser.error(f"too many arguments: {words[2]!r}. Put the prompt into quotes.")
+    if len(words) == 1 and (words[0] == DEFAULT_MODEL or os.path.isfile(os.path.join(words[0], "config.json"))):
+        words = [words[0], "-"]
+    model, prompt = ([DEFAULT_MODEL, "-"] if not words else [DEFAULT_MODEL, *words])[-2:]
+    if prompt == "-":
+        prompt = sys.stdin.read().rstrip("\n")
+    if not prompt:
+        options.parser.error("the prompt is empty: pass it in quotes, or on standard input")
+    return model, prompt
+
+
+def _chat(options: argparse.Namespace) -> int:
+    pipe, generation = _open(options, options.model)
+    with pipe:
+        converse(pipe.model_name, LocalConversation(pipe, generation))
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from asyncllm.cli import doctor
+
+    checks = doctor.examine(options.model)
+    print(doctor.as_json(checks) if options.json else in_terminal(doctor.as_text(checks)))
+    return 1 if any(check.verdict == "fail" for check in checks) else 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    from asyncllm.models.registry import families
+    from asyncllm.text import templates
+
+    names = {"chat_templates": templates.names(), "architectures": list(families())}
+    if options.json:
+        import json
+
+        print(json.dumps(names, indent=2))
+        return 0
+    for title, entries in names.items():
+        print(f"{title.replace('_', ' ')}:")
+        print("".join(f"  {entry}\n" for entry in entries), end="")
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from asyncllm.models.convert import convert
+
+    report = convert(Path(options.source), Path(options.destination) if options.destination else None)
+    print(f"{report.num_tensors} tensors, {report.num_bytes / 1e6:.1f} MB in {len(report.files)} file(s)")
+    for name in report.dropped:
+        print(in_terminal(f"left out {name}: it is tied to the embedding"))
+    print(f"written to {report.destination}")
+    return 0

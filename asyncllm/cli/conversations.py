@@ -1,0 +1,86 @@
+"""Conversations for the terminal: with a model in this process, and with a server."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from asyncllm.config import GenerationConfig
+    from asyncllm.http_client.api_client import APIClient
+    from asyncllm.pipeline import Pipeline
+    from asyncllm.types import Chunk
+
+__all__ = ["ClientConversation", "LocalConversation", "SessionConversation"]
+
+
+class _Piece(NamedTuple):
+    text: str
+    finish_reason: str | None
+
+
+class LocalConversation:
+    """A conversation with a model in this process."""
+
+    def __init__(self, pipe: Pipeline, generation: GenerationConfig) -> None:
+        self._pipe = pipe
+        self._generation = generation
+        self._session = pipe.session()
+
+    def answer(self, text: str) -> Generator[Chunk, None, None]:
+        answer: Generator[Chunk, None, None] = self._session.chat(
+            text, self._generation, stream_response=True, separate_reasoning=False
+        )
+        return answer
+
+    def forget(self) -> None:
+        self._session.close()
+        self._session = self._pipe.session()
+
+
+class ClientConversation:
+    """Its messages are kept here, and sent whole with every turn; so it works with any server of OpenAI's routes."""
+
+    def __init__(self, client: APIClient, model: str) -> None:
+        self._client = client
+        self._model = model
+        self._messages: list[dict[str, Any]] = []
+        """An answer that was stopped stands here as far as it came."""
+
+    def answer(self, text: str) -> Generator[_Piece, None, None]:
+        asked = [*self._messages, {"role": "user", "content": text}]
+        answer = ""
+        try:
+            # None: the server's own defaults of sampling.
+            for item in self._client.chat_completions_v1(self._model, asked, temperature=None, top_p=None, stream=True):
+                for choice in item["choices"]:
+                    piece = choice["delta"].get("content") or ""
+                    answer += piece
+                    yield _Piece(piece, choice["finish_reason"])
+        finally:
+            if answer:
+                self._messages = [*asked, {"role": "assistant", "content": answer}]
+
+    def forget(self) -> None:
+        self._messages = []
+
+
+class SessionConversation:
+    """The server keeps it, by LMDeploy's interactive route, also for a later client that names the session."""
+
+    def __init__(self, client: APIClient, session_id: int) -> None:
+        self._client = client
+        self._session_id = session_id
+
+    def answer(self, text: str) -> Generator[_Piece, None, None]:
+        turn = self._client.chat_interactive_v1(text, session_id=self._session_id, interactive_mode=True, stream=True)
+        try:
+            for item in turn:
+                yield _Piece(item["text"], item["finish_reason"])
+        except (GeneratorExit, KeyboardInterrupt):
+            # The server may notice that a connection was closed later than the next turn arrives.
+            list(self._client.chat_interactive_v1("", session_id=self._session_id, cancel=True))
+            raise
+
+    def forget(self) -> None:
+        self._client.end_session(self._session_id)

@@ -1,0 +1,182 @@
+"""Command-line options out of the settings in `config/`, and back into checked settings.
+
+A field `max_new_tokens` becomes `--max-new-tokens`; its help is the field's description, its default stays with the
+Struct. Literals become choices, bools `--x` and `--no-x`, lists an option to repeat, dicts a repeated `NAME=VALUE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import types
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeVar, Union
+
+import msgspec
+
+from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, ServerConfig
+from asyncllm.errors import InvalidParameter
+
+__all__ = ["DEFAULT_MODEL", "MODEL_HELP", "Parser", "add", "add_model_settings", "load", "load_template", "refuse"]
+
+DEFAULT_MODEL = "tiny-chat"
+MODEL_HELP = f"A folder, a bundled model or a hub id. Default: {DEFAULT_MODEL}."
+
+Config = TypeVar("Config", EngineConfig, GenerationConfig, ChatTemplateConfig, ServerConfig)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that names the nearest option when it does not know one, and takes `_` for `-` in names."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse(self, args: Sequence[str]) -> argparse.Namespace:
+        """Do as `parse_args`. A subcommand that sets `parser` to itself gets its own hints and usage line."""
+        end = args.index("--") if "--" in args else len(args)
+        namespace, unknown = self.parse_known_args([*map(_dashes, args[:end]), *args[end:]])
+        if unknown:
+            self._refuse(unknown, getattr(namespace, "parser", self))
+        return namespace
+
+    def _refuse(self, unknown: list[str], command: argparse.ArgumentParser) -> None:
+        hints = []
+        for argument in unknown:
+            name = argument.partition("=")[0]
+            nearest = get_close_matches(name, command._option_string_actions, n=1) if name.startswith("-") else []
+            hints.append(f"{argument} (did you mean {nearest[0]}?)" if nearest else argument)
+        command.error(f"unrecognized arguments: {', '.join(hints)}")
+
+
+def _dashes(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+def add(
+    parser: argparse._ActionsContainer,
+    config: type[msgspec.Struct],
+    *,
+    leave_out: Collection[str] = (),
+    several: bool = False,
+    defaults: Mapping[str, Any] = types.MappingProxyType({}),
+) -> None:
+    """Give `parser` an option for each field of `config`, except those in `leave_out`.
+
+    `several`: an option for a list takes all words that follow, as LMDeploy's server has it. `defaults`: the command's
+    own, where they are not the config's.
+    """
+    hints = typing.get_type_hints(config, include_extras=True)
+    shown = {**{field.name: field.default for field in msgspec.structs.fields(config)}, **defaults}
+    for name in config.__struct_fields__:
+        if name in leave_out:
+            continue
+        annotation, description = _unwrap(hints[name])
+        option = "--" + name.replace("_", "-")
+        help_text = f"{description} Default: {shown[name]}.".replace("%", "%%")
+        kind = _kind(annotation, several)
+        parser.add_argument(option, dest=name, default=defaults.get(name, argparse.SUPPRESS), help=help_text, **kind)
+
+
+def load(namespace: argparse.Namespace, config: type[Config], **fixed: Any) -> Config:
+    """Return the checked config out of the options that were given, and `fixed` fields. Raises InvalidParameter."""
+    fields = {name: value for name, value in vars(namespace).items() if name in config.__struct_fields__}
+    for name, value in fields.items():
+        annotation, _ = _unwrap(typing.get_type_hints(config, include_extras=True)[name])
+        if typing.get_origin(_without_none(annotation)) is dict:
+            fields[name] = dict(value)
+    return config.from_dict({**fields, **fixed}).checked()
+
+
+def _unwrap(annotation: Any) -> tuple[Any, str]:
+    """Return a field's type, and its description."""
+    if typing.get_origin(annotation) is Annotated:
+        inner, *extra = typing.get_args(annotation)
+        return inner, next((meta.description or "" for meta in extra if isinstance(meta, msgspec.Meta)), "")
+    return annotation, ""
+
+
+def _without_none(annotation: Any) -> Any:
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        inner, _ = _unwrap(next(each for each in typing.get_args(annotation) if each is not type(None)))
+        return inner
+    return annotation
+
+
+def _kind(annotation: Any, several: bool) -> dict[str, Any]:
+    """Return the `add_argument` keywords for a field's type."""
+    inner = _without_none(annotation)
+    optional = inner is not annotation
+    origin = typing.get_origin(inner)
+    if inner is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if origin is Literal:
+        choices = typing.get_args(inner)
+        return {"choices": choices, "type": type(choices[0])}
+    if origin is list:
+        (item,) = typing.get_args(inner)
+        action = {"action": "extend", "nargs": "+"} if several else {"action": "append"}
+        return {**action, "type": item, "metavar": item.__name__.upper()}
+    if origin is dict:
+        key, value = (_unwrap(each)[0] for each in typing.get_args(inner))
+        return {"action": "append", "type": _pair(key, value), "metavar": "NAME=VALUE"}
+    return {"type": _or_none(inner) if optional else inner, "metavar": inner.__name__.upper()}
+
+
+def _or_none(kind: Any) -> Any:
+    def parse(text: str) -> Any:
+        return None if text.lower() == "none" else kind(text)
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+def _pair(key: Any, value: Any) -> Any:
+    def parse(text: str) -> tuple[Any, Any]:
+        name, equals, rest = text.partition("=")
+        if not equals:
+            raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+        return key(name), _json_or_text(rest) if value is Any else value(rest)
+
+    parse.__name__ = "NAME=VALUE"
+    return parse
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def refuse(error: InvalidParameter) -> str:
+    """Return the error of a config as a user of the command line knows it: by option, not by field."""
+    if error.param is None:
+        return str(error)
+    return f"--{error.param.replace('_', '-')}: {error}"
+
+
+def add_model_settings(parser: Parser, defaults: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Give `parser` the options of the chat template and of the engine. `defaults`: of the command's engine."""
+    parser.add_argument(
+        "--chat-template", metavar="NAME|FILE", help="A built-in chat template (`asyncllm list`) or a JSON file."
+    )
+    template_fields = set(ChatTemplateConfig.__struct_fields__) - {"meta_instruction", "capability"}
+    add(parser.add_argument_group("chat template"), ChatTemplateConfig, leave_out=template_fields)
+    add(parser.add_argument_group("engine"), EngineConfig, defaults=defaults)
+
+
+def load_template(options: argparse.Namespace) -> ChatTemplateConfig:
+    """Return the chat template by name or from a JSON file, with the fields given as options in place of its own."""
+    choice = options.chat_template
+    if choice is None:
+        config = ChatTemplateConfig()
+    elif choice.endswith(".json") or choice.lstrip().startswith("{"):
+        config = ChatTemplateConfig.from_json(choice)
+    else:
+        config = ChatTemplateConfig(model_name=choice)
+    given = {name: value for name, value in vars(options).items() if name in ("meta_instruction", "capability")}
+    return msgspec.structs.replace(config, **given)

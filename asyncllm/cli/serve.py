@@ -1,0 +1,109 @@
+"""`asyncllm serve`: a server in the foreground, or a conversation with one. What a command needs is imported when it
+runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from asyncllm.cli import flags
+from asyncllm.cli.flags import DEFAULT_MODEL, MODEL_HELP, add_model_settings, load_template
+from asyncllm.cli.terminal import CHAT_HELP, converse
+from asyncllm.config import DEFAULT_URL, SERVED_QUEUE, EngineConfig, ServerConfig
+
+__all__ = ["add", "spelled_out"]
+
+SERVER, CLIENT = "api_server", "api_client"
+WORDS = (SERVER, CLIENT, "-h", "--help")
+"""What may follow `serve`; anything else belongs to its api_server."""
+
+
+def spelled_out(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with `serve MODEL`, as vLLM has it, and `serve` alone spelled `serve api_server`."""
+    if arguments[:1] == ["serve"] and (len(arguments) == 1 or arguments[1] not in WORDS):
+        return ["serve", SERVER, *arguments[1:]]
+    return list(arguments)
+
+
+def add(commands: argparse._SubParsersAction[Any]) -> None:
+    """Give the command line its `serve`."""
+    serve = commands.add_parser(
+        "serve",
+        help="Serve a model over HTTP, or talk to a server.",
+        description=f"Serve a model, or talk to a server. `asyncllm serve MODEL` is `asyncllm serve {SERVER} MODEL`.",
+    )
+    kinds = serve.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    about = "Serve a model over HTTP, with OpenAI's routes and LMDeploy's."
+    server = kinds.add_parser(
+        SERVER, help=about, description=about, usage=f"asyncllm serve [{SERVER}] [MODEL] [OPTIONS]"
+    )
+    server.set_defaults(run=_serve, parser=server)
+    server.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    group = server.add_argument_group("server", "An option with a list takes all words that follow.")
+    flags.add(group, ServerConfig, several=True)
+    group.add_argument(
+        "--disable-fastapi-docs",
+        dest="disable_docs",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="LMDeploy's name of --disable-docs.",
+    )
+    group.add_argument(
+        "--backend", choices=("pytorch", "turbomind"), help="LMDeploy's back ends; both are this engine."
+    )
+    add_model_settings(server, SERVED_QUEUE)
+
+    about = f"Have a conversation with a server. {CHAT_HELP}"
+    client = kinds.add_parser(CLIENT, help="Have a conversation with a server.", description=about)
+    client.set_defaults(run=_talk, parser=client)
+    client.add_argument("url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"Default: {DEFAULT_URL}.")
+    client.add_argument("--api-key", metavar="STR", help="One of the server's keys, if it has any.")
+    client.add_argument(
+        "--session-id",
+        type=int,
+        metavar="INT",
+        help="Let the server keep the conversation under this number, to come back to it. Default: it is kept here.",
+    )
+
+
+def _serve(options: argparse.Namespace) -> int:
+    config = flags.load(options, ServerConfig)
+    engine_config = flags.load(options, EngineConfig)
+    template = load_template(options)
+    _refuse_lost_model(options)
+
+    import asyncio
+
+    from asyncllm.engine.async_engine import AsyncEngine
+    from asyncllm.server.run import fastest_loop, run
+
+    make_engine = partial(AsyncEngine, options.model or DEFAULT_MODEL, engine_config, template)
+    with asyncio.Runner(loop_factory=fastest_loop()) as runner:
+        runner.run(run(make_engine, config))
+    return 0
+
+
+def _talk(options: argparse.Namespace) -> int:
+    from asyncllm.cli.conversations import ClientConversation, SessionConversation
+    from asyncllm.http_client.api_client import APIClient
+
+    with APIClient(options.url, options.api_key) as client:
+        model = client.available_models[0]
+        kept_here = options.session_id is None
+        converse(
+            f"{model} at {client.api_server_url}",
+            ClientConversation(client, model) if kept_here else SessionConversation(client, options.session_id),
+        )
+    return 0
+
+
+def _refuse_lost_model(options: argparse.Namespace) -> None:
+    """Refuse a list that takes the model's name, which comes after it: the default model would be served instead."""
+    lists = [name for name in ServerConfig.__struct_fields__ if isinstance(getattr(options, name, None), list)]
+    longest = max(lists, key=lambda name: len(getattr(options, name)), default=None)
+    if options.model is None and longest is not None and len(getattr(options, longest)) > 1:
+        option = f"--{longest.replace('_', '-')}"
+        options.parser.error(f"{option} takes all words that follow. Write the model's name before it.")

@@ -1,0 +1,201 @@
+"""Blocks in host memory: where the KV of preempted sequences waits, and what the device's prefix cache has no room for.
+
+Every copy belongs to a step (`SwapPlan`) and runs in the device's order: after all steps before it, ahead of whatever
+its own step writes, and all copies down ahead of all copies up. Two things follow:
+
+    A device block that is copied down may be given away at once, even in the same step: what writes it, a copy or a
+    forward pass, comes after. Steps in flight that write the block came before, so the copy has what they wrote.
+
+    What a host block holds may be asked for as soon as the copy to it is planned, as a copy up never overtakes it.
+
+A host block itself is fenced like a device block: its last reference ends when the step that copies to or from it has
+been read. Otherwise a copy down could take its place in the very step that still copies it up, and would come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from asyncllm.engine.cache.block_groups import BlockGroups, BlockTable
+from asyncllm.engine.cache.block_manager import BlockManager
+from asyncllm.engine.cache.prefix_cache import PrefixCache
+from asyncllm.engine.schedule.sequence import Sequence, SequenceState
+from asyncllm.protocol import Limits, SwapPlan
+
+__all__ = ["HostBlocks"]
+
+
+class HostBlocks:
+    """Host blocks, who waits there, and the copies of the next step. Only the scheduler calls it.
+
+    Blocks are counted as on the device (`BlockManager`): those of swapped sequences are held, those of the prefix cache
+    idle, so that a swap takes the room of what is merely cached.
+    """
+
+    def __init__(self, limits: Limits, groups: BlockGroups, device: BlockManager, *, swapping: bool) -> None:
+        """`swapping`: whether preempted sequences come here. Cached blocks do if `device` has a prefix cache."""
+        self._block_size = limits.block_size
+        self._groups = groups
+        self._min_copied_tokens = limits.min_copied_tokens
+        self._device = device
+        self._swapping = swapping
+        self._cache = PrefixCache() if device.prefix_cache is not None else None
+        """Keys of the blocks here, whether or not the device has them as well."""
+        self.blocks = BlockManager(limits.num_host_blocks, self._cache)
+        self.plan = SwapPlan()
+        """Copies of the step that is scheduled next."""
+        self.swapped: dict[Sequence, None] = {}
+        """Sequences in state SWAPPED; they are in the waiting queue too, which says whose turn it is."""
+        self.num_swapped_out = 0
+        """Blocks copied to the host since start."""
+        self.num_swapped_in = 0
+        self.num_fallbacks = 0
+        """Preempted sequences that found too few blocks here, and are computed again."""
+        self._step = 0
+        """The step that `plan` belongs to."""
+        self._last_read = -1
+        if limits.num_host_blocks and self._cache is not None:
+            device.on_evict = self._keep
+
+    @property
+    def _last_copying_step(self) -> int:
+        """The newest step that may copy to or from here. Without copies the next step may never come to be."""
+        return self._step if self.plan else self._step - 1
+
+    def take_plan(self, step: int) -> SwapPlan:
+        """Take the copies planned for step `step`, which is on its way."""
+        plan, self.plan = self.plan, SwapPlan()
+        self._step = step + 1
+        return plan
+
+    def step_read(self, step: int) -> None:
+        """Step `step` and all before it have finished and been read."""
+        self._last_read = step
+        self.blocks.step_read(step)
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Copy what a running sequence has computed to the host, before it leaves its row. False, for want of blocks or
+        of use: it has to be computed again.
+
+        Whole blocks that are here already are shared, a prompt of several answers, say.
+        """
+        if not self._swapping or not sequence.num_computed or sequence.remaining <= 0:
+            return False
+        if sequence.request.output_logits:
+            # Those of chunks in flight go to the row that asked for them, which is about to be left.
+            return False
+        count, committed = -(-sequence.num_computed // self._block_size), sequence.hashes[: sequence.committed]
+        tables: list[BlockTable] = []
+        pairs: list[tuple[int, int]] = []
+        num_own = num_idle = 0
+        for group, table in enumerate(sequence.tables):
+            first = max(table.first, self._groups.first_needed(group, sequence.num_computed))
+            keys = (self._groups.key(group, key) for key in committed[first:])
+            shared = self._cache.match(keys) if self._cache is not None else []
+            num_own += count - first - len(shared)
+            num_idle += sum(1 for block in shared if self.blocks.is_idle(block))
+            tables.append(BlockTable(first, shared))
+        if self.blocks.num_available - num_idle < num_own:
+            self.num_fallbacks += 1
+            return False
+        for table in tables:
+            self.blocks.share(table.blocks)
+        for table, kept in zip(sequence.tables, tables, strict=True):
+            own = self.blocks.allocate(count - kept.end)
+            pairs += zip(table.between(kept.end, count), own, strict=True)
+            kept.blocks += own
+        self.plan.swap_out.extend(pairs)
+        self.num_swapped_out += len(pairs)
+        # Only what the device's cache knows has been read. Steps in flight that write the others may still fail.
+        _copy_keys(pairs, self._device.prefix_cache, self._cache)
+        sequence.host_tables = tables
+        sequence.host_step = self._last_copying_step
+        self.swapped[sequence] = None
+        return True
+
+    def stored(self, sequence: Sequence, num_found: int, last_block: int) -> list[BlockTable]:
+        """Return host blocks that go on where the sequence's first `num_found` blocks end: its own if it was swapped
+        out, else what is cached up to block `last_block`, if that is worth the copy. By group, all end alike."""
+        if sequence.state is SequenceState.SWAPPED:
+            return [
+                BlockTable(max(num_found, table.first), table.between(num_found, table.end))
+                for table in sequence.host_tables
+            ]
+        end = num_found
+        if self._cache is not None and sequence.request.reuses_prefix and self.blocks.num_blocks:
+            end = self._groups.longest(sequence.hashes[:last_block], num_found, self._cache.has)
+            if (end - num_found) * self._block_size < self._min_copied_tokens:
+                end = num_found
+        tables = []
+        for group in range(self._groups.count):
+            first = max(num_found, self._groups.first_needed(group, end * self._block_size))
+            keys = (self._groups.key(group, key) for key in sequence.hashes[first:end])
+            tables.append(BlockTable(first, self._cache.match(keys) if self._cache is not None else []))
+        return tables
+
+    def swap_in(self, stored: Items[int], blocks: Items[int]) -> None:
+        """Copy host blocks, shared by the caller, to the first of these device blocks in the next step.
+
+        Whole blocks are found in the device's prefix cache from that step on.
+        """
+        pairs = list(zip(stored, blocks, strict=False))
+        self.plan.swap_in.extend(pairs)
+        self.num_swapped_in += len(pairs)
+        _copy_keys(pairs, self._cache, self._device.prefix_cache)
+        self.blocks.retire(list(stored), self._last_copying_step, self._last_read)
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back the blocks here, if any, of a sequence that is running again or has ended."""
+        if sequence.state is SequenceState.SWAPPED:
+            del self.swapped[sequence]
+            self.blocks.retire(sequence.host_blocks, sequence.host_step, self._last_read)
+            sequence.host_tables = []
+
+    def copies_lost(self, step: int, plan: SwapPlan) -> list[Sequence]:
+        """Step `step`, whose copies were `plan`, has not run to its end: neither side has what it was to write.
+        Returns the swapped sequences that lose by it; the caller lets them be computed again."""
+        self._device.forget(block for _, block in plan.swap_in)
+        self.blocks.forget(block for _, block in plan.swap_out)
+        return [sequence for sequence in self.swapped if sequence.host_step == step]
+
+    def forget(self) -> None:
+        """Forget the content of all blocks: swapped sequences are to be computed again. No step is in flight."""
+        assert not self.plan, "copies are planned"
+        for sequence in list(self.swapped):
+            self.release(sequence)
+            sequence.state = SequenceState.WAITING
+            sequence.num_computed = 0
+        self.blocks.clear()
+
+    def _keep(self, key: bytes, block: int) -> None:
+        """Keep here, if there is room, what a block holds that the device's prefix cache gives up."""
+        assert self._cache is not None
+        kept = self._cache.match([key])
+        if kept:
+            # Used last when the device forgets it, not when it came here.
+            self.blocks.share(kept)
+        elif self.blocks.num_available:
+            kept = self.blocks.allocate(1)
+            self._cache.commit(key, kept[0])
+            self.plan.swap_out.append((block, kept[0]))
+            self.num_swapped_out += 1
+        self.blocks.retire(kept, self._last_copying_step, self._last_read)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks, sequences and their states agree."""
+        self.blocks.check_integrity(sequence.host_blocks for sequence in self.swapped)
+        for sequence in self.swapped:
+            assert sequence.state is SequenceState.SWAPPED, f"{sequence!r} is not swapped out, but kept as such"
+            for group, table in enumerate(sequence.host_tables):
+                held, needed = table.end * self._block_size, self._groups.first_needed(group, sequence.num_computed)
+                assert held - self._block_size < sequence.num_computed <= held, f"{sequence!r} has lost host blocks"
+                assert table.first <= needed, f"{sequence!r} lacks host blocks in its window"
+
+
+def _copy_keys(pairs: Items[tuple[int, int]], source: PrefixCache | None, destination: PrefixCache | None) -> None:
+    """Let `destination` know of its blocks what `source` knows of the blocks that they are copied from."""
+    if source is not None and destination is not None:
+        for block, copy in pairs:
+            key = source.key_of(block)
+            if key is not None:
+                destination.commit(key, copy)

@@ -1,0 +1,159 @@
+"""The prefix cache: which full block holds the K and V of which beginning of a text.
+
+A block's key is a SHA-256 over its parent's key and its token ids, so that one key stands for the whole beginning
+up to the block's end, and a match is a walk along a chain of dictionary look-ups. Blocks to which no sequence refers
+stay as *idle* until the room is needed: least recently used first, those that a session has pinned last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+__all__ = ["PrefixCache", "extend_hashes", "root_hash"]
+
+
+def root_hash(*parts: bytes, cache_salt: str | None = None) -> bytes:
+    """Return the parent of a chain's first block. It holds everything besides tokens that K and V depend on, and the
+    salt that keeps requests apart which must not notice each other."""
+    if cache_salt is not None:
+        parts = (*parts, b"salt", cache_salt.encode("utf-8", "surrogatepass"))
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def extend_hashes(hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
+    """Append to `hashes` the keys of the full blocks of `token_ids` that it does not hold yet."""
+    parent = hashes[-1] if hashes else root
+    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
+        tokens = array("q", token_ids[start : start + block_size])
+        parent = hashlib.sha256(parent + tokens.tobytes()).digest()
+        hashes.append(parent)
+
+
+class PrefixCache:
+    """Keys of blocks, blocks of keys, and the idle blocks in least-recently-used order."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._idle_pinned: OrderedDict[int, None] = OrderedDict()
+        self._pins: Counter[bytes] = Counter()
+        """Key -> sessions that would like to find it again. A wish, not a reference: it never blocks an allocation."""
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle) + len(self._idle_pinned)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks whose content is known, idle or held."""
+        return len(self._key_of)
+
+    def match(self, keys: Iterable[bytes]) -> list[int]:
+        """Return the blocks of these keys, up to the first that is not known."""
+        blocks = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def has(self, key: bytes) -> bool:
+        """Return whether there is a block of this key."""
+        return key in self._block_of
+
+    def key_of(self, block: int) -> bytes | None:
+        """Return the key of what the block holds, if that is known."""
+        return self._key_of.get(block)
+
+    def commit(self, key: bytes, block: int) -> None:
+        """Block `block` holds what `key` stands for; its writing step has been read. The first block of a key stays."""
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def retain(self, block: int) -> bool:
+        """Keep a block without references as idle, if its content is known. Return whether it is."""
+        key = self._key_of.get(block)
+        if key is None:
+            return False
+        if key in self._pins:
+            self._idle_pinned[block] = None
+        else:
+            self._idle[block] = None
+        return True
+
+    def revive(self, block: int) -> None:
+        """Take a block out of the idle ones: it is referenced again."""
+        if block in self._idle:
+            del self._idle[block]
+        else:
+            del self._idle_pinned[block]
+
+    def evict(self) -> tuple[bytes, int]:
+        """Forget the least recently used idle block; returns its key and itself."""
+        block, _ = (self._idle or self._idle_pinned).popitem(last=False)
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        return key, block
+
+    def forget(self, block: int) -> bool:
+        """Forget what the block holds. Return whether it was idle, and so is free now."""
+        key = self._key_of.pop(block, None)
+        if key is None:
+            return False
+        del self._block_of[key]
+        for idle in (self._idle, self._idle_pinned):
+            if block in idle:
+                del idle[block]
+                return True
+        return False
+
+    def clear(self) -> list[int]:
+        """Forget every block, and return those that were idle. Pins stay, as wishes for what comes to be known anew."""
+        idle = [*self._idle, *self._idle_pinned]
+        for known in (self._block_of, self._key_of, self._idle, self._idle_pinned):
+            known.clear()
+        return idle
+
+    def pin(self, hashes: Iterable[bytes]) -> None:
+        """Keep these beginnings for a session as long as there is room."""
+        for key in hashes:
+            self._pins[key] += 1
+            block = self._block_of.get(key)
+            if block is not None and block in self._idle:
+                del self._idle[block]
+                self._idle_pinned[block] = None
+
+    def unpin(self, hashes: Iterable[bytes]) -> None:
+        """Undo one `pin` of each."""
+        for key in hashes:
+            self._pins[key] -= 1
+            if self._pins[key] <= 0:
+                del self._pins[key]
+                block = self._block_of.get(key)
+                if block is not None and block in self._idle_pinned:
+                    del self._idle_pinned[block]
+                    self._idle[block] = None
+
+    def check_integrity(self, references: Sequence[int], free: Sequence[int]) -> None:
+        """Raise AssertionError unless every cached block is either held or idle, once."""
+        idle = list(self._idle) + list(self._idle_pinned)
+        assert len(idle) == len(set(idle)), "a block is twice idle"
+        assert all(references[block] == 0 for block in idle), "an idle block is referenced"
+        assert all(self._block_of[key] == block for block, key in self._key_of.items()), "keys and blocks disagree"
+        assert len(self._block_of) == len(self._key_of), "keys and blocks disagree in number"
+        unreferenced = {block for block in self._key_of if references[block] == 0}
+        assert unreferenced == set(idle), "an unreferenced cached block is not idle"
+        assert not unreferenced & set(free), "a cached block is in the free list"
+        assert set(self._idle_pinned) == {block for block in idle if self._key_of[block] in self._pins}, (
+            "pinned blocks and pins disagree"
+        )

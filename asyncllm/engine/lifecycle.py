@@ -1,0 +1,163 @@
+"""Lifecycle: from a new engine to a closed one, and the parts that it has between: loop, sessions, what prepares calls.
+
+new -> starting -> running -> closing -> closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable
+
+from asyncllm.engine.loop import Death, EngineLoop
+from asyncllm.engine.model_files import ModelFiles
+from asyncllm.engine.requests.grammars import Grammars, compiler_of
+from asyncllm.engine.requests.input_processor import InputProcessor
+from asyncllm.engine.requests.prompt_encoder import PromptEncoder
+from asyncllm.engine.schedule.backpressure import Backpressure
+from asyncllm.engine.schedule.quality_of_service import QualityOfService
+from asyncllm.engine.schedule.scheduler import Scheduler
+from asyncllm.engine.schedule.waiting_queue import WaitingQueue
+from asyncllm.engine.sessions.session_table import SessionTable
+from asyncllm.errors import EngineClosed, EngineError, InvalidParameter
+from asyncllm.event_loop.in_thread import in_thread
+from asyncllm.event_loop.surroundings import asyncio_loop
+from asyncllm.protocol import Executor, Limits
+from asyncllm.types import RequestRecord
+
+__all__ = ["Lifecycle"]
+
+_live: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
+"""Engines that have started and not closed, for tests that look for leaks."""
+
+
+class Lifecycle:
+    """The state of one engine, and what `start` has opened: the rest of an engine finds it here."""
+
+    limits: Limits
+    encoder: PromptEncoder
+    sessions: SessionTable
+    inputs: InputProcessor
+
+    def __init__(self, files: ModelFiles, make_scheduler: Callable[..., Scheduler] | None, name: str) -> None:
+        """`name` goes into the names of tasks."""
+        self.files = files
+        self._make_scheduler = make_scheduler
+        self._name = name
+        self._state = "new"
+        self._loop: EngineLoop | None = None
+        self._executor: Executor | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self.observers: list[Callable[[RequestRecord], None]] = []
+        """Called, by the engine's loop, with every request that ends."""
+
+    async def start(self) -> None:
+        """Load the model and start the engine's loop. Raises ModelError, EngineError; then nothing is left behind."""
+        if self._state != "new":
+            raise EngineError(f"The engine was started before and is {self._state}. Make a new AsyncEngine.")
+        loop = asyncio_loop()
+        self._state = "starting"
+        self._starting = loop.create_task(self._start_up(), name="asyncllm-start")
+        try:
+            await self._starting
+        except asyncio.CancelledError:
+            # The start may have come to its end in the same turn of the loop as the cancellation.
+            if self._starting.done() and not self._starting.cancelled():
+                self._starting.exception()
+            await self.close()
+            task = asyncio.current_task()
+            if task is not None and not task.cancelling():
+                raise EngineClosed("The engine was closed while it was starting.") from None
+            raise
+
+    async def _start_up(self) -> None:
+        executor: Executor | None = None
+        config = self.files.config
+        try:
+            path = config.qos_config_path
+            quality = None if path is None else await in_thread(lambda: QualityOfService.open(path))
+            executor = await self.files.find()
+            self.limits = await self.files.load()
+            tokenizer, template = self.files.texts()
+            if config.eviction_type == "copy" and not self.limits.num_host_blocks:
+                raise InvalidParameter(
+                    "eviction_type='copy' needs blocks in host memory, and the executor has none. Give it some, or use "
+                    "eviction_type='recompute'.",
+                    "eviction_type",
+                )
+            self.encoder = PromptEncoder(tokenizer, template, self.limits, config)
+            grammars = Grammars(await in_thread(lambda: compiler_of(tokenizer, template, self.limits)))
+            scheduler = (self._make_scheduler or Scheduler)(
+                self.limits,
+                max_batch_size=config.max_batch_size,
+                prefill_budget=config.prefill_budget,
+                prefill_interval=config.prefill_interval,
+                prefix_caching=config.enable_prefix_caching,
+                swapping=config.eviction_type == "copy",
+                waiting=WaitingQueue(quality),
+            )
+        except BaseException:
+            self._state = "closed"
+            if executor is not None:
+                await asyncio.shield(asyncio.get_running_loop().create_task(executor.close()))
+            raise
+        self._executor = executor
+        bounds = Backpressure(config.max_queued_requests, config.max_queued_tokens)
+        name = f"asyncllm-engine-{self._name}"
+        self._loop = EngineLoop(scheduler, executor, bounds, stall_timeout=config.stall_timeout, name=name)
+        self._loop.observers = self.observers
+        self.sessions = SessionTable(self._loop, tokenizer)
+        self.inputs = InputProcessor(
+            self.encoder, self.sessions, grammars, has_head=self.limits.has_head, quality=quality
+        )
+        self._state = "running"
+        _live.add(self)
+
+    def running(self) -> EngineLoop:
+        """Return the engine's loop. Raises EngineClosed, EngineDead, or EngineError in another event loop."""
+        if self._loop is None:
+            raise EngineClosed(f"The engine is {self._state}. Use it inside `async with AsyncEngine(...) as engine:`.")
+        self._loop.check_running()
+        return self._loop
+
+    async def wait_ended(self) -> Death | None:
+        """Wait until a started engine has died, and return of what; None once it is closed."""
+        assert self._loop is not None, "the engine was never started"
+        return await self._loop.wait_ended()
+
+    async def close(self) -> None:
+        """End open requests with EngineClosed, wait for steps in flight, release the model. Idempotent.
+
+        A start that is under way is cancelled, and raises EngineClosed.
+        """
+        if self._closing is None and self._state in ("starting", "running"):
+            if self._loop is not None:
+                self._loop.check_event_loop()
+            self._closing = asyncio.get_running_loop().create_task(self._shut_down(), name="asyncllm-close")
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+        self._state = "closed"
+
+    async def _shut_down(self) -> None:
+        if self._state == "starting":
+            assert self._starting is not None
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        if self._loop is None or self._executor is None:
+            return
+        self._state = "closing"
+        try:
+            await self._loop.stop()
+            self.sessions.close()
+            self.encoder.close()
+        finally:
+            self._state = "closed"
+            _live.discard(self)
+            await self._executor.close()
+
+    def check_idle(self) -> None:
+        """Raise AssertionError if a request is open, or a row or block is held by anything but steps that still run;
+        for tests, right after the last answer too."""
+        if self._loop is not None:
+            self._loop.check_idle()

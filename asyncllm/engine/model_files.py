@@ -1,0 +1,80 @@
+"""ModelFiles: what an engine needs of a model's folder. What is not given is opened from there, in threads."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncllm.config import ChatTemplateConfig, EngineConfig
+from asyncllm.event_loop.in_thread import in_thread
+from asyncllm.protocol import Executor, Limits
+from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.sentence_transformers import EmbeddingDefaults
+from asyncllm.text.tokenizer import Tokenizer
+
+__all__ = ["ModelFiles"]
+
+
+@dataclass
+class ModelFiles:
+    """`find`, then `load`; after that executor, tokenizer and chat template are there."""
+
+    model_path: str
+    config: EngineConfig
+    template_config: ChatTemplateConfig
+    executor: Executor | None
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    embedding: EmbeddingDefaults = field(default_factory=EmbeddingDefaults)
+    """How the model is meant to embed, after `load`."""
+    _folder: Path | None = None
+    """Where what is missing is to be opened, once it is found."""
+
+    async def find(self) -> Executor:
+        """Find the model. Return the executor that will run it, not started yet. Raises ModelError."""
+        if self.executor is not None and self.tokenizer is not None and self.chat_template is not None:
+            return self.executor
+
+        def open_model() -> Executor:
+            from asyncllm.agent.executor import open_executor
+            from asyncllm.locate import locate
+            from asyncllm.ranks.executor import RankExecutor
+
+            config = self.config
+            self._folder = locate(self.model_path, revision=config.revision, download_dir=config.download_dir)
+            if self.executor is not None:
+                return self.executor
+            if config.isolated or config.tp > 1:
+                return RankExecutor(config, self._folder)
+            return open_executor(config, self._folder)
+
+        self.executor = await in_thread(open_model)
+        return self.executor
+
+    async def load(self) -> Limits:
+        """Start the executor, and read the tokenizer meanwhile: weights wait for disk and device, not for Python."""
+        assert self.executor is not None
+        starting = asyncio.get_running_loop().create_task(self.executor.start(), name="asyncllm-load")
+        try:
+            if self._folder is not None:
+                await in_thread(self._open_text)
+            return await starting
+        except BaseException:
+            starting.cancel()
+            await asyncio.wait([starting])
+            if not starting.cancelled():
+                starting.exception()
+            raise
+
+    def texts(self) -> tuple[Tokenizer, ChatTemplate]:
+        """Return what turns messages into token ids and back, after `load`."""
+        assert self.tokenizer is not None
+        assert self.chat_template is not None
+        return self.tokenizer, self.chat_template
+
+    def _open_text(self) -> None:
+        assert self._folder is not None
+        self.embedding = EmbeddingDefaults.read(self._folder)
+        self.tokenizer = self.tokenizer or Tokenizer.from_folder(self._folder)
+        self.chat_template = self.chat_template or ChatTemplate.open(self._folder, self.template_config)

@@ -1,0 +1,106 @@
+"""Embeddings: what a caller may ask for, and how prompts become vectors.
+
+A prompt goes through the scheduler as one that is scored does, in chunks and beside others, and no token follows it.
+The model side adds its hidden states; what is left to do here is to scale a few thousand numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from asyncllm.config import RequestKeywords
+from asyncllm.engine.lifecycle import Lifecycle
+from asyncllm.engine.requests.generation import Generation
+from asyncllm.engine.requests.input_processor import Call
+from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature
+from asyncllm.text.sentence_transformers import EmbeddingDefaults
+from asyncllm.types import Chunk, Embedding, EmbeddingInput, Pooling
+
+__all__ = ["EmbeddingForm", "embed"]
+
+
+class EmbeddingForm:
+    """How pooled hidden states become a vector."""
+
+    def __init__(
+        self,
+        pooling: Pooling | None,
+        normalize: bool | None,
+        dimensions: int | None,
+        hidden_size: int,
+        defaults: EmbeddingDefaults,
+    ) -> None:
+        """None is what the checkpoint says. Raises InvalidParameter, and UnsupportedFeature for a pooling that is the
+        checkpoint's and not implemented."""
+        if pooling is None:
+            if defaults.refused:
+                raise UnsupportedFeature(
+                    f"{defaults.refused} Choose pooling='last' or 'mean' to have hidden states as they are.", "pooling"
+                )
+            pooling = defaults.pooling
+        normalize = defaults.normalize if normalize is None else normalize
+        if pooling not in get_args(Pooling):
+            raise InvalidParameter(f"pooling must be 'last' or 'mean' (given: {pooling!r}).", "pooling")
+        if type(normalize) is not bool:
+            raise InvalidParameter(f"normalize must be True or False (given: {normalize!r}).", "normalize")
+        if dimensions is not None and (type(dimensions) is not int or not 1 <= dimensions <= hidden_size):
+            raise InvalidParameter(
+                f"dimensions must be in [1, {hidden_size}], as the model's vectors have {hidden_size} entries "
+                f"(given: {dimensions!r}). None gives them all.",
+                "dimensions",
+            )
+        self.pooling = pooling
+        self._normalize = normalize
+        self._dimensions = dimensions
+
+    def embedding(self, chunk: Chunk) -> Embedding:
+        """Return the embedding of a prompt, from the chunk of its request."""
+        assert chunk.pooled is not None
+        values = chunk.pooled[: self._dimensions]
+        scale = float(chunk.input_token_len) if self.pooling == "mean" else 1.0
+        if self._normalize:
+            # The length of a vector of zeros is 0, and it stays what it is.
+            scale = math.hypot(*values) or 1.0
+        return Embedding(values=[value / scale for value in values], input_token_len=chunk.input_token_len)
+
+
+async def embed(
+    engine: Lifecycle, prompts: EmbeddingInput, form: EmbeddingForm, options: RequestKeywords
+) -> Embedding | list[Embedding]:
+    """Return the embedding of one prompt, or of each one of a list in order. The first error ends all of them."""
+    single = _is_single(prompts)
+    items: list[Any] = [prompts] if single else list(prompts)
+    requests = [Generation(engine, _call(item, form.pooling, options)) for item in items]
+    embeddings = []
+    try:
+        for request in requests:
+            await request.start()
+            await asyncio.sleep(0)  # many prompts do not hold up the loop
+        for request in requests:
+            embeddings.append(form.embedding(await request.only_chunk()))
+            await asyncio.sleep(0)
+    finally:
+        for request in requests:
+            request.cancel()
+    return embeddings[0] if single else embeddings
+
+
+def _call(item: Any, pooling: Pooling, options: RequestKeywords) -> Call:
+    given: Any = {"prompt": item} if isinstance(item, str) else {"input_ids": item}
+    return Call(wanted="embedding", pooling=pooling, do_preprocess=False, streaming=False, options=options, **given)
+
+
+def _is_single(prompts: EmbeddingInput) -> bool:
+    """Return whether this is one prompt and not a list of them. Raises InvalidMessage when it is neither."""
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise InvalidMessage(
+            f"prompts must be a str, a list of token ids, or a list of either, not {type(prompts).__name__}."
+        )
+    if not prompts:
+        raise InvalidMessage("There is nothing to embed: the list is empty. Pass a text, token ids, or a list of them.")
+    return isinstance(prompts[0], int)

@@ -1,0 +1,275 @@
+"""Generation and Session: what a caller holds of an answer and of a conversation. Each gives the other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Generator, Sequence
+from types import TracebackType
+from typing import Self, Unpack
+
+from asyncllm.config import GenerationConfig, RequestKeywords
+from asyncllm.engine.lifecycle import Lifecycle
+from asyncllm.engine.requests.delivery import Delivery
+from asyncllm.engine.requests.input_processor import Call
+from asyncllm.engine.schedule.sequence import Request
+from asyncllm.engine.sessions.history import Turn
+from asyncllm.engine.sessions.session_table import Conversation
+from asyncllm.errors import AsyncLLMError, EngineError, RequestFailed, unraised
+from asyncllm.types import Chunk, Message, Response
+
+__all__ = ["Generation", "Session"]
+
+
+class Generation:
+    """An answer as it streams: iterate it for chunks, or await it for the whole Response.
+
+        async for chunk in engine.generate("Hi"):
+            print(chunk.text, end="")
+
+        response = await engine.generate("Hi")
+
+    Nothing happens before the first await, which raises whatever is wrong with the input. Leaving it early by
+    whatever way ends the request within a step: a cancelled task, a timeout, `aclose()`, the end of an `async with`,
+    or the last reference going away, as after `break` in a loop over `engine.generate(...)`. Errors of a running
+    request (RequestFailed, EngineDead, EngineClosed) are raised after the chunks that came before them.
+    """
+
+    def __init__(self, engine: Lifecycle, call: Call, *, index: int = 0, session: Session | None = None) -> None:
+        self._engine = engine
+        self._call = call
+        self._delivery = Delivery(streaming=call.streaming)
+        self._request: Request | None = None
+        """Set while the engine may know of it."""
+        self._started = False
+        self._response: Response | None = None
+        """The answer, once it has been awaited."""
+        self.session = session
+        """The conversation that `engine.chat` started for this answer, or was given."""
+        self.index = index
+        """Stamped on every chunk: which prompt of a batch this answers."""
+
+    async def start(self) -> None:
+        """Validate, encode and queue the request. Raises InvalidRequest, SessionError, EngineError, and no other."""
+        if self._started or self._delivery.abandoned:
+            return
+        self._started = True
+        arrived = time.monotonic()
+        request: Request | None = None
+        try:
+            self._loop = self._engine.running()
+            request = await self._prepared()
+            if self._delivery.abandoned:
+                # Closed by another task while the prompt was being encoded.
+                self._delivery.end()
+                request.let_go()
+                return
+            request.times.arrived = arrived
+            self._loop.open(request)
+        except BaseException as error:
+            self._delivery.abandoned = True
+            self._delivery.end(unraised(error, cause=False) if isinstance(error, Exception) else None)
+            if request is not None:
+                request.let_go()
+            raise
+        self._request = request
+
+    async def _prepared(self) -> Request:
+        """Return the request. What tokenizer and template raise of themselves becomes RequestFailed."""
+        try:
+            return await self._engine.inputs.prepare(self._call, self._delivery)
+        except AsyncLLMError:
+            raise
+        except Exception as error:
+            raise RequestFailed(
+                f"The prompt could not be turned into tokens: {error!r}. The other requests go on."
+            ) from error
+
+    def poll(self) -> Chunk | None:
+        """Return a chunk if one is there. Raises the request's error once the chunks before it are taken."""
+        chunk = self._delivery.take()
+        if chunk is not None:
+            chunk.index = self.index
+        return chunk
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if not self._started:
+            await self.start()
+        try:
+            while True:
+                chunk = self.poll()
+                if chunk is not None:
+                    return chunk
+                if self._delivery.ended or self._delivery.abandoned:
+                    raise StopAsyncIteration
+                await self._delivery.wait()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    async def response(self) -> Response:
+        """Return the whole answer, or what an iteration has left of it. The caller is woken once, at the end."""
+        if self._response is None:
+            if not self._started:
+                self._delivery.streaming = False
+            self._response = Response.collect([chunk async for chunk in self])
+        return self._response
+
+    async def only_chunk(self) -> Chunk:
+        """Return the one chunk of a request that generates nothing. Raises its error, which comes after that."""
+        (chunk,) = [chunk async for chunk in self]
+        return chunk
+
+    def __await__(self) -> Generator[object, None, Response]:
+        return self.response().__await__()
+
+    def cancel(self) -> None:
+        """Ask the engine to end the request. Returns at once; more calls change nothing."""
+        if not self._delivery.abandoned:
+            self._delivery.abandoned = True
+            if self._request is not None and not self._delivery.ended:
+                self._loop.abandon(self._request)
+
+    async def aclose(self) -> None:
+        """End the request and wait until its row and blocks are on their way back. Idempotent."""
+        self.cancel()
+        if self._request is not None:
+            await self._delivery.wait_end()
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt as the model gets it, history included. Raises EngineError before `start`."""
+        if self._request is None:
+            raise EngineError("The prompt's token ids are known once the generation has started.")
+        return self._request.prompt_ids
+
+    @property
+    def splits(self) -> bool:
+        """Whether reasoning and calls are split off its text. False before `start`."""
+        return self._request is not None and self._request.sequences[0].answer.splits
+
+    @property
+    def ended(self) -> bool:
+        """Whether the terminal event has come."""
+        return self._delivery.ended
+
+    def listen(self, listener: Callable[[], None], taker: Callable[[Chunk], bool] | None = None) -> None:
+        """Call `listener`, in the loop, whenever `poll` may have something new. `taker`, which raises nothing, is
+        offered chunks as they come, ahead of that, and returns whether it took one: `poll` does not give it then.
+        Both are let go of at the end; after it nothing comes."""
+        if not self._delivery.ended:
+            self._delivery.listener = listener
+            self._delivery.taker = taker
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        # The garbage collector may run in any thread, and in the middle of the scheduler.
+        if self._request is not None and not self._delivery.ended and not self._delivery.abandoned:
+            self._delivery.abandoned = True
+            self._loop.abandon_threadsafe(self._request)
+
+
+class Session:
+    """A conversation. States: idle or in a turn, until closed.
+
+    async with engine.session() as session:
+        async for chunk in session.chat("Hi"):
+            print(chunk.text, end="")
+    """
+
+    def __init__(self, engine: Lifecycle, conversation: Conversation) -> None:
+        self._engine = engine
+        self._conversation = conversation
+
+    @property
+    def id(self) -> int:
+        return self._conversation.id
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The whole conversation so far: prompts, template and answers."""
+        return self._conversation.past.token_ids
+
+    @property
+    def turns(self) -> list[Turn]:
+        return self._conversation.past.turns
+
+    @property
+    def history(self) -> list[tuple[object, str]]:
+        """(prompt, answer) of each turn."""
+        return [(turn.prompt, turn.answer) for turn in self.turns]
+
+    @property
+    def step(self) -> int:
+        """Tokens in the history: the position at which the next turn starts."""
+        return len(self.token_ids)
+
+    @property
+    def response(self) -> Response | None:
+        """The last turn's answer, when it ran to its end or was stopped."""
+        return self._conversation.response
+
+    @property
+    def busy(self) -> bool:
+        """Whether a turn is running."""
+        return self._conversation.busy
+
+    @property
+    def closed(self) -> bool:
+        return self._conversation.closed
+
+    def chat(
+        self,
+        prompt: str | Sequence[Message],
+        gen_config: GenerationConfig | None = None,
+        *,
+        do_preprocess: bool = True,
+        adapter_name: str | None = None,
+        **options: Unpack[RequestKeywords],
+    ) -> Generation:
+        """Return the answer of the next turn. Raises SessionBusy, SessionNotFound at the first await."""
+        call = Call(
+            prompt=prompt,
+            config=gen_config,
+            conversation=self._conversation,
+            do_preprocess=do_preprocess,
+            adapter_name=adapter_name,
+            options=options,
+        )
+        return Generation(self._engine, call, session=self)
+
+    def rewind(self, step: int) -> None:
+        """Cut the history to its first `step` tokens. Raises InvalidParameter when there are fewer."""
+        self._conversation.past = self._conversation.cut(step)
+
+    def fork(self) -> Session:
+        """Return a second conversation with the same history; both go on independently and share their blocks."""
+        return Session(self._engine, self._conversation.fork())
+
+    def stop(self) -> None:
+        """Stop the running turn, if any; what was generated so far stays in the history."""
+        self._conversation.stop()
+
+    def close(self) -> None:
+        """Stop the running turn and forget the conversation. Idempotent."""
+        self._conversation.close()
+
+    async def __aenter__(self) -> Self:
+        self._conversation.check_open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

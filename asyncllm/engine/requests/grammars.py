@@ -1,0 +1,150 @@
+"""Grammars that requests ask for: compiled in threads, a few at a time, and kept for the next request."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from asyncllm.config import GenerationConfig, RequestOptions
+from asyncllm.config.response_format import GrammarSpec, grammar_of
+from asyncllm.engine.requests.split_answer import Splitter
+from asyncllm.errors import InvalidParameter, QueueFull, UnsupportedFeature
+from asyncllm.protocol import Limits
+from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.grammars.bridge import AnswerGrammar, CompiledGrammar, GrammarCompiler
+from asyncllm.text.tokenizer import Tokenizer
+
+__all__ = ["Grammars", "compiler_of"]
+
+MAX_KEPT = 256
+"""Compiled grammars; one takes up to 0.6 MB."""
+MAX_KEPT_CHARACTERS = 4 * 2**20
+"""Of their sources."""
+MAX_COMPILING = 2
+"""At once. A thread cannot be stopped, so one that takes too long counts until it ends."""
+PATIENCE = 2.0
+"""Seconds for compiling a grammar, or waiting for it."""
+
+
+def compiler_of(tokenizer: Tokenizer, template: ChatTemplate, limits: Limits) -> GrammarCompiler | None:
+    """Return a compiler of grammars for one model; None where its answers cannot be held to anything.
+
+    It takes up to a second for a large vocabulary, and holds the interpreter meanwhile."""
+    stops = (tokenizer.token_id(word) for word in template.stop_words)
+    special = [token for token in stops if token is not None and token in tokenizer.special_token_ids]
+    # A tokenizer may know more tokens than the model has embeddings.
+    ends = [token for token in dict.fromkeys([*tokenizer.eos_token_ids, *special]) if token < limits.vocab_size]
+    if not limits.takes_grammars or tokenizer.table is None or not ends:
+        return None
+    return GrammarCompiler(tokenizer, limits.vocab_size, ends)
+
+
+class Grammars:
+    """One model's compiled grammars. Belongs to one event loop."""
+
+    def __init__(self, compiler: GrammarCompiler | None) -> None:
+        """`compiler`: None where answers cannot be held to anything."""
+        self._compiler = compiler
+        self._kept: OrderedDict[Hashable, tuple[CompiledGrammar, int]] = OrderedDict()
+        self._characters = 0
+        self._compiling: dict[Hashable, asyncio.Future[CompiledGrammar]] = {}
+        """By key, for all who wait for the same."""
+        self._num_threads = 0
+
+    async def of(
+        self,
+        config: GenerationConfig,
+        prompt: Any,
+        options: RequestOptions,
+        prompt_ids: list[int],
+        splitter: Splitter,
+    ) -> AnswerGrammar | None:
+        """Return what the answers to a prompt are held to; None: nothing. `prompt`: as it was given; None for one that
+        no template wrote. Raises InvalidRequest, QueueFull."""
+        spec = grammar_of(config.response_format)
+        if spec is None:
+            return None
+        inside, opens, closes = splitter.grammar_start(prompt, options, prompt_ids)
+        compiled = await self.find(spec, spaced=inside or opens is not None, owner=options.cache_salt)
+        return AnswerGrammar(compiled, inside=inside, opens=opens, closes=closes)
+
+    async def find(self, spec: GrammarSpec, *, spaced: bool, owner: Hashable) -> CompiledGrammar:
+        """Return the compiled grammar, which requests of the same `owner` share. Raises InvalidParameter, QueueFull."""
+        compiler = self._compiler
+        if compiler is None:
+            raise UnsupportedFeature(
+                "This engine cannot hold answers to a response_format: its model runs in another process or is a fake, "
+                "or its tokenizer has no bytes for its tokens or no end-of-sequence token. Leave it out.",
+                "response_format",
+            )
+        key = (spec, spaced, owner)
+        kept = self._kept.get(key)
+        if kept is not None:
+            self._kept.move_to_end(key)
+            return kept[0]
+        future = self._compiling.get(key)
+        if future is None:
+            if self._num_threads >= MAX_COMPILING:
+                await self._wait_for_room()
+                return await self.find(spec, spaced=spaced, owner=owner)
+            future = self._begin(key, lambda: compiler.compile(spec, spaced=spaced), len(spec.source))
+        try:
+            return await asyncio.wait_for(asyncio.shield(future), PATIENCE)
+        except TimeoutError:
+            raise InvalidParameter(
+                f"The response_format is too complex: it takes more than {PATIENCE:.0f} s to compile. Simplify it.",
+                "response_format",
+            ) from None
+
+    async def _wait_for_room(self) -> None:
+        pending = list(self._compiling.values())
+        done, _ = await asyncio.wait(pending, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise QueueFull(
+                "No grammar can be compiled now: those of other requests take long. Ask again later, or with a "
+                "response_format that was used before.",
+                retry_after=PATIENCE,
+            )
+
+    def _begin(
+        self, key: Hashable, compile_: Callable[[], CompiledGrammar], size: int
+    ) -> asyncio.Future[CompiledGrammar]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[CompiledGrammar] = loop.create_future()
+        # An error that all who wait have left is told to none of them.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._compiling[key] = future
+        self._num_threads += 1
+
+        def finish(compiled: CompiledGrammar | None, error: BaseException | None) -> None:
+            self._num_threads -= 1
+            del self._compiling[key]
+            if error is not None:
+                future.set_exception(error)
+            elif compiled is not None:
+                self._keep(key, compiled, size)
+                future.set_result(compiled)
+
+        def run() -> None:
+            compiled, error = None, None
+            try:
+                compiled = compile_()
+            except Exception as failure:
+                error = failure
+            try:
+                loop.call_soon_threadsafe(finish, compiled, error)
+            except RuntimeError:
+                return  # the loop was closed meanwhile
+
+        threading.Thread(target=run, name="asyncllm-grammar", daemon=True).start()
+        return future
+
+    def _keep(self, key: Hashable, compiled: CompiledGrammar, size: int) -> None:
+        self._kept[key] = compiled, size
+        self._characters += size
+        while len(self._kept) > MAX_KEPT or self._characters > MAX_KEPT_CHARACTERS:
+            _, (_, dropped) = self._kept.popitem(last=False)
+            self._characters -= dropped

@@ -1,0 +1,389 @@
+"""Call: what a caller asks of the engine. InputProcessor: from a call to a Request.
+
+Everything that the user's input can break breaks here. The scheduler and the model side may rely on a Request: ids are
+in the vocabulary, parameters in range, and the prompt and at least one new token fit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from asyncllm.config import GenerationConfig, RequestKeywords, RequestOptions, checked
+from asyncllm.engine.requests.delivery import Answer, Delivery
+from asyncllm.engine.requests.grammars import Grammars
+from asyncllm.engine.requests.prompt_encoder import DEFAULT_OPTIONS, PromptEncoder
+from asyncllm.engine.requests.split_answer import SplitAnswer, Splitting
+from asyncllm.engine.schedule.quality_of_service import QualityOfService
+from asyncllm.engine.schedule.sequence import ORDINARY, Request, RequestPolicy
+from asyncllm.engine.sessions.history import History
+from asyncllm.engine.sessions.session_table import Conversation, SessionTable
+from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature
+from asyncllm.protocol import SamplingParams
+from asyncllm.text.detokenizer import Detokenizer, StopWords
+from asyncllm.text.grammars.bridge import AnswerGrammar
+from asyncllm.text.messages import as_messages
+from asyncllm.text.prompts import check_one_prompt
+from asyncllm.types import Message, Pooling
+
+__all__ = ["Call", "InputProcessor", "Wanted"]
+
+Wanted = Literal["answer", "scores", "logits", "embedding"]
+"""What a prompt is computed for: tokens that follow it, log-probabilities of its own tokens, the logits after each of
+them, or its pooled hidden states."""
+
+WORD_SIZE = 256
+"""Characters as which a word that is encoded by itself counts for the time that encoding takes."""
+
+KNOWN_WORDS = 16
+
+MAX_STOP_CHARACTERS = 2**19
+"""Of all stop words for all answers to a prompt."""
+
+GREEDY_BELOW = 1e-3
+"""Temperatures under this count as 0: dividing float32 logits by them overflows."""
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of `generate`, `chat`, `get_ppl`, `get_logits` or `embed`. Nothing of it is checked yet."""
+
+    wanted: Wanted = "answer"
+    prompt: Any = None
+    """A text or messages; None where there are `input_ids`."""
+    input_ids: Sequence[int] | None = None
+    config: GenerationConfig | None = None
+    options: RequestKeywords = {}
+    do_preprocess: bool = True
+    """Whether the chat template writes the prompt."""
+    streaming: bool = True
+    adapter_name: str | None = None
+    pooling: Pooling | None = None
+    """Which hidden states an embedding is made of."""
+
+    conversation: Conversation | None = None
+    """The one that this is a turn of, as `Session.chat` gives it."""
+    session_id: int | None = None
+    """A label, or with one of the next two False, the conversation that this is a turn of."""
+    sequence_start: bool = True
+    sequence_end: bool = True
+    step: int = 0
+    """How many tokens of the conversation the turn follows; 0: all."""
+
+    @property
+    def is_turn(self) -> bool:
+        """Whether this is a turn of a conversation that is kept."""
+        return self.conversation is not None or not (self.sequence_start and self.sequence_end)
+
+    @property
+    def renders(self) -> bool:
+        """Whether the chat template has a part in the prompt."""
+        return self.do_preprocess and self.input_ids is None
+
+
+NOTHING_SAID = History([], [])
+"""Before a prompt that is no turn of a session."""
+
+
+class _Asked(NamedTuple):
+    """What of a call does not depend on its prompt, checked."""
+
+    config: GenerationConfig
+    options: RequestOptions
+    policy: RequestPolicy
+
+
+class _Words(NamedTuple):
+    """What the words of a config come to, the same for all answers to all prompts that it is for."""
+
+    stop_ids: frozenset[int]
+    stop_words: StopWords
+    bad_words: tuple[tuple[int, ...], ...]
+
+
+class InputProcessor:
+    """Checks calls and makes requests of them. Holds no state of a request."""
+
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        sessions: SessionTable,
+        grammars: Grammars | None = None,
+        *,
+        has_head: bool = True,
+        quality: QualityOfService | None = None,
+    ) -> None:
+        """`grammars`: None where answers are held to nothing. `has_head`: the model gives logits."""
+        self._encoder = encoder
+        self.grammars = grammars or Grammars(None)
+        self._sessions = sessions
+        self._has_head = has_head
+        self._quality = quality
+        self._known_words: OrderedDict[tuple[Any, ...], _Words] = OrderedDict()
+        """Of the latest requests. The prompts of one share them."""
+        self._next_id = 0
+
+    async def prepare(self, call: Call, delivery: Delivery) -> Request:
+        """Return the request of a call, ready for the scheduler; its chunks will go to `delivery`.
+
+        A turn takes its session, and the conversation is as it was if this raises: InvalidRequest, SessionError,
+        EngineError.
+        """
+        asked = self._check(call)
+        conversation = None
+        past = NOTHING_SAID
+        if call.is_turn:
+            conversation = self._conversation(call, asked)
+            await conversation.begin_turn(delivery)
+            past = conversation.cut(call.step) if call.step else conversation.past
+        prompt_ids = await self._prompt_ids(call, asked, past)
+        words = await self._words(asked.config)
+        written = call.prompt if call.renders else None
+        grammar = await self.grammars.of(asked.config, written, asked.options, prompt_ids, self._encoder.splitter)
+        label = call.session_id if conversation is None else conversation.id
+        known = min(len(past.token_ids), len(prompt_ids))
+        splitting = self._encoder.splitter.splitting(written, asked.options, prompt_ids)
+        request = self._build(
+            call,
+            asked,
+            prompt_ids,
+            delivery,
+            params=self._params(asked.config, words, grammar),
+            answers=self._answers(asked.config, words, splitting),
+            stop_ids=words.stop_ids,
+            session_id=label,
+            history_len=known,
+        )
+        if conversation is not None:
+            closes = call.conversation is None and call.sequence_end
+            conversation.run_turn(request, past, *self._said(call, past, prompt_ids), closes=closes)
+        return request
+
+    def _check(self, call: Call) -> _Asked:
+        """Check what does not depend on the prompt. Raises InvalidRequest."""
+        options = self._encoder.options(call.options, renders=call.renders)
+        policy = self._policy(options)
+        if call.adapter_name is not None:
+            raise UnsupportedFeature(
+                f"adapter_name={call.adapter_name!r}: LoRA adapters are not implemented yet. Leave adapter_name out.",
+                "adapter_name",
+            )
+        if call.wanted == "answer":
+            check_one_prompt(call.prompt, call.input_ids)
+        config = checked(GenerationConfig, call.config, "gen_config")
+        if call.step and not call.is_turn:
+            raise InvalidParameter("step continues a session: it needs sequence_start=False.", "step")
+        return _Asked(config, options, policy)
+
+    def _policy(self, options: RequestOptions) -> RequestPolicy:
+        """Return how the request stands among the others; its time begins now. Raises InvalidParameter."""
+        if options is DEFAULT_OPTIONS and self._quality is None:
+            return ORDINARY
+        if self._quality is None and options.user_id is not None:
+            raise InvalidParameter(
+                "user_id means something to quality of service, and the engine has none: EngineConfig.qos_config_path "
+                "is None. Set it, or leave user_id out.",
+                "user_id",
+            )
+        user = None if self._quality is None else self._quality.find(options.user_id)
+        deadline = None if options.timeout is None else asyncio.get_running_loop().time() + options.timeout
+        return RequestPolicy(options.priority, user, deadline, options.cache_salt)
+
+    def _conversation(self, call: Call, asked: _Asked) -> Conversation:
+        """Return the conversation that the call is a turn of. Raises InvalidRequest, SessionNotFound."""
+        conversation = call.conversation or self._sessions.find_or_start(
+            call.session_id, sequence_start=call.sequence_start, step=call.step
+        )
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if getattr(asked.options, name) is not None:
+                raise UnsupportedFeature(
+                    f"{name} is not for sessions, where each turn's answer is a message of its own. Leave it out.", name
+                )
+        if asked.config.n != 1:
+            raise InvalidParameter(
+                f"n={asked.config.n} in a session: a conversation goes on from one answer. Use n=1, or fork() the "
+                f"session.",
+                "n",
+            )
+        return conversation
+
+    async def _prompt_ids(self, call: Call, asked: _Asked, past: History) -> list[int]:
+        """Return what was said before and the prompt as token ids. Raises InvalidRequest, EngineError."""
+        if call.prompt is None and (call.input_ids is not None or call.wanted != "answer"):
+            name = "prompts" if call.wanted == "embedding" else "input_ids"
+            return past.token_ids + await self._encoder.given_ids(call.input_ids, name)
+        return await self._encoder.turn_ids(
+            past,
+            call.prompt,
+            do_preprocess=call.do_preprocess,
+            options=asked.options,
+            owner=(asked.policy.user, asked.policy.cache_salt),
+            whole=call.wanted == "embedding",
+        )
+
+    def _said(self, call: Call, past: History, prompt_ids: list[int]) -> tuple[object, list[Message] | None]:
+        """Return a turn's prompt as a `Turn` keeps it: what the user passed, and as messages."""
+        if call.input_ids is not None:
+            new = prompt_ids[len(past.token_ids) :]
+            return self._encoder.tokenizer.decode(new, skip_special_tokens=False), None
+        return call.prompt, as_messages(call.prompt) if call.do_preprocess else None
+
+    def _build(
+        self,
+        call: Call,
+        asked: _Asked,
+        prompt_ids: list[int],
+        delivery: Delivery,
+        *,
+        params: list[SamplingParams],
+        answers: list[Answer],
+        stop_ids: frozenset[int],
+        session_id: int | None,
+        history_len: int,
+    ) -> Request:
+        """Return the request of a checked call with this prompt. Raises InvalidRequest."""
+        if call.wanted != "embedding" and not self._has_head:
+            raise UnsupportedFeature(
+                "The model has no output embedding, so there are no logits and no answers: it is a checkpoint for "
+                "embeddings. Call embed, or load a checkpoint with a head (a class ending in ForCausalLM)."
+            )
+        if not prompt_ids:
+            raise InvalidMessage("The prompt has no tokens: there is nothing to read. Pass some text.")
+        highest, encoder, config = max(prompt_ids), self._encoder, asked.config
+        if highest >= encoder.vocab_size:
+            # A tokenizer may know more tokens than the model has embeddings; looking one up would fail the whole step.
+            raise InvalidMessage(
+                f"The prompt holds the token id {highest}, and the model's ids end at {encoder.vocab_size - 1}: its "
+                f"tokenizer knows tokens that it was not given. Leave {encoder.tokenizer.token_text(highest)!r} out."
+            )
+        answered = call.wanted == "answer"
+        room = encoder.room(len(prompt_ids), 1 if answered else 0)
+        self._next_id += 1
+        return Request(
+            id=self._next_id,
+            prompt_ids=prompt_ids,
+            params=params,
+            stop_ids=stop_ids,
+            named_stop_ids=frozenset(config.stop_token_ids or ()),
+            max_new_tokens=min(config.max_new_tokens or room, room) if answered else 0,
+            delivery=delivery,
+            answers=answers,
+            session_id=session_id,
+            history_len=history_len,
+            prompt_logprobs=0 if call.wanted == "scores" else config.prompt_logprobs,
+            output_logits=call.wanted == "logits",
+            policy=asked.policy,
+            pooling=call.pooling,
+        )
+
+    def _params(self, config: GenerationConfig, words: _Words, grammar: AnswerGrammar | None) -> list[SamplingParams]:
+        """Return how each of the `n` answers is sampled. Raises InvalidParameter."""
+        bias = tuple(sorted((config.logit_bias or {}).items()))
+        self._encoder.check_token_ids([token for token, _ in bias], "logit_bias")
+        seed = secrets.randbits(64) if config.random_seed is None else config.random_seed
+        return [
+            SamplingParams(
+                temperature=config.temperature if config.temperature >= GREEDY_BELOW else 0.0,
+                top_k=config.top_k,
+                top_p=config.top_p,
+                min_p=config.min_p,
+                repetition_penalty=config.repetition_penalty,
+                presence_penalty=config.presence_penalty,
+                frequency_penalty=config.frequency_penalty,
+                logit_bias=bias,
+                # Choice 0 keeps the seed, so that raising n does not change the first answer.
+                seed=(seed + index) % 2**64,
+                min_new_tokens=config.min_new_tokens or 0,
+                stop_token_ids=tuple(sorted(words.stop_ids)) if config.min_new_tokens else (),
+                bad_words=words.bad_words,
+                grammar=grammar,
+                logprobs=config.logprobs,
+            )
+            for index in range(config.n)
+        ]
+
+    def _answers(self, config: GenerationConfig, words: _Words, splitting: Splitting | None) -> list[Answer]:
+        """Return what turns the tokens of each of the `n` answers into text."""
+        make_answer = Answer if splitting is None else partial(SplitAnswer, splitting)
+        return [
+            make_answer(
+                Detokenizer(self._encoder.tokenizer, skip_special_tokens=config.skip_special_tokens),
+                stop_words=words.stop_words,
+                hidden_ids=frozenset() if config.include_stop_str_in_output else words.stop_ids,
+                include_stop=config.include_stop_str_in_output,
+            )
+            for _ in range(config.n)
+        ]
+
+    async def _words(self, config: GenerationConfig) -> _Words:
+        """Return what the config's words come to, encoded in a thread if they are many. Raises InvalidRequest."""
+        lists = (config.stop_words, config.stop_token_ids, config.bad_words, config.bad_token_ids)
+        key = (config.n, config.ignore_eos, config.is_held, *(tuple(each or ()) for each in lists))
+        words = self._known_words.get(key)
+        if words is None:
+            bad = config.bad_words or ()
+            size = WORD_SIZE * len(bad) + sum(map(len, bad))
+            words = self._known_words[key] = await self._encoder.offload(lambda: self._make_words(config), size)
+            if len(self._known_words) > KNOWN_WORDS:
+                self._known_words.popitem(last=False)
+        return words
+
+    def _make_words(self, config: GenerationConfig) -> _Words:
+        stop_words = list(dict.fromkeys([*(config.stop_words or ()), *self._encoder.template.stop_words]))
+        characters = sum(map(len, stop_words))
+        if characters * config.n > MAX_STOP_CHARACTERS:
+            raise InvalidParameter(
+                f"stop_words have {characters} characters, which are looked for in each of n={config.n} answers: that "
+                f"is more than {MAX_STOP_CHARACTERS} in a request. Give fewer or shorter ones, or ask for fewer "
+                f"answers.",
+                "stop_words",
+            )
+        stop_ids, text_stops = self._stops(config, stop_words)
+        return _Words(stop_ids, StopWords(text_stops), self._bad_words(config))
+
+    def _stops(self, config: GenerationConfig, stop_words: list[str]) -> tuple[frozenset[int], list[str]]:
+        """Return the token ids that end the answer, and the stop words to look for in its text."""
+        stop_ids = set(self._encoder.check_token_ids(config.stop_token_ids or (), "stop_token_ids"))
+        # What an answer is held to has an end, which counts.
+        ignores_end = config.ignore_eos and not config.is_held
+        if not ignores_end:
+            stop_ids.update(self._encoder.tokenizer.eos_token_ids)
+        own_words = set(config.stop_words or ())
+        text_stops = []
+        for word in stop_words:
+            special = self._special(word)
+            if special is not None:
+                # A special token never shows in the text, so its id is what there is to look for.
+                if word in own_words or not ignores_end:
+                    stop_ids.add(special)
+            elif word in own_words or not ignores_end:
+                text_stops.append(word)
+        return frozenset(stop_ids), text_stops
+
+    def _special(self, word: str) -> int | None:
+        """Return the id of a word that is a special token, and so never shows in a text."""
+        tokenizer = self._encoder.tokenizer
+        token = tokenizer.token_id(word)
+        return token if token in tokenizer.special_token_ids else None
+
+    def _bad_words(self, config: GenerationConfig) -> tuple[tuple[int, ...], ...]:
+        """Return each bad word as token sequences: at the start of a text and after a space."""
+        bad_ids = self._encoder.check_token_ids(config.bad_token_ids or (), "bad_token_ids")
+        banned: set[tuple[int, ...]] = {(token,) for token in bad_ids}
+        spellings: list[str] = []
+        for word in config.bad_words or ():
+            special = self._special(word)
+            if special is not None:
+                banned.add((special,))
+                continue
+            spellings += (word, " " + word)
+        encode = self._encoder.tokenizer.encode_batch
+        for ids in encode(spellings, add_bos=False, parse_special=False) if spellings else ():
+            if ids:
+                banned.add(tuple(ids))
+        return tuple(sorted(banned))

@@ -1,0 +1,287 @@
+"""PromptEncoder: from a prompt as users give it, a text, messages or token ids, to checked token ids that may fit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+from asyncllm.config import EngineConfig, RequestOptions
+from asyncllm.engine.cache.block_groups import pool_tokens
+from asyncllm.engine.requests.split_answer import Splitter
+from asyncllm.engine.requests.text_threads import TextThreads
+from asyncllm.engine.sessions.history import History
+from asyncllm.errors import ContextLengthExceeded, InvalidMessage, InvalidParameter, UnsupportedFeature
+from asyncllm.event_loop.request_gate import RequestGate
+from asyncllm.protocol import Limits
+from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.literals import Literals
+from asyncllm.text.messages import as_messages
+from asyncllm.text.prompts import is_token_ids
+from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.types import Message
+
+__all__ = ["DEFAULT_OPTIONS", "PromptEncoder", "Rendered"]
+
+Result = TypeVar("Result")
+
+INLINE_SIZE = 4096
+"""Texts up to so many characters are encoded on the loop: about 1 ms. Longer ones go to a thread."""
+
+IDS_PER_CHARACTER = 16
+"""Token ids that are checked while a character is encoded."""
+
+PART_SIZE = 64
+"""Characters as which each message, part and field counts for the time that rendering takes."""
+
+PROBED = 8
+"""Characters for each token that fits: so much is encoded of a much longer text, to see whether it may fit at all."""
+
+CHARACTERS_PER_TOKEN = 8
+"""Of texts that wait to be encoded, where the engine bounds the tokens that wait."""
+
+DEFAULT_OPTIONS = RequestOptions()
+
+
+class Rendered(NamedTuple):
+    """A prompt's text, and where in it a special token's spelling is just what the user wrote."""
+
+    text: str
+    literal_spans: Sequence[tuple[int, int]] = ()
+
+
+class PromptEncoder:
+    """Renders, encodes and measures prompts, long ones in threads. Holds no state of a request."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, limits: Limits, config: EngineConfig) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.vocab_size = limits.vocab_size
+        self.session_len = min(limits.max_position, config.session_len or limits.max_position)
+        """Most tokens of prompt, history and answer together."""
+        self._pool_tokens = pool_tokens(limits)
+        pieces = [] if tokenizer.table is None else tokenizer.table.pieces
+        self._longest_piece = max((len(piece) for piece in pieces if piece), default=0)
+        """Bytes of the longest token; 0 where that is not known."""
+        self.splitter = Splitter(template, tokenizer, config)
+        """What the template says about answers."""
+        self._gate = RequestGate()
+        """For requests that begin."""
+        self._threads = TextThreads(CHARACTERS_PER_TOKEN * config.max_queued_tokens)
+
+    def close(self) -> None:
+        """Let the encoding threads end when they are through with what they have."""
+        self._threads.close()
+
+    def options(self, keywords: Mapping[str, Any], *, renders: bool) -> RequestOptions:
+        """Return the keywords of a call, checked; `renders`: the chat template writes its prompt.
+
+        Raises InvalidRequest."""
+        if not keywords:
+            return DEFAULT_OPTIONS
+        asked = RequestOptions.from_dict(dict(keywords)).checked()
+        field = asked.template_field()
+        if field is not None and not renders:
+            raise InvalidParameter(
+                f"{field} is about the chat template, which has no part in this prompt. Leave it out, or pass messages "
+                f"with do_preprocess=True.",
+                field,
+            )
+        if field is not None and self.template.capability != "chat":
+            raise UnsupportedFeature(
+                f"{field} is for conversations, and the template's capability is {self.template.capability!r}. Leave "
+                f"it out.",
+                field,
+            )
+        if asked.tools:
+            self.splitter.check_tools(asked)
+        return asked
+
+    def render(
+        self,
+        messages: str | Sequence[Message] | None,
+        *,
+        do_preprocess: bool,
+        options: RequestOptions = DEFAULT_OPTIONS,
+    ) -> Rendered:
+        """Return the prompt's text. Raises InvalidRequest."""
+        if not isinstance(messages, Sequence):
+            raise InvalidMessage(
+                f"A prompt is a str or a list of messages, not {type(messages).__name__}. "
+                f"A message looks like {{'role': 'user', 'content': 'Hi'}}."
+            )
+        if isinstance(messages, str):
+            if not messages:
+                raise InvalidMessage("The prompt is empty: there is nothing to read. Pass at least one character.")
+            if not do_preprocess:
+                return Rendered(messages)
+            messages = as_messages(messages)
+        elif not do_preprocess:
+            raise InvalidMessage("do_preprocess=False takes the prompt as it is: it must be a str, not messages.")
+        literals = Literals(self.tokenizer)
+        text = self.template.render(
+            literals.mark(messages),
+            add_generation_prompt=options.add_generation_prompt is not False,
+            continue_final_message=options.continues,
+            variables=literals.mark_values(options.variables()),
+        )
+        return self._restored(literals, text)
+
+    def _restored(self, literals: Literals, text: str) -> Rendered:
+        """Return a text that was rendered from marked messages, with its marks resolved."""
+        text, spans = literals.restore(text)
+        # A prompt that no template frames is the user's own framing, special tokens and all.
+        return Rendered(text, spans if self.template.capability == "chat" else ())
+
+    def encode(self, prompt: Rendered, *, add_bos: bool = True, whole: bool = False, bounded: bool = True) -> list[int]:
+        """Return the token ids of a rendered prompt, as `prompt_ids`."""
+        if bounded:
+            self._check_size(prompt.text)
+        ids = self.tokenizer.encode(prompt.text, add_bos=add_bos, literal_spans=prompt.literal_spans)
+        return self.tokenizer.with_suffix(ids) if whole else ids
+
+    async def prompt_ids(
+        self,
+        prompt: Any,
+        *,
+        do_preprocess: bool,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        owner: Hashable = None,
+        add_bos: bool = True,
+        whole: bool = False,
+        bounded: bool = True,
+    ) -> list[int]:
+        """Return the token ids of a text or of messages, rendered and encoded in a thread if they are long.
+
+        `owner` has its turn among others that bring long ones. `whole`: nothing follows the text, and it gets the end
+        that the checkpoint's tokenizer gives it. `bounded`: a text that cannot fit is refused before it is encoded to
+        its end. Raises InvalidRequest, EngineError.
+        """
+
+        def encode() -> list[int]:
+            rendered = self.render(prompt, do_preprocess=do_preprocess, options=options)
+            return self.encode(rendered, add_bos=add_bos, whole=whole, bounded=bounded)
+
+        await self._gate.enter()
+        size = _size_of(prompt) if not options.tools else _size_of([prompt, options.tools])
+        return await self.offload(encode, size, owner)
+
+    async def given_ids(self, token_ids: Sequence[int] | None, name: str = "input_ids") -> list[int]:
+        """Return `check_token_ids`, in a thread if they are many."""
+        await self._gate.enter()
+        size = len(token_ids) if isinstance(token_ids, Sequence) else 0
+        return await self.offload(lambda: self.check_token_ids(token_ids, name), size // IDS_PER_CHARACTER)
+
+    async def turn_ids(
+        self,
+        past: History,
+        prompt: Any,
+        *,
+        do_preprocess: bool,
+        options: RequestOptions,
+        owner: Hashable,
+        whole: bool = False,
+    ) -> list[int]:
+        """Return the token ids of what was said before and of the prompt that follows, as `prompt_ids`."""
+        if not past.turns or not do_preprocess:
+            rendering: Any = {"do_preprocess": do_preprocess, "options": options, "owner": owner, "whole": whole}
+            return past.token_ids + await self.prompt_ids(prompt, add_bos=not past.token_ids, **rendering)
+        await self._gate.enter()
+        size = _size_of([prompt, past.messages()])
+        return await self.offload(lambda: self._with_history(past, prompt, options), size, owner)
+
+    def _with_history(self, past: History, prompt: Any, options: RequestOptions) -> list[int]:
+        """Return the token ids of messages that follow others."""
+        self.render(prompt, do_preprocess=True, options=options)  # raises what is wrong with the new ones alone
+        literals = Literals(self.tokenizer)
+        before, new = literals.mark(past.messages()), literals.mark(as_messages(prompt))
+        answer = literals.mark_text(past.turns[-1].answer)
+        variables = literals.mark_values(options.variables())
+        tail = self.template.continuation(before, answer, new, variables)
+        if tail is None:
+            conversation = [*before, {"role": "assistant", "content": answer}, *new]
+            text = self.template.render(conversation, variables=variables)
+            return self.encode(self._restored(literals, text))
+        added = self.encode(self._restored(literals, tail), add_bos=False)
+        known = past.token_ids
+        if known and known[-1] in self.tokenizer.eos_token_ids:
+            # How a turn ends is for the template to say, usually by the same token.
+            known = known[:-1]
+        return known + added
+
+    async def encode_all(
+        self, prompts: Sequence[Any], options: RequestOptions, *, do_preprocess: bool, add_bos: bool, bounded: bool
+    ) -> list[list[int]]:
+        """Return the token ids of each prompt: a text, messages or ids. Raises InvalidRequest, EngineError."""
+        encoded: list[list[int]] = []
+        for prompt in prompts:
+            if is_token_ids(prompt):
+                encoded.append(await self.given_ids(prompt))
+            else:
+                ids = self.prompt_ids(
+                    prompt, do_preprocess=do_preprocess, options=options, add_bos=add_bos, bounded=bounded
+                )
+                encoded.append(await ids)
+            await asyncio.sleep(0)  # many prompts do not hold up the loop
+        return encoded
+
+    def check_token_ids(self, token_ids: Sequence[int] | None, name: str = "input_ids") -> list[int]:
+        """Return a copy of the ids as a list. Raises InvalidParameter unless all are in the vocabulary."""
+        if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Sequence):
+            raise InvalidParameter(f"{name} must be a list of token ids, not {type(token_ids).__name__}.", name)
+        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
+            return list(token_ids)
+        for token in token_ids:
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                raise InvalidParameter(
+                    f"{name} holds {token!r}; token ids are integers in [0, {self.vocab_size - 1}].", name
+                )
+        return list(token_ids)
+
+    def room(self, prompt_len: int, needed: int, *, at_least: bool = False) -> int:
+        """Return how many new tokens fit after the prompt. Raises ContextLengthExceeded when fewer than `needed` do."""
+        for limit, why in (
+            (self.session_len, f"the session length of {self.session_len} tokens"),
+            (self._pool_tokens, f"the KV cache of {self._pool_tokens} tokens"),
+        ):
+            if limit - prompt_len < needed:
+                raise ContextLengthExceeded(prompt_len, limit - needed, why, scored=needed == 0, at_least=at_least)
+        return min(self.session_len, self._pool_tokens) - prompt_len
+
+    def _check_size(self, text: str) -> None:
+        """Raise ContextLengthExceeded for a text that has too many tokens in any case, without encoding all of it."""
+        limit = min(self.session_len, self._pool_tokens)
+        if len(text) <= limit:
+            return
+        if self._longest_piece and len(text) > limit * self._longest_piece:
+            # White space is what a tokenizer may leave out.
+            least = -(-(len(text) - sum(map(text.count, " \t\r\n"))) // self._longest_piece)
+            if least > limit:
+                self.room(least, 1, at_least=True)
+        beginning = PROBED * limit
+        if len(text) > 2 * beginning:
+            least = len(self.tokenizer.encode(text[:beginning], add_bos=False))
+            # Where a text is cut, a few tokens may differ from those of the whole.
+            if least > limit + limit // 16 + 64:
+                self.room(least, 1, at_least=True)
+
+    async def offload(self, call: Callable[[], Result], size: int, owner: Hashable = None) -> Result:
+        """Return what `call` returns, which takes as long as encoding a text of `size` characters, or decoding as many
+        tokens; a long one runs in a thread, at the owner's turn. Raises EngineClosed, QueueFull."""
+        return call() if size <= INLINE_SIZE else await self._threads.run(call, size, owner)
+
+
+def _size_of(prompt: Any) -> int:
+    """Return the characters of a text or of messages; of more than INLINE_SIZE in messages, as many as that."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    size, left = 0, [prompt]
+    while left and size <= INLINE_SIZE:
+        value = left.pop()
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, list | tuple | dict):
+            size += PART_SIZE
+            left.extend(islice(value.values() if isinstance(value, dict) else value, INLINE_SIZE))
+    return size

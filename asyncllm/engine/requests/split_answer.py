@@ -1,0 +1,256 @@
+"""The answer of a model that thinks or calls tools: taken apart while it comes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncllm.config import EngineConfig, RequestOptions
+from asyncllm.config.tools import schemas_of
+from asyncllm.engine.requests.delivery import Answer
+from asyncllm.errors import UnsupportedFeature
+from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.detokenizer import Detokenizer, StopWords
+from asyncllm.text.replies.events import CallPiece, CallStart, Event, Text, Thought
+from asyncllm.text.replies.formats import NONE as NO_PARSER
+from asyncllm.text.replies.formats import TOOL_PARSERS, reply_format
+from asyncllm.text.replies.reply import Reply, ReplyFormat
+from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.types import Chunk, Response, ToolCall, ToolCallPiece
+
+__all__ = ["SplitAnswer", "Splitter", "Splitting"]
+
+PROMPT_END = 64
+"""Tokens at the end of a prompt in which what the template opens the answer with is looked for."""
+
+
+class Splitting:
+    """How the answers to one request are taken apart."""
+
+    def __init__(
+        self, form: ReplyFormat, tools: Mapping[str, Any] | None, *, inside: bool, most_calls: int = 0
+    ) -> None:
+        """See `Reply`."""
+        self.form = form
+        self.tools = tools
+        self.inside = inside
+        self.most_calls = most_calls
+
+    def reply(self) -> Reply:
+        """Return a new reply."""
+        return Reply(self.form, self.tools, inside=self.inside, most_calls=self.most_calls)
+
+
+class Splitter:
+    """What one model's template and the engine's settings say about the form of answers. Immutable."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, config: EngineConfig) -> None:
+        """Raises InvalidParameter for names of parsers that there are not."""
+        source = template.source if template.capability == "chat" else None
+        parser = config.tool_call_parser
+        self._tokenizer = tokenizer
+        self._reads_tools = template.reads_tools
+        self._form = reply_format(source, tokenizer, tool_parser=parser, reasoning=config.reasoning_parser)
+        self._unsplit = reply_format(source, tokenizer, tool_parser=parser, reasoning=NO_PARSER)
+        """For those who want reasoning to stay in the text."""
+
+    def check_tools(self, options: RequestOptions) -> None:
+        """Raise UnsupportedFeature if the model cannot be given tools, or its calls not be read."""
+        if not self._reads_tools:
+            raise UnsupportedFeature(
+                "The model's chat template has no place for tools. Use a checkpoint that was trained to call tools, "
+                "or give its template for tools by ChatTemplateConfig(chat_template=...).",
+                "tools",
+            )
+        if self._form.tools is None and options.tool_choice != "none":
+            raise UnsupportedFeature(
+                f"It is not known how the model writes calls of tools. Set tool_call_parser to one of: "
+                f"{', '.join(sorted(TOOL_PARSERS))}.",
+                "tools",
+            )
+
+    def splitting(self, messages: Any, options: RequestOptions, prompt_ids: list[int]) -> Splitting | None:
+        """Return how answers to a prompt that the template wrote are taken apart; None: they are text alone.
+
+        `messages`: the prompt as it was given; None for one that no template wrote.
+        """
+        if messages is None:
+            return None
+        form = self._form if options.separate_reasoning else self._unsplit
+        tools = schemas_of(options.tools) if options.tools and options.tool_choice != "none" else None
+        if tools is None and not (form.splits and options.separate_reasoning):
+            return None
+        inside = form.thinking is not None and self._beginning(messages, options, prompt_ids)[1]
+        return Splitting(form, tools, inside=inside, most_calls=options.parallel_tool_calls is False)
+
+    def grammar_start(
+        self, messages: Any, options: RequestOptions, prompt_ids: list[int]
+    ) -> tuple[bool, int | None, int | None]:
+        """Return where what an answer is held to begins: whether the answer begins inside the reasoning, the token that
+        may begin it, and the one that ends it. Raises UnsupportedFeature where that is not known.
+
+        `messages`: the prompt as it was given; None for one that no template wrote.
+        """
+        if messages is not None and options.tools and options.tool_choice != "none":
+            raise UnsupportedFeature(
+                "An answer that is held to a response_format calls no tools. Leave one of them out, or send "
+                "tool_choice='none'.",
+                "response_format",
+            )
+        if messages is not None and self._form.tools is not None and self._form.tools.answer is not None:
+            raise UnsupportedFeature(
+                "Replies of this model are several messages, and are not held to a response_format yet. Leave it out.",
+                "response_format",
+            )
+        thinking = self._form.thinking
+        if messages is None or thinking is None:
+            return False, None, None
+        opens, closes = (self._tokenizer.token_id(mark.strip()) for mark in thinking)
+        end, inside = self._beginning(messages, options, prompt_ids)
+        if inside and closes is None:
+            raise UnsupportedFeature(
+                "The model begins with reasoning whose end is no token of its own, so it is not known where its answer "
+                "begins. Switch the reasoning off, or leave response_format out.",
+                "response_format",
+            )
+        if inside:
+            return True, None, closes
+        is_over = end.rstrip().endswith(thinking.close.strip())
+        return False, None if is_over or closes is None else opens, closes
+
+    def _beginning(self, messages: Any, options: RequestOptions, prompt_ids: list[int]) -> tuple[str, bool]:
+        """Return the end of the prompt's text, and whether an answer to it begins inside the reasoning."""
+        continued = None
+        if options.continues is not False and not isinstance(messages, str) and messages[-1]["role"] == "assistant":
+            content = messages[-1].get("content")
+            continued = content if isinstance(content, str) else ""
+        tail = prompt_ids[-PROMPT_END - len(continued or "") :]
+        text = self._tokenizer.decode(tail, skip_special_tokens=False)
+        return text, self._form.begins_inside(text, continued)
+
+
+class SplitAnswer(Answer):
+    """An answer whose text is its content alone. Stop words are looked for there."""
+
+    __slots__ = (
+        "_calls",
+        "_codes",
+        "_includes_stop",
+        "_most_calls",
+        "_num_thoughts_sent",
+        "_raw",
+        "_reply",
+        "_thoughts",
+        "_unsent_calls",
+        "reasoning_tokens",
+    )
+    splits = True
+
+    def __init__(
+        self,
+        splitting: Splitting,
+        detokenizer: Detokenizer,
+        *,
+        stop_words: StopWords | None,
+        hidden_ids: frozenset[int],
+        include_stop: bool,
+    ) -> None:
+        super().__init__(detokenizer, stop_words=stop_words, hidden_ids=hidden_ids, include_stop=include_stop)
+        self._reply = splitting.reply()
+        self._codes = splitting.form.tokens
+        self._most_calls = splitting.most_calls
+        self._includes_stop = include_stop
+        self._raw: list[str] = []
+        self._thoughts: list[str] = []
+        self._num_thoughts_sent = 0
+        self._calls: list[tuple[str, str, list[str]]] = []
+        """Id, name and pieces of the arguments of each."""
+        self._unsent_calls: list[ToolCallPiece] = []
+        self.reasoning_tokens = 0
+        """Tokens of reasoning, its marks included."""
+
+    @property
+    def text(self) -> str:
+        """All text so far, reasoning and calls as the model wrote them: what a conversation goes on from."""
+        return "".join(self._raw)
+
+    @property
+    def watches_text(self) -> bool:
+        return super().watches_text or self._most_calls > 0
+
+    @property
+    def over(self) -> bool:
+        return super().over or self._reply.over
+
+    @property
+    def called(self) -> bool:
+        return self._reply.num_complete > 0
+
+    def read(self, tokens: Sequence[int], *, last: bool) -> None:
+        self.num_read += len(tokens)
+        if last and tokens and tokens[-1] in self._hidden_ids:
+            tokens = tokens[:-1]
+        for token in tokens:
+            if self.over:
+                return
+            text = self._detokenizer.push([token])
+            self._raw.append(text)
+            was_thinking = self._reply.thinking
+            self._handle(self._reply.push(self._codes.get(token, text)))
+            self.reasoning_tokens += was_thinking or self._reply.thinking
+        if last and not self.over:
+            rest = self._detokenizer.flush()
+            self._raw.append(rest)
+            self._handle(self._reply.push(rest))
+            self._handle(self._reply.end())
+            if self._matcher is not None and self.stop_reason is None:
+                self._add(self._matcher.flush())
+
+    def _handle(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if self.stop_reason is not None:
+                return
+            match event:
+                case Text(text):
+                    if self._matcher is not None:
+                        text, self.stop_reason = self._matcher.push(text)
+                    self._add(text)
+                    if isinstance(self.stop_reason, str):
+                        self._cut_raw(self.stop_reason)
+                case Thought(text):
+                    self._thoughts.append(text)
+                case CallStart(index, name):
+                    if self._matcher is not None:
+                        # No stop word goes on behind a call.
+                        self._add(self._matcher.flush())
+                    call_id = f"call_{uuid.uuid4().hex[:24]}"
+                    self._calls.append((call_id, name, []))
+                    self._unsent_calls.append(ToolCallPiece(index=index, id=call_id, name=name))
+                case CallPiece(index, arguments):
+                    self._calls[index][2].append(arguments)
+                    self._unsent_calls.append(ToolCallPiece(index=index, arguments=arguments))
+
+    def _cut_raw(self, stop_word: str) -> None:
+        """Leave the stop word out of what a conversation goes on from: the text has none either."""
+        before, word, _ = self.text.rpartition(stop_word)
+        self._raw = [before + word if self._includes_stop else before]
+
+    def _add(self, text: str) -> None:
+        if text:
+            self._parts.append(text)
+            self._unsent_parts.append(text)
+
+    def complete(self, chunk: Chunk) -> None:
+        chunk.reasoning = "".join(self._thoughts[self._num_thoughts_sent :])
+        self._num_thoughts_sent = len(self._thoughts)
+        chunk.tool_calls, self._unsent_calls = self._unsent_calls, []
+        chunk.reasoning_token_len = self.reasoning_tokens
+
+    def fill(self, response: Response) -> None:
+        response.text = "".join(self._parts)
+        response.reasoning = "".join(self._thoughts)
+        response.tool_calls = [
+            ToolCall(id=call_id, name=name, arguments="".join(arguments)) for call_id, name, arguments in self._calls
+        ]
+        response.reasoning_token_len = self.reasoning_tokens

@@ -1,0 +1,138 @@
+"""TextThreads: where long texts are rendered and encoded, so that the event loop stays free and all have a turn."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from asyncllm.errors import EngineClosed, QueueFull
+
+__all__ = ["TextThreads"]
+
+Result = TypeVar("Result")
+
+THREADS = 2
+LARGE = 2**20
+"""Characters of a text whose encoding takes tens of megabytes, which the C library would keep for later."""
+
+
+class _Job:
+    """A call that waits for a thread, or runs in one."""
+
+    __slots__ = ("call", "done", "size")
+
+    def __init__(self, call: Callable[[], Any], size: int, done: asyncio.Future[Any]) -> None:
+        self.call: Callable[[], Any] | None = call
+        """None once the caller has left: nothing of what it brought is kept until its turn."""
+        self.size = size
+        self.done = done
+
+
+class TextThreads:
+    """Two threads. Owners take turns, one text each, so that one who brings many long ones keeps no other waiting.
+    Used in one event loop."""
+
+    def __init__(self, most_waiting: int = 0) -> None:
+        """`most_waiting`: characters that may wait for a thread; 0: any number."""
+        self._most_waiting = most_waiting
+        self._pool: ThreadPoolExecutor | None = None
+        self._closed = False
+        self._waiting: OrderedDict[Hashable, deque[_Job]] = OrderedDict()
+        """By owner; whose turn it is comes first."""
+        self._num_waiting = 0
+        """Characters in it."""
+        self._num_running = 0
+
+    def close(self) -> None:
+        """Let the threads end when they are through with what they have. What waits gets EngineClosed."""
+        self._closed = True
+        for lane in self._waiting.values():
+            for job in lane:
+                if not job.done.done():
+                    job.done.set_exception(_closed())
+        self._waiting.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+    async def run(self, call: Callable[[], Result], size: int, owner: Hashable) -> Result:
+        """Return what `call` returns, run in a thread at the owner's turn. `size`: characters that it has to do with.
+        Raises what it raises, EngineClosed, and, for an owner who can come again, QueueFull when too much waits. None
+        owns what belongs to requests that are in the engine already."""
+        if self._closed:
+            raise _closed()
+        if (
+            owner is not None
+            and self._most_waiting
+            and self._num_waiting
+            and self._num_waiting + size > self._most_waiting
+        ):
+            raise QueueFull(
+                f"The prompts that wait to be encoded have {self._num_waiting} characters, and this one brings {size}; "
+                f"at most {self._most_waiting} may wait. Try again in 1 s.",
+                1.0,
+            )
+        job = _Job(call, size, asyncio.get_running_loop().create_future())
+        self._waiting.setdefault(owner, deque()).append(job)
+        self._num_waiting += size
+        self._start()
+        try:
+            result: Result = await job.done
+            return result
+        finally:
+            job.call = None
+            del job, call  # an error refers to this frame, and the future to the error
+
+    def _start(self) -> None:
+        """Give free threads their work."""
+        while self._num_running < THREADS and self._waiting:
+            owner, lane = next(iter(self._waiting.items()))
+            job = lane.popleft()
+            self._waiting.move_to_end(owner)
+            if not lane:
+                del self._waiting[owner]
+            self._num_waiting -= job.size
+            if job.call is None:
+                continue
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="asyncllm-encode")
+            self._num_running += 1
+            loop = asyncio.get_running_loop()
+            running = loop.run_in_executor(self._pool, _worked, job.call, job.size)
+            running.add_done_callback(lambda running, done=job.done: self._finish(running, done))  # type: ignore[misc]
+
+    def _finish(self, running: asyncio.Future[Any], done: asyncio.Future[Any]) -> None:
+        self._num_running -= 1
+        error = None if running.cancelled() else running.exception()
+        if not done.done():
+            if running.cancelled():
+                done.cancel()
+            elif error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(running.result())
+        self._start()
+
+
+def _closed() -> EngineClosed:
+    return EngineClosed("The engine was closed while the prompt was being prepared.")
+
+
+def _worked(call: Callable[[], Result], size: int) -> Result:
+    try:
+        return call()
+    finally:
+        del call
+        if size >= LARGE:
+            _give_back()
+
+
+def _give_back() -> None:
+    """Let the C library return what it has no use for to the system; where it cannot, it keeps it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,75 @@
+"""AdmissionPlan: which blocks a waiting sequence will have, and where their content comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncllm.engine.cache.block_groups import BlockGroups, BlockTable
+from asyncllm.engine.cache.block_manager import BlockManager
+from asyncllm.engine.cache.host_blocks import HostBlocks
+from asyncllm.engine.cache.prefix_sharing import PrefixSharing
+from asyncllm.engine.schedule.sequence import Sequence, SequenceState
+
+__all__ = ["AdmissionPlan"]
+
+
+@dataclass(slots=True)
+class AdmissionPlan:
+    """In each group a table begins with shared blocks; then come its own, of which the first are copied from the host's
+    or from a sibling's. Nothing is taken before `take`."""
+
+    cached: int
+    """Tokens that are computed already."""
+    num_found: int
+    """Blocks of the sequence's beginning that the device has."""
+    shared: list[BlockTable]
+    """By group, those of them that the sequence still needs."""
+    stored: list[list[int]]
+    """By group, blocks in host memory."""
+    sources: list[int] | None
+    """By group, a sibling's block."""
+    num_own: list[int]
+    """By group."""
+
+    @staticmethod
+    def of(
+        sequence: Sequence, groups: BlockGroups, sharing: PrefixSharing, host: HostBlocks, *, alone: bool
+    ) -> AdmissionPlan:
+        """Plan for a waiting sequence; `alone`: no other one runs."""
+        known, size = len(sequence.token_ids), groups.block_size
+        found = sharing.find(sequence)
+        if found.sources is not None:
+            cached, stored = known - 1, [BlockTable(found.end) for _ in found.tables]
+        else:
+            stored = host.stored(sequence, found.end, (known - 1) // size)
+            cached = max(found.end, stored[0].end) * size
+            if sequence.state is SequenceState.SWAPPED:
+                cached = max(found.end * size, sequence.num_computed)
+        plan = AdmissionPlan(cached, found.end, [], [], found.sources, [])
+        for group, (table, kept) in enumerate(zip(found.tables, stored, strict=True)):
+            first = groups.first_needed(group, cached)
+            own = max(first, found.end)
+            plan.shared.append(BlockTable(first, table.between(first, found.end)))
+            plan.stored.append(kept.between(own, kept.end))
+            plan.num_own.append(groups.cover(group, first, cached, known, alone=alone) - own)
+        return plan
+
+    def num_blocks(self, blocks: BlockManager) -> int:
+        """Return how many blocks it takes from those that are available."""
+        idle = sum(1 for table in self.shared for block in table.blocks if blocks.is_idle(block))
+        return sum(self.num_own) + idle
+
+    def take(self, blocks: BlockManager, host: HostBlocks) -> tuple[list[BlockTable], list[tuple[int, int]]]:
+        """Take the blocks. Return the tables, and copies from block to block."""
+        copies = []
+        for table, stored in zip(self.shared, self.stored, strict=True):
+            blocks.share(table.blocks)
+            # Ahead of `allocate`, which may push cached blocks to the host, where they take the room of others.
+            host.blocks.share(stored)
+        for group, table in enumerate(self.shared):
+            own = blocks.allocate(self.num_own[group])
+            host.swap_in(self.stored[group], own)
+            if self.sources is not None:
+                copies.append((self.sources[group], own[0]))
+            table.blocks += own
+        return self.shared, copies

@@ -1,0 +1,235 @@
+"""Quality of service: whose turn it is, from a file of user groups and quotas as LMDeploy has them.
+
+    {"enable_user_qos": true,
+     "user_groups": ["Gold", "Silver"],
+     "user_group_map": {"Gold":   [{"id": "alice", "quota_pct": 100}],
+                        "Silver": [{"id": "bob", "quota_pct": 30}, {"id": "default", "quota_pct": 70}]}}
+
+Groups come in the order of `user_groups`: while a user of the first waits, none of the others is admitted. Within a
+group it is the turn of the waiting user who has used least in proportion to the quota; one with quota 0 comes after
+those with one. Used are, in the last `WINDOW_S` seconds, prompt tokens that had to be computed when the request got its
+row, and tokens that were generated. What a preemption makes the engine compute again counts for no user.
+
+"default" stands for all users that the file does not list. Where several groups list it, the one with the highest
+quota counts, as only the user id says to which group a request belongs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from asyncllm.errors import InvalidParameter, short
+
+__all__ = ["DEFAULT_USER", "WINDOW_S", "Policy", "QualityOfService", "User"]
+
+DEFAULT_USER = "default"
+WINDOW_S = 60.0
+BUCKET_S = 5.0
+"""Tokens are forgotten in portions of this many seconds."""
+QUOTA_TOLERANCE = 0.1
+"""Percent by which the quotas of a group may miss 100: thirds are no decimal fractions."""
+
+
+class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A user's entry in a group."""
+
+    id: Annotated[str, Meta(min_length=1)]
+    quota_pct: Annotated[float, Meta(ge=0, le=100)]
+
+
+class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file."""
+
+    enable_user_qos: bool
+    user_groups: Annotated[list[str], Meta(min_length=1)]
+    user_group_map: dict[str, list[Member]]
+
+    def complaint(self) -> str | None:
+        """Return what is wrong across fields."""
+        groups = self.user_groups
+        if len(set(groups)) < len(groups):
+            return "user_groups names a group twice"
+        for name in (*groups, *self.user_group_map):
+            if (name in groups) != (name in self.user_group_map):
+                where = ("user_groups", "user_group_map")
+                found, missing = where if name in groups else where[::-1]
+                return f"{found} has the group {short(name)}, and {missing} does not"
+        seen: set[str] = set()
+        for name in groups:
+            members = self.user_group_map[name]
+            for member in members:
+                if member.id in seen:
+                    return f"the user {short(member.id)} is listed twice; a user belongs to one group"
+                seen.add(member.id)
+            seen.discard(DEFAULT_USER)
+            total = sum(member.quota_pct for member in members)
+            if abs(total - 100) > QUOTA_TOLERANCE:
+                return f"the quotas of the group {short(name)} add up to {total:g}, not to 100"
+        return None
+
+
+class User:
+    """A user with a quota. Written by QualityOfService and, a token at a time, by the waiting queue."""
+
+    __slots__ = (
+        "_before",
+        "_buckets",
+        "current",
+        "group",
+        "id",
+        "listed",
+        "num_waiting",
+        "number",
+        "queued_requests",
+        "queued_tokens",
+        "quota",
+    )
+
+    def __init__(self, id: str, number: int, group: int, quota: float) -> None:
+        self.id = id
+        self.number = number
+        """Unique: the user's place in the file."""
+        self.group = group
+        """The group's place; 0 is served first."""
+        self.quota = quota
+        self.num_waiting = 0
+        """Sequences that wait."""
+        self.queued_requests = 0
+        """Requests whose first sequence waits. Written by the waiting queue, as is the next."""
+        self.queued_tokens = 0
+        """Known tokens of the sequences that wait."""
+        self.listed = False
+        """Whether the group's heap has an entry of this user."""
+        self.current = 0
+        """Tokens used in the present bucket of time."""
+        self._before = 0
+        """Those of the buckets before."""
+        self._buckets: deque[tuple[int, int]] = deque()
+        """(bucket, its tokens), the oldest first."""
+
+    @property
+    def used(self) -> int:
+        """Tokens within the window."""
+        return self._before + self.current
+
+    @property
+    def load(self) -> tuple[bool, float]:
+        """What has been used in proportion to the quota; the lowest is next."""
+        return (False, self.used / self.quota) if self.quota else (True, float(self.used))
+
+    def close_bucket(self, bucket: int, forget: int) -> None:
+        """End the present bucket, and forget those up to `forget`."""
+        if self.current:
+            self._buckets.append((bucket, self.current))
+            self._before += self.current
+            self.current = 0
+        while self._buckets and self._buckets[0][0] <= forget:
+            self._before -= self._buckets.popleft()[1]
+
+
+class QualityOfService:
+    """Users, what they have used, and whose turn it is. Written by the waiting queue only."""
+
+    def __init__(self, policy: Policy, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives seconds from any beginning; it never goes back."""
+        self.enabled = policy.enable_user_qos
+        self._clock = clock
+        self._bucket = int(clock() / BUCKET_S)
+        self.users: dict[str, User] = {}
+        numbers = count()
+        for group, name in enumerate(policy.user_groups):
+            for member in policy.user_group_map[name]:
+                listed_before = self.users.get(member.id)
+                if listed_before is None or listed_before.quota < member.quota_pct:
+                    self.users[member.id] = User(member.id, next(numbers), group, member.quota_pct)
+        self._heaps: list[list[tuple[tuple[bool, float], int, User]]] = [[] for _ in policy.user_groups]
+        """Per group, an entry for each user who waits. Its load is the user's or, as loads rise until a bucket is
+        forgotten, a lower one: it is corrected when it comes up. Users who wait no more are dropped then."""
+
+    @classmethod
+    def open(cls, path: str, clock: Callable[[], float] = time.monotonic) -> QualityOfService:
+        """Read the file. Raises InvalidParameter when it cannot be read or does not hold."""
+        try:
+            with open(path, "rb") as file:
+                policy = msgspec.json.decode(file.read(), type=Policy)
+        except OSError as error:
+            raise InvalidParameter(
+                f"Cannot read qos_config_path={path!r} ({type(error).__name__}). Give the path of a JSON file.",
+                "qos_config_path",
+            ) from None
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidParameter(
+                f"qos_config_path={path!r} is not a QoS configuration: {error}. It needs enable_user_qos, user_groups "
+                f"and user_group_map.",
+                "qos_config_path",
+            ) from None
+        complaint = policy.complaint()
+        if complaint is not None:
+            raise InvalidParameter(
+                f"qos_config_path={path!r} contradicts itself: {complaint}. Correct the file.", "qos_config_path"
+            )
+        return cls(policy, clock)
+
+    def find(self, user_id: str | None) -> User | None:
+        """Return the user of this id, or "default"; None if all are served alike. Raises InvalidParameter."""
+        if not self.enabled:
+            return None
+        user = self.users.get(user_id or DEFAULT_USER) or self.users.get(DEFAULT_USER)
+        if user is None:
+            known = f"user_id={short(user_id)} is not in the QoS file" if user_id else "The request has no user_id"
+            raise InvalidParameter(
+                f"{known}, and the file has no user {DEFAULT_USER!r} for all others. Pass the id of a listed user.",
+                "user_id",
+            )
+        return user
+
+    def joins(self, user: User) -> None:
+        """Count one more of the user's sequences as waiting."""
+        user.num_waiting += 1
+        if not user.listed:
+            user.listed = True
+            heappush(self._heaps[user.group], (user.load, user.number, user))
+
+    def leaves(self, user: User) -> None:
+        """Count one of them as no longer waiting."""
+        user.num_waiting -= 1
+
+    def next_user(self) -> User:
+        """Return the waiting user whose turn it is. At least one waits."""
+        self.move_on()
+        for heap in self._heaps:
+            while heap:
+                load, _, user = heap[0]
+                if not user.num_waiting:
+                    heappop(heap)
+                    user.listed = False
+                elif load != user.load:
+                    heapreplace(heap, (user.load, user.number, user))
+                else:
+                    return user
+        raise AssertionError("no user waits")
+
+    def move_on(self) -> None:
+        """Forget what was used longer ago than the window."""
+        bucket = int(self._clock() / BUCKET_S)
+        if bucket == self._bucket:
+            return
+        for user in self.users.values():
+            user.close_bucket(self._bucket, bucket - int(WINDOW_S / BUCKET_S))
+        self._bucket = bucket
+        for heap in self._heaps:
+            heap[:] = [(user.load, user.number, user) for _, _, user in heap]
+            heapify(heap)
+
+    def used(self) -> dict[str, int]:
+        """Tokens within the window, by user."""
+        self.move_on()
+        return {user.id: user.used for user in self.users.values()} if self.enabled else {}

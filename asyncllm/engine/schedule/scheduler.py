@@ -1,0 +1,499 @@
+"""The scheduler: which tokens of which sequences the next step computes.
+
+It keeps the running sequences, slots and blocks, and knows nothing of time, text, tensors or tasks; `WaitingQueue` says
+who is next. The engine calls `schedule()` for the next `Batch`, possibly before it has read the ones before, and
+`update()` with each `StepOutput` in order. Everything about unread steps is arithmetic on `Sequence.pending`, so that
+the next step never waits for a token's value.
+
+A sequence holds blocks for all of its known tokens from admission on; only decoding asks for more, and a prompt that
+is longer than a window (`BlockGroups`). When there are none, or an earlier group lacks a row, the newest running
+sequence of the lowest class is preempted, so that the oldest of the highest class always progresses. If the host has
+room (`HostBlocks`), its blocks wait there for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from asyncllm.engine.cache.block_groups import BlockGroups
+from asyncllm.engine.cache.block_manager import BlockManager
+from asyncllm.engine.cache.host_blocks import HostBlocks
+from asyncllm.engine.cache.prefix_cache import PrefixCache
+from asyncllm.engine.cache.prefix_sharing import PrefixSharing
+from asyncllm.engine.schedule.admission_plan import AdmissionPlan
+from asyncllm.engine.schedule.counts import SchedulerCounts
+from asyncllm.engine.schedule.in_flight import StepInFlight
+from asyncllm.engine.schedule.prefill_budget import PrefillBudget
+from asyncllm.engine.schedule.sequence import Request, Sequence, SequenceState
+from asyncllm.engine.schedule.waiting_queue import WaitingQueue
+from asyncllm.protocol import Batch, Limits, PrefillRow, StepOutput
+from asyncllm.types import FinishReason
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Queue, running sequences, slots, blocks and unread steps of one engine. Written by the engine's turns only."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        max_batch_size: int,
+        prefill_budget: int,
+        prefill_interval: int,
+        prefix_caching: bool,
+        swapping: bool,
+        waiting: WaitingQueue | None = None,
+    ) -> None:
+        self._block_size = limits.block_size
+        self._num_slots = limits.num_slots
+        self.max_steps_in_flight = limits.max_steps_in_flight
+        self._max_running = min(max_batch_size, limits.num_slots)
+        self._prefill_budget = PrefillBudget(prefill_budget, limits)
+        self._prefill_interval = prefill_interval
+        self.prefix_cache = PrefixCache() if prefix_caching else None
+        self.groups = BlockGroups(limits, prefill_budget)
+        self.sharing = PrefixSharing(self.prefix_cache, self.groups, limits)
+        self.blocks = BlockManager(limits.num_blocks, self.prefix_cache)
+        self.host = HostBlocks(limits, self.groups, self.blocks, swapping=swapping)
+        self.counts = SchedulerCounts()
+        self.admitted: list[Request] = []
+        """Requests whose first sequence has got a row by the last `schedule()`."""
+        self.prefilled: list[Request] = []
+        """Requests whose prompt has been found computed by the last `update()`."""
+        self.waiting = waiting if waiting is not None else WaitingQueue()
+        self.num_waiting = 0
+        """Sequences in the queue, and siblings whose leader is not through with the prompt."""
+        self._running: dict[Sequence, None] = {}
+        """Sequences with a slot, in order of admission; preempted ones come back in order of arrival."""
+        self._prefilling: deque[Sequence] = deque()
+        """The running ones whose known tokens are not all scheduled yet."""
+        self._free_slots = list(range(limits.num_slots - 1, -1, -1))
+        self._fenced_slots: deque[tuple[int, int]] = deque()
+        self._flights: deque[StepInFlight] = deque()
+        self._step = 0
+        self._last_read = -1
+        self._decode_steps = 0
+        """Steps since prompt tokens were last taken in, while some waited."""
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_free_rows(self) -> int:
+        """Sequences that would find a row at once."""
+        return min(len(self._free_slots), self._max_running - len(self._running))
+
+    def add(self, request: Request) -> None:
+        """Queue a request's first sequence; its siblings follow when the prompt has been computed."""
+        self.sharing.hash_prompt(request)
+        leader = request.sequences[0]
+        leader.hashes = list(request.block_hashes)
+        self.waiting.push(leader)
+        self.num_waiting += len(request.sequences)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence now, in whatever state; its row and blocks come back under the fence rule."""
+        if sequence.state is SequenceState.FINISHED:
+            return
+        if sequence in self._running:
+            self._leave(sequence)
+        else:
+            self.waiting.discard(sequence)
+            self.host.release(sequence)
+            self.num_waiting -= 1
+        sequence.state = SequenceState.FINISHED
+        sequence.finish_reason = reason
+        if sequence.index == 0:
+            self._admit_siblings(sequence.request)
+
+    def cancel(self, request: Request, reason: FinishReason = "abort") -> None:
+        """End every sequence of the request."""
+        # Siblings first: ending the leader would queue them.
+        for sequence in reversed(request.sequences):
+            self.finish(sequence, reason)
+
+    def schedule(self) -> Batch | None:
+        """Return the next step, or None if nothing can be computed before a step in flight has been read."""
+        step = self._step
+        self.admitted.clear()
+        batch = Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[], prefill=[], last_read=self._last_read)
+        self._give_way(batch)
+        sampled = self._schedule_decode(batch)
+        prefill: list[tuple[Sequence, PrefillRow]] = []
+        if self._prefilling or self.waiting:
+            if batch.decode and self._decode_steps + 1 < self._prefill_interval:
+                self._decode_steps += 1
+            else:
+                self._decode_steps = 0
+                self._schedule_prefill(batch, sampled, prefill)
+        if not batch.decode and not batch.prefill and not self.host.plan:
+            assert not batch.new_blocks, "blocks were given to a row that is not in the step"
+            return None
+        batch.swaps = self.host.take_plan(step)
+        sampled.extend(sequence for sequence, row in prefill if row.sample)
+        self._flights.append(StepInFlight(step, sampled, prefill, batch.swaps))
+        self._step += 1
+        self.counts.steps += 1
+        self.counts.decode_tokens += len(batch.decode)
+        return batch
+
+    def _schedule_decode(self, batch: Batch) -> list[Sequence]:
+        """Advance every decoding sequence by one token, oldest first."""
+        step, windowed = batch.step, self.groups.windowed
+        decode, scheduled = batch.decode, []
+        rows = list(self._running)
+        if self.blocks.num_available < len(rows) * self.groups.count:
+            # A preempted sequence comes last then, and has no part in this step, ahead of which it is copied down.
+            rows.sort(key=self.waiting.rank)
+        for sequence in rows:
+            if sequence.state is not SequenceState.DECODE or sequence.remaining <= 0:
+                if windowed and sequence.state is SequenceState.PREFILL:
+                    self._has_room(batch, sequence)
+                continue
+            position = sequence.num_computed
+            if position == sequence.capacity and not self._has_room(batch, sequence):
+                continue
+            sequence.num_computed = position + 1
+            sequence.pending += 1
+            sequence.remaining -= 1
+            sequence.last_step = step
+            decode.append(sequence.slot)
+            scheduled.append(sequence)
+        return scheduled
+
+    def _has_room(self, batch: Batch, sequence: Sequence) -> bool:
+        """Make sure that there is room for a sequence's next token; False: not in this step."""
+        if sequence.num_computed < sequence.capacity:
+            return True
+        lacking = [table for table in sequence.tables if table.end * self._block_size == sequence.capacity]
+        while self.blocks.num_available < len(lacking):
+            if self.blocks.num_fenced or (self.groups.windowed and sequence.last_step > self._last_read):
+                # What steps in flight hold comes back without another preemption, and so does what they see last.
+                return False
+            victim = self._last_of_lowest_class()
+            # A prompt keeps what it has until one of a higher class, or before it, needs that.
+            if victim is not sequence or sequence.state is SequenceState.DECODE:
+                self._preempt(victim)
+            if victim is sequence:
+                return False
+        self._extend(batch, sequence, sequence.capacity // self._block_size + 1, len(lacking))
+        return True
+
+    def _extend(self, batch: Batch, sequence: Sequence, end: int, most: int) -> None:
+        """Give a sequence up to `most` blocks, so that its tables come close to ending at block `end`."""
+        for group, first, blocks in self.groups.extend(sequence.tables, end, most, self.blocks.allocate):
+            batch.new_blocks.append((sequence.slot, group, first, blocks))
+        sequence.capacity = self.groups.capacity(sequence.tables)
+
+    def _last_of_lowest_class(self) -> Sequence:
+        """Return the preemption victim: the newest running sequence of the lowest class. At least one runs."""
+        return max(reversed(self._running), key=self.waiting.rank)
+
+    def _give_way(self, batch: Batch) -> None:
+        """Admit sequences whose group comes before a running one's; the last of all gives up row and blocks if need be.
+
+        Ahead of the decode rows: what is copied down is as the steps before have left it, and of the blocks that an
+        admission leaves there is one for each of them.
+        """
+        while self._running and (sequence := self.waiting.first_of_groups()) is not None:
+            victim = self._last_of_lowest_class()
+            if self.waiting.rank(victim) <= self.waiting.rank(sequence):
+                return
+            if not self._admit(batch):
+                if self._finds_room(sequence):
+                    return
+                self._preempt(victim)
+
+    def _finds_room(self, sequence: Sequence) -> bool:
+        """Return whether a waiting sequence can be admitted once the steps in flight have been read."""
+        if len(self._running) == self._max_running or not (self._free_slots or self._fenced_slots):
+            return False
+        return self._missing_blocks(self._plan_admission(sequence)) <= self.blocks.num_fenced
+
+    def let_go(self) -> None:
+        """Forget all sequences: the engine has ended, and neither reads a step nor schedules one any more."""
+        for kept in (self._running, self._prefilling, self._flights, self.admitted, self.prefilled, self.host.swapped):
+            kept.clear()
+        self.waiting.let_go()
+
+    def forget(self) -> None:
+        """Forget all KV, on the device and the host: running sequences are computed again. No step is in flight."""
+        assert not self._flights, "steps in flight write KV"
+        for request in {sequence.request: None for sequence in (*self._running, *self.waiting)}:
+            if not request.prompt_is_scored:
+                request.prompt_logprobs.clear()
+        for sequence in list(self._running):
+            self._preempt(sequence, keep=False)
+        self.host.forget()
+        self.blocks.clear()
+
+    def _preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Give up a running sequence's blocks; when there is room, they are copied back, or computed again, as they are
+        without `keep`."""
+        self.counts.preemptions += 1
+        if keep and self.host.swap_out(sequence):
+            self._requeue(sequence)
+            sequence.state = SequenceState.SWAPPED
+        else:
+            self._compute_again(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        self.num_waiting += 1
+        self.waiting.push(sequence)
+        sequence.committed = 0
+
+    def _compute_again(self, sequence: Sequence) -> None:
+        """Let a sequence wait for a row, to be computed from its tokens."""
+        if sequence in self._running:
+            self._requeue(sequence)
+        else:
+            self.host.release(sequence)
+        sequence.state = SequenceState.WAITING
+        sequence.num_computed = 0
+        sequence.request.forget_hidden()
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a running sequence out of its row."""
+        del self._running[sequence]
+        if sequence.state is SequenceState.PREFILL:
+            self._prefilling.remove(sequence)
+        self.blocks.retire(sequence.blocks, sequence.last_step, self._last_read)
+        sequence.tables, sequence.capacity = [], 0
+        if sequence.last_step <= self._last_read:
+            self._free_slots.append(sequence.slot)
+        else:
+            self._fenced_slots.append((sequence.last_step, sequence.slot))
+        sequence.slot = -1
+
+    def _schedule_prefill(
+        self, batch: Batch, decoding: list[Sequence], prefill: list[tuple[Sequence, PrefillRow]]
+    ) -> None:
+        """Fill the token budget with chunks of admitted sequences, the highest class first, then admit more."""
+        self._put_prompts_in_order(batch)
+        if not self._prefilling and not self._admit(batch):
+            return
+        budget = self._prefill_budget.beside(decoding)
+        chunks: list[tuple[Sequence, int]] = []
+        passed: list[Sequence] = []
+        while budget > 0:
+            if len(chunks) + len(passed) == len(self._prefilling) and not self._admit(batch):
+                break
+            sequence = self._prefilling[len(chunks) + len(passed)]
+            length = min(len(sequence.token_ids) - sequence.num_computed, budget)
+            if self.groups.windowed:
+                length = self._room_for_chunk(batch, sequence, length)
+                if not length:
+                    passed.append(sequence)
+                    continue
+            chunks.append((sequence, length))
+            budget -= length
+        if chunks and (decoding or self.waiting):
+            chunks = self._prefill_budget.whole_tiles(chunks, len(decoding))
+        passed += list(self._prefilling)[len(chunks) + len(passed) :]
+        self.waiting.pass_over(passed, chunks)
+        for sequence, length in chunks:
+            self._schedule_chunk(batch, sequence, length, prefill)
+
+    def _room_for_chunk(self, batch: Batch, sequence: Sequence, length: int) -> int:
+        """Return how many of the next `length` tokens of a prompt there is room for, without the blocks in reserve."""
+        end = sequence.num_computed + length
+        if end > sequence.capacity:
+            spare = self.blocks.num_available - len(self._running) * self.groups.count
+            self._extend(batch, sequence, -(-end // self._block_size), spare)
+        return min(end, sequence.capacity) - sequence.num_computed
+
+    def _put_prompts_in_order(self, batch: Batch) -> None:
+        """Admit sequences of a higher class than one whose prompt is being computed, and put them ahead of it."""
+        while self._prefilling:
+            self._prefilling = deque(sorted(self._prefilling, key=self.waiting.rank))
+            first, rank = self.waiting.first(), self.waiting.rank
+            if first is None or rank(self._prefilling[-1]) <= rank(first) or not self._admit(batch):
+                return
+
+    def _schedule_chunk(
+        self, batch: Batch, sequence: Sequence, length: int, prefill: list[tuple[Sequence, PrefillRow]]
+    ) -> None:
+        """Compute the next `length` known tokens of a prefilling sequence."""
+        row = sequence.next_chunk(length)
+        batch.prefill.append(row)
+        prefill.append((sequence, row))
+        self.counts.prefill_tokens += length
+        sequence.num_computed += length
+        sequence.last_step = batch.step
+        if sequence.num_computed == len(sequence.token_ids):
+            self._prefilling.remove(sequence)
+            sequence.state = SequenceState.DECODE
+            if row.sample:
+                sequence.pending += 1
+                sequence.remaining -= 1
+
+    def _admit(self, batch: Batch) -> bool:
+        """Give the first waiting sequence a slot and blocks for all of its known tokens, if there is room."""
+        if self.num_free_rows <= 0:
+            return False
+        sequence = self.waiting.first()
+        if sequence is None or sequence.last_step > self._last_read:
+            # Preempted while a step was in flight: neither its last token is known yet, nor whether it failed.
+            return False
+        plan = self._plan_admission(sequence)
+        if self._missing_blocks(plan) > 0:
+            return False
+        known, cached = len(sequence.token_ids), plan.cached
+        self.num_waiting -= 1
+        tables, copies = plan.take(self.blocks, self.host)
+        batch.copies += copies
+        if sequence.state is SequenceState.SWAPPED:
+            self.host.release(sequence)
+        else:
+            self.counts.prompt_tokens += known
+            self.counts.cached_tokens += cached
+            if sequence.index == 0 and sequence.num_generated == 0:
+                sequence.request.cached_tokens = cached
+                self.admitted.append(sequence.request)
+        self.waiting.admit(sequence, known - cached)
+        sequence.tables, sequence.capacity = tables, self.groups.capacity(tables)
+        sequence.slot = self._free_slots.pop()
+        sequence.num_computed = cached
+        sequence.committed = plan.num_found
+        sequence.state = SequenceState.PREFILL
+        self._running[sequence] = None
+        self._prefilling.append(sequence)
+        batch.starts.append(sequence.slot_start())
+        for group, table in enumerate(tables):
+            batch.new_blocks.append((sequence.slot, group, table.first, list(table.blocks)))
+        return True
+
+    def _plan_admission(self, sequence: Sequence) -> AdmissionPlan:
+        return AdmissionPlan.of(sequence, self.groups, self.sharing, self.host, alone=not self._running)
+
+    def _missing_blocks(self, plan: AdmissionPlan) -> int:
+        """Return how many blocks are missing to admit a sequence."""
+        # One block of each group in reserve for each running sequence keeps an admission from preempting at once.
+        reserve = len(self._running) * self.groups.count
+        return plan.num_blocks(self.blocks) + reserve - self.blocks.num_available
+
+    def _free_unreached(self, sequence: Sequence, num_read: int) -> None:
+        """Give back the blocks that no window reaches any more: of the sequence's tokens so many have been read, and no
+        unread step begins before them."""
+        if self.groups.windowed and sequence.tables:
+            self.blocks.retire(self.groups.trim(sequence.tables, num_read), self._last_read, self._last_read)
+
+    def update(self, output: StepOutput) -> list[Sequence]:
+        """Read the oldest step in flight. Returns the sequences that got a token or ended by this step."""
+        flight = self._next_flight()
+        assert flight.step == output.step, f"step {output.step} was read before step {flight.step}"
+        advanced: list[Sequence] = []
+        self.prefilled.clear()
+        for sequence, row in flight.prefill:
+            if self._read_prefill(sequence, row, output):
+                advanced.append(sequence)
+        without_token = len(advanced)
+        logprobs, errors = output.logprobs, output.errors
+        block_size = self._block_size
+        for sequence, slot, token in zip(flight.sampled, output.slots, output.tokens, strict=True):
+            if sequence.state is SequenceState.FINISHED:
+                continue
+            sequence.pending -= 1
+            advanced.append(sequence)
+            if errors and slot in errors:
+                sequence.error = errors[slot]
+                self.finish(sequence, "error")
+                without_token += 1
+                continue
+            token_ids = sequence.token_ids
+            token_ids.append(token)
+            if logprobs:
+                sequence.logprobs = logprobs.get(slot)
+            if (len(token_ids) - 1) % block_size == 0:
+                self.sharing.offer(sequence)
+                self._free_unreached(sequence, len(token_ids) - 1)
+            if token in sequence.stop_ids and sequence.num_generated >= sequence.params.min_new_tokens:
+                self.finish(sequence, "stop")
+            elif sequence.remaining <= 0 and sequence.pending == 0:
+                self.finish(sequence, "length")
+        self.counts.sampled_tokens += len(advanced) - without_token
+        self.waiting.charge(advanced)
+        self._lift_fence(flight.step)
+        return advanced
+
+    def step_failed(self, cause: BaseException | None) -> list[Sequence]:
+        """End the rows of the oldest step in flight, which raised, and return them.
+
+        Their blocks enter no cache, as only a step that has been read puts them there.
+        """
+        flight = self._next_flight()
+        ended = flight.live_rows()
+        for sequence in ended:
+            sequence.error, sequence.cause = f"the step raised {cause!r}", cause
+            self.finish(sequence, "error")
+        self._lose_copies(flight)
+        self._lift_fence(flight.step)
+        self.counts.failed_steps += 1
+        return ended
+
+    def step_dropped(self) -> None:
+        """Compute the rows of the oldest step in flight again: it was not run, as one before it failed."""
+        flight = self._next_flight()
+        flight.take_back_tokens()
+        for sequence in flight.live_rows():
+            self._compute_again(sequence)
+        self._lose_copies(flight)
+        self._lift_fence(flight.step)
+
+    def _next_flight(self) -> StepInFlight:
+        flight = self._flights.popleft()
+        self._last_read = flight.step
+        return flight
+
+    def _lose_copies(self, flight: StepInFlight) -> None:
+        """Compute again the sequences whose copies, between device and host, the step has not made."""
+        for sequence in self.host.copies_lost(flight.step, flight.swaps):
+            self._compute_again(sequence)
+
+    def _lift_fence(self, step: int) -> None:
+        """Nothing that step `step` or one before it may write is in flight any more."""
+        self.blocks.step_read(step)
+        self.host.step_read(step)
+        while self._fenced_slots and self._fenced_slots[0][0] <= step:
+            self._free_slots.append(self._fenced_slots.popleft()[1])
+
+    def _read_prefill(self, sequence: Sequence, row: PrefillRow, output: StepOutput) -> bool:
+        """Take in what a prefill row gave besides a token; True if it ended a sequence that wants no token."""
+        request = sequence.request
+        if row.prompt_logprobs is not None:
+            request.take_prompt_logprobs(row.position, output.prompt_logprobs.get(row.slot, []))
+        failed = row.slot in output.errors
+        if sequence.slot != row.slot and not (failed and sequence.state is SequenceState.SWAPPED):
+            # Finished since, or preempted; but what is swapped out must not come back if it is wrong.
+            return False
+        if failed:
+            # Nothing of this row may enter the prefix cache. A row that samples ends with its token.
+            if not row.sample:
+                sequence.error = output.errors[row.slot]
+                self.finish(sequence, "error")
+            return not row.sample
+        request.take_hidden(row, output)
+        end = row.position + len(row.tokens)
+        self.sharing.offer(sequence, end)
+        self._free_unreached(sequence, end)
+        if sequence.index == 0 and end >= sequence.num_prompt:
+            self._admit_siblings(request)
+            self.prefilled.append(request)
+        if row.sample or end < len(sequence.token_ids):
+            return False
+        self.finish(sequence, "length")
+        return True
+
+    def _admit_siblings(self, request: Request) -> None:
+        """Queue the other answers to the prompt, whose prompt is computed."""
+        if request.siblings_queued:
+            return
+        request.siblings_queued = True
+        for sequence in request.sequences[1:]:
+            if sequence.state is SequenceState.WAITING:
+                sequence.hashes = list(request.block_hashes)
+                self.waiting.push(sequence)

@@ -1,0 +1,81 @@
+"""History: what was said in a conversation, as token ids and as turns. Plain data of the host's memory."""
+
+from __future__ import annotations
+
+from asyncllm.engine.requests.delivery import Answer
+from asyncllm.text.detokenizer import Detokenizer
+from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.types import Message
+
+__all__ = ["History", "Turn", "without_stop_word"]
+
+
+class Turn:
+    """One exchange: token positions within the session's history, and the texts they stand for."""
+
+    __slots__ = ("answer", "answer_start", "end", "messages", "prompt")
+
+    def __init__(
+        self, prompt: object, messages: list[Message] | None, answer_start: int, end: int, answer: str
+    ) -> None:
+        self.prompt = prompt
+        """What the user passed."""
+        self.messages = messages
+        """The same as messages; None for a prompt without chat template."""
+        self.answer_start = answer_start
+        self.end = end
+        self.answer = answer
+
+
+class History:
+    """The conversation up to some turn. A later one is another History: neither list is changed."""
+
+    __slots__ = ("token_ids", "turns")
+
+    def __init__(self, token_ids: list[int], turns: list[Turn]) -> None:
+        self.token_ids = token_ids
+        """Prompts, template and answers."""
+        self.turns = turns
+
+    def cut(self, step: int, tokenizer: Tokenizer) -> History:
+        """Return the first `step` tokens, of which there are as many."""
+        if step == len(self.token_ids):
+            return self
+        token_ids, turns, start = self.token_ids[:step], self.turns, 0
+        for index, turn in enumerate(self.turns):
+            if turn.end > step:
+                turns = self.turns[:index]
+                if step > start:
+                    # A turn cut in its middle: what is left of the answer is its answer.
+                    answer_start = min(turn.answer_start, step)
+                    answer = tokenizer.decode(token_ids[answer_start:])
+                    turns.append(Turn(turn.prompt, turn.messages, answer_start, step, answer))
+                break
+            start = turn.end
+        return History(token_ids, turns)
+
+    def messages(self) -> list[Message]:
+        """Return the conversation up to, and without, the last answer."""
+        messages: list[Message] = []
+        for index, turn in enumerate(self.turns):
+            messages.extend(turn.messages or [{"role": "user", "content": str(turn.prompt)}])
+            if index < len(self.turns) - 1:
+                messages.append({"role": "assistant", "content": turn.answer})
+        return messages
+
+
+def without_stop_word(token_ids: list[int], start: int, answer: Answer, tokenizer: Tokenizer) -> list[int]:
+    """Return prompt and answer without the tokens of a stop word that ended the answer, which begins at `start`: they
+    are not part of the conversation."""
+    if not isinstance(answer.stop_reason, str):
+        return token_ids
+    detokenizer, text, end, size = Detokenizer(tokenizer), answer.text, start, 0
+    for place, token in enumerate(token_ids[start:], start + 1):
+        piece = detokenizer.push([token])
+        if not text.startswith(piece, size):
+            break
+        if piece:
+            end, size = place, size + len(piece)
+    kept = tokenizer.decode(token_ids[start:end])
+    rest = tokenizer.encode(text[len(kept) :], add_bos=False) if len(kept) < len(text) else []
+    return token_ids[:end] + rest

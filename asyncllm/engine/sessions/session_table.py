@@ -1,0 +1,223 @@
+"""SessionTable: the open conversations of an engine by id. Conversation: one of them, its turns and its pins.
+
+The KV blocks of a conversation are nothing but entries of the prefix cache that it has pinned: as long as there is room
+they make the next turn cheap, and when they are evicted the next turn only takes longer. So a conversation holds no
+row, no slot and no block between turns, and a fork shares one list of integers.
+"""
+
+from __future__ import annotations
+
+from asyncllm.engine.loop import EngineLoop
+from asyncllm.engine.requests.delivery import Delivery
+from asyncllm.engine.schedule.sequence import Request
+from asyncllm.engine.sessions.history import History, Turn, without_stop_word
+from asyncllm.errors import InvalidParameter, SessionBusy, SessionNotFound
+from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.types import Message, Response
+
+__all__ = ["Conversation", "SessionTable"]
+
+
+class Conversation:
+    """States: idle or in a turn, until closed. Written by the turn that runs, and by `close`."""
+
+    def __init__(self, table: SessionTable, id: int, past: History, cache_salt: str | None = None) -> None:
+        """`past`: what was said before, under this salt."""
+        self._table = table
+        self.id = id
+        self.past = past
+        """What was said up to the last turn that has ended."""
+        self.response: Response | None = None
+        """The last turn's answer, when it ran to its end or was stopped."""
+        self.closed = False
+        self._cache_salt = cache_salt
+        """Of the last turn, whose blocks are pinned."""
+        self._pinned = table.pin([], past.token_ids, cache_salt) if past.token_ids else []
+        self._delivery: Delivery | None = None
+        """Of the last turn."""
+        self._request: Request | None = None
+        """Of the running turn, once its prompt is encoded."""
+        self._goes_on_from = past
+        """What was said before the running turn, which may go back a few tokens."""
+        self._prompt: object = None
+        self._messages: list[Message] | None = None
+        """The running turn's prompt, as in `Turn`."""
+        self._closes = False
+        """The conversation ends with the running turn."""
+        self._stop_asked = False
+        """The running turn shall end as soon as its request is there."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a turn is running."""
+        return self._delivery is not None and not self._delivery.ended
+
+    def check_open(self) -> None:
+        """Raise SessionNotFound if the session has ended."""
+        if self.closed:
+            raise SessionNotFound(f"Session {self.id} has ended. Start a new one with engine.session().")
+
+    def cut(self, step: int) -> History:
+        """Return the first `step` tokens of what was said. Raises InvalidParameter when there are fewer."""
+        size = len(self.past.token_ids)
+        if type(step) is not int or not 0 <= step <= size:
+            raise InvalidParameter(
+                f"step={step!r} is not a position in session {self.id}, which has {size} tokens of history.", "step"
+            )
+        return self.past.cut(step, self._table.tokenizer)
+
+    async def begin_turn(self, delivery: Delivery) -> None:
+        """Take the session for a turn. Raises SessionBusy unless the turn before has ended or was abandoned."""
+        self.check_open()
+        while self._delivery is not None and not self._delivery.ended:
+            if not self._delivery.abandoned:
+                raise SessionBusy(
+                    f"Session {self.id} is in a turn, and takes one at a time. Wait for its answer, call "
+                    f"stop_session({self.id}), or fork() the session."
+                )
+            await self._delivery.wait_end()
+            self.check_open()
+        self._delivery = delivery
+        self._request = None
+        self._stop_asked = False
+
+    def run_turn(
+        self, request: Request, past: History, prompt: object, messages: list[Message] | None, *, closes: bool
+    ) -> None:
+        """Make the request that of the turn: its prompt and answer follow `past` in the history when it ends.
+
+        `closes`: the session ends with it, unless it never runs."""
+        self._request, self._goes_on_from, self._closes = request, past, closes
+        self._prompt, self._messages = prompt, messages
+        request.delivery.on_end = self._end_turn
+        if self._stop_asked:
+            self._table.stop_request(request)
+
+    def _end_turn(self) -> None:
+        """Take the prompt and what was generated into the history, however the turn ended, unless it was left before
+        it was in the queue."""
+        request, self._request = self._request, None
+        if request is None or self.closed:
+            return
+        sequence = request.sequences[0]
+        if sequence.finish_reason is None:
+            return
+        answer, num_prompt = sequence.answer, sequence.num_prompt
+        token_ids = without_stop_word(list(sequence.token_ids), num_prompt, answer, self._table.tokenizer)
+        turn = Turn(self._prompt, self._messages, num_prompt, len(token_ids), answer.text)
+        self.past = History(token_ids, [*self._goes_on_from.turns, turn])
+        self.response = Response(
+            token_ids=sequence.token_ids[num_prompt:],
+            finish_reason=sequence.finish_reason,
+            stop_reason=answer.stop_reason,
+            input_token_len=num_prompt - request.history_len,
+            generate_token_len=sequence.num_generated,
+            history_token_len=request.history_len,
+            cached_token_len=request.cached_tokens,
+        )
+        answer.fill(self.response)
+        self._cache_salt = request.policy.cache_salt
+        self._pinned = self._table.pin(self._pinned, token_ids, self._cache_salt)
+        if self._closes:
+            self.close()
+
+    def fork(self) -> Conversation:
+        """Return a second conversation with the same history; both go on independently and share their blocks."""
+        self.check_open()
+        if self.busy:
+            raise SessionBusy(f"Session {self.id} is in a turn. Wait for its answer, or stop it, before forking.")
+        return self._table.new(self.past, self._cache_salt)
+
+    def stop(self) -> None:
+        """Stop the running turn, if any; what was generated so far stays in the history."""
+        if self.busy:
+            self._stop_asked = True
+            if self._request is not None:
+                self._table.stop_request(self._request)
+
+    def close(self) -> None:
+        """Stop the running turn and forget the conversation. Idempotent."""
+        if not self.closed:
+            self.stop()
+            self.closed = True
+            self._pinned = self._table.pin(self._pinned, [], None)
+            self._table.forget(self)
+
+
+class SessionTable:
+    """What conversations share. An id is not given out twice."""
+
+    def __init__(self, loop: EngineLoop, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._loop = loop
+        self._open: dict[int, Conversation] = {}
+        self._next_id = 1
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def new(self, past: History | None = None, cache_salt: str | None = None) -> Conversation:
+        """Return a new conversation: an empty one, or one with a history."""
+        while self._next_id in self._open:
+            self._next_id += 1
+        self._next_id += 1
+        return self._begin(self._next_id - 1, past, cache_salt)
+
+    def _begin(self, session_id: int, past: History | None = None, cache_salt: str | None = None) -> Conversation:
+        conversation = Conversation(self, session_id, past or History([], []), cache_salt)
+        self._open[session_id] = conversation
+        return conversation
+
+    def get(self, session_id: int) -> Conversation | None:
+        """Return the open conversation of this id."""
+        return self._open.get(session_id)
+
+    def find(self, session_id: int) -> Conversation:
+        """Return the open conversation of this id. Raises SessionNotFound."""
+        conversation = self._open.get(session_id)
+        if conversation is None:
+            raise SessionNotFound(
+                f"There is no session {session_id}: it has ended, or was never started. Begin it with "
+                f"sequence_start=True, sequence_end=False."
+            )
+        return conversation
+
+    def find_or_start(self, session_id: int | None, *, sequence_start: bool, step: int) -> Conversation:
+        """Return what these parameters of `generate` name. Raises InvalidParameter, SessionNotFound."""
+        if type(session_id) is not int:
+            raise InvalidParameter(
+                "sequence_start=False and sequence_end=False go on with a session: pass its session_id, an int.",
+                "session_id",
+            )
+        if not sequence_start:
+            return self.find(session_id)
+        if step:
+            raise InvalidParameter("step continues a session: it needs sequence_start=False.", "step")
+        before = self._open.get(session_id)
+        if before is not None:
+            before.close()
+        return self._begin(session_id)
+
+    def forget(self, conversation: Conversation) -> None:
+        """Drop a conversation that has closed."""
+        if self._open.get(conversation.id) is conversation:
+            del self._open[conversation.id]
+
+    def stop_request(self, request: Request) -> None:
+        """End the request of a turn, at the loop's next turn."""
+        self._loop.abandon(request)
+
+    def pin(self, old: list[bytes], token_ids: list[int], cache_salt: str | None) -> list[bytes]:
+        """Replace a conversation's pins in the prefix cache by those of its present history, and return the new."""
+        cache = self._loop.scheduler.prefix_cache
+        if cache is None:
+            return []
+        new = self._loop.scheduler.sharing.keys_for_longer(token_ids, cache_salt)
+        cache.pin(new)
+        cache.unpin(old)
+        return new
+
+    def close(self) -> None:
+        """Close every conversation."""
+        for conversation in list(self._open.values()):
+            conversation.close()

@@ -1,0 +1,1 @@
+"""What engine, server and pipeline share of asyncio: where they may run, and how their work takes turns."""

@@ -1,0 +1,133 @@
+"""LoopThread: an event loop in a thread of its own, for synchronous callers of asynchronous code."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures.thread
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from asyncllm.errors import EngineClosed, EngineError
+from asyncllm.event_loop.surroundings import Process
+
+__all__ = ["LoopThread"]
+
+T = TypeVar("T")
+
+_open: weakref.WeakSet[LoopThread] = weakref.WeakSet()
+
+
+class LoopThread:
+    """Runs coroutines for other threads, from construction until `close`.
+
+    Usable from any thread, with or without a running loop of its own. The thread is no daemon, so nothing is cut off
+    at interpreter exit: what is still open then is closed before the interpreter waits for its threads.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[], Coroutine[Any, Any, None]],
+        stop: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Run `start` in the new loop, and raise what it raises. `stop` will run before the loop ends."""
+        self._start, self._stop = start, stop
+        self._lock = threading.Lock()
+        self._process = Process()
+        self._closing = False
+        self._stop_error: Exception | None = None
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._loop = asyncio.new_event_loop()
+        self._end = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name=name)
+        self._thread.start()
+        try:
+            self._started.result()
+        except BaseException:
+            self.close()
+            raise
+        _open.add(self)
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start a coroutine in the loop. Raises EngineClosed after `close`, EngineError inside the loop itself."""
+        try:
+            # Ahead of the lock, which a thread of the other process may have held.
+            self._process.check("pipeline")
+            with self._lock:
+                if self._closing:
+                    raise EngineClosed("The pipeline is closed. Open a new one.")
+                if threading.current_thread() is self._thread:
+                    raise EngineError("A callback of the pipeline called the pipeline: it would wait for itself.")
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except EngineError:
+            coroutine.close()
+            raise
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Wait for a coroutine's result. An interrupted wait, as by Ctrl-C, cancels the coroutine."""
+        return self.wait(self.submit(coroutine))
+
+    def wait(self, future: concurrent.futures.Future[T]) -> T:
+        """Wait for the result of `submit`."""
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise EngineClosed("The pipeline was closed while this call was running.") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def end(self) -> None:
+        """Begin to close, and return at once. In a forked process there is nothing to close."""
+        if self._process.forked:
+            return
+        with self._lock:
+            if not self._closing:
+                self._closing = True
+                # The loop is gone already when `start` failed.
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._end.set)
+
+    def close(self) -> None:
+        """End what runs, run `stop`, wait for the thread, and raise what `stop` raised. Idempotent."""
+        self.end()
+        if threading.current_thread() is not self._thread and not self._process.forked:
+            self._thread.join()
+            error, self._stop_error = self._stop_error, None
+            if error is not None:
+                raise error
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._main())
+
+    async def _main(self) -> None:
+        starting = asyncio.ensure_future(self._start())
+        ending = asyncio.ensure_future(self._end.wait())
+        await asyncio.wait([starting, ending], return_when=asyncio.FIRST_COMPLETED)
+        starting.cancel()
+        try:
+            await starting
+        except BaseException as error:
+            ending.cancel()
+            self._started.set_exception(error)
+            return
+        self._started.set_result(None)
+        await ending
+        try:
+            await self._stop()
+        except Exception as error:
+            self._stop_error = error  # for `close`
+
+
+def _close_all() -> None:
+    for thread in list(_open):
+        thread.close()
+
+
+# Interpreter exit waits for threads before it runs what `atexit` has. The hook that comes before is the one that
+# concurrent.futures uses; registering after it means running before it, while its threads still take work.
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]

@@ -1,0 +1,152 @@
+"""Products with a weight of 4 or 8 bits for activations of 16 or 32: integers with a scale and a zero point for each
+group of input features, in the one layout that all file formats are brought to when they are loaded."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncllm.kernels.dispatch import op
+from asyncllm.kernels.linear import check_out
+from asyncllm.kernels.moe import fused_experts
+
+__all__ = [
+    "PLANE",
+    "PackedWeight",
+    "chunk_of",
+    "dequantize",
+    "expand_stack",
+    "linear_packed",
+    "natural",
+    "pack_codes",
+    "packed_experts",
+    "unpack_codes",
+]
+
+PLANE = 32
+"""Input features that lie side by side, one in each word: value i of word j is feature 32 i + j of its chunk. So what a
+shift and a mask take out of a run of words is a run of features in their natural order."""
+
+
+class PackedWeight(NamedTuple):
+    """A weight [N, K], or one for each of E experts: (code - zero) * scale of the group that the feature is in."""
+
+    words: Tensor
+    """int16 [C, N, 32] or [E, C, N, 32], C chunks of `chunk_of(bits)` input features, the last filled up."""
+    scales: Tensor
+    """[G, N] or [E, G, N], float16, bfloat16 or float32."""
+    zeros: Tensor
+    """uint8, as `scales`."""
+    order: Tensor | None
+    """int64 [K] or [E, K]: the input feature at each place, where groups are not of neighbours; None where they are."""
+    bits: int
+    """4 or 8."""
+    group_size: int
+    """Places with one scale: a multiple of 32, or K or more for a single group."""
+    in_features: int
+
+    @property
+    def out_features(self) -> int:
+        return self.words.shape[-2]
+
+
+def chunk_of(bits: int) -> int:
+    """Input features that a word and its 31 neighbours hold."""
+    return PLANE * (16 // bits)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """codes uint8 [N, K] below 2^bits, bits 4 or 8 -> words int16 [C, N, 32], as in `PackedWeight`."""
+    n, k = codes.shape
+    chunk = chunk_of(bits)
+    planes = F.pad(codes, (0, -k % chunk)).view(n, -1, chunk // PLANE, PLANE)
+    words = planes[:, :, 0].to(torch.int32)
+    for index in range(1, chunk // PLANE):
+        words |= planes[:, :, index].to(torch.int32) << (bits * index)
+    return words.to(torch.int16).transpose(0, 1).contiguous()
+
+
+def unpack_codes(words: Tensor, bits: int, in_features: int) -> Tensor:
+    """Return the inverse of `pack_codes`: words [C, N, 32] -> codes uint8 [N, in_features]."""
+    shifts = torch.arange(0, 16, bits, dtype=torch.int16, device=words.device).view(-1, 1, 1)
+    planes = (words.unsqueeze(1) >> shifts) & ((1 << bits) - 1)
+    return planes.to(torch.uint8).permute(2, 0, 1, 3).flatten(1)[:, :in_features]
+
+
+@op("linear.packed:dequantize")
+def dequantize(
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    *,
+    bits: int,
+    group_size: int,
+    in_features: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the weight [N, K] of one expert or of none, its input features in the order of their places, rounded once
+    to `dtype`. The other arguments are fields of `PackedWeight`."""
+    codes = unpack_codes(words, bits, in_features).float()
+    size = min(group_size, in_features)
+    spread = [each.float().t().repeat_interleave(size, 1)[:, :in_features] for each in (zeros, scales)]
+    return codes.sub_(spread[0]).mul_(spread[1]).to(dtype)
+
+
+@op("linear.packed:linear_packed")
+def linear_packed(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """x weight^T + bias, summed in float32. x [..., K], bias [N] of its type -> [..., N], contiguous `out` if given.
+
+    Here the weight's values are what the codes say; for many tokens a launcher may round them to x's type first.
+
+    Raises ValueError if `out` has another shape or dtype, or gaps.
+    """
+    check_out(x, weight.out_features, out)
+    whole = _whole(weight, torch.float32)
+    rows = x.float() if weight.order is None else x.float().index_select(-1, weight.order)
+    y = F.linear(rows, whole, None if bias is None else bias.float()).to(x.dtype)
+    return y if out is None else out.copy_(y)
+
+
+@op("linear.packed_experts:packed_experts")
+def packed_experts(x: Tensor, gate_up: PackedWeight, down: PackedWeight, weights: Tensor, expert_ids: Tensor) -> Tensor:
+    """`fused_experts` with packed weights, of which only the experts that are chosen are expanded, to x's type."""
+    chosen, places = torch.unique(expert_ids, return_inverse=True)
+    dense = []
+    for stack in (gate_up, down):
+        dense.append(torch.stack([_natural(stack, expert, x.dtype) for expert in chosen.tolist()]))
+    return fused_experts(x, dense[0], dense[1], weights, places)
+
+
+def expand_stack(stack: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """Return the weights [E, N, K] of all experts, rounded once to `dtype`."""
+    return torch.stack([_natural(stack, expert, dtype) for expert in range(len(stack.words))])
+
+
+def _whole(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    return dequantize(
+        weight.words,
+        weight.scales,
+        weight.zeros,
+        bits=weight.bits,
+        group_size=weight.group_size,
+        in_features=weight.in_features,
+        dtype=dtype,
+    )
+
+
+def _natural(stack: PackedWeight, expert: int, dtype: torch.dtype) -> Tensor:
+    """Return the weight of one expert, its input features in natural order."""
+    order = None if stack.order is None else stack.order[expert]
+    one = stack._replace(words=stack.words[expert], scales=stack.scales[expert], zeros=stack.zeros[expert], order=order)
+    return natural(one, dtype)
+
+
+def natural(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """Return the weight [N, K] of no expert, its input features in natural order."""
+    whole = _whole(weight, dtype)
+    if weight.order is None:
+        return whole
+    return torch.empty_like(whole).index_copy_(1, weight.order, whole)

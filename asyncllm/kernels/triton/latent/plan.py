@@ -1,0 +1,209 @@
+"""Plans of latent attention: those of paged attention, with tiles of query heads in the place of KV heads."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from asyncllm.kernels.latent import LatentKV
+from asyncllm.kernels.triton.attention.plan import (
+    ENTRY,
+    HEADER,
+    key_tile,
+    plan_decode_kernel,
+    plan_prefill_kernel,
+    processors,
+)
+from asyncllm.kernels.triton.launch import launch
+
+__all__ = [
+    "DECODE_CONFIGS",
+    "PREFILL_CONFIGS",
+    "LatentDecodeConfig",
+    "LatentDecodeWork",
+    "LatentPrefillConfig",
+    "LatentPrefillTiles",
+    "LatentShape",
+    "constexprs",
+    "decode_config",
+    "plan_latent_decode",
+    "plan_latent_prefill",
+    "prefill_config",
+]
+
+
+class LatentDecodeConfig(NamedTuple):
+    heads: int
+    """Most query heads of a block: the cache is read once for each of so many."""
+    tile: int
+    """Most keys per step of the inner loop."""
+    num_warps: int
+    num_stages: int
+    blocks_per_processor: int
+    """Size of the grid."""
+    min_tiles: int
+    """A row is not split into parts of fewer tiles than this."""
+
+
+DECODE_CONFIGS: dict[tuple[int, int], LatentDecodeConfig] = {
+    (256, 2): LatentDecodeConfig(16, 32, 4, 3, 4, 4),
+    (512, 2): LatentDecodeConfig(16, 32, 4, 3, 2, 4),
+    (256, 4): LatentDecodeConfig(16, 16, 4, 2, 1, 8),
+    (512, 4): LatentDecodeConfig(16, 16, 8, 2, 1, 8),
+}
+"""By padded rank (256 for less) and bytes per number. Not timed yet: chosen by what compiles for sm_90 without spilled
+registers and keeps the most bytes on the way."""
+
+
+class LatentPrefillConfig(NamedTuple):
+    rows: int
+    """Rows of the score matrix: queries times heads."""
+    tile: int
+    """Most keys per step of the inner loop."""
+    num_warps: int
+    num_stages: int
+
+
+PREFILL_CONFIGS: dict[tuple[int, int], LatentPrefillConfig] = {
+    (256, 2): LatentPrefillConfig(128, 64, 8, 2),
+    (512, 2): LatentPrefillConfig(64, 64, 8, 2),
+    (256, 4): LatentPrefillConfig(16, 16, 4, 2),
+    (512, 4): LatentPrefillConfig(16, 16, 8, 2),
+}
+"""By padded rank (256 for less) and bytes per number. Not timed yet, as above."""
+
+MAX_RANK, MAX_ROPE = 512, 128
+
+
+class LatentShape(NamedTuple):
+    """What the kernels of all layers that share a plan are compiled for."""
+
+    num_heads: int
+    rank: int
+    rope: int
+    block_size: int
+
+
+class LatentDecodeWork(NamedTuple):
+    """The plan of decode attention on a GPU, as `attention.plan.DecodeWork`."""
+
+    work: Tensor
+    partials: Tensor
+    """float32: for each block of the grid the values of two parts, [2 * grid, heads, C]; then their states."""
+    block_tables: Tensor
+    table_stride: int
+    shape: LatentShape
+    config: LatentDecodeConfig
+    grid: int
+
+
+class LatentPrefillTiles(NamedTuple):
+    """The plan of prefill attention on a GPU, as `attention.plan.PrefillTiles`."""
+
+    entries: Tensor
+    block_tables: Tensor
+    table_stride: int
+    shape: LatentShape
+    config: LatentPrefillConfig
+    heads: int
+    """Query heads of a tile."""
+    tokens: int
+    """Queries of a tile."""
+    num_rows: int
+    capacity: int
+
+
+def decode_config(cache: LatentKV, num_heads: int) -> LatentDecodeConfig:
+    config = DECODE_CONFIGS[max(256, triton.next_power_of_2(cache.rank)), cache.pages.element_size()]
+    return config._replace(heads=min(config.heads, max(8, triton.next_power_of_2(num_heads))))
+
+
+def prefill_config(cache: LatentKV) -> LatentPrefillConfig:
+    return PREFILL_CONFIGS[max(256, triton.next_power_of_2(cache.rank)), cache.pages.element_size()]
+
+
+def constexprs(shape: LatentShape, strides: tuple[int, ...]) -> dict[str, Any]:
+    """Return the constants that both kernels have."""
+    names = ("LATENT_STRIDE", "LATENT_HEAD", "ROPE_STRIDE", "ROPE_HEAD", "OUT_STRIDE")
+    return {
+        **dict(zip(names, strides, strict=True)),
+        "NUM_HEADS": shape.num_heads,
+        "RANK": shape.rank,
+        "RANK_BLOCK": max(16, triton.next_power_of_2(shape.rank)),
+        "ROPE": shape.rope,
+        "ROPE_BLOCK": max(16, triton.next_power_of_2(shape.rope)),
+        "PAGE": shape.block_size,
+    }
+
+
+def _shape(num_heads: int, cache: LatentKV) -> LatentShape:
+    """Raises ValueError when there is no kernel for it."""
+    _, block_size, width = cache.pages.shape
+    rope = width - cache.rank
+    if cache.rank % 8 or rope % 8 or cache.rank > MAX_RANK or rope > MAX_ROPE:
+        raise ValueError(
+            f"Latent attention on a GPU takes a kv_lora_rank up to {MAX_RANK} and a qk_rope_head_dim up to {MAX_ROPE}, "
+            f"both multiples of 8, not {cache.rank} and {rope}. Run this model on the CPU."
+        )
+    return LatentShape(num_heads, cache.rank, rope, block_size)
+
+
+def plan_latent_decode(block_tables: Tensor, kv_lens: Tensor, cache: LatentKV, *, num_heads: int) -> LatentDecodeWork:
+    """See `asyncllm.kernels.latent.plan_latent_decode`."""
+    num_rows = kv_lens.shape[0]
+    shape, config = _shape(num_heads, cache), decode_config(cache, num_heads)
+    grid = processors(kv_lens.device) * config.blocks_per_processor
+    integers = HEADER.value + (ENTRY.value + 1) * grid + 4 * num_rows
+    work = torch.empty(integers, dtype=torch.int32, device=kv_lens.device)
+    numbers = 2 * grid * config.heads * (shape.rank + 2)
+    partials = torch.empty(numbers, dtype=torch.float32, device=kv_lens.device)
+    block_rows = max(256, triton.next_power_of_2(num_rows))
+    block_grid = max(1, 8192 // block_rows)
+    launch(
+        plan_decode_kernel,
+        (-(-grid // block_grid), 1, 1),
+        (block_tables, kv_lens, work),
+        (block_tables.stride(0), num_rows, 0, grid),
+        NUM_KV_HEADS=-(-num_heads // config.heads),
+        PAGE=shape.block_size,
+        TILE=key_tile(shape.block_size, config.tile),
+        MIN_TILES=config.min_tiles,
+        BLOCK_ROWS=block_rows,
+        BLOCK_GRID=block_grid,
+    )
+    return LatentDecodeWork(work, partials, block_tables, block_tables.stride(0), shape, config, grid)
+
+
+def plan_latent_prefill(
+    block_tables: Tensor,
+    q_offsets: Tensor,
+    kv_lens: Tensor,
+    cache: LatentKV,
+    *,
+    num_heads: int,
+    max_q_len: int,
+    invariant: bool = False,
+) -> LatentPrefillTiles:
+    """See `asyncllm.kernels.latent.plan_latent_prefill`. There is one config, so all plans are invariant."""
+    num_rows = kv_lens.shape[0]
+    shape, config = _shape(num_heads, cache), prefill_config(cache)
+    key_tile(shape.block_size, config.tile)
+    heads = min(config.rows, triton.next_power_of_2(num_heads))
+    tokens = config.rows // heads
+    capacity = num_rows * -(-max_q_len // tokens)
+    entries = torch.empty(1 + capacity, 4, dtype=torch.int32, device=kv_lens.device)
+    launch(
+        plan_prefill_kernel,
+        (num_rows, 1, 1),
+        (q_offsets, kv_lens, entries),
+        (num_rows,),
+        TOKENS=tokens,
+        BLOCK_ROWS=max(256, triton.next_power_of_2(num_rows)),
+        BLOCK_TILES=64,
+    )
+    return LatentPrefillTiles(
+        entries, block_tables, block_tables.stride(0), shape, config, heads, tokens, num_rows, capacity
+    )

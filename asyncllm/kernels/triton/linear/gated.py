@@ -1,0 +1,73 @@
+"""Launcher of `linear_silu_mul`, and the measured table that says where one kernel beats a product and a gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from asyncllm.kernels.triton.activation import silu_mul
+from asyncllm.kernels.triton.linear.product import choose, linear
+from asyncllm.kernels.triton.linear.small import SkinnyConfig, skinny
+
+__all__ = ["TABLES", "GatedConfig", "linear_silu_mul"]
+
+
+@dataclass(frozen=True)
+class GatedConfig:
+    """How `linear_hopper` divides the work: tiles of 128 or 192 tokens, whole or in equal `shares`."""
+
+    tokens: int = 128
+    shares: bool = False
+
+
+Config = GatedConfig | SkinnyConfig
+
+Table = dict[tuple[int, int], tuple[tuple[int, Config | None], ...]]
+
+TABLES: dict[str, Table] = {
+    "NVIDIA H200": {
+        (28672, 4096): (
+            (1, None),
+            (64, SkinnyConfig(128, 128, splits=1, stages=4, warps=8)),  # a layer 156.5 us at 64 tokens, without 160.0
+            (128, GatedConfig()),  # 68.2 us at 128 tokens, cuBLAS and the gate 75.4; a layer 134.4, 139.3
+            (192, None),
+            (256, GatedConfig(shares=True)),  # 105.6 us at 256 tokens, 116.7; a layer 197.4, 202.7
+            (352, None),  # 119.7 us at 320, in shares 130.7
+            (1023, GatedConfig(shares=True)),  # a layer 345.3 us at 512, 348.5; 248.2 us alone at 768, 280.3
+            (4095, GatedConfig()),  # 389.6 us at 1,024, 399.9; 751 at 2,048, 775; a layer 698, 714 at 1,024
+            (16384, GatedConfig(192)),  # a layer 5,239 us at 8,192, 5,652, and 5,466 in tiles of 128
+        ),
+    }
+}
+"""By device name, then by weight shape (2 * N, K): the most tokens that a configuration is for, ascending. What no
+entry covers, and what has None, goes to `linear` and `silu_mul`. Figures are bf16, weights of 8 layers in turn, a layer
+its four products and the gate, Triton 3.6.0, CUDA 13.0.
+
+None stands where nothing was measured, and where `linear` has a kernel of its own or is faster. One kernel alone is not
+faster in every row: at 512 tokens it takes 193.6 us to 190.7, at 8,192 in tiles of 192 3,058 us to 3,053 (2,930 in
+tiles of 128). There the layer as a whole decides. Up to 64 tokens that is with its norms, rotation and attention to 400
+keys a row."""
+
+
+def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
+    table = _table(x.device)
+    if table:
+        rows = x.reshape(-1, x.shape[-1])
+        config = choose(table, rows, weight) if rows.dtype == weight.dtype == torch.bfloat16 else None
+        if config is not None:
+            if isinstance(config, SkinnyConfig):
+                y = skinny(rows, weight, config=config, gated=True)
+            else:
+                from asyncllm.kernels.triton.linear.hopper import gated_product
+
+                y = gated_product(rows, weight, config.tokens, shares=config.shares)
+            return y.view(*x.shape[:-1], weight.shape[0] // 2)
+    return silu_mul(linear(x, weight))
+
+
+@cache
+def _table(device: torch.device) -> Table:
+    return TABLES.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}

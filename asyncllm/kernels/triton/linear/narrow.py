@@ -1,0 +1,188 @@
+"""Products of 2 to 64 tokens for Hopper, in Gluon: weights are on their way before the tokens are there.
+
+With few tokens reading the weights is all that takes time, and a layer is as slow as the moments in which nothing is
+read: while a kernel starts, while it drains, while a norm runs between two products. So a block keeps a ring of STAGES
+slots in nearly all of a multiprocessor's shared memory, and asks for the weights of all of them before it waits for the
+kernel before; no kernel writes weights. Its tokens follow after that wait.
+
+The weight is the first operand ("swap AB"): 64 rows of it are one wgmma, the tokens are its narrow side. A slot has
+PARTS x 64 input features of ROWS rows of weight and of all tokens, copied by TMA, which fills what lies beyond the
+matrices with zeros. There is no warp that only fetches: all warps multiply, and when the products of one slot run,
+those of the slot before are done and it is filled anew. `full`, a barrier per slot, completes when the copies have
+brought the stated bytes; its phase bit flips each time.
+
+With SPLITS a tile has several blocks, each with its range of input features. They store their sums to `partial`, and
+the last to arrive adds all of them in the order of the ranges, so that runs repeat bit by bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from asyncllm.kernels.triton.counters import zero_counters
+from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
+from asyncllm.kernels.triton.launch import Configured, TensorMap
+from asyncllm.kernels.triton.linear.hopper import LINES, STEP, next_slot, synchronize
+from asyncllm.kernels.triton.linear.small import NarrowConfig, token_tile
+
+__all__ = ["compile_options", "narrow", "narrow_kernel"]
+
+
+@gluon.jit
+def _fetch(source, row, memory, full, slot, step, PARTS: gl.constexpr):
+    """A slot's part of the weights or of the tokens."""
+    LINE: gl.constexpr = memory.shape[2]
+    for part in gl.static_range(PARTS):
+        tma.async_copy_global_to_shared(
+            source, [row, (step * PARTS + part) * LINE], full.index(slot), memory.index(slot * PARTS + part)
+        )
+
+
+@gluon.jit
+def _finish(acc, out_ptr, bias_ptr, row, num_tokens, out_size, dtype: gl.constexpr, HAS_BIAS: gl.constexpr):
+    """acc [ROWS, TOKENS] float32, plus the bias -> out [num_tokens, out_size]."""
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    if HAS_BIAS:
+        own = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout))
+        acc += gl.load(bias_ptr + own, mask=own < out_size, other=0.0).to(gl.float32)[:, None]
+    # A thread stores eight results of one token at once.
+    STORED: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
+    results = gl.convert_layout(acc.to(dtype), STORED)
+    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))[:, None]
+    token = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORED))[None, :]
+    gl.store(out_ptr + token * out_size + rows, results, mask=(token < num_tokens) & (rows < out_size))
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "out_size", "steps"])
+def narrow_kernel(
+    x, weight, out_ptr, bias_ptr, partial_ptr, counter_ptr, num_tokens, out_size, steps,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, HAS_BIAS: gl.constexpr, USE_PDL: gl.constexpr,
+):  # fmt: skip
+    """x [num_tokens, K] and weight [out_size, K] are tensor descriptors of 16-bit numbers in blocks of [TOKENS, 64] and
+    [ROWS, 64]; out [num_tokens, out_size].
+
+    partial: float32 [tiles, SPLITS, ROWS, TOKENS]. counter: int32 [tiles], zero before and after.
+    """
+    dtype: gl.constexpr = x.dtype
+    TOKENS: gl.constexpr = x.block_type.shape[0]
+    LINE: gl.constexpr = x.block_type.shape[1]
+    ROWS: gl.constexpr = weight.block_type.shape[0]
+    BYTES: gl.constexpr = PARTS * (ROWS + TOKENS) * LINE * 2
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
+
+    release_consumers(USE_PDL)
+    weights = gl.allocate_shared_memory(dtype, [PARTS * STAGES, ROWS, LINE], weight.layout)
+    tokens = gl.allocate_shared_memory(dtype, [PARTS * STAGES, TOKENS, LINE], x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+    fence_async_shared()
+    synchronize()
+
+    tile = gl.program_id(1)
+    split = gl.program_id(0)
+    row = tile * ROWS
+    begin = steps * split // SPLITS
+    end = steps * (split + 1) // SPLITS
+    first = min(end - begin, STAGES)
+    for slot in range(first):
+        mbarrier.expect(full.index(slot), BYTES)
+        _fetch(weight, row, weights, full, slot, begin + slot, PARTS)
+    wait_for_producers(USE_PDL)
+    for slot in range(first):
+        _fetch(x, 0, tokens, full, slot, begin + slot, PARTS)
+
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
+    slot = 0
+    before = 0
+    phase = 0
+    for step in range(begin, end):
+        mbarrier.wait(full.index(slot), phase)
+        for part in gl.static_range(PARTS):
+            t = tokens.index(slot * PARTS + part).permute((1, 0))
+            acc = warpgroup_mma(weights.index(slot * PARTS + part), t, acc, is_async=True)
+        # The products of the step before are done.
+        acc = warpgroup_mma_wait(PARTS, deps=(acc,))
+        coming = step - 1 + STAGES
+        if (step > begin) & (coming < end):
+            # All warps have read the slot.
+            synchronize()
+            mbarrier.expect(full.index(before), BYTES)
+            _fetch(weight, row, weights, full, before, coming, PARTS)
+            _fetch(x, 0, tokens, full, before, coming, PARTS)
+        before = slot
+        slot, phase = next_slot(slot, phase, STAGES)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+
+    if SPLITS == 1:
+        _finish(acc, out_ptr, bias_ptr, row, num_tokens, out_size, dtype, HAS_BIAS)
+    else:
+        TILE: gl.constexpr = ROWS * TOKENS
+        r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))[:, None]
+        c = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, ACC))[None, :]
+        sums = partial_ptr + tile * (SPLITS * TILE) + r * TOKENS + c
+        gl.store(sums + split * TILE, acc)
+        # All threads have stored before one of them counts.
+        synchronize()
+        arrived = gl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        synchronize()
+        if arrived == SPLITS - 1:
+            total = gl.load(sums, cache_modifier=".cg")
+            for other in gl.static_range(1, SPLITS):
+                total += gl.load(sums + other * TILE, cache_modifier=".cg")
+            _finish(total, out_ptr, bias_ptr, row, num_tokens, out_size, dtype, HAS_BIAS)
+            gl.store(counter_ptr + tile, 0)
+
+
+def compile_options(config: NarrowConfig, *, with_bias: bool) -> dict[str, Any]:
+    """Constexprs (but for USE_PDL) and launch options."""
+    return {
+        "PARTS": config.parts,
+        "STAGES": config.stages,
+        "SPLITS": config.splits,
+        "HAS_BIAS": with_bias,
+        "num_warps": 8 if config.rows == 256 else 4,
+    }
+
+
+def narrow(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: NarrowConfig, out: Tensor | None = None
+) -> Tensor:
+    """x [T, K], T from 1 to 64, times weight [N, K] transposed, plus bias [N] -> [T, N], `out` if given.
+
+    bfloat16 or float16, contiguous, aligned to 16 bytes; K is a multiple of 8, and so is N.
+    """
+    tokens, in_size = x.shape
+    out_size = weight.shape[0]
+    block = token_tile(tokens)
+    if out is None:
+        out = torch.empty((tokens, out_size), dtype=x.dtype, device=x.device)
+    tiles = -(-out_size // config.rows)
+    partial = counters = out
+    if config.splits > 1:
+        partial = torch.empty(tiles * config.splits * config.rows * block, dtype=torch.float32, device=x.device)
+        counters = zero_counters(x.device)
+    maps = (TensorMap(x, (block, STEP), LINES), TensorMap(weight, (config.rows, STEP), LINES))
+    tensors = (out, out if bias is None else bias, partial, counters)
+    numbers = (tokens, out_size, -(-in_size // (config.parts * STEP)))
+    _configured(config, bias is not None)((config.splits, tiles, 1), tensors, numbers, maps)
+    return out
+
+
+@functools.cache
+def _configured(config: NarrowConfig, with_bias: bool) -> Configured:
+    return Configured(narrow_kernel, **compile_options(config, with_bias=with_bias))

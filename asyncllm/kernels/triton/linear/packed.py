@@ -1,0 +1,260 @@
+"""Products with weights of 4 or 8 bits (`kernels.packed`).
+
+`packed_kernel` has the weight as the first operand of the tensor cores, as `linear.small` does: 32 words of 16 bits a
+row are two to four runs of 32 input features, each taken out by a shift and a mask, and exact in 16 bits once the zero
+point is subtracted. The scale multiplies the sum over a group. Above `MOST_FUSED` tokens, and in float32, the weight is
+expanded first and multiplied by the library.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.kernels.linear import check_out
+from asyncllm.kernels.packed import PackedWeight, chunk_of
+from asyncllm.kernels.triton.language import INTERPRET, dot, release_consumers, round_to, wait_for_producers
+from asyncllm.kernels.triton.launch import launch
+from asyncllm.kernels.triton.linear.tiles import Tile, choose_tile, finish, split
+
+__all__ = ["MOST_FUSED", "TILES", "dequantize", "expand_experts", "linear_packed", "multiply", "plane"]
+
+
+TILES = (
+    Tile(64, 16, 4, 4, programs=768),
+    Tile(64, 32, 4, 4, programs=384),
+    Tile(128, 64, 8, 4, programs=192),
+    Tile(128, 128, 8, 3),
+)
+"""By tokens. The first three are near the best of a small search on an H200 with tiles of the same size in another
+order: 58 us for the four products of a Llama-3-8B layer with one token, 70 with 16, 85 with 32, 114 with 64, where
+cuBLAS in bfloat16 takes 122, 121, 121 and 128. In the present layout, and for the last one, nothing is measured."""
+
+MOST_FUSED = 1024
+"""Tokens above which expanding the weight, 170 us for such a layer, is expected to cost less than decoding it for each
+tile of tokens. Not measured."""
+
+_DEQUANTIZED_ROWS = 64
+"""Rows of a program of `dequantize_kernel`."""
+
+
+@triton.jit
+def _nibbles(words, magic, INDEX: tl.constexpr):
+    """The bits of `magic` with nibble INDEX of each word as the last ones: for the bits of a power of two in a type of
+    16 bits, the bits of the sum of both. Two words at a time."""
+    if INDEX == 0:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x000f000f, $2, 0xea;", "=r,r,r", [words, magic], dtype=tl.int16, is_pure=True, pack=2
+        )
+    elif INDEX == 1:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000f000f, $2, 0xea;}",
+            "=r,r,r", [words, magic], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif INDEX == 2:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000f000f, $2, 0xea;}",
+            "=r,r,r", [words, magic], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 t; shr.u32 t, $1, 12; lop3.b32 $0, t, 0x000f000f, $2, 0xea;}",
+            "=r,r,r", [words, magic], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def plane(words, zeros, INDEX: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """words int16 [R, 32], zeros float32 [R] -> value INDEX of each word less the zero point, of `dtype`, exactly."""
+    if INTERPRET or BITS == 8:
+        codes = ((words >> (BITS * INDEX)) & ((1 << BITS) - 1)).to(tl.float32)
+        return round_to(codes - zeros[:, None], dtype)
+    else:
+        BIAS: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+        MAGIC: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
+        codes = _nibbles(words, tl.full(words.shape, MAGIC, tl.int16), INDEX)
+        shifted = (zeros + BIAS).to(dtype).to(tl.int16, bitcast=True)[:, None]
+        shifted = tl.broadcast_to(shifted, words.shape)
+        if dtype == tl.bfloat16:
+            bits = tl.inline_asm_elementwise(
+                "sub.rn.bf16x2 $0, $1, $2;", "=r,r,r", [codes, shifted], dtype=tl.int16, is_pure=True, pack=2
+            )
+        else:
+            bits = tl.inline_asm_elementwise(
+                "sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [codes, shifted], dtype=tl.int16, is_pure=True, pack=2
+            )
+        return bits.to(dtype, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def packed_kernel(
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr, tokens,
+    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """x [tokens, K] times words [C, N, 32] with scales and zeros [G, N] -> out [tokens, N], over one of SPLITS ranges
+    of the chunks. partial: float32 [tiles, SPLITS, BLOCK_N, BLOCK_M]. counter: int32 [tiles], zero before and after."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    PLANES: tl.constexpr = 16 // BITS
+    CHUNK: tl.constexpr = 32 * PLANES
+    CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
+    ONE_SCALE: tl.constexpr = GROUP >= K or GROUP % CHUNK == 0
+    EVEN_K: tl.constexpr = K % CHUNK == 0
+    release_consumers(USE_PDL)
+    part = tl.program_id(0)
+    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows beyond the end repeat the last one, which costs no mask; their products are not stored.
+    read = rows if N % BLOCK_N == 0 else tl.minimum(rows, N - 1)
+    lane = tl.arange(0, 32)
+    token_ids = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    begin = CHUNKS * part // SPLITS
+    word_ptrs = words_ptr + begin.to(tl.int64) * (N * 32) + read[:, None] * 32 + lane[None, :]
+    x_ptrs = x_ptr + token_ids[None, :].to(tl.int64) * K + lane[:, None]
+    in_step = (token_ids < tokens)[None, :]
+    wait_for_producers(USE_PDL)
+
+    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for chunk in range(begin, CHUNKS * (part + 1) // SPLITS):
+        words = tl.load(word_ptrs, eviction_policy="evict_first")
+        word_ptrs += N * 32
+        if ONE_SCALE:
+            group = chunk * CHUNK // GROUP
+            scales = tl.load(scales_ptr + group * N + read).to(tl.float32)
+            zeros = tl.load(zeros_ptr + group * N + read).to(tl.float32)
+            total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+        for index in tl.static_range(PLANES):
+            first = chunk * CHUNK + index * 32
+            mask = in_step if EVEN_K else in_step & (first + lane < K)[:, None]
+            x = tl.load(x_ptrs + first, mask=mask, other=0.0)
+            if ONE_SCALE:
+                total = dot(plane(words, zeros, index, BITS, dtype), x, total)
+            else:
+                group = tl.minimum(first // GROUP, K // GROUP - 1)
+                scales = tl.load(scales_ptr + group * N + read).to(tl.float32)
+                zeros = tl.load(zeros_ptr + group * N + read).to(tl.float32)
+                values = plane(words, zeros, index, BITS, dtype)
+                acc += dot(values, x, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)) * scales[:, None]
+        if ONE_SCALE:
+            acc += total * scales[:, None]
+
+    finish(acc, bias_ptr, out_ptr, partial_ptr, counter_ptr, tokens, N, SPLITS, HAS_BIAS)
+
+
+@triton.jit
+def dequantize_kernel(
+    words_ptr, scales_ptr, zeros_ptr, order_ptr, out_ptr,
+    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+    ORDERED: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """words [E, C, N, 32], scales and zeros [E, G, N], order [E, K] if ORDERED -> out [E, N, K]. A program has BLOCK_N
+    rows of one chunk of an expert."""
+    PLANES: tl.constexpr = 16 // BITS
+    GROUPS: tl.constexpr = 1 if GROUP >= K else K // GROUP
+    chunk = tl.program_id(0)
+    expert = tl.program_id(2).to(tl.int64)
+    words_ptr += expert * tl.num_programs(0) * N * 32
+    scales_ptr += expert * (GROUPS * N)
+    zeros_ptr += expert * (GROUPS * N)
+    out_ptr += expert * N * K
+    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, 32)
+    exists = rows < N
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    words = tl.load(words_ptr + (chunk.to(tl.int64) * N + rows[:, None]) * 32 + lane[None, :], mask=exists[:, None])
+    for index in tl.static_range(PLANES):
+        first = (chunk * PLANES + index) * 32
+        group = tl.minimum(first // GROUP, GROUPS - 1)
+        scales = tl.load(scales_ptr + group * N + rows, mask=exists, other=0.0).to(tl.float32)
+        zeros = tl.load(zeros_ptr + group * N + rows, mask=exists, other=0).to(tl.float32)
+        codes = ((words >> (BITS * index)) & ((1 << BITS) - 1)).to(tl.float32)
+        weight = (codes - zeros[:, None]) * scales[:, None]
+        filled = first + lane < K
+        columns = first + lane
+        if ORDERED:
+            columns = tl.load(order_ptr + expert * K + columns, mask=filled, other=0)
+        mask = exists[:, None] & filled[None, :]
+        out_ptrs = out_ptr + rows[:, None].to(tl.int64) * K + columns[None, :]
+        tl.store(out_ptrs, round_to(weight, out_ptr.dtype.element_ty), mask=mask)
+
+
+def dequantize(
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    *,
+    bits: int,
+    group_size: int,
+    in_features: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    weight = PackedWeight(words[None], scales[None], zeros[None], None, bits, group_size, in_features)
+    return expand_experts(weight, dtype)[0]
+
+
+def linear_packed(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    n = weight.out_features
+    check_out(x, n, out)
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows.contiguous() if weight.order is None else rows.index_select(1, weight.order)
+    if 0 < len(rows) <= MOST_FUSED and rows.dtype.itemsize == 2:
+        y = multiply(rows, weight, bias, choose_tile(TILES, len(rows)), out=None if out is None else out.view(-1, n))
+        return y.view(*x.shape[:-1], n) if out is None else out
+    whole = dequantize(
+        weight.words,
+        weight.scales,
+        weight.zeros,
+        bits=weight.bits,
+        group_size=weight.group_size,
+        in_features=weight.in_features,
+        dtype=x.dtype,
+    )
+    y = F.linear(rows, whole, bias).view(*x.shape[:-1], n)
+    return y if out is None else out.copy_(y)
+
+
+def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, tile: Tile, *, out: Tensor | None = None) -> Tensor:
+    """x [T, K] of 16 bits, T not 0, contiguous and in the weight's order -> [T, N], `out` if given."""
+    tokens, k = x.shape
+    n = weight.out_features
+    if out is None:
+        out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+    grid, partial, counters = split(tile, out, -(-k // chunk_of(weight.bits)))
+    launch(
+        packed_kernel,
+        grid,
+        (x, weight.words, weight.scales, weight.zeros, x if bias is None else bias, out, partial, counters),
+        (tokens,),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        N=n,
+        K=k,
+        BITS=weight.bits,
+        GROUP=weight.group_size,
+        BLOCK_M=tile.tokens,
+        BLOCK_N=tile.rows,
+        SPLITS=grid[0],
+        HAS_BIAS=bias is not None,
+    )
+    return out
+
+
+def expand_experts(stack: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """Return the weights [E, N, K] of all experts, their input features in natural order."""
+    experts, chunks, n, _ = stack.words.shape
+    out = torch.empty((experts, n, stack.in_features), dtype=dtype, device=stack.words.device)
+    launch(
+        dequantize_kernel,
+        (chunks, triton.cdiv(n, _DEQUANTIZED_ROWS), experts),
+        (stack.words, stack.scales, stack.zeros, stack.words if stack.order is None else stack.order, out),
+        N=n,
+        K=stack.in_features,
+        BITS=stack.bits,
+        GROUP=stack.group_size,
+        BLOCK_N=_DEQUANTIZED_ROWS,
+        ORDERED=stack.order is not None,
+    )
+    return out

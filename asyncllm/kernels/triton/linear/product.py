@@ -1,0 +1,124 @@
+"""Launchers of the linear ops, and the measured table that says where Triton beats cuBLAS."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncllm.kernels.linear import check_out
+from asyncllm.kernels.triton.launch import fits_tensor_map
+from asyncllm.kernels.triton.linear.invariant import choose_tile, matmul_invariant
+from asyncllm.kernels.triton.linear.small import GemvConfig, NarrowConfig, SkinnyConfig, gemv, skinny
+
+__all__ = ["TABLES", "choose", "linear", "linear_invariant"]
+
+_Entry = TypeVar("_Entry")
+
+Config = GemvConfig | SkinnyConfig | NarrowConfig
+
+Table = dict[tuple[int, int], tuple[tuple[int, Config], ...]]
+
+TABLES: dict[str, Table] = {
+    "NVIDIA H200": {
+        (6144, 4096): (
+            (1, GemvConfig(4, 1024)),  # 12.0 us, cuBLAS 15.2
+            (2, GemvConfig(8, 1024)),  # 13.4 us, 16.3
+            (32, SkinnyConfig(64, 128, splits=1, stages=6)),  # a layer of 8 tokens 120.1 us, with cuBLAS here 122.6
+            (64, SkinnyConfig(64, 128, splits=1, stages=5)),
+        ),
+        (4096, 4096): (
+            (1, GemvConfig(4, 2048, warps=8)),  # 8.9 us, 12.4
+            (16, NarrowConfig(64, parts=2, stages=10, splits=2)),  # a layer 127.2 us, with skinny here 129.6
+            (32, NarrowConfig(64, parts=2, stages=8, splits=2)),  # a layer 139.2 us, with skinny here 140.9
+            (64, NarrowConfig(64, parts=2, stages=6, splits=2)),  # a layer at 60 tokens 145.2 us, cuBLAS 146.7
+        ),
+        (28672, 4096): (
+            (1, GemvConfig(4, 2048, warps=8)),  # 51.7 us, 54.5
+            (64, SkinnyConfig(128, 128, splits=1, stages=4, warps=8)),  # a layer 129.7 us, in tiles of 64 rows 131.5
+        ),
+        (4096, 14336): (
+            (1, GemvConfig(8, 2048, warps=8)),  # 26.7 us, 30.4
+            (16, NarrowConfig(64, parts=2, stages=10, splits=2)),  # a layer 115.7 us, with skinny here 118.6
+            (32, NarrowConfig(64, parts=2, stages=8, splits=2)),  # a layer 121.0 us, with skinny here 123.4
+            (64, SkinnyConfig(64, 128, splits=2, stages=5)),  # 31.6 us, 34.8
+        ),
+        (128256, 4096): ((1, GemvConfig(4, 4096, warps=8)),),  # 226 us, 238
+    }
+}
+"""By device name, then by weight shape (N, K): the most tokens that a configuration is for, ascending. What no entry
+covers goes to cuBLAS. Figures are bf16, weights of 32 layers in turn, Triton 3.6.0, CUDA 13.0.
+
+An entry with a figure of its own stands where the product alone was at least 5 % faster. The others are as fast as
+cuBLAS alone, but shorten a whole layer, as programmatic dependent launch hides the gaps around them: their figures, and
+those where nothing stands, are of a layer's products, norms and gate in one graph (all cuBLAS: 126.9 us at 16 tokens,
+129.4 at 32, 134.6 at 64). Those of 4096 x 4096 are of a layer with attention to 400 keys a row, 250 at 60 tokens: there
+the ring of weights is filled while attention runs.
+
+From 65 tokens on nothing of ours is faster than cuBLAS throughout. Products with a producer warp (see `linear_hopper`),
+in whole tiles, split or in equal shares, came within 2 % of it from 1,024 tokens on and were 3 to 26 % slower below.
+Only that of gate and up was faster, 102.6 us at 256 tokens to 109.5, and more so with the gate in the same kernel:
+`linear_gated`."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    check_out(x, weight.shape[0], out)
+    table = _table(x.device)
+    if table:
+        rows = x.reshape(-1, x.shape[-1])
+        config = choose(table, rows, weight) if rows.dtype.itemsize == 2 else None
+        if config is not None:
+            into = None if out is None else out.view(-1, weight.shape[0])
+            if isinstance(config, GemvConfig):
+                y = gemv(rows, weight, bias, config=config, out=into)
+            elif isinstance(config, SkinnyConfig):
+                y = skinny(rows, weight, bias, config=config, out=into)
+            else:
+                from asyncllm.kernels.triton.linear.narrow import narrow
+
+                y = narrow(rows, weight, bias, config=config, out=into)
+            return y.view(*x.shape[:-1], weight.shape[0]) if out is None else out
+    if out is None:
+        return F.linear(x, weight, bias)
+    rows, into = x.reshape(-1, x.shape[-1]), out.view(-1, weight.shape[0])
+    if bias is None:
+        torch.mm(rows, weight.t(), out=into)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=into)
+    return out
+
+
+def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    check_out(x, weight.shape[0], out)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if rows.shape[0] == 0:
+        return x.new_empty((*x.shape[:-1], weight.shape[0])) if out is None else out
+    tile = choose_tile(rows.shape[0], weight.shape[0], rows.dtype, _processors(x.device))
+    into = None if out is None else out.view(-1, weight.shape[0])
+    y = matmul_invariant(rows, weight.contiguous(), bias, tile, out=into)
+    return y.view(*x.shape[:-1], weight.shape[0]) if out is None else out
+
+
+def choose(
+    table: Mapping[tuple[int, int], tuple[tuple[int, _Entry], ...]], rows: Tensor, weight: Tensor
+) -> _Entry | None:
+    """Return the entry for rows [T, K] and weight [N, K] of 16-bit numbers; None where the library is to multiply
+    them."""
+    for most, config in table.get((weight.shape[0], weight.shape[1]), ()):
+        if 0 < rows.shape[0] <= most:
+            return config if fits_tensor_map(rows) and fits_tensor_map(weight) else None
+    return None
+
+
+@cache
+def _table(device: torch.device) -> Table:
+    return TABLES.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,240 @@
+"""Linear layers for up to 64 tokens, where reading the weight is all that takes time.
+
+Two kernels, and the configuration of a third: `linear_narrow`, for Hopper alone. `gemv_kernel` multiplies in float32
+without tensor cores, for up to four tokens: a program owns whole rows of the weight. `skinny_kernel` gives the weight
+to the tensor cores as their first operand ("swap AB": 64 rows of it are one wgmma, the tokens are its narrow side),
+optionally splitting the sum over several programs of which the last to arrive adds up all partial sums in the order of
+the splits, so that runs repeat bit by bit. With GATED a tile has gate rows and the up rows that belong to them, and
+stores silu(gate) * up.
+
+No kernel ever writes weights, so `gemv_kernel` requests the first of them before it waits for the kernel that produces
+the input: launch and ramp overlap with what runs before. `skinny_kernel` does not: bringing its first tiles to the L2
+cache before the wait made a layer up to 15 us slower, never faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.kernels.triton.activation import apply_gate
+from asyncllm.kernels.triton.counters import zero_counters
+from asyncllm.kernels.triton.language import PDL, dot, release_consumers, round_to, wait_for_producers
+
+__all__ = ["GemvConfig", "NarrowConfig", "SkinnyConfig", "gemv", "skinny", "token_tile"]
+
+
+@dataclass(frozen=True)
+class GemvConfig:
+    """Tile of `gemv_kernel`: `rows` of the weight by `columns` at a time; `columns` divides the input size."""
+
+    rows: int
+    columns: int
+    warps: int = 4
+
+
+@dataclass(frozen=True)
+class SkinnyConfig:
+    """Tile of `skinny_kernel`: `rows` of the weight by `columns` at a time, the sum split over `splits` programs."""
+
+    rows: int = 64
+    columns: int = 64
+    splits: int = 1
+    stages: int = 4
+    warps: int = 4
+
+
+@dataclass(frozen=True)
+class NarrowConfig:
+    """Tile of `linear_narrow.narrow_kernel`: `rows` (64, 128 or 256) of the weight, `parts` x 64 input features a slot,
+    `stages` slots, the sum split over `splits` blocks."""
+
+    rows: int
+    parts: int
+    stages: int
+    splits: int = 1
+
+
+def token_tile(tokens: int) -> int:
+    """Return tokens of the tile that holds so many, up to 64: the narrow side of a wgmma."""
+    return 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+
+
+@triton.jit
+def _gemv_token(x_ptr, start, w, acc, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """acc [BLOCK_N, BLOCK_K // 8] + the products of one token with w [BLOCK_N, BLOCK_K], eight of them summed."""
+    x = tl.load(x_ptr + start + tl.arange(0, BLOCK_K)).to(tl.float32)
+    products = w * x[None, :]
+    return acc + tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // 8, 8]), 2)
+
+
+@triton.jit
+def _gemv_store(acc, bias_ptr, out_ptr, rows, HAS_BIAS: tl.constexpr):
+    y = tl.sum(acc, 1)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + rows).to(tl.float32)
+    tl.store(out_ptr + rows, round_to(y, out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def gemv_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr,
+    N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """TOKENS (1 to 4) rows of x [TOKENS, K] times BLOCK_N rows of weight [N, K] -> out [TOKENS, N]."""
+    release_consumers(USE_PDL)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_ptrs = weight_ptr + rows[:, None].to(tl.int64) * K + tl.arange(0, BLOCK_K)[None, :]
+    w_next = tl.load(w_ptrs, eviction_policy="evict_first")
+    wait_for_producers(USE_PDL)
+
+    acc_0 = tl.zeros([BLOCK_N, BLOCK_K // 8], dtype=tl.float32)
+    acc_1 = acc_0
+    acc_2 = acc_0
+    acc_3 = acc_0
+    for start in range(0, K, BLOCK_K):
+        # The next tile of the weight is on its way while this one is multiplied.
+        w = w_next.to(tl.float32)
+        more = start + BLOCK_K < K
+        w_next = tl.load(w_ptrs + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
+        acc_0 = _gemv_token(x_ptr, start, w, acc_0, BLOCK_N, BLOCK_K)
+        if TOKENS > 1:
+            acc_1 = _gemv_token(x_ptr + K, start, w, acc_1, BLOCK_N, BLOCK_K)
+        if TOKENS > 2:
+            acc_2 = _gemv_token(x_ptr + 2 * K, start, w, acc_2, BLOCK_N, BLOCK_K)
+        if TOKENS > 3:
+            acc_3 = _gemv_token(x_ptr + 3 * K, start, w, acc_3, BLOCK_N, BLOCK_K)
+
+    _gemv_store(acc_0, bias_ptr, out_ptr, rows, HAS_BIAS)
+    if TOKENS > 1:
+        _gemv_store(acc_1, bias_ptr, out_ptr + N, rows, HAS_BIAS)
+    if TOKENS > 2:
+        _gemv_store(acc_2, bias_ptr, out_ptr + 2 * N, rows, HAS_BIAS)
+    if TOKENS > 3:
+        _gemv_store(acc_3, bias_ptr, out_ptr + 3 * N, rows, HAS_BIAS)
+
+
+@triton.jit
+def _skinny_store(
+    acc, tokens, bias_ptr, out_ptr, tile, token_ids, N: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr
+):  # fmt: skip
+    """acc [BLOCK_N, BLOCK_M] in float32, plus the bias, to out [tokens, N]; with GATED half as many rows."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    RESULTS: tl.constexpr = acc.shape[0] // 2 if GATED else acc.shape[0]
+    rows = tile * RESULTS + tl.arange(0, RESULTS)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, RESULTS, acc.shape[1]]), [1, 2, 0]))
+        gate, up = round_to(gate, dtype).to(tl.float32), round_to(up, dtype).to(tl.float32)
+        results = apply_gate(gate, up, dtype, False)
+    else:
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
+        results = round_to(acc, dtype)
+    tl.store(out_ptr + token_ids[None, :] * N + rows[:, None], results, mask=(token_ids < tokens)[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def skinny_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr, tokens,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Up to BLOCK_M rows of x [tokens, K] times BLOCK_N rows of weight [N, K], over one of SPLITS ranges of K.
+
+    With GATED the weight is [2 * N, K], and the rows of a tile are as many gate rows and the up rows that belong to
+    them. partial: float32 [tiles, SPLITS, BLOCK_N, BLOCK_M]. counter: int32 [tiles], zero before and after.
+    """
+    STEPS: tl.constexpr = K // BLOCK_K
+    release_consumers(USE_PDL)
+    split = tl.program_id(0)
+    tile = tl.program_id(1)
+    own = tl.arange(0, BLOCK_N)
+    if GATED:
+        HALF: tl.constexpr = BLOCK_N // 2
+        rows = tile * HALF + own % HALF + own // HALF * N
+    else:
+        rows = tile * BLOCK_N + own
+    columns = tl.arange(0, BLOCK_K)[None, :]
+    w_rows = weight_ptr + rows[:, None].to(tl.int64) * K
+    wait_for_producers(USE_PDL)
+
+    token_ids = tl.arange(0, BLOCK_M)
+    x_rows = x_ptr + token_ids[:, None] * K
+    x_mask = (token_ids < tokens)[:, None]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for step in range(STEPS * split // SPLITS, STEPS * (split + 1) // SPLITS):
+        k = step * BLOCK_K + columns
+        w = tl.load(w_rows + k, eviction_policy="evict_first")
+        x = tl.load(x_rows + k, mask=x_mask, other=0.0)
+        acc = dot(w, tl.trans(x), acc)
+
+    if SPLITS == 1:
+        _skinny_store(acc, tokens, bias_ptr, out_ptr, tile, token_ids, N, GATED, HAS_BIAS)
+    else:
+        TILE: tl.constexpr = BLOCK_N * BLOCK_M
+        inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + token_ids[None, :]
+        partial_ptrs = partial_ptr + tile * (SPLITS * TILE) + inside
+        tl.store(partial_ptrs + split * TILE, acc)
+        tl.debug_barrier()
+        if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == SPLITS - 1:
+            total = tl.load(partial_ptrs, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLITS):
+                total += tl.load(partial_ptrs + other * TILE, cache_modifier=".cg")
+            _skinny_store(total, tokens, bias_ptr, out_ptr, tile, token_ids, N, GATED, HAS_BIAS)
+            tl.store(counter_ptr + tile, 0)
+
+
+def gemv(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: GemvConfig, out: Tensor | None = None
+) -> Tensor:
+    """x [T, K], T at most 4, times weight [N, K] transposed, plus bias [N] -> [T, N], `out` if given, without tensor
+    cores.
+
+    All are contiguous. `config.rows` divides N, `config.columns` divides K.
+    """
+    tokens, k = x.shape
+    n = weight.shape[0]
+    if out is None:
+        out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+    gemv_kernel[(n // config.rows,)](
+        x, weight, weight if bias is None else bias, out, n, k, tokens, config.rows, config.columns, bias is not None,
+        num_warps=config.warps, **PDL,
+    )  # fmt: skip
+    return out
+
+
+def skinny(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    config: SkinnyConfig,
+    gated: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x [T, K], T at most 64, times weight [N, K] transposed, plus bias [N] -> [T, N], `out` if given, on tensor cores.
+    With `gated`, silu(gate) * up of a weight [2 * N, K], without a bias.
+
+    All are contiguous. `config.rows` divides the weight's rows, `config.columns` divides K.
+    """
+    tokens, k = x.shape
+    rows = weight.shape[0]
+    n = rows // 2 if gated else rows
+    block_m = token_tile(tokens)
+    if out is None:
+        out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+    partial = counters = out
+    if config.splits > 1:
+        partial = torch.empty(config.splits * rows * block_m, dtype=torch.float32, device=x.device)
+        counters = zero_counters(x.device)
+    skinny_kernel[(config.splits, rows // config.rows)](
+        x, weight, weight if bias is None else bias, out, partial, counters, tokens, n, k, block_m, config.rows,
+        config.columns, config.splits, gated, bias is not None,
+        num_warps=config.warps, num_stages=config.stages, **PDL,
+    )  # fmt: skip
+    return out

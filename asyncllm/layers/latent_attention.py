@@ -1,0 +1,201 @@
+"""Multi-head latent attention: keys and values of all heads are maps of one latent per token, which the cache keeps."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from asyncllm import kernels
+from asyncllm.distributed.group import RankGroup
+from asyncllm.kernels import DecodePlan, LatentKV, PrefillPlan
+from asyncllm.layers.cache_spec import LatentKVSpec
+from asyncllm.layers.layer import Layer
+from asyncllm.layers.linear import Linear
+from asyncllm.layers.linear_method import Weighted
+from asyncllm.layers.norm import RMSNorm
+from asyncllm.layers.step_inputs import SampledRows, StepInputs
+
+__all__ = ["LatentAttention"]
+
+EXPANDED_BYTES = 2**27
+"""Most memory of keys and values that prompts are expanded to. The warm-up measures steps without long contexts."""
+
+
+class LatentAttention(Layer):
+    """x [T, hidden] -> [T, hidden]; the tokens' lines go to the cache of layer `layer` first.
+
+    A head's query and key are `nope_dim` features without and `rope_dim` with rotation, its value has `value_dim`. The
+    latents have `kv_rank` numbers. `q_rank`: queries go through a normed bottleneck of their own of so many. `bias` is
+    that of the products with x and of the output's.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        q_rank: int | None,
+        kv_rank: int,
+        nope_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        scale: float,
+        norm_eps: float,
+        interleaved: bool,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        head_dim = nope_dim + rope_dim
+        self.q_down = None if q_rank is None else Linear(hidden_size, q_rank, shard="replicated", bias=bias)
+        self.q_norm = None if q_rank is None else RMSNorm(q_rank, norm_eps)
+        self.q = Linear(hidden_size if q_rank is None else q_rank, num_heads * head_dim, shard="column", unit=head_dim)
+        self.kv_down = Linear(hidden_size, kv_rank + rope_dim, shard="replicated", bias=bias)
+        self.kv_norm = RMSNorm(kv_rank, norm_eps)
+        # A head's key features, then its value's. Absorbed products leave no place for adapters.
+        self.kv = Weighted(kv_rank, num_heads * (nope_dim + value_dim), shard="column", unit=nope_dim + value_dim)
+        self.out = Linear(num_heads * value_dim, hidden_size, shard="row", unit=value_dim, bias=bias)
+        self.num_heads = num_heads
+        self.kv_rank = kv_rank
+        self.nope_dim = nope_dim
+        self.rope_dim = rope_dim
+        self.value_dim = value_dim
+        self.scale = scale
+        self.interleaved = interleaved
+
+    def divide(self, group: RankGroup) -> None:
+        self.num_heads = self.q.out_features // (self.nope_dim + self.rope_dim)
+
+    @property
+    def cache_spec(self) -> LatentKVSpec:
+        """What the layer keeps of its tokens."""
+        return LatentKVSpec(self.kv_rank, self.rope_dim)
+
+    def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
+        """`sampled`: attend for these rows only -> [R, hidden]; the lines of all tokens are written."""
+        step = step.of_layer(self.layer)
+        cache: LatentKV = step.caches[self.layer]
+        q = self._project(x, step, cache)
+        if sampled is not None:
+            q = kernels.gather_rows(q.flatten(1), sampled.indices).view(-1, *q.shape[1:])
+            step = sampled.inputs.of_layer(self.layer)
+        attended = self._attend(q, step, cache)
+        out: Tensor = self.out(attended.flatten(1), step)
+        return out
+
+    def _project(self, x: Tensor, step: StepInputs, cache: LatentKV) -> Tensor:
+        """Write the tokens' lines, return their queries [T, H, nope + rope]."""
+        (rotation,) = step.rotations
+        compressed = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x, step))
+        q: Tensor = self.q(compressed, step).unflatten(1, (self.num_heads, -1))
+        kernels.rope_fill_latent(
+            q,
+            self.kv_down(x, step),
+            rotation,
+            cache,
+            step.places,
+            norm=self.kv_norm.weight,
+            eps=self.kv_norm.eps,
+            interleaved=self.interleaved,
+        )
+        return q
+
+    def _attend(self, q: Tensor, step: StepInputs, cache: LatentKV) -> Tensor:
+        """q [T, H, nope + rope] -> [T, H, value], new and contiguous."""
+        if self._expands(q, step):
+            return self._attend_expanded(q, step, cache)
+        decode, prefill = self._plans(step, cache)
+        return self._attend_absorbed(q, cache, decode, prefill)
+
+    def _attend_absorbed(
+        self,
+        q: Tensor,
+        cache: LatentKV,
+        decode: DecodePlan | None,
+        prefill: PrefillPlan | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Over the lines as they are."""
+        q_rope = q[..., self.nope_dim :]
+        q_latent = self.kv.method.product_by_head(
+            self.kv, q[..., : self.nope_dim], slice(self.nope_dim), transposed=True
+        )
+        attended = None
+        if decode is not None:
+            attended = kernels.latent_decode_attention(q_latent, q_rope, cache, decode, scale=self.scale)
+        if prefill is not None:
+            attended = kernels.latent_prefill_attention(
+                q_latent, q_rope, cache, prefill, scale=self.scale, out=attended
+            )
+        assert attended is not None
+        return self.kv.method.product_by_head(self.kv, attended, slice(self.nope_dim, None), out=out)
+
+    def _attend_expanded(self, q: Tensor, step: StepInputs, cache: LatentKV) -> Tensor:
+        """Over keys and values of all prefill rows' contexts, made for this layer."""
+        key = ("expanded", self.num_heads)
+        plans = step.attention_plans.get(key)
+        if plans is None:
+            first = step.num_decode
+            plan = kernels.plan_expanded_prefill(
+                step.block_tables[first:],
+                step.q_offsets[first:],
+                step.kv_lens[first:],
+                cache,
+                step.prompts or (),
+                num_heads=self.num_heads,
+            )
+            decode = self._plan_decode(step, cache, first) if first else None
+            plans = step.attention_plans[key] = (decode, plan)
+        decode, prefill = plans
+        assert prefill is not None
+        out = q.new_empty((*q.shape[:2], self.value_dim))
+        if decode is not None:
+            rows = slice(step.num_decode)
+            self._attend_absorbed(q[rows], cache, decode, None, out[rows])
+        latents, keys = kernels.gather_lines(cache.pages, prefill, rank=self.kv_rank)
+        kv = self.kv.method.product(self.kv, latents).view(-1, self.num_heads, self.kv.unit)
+        kernels.expanded_prefill_attention(q, kv, keys, prefill, scale=self.scale, out=out)
+        return out
+
+    def _expands(self, q: Tensor, step: StepInputs) -> bool:
+        """Return True where keys and values of the prompts' contexts cost less than they save, and fit. A
+        batch-invariant engine computes all rows alike, however prompts are cut."""
+        if not step.prompts or step.batch_invariant:
+            return False
+        pairs = sum(count * context for count, context in step.prompts)
+        contexts = sum(context for _, context in step.prompts)
+        expansion = self.kv_rank * self.kv.unit
+        saved = 2 * self.kv_rank - self.kv.unit
+        size = contexts * self.kv.out_features * q.element_size()
+        return pairs * saved > contexts * expansion and size <= EXPANDED_BYTES
+
+    def _plans(self, step: StepInputs, cache: LatentKV) -> tuple[DecodePlan | None, PrefillPlan | None]:
+        """The step's plans, made by the first layer that needs them; None where there are no rows."""
+        spec = self.cache_spec
+        plans = step.attention_plans.get(spec)
+        if plans is None:
+            # The order of sums in decode attention depends on the batch.
+            decode = 0 if step.batch_invariant else step.num_decode
+            plans = step.attention_plans[spec] = (
+                self._plan_decode(step, cache, decode) if decode else None,
+                self._plan_prefill(step, cache, decode) if decode < step.kv_lens.shape[0] else None,
+            )
+        return plans
+
+    def _plan_decode(self, step: StepInputs, cache: LatentKV, count: int) -> DecodePlan:
+        """The first `count` rows."""
+        return kernels.plan_latent_decode(
+            step.block_tables[:count], step.kv_lens[:count], cache, num_heads=self.num_heads
+        )
+
+    def _plan_prefill(self, step: StepInputs, cache: LatentKV, first: int) -> PrefillPlan:
+        """The rows from `first` on."""
+        return kernels.plan_latent_prefill(
+            step.block_tables[first:],
+            step.q_offsets[first:],
+            step.kv_lens[first:],
+            cache,
+            num_heads=self.num_heads,
+            max_q_len=step.max_q_len,
+            invariant=step.batch_invariant,
+        )

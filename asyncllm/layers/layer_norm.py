@@ -1,0 +1,67 @@
+"""Layer norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm import kernels
+from asyncllm.distributed.group import RankGroup
+from asyncllm.layers.layer import Layer
+from asyncllm.layers.linear_method import PartKey
+from asyncllm.layers.norm import Norm
+
+__all__ = ["HeadsLayerNorm", "LayerNorm", "OffsetLayerNorm"]
+
+
+class LayerNorm(Norm):
+    """Brought to mean 0 and variance 1, and moved by a bias if there is one."""
+
+    def __init__(self, size: int, eps: float, *, bias: bool = True) -> None:
+        super().__init__(size, eps)
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+
+class OffsetLayerNorm(LayerNorm):
+    """LayerNorm whose checkpoint stores weight - 1 (Nemotron). The sum has the model's type, as it has in training."""
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        super().load_part(suffix, part, index, tensor)
+        if suffix == "weight":
+            self.weight.add_(1)
+
+
+class HeadsLayerNorm(Layer):
+    """Layer norms of queries or keys, each head with a weight of its own, without biases (Command R+). `paired` as in
+    `QKVLinear`."""
+
+    def __init__(self, num_heads: int, size: int, eps: float, *, paired: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, size), requires_grad=False)
+        self.eps, self.paired = eps, paired
+        self._num_heads, self._first = num_heads, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, heads, size] -> the same."""
+        wide = x.float()
+        return (kernels.layer_norm(wide, torch.ones_like(wide[0, 0]), None, self.eps) * self.weight.float()).to(x.dtype)
+
+    def divide(self, group: RankGroup) -> None:
+        share = self._num_heads // group.size
+        self.weight, self._first = nn.Parameter(self.weight[:share], requires_grad=False), group.rank * share
+
+    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
+        return {("weight", None, None): (self._num_heads, self.weight.shape[1])}
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        turned, rest = tensor[:, : self.paired], tensor[:, self.paired :]
+        halves = torch.cat([turned[:, 0::2], turned[:, 1::2], rest], 1)
+        self.weight.copy_(halves[self._first :][: len(self.weight)])

@@ -1,0 +1,425 @@
+"""Linear methods: how a weight is stored, loaded and multiplied by. A layer is composed of one.
+
+A quantization attaches here. Its method gives a layer other tensors (`create`), says what a checkpoint holds of them
+and takes it part by part (`expected_parts`, `load_part`), multiplies (`product`, `experts`), looks rows up (`embed`),
+and offers those of its products that are one op with what follows. `Weighted.attach` puts it in the place of
+`UNQUANTIZED` while the model is on the meta device; nothing outside a method reads the tensors that it stores.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm import kernels
+from asyncllm.distributed.group import RankGroup
+from asyncllm.errors import UnsupportedModel
+from asyncllm.kernels import ActivationKind, PagedKV, Rotation
+from asyncllm.layers.layer import Layer
+
+__all__ = [
+    "FLOATS",
+    "UNQUANTIZED",
+    "Activation",
+    "LinearMethod",
+    "PartKey",
+    "Shard",
+    "Stored",
+    "Unquantized",
+    "Weighted",
+    "of_heads",
+]
+
+PartKey = tuple[str, str | None, int | None]
+"""(suffix, part, index): ("weight", "q", None), ("weight", "up", 3), ("bias", None, None)."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How checkpoints store the tensors of one suffix."""
+
+    dtypes: frozenset[str] = frozenset({"F16", "BF16", "F32", "F64"})
+    """The types that are read, by the safetensors format's names."""
+    axis: int | None = 0
+    """That of the output features, along which a tensor of several parts is divided; None: the whole of it holds for
+    each part."""
+
+
+FLOATS = Stored()
+
+Activation = ActivationKind
+"""Of MLPs. Gates have silu or gelu_tanh."""
+
+_NO_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({})
+
+Shard = Literal["column", "row", "replicated"]
+"""Along which features ranks may divide a weight.
+
+column: output features, each part by itself; a rank has some of the results. row: input features; the ranks' results
+are to be added up, and one of them adds the bias. replicated: none, every rank has all of it.
+"""
+
+
+class Weighted(Layer):
+    """A layer with a weight [out, in], or with one for each of several experts, which its method stores.
+
+    `rows` are the output features of each part, in order: the parts are what checkpoints store and what shards,
+    methods and adapters address. It is a WeightOwner of `models.weights`. Parameters are born on whatever device is
+    current (`meta` while a model is built) and filled by the loader.
+    """
+
+    method: LinearMethod
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    """Of the method `Unquantized`, as is `weight`: no one else reads them."""
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: int | Mapping[str, int],
+        *,
+        shard: Shard,
+        unit: int = 1,
+        bias: bool = False,
+        num_experts: int | None = None,
+    ) -> None:
+        """`parts`: output features, or those of each part. `unit`: how many neighbours of the features that a shard
+        divides stay together, as those of a head do."""
+        super().__init__()
+        self.in_features = in_features
+        self.rows: dict[str | None, slice] = {}
+        self.out_features = 0
+        for name, size in ({None: parts} if isinstance(parts, int) else parts).items():
+            self.rows[name] = slice(self.out_features, self.out_features + size)
+            self.out_features += size
+        self.shard: Shard = shard
+        self.unit = unit
+        self.has_bias = bias
+        self.num_experts = num_experts
+        self.group: RankGroup | None = None
+        """The ranks among which the weight is divided."""
+        self._share: _Share | None = None
+        self.attach(UNQUANTIZED)
+
+    def attach(self, method: LinearMethod) -> None:
+        """Leave the weight to `method`: its parameters, unfilled, take the place of those that are there."""
+        for name, _ in list(self.named_parameters(recurse=False)):
+            delattr(self, name)
+        self.method = method
+        method.create(self)
+
+    @property
+    def parameter_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Types of the parameters that keep their own, whatever the model's is."""
+        return self.method.dtypes
+
+    def stored(self, suffix: str) -> Stored:
+        """Return how checkpoints store the parts of this suffix."""
+        return self.method.stored(suffix)
+
+    def divide(self, group: RankGroup) -> None:
+        if self.shard == "replicated":
+            return
+        if not self.method.divisible:
+            raise UnsupportedModel(f"{type(self.method).__name__} weights cannot be divided among ranks yet. Use tp=1.")
+        whole = self.expected_parts()
+        if self.shard == "row":
+            taken: dict[str | None, slice] = {None: self._slice(self.in_features, group.rank, group.size)}
+            self.in_features = taken[None].stop - taken[None].start
+        else:
+            taken = {part: self._slice_of_part(part, rows.stop - rows.start, group) for part, rows in self.rows.items()}
+            self.out_features = 0
+            for part, rows in taken.items():
+                start, self.out_features = self.out_features, self.out_features + rows.stop - rows.start
+                self.rows[part] = slice(start, self.out_features)
+        self.group, self._share = group, _Share(whole, taken)
+        self.attach(self.method)
+
+    def _slice_of_part(self, part: str | None, size: int, group: RankGroup) -> slice:
+        """Return which of a part's output features the rank has."""
+        return self._slice(size, group.rank, group.size)
+
+    def _slice(self, size: int, rank: int, num_ranks: int) -> slice:
+        units, rest = divmod(size // self.unit, num_ranks)
+        if rest:
+            raise UnsupportedModel(
+                f"tp={num_ranks}: a weight of {size // self.unit} x {self.unit} features cannot be divided evenly. "
+                f"Choose a tp that divides {size // self.unit}."
+            )
+        return slice(rank * units * self.unit, (rank + 1) * units * self.unit)
+
+    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
+        return self.method.expected_parts(self) if self._share is None else self._share.whole
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        if self._share is not None and self.group is not None:
+            rows = self._share.taken[part if self.shard == "column" else None]
+            tensor = self.method.share(self, suffix, tensor, rows, first=self.group.rank == 0)
+        self.method.load_part(self, suffix, part, index, tensor)
+
+    def summed(self, y: Tensor) -> Tensor:
+        """Return the ranks' results of a weight divided by its input features added up, in y's memory."""
+        return y if self.group is None or self.shard != "row" else self.group.add_up(y)
+
+
+class _Share(NamedTuple):
+    """What a rank has of a weight."""
+
+    whole: Mapping[PartKey, tuple[int, ...]]
+    """The shapes that a checkpoint has."""
+    taken: Mapping[str | None, slice]
+    """By part the output features that the rank takes, or under None the input features."""
+
+
+class LinearMethod(ABC):
+    """What a layer does with its weight. The tensors are parameters of the layer, so one method serves many layers."""
+
+    name: ClassVar[str] = ""
+    """Of the quantization, as config.json calls it; empty for none."""
+    divisible: ClassVar[bool] = False
+    """Whether ranks may divide its tensors, by `share`."""
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """As `Weighted.parameter_dtypes`."""
+        return _NO_DTYPES
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether the parts of a filled layer may be given anew, one by one."""
+        return True
+
+    def stored(self, suffix: str) -> Stored:
+        """As `Weighted.stored`: floats, the output features first, unless a method says otherwise."""
+        return FLOATS
+
+    @abstractmethod
+    def create(self, layer: Weighted) -> None:
+        """Give the layer its parameters. Those of floating point take the model's type when it is allocated, unless
+        `dtypes` names them."""
+
+    @abstractmethod
+    def expected_parts(self, layer: Weighted) -> Mapping[PartKey, tuple[int, ...]]:
+        """As `models.weights.WeightOwner.expected_parts`."""
+
+    @abstractmethod
+    def load_part(self, layer: Weighted, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        """As `models.weights.WeightOwner.load_part`."""
+
+    def share(self, layer: Weighted, suffix: str, tensor: Tensor, taken: slice, *, first: bool) -> Tensor:
+        """Return a rank's share of a checkpoint's tensor: `taken` of the features by which the layer is divided.
+
+        What is added once, such as a bias behind the ranks' sum, only the `first` rank has; the others have zeros.
+        Only a method that is `divisible` is asked.
+        """
+        raise TypeError(f"{type(self).__name__} is not divisible")
+
+    @abstractmethod
+    def batch_invariant(self) -> LinearMethod:
+        """Return the method over the same parameters whose products round every row alike, whatever the batch."""
+
+    @abstractmethod
+    def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """x [..., in] -> x weight^T + bias [..., out], in `out` if given."""
+
+    @abstractmethod
+    def embed(self, layer: Weighted, ids: Tensor, scale: float | None) -> Tensor:
+        """ids [T] int64 -> these rows of the weight [T, in], times `scale` if given."""
+
+    @abstractmethod
+    def experts(
+        self,
+        gate_up: Weighted,
+        down: Weighted,
+        x: Tensor,
+        weights: Tensor,
+        expert_ids: Tensor,
+        *,
+        limit: float | None = None,
+    ) -> Tensor:
+        """As `kernels.fused_experts`, with the weights and biases of two layers of this method."""
+
+    def product_by_head(
+        self, layer: Weighted, x: Tensor, features: slice, *, transposed: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        """Each head's own product with these of the `unit` output features that the weight has for it.
+
+        x [T, H, in] -> [T, H, features]; transposed: x [T, H, features] -> [T, H, in]; in `out` if given. The weight
+        is found by a product with the unit matrix here, which a method does better that can undo its storage itself.
+        """
+        identity = torch.eye(layer.in_features, dtype=x.dtype, device=x.device)
+        weight = self.product(layer, identity).t()
+        return kernels.linear_by_head(x, of_heads(weight, layer, features, transposed), out=out)
+
+    def product_gated(self, layer: Weighted, x: Tensor, activation: Activation) -> Tensor | None:
+        """Return activation(gate) * up of a product [..., gate then up] as one op; None where there is no such op."""
+        return None
+
+    def product_rope_fill_kv(
+        self,
+        layer: Weighted,
+        x: Tensor,
+        rotation: Rotation,
+        cache: PagedKV,
+        plan: Tensor,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> Tensor | None:
+        """As `kernels.rope_fill_kv` of the product, as one op; None, with nothing written, where there is no such."""
+        return None
+
+
+class Unquantized(LinearMethod):
+    """A parameter `weight` of the model's type, and `bias` if the layer has one, as checkpoints store them."""
+
+    divisible = True
+
+    def create(self, layer: Weighted) -> None:
+        stack = () if layer.num_experts is None else (layer.num_experts,)
+        layer.weight = _parameter(*stack, layer.out_features, layer.in_features)
+        layer.bias = _parameter(*stack, layer.out_features) if layer.has_bias else None
+
+    def expected_parts(self, layer: Weighted) -> Mapping[PartKey, tuple[int, ...]]:
+        inner = {"weight": (layer.in_features,), **({"bias": ()} if layer.has_bias else {})}
+        return {
+            (name, part, expert): (rows.stop - rows.start, *shape)
+            for name, shape in inner.items()
+            for expert in ((None,) if layer.num_experts is None else range(layer.num_experts))
+            for part, rows in layer.rows.items()
+        }
+
+    def load_part(self, layer: Weighted, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        if part not in layer.rows:
+            raise ValueError(f"the layer is filled by parts {list(layer.rows)}, not by {part!r}")
+        parameter = layer.get_parameter(suffix)
+        (parameter if index is None else parameter[index])[layer.rows[part]].copy_(tensor)
+
+    def share(self, layer: Weighted, suffix: str, tensor: Tensor, taken: slice, *, first: bool) -> Tensor:
+        if layer.shard == "column":
+            return tensor[taken]
+        if suffix == "weight":
+            return tensor[:, taken]
+        return tensor if first else torch.zeros_like(tensor)
+
+    def batch_invariant(self) -> LinearMethod:
+        return BATCH_INVARIANT
+
+    def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return kernels.linear(x, layer.weight, layer.bias, out=out)
+
+    def embed(self, layer: Weighted, ids: Tensor, scale: float | None) -> Tensor:
+        return kernels.embed(ids, layer.weight, scale)
+
+    def experts(
+        self,
+        gate_up: Weighted,
+        down: Weighted,
+        x: Tensor,
+        weights: Tensor,
+        expert_ids: Tensor,
+        *,
+        limit: float | None = None,
+    ) -> Tensor:
+        return kernels.fused_experts(
+            x,
+            gate_up.weight,
+            down.weight,
+            weights,
+            expert_ids,
+            gate_up_bias=gate_up.bias,
+            down_bias=down.bias,
+            limit=limit,
+        )
+
+    def product_by_head(
+        self, layer: Weighted, x: Tensor, features: slice, *, transposed: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        return kernels.linear_by_head(x, of_heads(layer.weight, layer, features, transposed), out=out)
+
+    def product_gated(self, layer: Weighted, x: Tensor, activation: Activation) -> Tensor | None:
+        if activation != "silu" or layer.bias is not None:
+            return None
+        return kernels.linear_silu_mul(x, layer.weight)
+
+    def product_rope_fill_kv(
+        self,
+        layer: Weighted,
+        x: Tensor,
+        rotation: Rotation,
+        cache: PagedKV,
+        plan: Tensor,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> Tensor | None:
+        if layer.bias is not None:
+            return None
+        return kernels.linear_rope_fill_kv(
+            x,
+            layer.weight,
+            rotation,
+            cache,
+            plan,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+        )
+
+
+class BatchInvariant(Unquantized):
+    """The same parameters, with a product whose sums are taken in an order that the weight's shape alone decides."""
+
+    def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return kernels.linear_invariant(x, layer.weight, layer.bias, out=out)
+
+    def product_by_head(
+        self, layer: Weighted, x: Tensor, features: slice, *, transposed: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        return kernels.linear_by_head_invariant(x, of_heads(layer.weight, layer, features, transposed), out=out)
+
+    def experts(
+        self,
+        gate_up: Weighted,
+        down: Weighted,
+        x: Tensor,
+        weights: Tensor,
+        expert_ids: Tensor,
+        *,
+        limit: float | None = None,
+    ) -> Tensor:
+        return kernels.fused_experts_invariant(
+            x,
+            gate_up.weight,
+            down.weight,
+            weights,
+            expert_ids,
+            gate_up_bias=gate_up.bias,
+            down_bias=down.bias,
+            limit=limit,
+        )
+
+    # The fused ops take their sums in another order.
+    product_gated = LinearMethod.product_gated
+    product_rope_fill_kv = LinearMethod.product_rope_fill_kv
+
+
+UNQUANTIZED, BATCH_INVARIANT = Unquantized(), BatchInvariant()
+
+
+def of_heads(weight: Tensor, layer: Weighted, features: slice, transposed: bool) -> Tensor:
+    """weight [out, in] as `kernels.linear_by_head` takes it."""
+    heads = weight.view(-1, layer.unit, weight.shape[-1])[:, features]
+    return heads.transpose(1, 2) if transposed else heads
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)

@@ -1,0 +1,78 @@
+"""DeepSeek-V3, V3.1 and R1, and Kimi-K2, whose files have their layout: experts chosen by corrected sigmoids."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from asyncllm.kernels import Routing
+from asyncllm.models.config import HFConfig, ModelConfig
+from asyncllm.models.deepseek_v2 import DeepseekV2
+from asyncllm.models.latent import (
+    LATENT_EXPERTS,
+    LATENT_WEIGHTS,
+    LatentConfig,
+    LatentDecoder,
+    expert_groups,
+    latent_experts,
+    latent_fields,
+)
+from asyncllm.models.registry import register
+from asyncllm.models.weights import WeightMap
+
+__all__ = ["DeepseekV3"]
+
+
+class DeepseekV3Config(LatentConfig, frozen=True, kw_only=True):
+    extra_layers: int
+    """Behind the others in the checkpoint: they guess the tokens after the next one."""
+
+
+@register(DeepseekV3ForCausalLM="DeepSeek-V3, V3.1, R1, Kimi-K2")
+class DeepseekV3(LatentDecoder):
+    config: DeepseekV3Config
+    weights = LATENT_WEIGHTS.replaced(
+        {**LATENT_EXPERTS, "model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.mlp.correction:bias"}
+    )
+    tiny: ClassVar[dict[str, Any]] = {
+        **DeepseekV2.tiny,
+        "model_type": "deepseek_v3",
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+    }
+
+    @staticmethod
+    def configure(hf: HFConfig, architecture: str) -> ModelConfig:
+        hf.expect("topk_method", "noaux_tc")
+        hf.expect("scoring_func", "sigmoid")
+        fields = latent_fields(hf, architecture, max_position=4096)
+        experts = latent_experts(
+            hf,
+            fields["num_layers"],
+            first=hf.integer("first_k_dense_replace", 3, minimum=0),
+            count=hf.integer("n_routed_experts", 256),
+            shared=hf.integer("n_shared_experts", 1),
+            size=hf.integer("moe_intermediate_size", 2048),
+            corrected=True,
+            routing=Routing(
+                hf.integer("num_experts_per_tok", 8),
+                scores="sigmoid",
+                renormalize=hf.flag("norm_topk_prob", True),
+                scale=hf.number("routed_scaling_factor", 2.5),
+                group_score="top2",
+                **expert_groups(hf, 8, 4),
+            ),
+        )
+        return DeepseekV3Config(
+            **fields,
+            experts=experts,
+            interleaved=hf.flag("rope_interleave", True),
+            extra_layers=hf.integer("num_nextn_predict_layers", 1, minimum=0),
+        )
+
+    @property
+    def weight_map(self) -> WeightMap:
+        first, config = self.config.num_layers, self.config
+        extra = (f"model.layers.{layer}" for layer in range(first, first + config.extra_layers))
+        return super().weight_map.setting_aside(*extra)

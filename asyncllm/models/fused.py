@@ -1,0 +1,79 @@
+"""How the parts of a layer lie in one tensor of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["LAYOUTS", "STACKS", "Stack"]
+
+
+def _split_flat(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
+    """Parts that follow one another along axis 0."""
+    return list(torch.split(tensor, sizes))
+
+
+def _split_grouped(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
+    """q, k and v of a tensor that holds, per KV head, its query heads, its k and its v, along axis 0.
+
+    InternLM2's wqkv and Falcon's query_key_value.
+    """
+    # One entry may hold several packed features.
+    head = sizes[1] // owner.stored_kv_heads
+    groups = tensor.reshape(owner.stored_kv_heads, -1, head, *tensor.shape[1:])
+    return [part.flatten(0, 2) for part in (groups[:, :-2], groups[:, -2:-1], groups[:, -1:])]
+
+
+def _split_quarters(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
+    """q, k and v of a tensor of four equal parts along axis 0, each with a quarter of the heads of q, of v, then of k.
+
+    CodeGen was trained on four devices.
+    """
+    quarters = tensor.reshape(4, 3, -1, *tensor.shape[1:])
+    return [quarters[:, part].flatten(0, 1) for part in (0, 2, 1)]
+
+
+class Stack(NamedTuple):
+    """How the weights [out, in] or biases [out] of all experts lie in one tensor, each with one part or several."""
+
+    joined: bool = False
+    """The experts' axis and the next are one."""
+    transposed: bool = False
+    """Output features come last."""
+    alternating: bool = False
+    """Output features of the parts take turns, where they else follow one another."""
+
+    def shape(self, experts: int, outputs: int, inner: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the tensor. `outputs`: output features of all parts together."""
+        first, *others = (*inner, outputs) if self.transposed else (outputs, *inner)
+        return (experts * first, *others) if self.joined else (experts, first, *others)
+
+    def split(self, tensor: Tensor, experts: int, sizes: list[int]) -> list[Tensor]:
+        """Return the parts of the first expert, then those of the second and so on, their output features first."""
+        stacked = tensor.view(experts, -1, *tensor.shape[1:]) if self.joined else tensor
+        if self.transposed:
+            stacked = stacked.movedim(-1, 1)
+        if self.alternating:
+            return [each[part :: len(sizes)] for each in stacked for part in range(len(sizes))]
+        return [part for each in stacked for part in torch.split(each, sizes)]
+
+
+STACKS: Mapping[str, Stack] = {
+    "stacked": Stack(),
+    "stacked_transposed": Stack(transposed=True),
+    "stacked_pairs": Stack(transposed=True, alternating=True),
+    "joined": Stack(joined=True),
+    "joined_transposed": Stack(joined=True, transposed=True),
+}
+"""By name: layouts of all experts at once."""
+
+LAYOUTS: Mapping[str, Callable[[Tensor, list[int], Any], list[Tensor]]] = {
+    "flat": _split_flat,
+    "grouped": _split_grouped,
+    "quarters": _split_quarters,
+    "transposed": _split_flat,
+}
+"""By name: the tensor, its output features first, the parts' sizes along them and the layer -> the parts."""

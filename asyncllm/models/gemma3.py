@@ -1,0 +1,86 @@
+"""Gemma 3, text: Gemma 2's norms, norms of each head, no caps, and rotations of their own in the sliding layers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from asyncllm.models.config import HFConfig, ModelConfig
+from asyncllm.models.gemma2 import Gemma2
+from asyncllm.models.registry import register
+from asyncllm.models.weights import WeightMap
+
+__all__ = ["Gemma3"]
+
+
+_TEXT = Gemma2.weights.replaced(
+    {
+        "model.layers.{i}.self_attn.q_norm": "layers.{i}.attn.q_norm",
+        "model.layers.{i}.self_attn.k_norm": "layers.{i}.attn.k_norm",
+    }
+).rows
+
+_VISION = ("vision_tower", "multi_modal_projector")
+
+
+@register(Gemma3ForCausalLM="Gemma 3, text", Gemma3ForConditionalGeneration="Gemma 3 4B, 12B, 27B, their text alone")
+class Gemma3(Gemma2):
+    weights = WeightMap(
+        {
+            **_TEXT,
+            **{f"language_model.{pattern}": target for pattern, target in _TEXT.items()},
+            **{pattern.replace("model.", "model.language_model.", 1): target for pattern, target in _TEXT.items()},
+        },
+        aside=(*_VISION, *(f"model.{each}" for each in _VISION)),
+    )
+    tiny: ClassVar[dict[str, Any]] = {
+        "model_type": "gemma3_text",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "max_position_embeddings": 128,
+        "query_pre_attn_scalar": 40,
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    }
+
+    @staticmethod
+    def configure(hf: HFConfig, architecture: str) -> ModelConfig:
+        text = hf.fields.get("text_config")
+        if text is not None and not isinstance(text, dict):
+            hf.invalid("text_config", "where an object belongs")
+        hf = hf.changed(text or {})
+        for key in ("hidden_activation", "hidden_act"):
+            hf.expect(key, "gelu_pytorch_tanh")
+        hf.expect("use_bidirectional_attention", False)
+        # Files that also hold a vision model leave out what is as in its text model's class.
+        usual = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+        hf = hf.changed({key: hf.fields.get(key) or value for key, value in usual.items()})
+        fields = hf.of_layers("full_attention").decoder(architecture, max_position=131072, theta=1e6, tied=True)
+        num_layers, bias = fields["num_layers"], hf.flag("attention_bias", False)
+        pattern, window = hf.integer("sliding_window_pattern", 6), hf.optional_integer("sliding_window", 4096)
+        fields["windows"] = hf.windows(num_layers, window, [(layer + 1) % pattern != 0 for layer in range(num_layers)])
+        theta = hf.number("rope_local_base_freq", 1e4)
+        local = hf.of_layers("sliding_attention").changed(
+            {"rope_theta": theta, "rope_scaling": None}, rope_scaling_factor=0.0
+        )
+        local_rope = local.decoder(architecture)["rope"]
+        return ModelConfig(
+            **fields,
+            layer_ropes=tuple(fields["rope"] if window is None else local_rope for window in fields["windows"]),
+            qkv_bias=bias,
+            out_bias=bias,
+            activation="gelu_tanh",
+            embedding_scale=fields["hidden_size"] ** 0.5,
+            score_scale=hf.number("query_pre_attn_scalar", 256) ** -0.5,
+            score_softcap=hf.optional_number("attn_logit_softcapping"),
+            logit_softcap=hf.optional_number("final_logit_softcapping"),
+            qk_norm="head",
+        )

@@ -1,0 +1,54 @@
+"""Whether a checkpoint has an output embedding of its own, which its files say better than its config.json."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from asyncllm.models.checkpoint import Checkpoint
+from asyncllm.models.config import ModelConfig
+from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.stream import FLOAT_DTYPES
+
+__all__ = ["settle_head"]
+
+logger = logging.getLogger("asyncllm")
+
+
+def settle_head(
+    config: ModelConfig, family: type[DecoderLM], checkpoint: Checkpoint, *, base_class: bool
+) -> ModelConfig:
+    """Return `config` with `tied` and `has_head` as the tensors have them. `base_class`: config.json names a class
+    without a head.
+
+    A stored head that differs from the embedding is used although the config ties them, with a warning. A file without
+    a head is that of a model without one if its class is, or if it was saved from one, by the names of its tensors.
+    A file that lost its head is left for the loader to refuse. Raises InvalidCheckpoint for a file that cannot be read.
+    """
+    if family.head_name in checkpoint.tensors:
+        if config.tied and not _repeats_embedding(family, checkpoint):
+            logger.warning(
+                "%s: config.json has tie_word_embeddings = true, but %s differs from the token embedding. The file's "
+                "head is used; set tie_word_embeddings to false to silence this.",
+                checkpoint.folder,
+                family.head_name,
+            )
+            return msgspec.structs.replace(config, tied=False)
+        return config
+    saved_bare = not any(name.startswith(family.base_prefix) for name in checkpoint.tensors)
+    if base_class or (saved_bare and not config.tied):
+        return msgspec.structs.replace(config, has_head=False)
+    return config
+
+
+def _repeats_embedding(family: type[DecoderLM], checkpoint: Checkpoint) -> bool:
+    """Return whether the stored head is a copy of the token embedding, or there is nothing to compare it with."""
+    table = family.weights.with_optional_prefix(family.base_prefix)
+    names = (f"{pattern}.weight" for pattern, target in table.rows.items() if target == "embed")
+    embedding = next((name for name in names if name in checkpoint.tensors), None)
+    if embedding is None:
+        return True
+    if any(checkpoint.tensors[name].dtype not in FLOAT_DTYPES for name in (embedding, family.head_name)):
+        return False
+    return checkpoint.equal(embedding, family.head_name)

@@ -1,0 +1,158 @@
+"""Decoders with latent attention: what DeepSeek-V2, V3 and MiniCPM3 have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncllm.kernels import Routing
+from asyncllm.layers.latent_attention import LatentAttention
+from asyncllm.layers.rotary import RopeConfig
+from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig, yarn_term
+from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.llama import LLAMA_WEIGHTS
+
+__all__ = [
+    "LATENT_EXPERTS",
+    "LATENT_WEIGHTS",
+    "LatentConfig",
+    "LatentDecoder",
+    "expert_groups",
+    "latent_experts",
+    "latent_fields",
+]
+
+_NORM_EPS = 1e-6
+"""Of the norms of latents, whatever rms_norm_eps is."""
+
+_ATTENTION = "model.layers.{i}.self_attn"
+
+LATENT_WEIGHTS = LLAMA_WEIGHTS.without(*(f"{_ATTENTION}.{each}_proj" for each in "qkv")).replaced(
+    {
+        f"{_ATTENTION}.q_proj": "layers.{i}.attn.q",
+        f"{_ATTENTION}.q_a_proj": "layers.{i}.attn.q_down",
+        f"{_ATTENTION}.q_a_layernorm": "layers.{i}.attn.q_norm",
+        f"{_ATTENTION}.q_b_proj": "layers.{i}.attn.q",
+        f"{_ATTENTION}.kv_a_proj_with_mqa": "layers.{i}.attn.kv_down",
+        f"{_ATTENTION}.kv_a_layernorm": "layers.{i}.attn.kv_norm",
+        f"{_ATTENTION}.kv_b_proj": "layers.{i}.attn.kv",
+    }
+)
+
+LATENT_EXPERTS = {
+    "model.layers.{i}.mlp.gate": "layers.{i}.mlp.router",
+    **{
+        f"model.layers.{{i}}.mlp.experts.{{e}}.{each}_proj": f"layers.{{i}}.mlp.{target}"
+        for each, target in (("gate", "gate_up[gate,{e}]"), ("up", "gate_up[up,{e}]"), ("down", "down[{e}]"))
+    },
+    **{
+        f"model.layers.{{i}}.mlp.shared_experts.{each}_proj": f"layers.{{i}}.mlp.shared.{target}"
+        for each, target in (("gate", "gate_up[gate]"), ("up", "gate_up[up]"), ("down", "down"))
+    },
+}
+"""Rows of the DeepSeek families besides."""
+
+
+class LatentConfig(ModelConfig, frozen=True, kw_only=True):
+    """Of a decoder with latent attention. `head_dim` is that of queries."""
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool
+    """Whether neighbouring features are turned together."""
+
+
+class LatentDecoder(DecoderLM):
+    config: LatentConfig
+
+    def attention(self, layer: int) -> LatentAttention:
+        config = self.config
+        assert config.score_scale is not None
+        return LatentAttention(
+            layer,
+            config.hidden_size,
+            num_heads=config.num_heads,
+            q_rank=config.q_rank,
+            kv_rank=config.kv_rank,
+            nope_dim=config.nope_dim,
+            rope_dim=config.rope_dim,
+            value_dim=config.value_dim,
+            scale=config.score_scale,
+            norm_eps=_NORM_EPS,
+            interleaved=config.interleaved,
+            bias=config.out_bias,
+        )
+
+
+def latent_fields(hf: HFConfig, architecture: str, **defaults: Any) -> dict[str, Any]:
+    """The fields of a LatentConfig that all families read alike; `defaults` as of `HFConfig.decoder`.
+
+    Raises InvalidCheckpoint and UnsupportedModel.
+    """
+    hf.expect("hidden_act", "silu")
+    nope_dim, rope_dim = hf.integer("qk_nope_head_dim"), hf.integer("qk_rope_head_dim")
+    if rope_dim % 2:
+        hf.invalid("qk_rope_head_dim", "where rotary embedding needs an even size")
+    fields = hf.decoder(architecture, rope_dim=rope_dim, **defaults)
+    if fields["num_kv_heads"] != fields["num_heads"]:
+        hf.unsupported("num_key_value_heads", "All heads have keys of their own, so leave it out.")
+    bias = hf.flag("attention_bias", False)
+    return {
+        **fields,
+        "head_dim": nope_dim + rope_dim,
+        "q_rank": hf.optional_integer("q_lora_rank"),
+        "kv_rank": hf.integer("kv_lora_rank"),
+        "nope_dim": nope_dim,
+        "rope_dim": rope_dim,
+        "value_dim": hf.integer("v_head_dim", fields["hidden_size"] // fields["num_heads"]),
+        "out_bias": bias,
+        "score_scale": (nope_dim + rope_dim) ** -0.5 * _mscale(hf, fields["rope"]) ** 2,
+    }
+
+
+def latent_experts(
+    hf: HFConfig,
+    num_layers: int,
+    *,
+    first: int,
+    count: int,
+    shared: int,
+    size: int,
+    routing: Routing,
+    corrected: bool = False,
+) -> ExpertsConfig:
+    """Experts in all layers from `first` on, and `shared` of the same `size` that all tokens take.
+
+    Raises InvalidCheckpoint and UnsupportedModel for what does not go together.
+    """
+    hf.expect("moe_layer_freq", 1)
+    hf.expect("mlp_bias", False)
+    if count > MAX_EXPERTS or count % routing.groups or count // routing.groups < 2:
+        hf.invalid("n_routed_experts", f"where a number for {routing.groups} groups of two or more belongs")
+    if routing.top_k > count // routing.groups * routing.top_groups:
+        hf.invalid("num_experts_per_tok", f"more than {routing.top_groups} groups of {count // routing.groups} have")
+    return ExpertsConfig(
+        layers=frozenset(range(first, num_layers)),
+        count=count,
+        size=size,
+        routing=routing,
+        corrected=corrected,
+        exact_router=True,
+        shared_size=shared * size,
+    )
+
+
+def expert_groups(hf: HFConfig, groups: int = 1, top_groups: int = 1) -> dict[str, Any]:
+    """The fields of a Routing that say how many groups there are, and of how many the experts are. Raises
+    InvalidCheckpoint."""
+    groups = hf.integer("n_group", groups, maximum=MAX_EXPERTS)
+    return {"groups": groups, "top_groups": hf.integer("topk_group", min(top_groups, groups), maximum=groups)}
+
+
+def _mscale(hf: HFConfig, rope: RopeConfig) -> float:
+    """Return what a longer context multiplies queries, and keys, by: mscale_all_dim of the file's rotary entries
+    decides."""
+    multiplier = hf.rope_fields().number("mscale_all_dim", 0.0, positive=False)
+    return yarn_term(rope.factor, multiplier)

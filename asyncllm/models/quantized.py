@@ -1,0 +1,84 @@
+"""Giving the layers of a model the methods that a checkpoint's tensors ask for, by the model's own weight table."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+
+from asyncllm.errors import InvalidCheckpoint, UnsupportedModel, short
+from asyncllm.layers.embedding import Embedding, OutputEmbedding
+from asyncllm.layers.linear_method import LinearMethod, Weighted
+from asyncllm.models.checkpoint import Checkpoint
+from asyncllm.models.decoder import DecoderLM
+from asyncllm.quant.scheme import Scheme
+from asyncllm.quant.settings import Header
+
+__all__ = ["attach"]
+
+logger = logging.getLogger("asyncllm")
+
+
+def attach(model: DecoderLM, checkpoint: Checkpoint, scheme: Scheme) -> None:
+    """Put the scheme's methods in the place of plain ones. The model is on the meta device.
+
+    Nothing of the files but the headers is read. Raises InvalidCheckpoint and UnsupportedModel, which name the tensors.
+    """
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, Weighted)}
+    quantized = 0
+    for path, modules in _modules(model, checkpoint).items():
+        layer = layers.get(path)
+        if layer is None:
+            continue
+        if scheme.at_load and (isinstance(layer, Embedding | OutputEmbedding) or layer.shard == "replicated"):
+            continue
+        methods = {name: scheme.method(name, tensors) for name, tensors in modules.items()}
+        method = _one(methods, path, checkpoint)
+        if method is None:
+            continue
+        first = next(iter(modules))
+        if isinstance(layer, Embedding):
+            raise UnsupportedModel(
+                f"{checkpoint.folder}: {short(first)} is a quantized token embedding, which is not implemented. Use a "
+                f"checkpoint that keeps the embedding in 16 bits."
+            )
+        try:
+            layer.attach(method)
+            layer.expected_parts()
+        except InvalidCheckpoint as error:
+            raise InvalidCheckpoint(f"{checkpoint.folder}: {short(first)}: {error}.") from None
+        quantized += 1
+    if not quantized:
+        raise InvalidCheckpoint(
+            f"{checkpoint.folder}: config.json says that the weights are quantized, and the files hold no tensor that "
+            f"is. Use the config.json of these weights, or remove its quantization_config."
+        )
+    logger.info("%s: %d of %d layers with a weight are quantized", checkpoint.folder, quantized, len(layers))
+
+
+def _modules(model: DecoderLM, checkpoint: Checkpoint) -> Mapping[str, Mapping[str, Mapping[str, Header]]]:
+    """Path of a layer -> the checkpoint's modules that fill it -> their tensors by suffix."""
+    table = model.weight_map
+    found: dict[str, dict[str, dict[str, Header]]] = defaultdict(lambda: defaultdict(dict))
+    for entry in checkpoint.tensors.values():
+        try:
+            target = table.resolve(entry.name)
+        except InvalidCheckpoint:
+            # The loader refuses it, by name and file.
+            continue
+        if target is not None:
+            suffix = target.keys[0][0]
+            found[target.module][entry.name.removesuffix(f".{suffix}")][suffix] = Header(entry.dtype, entry.shape)
+    return found
+
+
+def _one(methods: Mapping[str, LinearMethod | None], path: str, checkpoint: Checkpoint) -> LinearMethod | None:
+    """The method of all modules of a layer."""
+    first, method = next(iter(methods.items()))
+    for name, other in methods.items():
+        if other != method:
+            raise UnsupportedModel(
+                f"{checkpoint.folder}: {short(first)} and {short(name)} are one layer of the model, {path}, and are "
+                f"quantized in different ways. Use a checkpoint that quantizes both or neither."
+            )
+    return method

@@ -1,0 +1,82 @@
+"""Qwen, the first generation: Qwen2's computation under other names, within the length it was trained for.
+
+Beyond that length it scales queries by the logarithm of their position and rotary bases by powers of two, which are not
+implemented: `seq_length` is all the positions there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from asyncllm.models.config import HFConfig, ModelConfig
+from asyncllm.models.qwen2 import Qwen2
+from asyncllm.models.registry import register
+from asyncllm.models.weights import WeightMap
+
+__all__ = ["Qwen"]
+
+
+@register(QWenLMHeadModel="Qwen 1.8B, 7B, 14B, 72B, the first generation")
+class Qwen(Qwen2):
+    weights = WeightMap(
+        {
+            "transformer.wte": "embed",
+            "transformer.h.{i}.ln_1": "layers.{i}.attn_norm",
+            "transformer.h.{i}.attn.c_attn": "layers.{i}.attn.qkv[q+k+v]",
+            "transformer.h.{i}.attn.c_proj": "layers.{i}.attn.out",
+            "transformer.h.{i}.ln_2": "layers.{i}.mlp_norm",
+            "transformer.h.{i}.mlp.w2": "layers.{i}.mlp.gate_up[gate]",
+            "transformer.h.{i}.mlp.w1": "layers.{i}.mlp.gate_up[up]",
+            "transformer.h.{i}.mlp.c_proj": "layers.{i}.mlp.down",
+            "transformer.ln_f": "norm",
+            "lm_head": "head",
+        }
+    )
+    base_prefix = "transformer."
+    tiny: ClassVar[dict[str, Any]] = {
+        "model_type": "qwen",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "kv_channels": 24,
+        "seq_length": 128,
+        "layer_norm_epsilon": 1e-5,
+        "rotary_emb_base": 5000.0,
+        "use_dynamic_ntk": True,
+        "use_logn_attn": True,
+    }
+
+    @staticmethod
+    def configure(hf: HFConfig, architecture: str) -> ModelConfig:
+        hf.expect("no_bias", True)
+        hf.expect("scale_attn_weights", True)
+        hf.expect("rotary_pct", 1.0, 1)
+        if hf.fields.get("visual") is not None:
+            hf.unsupported("visual", "Images are not read. Use a text model.")
+        if hf.rope_scaling_factor:
+            hf.unsupported("seq_length", "The positions of this model cannot be scaled: use rope_scaling_factor=0.")
+        fields = {
+            "vocab_size": hf.fields.get("vocab_size"),
+            "hidden_size": hf.integer("hidden_size"),
+            # The projections gate and up have half of it each.
+            "intermediate_size": hf.integer("intermediate_size", minimum=2) // 2,
+            "num_hidden_layers": hf.fields.get("num_hidden_layers"),
+            "num_attention_heads": hf.integer("num_attention_heads"),
+            "head_dim": hf.optional_integer("kv_channels", 128),
+            "max_position_embeddings": hf.fields.get("seq_length", hf.fields.get("max_position_embeddings")),
+            "rms_norm_eps": hf.number("layer_norm_epsilon", 1e-6),
+            "rope_theta": hf.number("rotary_emb_base", 10000.0),
+            "tie_word_embeddings": hf.flag("tie_word_embeddings", False),
+            "dtype": _dtype(hf),
+        }
+        inner = HFConfig(fields, source=hf.source, session_len=hf.session_len)
+        return ModelConfig(**inner.decoder(architecture, max_position=8192), qkv_bias=True)
+
+
+def _dtype(hf: HFConfig) -> Any:
+    """Flags say it where torch_dtype does not."""
+    named = hf.fields.get("dtype") or hf.fields.get("torch_dtype")
+    flags = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    return named or next((name for key, name in flags.items() if hf.flag(key, False)), None)

@@ -1,0 +1,45 @@
+"""StableLM: Llama with layer norms and a part of each head turned; 12B has attention and MLP side by side."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from asyncllm.layers.layer_norm import LayerNorm
+from asyncllm.models.config import HFConfig, ModelConfig
+from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.llama import LLAMA_WEIGHTS
+from asyncllm.models.registry import register
+
+__all__ = ["StableLM"]
+
+
+@register(StableLmForCausalLM="StableLM 3B, 2-1.6B, Zephyr", StableLMEpochForCausalLM="the first files of StableLM")
+class StableLM(DecoderLM):
+    weights = LLAMA_WEIGHTS
+    norm_class = LayerNorm
+    tiny: ClassVar[dict[str, Any]] = {
+        "model_type": "stablelm",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "partial_rotary_factor": 0.25,
+        "use_qkv_bias": True,
+    }
+
+    @staticmethod
+    def configure(hf: HFConfig, architecture: str) -> ModelConfig:
+        hf = hf.named(
+            {"norm_eps": "rms_norm_eps", "layer_norm_eps": "rms_norm_eps", "rope_pct": "partial_rotary_factor"}
+        )
+        hf.expect("hidden_act", "silu")
+        if hf.flag("qk_layernorm", False):
+            hf.unsupported("qk_layernorm", "Norms of queries and keys by head are not. Use a smaller StableLM 2.")
+        return ModelConfig(
+            **hf.decoder(architecture, max_position=4096, norm_eps=1e-5, partial_rotary=0.25),
+            qkv_bias=hf.flag("use_qkv_bias", False),
+            parallel_norms=1 if hf.flag("use_parallel_residual", False) else None,
+        )

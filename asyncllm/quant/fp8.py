@@ -1,0 +1,61 @@
+"""fp8 as DeepSeek-V3 and Qwen3 have it (`quant_method` "fp8"), and plain weights rounded to it as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from asyncllm.kernels.scaled import GROUP
+from asyncllm.layers.linear_method import LinearMethod
+from asyncllm.quant.scaled import Scaled, scaled
+from asyncllm.quant.scheme import Scheme, register
+from asyncllm.quant.settings import Header, QuantSettings
+
+__all__ = ["Float8", "Float8AtLoad"]
+
+_PLAIN = frozenset({"F16", "BF16", "F32"})
+
+
+@register("fp8")
+class Float8(Scheme):
+    """`weight` in e4m3, with `weight_scale_inv` for blocks of 128 x 128, or `weight_scale`; both multiply."""
+
+    def __init__(self, *, block: bool, static: bool) -> None:
+        self._block, self._static = block, static
+
+    @classmethod
+    def read(cls, settings: QuantSettings) -> Float8:
+        settings.expect("fmt", "e4m3", "float8_e4m3fn")
+        settings.expect("weight_block_size", [GROUP, GROUP])
+        settings.expect("activation_scheme", "dynamic", "static")
+        settings.expect("scale_fmt", "ue8m0", "float")
+        settings.expect("expert_dtype", "fp8")
+        block, static = settings.get("weight_block_size") is not None, settings.get("activation_scheme") == "static"
+        if block and static:
+            settings.unsupported("activation_scheme", "Blocks are for activations of groups, whose scales are dynamic.")
+        return cls(block=block, static=static)
+
+    def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:
+        inverse, plain = "weight_scale_inv" in tensors, "weight_scale" in tensors
+        if not inverse and not plain and ("weight" not in tensors or tensors["weight"].dtype != "F8_E4M3"):
+            return None
+        scale = "weight_scale_inv" if inverse or (self._block and not plain) else "weight_scale"
+        return scaled(torch.float8_e4m3fn, scale, tensors, block=self._block, static=self._static)
+
+
+@register("fp8 at load")
+class Float8AtLoad(Scheme):
+    """A scale for each output feature of the projections; embeddings, routers and norms stay."""
+
+    at_load: ClassVar[bool] = True
+
+    @classmethod
+    def read(cls, settings: QuantSettings) -> Float8AtLoad:
+        return cls()
+
+    def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:
+        if "weight" not in tensors or tensors["weight"].dtype not in _PLAIN:
+            return None
+        return Scaled(torch.float8_e4m3fn, None, "channel")

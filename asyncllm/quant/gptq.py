@@ -1,0 +1,126 @@
+"""GPTQ, as AutoGPTQ and GPTQModel write it: 2, 3, 4 or 8 bits, in the order of the input features or by `g_idx`.
+
+(code - zero) * scale. The first version of the format stores zero points less one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from asyncllm.errors import InvalidCheckpoint
+from asyncllm.layers.linear_method import FLOATS, LinearMethod, Stored
+from asyncllm.quant.packed import INT32_COLUMNS, INT32_WHOLE, Decoded, Packed, scale_dtype, unpack
+from asyncllm.quant.scheme import Scheme, register
+from asyncllm.quant.settings import Header, QuantSettings
+
+__all__ = ["GPTQ", "GPTQWeights"]
+
+_MARKS = frozenset({"qweight", "qzeros", "scales", "g_idx"})
+_FORMATS = {"gptq": True, "gptq_v2": False}
+"""Whether zero points are stored less one."""
+
+
+@dataclass(frozen=True)
+class GPTQWeights(Packed):
+    """qweight [K bits / 32, N], qzeros [G, N bits / 32], scales [G, N] and, as a rule, g_idx [K]."""
+
+    name: ClassVar[str] = "gptq"
+
+    less_one: bool = False
+    carries: bool = False
+    """One was subtracted from whole words, across zero points of 0, as GPTQModel does."""
+    has_groups: bool = True
+    """Whether there is a g_idx."""
+
+    def tensors(self, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:
+        for size, what in ((rows, "output"), (columns, "input")):
+            if size * self.bits % 32:
+                raise InvalidCheckpoint(f"{size} {what} features of {self.bits} bits do not fill words of 32")
+        groups = self.groups(columns)
+        shapes: dict[str, tuple[int, ...]] = {
+            "qweight": (columns * self.bits // 32, rows),
+            "qzeros": (groups, rows * self.bits // 32),
+            "scales": (groups, rows),
+        }
+        return {**shapes, "g_idx": (columns,)} if self.has_groups else shapes
+
+    def stored(self, suffix: str) -> Stored:
+        known = {"bias": FLOATS, "scales": Stored(axis=1), "g_idx": INT32_WHOLE}
+        return known.get(suffix, INT32_COLUMNS)
+
+    def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Decoded:
+        codes = unpack(tensors["qweight"], self.bits, 0).t()
+        group_of = tensors["g_idx"].long() if self.has_groups else None
+        if group_of is not None and not self.ordered:
+            size = columns // self.groups(columns)
+            if not torch.equal(group_of, torch.arange(columns, device=group_of.device) // size):
+                raise InvalidCheckpoint("its g_idx is not in order, and config.json says desc_act = false")
+            group_of = None
+        return Decoded(codes, tensors["scales"], self._zeros(tensors["qzeros"]), group_of)
+
+    def _zeros(self, words: Tensor) -> Tensor:
+        if not self.less_one:
+            return unpack(words, self.bits, 1)
+        if self.carries:
+            ones = sum(1 << place for place in range(0, 32, self.bits))
+            return unpack((words.long() + ones).to(torch.int32), self.bits, 1)
+        zeros = unpack(words, self.bits, 1)
+        if (zeros == (1 << self.bits) - 1).any():
+            raise InvalidCheckpoint(
+                "the writer stored zero points of 0 less one, which damages their neighbours. Quantize the model "
+                "again, in the format gptq_v2 or with sym = true"
+            )
+        return zeros + 1
+
+
+@register("gptq")
+class GPTQ(Scheme):
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
+
+    @classmethod
+    def read(cls, settings: QuantSettings) -> GPTQ:
+        bits = settings.integer("bits")
+        if bits not in (2, 3, 4, 8):
+            settings.unsupported("bits", "Supported: 2, 3, 4, 8.")
+        name = "checkpoint_format" if settings.get("checkpoint_format") is not None else "format"
+        stored = settings.get(name)
+        if stored is not None and (not isinstance(stored, str) or stored not in _FORMATS):
+            settings.unsupported(name, f"Supported: {', '.join(_FORMATS)}.")
+        if settings.get("dynamic"):
+            settings.unsupported("dynamic", "All modules must be of one number of bits and one group size.")
+        size = settings.group_size("group_size")
+        writer = settings.object("meta").get("quantizer")
+        writers = writer if isinstance(writer, list) else [writer]
+        less_one = _FORMATS[stored or "gptq"]
+        # Three bits have no whole number of places in a word; their zero points are not less one across words.
+        by_words = any(isinstance(each, str) and each.startswith("gptqmodel") for each in writers)
+        symmetric = settings.flag("sym", True)
+        if less_one and not symmetric and by_words and bits == 3:
+            settings.unsupported("sym", "Of 3 bits with zero points, only the format gptq_v2 is read.")
+        return cls(
+            bits=bits,
+            group_size=size,
+            # One group has no order.
+            ordered=settings.flag("desc_act", False) and size != -1,
+            less_one=less_one,
+            carries=less_one and by_words and not symmetric,
+        )
+
+    def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:
+        if not _MARKS & tensors.keys():
+            return None
+        settings = dict(self._settings)
+        # Without g_idx there is no order but the natural one, unless it is missing from a file that needs it.
+        has_groups = "g_idx" in tensors or settings["ordered"]
+        return GPTQWeights(
+            **settings,
+            has_groups=has_groups,
+            stray_bias="bias" in tensors,
+            scale_dtype=scale_dtype(tensors.get("scales")),
+        )

@@ -1,0 +1,248 @@
+"""The method of weights of a few bits for activations of 16: codes, scales and zero points in groups.
+
+A file format is a subclass that names its tensors and decodes those of a part. Whatever it is, the layer holds
+`kernels.PackedWeight`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm import kernels
+from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
+from asyncllm.kernels import PackedWeight
+from asyncllm.kernels.packed import PLANE, chunk_of, expand_stack, natural, pack_codes
+from asyncllm.layers.linear_method import LinearMethod, PartKey, Stored, Weighted, of_heads
+from asyncllm.quant.settings import Header
+
+__all__ = ["INT32_COLUMNS", "INT32_ROWS", "INT32_WHOLE", "Decoded", "Packed", "scale_dtype", "unpack"]
+
+_SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+
+_INT32 = frozenset({"I32"})
+INT32_ROWS = Stored(_INT32, axis=0)
+INT32_COLUMNS = Stored(_INT32, axis=1)
+INT32_WHOLE = Stored(_INT32, axis=None)
+
+
+class Decoded(NamedTuple):
+    """A part of a weight, its N output features by K input features."""
+
+    codes: Tensor
+    """uint8 [N, K]"""
+    scales: Tensor
+    """[G, N]"""
+    zeros: Tensor
+    """uint8 [G, N]"""
+    group_of: Tensor | None = None
+    """int64 [K]: the group of each input feature; None where groups are of neighbours."""
+
+
+class _Layer(Protocol):
+    """What a layer of this method has beside its own."""
+
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor
+    order: Tensor | None
+    offset: Tensor | None
+    pending: dict[tuple[str | None, int | None], dict[str, Tensor]]
+    """Tensors of parts of which others have not come yet."""
+    settled: dict[int | None, set[str | None]]
+    """Parts whose order is that of the layer, until all are there."""
+
+
+@dataclass(frozen=True)
+class Packed(LinearMethod):
+    """Codes of `bits` bits in groups of `group_size` input features, -1 for one group. Equal methods are the same."""
+
+    bits: int
+    group_size: int
+    scale_dtype: torch.dtype
+    ordered: bool = False
+    """Groups are of input features that need not be neighbours."""
+    stray_bias: bool = False
+    """The file has a bias for layers without one, which holds zeros."""
+    invariant: bool = False
+
+    @abstractmethod
+    def tensors(self, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:
+        """The tensors of a part with so many output and input features but the bias: suffix -> shape.
+
+        Raises InvalidCheckpoint for sizes that the format cannot hold.
+        """
+
+    @abstractmethod
+    def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Decoded:
+        """Raises InvalidCheckpoint for values that cannot be right."""
+
+    @property
+    def stored_bits(self) -> int:
+        """Bits of a code in the layer."""
+        return 8 if self.bits == 8 else 4
+
+    @property
+    def replaceable(self) -> bool:
+        return False
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {"scales": self.scale_dtype}
+
+    def groups(self, columns: int) -> int:
+        """Return how many groups of input features there are. Raises InvalidCheckpoint where they do not come out
+        even."""
+        if self.group_size == -1:
+            return 1
+        if columns % self.group_size:
+            raise InvalidCheckpoint(f"group_size = {self.group_size} does not divide {columns} input features")
+        return columns // self.group_size
+
+    def create(self, layer: Weighted) -> None:
+        if layer.num_experts is not None and layer.has_bias:
+            raise UnsupportedModel("Quantized experts with biases are not implemented. Use the checkpoint in bfloat16.")
+        if layer.num_experts is not None and layer.has_bias:
+            raise UnsupportedModel(
+                "Experts of few bits with biases are not implemented. Use the checkpoint in bfloat16."
+            )
+        stack = () if layer.num_experts is None else (layer.num_experts,)
+        n, k = layer.out_features, layer.in_features
+        groups, chunks = self.groups(k), -(-k // chunk_of(self.stored_bits))
+        own = cast(_Layer, layer)
+        own.words = _parameter(*stack, chunks, n, PLANE, dtype=torch.int16)
+        own.scales = _parameter(*stack, groups, n, dtype=self.scale_dtype)
+        own.zeros = _parameter(*stack, groups, n, dtype=torch.uint8)
+        own.order = _parameter(*stack, k, dtype=torch.int64) if self.ordered else None
+        own.offset = _parameter(*stack, n) if layer.has_bias else None
+        own.pending, own.settled = {}, {}
+
+    def expected_parts(self, layer: Weighted) -> Mapping[PartKey, tuple[int, ...]]:
+        parts: dict[PartKey, tuple[int, ...]] = {}
+        for part, rows in layer.rows.items():
+            size = rows.stop - rows.start
+            shapes = dict(self.tensors(size, layer.in_features))
+            if layer.has_bias or self.stray_bias:
+                shapes["bias"] = (size,)
+            for index in (None,) if layer.num_experts is None else range(layer.num_experts):
+                parts |= {(suffix, part, index): shape for suffix, shape in shapes.items()}
+        return parts
+
+    def load_part(self, layer: Weighted, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        own, rows = cast(_Layer, layer), layer.rows[part]
+        if suffix == "bias":
+            if own.offset is not None:
+                (own.offset if index is None else own.offset[index])[rows] = tensor
+            elif tensor.any():
+                raise InvalidCheckpoint("a bias for a layer that config.json builds without one, and it is not zero")
+            return
+        size, columns = rows.stop - rows.start, layer.in_features
+        waiting = own.pending.setdefault((part, index), {})
+        waiting[suffix] = tensor.to(own.words.device, copy=True)
+        if waiting.keys() >= self.tensors(size, columns).keys():
+            del own.pending[part, index]
+            self._store(layer, self.decode(waiting, size, columns), part, index)
+
+    def batch_invariant(self) -> LinearMethod:
+        return replace(self, invariant=True)
+
+    def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        bias = cast(_Layer, layer).offset
+        if self.invariant:
+            return kernels.linear_invariant(x, natural(self.weight(layer), x.dtype), bias, out=out)
+        return kernels.linear_packed(x, self.weight(layer), bias, out=out)
+
+    def embed(self, layer: Weighted, ids: Tensor, scale: float | None) -> Tensor:
+        raise UnsupportedModel("A token embedding of few bits is not implemented. Use a checkpoint that keeps it.")
+
+    def experts(
+        self,
+        gate_up: Weighted,
+        down: Weighted,
+        x: Tensor,
+        weights: Tensor,
+        expert_ids: Tensor,
+        *,
+        limit: float | None = None,
+    ) -> Tensor:
+        if limit is not None:
+            raise UnsupportedModel("Experts of few bits have SwiGLU alone. Use the checkpoint in bfloat16.")
+        if self.invariant:
+            first, second = (expand_stack(self.weight(each), x.dtype) for each in (gate_up, down))
+            return kernels.fused_experts_invariant(x, first, second, weights, expert_ids)
+        return kernels.packed_experts(x, self.weight(gate_up), self.weight(down), weights, expert_ids)
+
+    def product_by_head(
+        self, layer: Weighted, x: Tensor, features: slice, *, transposed: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        heads = of_heads(natural(self.weight(layer), x.dtype), layer, features, transposed)
+        product = kernels.linear_by_head_invariant if self.invariant else kernels.linear_by_head
+        return product(x, heads, out=out)
+
+    def weight(self, layer: Weighted) -> PackedWeight:
+        """Return what the layer holds."""
+        own, k = cast(_Layer, layer), layer.in_features
+        size = k if self.group_size == -1 else self.group_size
+        return PackedWeight(own.words, own.scales, own.zeros, own.order, self.stored_bits, size, k)
+
+    def _store(self, layer: Weighted, decoded: Decoded, part: str | None, index: int | None) -> None:
+        own, rows = cast(_Layer, layer), layer.rows[part]
+        codes, scales, zeros, group_of = decoded
+        if not scales.isfinite().all() or (scales < 0).any():
+            raise InvalidCheckpoint("the scales of this weight are not all finite and at least 0; download it again")
+        if group_of is not None:
+            assert own.order is not None
+            order, place = _order(group_of, scales.shape[0]), _of(own.order, index)
+            others = own.settled.setdefault(index, set())
+            if others and not torch.equal(place, order):
+                raise InvalidCheckpoint("its g_idx is not that of the other projections of the same input")
+            place.copy_(order)
+            codes = codes[:, order]
+            others.add(part)
+            if len(others) == len(layer.rows):
+                del own.settled[index]
+        _of(own.words, index)[:, rows] = pack_codes(codes, self.stored_bits)
+        _of(own.scales, index)[:, rows] = scales
+        _of(own.zeros, index)[:, rows] = zeros
+
+
+def scale_dtype(header: Header | None) -> torch.dtype:
+    """Scales keep the type of the file: a conversion to the model's would change every weight of a group alike."""
+    return _SCALE_DTYPES.get("" if header is None else header.dtype, torch.float32)
+
+
+def unpack(words: Tensor, bits: int, axis: int) -> Tensor:
+    """Numbers of `bits` bits that follow one another in the bits of int32 words, the lowest first, along `axis` of a
+    matrix -> uint8, longer along that axis."""
+    words = words.movedim(axis, 0)
+    if 32 % bits == 0:
+        shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device).view(1, -1, 1)
+        codes = ((words.unsqueeze(1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(0, 1)
+    else:
+        shifts = torch.arange(32, dtype=torch.int32, device=words.device).view(1, -1, 1)
+        each = ((words.unsqueeze(1) >> shifts) & 1).to(torch.uint8).reshape(-1, bits, words.shape[1])
+        places = torch.arange(bits, dtype=torch.uint8, device=words.device).view(1, -1, 1)
+        codes = (each << places).sum(1, dtype=torch.uint8)
+    return codes.movedim(0, axis)
+
+
+def _order(group_of: Tensor, groups: int) -> Tensor:
+    """The input features sorted by group. Raises InvalidCheckpoint for groups that are not of one size."""
+    count = len(group_of)
+    valid = bool((group_of >= 0).all()) and bool((group_of < groups).all())
+    if not valid or (group_of.bincount(minlength=groups) * groups != count).any():
+        raise InvalidCheckpoint(f"its g_idx does not divide {count} input features into {groups} groups of one size")
+    return group_of.argsort(stable=True)
+
+
+def _of(tensor: Tensor, index: int | None) -> Tensor:
+    return tensor if index is None else tensor[index]
+
+
+def _parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)

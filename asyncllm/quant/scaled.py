@@ -1,0 +1,206 @@
+"""The method of weights of 8 bits for activations that are rounded to 8 bits as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm import kernels
+from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
+from asyncllm.kernels import ScaledWeight
+from asyncllm.kernels.scaled import GROUP, expand, round_codes
+from asyncllm.layers.linear_method import FLOATS, LinearMethod, PartKey, Stored, Weighted, of_heads
+from asyncllm.quant.settings import Header
+
+__all__ = ["ScaleLayout", "Scaled", "scaled"]
+
+ScaleLayout = Literal["tensor", "channel", "block"]
+
+_TYPES = {torch.int8: Stored(frozenset({"I8"})), torch.float8_e4m3fn: Stored(frozenset({"F8_E4M3"}))}
+
+
+class _Layer(Protocol):
+    """What a layer of this method has beside its own."""
+
+    codes: Tensor
+    scales: Tensor
+    input_scale: Tensor | None
+    input_scales: dict[str | None, float]
+    """Those of the parts, of which the largest is the layer's."""
+    offset: Tensor | None
+
+
+@dataclass(frozen=True)
+class Scaled(LinearMethod):
+    """`weight` of `dtype`, and scales whose suffix is `scale`. Without a suffix the weight is one of floats, rounded as
+    it is loaded, with a scale for each output feature. Equal methods are the same."""
+
+    dtype: torch.dtype
+    scale: str | None
+    layout: ScaleLayout
+    scale_shape: tuple[int, ...] = ()
+    """Of a scale for the whole tensor: [] or [1]."""
+    input_shape: tuple[int, ...] = (1,)
+    """Of input_scale."""
+    columns: bool = True
+    """Scales of channels are [N, 1], not [N]."""
+    static: bool = False
+    """The file has an input_scale, which is the activations'."""
+    invariant: bool = False
+
+    name: ClassVar[str] = "fp8"
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {"codes": self.dtype, "scales": torch.float32, "input_scale": torch.float32}
+
+    @property
+    def replaceable(self) -> bool:
+        return self.scale is None
+
+    def stored(self, suffix: str) -> Stored:
+        if suffix == "weight" and self.scale is not None:
+            return _TYPES[self.dtype]
+        whole = suffix == "input_scale" or (suffix == self.scale and self.layout == "tensor")
+        return Stored(axis=None) if whole else FLOATS
+
+    def create(self, layer: Weighted) -> None:
+        if layer.num_experts is not None and layer.has_bias:
+            raise UnsupportedModel("Quantized experts with biases are not implemented. Use the checkpoint in bfloat16.")
+        if layer.num_experts is not None and layer.has_bias:
+            raise UnsupportedModel("Experts of 8 bits with biases are not implemented. Use the checkpoint in bfloat16.")
+        stack = () if layer.num_experts is None else (layer.num_experts,)
+        n, k = layer.out_features, layer.in_features
+        own = cast(_Layer, layer)
+        own.codes = _parameter(*stack, n, k, dtype=self.dtype)
+        own.scales = _parameter(*stack, -(-k // GROUP) if self.layout == "block" else 1, n, dtype=torch.float32)
+        # Experts take activations as they are.
+        static = self.static and layer.num_experts is None
+        own.input_scale = _parameter(1, dtype=torch.float32) if static else None
+        own.input_scales = {}
+        own.offset = _parameter(*stack, n) if layer.has_bias else None
+
+    def expected_parts(self, layer: Weighted) -> Mapping[PartKey, tuple[int, ...]]:
+        parts: dict[PartKey, tuple[int, ...]] = {}
+        for part, rows in layer.rows.items():
+            size = rows.stop - rows.start
+            shapes: dict[str, tuple[int, ...]] = {"weight": (size, layer.in_features)}
+            if self.scale is not None:
+                shapes[self.scale] = self._shape(size, layer.in_features)
+            if self.static:
+                shapes["input_scale"] = self.input_shape
+            if layer.has_bias:
+                shapes["bias"] = (size,)
+            for index in (None,) if layer.num_experts is None else range(layer.num_experts):
+                parts |= {(suffix, part, index): shape for suffix, shape in shapes.items()}
+        return parts
+
+    def load_part(self, layer: Weighted, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        own, rows = cast(_Layer, layer), layer.rows[part]
+        if suffix == "bias":
+            assert own.offset is not None
+            _of(own.offset, index)[rows] = tensor
+        elif suffix == "weight" and self.scale is None:
+            codes, scales = round_codes(tensor.to(own.codes.device).float(), self.dtype)
+            _of(own.codes, index)[rows] = codes
+            _of(own.scales, index)[:, rows] = scales.t()
+        elif suffix == "weight":
+            _of(own.codes, index)[rows] = tensor
+        elif suffix == "input_scale":
+            scale = float(_checked(tensor))
+            if not scale:
+                raise InvalidCheckpoint("a scale of 0 for activations, which cannot be divided by it")
+            own.input_scales[part] = scale
+            if own.input_scale is not None:
+                own.input_scale.fill_(max(own.input_scales.values()))
+        else:
+            size = rows.stop - rows.start
+            scales = _checked(tensor)
+            if self.layout == "block":
+                scales = scales.repeat_interleave(GROUP, 0)[:size].t()
+            elif self.layout == "channel":
+                scales = scales.reshape(1, -1)
+            _of(own.scales, index)[:, rows] = scales
+
+    def batch_invariant(self) -> LinearMethod:
+        return replace(self, invariant=True)
+
+    def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        bias = cast(_Layer, layer).offset
+        if self.invariant:
+            return kernels.linear_invariant(x, expand(_weight(layer), x.dtype), bias, out=out)
+        return kernels.linear_scaled(x, _weight(layer), bias, out=out)
+
+    def embed(self, layer: Weighted, ids: Tensor, scale: float | None) -> Tensor:
+        raise UnsupportedModel("A token embedding of 8 bits is not implemented. Use a checkpoint that keeps it.")
+
+    def experts(
+        self,
+        gate_up: Weighted,
+        down: Weighted,
+        x: Tensor,
+        weights: Tensor,
+        expert_ids: Tensor,
+        *,
+        limit: float | None = None,
+    ) -> Tensor:
+        if limit is not None:
+            raise UnsupportedModel("Experts of 8 bits have SwiGLU alone. Use the checkpoint in bfloat16.")
+        if self.invariant:
+            first, second = (expand(_weight(each), x.dtype) for each in (gate_up, down))
+            return kernels.fused_experts_invariant(x, first, second, weights, expert_ids)
+        return kernels.scaled_experts(x, _weight(gate_up), _weight(down), weights, expert_ids)
+
+    def product_by_head(
+        self, layer: Weighted, x: Tensor, features: slice, *, transposed: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        heads = of_heads(expand(_weight(layer), x.dtype), layer, features, transposed)
+        product = kernels.linear_by_head_invariant if self.invariant else kernels.linear_by_head
+        return product(x, heads, out=out)
+
+    def _shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Of the scales of a part."""
+        if self.layout == "tensor":
+            return self.scale_shape
+        if self.layout == "channel":
+            return (rows, 1) if self.columns else (rows,)
+        return (-(-rows // GROUP), -(-columns // GROUP))
+
+
+def scaled(dtype: torch.dtype, scale: str, tensors: Mapping[str, Header], *, block: bool, static: bool) -> Scaled:
+    """The method of a module with these tensors, whose scales are called `scale`: of blocks, else as its shape says."""
+    shape = tensors[scale].shape if scale in tensors else (1,)
+    layout: ScaleLayout = "block" if block else "tensor" if shape in ((), (1,)) else "channel"
+    of_input = tensors["input_scale"].shape if static and "input_scale" in tensors else (1,)
+    return Scaled(
+        dtype,
+        scale,
+        layout,
+        scale_shape=shape if layout == "tensor" else (1,),
+        input_shape=of_input,
+        columns=len(shape) == 2,
+        static=static,
+    )
+
+
+def _weight(layer: Weighted) -> ScaledWeight:
+    own = cast(_Layer, layer)
+    return ScaledWeight(own.codes, own.scales, own.input_scale)
+
+
+def _checked(scales: Tensor) -> Tensor:
+    if not scales.float().isfinite().all() or (scales.float() < 0).any():
+        raise InvalidCheckpoint("the scales of this weight are not all finite and at least 0; download it again")
+    return scales.float()
+
+
+def _of(tensor: Tensor, index: int | None) -> Tensor:
+    return tensor if index is None else tensor[index]
+
+
+def _parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)

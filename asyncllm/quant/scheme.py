@@ -1,0 +1,106 @@
+"""What a scheme is, and which one a checkpoint asks for."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import asyncllm.quant
+from asyncllm.errors import InvalidParameter, UnsupportedModel, short
+from asyncllm.layers.linear_method import LinearMethod
+from asyncllm.quant.settings import Header, QuantSettings
+
+__all__ = ["Scheme", "register", "scheme_of"]
+
+_Class = TypeVar("_Class", bound="type[Scheme]")
+
+_SCHEMES: dict[str, type[Scheme]] = {}
+
+_INSTEAD: Mapping[str, str] = {
+    "bitsandbytes": "Use the model's own checkpoint in bfloat16, or one in AWQ, GPTQ or compressed-tensors.",
+    "gguf": "Use the model's own checkpoint in safetensors, or one in AWQ, GPTQ or compressed-tensors.",
+}
+"""What to do about formats that are refused."""
+
+
+class Scheme(ABC):
+    """How the weights of one checkpoint are quantized."""
+
+    at_load: ClassVar[bool] = False
+    """The checkpoint is plain, and its weights are rounded as they are read: those of projections alone."""
+
+    @classmethod
+    @abstractmethod
+    def read(cls, settings: QuantSettings) -> Scheme:
+        """Raises InvalidCheckpoint for settings that cannot be right, UnsupportedModel for those not implemented."""
+
+    @abstractmethod
+    def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:
+        """Return how the checkpoint's module `module` is stored, by its tensors (suffix -> header); None: plainly.
+        Methods of equal value are the same.
+
+        Raises InvalidCheckpoint and UnsupportedModel.
+        """
+
+
+def register(*names: str) -> Callable[[_Class], _Class]:
+    """Class decorator: this scheme reads checkpoints whose `quant_method` is one of `names`."""
+
+    def enter(scheme: _Class) -> _Class:
+        for name in names:
+            _SCHEMES[name] = scheme
+        return scheme
+
+    return enter
+
+
+@cache
+def schemes() -> Mapping[str, type[Scheme]]:
+    """By `quant_method`, of every module in `asyncllm.quant`."""
+    for module in pkgutil.iter_modules(asyncllm.quant.__path__):
+        importlib.import_module(f"asyncllm.quant.{module.name}")
+    return dict(sorted(_SCHEMES.items()))
+
+
+def scheme_of(config: Mapping[str, Any], folder: Path, model_format: str | None) -> Scheme | None:
+    """The scheme of the checkpoint in `folder`, whose config.json holds `config`; None for plain weights.
+
+    `model_format` is what the engine was told: None to believe the checkpoint, "hf" for plain weights, or the name of
+    the scheme. Raises InvalidCheckpoint, UnsupportedModel, and InvalidParameter where it contradicts the checkpoint.
+    """
+    settings = QuantSettings.find(config, folder)
+    if settings is None:
+        at_load = schemes().get(f"{model_format} at load")
+        if at_load is not None:
+            return at_load.read(QuantSettings({}, str(folder)))
+        if model_format not in (None, "hf"):
+            raise InvalidParameter(
+                f"model_format is {model_format!r}, and {folder} says nothing of a quantization: neither config.json "
+                f"(quantization_config) nor a quant_config.json beside it. Leave model_format at None.",
+                "model_format",
+            )
+        return None
+    name = settings.get("quant_method")
+    if name is None:
+        # Files of before the key existed; AutoAWQ's have a version.
+        name = "compressed-tensors" if "config_groups" in settings.fields else model_format
+        name = name or ("awq" if settings.get("version") is not None else "gptq")
+    if model_format is not None and model_format != name:
+        raise InvalidParameter(
+            f"model_format is {model_format!r}, and {settings.source} says {short(name)}. Leave model_format at None.",
+            "model_format",
+        )
+    scheme = schemes().get(name) if isinstance(name, str) else None
+    if scheme is None:
+        known = [each for each in schemes() if " " not in each]
+        instead = _INSTEAD.get(name, "") if isinstance(name, str) else ""
+        raise UnsupportedModel(
+            f"{settings.source}: quant_method = {short(name)} is not implemented. Implemented: {', '.join(known)}. "
+            f"{instead}".rstrip()
+        )
+    return scheme.read(settings)

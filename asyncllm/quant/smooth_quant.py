@@ -1,0 +1,34 @@
+"""LMDeploy's W8A8 (`lite smooth_quant`): int8 or fp8, with a scale for each output feature."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from asyncllm.layers.linear_method import LinearMethod
+from asyncllm.quant.scaled import scaled
+from asyncllm.quant.scheme import Scheme, register
+from asyncllm.quant.settings import Header, QuantSettings
+
+__all__ = ["SmoothQuant"]
+
+_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "float8_e4m3fn": torch.float8_e4m3fn}
+
+
+@register("smooth_quant")
+class SmoothQuant(Scheme):
+    """`weight` in 8 bits and `scale` [N, 1]. What the scales were smoothed by is in the norms already."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    @classmethod
+    def read(cls, settings: QuantSettings) -> SmoothQuant:
+        settings.expect("quant_dtype", *_DTYPES)
+        return cls(_DTYPES[settings.get("quant_dtype") or "int8"])
+
+    def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:
+        if "scale" not in tensors:
+            return None
+        return scaled(self._dtype, "scale", tensors, block=False, static=False)

@@ -1,0 +1,383 @@
+"""RankExecutor: runs the steps of an engine in child processes, one for each rank.
+
+    engine's process                                a rank's process
+    submit(batch) ── RunStep ──> every rank         StepExecutor, ModelAgent
+    future        <── StepDone ── every rank        the first one's with what the step gave
+
+The engine's process needs no torch and no context of a device. A rank that dies is seen at once by its pidfd; then all
+ranks are killed and the executor is dead. Nothing of the device is lost with it: a new engine can start in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from asyncllm.agent.step_thread import dead, set_exception, set_result, set_seen_exception
+from asyncllm.config import EngineConfig
+from asyncllm.errors import AsyncLLMError, EngineClosed, ModelError
+from asyncllm.event_loop.in_thread import in_thread
+from asyncllm.protocol import Batch, Command, Limits, Sleep, StepDropped, StepFailed, StepOutput, UpdateWeights, Wake
+from asyncllm.ranks.channel import Channel
+from asyncllm.ranks.messages import (
+    CarriedOut,
+    CarryOut,
+    Failure,
+    Ready,
+    RemoteError,
+    RunStep,
+    Start,
+    StepDone,
+    TakeWeights,
+    decode_from_rank,
+    encode,
+)
+from asyncllm.ranks.process import RankProcess
+from asyncllm.ranks.shared_tensors import share_tensors
+
+__all__ = ["RankExecutor"]
+
+_AGREEMENT_S = 5.0
+"""How much later than one rank the others may find that a step has failed."""
+
+_CLOSE_PATIENCE_S = 10.0
+"""How long ranks may take to release what they hold before they are killed."""
+
+
+class RankExecutor:
+    """States: new, starting, running, perhaps dead, then closed. Written by its event loop's thread."""
+
+    isolated = True
+
+    def __init__(self, config: EngineConfig, model_path: Path) -> None:
+        """`model_path` is the checkpoint's folder."""
+        self.num_ranks = config.tp
+        self._config, self._model_path = msgspec.structs.replace(config, isolated=False, tp=1), str(model_path)
+        self._meeting_file = ""
+        """Where several ranks find each other: a file without a name, by the descriptor that they inherit."""
+        self._state = "new"
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._processes: list[RankProcess] = []
+        self._channels: list[Channel] = []
+        self._ready: list[asyncio.Future[Limits]] = []
+        self._unanswered: list[deque[_Step]] = []
+        """By rank: the steps that it has not answered, oldest first."""
+        self._command: _Command | None = None
+        """What is being carried out."""
+        self._error: BaseException | None = None
+        """What the executor died of."""
+        self._on_step: Callable[[], None] = lambda: None
+        self._on_death: Callable[[Exception], None] | None = None
+
+    def watch(self, on_step: Callable[[], None], on_death: Callable[[Exception], None]) -> None:
+        """See `Executor`: `on_death` is for a process that ends while no step and no command is open."""
+        self._on_step, self._on_death = on_step, on_death
+
+    async def start(self) -> Limits:
+        """Start the processes and load the model in each. Raises what loading raises, and ModelError when a process
+        ends before it is ready; then none is left."""
+        if self._state != "new":
+            raise EngineClosed("This executor was started or closed before. Make a new one.")
+        self._state = "starting"
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._start_processes()
+            for process in self._processes:
+                self._connect(process)
+            limits = await asyncio.gather(*self._ready)
+            if any(each.num_blocks != limits[0].num_blocks for each in limits):
+                raise ModelError("The ranks do not agree on the blocks of the KV cache.")
+        except BaseException:
+            self._kill()
+            await self._wait_ended()
+            self._state = "closed"
+            raise
+        if self._state != "starting":
+            raise EngineClosed("The executor was closed while it was starting.")
+        self._state = "running"
+        # A grammar does not leave the process of the engine.
+        return msgspec.structs.replace(limits[0], takes_grammars=False)
+
+    async def _start_processes(self) -> None:
+        """In a thread, as it takes milliseconds. It is waited for in any case, so that no process is lost."""
+        assert self._loop is not None
+
+        def start_all() -> None:
+            meeting = os.memfd_create("asyncllm-meeting", os.MFD_CLOEXEC) if self.num_ranks > 1 else None
+            try:
+                for rank in range(self.num_ranks):
+                    self._processes.append(RankProcess(rank, num_ranks=self.num_ranks, meeting=meeting))
+            finally:
+                if meeting is not None:
+                    self._meeting_file = f"/proc/self/fd/{meeting}"
+                    os.close(meeting)
+
+        starting = self._loop.create_task(in_thread(start_all), name="asyncllm-ranks")
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.wait([starting])
+            raise
+
+    def _connect(self, process: RankProcess) -> None:
+        assert self._loop is not None
+        rank = process.rank
+        ready: asyncio.Future[Limits] = self._loop.create_future()
+        # No caller asks for the failure of a rank that is not the first to fail.
+        ready.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self._ready.append(ready)
+        self._unanswered.append(deque())
+        process.watch(self._process_ended)
+        self._channels.append(Channel(process.end, partial(self._take, rank), lambda: None))
+        start = Start(self._config, self._model_path, rank, self.num_ranks, self._meeting_file)
+        self._channels[rank].send(encode(start))
+
+    def submit(self, batch: Batch) -> asyncio.Future[StepOutput]:
+        """Send a step to all ranks; its future raises as a `StepExecutor`'s does.
+
+        Raises EngineClosed unless started and not closed.
+        """
+        future: asyncio.Future[StepOutput] = self._running().create_future()
+        if self._error is not None:
+            set_seen_exception(future, dead(self._error))
+            return future
+        step = _Step(future, self.num_ranks)
+        message = encode(RunStep(batch))
+        for channel, unanswered in zip(self._channels, self._unanswered, strict=True):
+            unanswered.append(step)
+            channel.send(message)
+        return future
+
+    def carry_out(self, command: Command) -> asyncio.Future[None]:
+        """Have a command carried out by all ranks. No step is in flight, nor submitted before its end.
+
+        Raises EngineClosed unless started and not closed.
+        """
+        future: asyncio.Future[None] = self._running().create_future()
+        if self._error is not None:
+            set_seen_exception(future, dead(self._error))
+            return future
+        self._command = _Command(future, self.num_ranks)
+        match command:
+            case Sleep():
+                self._send_all(encode(CarryOut(sleep=command)))
+            case Wake():
+                self._send_all(encode(CarryOut(wake=command)))
+            case UpdateWeights(weights):
+                self._share(partial(share_tensors, weights))
+        return future
+
+    def _share(self, share: partial[tuple[int, list[tuple[str, str, list[int]]]]]) -> None:
+        """Copy new weights to shared memory in a thread, then send them."""
+        shared = self._running().create_task(in_thread(share), name="asyncllm-ranks")
+
+        def send(shared: asyncio.Future[tuple[int, list[tuple[str, str, list[int]]]]]) -> None:
+            if shared.cancelled():
+                return
+            error = shared.exception()
+            if error is not None:
+                if self._command is not None:
+                    command, self._command = self._command, None
+                    refused = ModelError(f"The new weights could not be handed to the ranks: {error}")
+                    refused.__cause__ = error
+                    set_exception(command.future, refused)
+                return
+            descriptor, tensors = shared.result()
+            try:
+                self._send_all(encode(TakeWeights(tensors)), (descriptor,))
+            finally:
+                os.close(descriptor)
+
+        shared.add_done_callback(send)
+
+    def _send_all(self, message: bytes, descriptors: tuple[int, ...] = ()) -> None:
+        for channel in self._channels:
+            channel.send(message, descriptors)
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None or self._state != "running":
+            raise EngineClosed("This executor is not running: it was closed, or never started.")
+        return self._loop
+
+    def _take(self, rank: int, data: memoryview) -> None:
+        """Take in a message of a rank."""
+        if self._error is not None:
+            return
+        match decode_from_rank(data):
+            case Ready(limits, failure):
+                if failure is not None:
+                    set_exception(self._ready[rank], _start_error(failure.error()))
+                else:
+                    set_result(self._ready[rank], limits)
+            case StepDone(_, output, failure):
+                self._step_done(rank, self._unanswered[rank].popleft(), output, failure)
+            case CarriedOut(failure):
+                self._carried_out(failure)
+
+    def _step_done(self, rank: int, step: _Step, output: StepOutput | None, failure: Failure | None) -> None:
+        """Take in how a step ended for a rank: as for all others, or the ranks do not agree any more."""
+        step.waits_for -= 1
+        error = None if failure is None else failure.error()
+        if error is not None and not isinstance(error, (StepFailed, StepDropped)):
+            self._die(error)
+            return
+        if step.answered and type(error) is not type(step.error):
+            disagreed = RemoteError(f"The ranks disagree on how a step ended; rank {rank} says: {error!r}.")
+            disagreed.__cause__ = error
+            self._die(disagreed)
+            return
+        step.answered, step.error = True, error
+        if rank == 0 and error is None:
+            set_result(step.future, output)
+        elif error is not None and not step.waits_for:
+            set_exception(step.future, error)
+        elif error is not None and step.waits_for == self.num_ranks - 1:
+            self._running().call_later(_AGREEMENT_S, self._check_agreement, step, error)
+        if step.future.done():
+            self._on_step()
+
+    def _check_agreement(self, step: _Step, error: Exception) -> None:
+        """End all ranks if one has failed in a step that others do not come out of: they wait for it."""
+        if step.waits_for and self._error is None and self._state == "running":
+            self._die(error)
+
+    def _carried_out(self, failure: Failure | None) -> None:
+        command = self._command
+        assert command is not None
+        command.waits_for -= 1
+        if failure is not None:
+            command.failures.append(failure.error())
+        if command.waits_for:
+            return
+        self._command = None
+        if not command.failures:
+            set_result(command.future, None)
+            return
+        error = command.failures[0]
+        if len(command.failures) == self.num_ranks and isinstance(error, AsyncLLMError):
+            set_exception(command.future, error)
+        else:
+            set_exception(command.future, error if not isinstance(error, AsyncLLMError) else dead(error))
+            self._die(error)
+
+    def _process_ended(self, process: RankProcess) -> None:
+        """A rank's process is gone, expected or not."""
+        if self._state == "closed" or self._error is not None:
+            return
+        how = process.describe_end()
+        if self._state == "starting":
+            error: BaseException = ModelError(f"{how} while it was loading the model. Its standard error says why.")
+            set_exception(self._ready[process.rank], error)
+            return
+        self._die(RemoteError(f"{how}. Its standard error may say why."))
+
+    def _die(self, error: Exception) -> None:
+        """End all ranks: the first unread step raises this error, and every later one EngineDead."""
+        self._error = error
+        self._kill()
+        waiting = self._open_futures()
+        if not waiting and self._on_death is not None:
+            self._on_death(error)
+        for index, future in enumerate(waiting):
+            if index == 0:
+                set_exception(future, error)
+            else:
+                set_seen_exception(future, dead(error))
+        self._on_step()
+
+    def _open_futures(self) -> list[asyncio.Future[StepOutput] | asyncio.Future[None]]:
+        """Return the futures that wait, oldest first."""
+        futures: dict[asyncio.Future[StepOutput] | asyncio.Future[None], None] = {}
+        # Ranks answer in order: the one that has answered the fewest steps has all that are open.
+        for step in max(self._unanswered, key=len, default=()):
+            if not step.future.done():
+                futures[step.future] = None
+        for unanswered in self._unanswered:
+            unanswered.clear()
+        if self._command is not None:
+            futures[self._command.future] = None
+            self._command = None
+        return list(futures)
+
+    def _kill(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        for process in self._processes:
+            if not process.ended.is_set():
+                process.kill()
+
+    async def _wait_ended(self) -> None:
+        """Wait until every process is gone and reaped."""
+        for process in self._processes:
+            if len(self._channels) > process.rank:
+                await process.ended.wait()
+            else:
+                process.end.close()
+                process.kill_and_wait()
+
+    async def close(self) -> None:
+        """End the ranks' processes. Any number of times; from another event loop once this one's is closed."""
+        if self._state in ("new", "closed"):
+            self._state = "closed"
+            return
+        self._state = "closed"
+        if self._loop is not asyncio.get_running_loop():
+            self._leave_behind()
+            return
+        waiting = self._open_futures()
+        closed = EngineClosed("The executor was closed before this step ran.")
+        for future in waiting:
+            set_seen_exception(future, closed)
+        if waiting:
+            self._kill()
+        for channel in self._channels:
+            channel.close()
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wait_ended(), _CLOSE_PATIENCE_S)
+        finally:
+            self._kill()
+            await asyncio.shield(self._wait_ended())
+
+    def _leave_behind(self) -> None:
+        """End the processes of an event loop that does not run any more."""
+        for process in self._processes:
+            process.end.close()
+            process.kill_and_wait()
+
+
+class _Step:
+    """A step that some rank has not answered."""
+
+    __slots__ = ("answered", "error", "future", "waits_for")
+
+    def __init__(self, future: asyncio.Future[StepOutput], num_ranks: int) -> None:
+        self.future = future
+        self.waits_for = num_ranks
+        self.answered = False
+        self.error: Exception | None = None
+        """How it ended for the ranks that have answered."""
+
+
+class _Command:
+    """A command that some rank has not carried out."""
+
+    def __init__(self, future: asyncio.Future[None], num_ranks: int) -> None:
+        self.future = future
+        self.waits_for = num_ranks
+        self.failures: list[Exception] = []
+
+
+def _start_error(error: Exception) -> BaseException:
+    if isinstance(error, AsyncLLMError):
+        return error
+    failure = ModelError(f"Loading the model failed: {error}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,98 @@
+"""RankProcess: the child process of one rank, from its start to its end.
+
+It is a new interpreter with the parent's import path: it does not import `__main__` again, and is given one end of a
+socket pair. Its death is seen by a pidfd, at once. It outlives its parent by no more than a few milliseconds, as it
+watches the parent in the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+__all__ = ["RankProcess"]
+
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from asyncllm.ranks.rank import main; main({descriptor}, {parent})"
+
+
+class RankProcess:
+    """A started child. `end` is the parent's end of the pair, which a `Channel` takes over."""
+
+    def __init__(self, rank: int, *, num_ranks: int = 1, meeting: int | None = None) -> None:
+        """Start it. Of several ranks each sees a GPU of its own, and gets the file descriptor `meeting`.
+
+        Takes some milliseconds; raises OSError when the system has no room for another process.
+        """
+        self.rank = rank
+        self.end, theirs = socket.socketpair()
+        try:
+            with theirs:
+                descriptor = theirs.fileno()
+                program = _PROGRAM.format(path=sys.path, descriptor=descriptor, parent=os.getpid())
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", program],
+                    pass_fds=[descriptor] if meeting is None else [descriptor, meeting],
+                    stdin=subprocess.DEVNULL,
+                    env=_environment(rank) if num_ranks > 1 else None,
+                    process_group=0,  # Ctrl-C is for the parent
+                )
+            try:
+                self._pidfd = os.pidfd_open(self._process.pid)
+            except BaseException:
+                self._process.kill()
+                self._process.wait()
+                raise
+        except BaseException:
+            self.end.close()
+            raise
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.ended = asyncio.Event()
+        """Set when the process is gone and has been reaped."""
+
+    def watch(self, on_end: Callable[[RankProcess], None]) -> None:
+        """Call `on_end` in the running event loop when the process ends."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._pidfd, self._reap, on_end)
+
+    def _reap(self, on_end: Callable[[RankProcess], None]) -> None:
+        assert self._loop is not None
+        self._loop.remove_reader(self._pidfd)
+        self._close()
+        self.ended.set()
+        on_end(self)
+
+    def kill(self) -> None:
+        """End the process by SIGKILL, whatever it does."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+    def kill_and_wait(self) -> None:
+        """End the process where no event loop watches it any more; blocks until it is gone."""
+        if not self.ended.is_set():
+            self.kill()
+            self._close()
+            self.ended.set()
+
+    def _close(self) -> None:
+        self._process.wait()
+        os.close(self._pidfd)
+
+    def describe_end(self) -> str:
+        """Return how the process ended."""
+        status = self._process.returncode
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"rank {self.rank} (process {self._process.pid}) {how}"
+
+
+def _environment(rank: int) -> dict[str, str]:
+    """Return the environment of a rank: of the GPUs that this process may use, the one of the rank's number."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = None if visible is None else [device for device in visible.split(",") if device]
+    own = str(rank) if devices is None else devices[rank] if rank < len(devices) else ""
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": own}

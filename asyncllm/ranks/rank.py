@@ -1,0 +1,152 @@
+"""The program of a rank's process: it runs steps by the same executor as an engine without ranks, for messages."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from asyncllm.agent.executor import open_executor
+from asyncllm.protocol import Executor, StepOutput, UpdateWeights
+from asyncllm.ranks.channel import Channel
+from asyncllm.ranks.messages import (
+    CarriedOut,
+    CarryOut,
+    Failure,
+    FromRank,
+    Ready,
+    RunStep,
+    Start,
+    StepDone,
+    TakeWeights,
+    decode_to_rank,
+    encode,
+)
+from asyncllm.ranks.shared_tensors import map_tensors
+
+__all__ = ["Rank", "main"]
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serve the engine at the other end of the socket `descriptor` until that is closed. `parent`: the process that
+    this one must not outlive."""
+    # What is printed belongs to the log, not to the parent's output.
+    os.dup2(2, 1)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True, name="asyncllm-parent").start()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(Rank(socket.socket(fileno=descriptor)).run())
+
+
+def _end_with(parent: int) -> None:
+    """End this process at once when its parent is gone, whatever it does: its engine is."""
+    try:
+        watched = os.pidfd_open(parent)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+    if os.getppid() == parent:
+        select.select([watched], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Rank:
+    """Written by the event loop's thread."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._channel: Channel | None = None
+        self._executor: Executor | None = None
+        self._started: asyncio.Future[Start | None] | None = None
+        """The first message, or None when there comes none."""
+        self._over = asyncio.Event()
+
+    async def run(self) -> None:
+        """Load the model that the first message names, then run what the others say until the channel ends."""
+        loop = asyncio.get_running_loop()
+        self._started = loop.create_future()
+        self._channel = Channel(self._end, self._take, self._end_of_channel)
+        start = await self._started
+        if start is None:
+            return
+        meeting = None
+        if start.num_ranks > 1:
+            from asyncllm.distributed.group import Meeting
+
+            meeting = Meeting(start.rank, start.num_ranks, start.meeting_file)
+        executor = open_executor(start.config, Path(start.model_path), meeting=meeting)
+        try:
+            limits = await executor.start()
+        except Exception as error:
+            self._send(Ready(None, Failure.of(error)))
+        else:
+            self._executor = executor
+            self._send(Ready(limits))
+        await self._over.wait()
+        await executor.close()
+
+    def _end_of_channel(self) -> None:
+        assert self._started is not None
+        if not self._started.done():
+            self._started.set_result(None)
+        self._over.set()
+
+    def _take(self, data: memoryview) -> None:
+        match decode_to_rank(data):
+            case Start() as start:
+                assert self._started is not None
+                self._started.set_result(start)
+            case RunStep(batch):
+                self._answer(lambda: self._running().submit(batch), partial(_step_done, batch.step))
+            case CarryOut(sleep, wake):
+                command = sleep if sleep is not None else wake
+                assert command is not None
+                self._answer(lambda: self._running().carry_out(command), _carried_out)
+            case TakeWeights(tensors):
+                assert self._channel is not None
+                descriptor = self._channel.descriptors.popleft()
+                try:
+                    update = UpdateWeights(map_tensors(descriptor, tensors))
+                finally:
+                    os.close(descriptor)
+                self._answer(lambda: self._running().carry_out(update), _carried_out)
+
+    def _running(self) -> Executor:
+        assert self._executor is not None, "nothing is asked of a rank before it is ready"
+        return self._executor
+
+    def _answer(
+        self,
+        work: Callable[[], asyncio.Future[Any]],
+        answer: Callable[[Any, Failure | None], FromRank],
+    ) -> None:
+        """Send what `answer` makes of the work's result or failure, when it is over."""
+
+        def send(future: asyncio.Future[Any]) -> None:
+            error = future.exception()
+            if error is not None:
+                self._send(answer(None, Failure.of(error)))
+            else:
+                self._send(answer(future.result(), None))
+
+        work().add_done_callback(send)
+
+    def _send(self, message: FromRank) -> None:
+        assert self._channel is not None
+        self._channel.send(encode(message))
+
+
+def _step_done(step: int, output: StepOutput | None, failure: Failure | None) -> StepDone:
+    return StepDone(step, output, failure)
+
+
+def _carried_out(_: None, failure: Failure | None) -> CarriedOut:
+    return CarriedOut(failure)

@@ -1,0 +1,64 @@
+"""Tensors in memory that several processes map: written once, read by every rank, never sent."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["map_tensors", "share_tensors"]
+
+_ALIGNMENT = 64
+"""Bytes at whose multiples a tensor begins."""
+
+
+def share_tensors(tensors: Mapping[str, Any]) -> tuple[int, list[tuple[str, str, list[int]]]]:
+    """Copy tensors, on whatever device, into new memory -> its file descriptor, and each one's name, dtype and shape.
+
+    The caller closes the descriptor; the memory is free when no process has it open or mapped. Raises OSError when
+    there is not enough.
+    """
+    import torch
+
+    descriptor = os.memfd_create("asyncllm-weights", os.MFD_CLOEXEC)
+    try:
+        described, place = [], 0
+        for name, tensor in tensors.items():
+            values = tensor.detach().to("cpu").contiguous()
+            described.append((name, str(values.dtype).removeprefix("torch."), list(values.shape)))
+            data = memoryview(values.view(-1).view(torch.uint8).numpy()) if values.numel() else memoryview(b"")
+            written = 0
+            while written < len(data):
+                written += os.pwrite(descriptor, data[written:], place + written)
+            place = _aligned(place + len(data))
+        os.ftruncate(descriptor, place)
+        return descriptor, described
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def map_tensors(descriptor: int, described: list[tuple[str, str, list[int]]]) -> dict[str, Any]:
+    """Return the tensors that lie in the memory of `descriptor`, which may be closed. They share it."""
+    import torch
+
+    size = os.fstat(descriptor).st_size
+    # An empty file cannot be mapped, and a private mapping is writable, which torch asks for.
+    memory = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE) if size else bytearray(0)
+    tensors, place = {}, 0
+    for name, dtype_name, shape in described:
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        count = 1
+        for length in shape:
+            count *= length
+        if count:
+            tensors[name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=place).view(shape)
+        else:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+        place = _aligned(place + count * dtype.itemsize)
+    return tensors
+
+
+def _aligned(place: int) -> int:
+    return -(-place // _ALIGNMENT) * _ALIGNMENT

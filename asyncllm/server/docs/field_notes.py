@@ -1,0 +1,41 @@
+"""What is written under a Struct's fields in its source, for the documentation."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+__all__ = ["field_notes"]
+
+
+def field_notes(kind: type[Any]) -> dict[str, str]:
+    """Return, by field, the strings that follow the fields of a class and its bases; none where the source is not
+    there."""
+    notes: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__.startswith("asyncllm."):
+            notes |= _notes_in(base.__module__).get(base.__name__, {})
+    return notes
+
+
+@cache
+def _notes_in(module: str) -> dict[str, dict[str, str]]:
+    """Return the notes by class and field."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except OSError:
+        return {}
+    return {node.name: _notes_of(node) for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+
+
+def _notes_of(definition: ast.ClassDef) -> dict[str, str]:
+    notes = {}
+    for field, note in pairwise(definition.body):
+        match field, note:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                notes[name] = " ".join(text.split())
+    return notes

@@ -1,0 +1,164 @@
+"""Acceptor: takes connections from a listening socket, up to a number that includes unfinished TLS handshakes.
+
+asyncio's own server counts nothing, and when the process has no descriptor left it tries again a thousand times in
+each turn of the event loop, with a line in the log for every try. How many connections the process can hold follows
+from the descriptors that it may open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import ssl
+import time
+from collections.abc import Callable
+
+from asyncllm.server.http.protocol import HttpProtocol
+
+try:
+    import resource
+except ImportError:  # Windows, where sockets are no descriptors
+    resource = None  # type: ignore[assignment]
+
+__all__ = ["Acceptor", "connections_for", "raise_limit"]
+
+logger = logging.getLogger("asyncllm.server")
+
+PER_TURN = 128
+"""Connections that are accepted in one turn of the event loop."""
+PAUSE_S = 0.5
+"""How long nothing is accepted after the system has refused to; until then the kernel keeps what comes."""
+COMPLAINT_S = 60.0
+"""Between two lines in the log about that."""
+
+NOTHING_THERE = (BlockingIOError, InterruptedError, ConnectionAbortedError)
+
+
+class Acceptor:
+    """Accepts in the running event loop from `start` to `stop`, and holds what is open until `close`."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make_protocol: Callable[[Callable[[HttpProtocol], None]], HttpProtocol],
+        most: int,
+        tls: ssl.SSLContext | None,
+        handshake_timeout: float,
+    ) -> None:
+        """`make_protocol` makes the protocol of a connection, which calls what it is given when that is lost."""
+        self._listener = listener
+        self._make_protocol = make_protocol
+        self._most = most
+        self._tls = tls
+        self._handshake_timeout = handshake_timeout
+        self._loop = asyncio.get_running_loop()
+        self._open: set[HttpProtocol] = set()
+        """Of the connections, from their acceptance on."""
+        self._connecting: set[asyncio.Task[None]] = set()
+        """One for each that has no transport yet."""
+        self._resuming: asyncio.TimerHandle | None = None
+        self._complained = -COMPLAINT_S
+
+    def start(self) -> None:
+        """Begin to accept, or go on."""
+        self._resuming = None
+        self._loop.add_reader(self._listener, self._accept)
+
+    def stop(self) -> None:
+        """Accept no more, and close the listening socket. Idempotent."""
+        if self._resuming is not None:
+            self._resuming.cancel()
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+
+    async def close(self) -> None:
+        """Stop, and give up on handshakes that are not finished."""
+        self.stop()
+        for task in self._connecting:
+            task.cancel()
+        if self._connecting:
+            await asyncio.wait(self._connecting)
+
+    def _accept(self) -> None:
+        for _ in range(PER_TURN):
+            try:
+                connection, _ = self._listener.accept()
+            except NOTHING_THERE:
+                return
+            except OSError as error:
+                self._pause(error)
+                return
+            if len(self._open) >= self._most:
+                connection.close()
+                continue
+            connection.setblocking(False)
+            protocol = self._make_protocol(self._open.discard)
+            self._open.add(protocol)
+            task = self._loop.create_task(self._connect(connection, protocol))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+
+    def _pause(self, error: OSError) -> None:
+        """Pause, as the system has no descriptor or no memory for a connection: the listener stays readable, so look
+        away."""
+        self._loop.remove_reader(self._listener)
+        self._resuming = self._loop.call_later(PAUSE_S, self.start)
+        if time.monotonic() - self._complained >= COMPLAINT_S:
+            self._complained = time.monotonic()
+            logger.error(
+                "No connection can be accepted (%s) while %d are open; the next ones wait. Raise the limit of the "
+                "process (ulimit -n), or lower max_connections.",
+                error.strerror or error,
+                len(self._open),
+            )
+
+    async def _connect(self, connection: socket.socket, protocol: HttpProtocol) -> None:
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: protocol,
+                connection,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._handshake_timeout if self._tls is not None else None,
+            )
+        except OSError:
+            pass  # no handshake
+        finally:
+            if not protocol.connected:
+                self._open.discard(protocol)
+
+
+RESERVE = 128
+"""Left for what is no connection: files of a checkpoint, the device, a restart of the engine."""
+
+
+def connections_for(wanted: int) -> int:
+    """Return how many of the wanted connections the process's limit leaves room for; at least one."""
+    if resource is None:
+        return wanted
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return wanted
+    return max(1, min(wanted, limit - _in_use() - min(RESERVE, limit // 4)))
+
+
+def raise_limit(wanted: int) -> None:
+    """Raise the process's own limit, as far as the system lets it, to hold so many connections."""
+    if resource is None or connections_for(wanted) == wanted:
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _in_use() + RESERVE
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (needed if most == resource.RLIM_INFINITY else min(needed, most), most)
+        )
+
+
+def _in_use() -> int:
+    for folder in ("/proc/self/fd", "/dev/fd"):
+        with contextlib.suppress(OSError):
+            return len(os.listdir(folder))
+    return 64

@@ -1,0 +1,247 @@
+"""Who may call: keys, the Host header, and web pages of other origins."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import ipaddress
+import os
+import re
+from collections.abc import Iterable, Mapping
+
+from aiohttp import web
+
+from asyncllm.config import ServerConfig
+from asyncllm.errors import InvalidParameter
+from asyncllm.server.http.errors import ApiError
+
+__all__ = ["KEY", "Access", "Auth", "is_loopback", "read_admin_keys", "read_keys"]
+
+KEY = web.RequestKey("KEY", int)
+"""Which of the server's keys the request brought; -1 when it needs none. Set by the entrance."""
+
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
+"""Under which clients call a server on their own machine; no name server can point an address elsewhere."""
+KEYS_VARIABLE = "ASYNCLLM_API_KEYS"
+
+HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
+"""A Host header. Whatever else a browser or a client may put there names no machine that is served."""
+PRIVATE_ENDINGS = (".local", ".internal", ".lan", ".home.arpa")
+"""Of names that no public name server resolves, so that no page on the web can have one."""
+ORIGIN = re.compile(r"https?://[A-Za-z0-9._:\[\]-]{1,260}")
+"""An Origin that may be quoted."""
+ANY = "*"
+HEADER_NAMES = re.compile(r"[A-Za-z0-9_,\s-]{0,2000}")
+
+
+class Auth(enum.Enum):
+    """What a route asks of its caller."""
+
+    PUBLIC = "public"
+    """Nothing: whether the server is well is no secret."""
+    KEY = "key"
+    """One of the server's keys, if it has any."""
+    ADMIN = "admin"
+    """One of the keys for administration. Without any, the route is not served."""
+
+
+def is_loopback(name: str) -> bool:
+    """Return whether only this machine can reach the address or host name."""
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def is_address(name: str) -> bool:
+    """Return whether it is an IP address, which no name server can make another one."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_private_name(name: str) -> bool:
+    """Return whether it is a name of a local network: one without a dot, or with a private ending."""
+    return "." not in name or name.endswith(PRIVATE_ENDINGS)
+
+
+def read_keys(config: ServerConfig, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return all keys: of the config, of its file, of the environment. Raises InvalidParameter for a file that has
+    none."""
+    keys = [key.strip() for key in config.api_keys or ()]
+    if config.api_key_file is not None:
+        keys += _keys_in(config.api_key_file, "api_key_file")
+    keys += [key.strip() for key in environment.get(KEYS_VARIABLE, "").split(",") if key.strip()]
+    return list(dict.fromkeys(keys))
+
+
+def read_admin_keys(config: ServerConfig) -> list[str]:
+    """Return the keys for administration. Raises InvalidParameter for a file that has none."""
+    return [] if config.admin_key_file is None else _keys_in(config.admin_key_file, "admin_key_file")
+
+
+def _keys_in(path: str, field: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            found = [line.strip() for line in file if line.strip() and not line.startswith("#")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidParameter(
+            f"The key file {path!r} cannot be read ({type(error).__name__}). Give a text file with one key a line.",
+            field,
+        ) from None
+    if not found:
+        raise InvalidParameter(f"The key file {path!r} holds no key. Add one.", field)
+    return found
+
+
+def _digest(key: str) -> bytes:
+    """Return the digest of the bytes that the header or the environment had, which need not be UTF-8."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _name_in(host: str) -> str | None:
+    """Return the name or address in a Host header, without port and brackets; None if it is no such header."""
+    found = HOST.fullmatch(host)
+    return (found["ipv6"] or found["name"]).lower() if found is not None else None
+
+
+class Access:
+    """The decisions, made once per request. Immutable."""
+
+    def __init__(self, config: ServerConfig, keys: Iterable[str], admin_keys: Iterable[str] = ()) -> None:
+        """Raises InvalidParameter when other machines, or any page on the web, could come in without a key."""
+        self._digests = [_digest(key) for key in keys]
+        self._admin_digests = [_digest(key) for key in admin_keys]
+        loopback = is_loopback(config.server_name)
+        if not loopback and not self._digests and not config.insecure_no_auth:
+            raise InvalidParameter(
+                f"server_name {config.server_name!r} can be reached from other machines, and no key is set. Set one "
+                f"(api_key_file, or the variable {KEYS_VARIABLE}), listen on 127.0.0.1, or accept the risk with "
+                f"insecure_no_auth.",
+                "server_name",
+            )
+        self._hosts = LOOPBACK_NAMES | {
+            _name_in(host) or host.lower() for host in (config.server_name, *(config.allowed_hosts or ()))
+        }
+        """Names in the Host header that are this server's."""
+        self._any_host = bool(self._digests) or ANY in self._hosts
+        """A page that was led here by a name of its own does not know the key."""
+        self._is_open = not loopback
+        self._origins = frozenset(config.allow_origins or ())
+        self._any_origin = ANY in self._origins
+        if self._any_origin and not self._digests and not config.insecure_no_auth:
+            raise InvalidParameter(
+                "allow_origins '*' lets every page on the web call a server without a key. Set a key (api_key_file, or "
+                f"the variable {KEYS_VARIABLE}), list the pages that may, or accept the risk with insecure_no_auth.",
+                "allow_origins",
+            )
+        self._methods = ", ".join(config.allow_methods or ("GET", "POST"))
+        self._headers = ", ".join(config.allow_headers or (ANY,))
+        self._credentials = config.allow_credentials
+
+    @property
+    def num_keys(self) -> int:
+        return len(self._digests)
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether there is a key for administration."""
+        return bool(self._admin_digests)
+
+    def check_place(self, request: web.Request) -> None:
+        """Raise ApiError 403 for a Host or an Origin that is not let in.
+
+        A name that an attacker's page resolves to 127.0.0.1 comes with its own Host header (DNS rebinding); a page
+        elsewhere comes with its Origin.
+        """
+        host = request.headers.get("Host", "")
+        if not self._any_host and not self._is_own(host):
+            name = _name_in(host)
+            raise ApiError(
+                403,
+                "The Host header names no machine."
+                if name is None or len(name) > 253
+                else f"This server does not know that {name!r} is its own name. Start it with --allowed-hosts {name}, "
+                f"or with a key, or call it by its address.",
+                code="host_not_allowed",
+            )
+        origin = request.headers.get("Origin")
+        if origin is not None and not self._is_listed(origin) and origin != f"{request.scheme}://{host}":
+            quoted = origin if ORIGIN.fullmatch(origin) else "ORIGIN"
+            raise ApiError(
+                403,
+                f"Pages of this origin are not let in. Start the server with --allow-origins {quoted}.",
+                code="origin_not_allowed",
+            )
+
+    def _is_listed(self, origin: str | None) -> bool:
+        return origin is not None and (self._any_origin or origin in self._origins)
+
+    def _is_own(self, host: str) -> bool:
+        name = _name_in(host)
+        if name is None:
+            return False
+        return name in self._hosts or (self._is_open and (is_address(name) or is_private_name(name)))
+
+    def key_of(self, request: web.Request) -> int:
+        """Return which key the request brings, -1 when none is needed. Raises ApiError 401."""
+        return self._find(request, self._digests) if self._digests else -1
+
+    def check_admin(self, request: web.Request) -> None:
+        """Raise ApiError 401 unless the request brings a key for administration."""
+        self._find(request, self._admin_digests)
+
+    @staticmethod
+    def _find(request: web.Request, digests: list[bytes]) -> int:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        digest = _digest(key)
+        found = -1
+        # All keys are compared, whichever is right, so that the time tells nothing.
+        for index, known in enumerate(digests):
+            if hmac.compare_digest(known, digest):
+                found = index
+        if found < 0:
+            raise ApiError(
+                401,
+                "The key is missing or wrong. Send the header Authorization: Bearer KEY.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return found
+
+    def grant(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
+        """Add the headers by which a browser lets an allowed page read the response."""
+        origin = request.headers.get("Origin")
+        if self._any_origin:
+            response.headers["Access-Control-Allow-Origin"] = ANY
+        elif self._is_listed(origin):
+            response.headers["Access-Control-Allow-Origin"] = str(origin)
+            response.headers["Vary"] = "Origin"
+            if self._credentials:
+                response.headers["Access-Control-Allow-Credentials"] = "true"
+
+    def preflight(self, request: web.Request) -> web.Response | None:
+        """Return the answer to a browser that asks whether a page may call; None when this is no such question."""
+        asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+        if not asks or not self._is_listed(request.headers.get("Origin")):
+            return None
+        # Browsers do not take '*' for the key's header, so what is asked for is granted by name.
+        wanted = {name: request.headers.get(f"Access-Control-Request-{name}", "") for name in ("Method", "Headers")}
+        granted = {
+            name: asked if ANY in allowed and HEADER_NAMES.fullmatch(asked) else allowed
+            for (name, asked), allowed in zip(wanted.items(), (self._methods, self._headers), strict=True)
+        }
+        return web.Response(
+            status=204,
+            headers={
+                "Access-Control-Allow-Methods": granted["Method"],
+                "Access-Control-Allow-Headers": granted["Headers"],
+                "Access-Control-Max-Age": "600",
+            },
+        )

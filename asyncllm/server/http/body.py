@@ -1,0 +1,111 @@
+"""The body of a request, of which nothing is read or unpacked before its route asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+
+from aiohttp import web
+
+from asyncllm.config import ServerConfig
+from asyncllm.server.http.errors import ApiError
+
+__all__ = ["read_body"]
+
+WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": zlib.MAX_WBITS}
+"""Of the encodings that are unpacked, by their names in Content-Encoding."""
+RAW_DEFLATE = -zlib.MAX_WBITS
+"""Deflate without the head that the standard asks for; some clients leave it out."""
+
+INLINE_BYTES = 2**14
+"""A packed body of more than this is unpacked in a thread: 4 MiB can be made to take a second."""
+
+CLOSING = {"Connection": "close"}
+
+
+async def read_body(request: web.Request, config: ServerConfig) -> bytes:
+    """Return the whole body, unpacked. Raises ApiError 400, 408, 413, 415, 417."""
+    if request.content_type != "application/json":
+        # A browser sends text/plain across origins without asking, but not this type.
+        raise ApiError(
+            415,
+            "The body must be JSON: send the header Content-Type: application/json.",
+            code="unsupported_media_type",
+            headers=CLOSING,
+        )
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower() or "identity"
+    if encoding != "identity" and encoding not in WINDOW_BITS:
+        raise ApiError(
+            415,
+            "The body's Content-Encoding is not known here. Send gzip, deflate, or the body as it is.",
+            code="unsupported_encoding",
+            headers={"Accept-Encoding": "gzip, deflate", **CLOSING},
+        )
+    if (request.content_length or 0) > config.max_body_bytes:
+        raise _too_large()
+    try:
+        async with asyncio.timeout(config.body_timeout):
+            await _say_continue(request)
+            body = await _received(request, config.max_body_bytes)
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"The body did not arrive within {config.body_timeout:g} seconds.",
+            code="body_timeout",
+            headers={"x-should-retry": "false", **CLOSING},
+        ) from None
+    except (web.RequestPayloadError, ValueError) as error:
+        raise _broken() from error
+    if encoding == "identity":
+        return body
+    if len(body) <= INLINE_BYTES:
+        return _unpacked(body, encoding, config.max_body_bytes)
+    return await asyncio.to_thread(_unpacked, body, encoding, config.max_body_bytes)
+
+
+async def _say_continue(request: web.Request) -> None:
+    """Ask a client for the body that waits to be asked for (`Expect: 100-continue`). Raises ApiError 417."""
+    expected = request.headers.get("Expect")
+    if expected is None or request.version < (1, 1):
+        return
+    if expected.strip().lower() != "100-continue":
+        raise ApiError(417, "Expect can be 100-continue, and nothing else.", code="unknown_expectation")
+    if not request.content.is_eof() and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+async def _received(request: web.Request, most: int) -> bytes:
+    body = bytearray()
+    async for piece in request.content.iter_any():
+        body += piece
+        if len(body) > most:
+            raise _too_large()
+    return bytes(body)
+
+
+def _unpacked(body: bytes, encoding: str, most: int) -> bytes:
+    window_bits = WINDOW_BITS[encoding]
+    if encoding == "deflate" and body[:1] and body[0] & 0x0F != zlib.DEFLATED:
+        window_bits = RAW_DEFLATE
+    unpacker = zlib.decompressobj(window_bits)
+    try:
+        unpacked = unpacker.decompress(body, most + 1)
+    except zlib.error as error:
+        raise _broken() from error
+    if len(unpacked) > most:
+        raise _too_large()
+    if not unpacker.eof or unpacker.unused_data:
+        raise _broken()
+    return unpacked
+
+
+def _too_large() -> ApiError:
+    return ApiError(
+        413, "The body is larger than the server takes (max_body_bytes).", code="body_too_large", headers=CLOSING
+    )
+
+
+def _broken() -> ApiError:
+    return ApiError(
+        400, "The body could not be read: its framing or its encoding is broken.", code="invalid_body", headers=CLOSING
+    )

@@ -1,0 +1,189 @@
+"""What a client gets when something is wrong: `{"error": {"message", "type", "param", "code"}}` and a status; with
+`error_format="lmdeploy"`, `{"object": "error", "message", "type", "param", "code"}`, whose code is the status.
+
+    400 invalid_request_error     the request cannot be served as it stands
+    401 authentication_error      no key, or a wrong one
+    403 permission_error          a Host or Origin that is not let in
+    404 not_found_error           no such route, model or session
+    405 408 413 415 417           method, slow body, large body, no JSON, Expect: all invalid_request_error
+    409 conflict_error            the session has a turn running
+    429 rate_limit_error          the queue is full; Retry-After says when to come back
+    410 session_expired_error     the session was forgotten; the next request begins a new one
+    500 server_error              this request failed inside the engine
+    503 unavailable_error         the server starts, drains, or its engine has died; Retry-After says when to come back
+    504 timeout_error             the request's own timeout is over
+
+Statuses and codes are OpenAI's where it has them. An internal error tells its class in the log alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+
+from asyncllm.errors import (
+    AsyncLLMError,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineClosed,
+    EngineError,
+    InvalidMessage,
+    InvalidParameter,
+    InvalidRequest,
+    ModelError,
+    QueueFull,
+    RequestFailed,
+    SessionBusy,
+    SessionNotFound,
+    UnsupportedFeature,
+)
+
+__all__ = ["ApiError", "as_api_error", "event_of"]
+
+logger = logging.getLogger("asyncllm.server")
+
+ErrorFormat = Literal["openai", "lmdeploy"]
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    410: "session_expired_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+
+NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_words": "stop",
+    "random_seed": "seed",
+    "adapter_name": "model",
+}
+"""The engine's names of parameters, by those of the API where they differ."""
+PROMPT_NAMES = {"input_ids", "prompts", "prompt", "messages"}
+"""The engine's names of what is asked."""
+
+
+class ApiError(Exception):
+    """An answer of status 4xx or 5xx with OpenAI's error body."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+    def response(self, error_format: ErrorFormat = "openai") -> web.Response:
+        """Return the whole HTTP response."""
+        body = msgspec.json.encode(fields_of(self, error_format))
+        response = web.Response(status=self.status, body=body, headers=self.headers, content_type="application/json")
+        if self.headers.get("Connection") == "close":
+            response.force_close()
+        return response
+
+
+def fields_of(error: ApiError, error_format: ErrorFormat) -> dict[str, Any]:
+    """Return the body of an answer of status 4xx or 5xx."""
+    fields: dict[str, Any] = {"message": error.message, "type": error.type, "param": error.param}
+    if error_format == "lmdeploy":
+        return {"object": "error", **fields, "code": error.status}
+    return {"error": {**fields, "code": error.code}}
+
+
+def event_of(error: ApiError, error_format: ErrorFormat) -> bytes:
+    """Return the error as an object of a stream, where LMDeploy too has it below the key `error`."""
+    fields = fields_of(error, error_format)
+    return msgspec.json.encode(fields if "error" in fields else {"error": fields})
+
+
+def retry_after(seconds: float) -> dict[str, str]:
+    """Return the header Retry-After; OpenAI's client gives up above 120 seconds."""
+    return {"Retry-After": str(min(120, max(1, math.ceil(seconds))))}
+
+
+def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
+    """Return the answer to an error that a handler raised. `prompt`: what the route calls what the engine calls the
+    prompt."""
+    match error:
+        case ApiError():
+            return error
+        case web.HTTPException():
+            return _of_http(error)
+        case ContextLengthExceeded():
+            # litellm and others tell it by the first words of OpenAI's sentence, not by the code.
+            message = f"This model's maximum context length is exceeded. {error}"
+            return ApiError(400, message, code="context_length_exceeded", param=prompt)
+        case UnsupportedFeature():
+            return ApiError(400, str(error), code="unsupported_parameter", param=_named(error.param, prompt))
+        case InvalidParameter():
+            return ApiError(400, str(error), code="invalid_value", param=_named(error.param, prompt))
+        case InvalidMessage():
+            return ApiError(400, str(error), code="invalid_value", param=prompt)
+        case InvalidRequest():
+            return ApiError(400, str(error), code="invalid_value")
+        case SessionBusy():
+            # OpenAI's client repeats a 409 by itself, and the session would be as busy.
+            return ApiError(409, str(error), code="session_busy", headers={"x-should-retry": "false"})
+        case SessionNotFound():
+            return ApiError(404, str(error), code="session_not_found", param="session_id")
+        case QueueFull():
+            return ApiError(429, str(error), code="queue_full", headers=retry_after(error.retry_after))
+        case DeadlineExceeded():
+            # A client that repeats it by itself would wait as long again, for an answer that no user awaits any more.
+            return ApiError(504, str(error), code="deadline_exceeded", headers={"x-should-retry": "false"})
+        case RequestFailed():
+            logger.error("a request failed: %s", error)
+            return ApiError(
+                500, "The request failed inside the engine; others are not affected.", code="request_failed"
+            )
+        case ModelError():
+            # The message names folders of the server.
+            logger.error("the model is not available: %s", error)
+            message = "The model is not available; the server's log says why."
+            return ApiError(503, message, code="model_unavailable", headers=retry_after(5))
+        case EngineClosed():
+            return ApiError(503, "The server is shutting down.", code="shutting_down", headers=retry_after(5))
+        case EngineError():
+            logger.error("the engine is not available: %s", error)
+            return ApiError(503, "The engine is not available.", code="engine_unavailable", headers=retry_after(5))
+        case AsyncLLMError():
+            return ApiError(400, str(error), code="invalid_value")
+    logger.error("an unexpected error", exc_info=error)
+    return ApiError(500, "The server failed to handle the request; its log says why.", code="internal_error")
+
+
+def _named(param: str | None, prompt: str) -> str | None:
+    if param in PROMPT_NAMES:
+        return prompt
+    return NAMES.get(param, param) if param is not None else None
+
+
+def _of_http(error: web.HTTPException) -> ApiError:
+    headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
+    match error.status:
+        case 404:
+            return ApiError(404, "There is no such route. GET / lists them.", code="unknown_route")
+        case 405:
+            allowed = headers.get("Allow", "another method")
+            return ApiError(405, f"The route takes {allowed}.", code="method_not_allowed", headers=headers)
+    return ApiError(error.status, error.reason, headers=headers)

@@ -1,0 +1,133 @@
+"""Responses as JSON, and their way to a client, which may read slowly, not at all, or have left."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import ClientConnectionResetError, web
+
+from asyncllm.engine.async_engine import AsyncEngine
+from asyncllm.server.http.protocol import is_last
+
+__all__ = [
+    "CLIENT_LEFT",
+    "OUTCOME",
+    "Connection",
+    "begin",
+    "built_response",
+    "encode",
+    "encoded_alone",
+    "json_response",
+    "send",
+]
+
+Part = TypeVar("Part", bound=msgspec.Struct)
+
+encode = msgspec.json.Encoder().encode
+
+CLIENT_LEFT = 499
+"""The status that is logged and counted, after nginx, for a request whose client left before its end."""
+OUTCOME = web.RequestKey("OUTCOME", int)
+"""The status by which a request ended, where it is not its response's: CLIENT_LEFT, or that of the error which broke
+off a stream that had begun with 200. Written where it is noticed first, read by the entrance."""
+
+SMALL = 2**14
+"""Bytes that an empty write buffer takes without the transport asking to wait (64 KiB, asyncio's and uvloop's)."""
+
+
+def json_response(answer: msgspec.Struct, status: int = 200) -> web.Response:
+    """Return an answer that is sent whole."""
+    return web.Response(status=status, body=encode(answer), content_type="application/json")
+
+
+async def built_response(engine: AsyncEngine, build: Callable[[], msgspec.Struct], size: int) -> web.Response:
+    """Return the answer that `build` makes, sent whole. Of many tokens (`size`) it is built and encoded in a thread."""
+    body = await engine.offload(lambda: encode(build()), size)
+    return web.Response(body=body, content_type="application/json")
+
+
+def encoded_alone(part: Part) -> Part:
+    """Return a part of an answer as JSON, which stands for it there: encoding holds the interpreter, for large answers
+    too long at once."""
+    raw: Any = msgspec.Raw(encode(part))
+    found: Part = raw
+    return found
+
+
+class Connection:
+    """The way to a client that may read slowly or not at all."""
+
+    def __init__(self, request: web.Request, response: web.StreamResponse, write_timeout: float) -> None:
+        self._transport = request.transport
+        self._response = response
+        self._write_timeout = write_timeout
+
+    async def write(self, data: bytes) -> None:
+        """Send a piece. Raises ConnectionError when the client has left. One that reads nothing for `write_timeout`
+        seconds is dropped, which cancels the handler."""
+        await self._pass(self._response.write, len(data), data)
+
+    async def end(self) -> None:
+        """Send what has not been sent, and the end of the body. As `write`."""
+        body = self._response.body if isinstance(self._response, web.Response) else None
+        await self._pass(self._response.write_eof, len(body) if isinstance(body, bytes) else 0)
+
+    async def _pass(self, write: Callable[..., Awaitable[None]], size: int, *data: bytes) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            raise ClientConnectionResetError("The client has left.")
+        if size <= SMALL and not transport.get_write_buffer_size():
+            await write(*data)
+            return
+        watch = _Watch(transport, self._write_timeout)
+        try:
+            await write(*data)
+        finally:
+            watch.stop()
+
+
+class _Watch:
+    """Drops a connection whose client reads nothing for `patience` seconds; its handler is cancelled with it."""
+
+    def __init__(self, transport: asyncio.WriteTransport, patience: float) -> None:
+        self._transport = transport
+        self._patience = patience
+        self._loop = asyncio.get_running_loop()
+        self._unread = math.inf
+        """Bytes in the write buffer when it was last seen to have shrunk, at `_since`."""
+        self._since = self._loop.time()
+        self._timer = self._loop.call_later(patience / 4, self._look)
+
+    def _look(self) -> None:
+        unread = self._transport.get_write_buffer_size()
+        if unread < self._unread:
+            self._unread, self._since = unread, self._loop.time()
+        elif self._loop.time() - self._since >= self._patience:
+            self._transport.abort()
+            return
+        self._timer = self._loop.call_later(self._patience / 4, self._look)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+
+async def begin(request: web.Request, response: web.StreamResponse) -> None:
+    """Send the head of a response. Raises ConnectionError."""
+    if is_last(request) or not request.content.is_eof():
+        response.force_close()
+    await response.prepare(request)
+
+
+async def send(request: web.Request, response: web.StreamResponse, write_timeout: float) -> None:
+    """Write a whole response, or the end of a stream. A client that has left is no error, but an `OUTCOME`. When the
+    rest of a refused body is still to come, the connection is closed."""
+    try:
+        if not response.prepared:
+            await begin(request, response)
+        await Connection(request, response, write_timeout).end()
+    except ConnectionError:
+        request.setdefault(OUTCOME, CLIENT_LEFT)

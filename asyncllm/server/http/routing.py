@@ -1,0 +1,70 @@
+"""What the table of routes says of one of them, and how a path with a slash too many finds its route."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from asyncllm.server.http.access import Auth
+
+__all__ = ["Route", "Slashes", "without_slashes"]
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """One route. Its handler's docstring is its description."""
+
+    method: str
+    path: str
+    handler: Handler
+    auth: Auth
+    body: type[Any] | None = None
+    """The Struct of the request's JSON; None: no body."""
+    answer: type[Any] | None = None
+    """The Struct of the answer's JSON; None: another format, or none."""
+    content_type: str | None = None
+    """Of an answer in another format."""
+    query: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters in the query, each by its JSON schema."""
+    also: tuple[int, ...] = ()
+    """Statuses beside 200 that come with the answer's Struct and not with an error."""
+    work: bool = True
+    """Whether it is counted as work. What is not answers at once, also when the server is full or drains."""
+    switch: str | None = None
+    """The field of ServerConfig that leaves the route out when it is set."""
+    only_with: str | None = None
+    """The one without which it is left out."""
+    streams: bool = False
+    """Whether `stream: true` turns the answer into events of `stream_type`."""
+    stream_type: str = "text/event-stream"
+
+
+def without_slashes(path: str) -> str:
+    """Return the path without empty segments, behind one slash: a base URL that ends with one makes `//v1/models`."""
+    return "/" + re.sub("/{2,}", "/", path).strip("/")
+
+
+class Slashes(web.PlainResource):
+    """Is asked for what no other resource takes, and finds what takes the path without those slashes."""
+
+    def __init__(self, router: web.UrlDispatcher) -> None:
+        # The router looks at the resources of "/" last, whatever the path.
+        super().__init__("/")
+        self._router = router
+
+    async def resolve(self, request: web.Request) -> tuple[web.UrlMappingMatchInfo | None, set[str]]:
+        """Return the match, and the methods that the path has."""
+        path = without_slashes(request.rel_url.raw_path)
+        if path == request.rel_url.raw_path:
+            return None, set()
+        tidy = request.clone(rel_url=request.rel_url.with_path(path, encoded=True, keep_query=True))
+        found = await self._router.resolve(tidy)
+        if isinstance(found.http_exception, web.HTTPMethodNotAllowed):
+            return None, found.http_exception.allowed_methods
+        return (found if found.http_exception is None else None), set()

@@ -1,0 +1,1 @@
+"""LMDeploy's own routes, and vLLM's for tokens."""

@@ -1,0 +1,75 @@
+"""POST /generate: a prompt or its token ids in, text and token ids out, as LMDeploy has it."""
+
+from __future__ import annotations
+
+from aiohttp import web
+from msgspec import UNSET
+
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.http.responses import built_response, encode
+from asyncllm.server.lmdeploy.requests import GenerateRequest
+from asyncllm.server.lmdeploy.responses import FinishReason, GenerateMeta, GenerateResponse
+from asyncllm.server.openai.answers import size_of
+from asyncllm.server.request.arguments import generate_config, label_of, request_options
+from asyncllm.server.request.decode import read_request
+from asyncllm.server.service import service_of
+from asyncllm.server.sse import event, stream
+from asyncllm.types import Chunk, Response
+
+__all__ = ["generate"]
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """Continue a prompt as it is, with token ids and their log-probabilities in the answer."""
+    service = service_of(request)
+    body = await read_request(request, GenerateRequest)
+    if (body.prompt is None) == (body.input_ids is None):
+        raise ApiError(400, "Send either prompt or input_ids.", code="invalid_value", param="prompt")
+    generation = service.engine.generate(
+        body.prompt,
+        generate_config(body, service.defaults),
+        do_preprocess=False,
+        input_ids=body.input_ids,
+        session_id=label_of(request, body.session_id),
+        stream_response=body.stream,
+        **request_options(request, body),
+    )
+    await generation.start()
+    if body.stream:
+        return await stream(request, service, [generation], _GenerateEvents())
+    try:
+        response = await generation.response()
+    finally:
+        generation.cancel()
+    return await built_response(service.engine, lambda: _answer(response), size_of(response))
+
+
+def _answer(piece: Chunk | Response) -> GenerateResponse:
+    logprobs = piece.logprobs
+    return GenerateResponse(
+        text=piece.text,
+        output_ids=piece.token_ids,
+        meta_info=GenerateMeta(
+            prompt_tokens=piece.input_token_len,
+            completion_tokens=piece.generate_token_len,
+            cached_tokens=piece.cached_token_len,
+            finish_reason=FinishReason(type=piece.finish_reason) if piece.finish_reason is not None else None,
+            # The chosen token is the first of an entry.
+            output_token_logprobs=(
+                UNSET if logprobs is None else [(value, token) for entry in logprobs for token, value in entry.items()]
+            ),
+        ),
+    )
+
+
+class _GenerateEvents:
+    """One event per chunk, in the format of the whole answer."""
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        return event(encode(_answer(chunk)))
+
+    def size(self, chunk: Chunk) -> int:
+        return size_of(chunk)
+
+    def closing(self) -> bytes:
+        return b""

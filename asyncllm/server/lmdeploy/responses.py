@@ -1,0 +1,69 @@
+"""The bodies that the routes of `requests` answer with. Fields whose value is UNSET are left out."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+__all__ = [
+    "DetokenizeResponse",
+    "EncodeResponse",
+    "FinishReason",
+    "GenerateMeta",
+    "GenerateResponse",
+    "InteractiveResponse",
+    "TokenizeResponse",
+]
+
+
+class FinishReason(msgspec.Struct, kw_only=True):
+    type: str
+
+
+class GenerateMeta(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    """Prompt tokens that the prefix cache had."""
+    finish_reason: FinishReason | None
+    output_token_logprobs: list[tuple[float, int]] | UnsetType = UNSET
+    """(log-probability, token id) for each of `output_ids`."""
+
+
+class GenerateResponse(msgspec.Struct, kw_only=True):
+    """The whole answer; in a stream `text`, `output_ids` and the log-probabilities are those new in the event."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: GenerateMeta
+
+
+class InteractiveResponse(msgspec.Struct, kw_only=True):
+    """The whole answer, or one line of a stream, whose `text` is new and whose numbers are sums so far."""
+
+    text: str = ""
+    tokens: int = 0
+    """Generated."""
+    input_tokens: int = 0
+    """Of this turn's prompt."""
+    history_tokens: int = 0
+    """Of the conversation before this turn."""
+    finish_reason: str | None = None
+
+
+class TokenizeResponse(msgspec.Struct, kw_only=True):
+    count: int
+    max_model_len: int
+    """Most tokens of prompt and answer together."""
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeResponse(msgspec.Struct, kw_only=True):
+    prompt: str
+
+
+class EncodeResponse(msgspec.Struct, kw_only=True):
+    input_ids: list[int | list[int]]
+    length: int | list[int]
+    """Of `input_ids`; of each of them for a list of texts."""

@@ -1,0 +1,174 @@
+"""KeptSessions: the conversations that /v1/chat/interactive keeps between requests, and how few and how long.
+
+A conversation is forgotten after `session_ttl` idle seconds, or to make room: `max_sessions` bounds their number and
+`max_session_tokens` their histories. The one that goes has been idle longest, of the key that keeps most of what
+there is too little of, so that a client who opens many or long ones loses its own. All of them go with an engine that
+dies. The next request of a forgotten one gets 410, once, so that no new conversation passes for one
+that goes on; the request after that begins a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
+from asyncllm.config import ServerConfig
+from asyncllm.engine.requests.generation import Session
+from asyncllm.server.http.errors import ApiError, retry_after
+from asyncllm.server.supervisor import Supervisor
+
+__all__ = ["Kept", "KeptSessions"]
+
+FORGOTTEN_REMEMBERED = 1024
+"""Ids per key whose next request gets 410; of older ones nothing is known any more."""
+
+
+class Kept:
+    """One conversation."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.in_work = 0
+        """Requests that have it in hand."""
+        self.last_used = 0.0
+        """In the event loop's time."""
+
+    @property
+    def idle(self) -> bool:
+        return not self.in_work and not self.session.busy
+
+
+class _Owner:
+    """What one key keeps."""
+
+    def __init__(self) -> None:
+        self.kept: OrderedDict[int, Kept] = OrderedDict()
+        """By the client's session id, least recently used first."""
+        self.forgotten: OrderedDict[int, None] = OrderedDict()
+        """Ids that have not been told yet, oldest first."""
+
+    def conversations(self) -> int:
+        return len(self.kept)
+
+    def tokens(self) -> int:
+        """Return the sum of tokens of all histories."""
+        return sum(kept.session.step for kept in self.kept.values())
+
+    def forget(self, session_id: int) -> None:
+        self.kept.pop(session_id).session.close()
+        self.forgotten[session_id] = None
+        if len(self.forgotten) > FORGOTTEN_REMEMBERED:
+            self.forgotten.popitem(last=False)
+
+
+class KeptSessions:
+    """By key and session id, so that two keys may use the same id and never meet. Written by the route's handler."""
+
+    def __init__(self, supervisor: Supervisor, config: ServerConfig) -> None:
+        self._supervisor = supervisor
+        self._config = config
+        supervisor.on_replaced.append(self._forget_all)
+        self._owners: dict[int, _Owner] = {}
+
+    def __len__(self) -> int:
+        return sum(len(owner.kept) for owner in self._owners.values())
+
+    def get(self, key: int, session_id: int) -> Kept | None:
+        """Return the conversation, if it is kept."""
+        owner = self._owners.get(key)
+        return owner.kept.get(session_id) if owner is not None else None
+
+    def enter(self, key: int, session_id: int, *, start: bool) -> Kept | None:
+        """Return the conversation, to be given back by `leave`; a new one if `start`, else None if there is none.
+
+        Raises ApiError 410 if it has been forgotten, 429 if there is no room for a new one.
+        """
+        now = asyncio.get_running_loop().time()
+        self._forget_expired(now)
+        owner = self._owners.setdefault(key, _Owner())
+        if session_id in owner.forgotten:
+            del owner.forgotten[session_id]
+            raise ApiError(
+                410,
+                f"Session {session_id} is forgotten: it was idle for {self._config.session_ttl:g} seconds, others "
+                f"needed its room, or the engine was restarted. Send the request again to begin a new conversation.",
+                code="session_expired",
+                param="session_id",
+                headers={"x-should-retry": "false"},
+            )
+        kept = owner.kept.get(session_id)
+        if kept is None:
+            if not start:
+                return None
+            self._make_room()
+            kept = owner.kept[session_id] = Kept(self._supervisor.engine.session())
+        kept.in_work += 1
+        kept.last_used = now
+        owner.kept.move_to_end(session_id)
+        return kept
+
+    def leave(self, key: int, session_id: int, kept: Kept, *, end: bool) -> None:
+        """Give the conversation back, with which a request is done. `end`: so has the client. What never had a turn is
+        not kept either."""
+        kept.in_work -= 1
+        kept.last_used = asyncio.get_running_loop().time()
+        owner = self._owners[key]
+        known = owner.kept.get(session_id) is kept
+        empty = kept.idle and not kept.session.turns
+        if end or empty or kept.session.closed:
+            kept.session.close()
+            if known:
+                del owner.kept[session_id]
+        elif known:
+            owner.kept.move_to_end(session_id)
+
+    def end(self, key: int, session_id: int) -> int:
+        """Stop and forget the conversation, kept or not. -> the tokens that it had."""
+        owner = self._owners.get(key)
+        if owner is None:
+            return 0
+        owner.forgotten.pop(session_id, None)
+        kept = owner.kept.pop(session_id, None)
+        if kept is None:
+            return 0
+        kept.session.close()
+        return kept.session.step
+
+    def _forget_all(self) -> None:
+        """Forget all conversations, as the engine that had them is gone."""
+        for owner in self._owners.values():
+            for session_id in list(owner.kept):
+                owner.forget(session_id)
+
+    def _forget_expired(self, now: float) -> None:
+        for owner in self._owners.values():
+            for session_id, kept in list(owner.kept.items()):
+                if kept.last_used + self._config.session_ttl > now:
+                    break
+                if kept.idle:
+                    owner.forget(session_id)
+
+    def _make_room(self) -> None:
+        """Forget others until a new conversation fits. Raises ApiError 429 when all are in a turn."""
+        while (short := self._short_of()) is not None:
+            owners = sorted(self._owners.values(), key=short, reverse=True)
+            idle = ((owner, session_id) for owner in owners for session_id, kept in owner.kept.items() if kept.idle)
+            victim = next(idle, None)
+            if victim is None:
+                raise ApiError(
+                    429,
+                    f"The server keeps {len(self)} sessions, the most that it does (max_sessions, max_session_tokens), "
+                    f"and all of them are in a turn. Come back later.",
+                    code="too_many_sessions",
+                    headers=retry_after(1),
+                )
+            owner, session_id = victim
+            owner.forget(session_id)
+
+    def _short_of(self) -> Callable[[_Owner], int] | None:
+        """Return what there is too little of for a new conversation, as how much of it an owner has; None: there is
+        room."""
+        if sum(map(_Owner.tokens, self._owners.values())) >= self._config.max_session_tokens:
+            return _Owner.tokens
+        return _Owner.conversations if len(self) >= self._config.max_sessions else None

@@ -1,0 +1,62 @@
+"""POST /tokenize, /detokenize and /v1/encode: texts and conversations as token ids, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.http.responses import json_response
+from asyncllm.server.lmdeploy.requests import DetokenizeRequest, EncodeRequest, TokenizeRequest
+from asyncllm.server.lmdeploy.responses import DetokenizeResponse, EncodeResponse, TokenizeResponse
+from asyncllm.server.request.arguments import template_options
+from asyncllm.server.request.decode import read_request
+from asyncllm.server.request.history import normalised
+from asyncllm.server.service import service_of
+
+__all__ = ["detokenize", "encode_texts", "tokenize"]
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """Token ids of a text as it is, or of a conversation as a chat has it."""
+    service = service_of(request)
+    body = await read_request(request, TokenizeRequest)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "Send either prompt or messages.", code="invalid_value", param="prompt")
+    prompt: Any = body.prompt if body.messages is None else normalised(request, body.messages)
+    encoded: Any = await service.engine.encode(
+        [prompt],
+        do_preprocess=body.messages is not None,
+        add_bos=body.add_special_tokens is not False,
+        **template_options(body, service.engine.chat_template),
+    )
+    ids = encoded[0]
+    spell = service.engine.tokenizer.token_text
+    answer = TokenizeResponse(count=len(ids), max_model_len=service.engine.session_len, tokens=ids)
+    if body.return_token_strs:
+        answer.token_strs = await service.engine.offload(lambda: [spell(token) for token in ids], len(ids))
+    return json_response(answer)
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """The text of token ids, special tokens included."""
+    service = service_of(request)
+    body = await read_request(request, DetokenizeRequest)
+    return json_response(DetokenizeResponse(prompt=await service.engine.decode(body.tokens)))
+
+
+async def encode_texts(request: web.Request) -> web.Response:
+    """Token ids of a text or of several, as LMDeploy's route gives them."""
+    service = service_of(request)
+    body = await read_request(request, EncodeRequest)
+    if not 1 <= len(body.input) <= service.config.max_prompts and isinstance(body.input, list):
+        raise ApiError(
+            400,
+            f"input holds {len(body.input)} texts. Send 1 to {service.config.max_prompts} in a request.",
+            code="invalid_value",
+            param="input",
+        )
+    ids: Any = await service.engine.encode(body.input, do_preprocess=body.do_preprocess, add_bos=body.add_bos)
+    length = len(ids) if isinstance(body.input, str) else [len(each) for each in ids]
+    return json_response(EncodeResponse(input_ids=ids, length=length))

@@ -1,0 +1,1 @@
+"""What tells how the server does: metrics, health, the access log."""

@@ -1,0 +1,89 @@
+"""GET /health, /health/live, /health/ready and /metrics: what orchestrators and Prometheus ask.
+
+Whether the server is alive, takes requests, and gets on with them are three questions, which have different answers.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+
+from asyncllm.errors import EngineError
+from asyncllm.server.http.errors import retry_after
+from asyncllm.server.http.responses import json_response
+from asyncllm.server.service import Phase, Service, service_of
+
+__all__ = ["Health", "health", "live", "metrics", "ready"]
+
+
+class Health(msgspec.Struct, kw_only=True):
+    """The body of all three."""
+
+    status: Literal["starting", "healthy", "sleeping", "draining", "stalled", "restarting", "dead"]
+    running: int = 0
+    """Sequences in the batch."""
+    waiting: int = 0
+    """Sequences in the queue."""
+    seconds_since_progress: float = 0.0
+    """How long there has been work and no step has completed."""
+
+
+def _health(service: Service) -> Health:
+    if not service.supervisor.loaded:
+        return Health(status="starting")
+    if service.supervisor.restarting:
+        return Health(status="restarting")
+    try:
+        stats = service.engine.stats()
+    except EngineError:
+        return Health(status="dead")
+    status: Literal["draining", "stalled", "sleeping", "healthy"] = "healthy"
+    if stats.seconds_since_progress > service.config.progress_timeout:
+        status = "stalled"
+    elif service.phase is not Phase.SERVING:
+        status = "draining"
+    elif stats.sleep_level:
+        status = "sleeping"
+    return Health(
+        status=status,
+        running=stats.running,
+        waiting=stats.waiting,
+        seconds_since_progress=stats.seconds_since_progress,
+    )
+
+
+def _answer(found: Health, well: bool) -> web.Response:
+    response = json_response(found, 200 if well else 503)
+    if not well:
+        response.headers.update(retry_after(5))
+    return response
+
+
+async def live(request: web.Request) -> web.Response:
+    """200 while the process is worth keeping: its event loop answers, the model is loaded, and the engine has not died
+    for good. A long queue is no reason to kill it."""
+    found = _health(service_of(request))
+    return _answer(found, found.status not in ("starting", "dead"))
+
+
+async def ready(request: web.Request) -> web.Response:
+    """200 while new requests are taken; 503 from the moment that the server has been asked to stop, and while the model
+    sleeps."""
+    found = _health(service_of(request))
+    return _answer(found, found.status == "healthy")
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 while the engine makes progress: with work at hand, a step has finished within `progress_timeout`."""
+    found = _health(service_of(request))
+    return _answer(found, found.status in ("healthy", "sleeping", "draining"))
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Return what the server measures, in Prometheus' text format, or in OpenMetrics' for clients that accept it."""
+    instruments = service_of(request).instruments
+    assert instruments is not None, "the route is left out without them"
+    body, content_type = await instruments.scrape(request.headers.get("Accept", ""))
+    return web.Response(body=body, headers={"Content-Type": content_type})

@@ -1,0 +1,1 @@
+"""OpenAI's routes: their bodies, their answers, their streams."""

@@ -1,0 +1,164 @@
+"""What the answers of chat and plain completions share: their names, the templates of their events, their usage, their
+log-probabilities in OpenAI's two formats.
+
+What all chunks of an answer share is encoded once, so that a token costs one string.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+
+from asyncllm.server.http.responses import encode
+from asyncllm.server.openai.requests import OpenAIFields
+from asyncllm.server.openai.responses import (
+    ChoiceLogprobs,
+    CompletionLogprobs,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.types import Chunk, Logprobs, Response
+
+__all__ = ["AnswerIdentity", "Tail", "UsageCount", "chat_logprobs", "completion_logprobs", "size_of"]
+
+
+class AnswerIdentity:
+    """Names one answer to one request: its id, its time, its model."""
+
+    def __init__(self, prefix: str, model: str, request_id: str | None) -> None:
+        self.id = prefix + (request_id or uuid.uuid4().hex)
+        self.created = int(time.time())
+        """Seconds since 1970."""
+        self.model = model
+
+    def head(self, kind: str) -> bytes:
+        """Return the beginning of every event of a stream, up to the choices' list."""
+        fields = encode({"id": self.id, "object": kind, "created": self.created, "model": self.model})
+        return b"data: " + fields[:-1] + b',"choices":['
+
+
+class Tail:
+    """The end of every event: the usage, as `stream_options` has it."""
+
+    def __init__(self, body: OpenAIFields) -> None:
+        options = body.stream_options
+        self.includes_usage = bool(options and options.include_usage)
+        self.continuous = bool(options and options.continuous_usage_stats)
+        self.plain = b'],"usage":null}\n\n' if self.includes_usage else b"]}\n\n"
+
+    def of(self, usage: Usage) -> bytes:
+        """Return the end of an event that carries the usage."""
+        return b'],"usage":' + encode(usage) + b"}\n\n"
+
+
+class UsageCount:
+    """The tokens that a call has used, summed over its prompts and choices.
+
+    Fed with every chunk, or with whole responses; a prompt counts once, whatever its number of answers.
+    """
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, tuple[int, int]] = {}
+        """By prompt: its tokens, and those of them that were cached."""
+        self._generated: dict[tuple[int, int], int] = {}
+        """By prompt and choice."""
+        self._reasoning: dict[tuple[int, int], int] = {}
+        """Of those, what was thought with, where anything was."""
+
+    def begin(self, chunk: Chunk) -> None:
+        """Take in the prompt of a choice's first chunk, before any of its tokens."""
+        self._prompts[chunk.index] = (chunk.history_token_len + chunk.input_token_len, chunk.cached_token_len)
+
+    def add(self, chunk: Chunk) -> None:
+        """Take in a chunk; the newest of a choice holds its sum."""
+        self.begin(chunk)
+        self._generated[chunk.index, chunk.choice] = chunk.generate_token_len
+        if chunk.reasoning_token_len:
+            self._reasoning[chunk.index, chunk.choice] = chunk.reasoning_token_len
+
+    def add_response(self, response: Response, prompt: int) -> None:
+        """Take in a whole answer with all of its choices."""
+        self._prompts[prompt] = (response.history_token_len + response.input_token_len, response.cached_token_len)
+        for choice, answer in enumerate(response.choices or (response,)):
+            self._generated[prompt, choice] = answer.generate_token_len
+            if answer.reasoning_token_len:
+                self._reasoning[prompt, choice] = answer.reasoning_token_len
+
+    def usage(self, *, generated: bool = True) -> Usage:
+        """Return the sums so far. `generated=False`: what was computed for an echo is not the caller's."""
+        prompt = sum(tokens for tokens, _ in self._prompts.values())
+        completion = sum(self._generated.values()) if generated else 0
+        usage = Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(
+                cached_tokens=sum(cached for _, cached in self._prompts.values())
+            ),
+        )
+        if self._reasoning:
+            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=sum(self._reasoning.values()))
+        return usage
+
+
+def size_of(piece: Chunk | Response) -> int:
+    """Return tokens and log-probabilities that a piece of an answer tells of."""
+    listed = (piece.logprobs, piece.prompt_logprobs)
+    # All entries of a list have about as many.
+    return len(piece.token_ids) + sum(len(each) * (1 + len(each[-1] or ())) for each in listed if each)
+
+
+def _ranked(entry: dict[int, float], count: int) -> list[tuple[int, float]]:
+    """Return the `count` most likely of a token's entries, most likely first."""
+    return sorted(entry.items(), key=lambda item: item[1], reverse=True)[:count]
+
+
+def chat_logprobs(tokenizer: Tokenizer, logprobs: Logprobs, count: int) -> ChoiceLogprobs:
+    """Return each entry's chosen token, with the `count` most likely ones."""
+
+    def spelled(token: int) -> tuple[str, list[int]]:
+        piece = tokenizer.token_bytes(token)
+        return piece.decode("utf-8", "replace"), list(piece)
+
+    content = []
+    for entry in logprobs:
+        chosen = next(iter(entry))
+        text, piece = spelled(chosen)
+        top = []
+        for token, value in _ranked(entry, count):
+            other, other_piece = spelled(token)
+            top.append(TopLogprob(token=other, logprob=value, bytes=other_piece))
+        content.append(TokenLogprob(token=text, logprob=entry[chosen], bytes=piece, top_logprobs=top))
+    return ChoiceLogprobs(content=content)
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    logprobs: Sequence[dict[int, float] | None],
+    count: int,
+    offset: int,
+) -> CompletionLogprobs:
+    """Return the tokens with the `count` most likely ones each and themselves. `offset`: characters before the
+    first."""
+    result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for token, entry in zip(token_ids, logprobs, strict=True):
+        text = tokenizer.token_text(token)
+        result.tokens.append(text)
+        result.text_offset.append(offset)
+        offset += len(text)
+        if entry is None:
+            result.token_logprobs.append(None)
+            result.top_logprobs.append(None)
+        else:
+            result.token_logprobs.append(entry[token])
+            top = {tokenizer.token_text(id_): value for id_, value in _ranked(entry, count)}
+            # As in OpenAI's API, the chosen token is always among them.
+            top.setdefault(text, entry[token])
+            result.top_logprobs.append(top)
+    return result

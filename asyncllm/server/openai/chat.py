@@ -1,0 +1,194 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from aiohttp import web
+
+from asyncllm.engine.requests.generation import Generation
+from asyncllm.server.http.responses import built_response, encode, encoded_alone
+from asyncllm.server.openai.answers import AnswerIdentity, Tail, UsageCount, chat_logprobs, size_of
+from asyncllm.server.openai.requests import ChatRequest
+from asyncllm.server.openai.responses import CalledFunction, ChatChoice, ChatResponse, MessageToolCall, ResponseMessage
+from asyncllm.server.request.arguments import (
+    chat_config,
+    label_of,
+    request_options,
+    template_options,
+    tool_options,
+)
+from asyncllm.server.request.decode import read_request
+from asyncllm.server.request.history import normalised
+from asyncllm.server.service import Service, service_of
+from asyncllm.server.sse import stream
+from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.types import Chunk, Response
+
+__all__ = ["chat_completions"]
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """Answer a conversation."""
+    service = service_of(request)
+    body = await read_request(request, ChatRequest)
+    generation = service.engine.generate(
+        normalised(request, body.messages),
+        chat_config(body, service.config, service.defaults),
+        session_id=label_of(request, body.session_id),
+        do_preprocess=body.do_preprocess is not False,
+        stream_response=bool(body.stream),
+        **(
+            request_options(request, body)
+            | template_options(body, service.engine.chat_template, body.reasoning_effort)
+            | tool_options(body)
+        ),
+    )
+    await generation.start()
+    identity = AnswerIdentity("chatcmpl-", service.engine.model_name, body.request_id)
+    if body.stream:
+        return await stream(request, service, [generation], _ChatEvents(identity, body, generation, service))
+    try:
+        response = await generation.response()
+    finally:
+        generation.cancel()
+    size = sum(map(size_of, response.choices or (response,)))
+    return await built_response(service.engine, lambda: _whole(identity, body, generation, response, service), size)
+
+
+def _whole(
+    identity: AnswerIdentity, body: ChatRequest, generation: Generation, response: Response, service: Service
+) -> ChatResponse:
+    count = UsageCount()
+    count.add_response(response, 0)
+    choices = []
+    for index, answer in enumerate(response.choices or (response,)):
+        message = message_of(answer, thinks=body.include_reasoning is not False)
+        choice = ChatChoice(index=index, message=message, finish_reason=answer.finish_reason)
+        if answer.logprobs is not None:
+            choice.logprobs = chat_logprobs(service.engine.tokenizer, answer.logprobs, body.top_logprobs or 0)
+        if answer.stop_reason is not None:
+            choice.stop_reason = answer.stop_reason
+        if body.return_token_ids:
+            choice.token_ids = answer.token_ids
+        choices.append(encoded_alone(choice))
+    whole = ChatResponse(
+        id=identity.id, created=identity.created, model=identity.model, choices=choices, usage=count.usage()
+    )
+    if response.prompt_logprobs is not None:
+        whole.prompt_logprobs = response.prompt_logprobs
+    if body.return_token_ids:
+        whole.prompt_token_ids = generation.prompt_token_ids
+    return whole
+
+
+def message_of(answer: Response, *, thinks: bool) -> ResponseMessage:
+    """Return the assistant's message; `thinks`: with its reasoning."""
+    message = ResponseMessage(content=answer.text)
+    if answer.reasoning and thinks:
+        message.reasoning_content = message.reasoning = answer.reasoning
+    if answer.tool_calls:
+        message.tool_calls = [
+            MessageToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
+            for call in answer.tool_calls
+        ]
+    if not answer.text and (answer.tool_calls or answer.reasoning):
+        message.content = None
+    return message
+
+
+def _deltas(chunk: Chunk, *, thinks: bool) -> Iterator[bytes]:
+    """Yield the deltas of a chunk that is taken apart, of one kind each; those of a call without its id are pieces of
+    its arguments, which clients join."""
+    if chunk.reasoning and thinks:
+        text = encode(chunk.reasoning)
+        yield b'{"reasoning_content":%b,"reasoning":%b}' % (text, text)
+    if chunk.text:
+        yield b'{"content":%b}' % encode(chunk.text)
+    for (index, name), pieces in groupby(chunk.tool_calls, lambda piece: (piece.index, piece.name)):
+        group = list(pieces)
+        arguments = encode("".join(piece.arguments for piece in group))
+        if name is None:
+            yield b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (index, arguments)
+        else:
+            yield b'{"tool_calls":[{"index":%d,"id":%b,"type":"function","function":{"name":%b,"arguments":%b}}]}' % (
+                index,
+                encode(group[0].id),
+                encode(name),
+                arguments,
+            )
+
+
+class _ChatEvents:
+    """`chat.completion.chunk` events: the role first, then text as it comes, then the reason of the end."""
+
+    def __init__(self, identity: AnswerIdentity, body: ChatRequest, generation: Generation, service: Service) -> None:
+        self._head = identity.head("chat.completion.chunk")
+        self._tail = Tail(body)
+        self._body = body
+        self._tokenizer: Tokenizer = service.engine.tokenizer
+        self._prompt_token_ids = generation.prompt_token_ids if body.return_token_ids else None
+        self._count = UsageCount()
+        self._begun: dict[int, bytes] = {}
+        """Choices whose role has been sent: the beginning of their plain events, up to the text."""
+        self._splits = generation.splits
+        self._thinks = body.include_reasoning is not False
+        self._plain = not (body.return_token_ids or body.logprobs or self._tail.continuous or self._splits)
+        self._plain_end = b'},"logprobs":null,"finish_reason":null}' + self._tail.plain
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        """Return the events of one chunk."""
+        begun = self._begun.get(chunk.choice)
+        if begun is not None and self._plain and chunk.finish_reason is None:
+            return begun + encode(chunk.text) + self._plain_end
+        head = b'%b{"index":%d,"delta":' % (self._head, chunk.choice)
+        events = b""
+        if begun is None:
+            self._begun[chunk.choice] = head + b'{"content":'
+            self._count.begin(chunk)
+            content = b"null" if self._splits and not chunk.text else b'""'
+            events = head + b'{"role":"assistant","content":' + content + b'},"finish_reason":null}'
+            if self._prompt_token_ids is not None:
+                events += b'],"prompt_token_ids":' + encode(self._prompt_token_ids) + self._end()[1:]
+            else:
+                events += self._end()
+        self._count.add(chunk)
+        tail = self._end()
+        if self._splits:
+            deltas = list(_deltas(chunk, thinks=self._thinks))
+            if not deltas and (chunk.logprobs or self._body.return_token_ids):
+                deltas = [b"{}"]
+        elif chunk.text or chunk.finish_reason is None or chunk.logprobs or self._body.return_token_ids:
+            deltas = [b'{"content":' + encode(chunk.text) + b"}"]
+        else:
+            deltas = []
+        for place, delta in enumerate(deltas):
+            # What is told of the chunk's tokens is told once.
+            events += head + delta + b',"logprobs":' + (b"null" if place else self._logprobs(chunk))
+            if self._body.return_token_ids and not place:
+                events += b',"token_ids":' + encode(chunk.token_ids)
+            events += b',"finish_reason":null}' + tail
+        if chunk.finish_reason is not None:
+            end = b"{}" if self._splits else b'{"content":""}'
+            events += head + end + b',"logprobs":null,"finish_reason":' + encode(chunk.finish_reason)
+            if chunk.stop_reason is not None:
+                events += b',"stop_reason":' + encode(chunk.stop_reason)
+            events += b"}" + tail
+        return events
+
+    def _end(self) -> bytes:
+        """Return the end of an event."""
+        return self._tail.of(self._count.usage()) if self._tail.continuous else self._tail.plain
+
+    def _logprobs(self, chunk: Chunk) -> bytes:
+        if chunk.logprobs is None:
+            return b"null"
+        return encode(chat_logprobs(self._tokenizer, chunk.logprobs, self._body.top_logprobs or 0))
+
+    def size(self, chunk: Chunk) -> int:
+        return size_of(chunk)
+
+    def closing(self) -> bytes:
+        """Return the usage, if asked for: an event without choices."""
+        return self._head + self._tail.of(self._count.usage()) if self._tail.includes_usage else b""

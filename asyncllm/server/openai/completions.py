@@ -1,0 +1,230 @@
+"""POST /v1/completions: prompts that are continued as they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from asyncllm.config import ServerConfig
+from asyncllm.engine.requests.generation import Generation
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.http.responses import built_response, encode, encoded_alone
+from asyncllm.server.openai.answers import AnswerIdentity, Tail, UsageCount, completion_logprobs
+from asyncllm.server.openai.requests import CompletionRequest
+from asyncllm.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
+from asyncllm.server.request.arguments import completion_config, label_of, request_options
+from asyncllm.server.request.decode import read_request
+from asyncllm.server.request.fields import Prompt
+from asyncllm.server.service import service_of
+from asyncllm.server.sse import stream
+from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.types import Chunk, Response
+
+__all__ = ["completions", "prompts_of"]
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Continue one prompt or several; choice `prompt * n + k` is the k-th answer to a prompt."""
+    service = service_of(request)
+    body = await read_request(request, CompletionRequest)
+    config = completion_config(body, service.config, service.defaults)
+    prompts = prompts_of(body.prompt, service.config, "prompt")
+    inputs: Any = prompts
+    if body.add_special_tokens is False:
+        inputs = await service.engine.encode(inputs, do_preprocess=False, add_bos=False, bounded=True)
+    options = request_options(request, body)
+    generations = []
+    for index, prompt in enumerate(inputs):
+        generation = service.engine.generate(
+            prompt if isinstance(prompt, str) else None,
+            config,
+            do_preprocess=False,
+            input_ids=None if isinstance(prompt, str) else prompt,
+            session_id=label_of(request, body.session_id),
+            stream_response=bool(body.stream),
+            **options,
+        )
+        generation.index = index
+        generations.append(generation)
+    identity = AnswerIdentity("cmpl-", service.engine.model_name, body.request_id)
+    try:
+        for generation in generations:
+            await generation.start()
+            await asyncio.sleep(0)  # many prompts do not hold up the loop
+        pieces = _Pieces(body, prompts, generations, service.engine.tokenizer)
+        if body.stream:
+            return await stream(request, service, generations, _CompletionEvents(identity, body, pieces))
+        responses = [await generation.response() for generation in generations]
+    finally:
+        for generation in generations:
+            generation.cancel()
+    size = sum(pieces.size(index, answer) for index, each in enumerate(responses) for answer in each.choices or (each,))
+    return await built_response(service.engine, lambda: _whole(identity, body, pieces, responses), size)
+
+
+def prompts_of(prompt: Prompt, config: ServerConfig, name: str) -> list[str | list[int]]:
+    """Return the prompts of a request, each a text or token ids. Raises ApiError."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(each) for each in prompt}
+    if kinds == {int}:
+        return [[each for each in prompt if isinstance(each, int)]]
+    if len(kinds) > 1 or int in kinds:
+        raise ApiError(
+            400, f"{name} mixes texts and token ids. Send one kind in a request.", code="invalid_type", param=name
+        )
+    if not 1 <= len(prompt) <= config.max_prompts:
+        raise ApiError(
+            400,
+            f"{name} holds {len(prompt)} entries. Send 1 to {config.max_prompts} in a request.",
+            code="invalid_value",
+            param=name,
+        )
+    return [each for each in prompt if not isinstance(each, int)]
+
+
+class _Pieces:
+    """Turns what the engine sends into what the caller asked for: with the prompt in front when it is echoed, without
+    new tokens when none were asked for."""
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        prompts: Sequence[str | list[int]],
+        generations: Sequence[Generation],
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.body = body
+        self.prompt_token_ids = [generation.prompt_token_ids for generation in generations]
+        self.choices_per_prompt = body.n or 1
+        self.generates = (body.max_completion_tokens or body.max_tokens) != 0
+        """False when only the prompt is echoed."""
+        self._tokenizer = tokenizer
+        self._echoes = [
+            prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
+            for prompt in (prompts if body.echo else ())
+        ]
+        self._prompt_logprobs: dict[int, list[dict[int, float] | None]] = {}
+        """By prompt; the engine sends them with the first choice."""
+        self._offsets: dict[tuple[int, int], int] = {}
+        """By prompt and choice, once it has begun: characters of its text so far."""
+
+    def take(self, prompt: int, piece: Chunk | Response, choice: int) -> tuple[str, CompletionLogprobs | None]:
+        """Return text and log-probabilities of the next piece of a choice."""
+        if piece.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt] = piece.prompt_logprobs
+        text = piece.text if self.generates else ""
+        ids = piece.token_ids if self.generates else []
+        entries: list[dict[int, float] | None] = list(piece.logprobs or ()) if self.generates else []
+        offset = self._offsets.get((prompt, choice), 0)
+        if (prompt, choice) not in self._offsets and self._echoes:
+            text = self._echoes[prompt] + text
+            ids = [*self.prompt_token_ids[prompt], *ids]
+            entries = [*self._prompt_logprobs.get(prompt, ()), *entries]
+        self._offsets[prompt, choice] = offset + len(text)
+        if self.body.logprobs is None:
+            return text, None
+        return text, completion_logprobs(self._tokenizer, ids, entries, self.body.logprobs, offset)
+
+    def size(self, prompt: int, piece: Chunk | Response, choice: int | None = None) -> int:
+        """Return tokens and probabilities that the next piece of a choice, or of one that has not begun, tells of."""
+        echoed = len(self.prompt_token_ids[prompt]) if self._echoes and not self.begun(prompt, choice) else 0
+        tokens = len(piece.token_ids) + max(echoed, len(piece.prompt_logprobs or ()))
+        return tokens * (1 + max(self.body.logprobs or 0, self.body.prompt_logprobs or 0))
+
+    def begun(self, prompt: int, choice: int | None) -> bool:
+        """Return whether a piece of the choice has been taken."""
+        return (prompt, choice) in self._offsets
+
+
+def _whole(
+    identity: AnswerIdentity, body: CompletionRequest, pieces: _Pieces, responses: Sequence[Response]
+) -> CompletionResponse:
+    count = UsageCount()
+    choices: list[CompletionChoice] = []
+    for prompt, response in enumerate(responses):
+        count.add_response(response, prompt)
+        for index, answer in enumerate(response.choices or (response,)):
+            text, logprobs = pieces.take(prompt, answer, index)
+            choice = CompletionChoice(
+                index=len(choices), text=text, logprobs=logprobs, finish_reason=answer.finish_reason
+            )
+            if answer.stop_reason is not None:
+                choice.stop_reason = answer.stop_reason
+            if body.prompt_logprobs is not None and response.prompt_logprobs is not None:
+                choice.prompt_logprobs = response.prompt_logprobs
+            if body.return_token_ids:
+                choice.token_ids = answer.token_ids if pieces.generates else []
+                choice.prompt_token_ids = pieces.prompt_token_ids[prompt]
+            choices.append(encoded_alone(choice))
+    return CompletionResponse(
+        id=identity.id,
+        created=identity.created,
+        model=identity.model,
+        choices=choices,
+        usage=count.usage(generated=pieces.generates),
+    )
+
+
+class _CompletionEvents:
+    """`text_completion` events, one for each piece of a choice, and then one without text that says why it ended."""
+
+    def __init__(self, identity: AnswerIdentity, body: CompletionRequest, pieces: _Pieces) -> None:
+        self._head = identity.head("text_completion")
+        self._tail = Tail(body)
+        self._body = body
+        self._pieces = pieces
+        self._count = UsageCount()
+        self._plain = pieces.generates and not (
+            body.return_token_ids or body.logprobs is not None or self._tail.continuous
+        )
+        """Whether all but a choice's first and last event have nothing but its text."""
+        self._heads: dict[tuple[int, int], bytes] = {}
+        """By prompt and choice, once it has begun: the beginning of its plain events, up to the text."""
+        self._plain_end = b',"logprobs":null,"finish_reason":null}' + self._tail.plain
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        """Return the events of one chunk."""
+        head = self._heads.get((chunk.index, chunk.choice))
+        if head is not None and chunk.finish_reason is None:
+            return head + encode(chunk.text) + self._plain_end
+        pieces = self._pieces
+        first = not pieces.begun(chunk.index, chunk.choice)
+        self._count.add(chunk)
+        tail = self._tail.plain
+        if self._tail.continuous:
+            tail = self._tail.of(self._count.usage(generated=pieces.generates))
+        text, logprobs = pieces.take(chunk.index, chunk, chunk.choice)
+        head = b'%b{"index":%d,"text":' % (self._head, chunk.index * pieces.choices_per_prompt + chunk.choice)
+        if self._plain:
+            self._heads[chunk.index, chunk.choice] = head
+        events = b""
+        if text or first or chunk.finish_reason is None or not self._plain:
+            events += head + encode(text) + b',"logprobs":'
+            events += encode(logprobs) if logprobs is not None else b"null"
+            events += b',"finish_reason":null'
+            if self._body.prompt_logprobs is not None and chunk.prompt_logprobs is not None:
+                events += b',"prompt_logprobs":' + encode(chunk.prompt_logprobs)
+            if self._body.return_token_ids:
+                events += b',"token_ids":' + encode(chunk.token_ids if pieces.generates else [])
+                if first:
+                    events += b',"prompt_token_ids":' + encode(pieces.prompt_token_ids[chunk.index])
+            events += b"}" + tail
+        if chunk.finish_reason is not None:
+            events += head + b'"","logprobs":null,"finish_reason":' + encode(chunk.finish_reason)
+            if chunk.stop_reason is not None:
+                events += b',"stop_reason":' + encode(chunk.stop_reason)
+            events += b"}" + tail
+        return events
+
+    def size(self, chunk: Chunk) -> int:
+        return self._pieces.size(chunk.index, chunk, chunk.choice)
+
+    def closing(self) -> bytes:
+        """Return the usage, if asked for: an event without choices."""
+        if not self._tail.includes_usage:
+            return b""
+        return self._head + self._tail.of(self._count.usage(generated=self._pieces.generates))

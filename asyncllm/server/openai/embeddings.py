@@ -1,0 +1,52 @@
+"""POST /v1/embeddings: texts as vectors."""
+
+from __future__ import annotations
+
+import base64
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from asyncllm import types
+from asyncllm.server.http.responses import json_response
+from asyncllm.server.openai.completions import prompts_of
+from asyncllm.server.openai.requests import EmbeddingRequest
+from asyncllm.server.openai.responses import Embedding, EmbeddingResponse, EmbeddingUsage
+from asyncllm.server.request.arguments import request_options
+from asyncllm.server.request.decode import read_request
+from asyncllm.server.service import service_of
+
+__all__ = ["embeddings"]
+
+
+async def embeddings(request: web.Request) -> web.Response:
+    """The vector of each input: the hidden state of its last token, or the mean of all, scaled to length 1; what the
+    checkpoint's own files say goes before that, and the request's `pooling` before those."""
+    service = service_of(request)
+    body = await read_request(request, EmbeddingRequest)
+    inputs: Any = prompts_of(body.input, service.config, "input")
+    found = await service.engine.embed(
+        inputs, pooling=body.pooling, dimensions=body.dimensions, **request_options(request, body)
+    )
+    vectors: Sequence[types.Embedding] = found if isinstance(found, list) else [found]
+    tokens = sum(each.input_token_len for each in vectors)
+    answer = EmbeddingResponse(
+        data=[
+            Embedding(index=index, embedding=_packed(each.values) if body.encoding_format == "base64" else each.values)
+            for index, each in enumerate(vectors)
+        ],
+        model=service.engine.model_name,
+        usage=EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens),
+    )
+    return json_response(answer)
+
+
+def _packed(values: Sequence[float]) -> str:
+    """Return the values as little-endian float32 in base64, as OpenAI's client asks for it by default."""
+    numbers = array("f", values)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode()

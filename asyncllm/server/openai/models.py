@@ -1,0 +1,38 @@
+"""GET /v1/models: what is served."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from asyncllm.server.http.responses import json_response
+from asyncllm.server.http.routing import without_slashes
+from asyncllm.server.openai.responses import Model, ModelList, ModelPermission
+from asyncllm.server.service import Service, service_of
+
+__all__ = ["list_models", "show_model"]
+
+
+def _model(service: Service) -> Model:
+    name = service.engine.model_name
+    return Model(
+        id=name,
+        created=service.created,
+        root=name,
+        permission=[ModelPermission(id=f"modelperm-{name}", created=service.created)],
+        max_model_len=service.engine.session_len,
+    )
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """All models: the one that the server was started with."""
+    return json_response(ModelList(data=[_model(service_of(request))]))
+
+
+async def show_model(request: web.Request) -> web.Response:
+    """One model by its name."""
+    service = service_of(request)
+    name = without_slashes(request.match_info["id"]).removeprefix("/")
+    if not name:
+        return await list_models(request)
+    service.check_model(name)
+    return json_response(_model(service))

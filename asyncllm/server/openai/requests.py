@@ -1,0 +1,123 @@
+"""The bodies that OpenAI's routes take, with vLLM's and LMDeploy's extensions.
+
+`tests/server/request/test_fields.py` reads the openai package's own types to see that none of their names is unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from asyncllm.config import MAX_COUNT, MAX_LOGPROBS, Choices, FrequencyPenalty, LogitBias, PresencePenalty, Tools
+from asyncllm.server.request.fields import (
+    MAX_MESSAGES,
+    Label,
+    NewTokens,
+    PolicyFields,
+    Prompt,
+    SamplingFields,
+    Variables,
+)
+from asyncllm.server.request.structure import StructuredOutputs
+
+__all__ = ["ChatRequest", "CompletionRequest", "EmbeddingRequest", "OpenAIFields", "StreamOptions"]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`stream_options`; only for streams."""
+
+    include_usage: bool | None = None
+    """A last chunk without choices carries the usage."""
+    continuous_usage_stats: bool | None = None
+    """Every chunk carries it (vLLM's)."""
+    include_obfuscation: bool | None = None
+    """Padding against traffic analysis, which loopback does not need; ignored."""
+
+
+class OpenAIFields(SamplingFields, kw_only=True):
+    """What chat and plain completions have in common."""
+
+    stream: bool | None = None
+    """Send the answer piece by piece, as server-sent events."""
+    stream_options: StreamOptions | None = None
+    n: Choices | None = None
+    max_tokens: int | None = None
+    presence_penalty: PresencePenalty | None = None
+    frequency_penalty: FrequencyPenalty | None = None
+    logit_bias: LogitBias | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
+    min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT, description="LMDeploy's name of min_tokens.")] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: dict[str, Any] | None = None
+    """What the answer is held to: text, json_object, json_schema, regex_schema, regex, choice or grammar."""
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    """vLLM's: a JSON schema."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    """SGLang's and llama.cpp's: a JSON schema."""
+    regex: str | None = None
+    """SGLang's."""
+    ebnf: str | None = None
+    """SGLang's: a grammar."""
+    grammar: str | None = None
+    """llama.cpp's: GBNF, or Lark."""
+    return_token_ids: bool | None = None
+    """Send the token ids of prompt and answer along."""
+    request_id: Label | None = None
+    """The end of the answer's id."""
+    session_id: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
+    """A label under which /v1/chat/interactive can stop the answer; -1 stands for none, as in LMDeploy."""
+
+
+class ChatRequest(OpenAIFields, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | str
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Variables | None = None
+    enable_thinking: bool | None = None
+    """LMDeploy's: an entry of chat_template_kwargs."""
+    tools: Tools | None = None
+    """Functions that the model may call."""
+    tool_choice: str | dict[str, Any] | None = None
+    """auto: the model chooses. none: it knows the tools, and calls none."""
+    parallel_tool_calls: bool | None = None
+    """false: the answer ends behind its first call."""
+    reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
+    """none: the model does not think. Anything else is for templates that read it."""
+    include_reasoning: bool | None = None
+    """false: leave out what the model thinks (vLLM's)."""
+    separate_reasoning: bool | None = None
+    """false: what the model thinks stays in the content (SGLang's)."""
+    do_preprocess: bool | None = None
+    """false: `messages` is a text, which no template frames."""
+    max_completion_tokens: NewTokens | None = None
+    logprobs: bool | None = None
+    """Send the log-probability of each token along."""
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """And those of as many of the most likely tokens; needs `logprobs`."""
+
+
+class CompletionRequest(OpenAIFields, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_completion_tokens: NewTokens | None = None
+    add_special_tokens: bool | None = None
+
+
+class EmbeddingRequest(PolicyFields, kw_only=True):
+    """The body of POST /v1/embeddings."""
+
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | None = None
+    pooling: Literal["mean", "last"] | None = None

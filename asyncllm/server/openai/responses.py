@@ -1,0 +1,192 @@
+"""The bodies that OpenAI's routes answer with. Fields whose value is UNSET are left out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+__all__ = [
+    "CalledFunction",
+    "ChatChoice",
+    "ChatResponse",
+    "ChoiceLogprobs",
+    "CompletionChoice",
+    "CompletionLogprobs",
+    "CompletionResponse",
+    "CompletionTokensDetails",
+    "Embedding",
+    "EmbeddingResponse",
+    "EmbeddingUsage",
+    "MessageToolCall",
+    "Model",
+    "ModelList",
+    "ModelPermission",
+    "PromptTokensDetails",
+    "ResponseMessage",
+    "TokenLogprob",
+    "TopLogprob",
+    "Usage",
+]
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    cached_tokens: int
+    """Prompt tokens that the prefix cache had."""
+
+
+class CompletionTokensDetails(msgspec.Struct, kw_only=True):
+    reasoning_tokens: int
+    """Tokens that the model thought with, the marks around them included."""
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Where the model has thought."""
+
+
+class TopLogprob(msgspec.Struct, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob, kw_only=True):
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(msgspec.Struct, kw_only=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str
+    """JSON text, as the model wrote it."""
+
+
+class MessageToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ResponseMessage(msgspec.Struct, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    """null where there is nothing but reasoning or calls."""
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    """What the model thought before, as DeepSeek, SGLang and LMDeploy call it."""
+    reasoning: str | UnsetType = UNSET
+    """The same as vLLM calls it."""
+    tool_calls: list[MessageToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: ResponseMessage
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatResponse(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[dict[int, float] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """One entry per token; the prompt's first token has None, as nothing precedes it."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None
+    stop_reason: int | str | UnsetType | None = UNSET
+    prompt_logprobs: list[dict[int, float] | None] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionResponse(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    index: int
+    object: Literal["embedding"] = "embedding"
+    embedding: list[float] | str
+    """Numbers, or little-endian float32 in base64."""
+
+
+class EmbeddingUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingResponse(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class ModelPermission(msgspec.Struct, kw_only=True):
+    """What a caller may do with the model, in OpenAI's early format, which LMDeploy and vLLM kept."""
+
+    id: str
+    object: Literal["model_permission"] = "model_permission"
+    created: int
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = True
+    allow_search_indices: bool = True
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: str | None = None
+    is_blocking: bool = False
+
+
+class Model(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "asyncllm"
+    root: str
+    """The model that this one was made from, which is itself."""
+    parent: str | None = None
+    permission: list[ModelPermission]
+    max_model_len: int
+    """Most tokens of prompt and answer together."""
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]

@@ -1,0 +1,298 @@
+"""From a request's fields to the arguments of `AsyncEngine.generate`: its GenerationConfig, and its keywords.
+
+Clients with different keys share the engine and nothing else: neither cached prefixes, whose computing one could time,
+nor session ids.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from asyncllm.config import GenerationConfig, RequestKeywords, ServerConfig
+from asyncllm.server.http.access import KEY
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.lmdeploy.requests import GenerateRequest, InteractiveRequest
+from asyncllm.server.openai.requests import ChatRequest, CompletionRequest, OpenAIFields
+from asyncllm.server.request.fields import PolicyFields, Variables
+from asyncllm.server.request.structure import response_format_of
+from asyncllm.server.service import service_of
+from asyncllm.text.chat_template import ChatTemplate
+
+__all__ = [
+    "OPENAI_DEFAULTS",
+    "Templated",
+    "chat_config",
+    "completion_config",
+    "defaults_of",
+    "engine_session_id",
+    "generate_config",
+    "interactive_config",
+    "label_of",
+    "request_options",
+    "template_options",
+    "tool_options",
+]
+
+OPENAI_DEFAULTS = GenerationConfig(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=None)
+"""What a request leaves out, where the checkpoint says nothing."""
+
+INTERACTIVE_DEFAULTS = GenerationConfig(temperature=0.8, top_p=0.8, top_k=40, max_new_tokens=None)
+"""LMDeploy's, of /v1/chat/interactive."""
+
+GENERATE_TOKENS = 128
+"""LMDeploy's default of max_tokens for /generate."""
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default of max_tokens for plain completions."""
+
+CHECKPOINT_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Of generation_config.json."""
+
+SAME_NAME = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "repetition_penalty",
+    "stop_token_ids",
+    "bad_words",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "prompt_logprobs",
+)
+"""Fields of a request that GenerationConfig has under the same name."""
+
+IDS_PER_KEY = 2**32
+"""Above every session id that a body can hold."""
+
+SWITCHES = frozenset({"enable_thinking", "thinking"})
+"""Variables that make models think, as Qwen's and DeepSeek's templates call them. Not to think is nothing to ask of a
+template that knows of no thinking."""
+
+
+def defaults_of(generation: dict[str, Any]) -> GenerationConfig:
+    """Return the defaults by a checkpoint's generation_config.json; values out of range are the checkpoint's, and
+    skipped."""
+    fields: dict[str, Any] = {}
+    for name in CHECKPOINT_FIELDS:
+        value = generation.get(name)
+        if value is None or isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        try:
+            msgspec.structs.replace(OPENAI_DEFAULTS, **{name: value}).checked()
+        except ValueError:
+            continue
+        fields[name] = value
+    if generation.get("do_sample") is False and "temperature" not in fields:
+        fields["temperature"] = 0.0
+    return msgspec.structs.replace(OPENAI_DEFAULTS, **fields)
+
+
+def chat_config(body: ChatRequest, config: ServerConfig, defaults: GenerationConfig) -> GenerationConfig:
+    """Return the config of a chat. Raises ApiError for fields that contradict each other, InvalidParameter for values
+    out of range."""
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true.", code="invalid_value", param="top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _config(body, body.max_completion_tokens or body.max_tokens, logprobs, config, defaults)
+
+
+def completion_config(body: CompletionRequest, config: ServerConfig, defaults: GenerationConfig) -> GenerationConfig:
+    """Do as `chat_config`. An echo without new tokens still computes one, which the answer leaves out."""
+    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if asked == 0 and body.echo:
+        asked = 1
+    made = _config(body, COMPLETION_TOKENS if asked is None else asked, body.logprobs, config, defaults)
+    if body.echo and body.logprobs is not None:
+        made = msgspec.structs.replace(made, prompt_logprobs=body.logprobs)
+    return made
+
+
+def _config(
+    body: OpenAIFields, max_tokens: int | None, logprobs: int | None, config: ServerConfig, defaults: GenerationConfig
+) -> GenerationConfig:
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream: true.", code="invalid_value", param="stream_options")
+    if body.n is not None and body.n > config.max_choices:
+        raise ApiError(
+            400,
+            f"n is {body.n}, and the server gives at most {config.max_choices} answers.",
+            code="invalid_value",
+            param="n",
+        )
+    least = 0 if isinstance(body, CompletionRequest) and body.echo else 1
+    if body.max_tokens is not None and body.max_tokens < least:
+        raise ApiError(400, f"max_tokens must be at least {least}.", code="invalid_value", param="max_tokens")
+    minimum = body.min_tokens if body.min_tokens is not None else body.min_new_tokens
+    return msgspec.structs.replace(
+        defaults,
+        max_new_tokens=max_tokens,
+        min_new_tokens=minimum,
+        random_seed=body.seed,
+        logprobs=logprobs,
+        response_format=response_format_of(body),
+        **_same(body),
+    ).checked()
+
+
+def generate_config(body: GenerateRequest, defaults: GenerationConfig) -> GenerationConfig:
+    """Return the config of /generate. Raises ApiError and InvalidParameter, as `chat_config`."""
+    return msgspec.structs.replace(
+        defaults,
+        max_new_tokens=GENERATE_TOKENS if body.max_tokens is None else body.max_tokens,
+        min_new_tokens=body.min_new_tokens,
+        random_seed=body.seed,
+        logprobs=0 if body.return_logprob else None,
+        **_same(body),
+    ).checked()
+
+
+def interactive_config(body: InteractiveRequest) -> GenerationConfig:
+    """Do as `generate_config`; the route has its own defaults."""
+    if body.request_output_len == 0:
+        raise ApiError(
+            400,
+            "request_output_len must be at least 1. 0 is for the end of a session, without a prompt.",
+            code="invalid_value",
+            param="request_output_len",
+        )
+    return msgspec.structs.replace(
+        INTERACTIVE_DEFAULTS,
+        max_new_tokens=body.request_output_len,
+        min_new_tokens=body.min_new_tokens,
+        random_seed=body.seed,
+        **_same(body),
+    ).checked()
+
+
+def _same(body: PolicyFields) -> dict[str, Any]:
+    """Return what bodies share, as fields of GenerationConfig; a field that is left out is not among them."""
+    fields = {name: value for name in SAME_NAME if (value := getattr(body, name, None)) is not None}
+    top_k, stop = getattr(body, "top_k", None), getattr(body, "stop", None)
+    if top_k is not None:
+        fields["top_k"] = max(0, top_k)
+    if stop is True:
+        raise ApiError(
+            400, "stop is a text or a list of texts. To stop an answer, cancel it.", code="invalid_value", param="stop"
+        )
+    if stop:
+        fields["stop_words"] = [stop] if isinstance(stop, str) else stop
+    return fields
+
+
+EFFORT = "reasoning_effort"
+"""The variable of templates that know of degrees of thinking, as gpt-oss's calls it."""
+
+
+class WithTools(Protocol):
+    """A body with the fields about tools and reasoning."""
+
+    separate_reasoning: bool | None
+    tools: list[dict[str, Any]] | None
+    tool_choice: str | dict[str, Any] | None
+    parallel_tool_calls: bool | None
+
+
+class Templated(Protocol):
+    """A body with the chat template's fields."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: Variables | None
+    enable_thinking: bool | None
+
+
+def request_options(request: web.Request, body: PolicyFields) -> RequestKeywords:
+    """Return how the request stands among the others. With several keys, the salt of a key's prefixes is its own."""
+    options: RequestKeywords = {}
+    if body.priority is not None:
+        options["priority"] = body.priority
+    if body.timeout is not None:
+        options["timeout"] = body.timeout
+    if body.user_id is not None:
+        options["user_id"] = body.user_id
+    salt = body.cache_salt
+    if service_of(request).access.num_keys > 1 and salt != "":
+        salt = f"{request[KEY]}/{salt or ''}"
+    if salt is not None:
+        options["cache_salt"] = salt
+    return options
+
+
+def template_options(body: Templated, template: ChatTemplate, effort: str | None = None) -> RequestKeywords:
+    """Return how the messages are written down; `effort`: how much the model shall think. Raises ApiError for two
+    fields that contradict each other."""
+    options: RequestKeywords = {}
+    variables = dict(body.chat_template_kwargs or {})
+    asked = body.enable_thinking
+    if asked is not None and variables.setdefault("enable_thinking", asked) != asked:
+        raise ApiError(
+            400,
+            "enable_thinking and chat_template_kwargs contradict each other. Send it once.",
+            code="invalid_value",
+            param="enable_thinking",
+        )
+    if effort is not None:
+        _set_effort(variables, effort, template)
+    for name in variables.keys() - template.variables:
+        if variables[name] is None or (name in SWITCHES and not variables[name]):
+            del variables[name]
+    if variables:
+        options["chat_template_kwargs"] = variables
+    if body.add_generation_prompt is not None:
+        options["add_generation_prompt"] = body.add_generation_prompt
+    if body.continue_final_message is not None:
+        options["continue_final_message"] = body.continue_final_message
+    return options
+
+
+def tool_options(body: WithTools) -> RequestKeywords:
+    """Return which tools may be called, and whether reasoning is split off."""
+    options: RequestKeywords = {}
+    if body.separate_reasoning is False:
+        options["separate_reasoning"] = False
+    if body.tools:
+        options["tools"] = body.tools
+    if body.tool_choice is not None:
+        options["tool_choice"] = body.tool_choice
+    if body.parallel_tool_calls is not None:
+        options["parallel_tool_calls"] = body.parallel_tool_calls
+    return options
+
+
+def _set_effort(variables: Variables, effort: str, template: ChatTemplate) -> None:
+    """Tell the template how much to think. Raises ApiError where it knows nothing of it."""
+    if EFFORT in template.variables:
+        variables.setdefault(EFFORT, effort)
+    elif effort == "none":
+        for switch in SWITCHES & template.variables:
+            variables.setdefault(switch, False)
+    else:
+        switches = " or ".join(sorted(SWITCHES & template.variables))
+        instead = f"Set {switches} in chat_template_kwargs" if switches else "Leave it out"
+        raise ApiError(
+            400,
+            f"The model's chat template knows no degrees of reasoning. {instead}, or send 'none'.",
+            code="unsupported_parameter",
+            param="reasoning_effort",
+        )
+
+
+def engine_session_id(request: web.Request, session_id: int) -> int:
+    """Return the engine's id of a session that the caller calls `session_id`; the same one of another key is
+    another."""
+    # The engine numbers the sessions of its own program from 1, and a request without key has the number -1.
+    return (request[KEY] + 2) * IDS_PER_KEY + session_id
+
+
+def label_of(request: web.Request, session_id: int | None) -> int | None:
+    """Return the engine's label for an answer that /v1/chat/interactive may stop by `session_id`; -1 is LMDeploy's
+    None."""
+    return None if session_id is None or session_id == -1 else engine_session_id(request, session_id)

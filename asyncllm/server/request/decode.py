@@ -1,0 +1,202 @@
+"""From the body of a request to a checked Struct; whatever is wrong with it becomes a 4xx that names the field.
+
+A body is taken apart into its fields, without looking into them: null stands for a field that is left out, and names
+that are none of the Struct's are neutral ones or unknown. What is left is decoded, and values may be mistyped as other
+servers take them: 20.0 or "20" for 20, "true" for true.
+
+Decoding holds the interpreter for as long as it takes: 20 ms for 4 MiB of text or token ids, but up to a second for as
+many bytes of empty lists. So a body's parts are counted before it is decoded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, TypeVar, get_args, get_type_hints
+from urllib.parse import quote
+
+import msgspec
+from aiohttp import web
+
+from asyncllm.server.http.body import read_body
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.request.fields import Body
+from asyncllm.server.request.neutral import NEUTRAL, check_neutral
+from asyncllm.server.service import service_of
+
+__all__ = ["IGNORED", "PROMPT_FIELD", "check_shape", "named_in_a_header", "read_request"]
+
+Kind = TypeVar("Kind", bound=Body)
+
+IGNORED = web.RequestKey("IGNORED", list[str])
+"""Unknown names in the body that were taken, with `unknown_fields="ignore"`."""
+PROMPT_FIELD = web.RequestKey("PROMPT_FIELD", str)
+"""The field of the body that holds the prompt, for errors about it."""
+PROMPT_FIELDS = ("messages", "prompt", "input", "input_ids", "tokens")
+
+MOST_NAMED = 32
+"""Names in the header that lists ignored ones."""
+
+UNCOUNTED_BYTES = 2**17
+MAX_PARTS = 2**17
+"""Objects, lists, members of objects, and strings. 4,096 messages with a call of a tool each have 100,000."""
+MAX_VALUES = 2**20
+"""Anything in lists, such as token ids."""
+
+MISSING = re.compile(r"Object missing required field `(.*)`")
+PLACE = re.compile(r"(.*) - at (`key` in )?`\$\.?((\w*).*)`", re.DOTALL)
+"""What is wrong, whether with the key of an object, where, and the field that this is in."""
+
+
+NULL = msgspec.Raw(b"null")
+
+_fields_in = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+@cache
+def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind, strict=False)
+
+
+async def read_request(request: web.Request, kind: type[Kind]) -> Kind:
+    """Return the body as `kind`, for the model that is served, with nothing in it that is refused. Raises ApiError."""
+    service = service_of(request)
+    data = await read_body(request, service.config)
+    check_shape(data)
+    body, unknown = _decoded(data, kind)
+    if unknown and service.config.unknown_fields == "refuse":
+        raise _unknown(*unknown[0])
+    request[IGNORED] = [f"{inside}.{name}" if inside else name for inside, name in unknown]
+    request[PROMPT_FIELD] = next((name for name in PROMPT_FIELDS if getattr(body, name, None) is not None), "prompt")
+    service.check_model(body.model)
+    return body
+
+
+def named_in_a_header(names: list[str]) -> str:
+    """Return the names, percent-encoded and separated by commas; of many the first ones."""
+    shown = [quote(name[:64], safe=".", errors="replace") for name in names[:MOST_NAMED]]
+    return ", ".join([*shown, "..."] if len(names) > MOST_NAMED else shown)
+
+
+def _decoded(data: bytes, kind: type[Kind]) -> tuple[Kind, list[tuple[str, str]]]:
+    """Return the Struct, and unknown names, each behind the field that it is in. Raises ApiError."""
+    unknown: list[tuple[str, str]] = []
+    try:
+        kept = _known(_unfolded(_fields_in(data)), kind, unknown)
+        body: Kind = _decoder(kind).decode(_joined(kept))
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise ApiError(400, f"The body is no JSON: {error}.", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "The body's JSON is nested too deeply.", code="invalid_json") from None
+    for name in kept:
+        if not _is_finite(getattr(body, name)):
+            raise ApiError(400, f"{name}: Expected a finite number.", code="invalid_type", param=name)
+    return body, unknown
+
+
+def _unfolded(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+    """Return the fields with those that LMDeploy's APIClient puts below `kwargs`: the further arguments of its
+    methods."""
+    further = fields.get("kwargs")
+    if further is None or not _is_object(further):
+        return fields
+    return {**_fields_in(further), **fields, "kwargs": NULL}
+
+
+def _known(
+    fields: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct], unknown: list[tuple[str, str]], inside: str = ""
+) -> dict[str, msgspec.Raw]:
+    """Return those of the fields that the Struct has and that say something. Raises ApiError for others that ask for
+    what is not implemented; adds the names of unknown ones to `unknown`."""
+    kept = {}
+    for name, value in fields.items():
+        if name in kind.__struct_fields__:
+            nested = _nested(kind).get(name)
+            if nested is not None and _is_object(value):
+                value = msgspec.Raw(_joined(_known(_fields_in(value), nested, unknown, name)))
+            if value != NULL:
+                kept[name] = value
+        elif name in NEUTRAL and not inside:
+            check_neutral(name, msgspec.json.decode(value))
+        else:
+            unknown.append((inside, name))
+    return kept
+
+
+def _is_object(value: msgspec.Raw) -> bool:
+    return bytes(memoryview(value)[:1]) == b"{"
+
+
+def _joined(fields: Mapping[str, msgspec.Raw]) -> bytes:
+    """Return the fields as one JSON object."""
+    return b"{" + b",".join(b'"%b":%b' % (name.encode(), value) for name, value in fields.items()) + b"}"
+
+
+@cache
+def _nested(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
+    """Return the fields that hold a Struct of their own."""
+    return {
+        name: each
+        for name, hint in get_type_hints(kind).items()
+        for each in get_args(hint)
+        if isinstance(each, type) and issubclass(each, msgspec.Struct)
+    }
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether a number is, or those of a dict are; text can spell one that is not, which JSON cannot."""
+    if isinstance(value, dict):
+        return all(_is_finite(each) for each in value.values() if isinstance(each, float))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _unknown(inside: str, name: str) -> ApiError:
+    return ApiError(
+        400,
+        f"There is no parameter {name[:64]!r} {f'in {inside}' if inside else 'here'}. Leave it out.",
+        code="unknown_parameter",
+        param=inside or name[:64],
+    )
+
+
+def _invalid(text: str) -> ApiError:
+    place = PLACE.fullmatch(text)
+    what, where, field = (place[1], place[3], place[4] or None) if place else (text, "", None)
+    if place and place[2]:
+        what = f"a key: {what}"
+    if found := MISSING.fullmatch(what):
+        return ApiError(
+            400,
+            f"The parameter {found[1]!r} is missing{f' in {where}' if where else ''}.",
+            code="missing_required_parameter",
+            param=field or found[1],
+        )
+    return ApiError(400, f"{where or 'the body'}: {what}.", code="invalid_type", param=field)
+
+
+def check_shape(body: bytes) -> None:
+    """Raise ApiError 400 for a body of so many parts that decoding it would hold up others."""
+    if len(body) <= UNCOUNTED_BYTES:
+        return
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in body else body
+    strings = plain.count(b'"') // 2
+    # Every other piece is inside a string.
+    outside = b"".join(plain.split(b'"')[::2]) if strings <= MAX_PARTS else b""
+    parts = strings + sum(map(outside.count, (b"[", b"{", b":")))
+    if parts > MAX_PARTS:
+        raise _too_many(f"at least {parts} objects, lists, names and texts", MAX_PARTS)
+    values = outside.count(b",")
+    if values > MAX_VALUES:
+        raise _too_many(f"{values} values", MAX_VALUES)
+
+
+def _too_many(what: str, most: int) -> ApiError:
+    return ApiError(
+        400,
+        f"The body holds {what}, and the server takes at most {most} in a request. Send fewer.",
+        code="too_many_values",
+    )

@@ -1,0 +1,66 @@
+"""Fields that the bodies of several routes have in common, whichever API they are of.
+
+A name is implemented, that is a field of the Struct that a handler reads, or in the table of `neutral`, or unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from asyncllm.config import MAX_COUNT, MinP, RepetitionPenalty, Temperature, TopP
+
+__all__ = ["MAX_MESSAGES", "Body", "Label", "NewTokens", "PolicyFields", "Prompt", "SamplingFields", "Variables"]
+
+Words = Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=64)]
+Stop = Annotated[str, Meta(max_length=256)] | Words | bool | None
+"""false, as in LMDeploy's early examples, stands for none."""
+TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=MAX_COUNT)]], Meta(max_length=512)]
+NewTokens = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}(?!\n)$")]
+
+MAX_MESSAGES = 4096
+
+Variables = dict[str, str | int | float | bool | None]
+"""Of a chat template."""
+
+Prompt = str | list[str | int | list[int]]
+"""A text, texts, token ids, or several lists of them; a list is of one kind."""
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A JSON object. A name that is not a field is refused."""
+
+    model: str | None = None
+
+
+class PolicyFields(Body, kw_only=True):
+    """How a request stands among the others; the engine's RequestOptions check them."""
+
+    priority: int | None = None
+    """Lower values are served earlier."""
+    timeout: float | None = None
+    """Seconds from the request's arrival to the last token; then 504, or an error event."""
+    user_id: str | None = None
+    """The user it counts for, with `qos_config_path`; refused without."""
+    cache_salt: str | None = None
+    """Requests share cached prefixes only if their salt, and with several keys their key, is the same."""
+
+
+class SamplingFields(PolicyFields, kw_only=True):
+    """How tokens are drawn and where an answer ends, on every route that generates."""
+
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    stop: Stop = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT, description="0 and -1: all.")] | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    stop_token_ids: TokenIds | None = None
+    bad_words: Words | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None

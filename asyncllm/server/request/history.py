@@ -1,0 +1,80 @@
+"""Messages as clients hand them back, in the form that chat templates take.
+
+A client sends an answer again as it got it, from this server or another one: with ids, citations and empty fields of
+things that were not said. What nothing is lost without is left out; older and newer names become those of templates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from asyncllm.server.request.decode import IGNORED
+from asyncllm.server.service import service_of
+from asyncllm.text.messages import EXTRA_KEYS
+from asyncllm.types import Message
+
+__all__ = ["normalised"]
+
+UNSAID = frozenset(
+    {"id", "annotations", "provider_specific_fields", "thinking_blocks", "reasoning_details", "cache_control"}
+)
+"""Keys that tell no model anything: OpenAI's and vLLM's ids and citations, litellm's and OpenRouter's own records."""
+EMPTY = ("audio", "function_call", "tool_calls", "refusal", "reasoning", "reasoning_content")
+"""Keys that an answer without such a thing has with an empty value."""
+ROLES = {"developer": "system", "function": "tool"}
+"""OpenAI's newer and older names of roles, by that of templates."""
+TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Further types of parts that are texts, by the key that holds the text."""
+
+
+def normalised(request: web.Request, messages: list[dict[str, Any]] | str) -> list[Message] | str:
+    """Return the messages as the chat template takes them. With `unknown_fields="ignore"`, unknown keys are left out
+    and added to the request's ignored ones."""
+    if isinstance(messages, str):
+        return messages
+    result = [_message(message) for message in messages]
+    if service_of(request).config.unknown_fields == "ignore":
+        known = {"role", "content", "audio", "function_call", *EXTRA_KEYS}
+        unknown = dict.fromkeys(key for message in result for key in message if key not in known)
+        if unknown:
+            request[IGNORED] = [*request.get(IGNORED, ()), *(f"messages.{key}" for key in unknown)]
+            result = [{key: value for key, value in message.items() if key not in unknown} for message in result]
+    return result
+
+
+def _message(message: dict[str, Any]) -> Message:
+    kept = {key: value for key, value in message.items() if key not in UNSAID and (value or key not in EMPTY)}
+    role = kept.get("role")
+    if isinstance(role, str):
+        kept["role"] = ROLES.get(role, role)
+    if "reasoning" in kept:
+        # vLLM's newer name.
+        kept.setdefault("reasoning_content", kept.pop("reasoning"))
+    refusal = kept.get("refusal")
+    if isinstance(refusal, str):
+        # What the assistant said in place of an answer.
+        del kept["refusal"]
+        kept["content"] = kept.get("content") or refusal
+    call = kept.get("function_call")
+    if isinstance(call, dict) and "tool_calls" not in kept:
+        # OpenAI's older form of one call.
+        del kept["function_call"]
+        kept["tool_calls"] = [{"type": "function", "function": call}]
+    if role == "assistant" and kept.get("content") is None and "tool_calls" not in kept:
+        kept["content"] = ""
+    if isinstance(content := kept.get("content"), list):
+        kept["content"] = [_part(part) for part in content]
+    return kept
+
+
+def _part(part: Any) -> Any:
+    """Return a part that is a text, in the one form that templates know; any other as it is."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if isinstance(part, dict):
+        kind = part.get("type", "text")
+        if isinstance(kind, str) and isinstance(text := part.get(TEXT_PARTS.get(kind, "text")), str):
+            return {"type": "text", "text": text} if kind in ("text", *TEXT_PARTS) else part
+    return part

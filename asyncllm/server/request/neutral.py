@@ -1,0 +1,209 @@
+"""Names that other servers document and this one does not implement, each with the values that ask for nothing.
+
+A name that is no field of a route's body is looked up here: with one of its neutral values it is taken, as an answer
+would be the same without it; with any other it is refused. null is neutral for all. `docs/differences.md` shows the
+table, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from asyncllm.server.http.errors import ApiError
+
+__all__ = ["NEUTRAL", "Neutral", "check_neutral"]
+
+
+class Neutral(msgspec.Struct, frozen=True):
+    """What may be sent under a name that is not implemented."""
+
+    peers: str
+    """The servers in whose documents the name stands."""
+    values: tuple[Any, ...] | None
+    """Those that ask for nothing beyond the default; None: any value, as no answer could show a difference."""
+    why: str
+    """Why other values are refused, and what to do; for any value, why it makes no difference."""
+
+    def takes(self, value: Any) -> bool:
+        """Return whether the value asks for nothing."""
+        return self.values is None or value is None or any(_is_same(value, each) for each in self.values)
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Return whether it is the neutral value, perhaps mistyped as a field of that type may be: 1.0 and "1" for 1."""
+    if isinstance(neutral, (bool, int, float)) and isinstance(value, (bool, int, float, str)):
+        try:
+            return bool(msgspec.convert(value, type(neutral), strict=False) == neutral)
+        except msgspec.ValidationError:
+            return False
+    return type(value) is type(neutral) and bool(value == neutral)
+
+
+_GRAMMAR = "The route holds answers to nothing. Leave it out, or use /v1/chat/completions or /v1/completions."
+_FIXED = "White space is bounded as it is. Leave it out."
+_LOOPS = "Use repetition_penalty or frequency_penalty against loops, or leave it out."
+_DISAGGREGATION = "KV blocks are not handed to other servers. Leave it out."
+_MEDIA = "Prompts are text. Leave it out."
+_TOOLS = "Only /v1/chat/completions takes tools. Leave them out."
+_ANSWERS = "Answers are text. Leave it out."
+_ADAPTERS = "LoRA adapters are not implemented. Leave it out."
+_SAMPLER = "This sampler is not implemented. Leave it out, or use temperature, top_p, top_k and min_p."
+_BEAMS = "It belongs to beam search, which is not implemented. Leave it out."
+_TRUNCATED = "Prompts are not cut silently. Shorten the prompt yourself."
+_REASONING = "Texts that are continued as they are have no reasoning. Leave it out."
+_CODE = "Code of a request is not run. Leave it out."
+_EXPERTS = "Which experts ran is not recorded. Leave it out."
+_STATES = "Hidden states are not sent. Leave it out."
+_CONTEXT = "A context that is full is not shifted. Leave it out."
+_TIMINGS = "Timings are in /metrics. Leave it out."
+_ELSEWHERE = "The route does not implement it. Leave it out, or use /v1/chat/completions or /v1/completions."
+_RECORDS = "It is for the provider's own records."
+_CACHES = "A prefix cache changes no answer."
+_SPACES = "Between special tokens stands what the tokenizer's own rule says, as with transformers' fast tokenizers."
+
+NEUTRAL: Mapping[str, Neutral] = {
+    # OpenAI
+    "user": Neutral("OpenAI, LMDeploy, vLLM, SGLang", None, _RECORDS),
+    "metadata": Neutral("OpenAI", None, _RECORDS),
+    "store": Neutral("OpenAI", None, _RECORDS),
+    "service_tier": Neutral("OpenAI", None, "There is one tier."),
+    "safety_identifier": Neutral("OpenAI", None, _RECORDS),
+    "prompt_cache_key": Neutral("OpenAI", None, _CACHES),
+    "prompt_cache_options": Neutral("OpenAI", None, _CACHES),
+    "prompt_cache_retention": Neutral("OpenAI", None, _CACHES),
+    "prediction": Neutral("OpenAI", None, "It may speed an answer up, and changes none."),
+    "moderation": Neutral("OpenAI", None, "Moderation is the provider's."),
+    "verbosity": Neutral("OpenAI", None, "It is a hint to models that were trained on it."),
+    "parallel_tool_calls": Neutral("OpenAI, LMDeploy, vLLM", None, "Without tools there are no calls."),
+    "tools": Neutral("OpenAI, LMDeploy, vLLM, SGLang, llama.cpp", ([],), _TOOLS),
+    "tool_choice": Neutral("OpenAI, LMDeploy, vLLM, SGLang, llama.cpp", ("none", "auto"), _TOOLS),
+    "functions": Neutral("OpenAI", ([],), "Send tools instead."),
+    "function_call": Neutral("OpenAI", ("none", "auto"), "Send tool_choice instead."),
+    "response_format": Neutral("OpenAI, LMDeploy, vLLM, SGLang, llama.cpp", ({"type": "text"},), _GRAMMAR),
+    "audio": Neutral("OpenAI", (), _ANSWERS),
+    "modalities": Neutral("OpenAI", (["text"],), _ANSWERS),
+    "reasoning_effort": Neutral("OpenAI, LMDeploy, vLLM, SGLang", (), _ELSEWHERE),
+    "web_search_options": Neutral("OpenAI", (), "The server does not search the web. Leave it out."),
+    "suffix": Neutral("OpenAI, LMDeploy, vLLM", ("",), "Text cannot be inserted before a suffix. Leave it out."),
+    "best_of": Neutral("OpenAI, vLLM", (1,), "Answers are not ranked. Ask for n answers instead."),
+    # LMDeploy
+    "kwargs": Neutral("LMDeploy's APIClient", ({},), "It holds further fields, so it is a dict."),
+    "spaces_between_special_tokens": Neutral("LMDeploy, vLLM", (True, False), _SPACES),
+    "adapter_name": Neutral("LMDeploy", (), _ADAPTERS),
+    "image_url": Neutral("LMDeploy", ("", []), _MEDIA),
+    "image_data": Neutral("LMDeploy, SGLang, llama.cpp", ([],), _MEDIA),
+    "media_io_kwargs": Neutral("LMDeploy, vLLM", ({},), _MEDIA),
+    "mm_processor_kwargs": Neutral("LMDeploy, vLLM", ({},), _MEDIA),
+    "migration_request": Neutral("LMDeploy", (), _DISAGGREGATION),
+    "with_cache": Neutral("LMDeploy", (False,), _DISAGGREGATION),
+    "preserve_cache": Neutral("LMDeploy", (False,), _DISAGGREGATION),
+    "repetition_ngram_size": Neutral("LMDeploy", (0,), _LOOPS),
+    "repetition_ngram_threshold": Neutral("LMDeploy", (0,), _LOOPS),
+    "return_routed_experts": Neutral("LMDeploy, SGLang", (False,), _EXPERTS),
+    # vLLM
+    "allowed_token_ids": Neutral("vLLM", (), "Use logit_bias to favour tokens, or leave it out."),
+    "chat_template": Neutral("vLLM", (), "The server's owner chooses the template. Leave it out."),
+    "documents": Neutral("vLLM", ([],), "Put the documents into a message."),
+    "early_stopping": Neutral("vLLM", (False,), _BEAMS),
+    "guided_choice": Neutral("vLLM", (), _GRAMMAR),
+    "guided_decoding_backend": Neutral("vLLM", None, "There is one back end."),
+    "guided_grammar": Neutral("vLLM", (), _GRAMMAR),
+    "guided_json": Neutral("vLLM", (), _GRAMMAR),
+    "guided_regex": Neutral("vLLM", (), _GRAMMAR),
+    "guided_whitespace_pattern": Neutral("vLLM", (), _FIXED),
+    "include_reasoning": Neutral("vLLM", (True,), _REASONING),
+    "kv_transfer_params": Neutral("vLLM", (), _DISAGGREGATION),
+    "length_penalty": Neutral("vLLM", (1.0,), _BEAMS),
+    "logits_processors": Neutral("vLLM", ([],), _CODE),
+    "prompt_embeds": Neutral("vLLM", (), "Prompts are texts or token ids."),
+    "return_tokens_as_token_ids": Neutral("vLLM", (False,), "Send return_token_ids instead."),
+    "structural_tag": Neutral("vLLM, SGLang", (), "Send response_format instead."),
+    "structured_outputs": Neutral("vLLM", (), _GRAMMAR),
+    "truncate_prompt_tokens": Neutral("vLLM", (), _TRUNCATED),
+    "use_beam_search": Neutral("vLLM", (False,), "Beam search is not implemented. Ask for n answers instead."),
+    "vllm_xargs": Neutral("vLLM", ({},), _CODE),
+    # SGLang
+    "bootstrap_host": Neutral("SGLang", (), _DISAGGREGATION),
+    "bootstrap_port": Neutral("SGLang", (), _DISAGGREGATION),
+    "bootstrap_room": Neutral("SGLang", (), _DISAGGREGATION),
+    "custom_labels": Neutral("SGLang", None, _RECORDS),
+    "custom_logit_processor": Neutral("SGLang", (), _CODE),
+    "custom_params": Neutral("SGLang", ({},), _CODE),
+    "ebnf": Neutral("SGLang", (), _GRAMMAR),
+    "json_schema": Neutral("SGLang, llama.cpp", (), _GRAMMAR),
+    "lora_path": Neutral("SGLang", (), _ADAPTERS),
+    "no_stop_trim": Neutral("SGLang", (False,), "Send include_stop_str_in_output instead."),
+    "regex": Neutral("SGLang", (), _GRAMMAR),
+    "return_cached_tokens_details": Neutral(
+        "SGLang", (False,), "usage.prompt_tokens_details says how many. Leave it out."
+    ),
+    "return_hidden_states": Neutral("SGLang", (False,), _STATES),
+    "rid": Neutral("SGLang", (), "Send request_id instead."),
+    "routed_experts_start_len": Neutral("SGLang", (0,), _EXPERTS),
+    "separate_reasoning": Neutral("SGLang", (True, False), "Continued texts have no reasoning."),
+    "session_params": Neutral("SGLang", (), "Sessions are those of /v1/chat/interactive. Leave it out."),
+    "stop_regex": Neutral("SGLang", ([],), "Send stop with texts instead."),
+    "stream_reasoning": Neutral("SGLang", (True,), "Reasoning streams as it comes. Leave it out."),
+    # llama.cpp
+    "cache_prompt": Neutral("llama.cpp", (True, False), _CACHES),
+    "dry_allowed_length": Neutral("llama.cpp", (2,), _LOOPS),
+    "dry_base": Neutral("llama.cpp", (1.75,), _LOOPS),
+    "dry_multiplier": Neutral("llama.cpp", (0.0,), _LOOPS),
+    "dry_penalty_last_n": Neutral("llama.cpp", (-1,), _LOOPS),
+    "dynatemp_exponent": Neutral("llama.cpp", (1.0,), _SAMPLER),
+    "dynatemp_range": Neutral("llama.cpp", (0.0,), _SAMPLER),
+    "grammar": Neutral("llama.cpp", ("",), _GRAMMAR),
+    "id_slot": Neutral("llama.cpp", (-1,), "Rows are not the client's to choose. Leave it out."),
+    "lora": Neutral("llama.cpp", ([],), _ADAPTERS),
+    "min_keep": Neutral("llama.cpp", (0,), _SAMPLER),
+    "mirostat": Neutral("llama.cpp", (0,), _SAMPLER),
+    "mirostat_eta": Neutral("llama.cpp", (0.1,), _SAMPLER),
+    "mirostat_tau": Neutral("llama.cpp", (5.0,), _SAMPLER),
+    "n_indent": Neutral("llama.cpp", (0,), _FIXED),
+    "n_keep": Neutral("llama.cpp", (0,), _CONTEXT),
+    "n_discard": Neutral("llama.cpp", (0,), _CONTEXT),
+    "n_predict": Neutral("llama.cpp", (-1,), "Send max_tokens instead."),
+    "n_probs": Neutral("llama.cpp", (0,), "Send logprobs instead."),
+    "post_sampling_probs": Neutral("llama.cpp", (False,), "Send logprobs instead."),
+    "reasoning_format": Neutral("llama.cpp", ("auto", "deepseek"), "Send separate_reasoning instead."),
+    "repeat_last_n": Neutral("llama.cpp", (64, -1), "Penalties look at the whole text. Leave it out."),
+    "repeat_penalty": Neutral("llama.cpp", (1.0,), "Send repetition_penalty instead."),
+    "response_fields": Neutral("llama.cpp", ([],), "Answers have all of their fields. Leave it out."),
+    "return_progress": Neutral("llama.cpp", (False,), _TIMINGS),
+    "return_tokens": Neutral("llama.cpp", (False,), "Send return_token_ids instead."),
+    "samplers": Neutral("llama.cpp", ([],), "The order of samplers is fixed. Leave it out."),
+    "t_max_predict_ms": Neutral("llama.cpp", (0, -1), "Send timeout instead, in seconds."),
+    "timings_per_token": Neutral("llama.cpp", (False,), _TIMINGS),
+    "top_n_sigma": Neutral("llama.cpp", (-1.0,), _SAMPLER),
+    "typical_p": Neutral("llama.cpp", (1.0,), _SAMPLER),
+    "xtc_probability": Neutral("llama.cpp", (0.0,), _SAMPLER),
+    "xtc_threshold": Neutral("llama.cpp", (0.1,), _SAMPLER),
+    # Implemented, though not by every route.
+    "echo": Neutral("OpenAI, vLLM", (False,), _ELSEWHERE),
+    "frequency_penalty": Neutral("OpenAI, vLLM, SGLang", (0.0,), _ELSEWHERE),
+    "logit_bias": Neutral("OpenAI, LMDeploy, vLLM", ({}, []), _ELSEWHERE),
+    "logprobs": Neutral("OpenAI, LMDeploy, vLLM", (False, 0), _ELSEWHERE),
+    "min_tokens": Neutral("vLLM, SGLang", (0,), _ELSEWHERE),
+    "n": Neutral("OpenAI, LMDeploy, vLLM, SGLang", (1,), _ELSEWHERE),
+    "presence_penalty": Neutral("OpenAI, vLLM, SGLang", (0.0,), _ELSEWHERE),
+    "prompt_logprobs": Neutral("vLLM", (), _ELSEWHERE),
+    "return_logprob": Neutral("LMDeploy", (False,), "Send logprobs instead."),
+    "return_token_ids": Neutral("vLLM, SGLang, LMDeploy", (False,), _ELSEWHERE),
+    "stream": Neutral("OpenAI", (False,), "The route does not stream. Leave it out."),
+    "stream_options": Neutral("OpenAI, vLLM", (), _ELSEWHERE),
+    "top_logprobs": Neutral("OpenAI, LMDeploy, vLLM", (0,), _ELSEWHERE),
+}
+
+
+def check_neutral(name: str, value: Any) -> None:
+    """Raise ApiError 400 for a value that asks for what is not implemented under a name of the table."""
+    if not NEUTRAL[name].takes(value):
+        raise ApiError(
+            400,
+            f"{name} is not supported with this value. {NEUTRAL[name].why}",
+            code="unsupported_parameter",
+            param=name,
+        )

@@ -1,0 +1,261 @@
+"""The bridge to llguidance: a tokenizer as it wants it, grammars compiled and tried, and one answer's way through one.
+
+Everything here takes microseconds to seconds and runs in threads; nothing here knows of the event loop.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncllm.config.response_format import GrammarSpec
+from asyncllm.errors import InvalidParameter
+from asyncllm.text.token_table import LeadingSpace
+from asyncllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+__all__ = ["AnswerGrammar", "CompiledGrammar", "GrammarCompiler", "GrammarProgress"]
+
+FIELD = "response_format"
+
+LIMITS: dict[str, Any] = {
+    "max_items_in_row": 10_000,
+    "max_grammar_size": 50_000,
+    "initial_lexer_fuel": 200_000,
+    "max_lexer_states": 25_000,
+    "verbose_errors": False,
+}
+
+WHITE_SPACE: Any = {
+    "whitespace_pattern": r"( |\n[ \t]{0,40})",
+    "json_allow_general_unicode_escapes": True,
+}
+"""Between JSON's tokens one blank, or a line end with an indent: unbounded white space is what models get lost in."""
+
+SLOW_MASK = 0.05
+"""Seconds of processor time. A grammar whose first masks take longer is refused, as each would hold up other rows."""
+
+TOO_SLOW = 0.005
+"""Seconds of processor time of one mask in a running answer; so many of them as SLOW_MASKS end it."""
+SLOW_MASKS = 10
+
+MAX_MESSAGE = 300
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance asks for it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
+        assert tokenizer.table is not None
+        pieces = [piece or b"" for piece in tokenizer.table.pieces[:vocab_size]]
+        self.tokens = [*pieces, *[b""] * (vocab_size - len(pieces))]
+        self.special_token_ids = sorted(id_ for id_ in tokenizer.special_token_ids if id_ < vocab_size)
+        self.eos_token_id = eos[0]
+        self.bos_token_id = None
+        self._tokenizer = tokenizer
+        self._by_bytes = {piece: id_ for id_, piece in enumerate(self.tokens) if piece}
+        for id_ in self.special_token_ids:
+            self._by_bytes.pop(self.tokens[id_], None)
+        self._longest = max(map(len, self._by_bytes), default=0)
+
+    def __call__(self, data: bytes) -> list[int]:
+        """The tokens of some bytes: the tokenizer's own, or the longest ones where it puts something in front."""
+        try:
+            ids = self._tokenizer.encode(data.decode(), add_bos=False, parse_special=False)
+        except ValueError:
+            ids = []
+        if b"".join(self.tokens[id_] for id_ in ids if id_ < len(self.tokens)) == data:
+            return ids
+        ids, place = [], 0
+        while place < len(data):
+            for size in range(min(self._longest, len(data) - place), 0, -1):
+                found = self._by_bytes.get(data[place : place + size])
+                if found is not None:
+                    ids.append(found)
+                    place += size
+                    break
+            else:
+                place += 1
+        return ids
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model's vocabulary. Usable from several threads at once."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
+        """Takes up to a second for a large vocabulary, and holds the interpreter meanwhile. `eos`: all ids that end an
+        answer, of which there is at least one; `tokenizer` has a table."""
+        from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
+
+        assert tokenizer.table is not None
+        self._vocabulary = LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, eos)), eos_token=list(eos))
+        self._limits = LLParserLimits(**LIMITS)
+        self._words = -(-vocab_size // 32)
+        self._spaced = tokenizer.table.leading is not LeadingSpace.KEEP
+
+    def compile(self, spec: GrammarSpec, *, spaced: bool) -> CompiledGrammar:
+        """Compile a grammar and try its first tokens. `spaced`: an answer may begin with white space.
+
+        Raises InvalidParameter."""
+        from llguidance import LLMatcher
+
+        text = self._text(spec, spaced=spaced or self._spaced)
+        matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
+        self._check(matcher)
+        self._walk(matcher.deep_copy())
+        return CompiledGrammar(matcher, self._words)
+
+    def _text(self, spec: GrammarSpec, *, spaced: bool) -> str:
+        from llguidance import LLMatcher
+
+        match spec.kind:
+            case "json_schema":
+                schema = json.loads(spec.source)
+                if spaced:
+                    whole = json.dumps({**schema, "x-guidance": WHITE_SPACE})
+                    return LLMatcher.grammar_from_lark(f"start: /[ \\n]{{0,2}}/ answer\nanswer: %json {whole}")
+                return LLMatcher.grammar_from_json_schema(spec.source, overrides=WHITE_SPACE)
+            case "regex":
+                return LLMatcher.grammar_from_regex(f"[ \\n]{{0,2}}({spec.source})" if spaced else spec.source)
+            case "choice":
+                # As one expression: as many alternatives of a grammar take seconds.
+                words = "|".join(_escaped(word) for word in json.loads(spec.source))
+                return LLMatcher.grammar_from_regex(f"[ \\n]{{0,2}}({words})" if spaced else f"({words})")
+            case "grammar":
+                source = spec.source
+                if "::=" in source:
+                    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+                    try:
+                        source = gbnf_to_lark(source)
+                    except Exception as error:  # its parser raises whatever it meets
+                        raise InvalidParameter(
+                            f"The grammar is no GBNF ({type(error).__name__}). Correct it, or send Lark.", FIELD
+                        ) from None
+                return LLMatcher.grammar_from_lark(source)
+
+    def _check(self, matcher: LLMatcher) -> None:
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split())[:MAX_MESSAGE]
+            raise InvalidParameter(
+                f"No answer can be held to this {FIELD}: {reason}. Leave out what is not supported, and check the "
+                f"answer for it yourself.",
+                FIELD,
+            )
+
+    def _walk(self, matcher: LLMatcher) -> None:
+        """Take a step into the grammar: some compile, and break when they are used."""
+        words = np.zeros(self._words, np.int32)
+        for _ in range(2):
+            begun = time.thread_time()
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            if time.thread_time() - begun > SLOW_MASK:
+                raise InvalidParameter(
+                    f"The {FIELD} is too complex: a single token takes longer than {SLOW_MASK * 1000:.0f} ms. "
+                    f"Simplify it.",
+                    FIELD,
+                )
+            self._check(matcher)
+            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+            if not len(allowed):
+                raise InvalidParameter(f"No text is allowed by this {FIELD}. Loosen it.", FIELD)
+            if matcher.is_stopped():
+                return
+            matcher.consume_token(int(allowed[len(allowed) // 2]))
+            self._check(matcher)
+
+
+REGEX_CHARACTERS = re.compile(r"[^A-Za-z0-9_ ]")
+
+
+def _escaped(text: str) -> str:
+    """A text as a regular expression of Rust's."""
+    return REGEX_CHARACTERS.sub(lambda match: f"\\x{{{ord(match[0]):x}}}", text)
+
+
+class CompiledGrammar:
+    """A grammar that has not been used; its copies share what they find out about it."""
+
+    def __init__(self, matcher: LLMatcher, words: int) -> None:
+        self._matcher = matcher
+        self._lock = threading.Lock()
+        self.words = words
+        """Of 32 bits, one bit for each token."""
+
+    def copy(self) -> LLMatcher:
+        with self._lock:  # one matcher is for one thread at a time
+            return self._matcher.deep_copy()
+
+
+class AnswerGrammar:
+    """What one request's answers are held to, and where it begins: behind the reasoning, if there is any."""
+
+    def __init__(self, compiled: CompiledGrammar, *, inside: bool, opens: int | None, closes: int | None) -> None:
+        """`inside`: the answer begins inside the reasoning, which the token `closes` ends. `opens`: the token that may
+        begin it."""
+        self._compiled = compiled
+        self._inside = inside
+        self._opens = opens
+        self._closes = closes
+
+    def start(self, answer: Sequence[int]) -> GrammarProgress:
+        """Return an answer's way through the grammar, behind the tokens that it has already."""
+        progress = GrammarProgress(self._compiled, inside=self._inside, opens=self._opens, closes=self._closes)
+        for token in answer:
+            progress.consume(token)
+        return progress
+
+
+class GrammarProgress:
+    """How far one answer has come in its grammar. Used by one thread at a time."""
+
+    def __init__(self, compiled: CompiledGrammar, *, inside: bool, opens: int | None, closes: int | None) -> None:
+        self._matcher = compiled.copy()
+        self._free = inside
+        """The text is reasoning, which no grammar holds."""
+        self._opens = None if inside else opens
+        """The token that may still begin the reasoning."""
+        self._closes = closes
+        self._slow = 0
+        self.error: str | None = None
+        """Why the answer cannot go on."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether only the end may follow."""
+        return not self._free and self._matcher.is_stopped()
+
+    def consume(self, token: int) -> None:
+        """Take note of the answer's next token."""
+        if self._free:
+            self._free = token != self._closes
+        elif token == self._opens:
+            self._free, self._opens = True, None
+        else:
+            self._opens = None
+            if not self.ended and not self._matcher.consume_token(token):
+                self.error = self._matcher.get_error() or "the token is not allowed"
+
+    def fill(self, words: NDArray[np.int32]) -> None:
+        """Write the bits of the tokens that may come next."""
+        if self._free:
+            words[:] = -1
+            return
+        begun = time.thread_time()
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._slow += time.thread_time() - begun > TOO_SLOW
+        if self._matcher.is_error():
+            self.error = self._matcher.get_error()
+        elif self._slow >= SLOW_MASKS:
+            self.error = "its tokens take too long to tell apart"
+        if self._opens is not None:
+            words.view(np.uint32)[self._opens // 32] |= np.uint32(1 << self._opens % 32)

@@ -1,0 +1,77 @@
+"""Prompts of a batch: one or many, each with its generation config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from asyncllm.config import GenerationConfig
+from asyncllm.errors import InvalidMessage, InvalidParameter
+from asyncllm.types import Message
+
+__all__ = ["Prompts", "check_one_prompt", "is_single", "is_token_ids", "longest_first", "pair_with_configs"]
+
+Prompts = str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]] | Sequence[Sequence[int]]
+"""One prompt (str or messages), or a list of them; in a list, a prompt may also be its token ids."""
+
+
+def check_one_prompt(messages: object, input_ids: object) -> None:
+    """Raise InvalidParameter for a prompt that is given twice, InvalidMessage for token ids in the place of a text."""
+    if messages is not None and input_ids is not None:
+        raise InvalidParameter(
+            "The prompt is given twice, as messages and as input_ids, and one of them would be ignored. Pass one.",
+            "input_ids",
+        )
+    if is_token_ids(messages):
+        raise InvalidMessage(
+            "A prompt is a str or a list of messages, and these are numbers. Pass token ids as input_ids=[...]."
+        )
+
+
+def is_single(prompts: Prompts) -> bool:
+    """Return whether this is one prompt and not a list of them. Raises InvalidMessage when it is neither."""
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise InvalidMessage(
+            f"prompts must be a str, a list of str, messages, or a list of messages, not {type(prompts).__name__}."
+        )
+    return len(prompts) > 0 and isinstance(prompts[0], dict)
+
+
+def pair_with_configs(
+    prompts: Prompts, gen_config: GenerationConfig | Sequence[GenerationConfig] | None
+) -> list[tuple[Any, Any]]:
+    """Return (prompt, its config) for each prompt. Raises InvalidParameter unless there is one config, or one for
+    each."""
+    items: list[Any] = [prompts] if is_single(prompts) else list(prompts)
+    if not isinstance(gen_config, (list, tuple)):
+        return [(item, gen_config) for item in items]
+    if len(gen_config) != len(items):
+        raise InvalidParameter(
+            f"There are {len(items)} prompts and {len(gen_config)} generation configs. Pass one for all, "
+            f"or one for each.",
+            "gen_config",
+        )
+    return list(zip(items, gen_config, strict=True))
+
+
+def is_token_ids(prompt: Any) -> bool:
+    """Return whether a prompt of a list is given as token ids."""
+    return isinstance(prompt, (list, tuple)) and len(prompt) > 0 and isinstance(prompt[0], int)
+
+
+def longest_first(configs: Sequence[GenerationConfig | None]) -> list[int]:
+    """Return the prompts' indices in the order in which they are best admitted when all are awaited together.
+
+    Answers that may become long start first, so that none of them runs alone at the end: the rule of the longest
+    processing time (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). Equal ones keep their order.
+    """
+
+    def most_tokens(index: int) -> float:
+        # A config that is not one raises when its answer starts.
+        most = getattr(configs[index] or GenerationConfig(), "max_new_tokens", None)
+        return most if isinstance(most, int) else math.inf
+
+    return sorted(range(len(configs)), key=most_tokens, reverse=True)

@@ -1,0 +1,151 @@
+"""DeepSeek's calls: V3 and R1 with the arguments in a fenced block, V3.1 without, V3.2 and V4 as marked parameters;
+and Kimi K2's, which are alike."""
+
+from __future__ import annotations
+
+import re
+
+from asyncllm.text.replies.reader import Reader, ToolFormat
+from asyncllm.text.replies.source import Reading
+from asyncllm.text.replies.values import ArgumentsWriter
+
+__all__ = ["DEEPSEEK_V3", "DEEPSEEK_V4", "DEEPSEEK_V31", "DEEPSEEK_V32", "KIMI_K2"]
+
+CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+DSML = "｜DSML｜"
+KIMI_CALLS, KIMI_CALL = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
+KIMI_ARGUMENTS, KIMI_CALL_END = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+KIMI_CALLS_END = "<|tool_calls_section_end|>"
+NAME = re.compile(r"[\w.-]")
+LINE = re.compile(r"[^\n<\udc00-\udfff]")
+QUOTED = re.compile(r'[^"\n>]')
+
+
+def _read_v3(reader: Reader, opener: str) -> Reading:
+    found = yield from _call_v3(reader)
+    if found:
+        while (yield from reader.attempt(_call_v3(reader))):
+            pass
+        yield from reader.source.space()
+        yield from reader.source.literal(CALLS_END)
+    return found
+
+
+def _call_v3(reader: Reader) -> Reading:
+    source, output = reader.source, reader.output
+    yield from source.space()
+    if not (yield from source.literal(CALL)):
+        return False
+    name = (yield from source.matching(LINE)).strip()
+    if not (yield from source.literal(SEPARATOR)):
+        return False
+    if name == "function":
+        name = (yield from source.matching(LINE)).strip()
+    yield from source.space()
+    fenced = yield from source.literal("```json")
+    if fenced:
+        yield from source.space()
+    if not name or (yield from source.peek()) != "{":
+        return False
+    output.start(name)
+    complete = yield from source.json_value(output.arguments)
+    output.finish(complete=complete)
+    if complete:
+        yield from source.space()
+        if fenced:
+            yield from source.literal("```")
+            yield from source.space()
+        yield from source.literal(CALL_END)
+    return True
+
+
+def _read_dsml(reader: Reader, opener: str) -> Reading:
+    found = yield from _invocation(reader)
+    if found:
+        while (yield from reader.attempt(_invocation(reader))):
+            pass
+        yield from reader.source.space()
+        yield from reader.source.literal(opener.replace("<", "</"))
+    return found
+
+
+def _invocation(reader: Reader) -> Reading:
+    source, output = reader.source, reader.output
+    yield from source.space()
+    if not (yield from source.literal(f'<{DSML}invoke name="')):
+        return False
+    name = yield from source.matching(QUOTED)
+    if not name or not (yield from source.literal('">')):
+        return False
+    output.start(name)
+    writer = ArgumentsWriter(output.arguments)
+    writer.begin()
+    closing = reader.markers(f"</{DSML}parameter>")
+    while True:
+        yield from source.space()
+        if not (yield from source.literal(f'<{DSML}parameter name="')):
+            break
+        key = yield from source.matching(QUOTED)
+        is_text = not (yield from source.literal('" string="false">'))
+        if is_text and not (yield from source.literal('" string="true">')):
+            output.finish(complete=False)
+            return True
+        writer.key(key)
+        if is_text:
+            writer.open_string()
+        closed = yield from source.until(closing, writer.string_piece if is_text else writer.raw)
+        if closed is None:
+            output.finish(complete=False)
+            return True
+        if is_text:
+            writer.open_string()
+    complete = yield from source.literal(f"</{DSML}invoke>")
+    if complete:
+        writer.end()
+    output.finish(complete=complete)
+    return True
+
+
+def _dsml(name: str, tag: str) -> ToolFormat:
+    marker = f"<{DSML}{tag}>"
+    inside = (f"</{DSML}{tag}>", f'<{DSML}invoke name="', f"</{DSML}invoke>", f"</{DSML}parameter>")
+    return ToolFormat(name, (marker,), _read_dsml, inside=(*inside, f'<{DSML}parameter name="'))
+
+
+def _read_kimi(reader: Reader, opener: str) -> Reading:
+    found = yield from _call_kimi(reader)
+    if found:
+        while (yield from reader.attempt(_call_kimi(reader))):
+            pass
+        yield from reader.source.space()
+        yield from reader.source.literal(KIMI_CALLS_END)
+    return found
+
+
+def _call_kimi(reader: Reader) -> Reading:
+    source, output = reader.source, reader.output
+    yield from source.space()
+    if not (yield from source.literal(KIMI_CALL)):
+        return False
+    # functions.NAME:INDEX
+    name = (yield from source.matching(LINE)).strip().removeprefix("functions.").rpartition(":")[0]
+    if not name or not (yield from source.literal(KIMI_ARGUMENTS)):
+        return False
+    yield from source.space()
+    output.start(name)
+    complete = yield from source.json_value(output.arguments)
+    output.finish(complete=complete)
+    yield from source.space()
+    yield from source.literal(KIMI_CALL_END)
+    return True
+
+
+DEEPSEEK_V3 = ToolFormat("deepseek_v3", (CALLS,), _read_v3, inside=(CALL, SEPARATOR, CALL_END, CALLS_END))
+"""DeepSeek V3, V3-0324 and R1."""
+DEEPSEEK_V31 = ToolFormat("deepseek_v31", (CALLS,), _read_v3, inside=(CALL, SEPARATOR, CALL_END, CALLS_END))
+DEEPSEEK_V32 = _dsml("deepseek_v32", "function_calls")
+DEEPSEEK_V4 = _dsml("deepseek_v4", "tool_calls")
+KIMI_K2 = ToolFormat(
+    "kimi_k2", (KIMI_CALLS,), _read_kimi, inside=(KIMI_CALL, KIMI_ARGUMENTS, KIMI_CALL_END, KIMI_CALLS_END)
+)

@@ -1,0 +1,156 @@
+"""What a reply is made of, in the order in which it comes, and the output that its parts are collected in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+__all__ = ["CallEnd", "CallPiece", "CallStart", "Event", "Output", "Text", "Thought"]
+
+
+class Text(msgspec.Struct, frozen=True):
+    """A piece of the answer's content."""
+
+    text: str
+
+
+class Thought(msgspec.Struct, frozen=True):
+    """A piece of the reasoning in front of the content."""
+
+    text: str
+
+
+class CallStart(msgspec.Struct, frozen=True):
+    """A call of a tool begins; calls are numbered from 0 and do not overlap."""
+
+    index: int
+    name: str
+
+
+class CallPiece(msgspec.Struct, frozen=True):
+    """A piece of the JSON text of a call's arguments."""
+
+    index: int
+    arguments: str
+
+
+class CallEnd(msgspec.Struct, frozen=True):
+    """A call is over. `complete`: its arguments came to their end."""
+
+    index: int
+    complete: bool
+
+
+Event = Text | Thought | CallStart | CallPiece | CallEnd
+
+
+class Output:
+    """Collects events; adjacent pieces of one kind become one.
+
+    White space between markup is none of the content's: what stands directly behind markup is left out, and what stands
+    in front of it is held until it is known whether markup follows.
+    """
+
+    def __init__(self, spelled: Callable[[str], str], on_call: Callable[[], None], most_calls: int) -> None:
+        """`spelled` turns codes of special tokens back into their text; `on_call` is told that a call has begun. Behind
+        `most_calls` calls nothing is taken; 0: there may be any number."""
+        self._spelled = spelled
+        self._on_call = on_call
+        self._most_calls = most_calls
+        self._events: list[Event] = []
+        self._behind_markup = False
+        self._blanks: list[str] = []
+        """White space that markup may follow."""
+        self._thinking = False
+        self.inside = False
+        """Whether the text that comes is reasoning."""
+        self.over = False
+        """Whether all calls have come that may."""
+        self.num_calls = 0
+        """Calls that have begun."""
+        self.num_complete = 0
+        """Calls whose arguments are complete."""
+
+    def take(self) -> list[Event]:
+        """Return the events since the last call of this."""
+        events, self._events = self._events, []
+        return events
+
+    def text(self, text: str) -> None:
+        """Add to the content."""
+        self._add(text, thinking=False)
+
+    def thought(self, text: str) -> None:
+        """Add to the reasoning."""
+        self._add(text, thinking=True)
+
+    def markup(self) -> None:
+        """Markup stands here."""
+        self._blanks = []
+        self._behind_markup = True
+
+    def end(self) -> None:
+        """Nothing follows: white space at the end is the text's own."""
+        self._flush_blanks()
+
+    def start(self, name: str) -> None:
+        """A call begins."""
+        self.markup()
+        self._on_call()
+        if self.over:
+            return
+        self._events.append(CallStart(self.num_calls, name))
+        self.num_calls += 1
+
+    def arguments(self, piece: str) -> None:
+        """Add to the arguments of the call that has begun."""
+        if not piece or self.over:
+            return
+        index, piece = self.num_calls - 1, self._spelled(piece)
+        last = self._events[-1] if self._events else None
+        if type(last) is CallPiece:
+            self._events[-1] = CallPiece(index, last.arguments + piece)
+        else:
+            self._events.append(CallPiece(index, piece))
+
+    def finish(self, *, complete: bool) -> None:
+        """The call that has begun is over."""
+        if self.over:
+            return
+        self.num_complete += complete
+        self._events.append(CallEnd(self.num_calls - 1, complete))
+        self.over = self.num_calls == self._most_calls
+
+    def _add(self, text: str, *, thinking: bool) -> None:
+        if self.over:
+            return
+        if thinking != self._thinking:
+            self._flush_blanks()
+            self._thinking = thinking
+        if self._behind_markup:
+            text = text.lstrip()
+            if not text:
+                return
+            self._behind_markup = False
+        core = text.rstrip()
+        if core:
+            self._flush_blanks()
+            self._emit(core)
+        if len(core) < len(text):
+            self._blanks.append(text[len(core) :])
+
+    def _flush_blanks(self) -> None:
+        if self._blanks:
+            blanks, self._blanks = "".join(self._blanks), []
+            self._emit(blanks)
+
+    def _emit(self, text: str) -> None:
+        text = self._spelled(text)
+        kind = Thought if self._thinking else Text
+        last = self._events[-1] if self._events else None
+        if last is not None and type(last) is kind:
+            text = last.text + text
+            self._events[-1] = kind(text)
+        else:
+            self._events.append(kind(text))

@@ -1,0 +1,74 @@
+"""gpt-oss's replies: several messages, each with a channel and perhaps a recipient in its header."""
+
+from __future__ import annotations
+
+import re
+
+from asyncllm.text.replies.reader import Reader, ToolFormat
+from asyncllm.text.replies.source import Reading
+
+__all__ = ["HARMONY"]
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+NAMED_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+RECIPIENT = re.compile(r"to=([\w.-]+)")
+
+
+def _read_none(reader: Reader, opener: str) -> Reading:
+    yield from ()
+    return False
+
+
+def _answer(reader: Reader) -> Reading:
+    source, output = reader.source, reader.output
+    ends, header_end = reader.markers(END, CALL, RETURN, START), reader.markers(MESSAGE, END, CALL, RETURN)
+    yield  # the first text
+    while True:
+        parts: list[str] = []
+        marker = yield from source.until(header_end, parts.append)
+        header = reader.codes.spelled("".join(parts))
+        if marker != MESSAGE:
+            # No message: whatever this is, the model has said it.
+            output.text(header.removeprefix(START).removeprefix("assistant"))
+            if marker is None:
+                return
+            continue
+        channel = found[1] if (found := NAMED_CHANNEL.search(header)) else "final"
+        recipient = found[1] if (found := RECIPIENT.search(header)) else ""
+        output.markup()
+        if recipient and reader.tools:
+            output.inside = False
+            yield from _call(reader, recipient.removeprefix("functions."))
+            marker = yield from source.until(ends, output.text)
+        elif channel == "analysis":
+            output.inside = True
+            marker = yield from source.until(ends, output.thought)
+            output.inside = False
+        else:
+            output.inside = False
+            marker = yield from source.until(ends, output.text)
+        if marker is None:
+            return
+        output.markup()
+
+
+def _call(reader: Reader, name: str) -> Reading:
+    source, output = reader.source, reader.output
+    yield from source.space()
+    output.start(name)
+    if (yield from source.peek()) == "{":
+        complete = yield from source.json_value(output.arguments)
+    else:
+        output.arguments("{}")
+        complete = True
+    output.finish(complete=complete)
+
+
+HARMONY = ToolFormat(
+    "openai",
+    (),
+    _read_none,
+    inside=(START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN),
+    answer=_answer,
+)

@@ -1,0 +1,115 @@
+"""Calls that are written as JSON objects: a name and arguments, in any order, alone or in a list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from asyncllm.text.replies.reader import Reader
+from asyncllm.text.replies.source import Reading
+
+__all__ = ["CALL_KEYS", "Keys", "read_calls", "read_object"]
+
+
+class Keys(NamedTuple):
+    """The names of what a call's object holds."""
+
+    name: frozenset[str]
+    arguments: frozenset[str]
+    both: bool = False
+    """Without arguments it is no call."""
+
+
+CALL_KEYS = Keys(frozenset({"name"}), frozenset({"arguments", "parameters"}))
+
+
+def read_calls(reader: Reader, keys: Keys = CALL_KEYS) -> Reading:
+    """Read an object or a list of them. Returns whether it was a call."""
+    source = reader.source
+    yield from source.space()
+    if not (yield from source.literal("[")):
+        return (yield from read_object(reader, keys))
+    if not (yield from read_object(reader, keys)):
+        return False
+    while (yield from reader.attempt(_further(reader, keys))):
+        pass
+    yield from source.space()
+    yield from source.literal("]")
+    return True
+
+
+def _further(reader: Reader, keys: Keys) -> Reading:
+    yield from reader.source.space()
+    return (yield from reader.source.literal(",")) and (yield from read_object(reader, keys))
+
+
+def read_object(reader: Reader, keys: Keys = CALL_KEYS) -> Reading:
+    """Read one call. Returns whether it was one; what was read of one that was not is with the source."""
+    source, output = reader.source, reader.output
+    yield from source.space()
+    if not (yield from source.literal("{")):
+        return False
+    name: str | None = None
+    held: list[str] | None = None
+    begun = complete = False
+    while True:
+        yield from source.space()
+        if (yield from source.literal("}")):
+            break
+        yield from source.literal(",")
+        yield from source.space()
+        key = yield from source.json_string()
+        if key is not None:
+            yield from source.space()
+        if key is None or not (yield from source.literal(":")):
+            if begun:
+                # The arguments are there; what follows them is text.
+                output.finish(complete=complete)
+            return begun
+        yield from source.space()
+        if key in keys.name and not begun:
+            name = yield from source.json_string()
+            if not name:
+                return False
+        elif key in keys.arguments and not begun:
+            if name is None:
+                held = []
+                complete = yield from _arguments(reader, held.append)
+                continue
+            output.start(name)
+            begun = True
+            complete = yield from _arguments(reader, output.arguments)
+            if not complete:
+                output.finish(complete=False)
+                return True
+        else:
+            yield from source.json_value(_drop)
+    if not begun:
+        if name is None or (keys.both and held is None):
+            return False
+        output.start(name)
+        output.arguments("{}" if held is None else "".join(held))
+        complete = complete or held is None
+    output.finish(complete=complete)
+    return True
+
+
+def _arguments(reader: Reader, sink: Callable[[str], None]) -> Reading:
+    """Read arguments, which some models write as a text that holds JSON, and null where there are none."""
+    source = reader.source
+    first = yield from source.peek()
+    if first == '"':
+        text = yield from source.json_string()
+        sink(text or "{}")
+        return text is not None
+    if first in ("{", "["):
+        return (yield from source.json_value(sink))
+    parts: list[str] = []
+    complete = yield from source.json_value(parts.append)
+    text = "".join(parts)
+    sink("{}" if text == "null" else text)
+    return complete
+
+
+def _drop(piece: str) -> None:
+    pass

@@ -1,0 +1,35 @@
+"""Mistral's calls: a JSON list up to tokenizer v7, a name and its arguments from v11 on."""
+
+from __future__ import annotations
+
+import re
+
+from asyncllm.text.replies.json_calls import read_calls
+from asyncllm.text.replies.reader import Reader, ToolFormat
+from asyncllm.text.replies.source import Reading
+
+__all__ = ["MISTRAL"]
+
+NAME = re.compile(r"[\w.-]")
+
+
+def _read(reader: Reader, opener: str) -> Reading:
+    source, output = reader.source, reader.output
+    yield from source.space()
+    if (yield from source.peek()) in ("[", "{"):
+        return (yield from read_calls(reader))
+    name = yield from source.matching(NAME)
+    if not name:
+        return False
+    if (yield from source.literal("[CALL_ID]")):
+        yield from source.matching(NAME)
+    yield from source.literal("[ARGS]")
+    yield from source.space()
+    if (yield from source.peek()) != "{":
+        return False
+    output.start(name)
+    output.finish(complete=(yield from source.json_value(output.arguments)))
+    return True
+
+
+MISTRAL = ToolFormat("mistral", ("[TOOL_CALLS]",), _read, inside=("[ARGS]", "[CALL_ID]"))

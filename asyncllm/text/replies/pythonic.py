@@ -1,0 +1,93 @@
+"""Calls that are written as calls of Python functions with keywords: Llama 4, LFM2, Olmo 3."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from asyncllm.text.replies.reader import Reader, ToolFormat
+from asyncllm.text.replies.source import Reading
+from asyncllm.text.replies.values import read_literal
+
+__all__ = ["LFM2", "OLMO3", "PYTHONIC"]
+
+NAME = re.compile(r"[\w.-]")
+START, END = "<|tool_call_start|>", "<|tool_call_end|>"
+
+
+def _at_start(reader: Reader) -> Reading:
+    return (yield from _listed(reader))
+
+
+def _listed(reader: Reader) -> Reading:
+    source = reader.source
+    yield from source.space()
+    if not (yield from source.literal("[")) or not (yield from _call(reader)):
+        return False
+    while (yield from reader.attempt(_further(reader))):
+        pass
+    yield from source.space()
+    yield from source.literal("]")
+    return True
+
+
+def _further(reader: Reader) -> Reading:
+    yield from reader.source.space()
+    return (yield from reader.source.literal(",")) and (yield from _call(reader))
+
+
+def _call(reader: Reader) -> Reading:
+    """Read one call as a whole: only its end tells it from other text in brackets."""
+    source, output = reader.source, reader.output
+    yield from source.space()
+    name = yield from source.matching(NAME)
+    if not name or name[0].isdigit() or not (yield from source.literal("(")):
+        return False
+    arguments: list[str] = []
+    while True:
+        yield from source.space()
+        if (yield from source.literal(")")):
+            break
+        if arguments:
+            if not (yield from source.literal(",")):
+                return False
+            yield from source.space()
+            if (yield from source.literal(")")):
+                break
+        key = yield from source.matching(NAME)
+        yield from source.space()
+        if not key or not (yield from source.literal("=")):
+            return False
+        yield from source.space()
+        value = yield from read_literal(source)
+        if value is None:
+            return False
+        arguments.append(f"{json.dumps(key, ensure_ascii=False)}: {value}")
+    output.start(name)
+    output.arguments(f"{{{', '.join(arguments)}}}")
+    output.finish(complete=True)
+    return True
+
+
+def _marked(reader: Reader, opener: str) -> Reading:
+    found = yield from _listed(reader)
+    if found:
+        yield from reader.source.space()
+        yield from reader.source.literal(END)
+    return found
+
+
+def _lines(reader: Reader, opener: str) -> Reading:
+    found = yield from _call(reader)
+    if found:
+        while (yield from reader.attempt(_call(reader))):
+            pass
+        yield from reader.source.space()
+        yield from reader.source.literal("</function_calls>")
+    return found
+
+
+PYTHONIC = ToolFormat("pythonic", ("<|python_start|>",), _marked, at_start=_at_start, inside=("<|python_end|>",))
+"""Llama 3.2 and 4, ToolACE."""
+LFM2 = ToolFormat("lfm2", (START,), _marked, inside=(END,))
+OLMO3 = ToolFormat("olmo3", ("<function_calls>",), _lines, inside=("</function_calls>",))

@@ -1,0 +1,257 @@
+"""Text that comes in pieces, read by generators, which yield where they need more of it.
+
+So a format reads as if all of its text were there, and what it reads does not depend on how the text was cut. A special
+token of the format stands in the text as one code, a lone surrogate, which no decoded text holds: a reply that merely
+spells a marker does not hold it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+__all__ = ["Codes", "Markers", "Reading", "Source"]
+
+Reading = Generator[None, None, Any]
+"""Yields when it needs more text."""
+
+FIRST_CODE = 0xDC00
+OUTSIDE = re.compile(r'["{}\[\]]|[^\s\w.,:+-]')
+"""Of JSON outside of strings: what counts, and what has no place there."""
+INSIDE = re.compile('["\\\\\udc00-\udfff]')
+"""Of a string: its end, an escape, a special token."""
+SCALAR_END = re.compile("[\\s,}\\]]|[\udc00-\udfff]")
+CLOSING = {"{": "}", "[": "]"}
+
+
+class Codes:
+    """The codes of special tokens that the markers of a format hold."""
+
+    def __init__(self, spellings: Iterable[str] = ()) -> None:
+        self._codes = {spelling: chr(FIRST_CODE + place) for place, spelling in enumerate(dict.fromkeys(spellings))}
+        self._texts = {ord(code): spelling for spelling, code in self._codes.items()}
+
+    def __iter__(self) -> Generator[tuple[str, str], None, None]:
+        """Yield each special token's spelling and its code."""
+        yield from self._codes.items()
+
+    def coded(self, marker: str) -> str:
+        """Return a marker as it stands in the source."""
+        for spelling, code in self._codes.items():
+            marker = marker.replace(spelling, code)
+        return marker
+
+    def spelled(self, text: str) -> str:
+        """Return a text of the source with special tokens as they are spelled."""
+        return text if text.isascii() or not self._texts else text.translate(self._texts)
+
+
+class Markers:
+    """Texts to look for, of which none begins another."""
+
+    def __init__(self, markers: Iterable[str], codes: Codes) -> None:
+        self.spelled = {codes.coded(marker): marker for marker in markers}
+        self.pattern = re.compile("|".join(map(re.escape, self.spelled)) or "(?!)")
+        self._beginnings = {marker[:size] for marker in self.spelled for size in range(1, len(marker))}
+        self._longest = max(map(len, self._beginnings), default=0)
+
+    def open_end(self, text: str, start: int) -> int:
+        """Return where the longest end of the text begins that may begin a marker."""
+        for place in range(max(start, len(text) - self._longest), len(text)):
+            if text[place:] in self._beginnings:
+                return place
+        return len(text)
+
+
+class Source:
+    """The text that has come and is not read yet."""
+
+    __slots__ = ("_at", "_codes", "_ended", "_kept", "_literals", "_text")
+
+    def __init__(self, codes: Codes) -> None:
+        self._codes = codes
+        self._text = ""
+        self._at = 0
+        self._ended = False
+        self._kept: list[str] | None = None
+        """What has been read since `keep`."""
+        self._literals: dict[str, str] = {}
+
+    def feed(self, text: str) -> None:
+        """Add text."""
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    def close(self) -> None:
+        """No more text comes."""
+        self._ended = True
+
+    def keep(self, before: str = "") -> bool:
+        """Keep what is read from here on, and `before` in front of it; False: it is being kept already."""
+        if self._kept is not None:
+            return False
+        self._kept = [self._codes.coded(before)]
+        return True
+
+    def kept(self) -> str:
+        """Return what was kept, and keep no more."""
+        kept, self._kept = "".join(self._kept or ()), None
+        return kept
+
+    def _take(self, end: int) -> str:
+        piece = self._text[self._at : end]
+        self._at = end
+        if self._kept is not None:
+            self._kept.append(piece)
+        return piece
+
+    def peek(self) -> Reading:
+        """Return the next character, which stays; empty at the end."""
+        while self._at >= len(self._text):
+            if self._ended:
+                return ""
+            yield
+        return self._text[self._at]
+
+    def character(self) -> Reading:
+        """Read the next character; empty at the end, and in front of a special token."""
+        first = yield from self.peek()
+        return self._take(self._at + 1) if first and not "\udc00" <= first <= "\udfff" else ""
+
+    def space(self) -> Reading:
+        """Read white space."""
+        while True:
+            place = self._at
+            while place < len(self._text) and self._text[place].isspace():
+                place += 1
+            self._take(place)
+            if place < len(self._text) or self._ended:
+                return
+            yield
+
+    def literal(self, marker: str) -> Reading:
+        """Read `marker` if it stands here, and return whether it does."""
+        wanted = self._literals.get(marker)
+        if wanted is None:
+            wanted = self._literals[marker] = self._codes.coded(marker)
+        while True:
+            if self._text.startswith(wanted, self._at):
+                self._take(self._at + len(wanted))
+                return True
+            if self._ended or not wanted.startswith(self._text[self._at :]):
+                return False
+            yield
+
+    def matching(self, pattern: re.Pattern[str]) -> Reading:
+        """Read characters, each of which `pattern` matches."""
+        parts = []
+        while True:
+            place = self._at
+            while place < len(self._text) and pattern.match(self._text[place]):
+                place += 1
+            parts.append(self._take(place))
+            if place < len(self._text) or self._ended:
+                return "".join(parts)
+            yield
+
+    def until(self, markers: Markers, sink: Callable[[str], None]) -> Reading:
+        """Give the text up to the first marker to `sink` as it comes, and read that marker, which is returned; None: no
+        marker comes."""
+        while True:
+            found = markers.pattern.search(self._text, self._at)
+            end = found.start() if found else len(self._text)
+            if not found and not self._ended:
+                end = markers.open_end(self._text, self._at)
+            if end > self._at:
+                sink(self._take(end))
+            if found:
+                self._take(found.end())
+                return markers.spelled[found[0]]
+            if self._ended:
+                return None
+            yield
+
+    def json_value(self, sink: Callable[[str], None]) -> Reading:
+        """Give a JSON value to `sink` as it comes, unchanged, and return whether it came to its end.
+
+        What is looked at is where it ends: its brackets and strings. It ends early at what cannot be of any JSON.
+        """
+        first = yield from self.peek()
+        if first == '"':
+            return (yield from self._string(sink))
+        if first not in ("{", "["):
+            return (yield from self._scalar(sink))
+        open_brackets: list[str] = []
+        while True:
+            found = OUTSIDE.search(self._text, self._at)
+            if not found:
+                if self._at < len(self._text):
+                    sink(self._take(len(self._text)))
+                if self._ended:
+                    return False
+                yield
+                continue
+            kind = found[0]
+            if kind == '"':
+                if found.start() > self._at:
+                    sink(self._take(found.start()))
+                if not (yield from self._string(sink)):
+                    return False
+                continue
+            if kind in CLOSING:
+                open_brackets.append(CLOSING[kind])
+            elif not open_brackets or open_brackets.pop() != kind:
+                if found.start() > self._at:
+                    sink(self._take(found.start()))
+                return False
+            sink(self._take(found.end()))
+            if not open_brackets:
+                return True
+
+    def _string(self, sink: Callable[[str], None]) -> Reading:
+        sink(self._take(self._at + 1))
+        while True:
+            found = INSIDE.search(self._text, self._at)
+            end = found.start() if found else len(self._text)
+            if found and found[0] == "\\":
+                if end + 1 < len(self._text) and not "\udc00" <= self._text[end + 1] <= "\udfff":
+                    sink(self._take(end + 2))
+                    continue
+                found = None if end + 1 == len(self._text) else found
+            if end > self._at:
+                sink(self._take(end))
+            if found:
+                if found[0] == '"':
+                    sink(self._take(end + 1))
+                return found[0] == '"'
+            if self._ended:
+                if self._at < len(self._text):
+                    sink(self._take(len(self._text)))
+                return False
+            yield
+
+    def _scalar(self, sink: Callable[[str], None]) -> Reading:
+        size = 0
+        while True:
+            found = SCALAR_END.search(self._text, self._at)
+            end = found.start() if found else len(self._text)
+            size += end - self._at
+            if end > self._at:
+                sink(self._take(end))
+            if found or self._ended:
+                return size > 0
+            yield
+
+    def json_string(self) -> Reading:
+        """Read a JSON string and return its text; None where there is none."""
+        if (yield from self.peek()) != '"':
+            return None
+        parts: list[str] = []
+        if not (yield from self._string(parts.append)):
+            return None
+        try:
+            return json.loads("".join(parts), strict=False)
+        except ValueError:
+            return None

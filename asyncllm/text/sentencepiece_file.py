@@ -1,0 +1,93 @@
+"""tokenizer.model on the wire: the types of pieces, which the library neither tells nor changes.
+
+ModelProto is a Protocol Buffers message whose field 1 repeats SentencePiece, with the piece's type in field 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+__all__ = ["NORMAL", "UNUSED", "USER_DEFINED", "WITHOUT_DUMMY_PREFIX", "piece_types", "with_unused_pieces"]
+
+NORMAL, UNUSED, USER_DEFINED = 1, 5, 4
+PIECES, TYPE = 0x0A, 0x18
+"""Tags of the two fields."""
+WITHOUT_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+"""ModelProto.normalizer_spec.add_dummy_prefix = false. A repeated message field is merged into the earlier one by every
+parser, so appending these bytes to a model overrides that one setting."""
+
+
+def piece_types(model: bytes, ids: Collection[int]) -> dict[int, int]:
+    """Return the types of these pieces; those that the model does not have are left out. Raises ValueError, IndexError
+    for what is no model."""
+    types = {}
+    for id_, (_, start, end) in enumerate(_pieces(model)):
+        if id_ in ids:
+            types[id_] = NORMAL
+            while start < end:
+                tag, start = _varint(model, start)
+                value = start
+                start = _skip(model, tag, start)
+                if tag == TYPE:
+                    types[id_] = _varint(model, value)[0]
+    return types
+
+
+def with_unused_pieces(model: bytes, ids: Collection[int]) -> bytes:
+    """Return the model with these pieces marked as unused: it encodes no text to them. Raises as `piece_types` does."""
+    parts: list[bytes] = []
+    last = 0
+    for id_, (field, start, end) in enumerate(_pieces(model)):
+        if id_ in ids:
+            # The last value of a field counts.
+            piece = model[start:end] + bytes([TYPE, UNUSED])
+            parts += [model[last:field], bytes([PIECES]), _as_varint(len(piece)), piece]
+            last = end
+    return b"".join([*parts, model[last:]])
+
+
+def _pieces(model: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield where each piece's field begins, and where its content begins and ends."""
+    place = 0
+    while place < len(model):
+        field = place
+        tag, start = _varint(model, place)
+        place = _skip(model, tag, start)
+        if tag == PIECES:
+            yield field, _varint(model, start)[1], place
+
+
+def _skip(model: bytes, tag: int, place: int) -> int:
+    """Return where the field ends whose value begins at `place`."""
+    match tag & 7:
+        case 0:
+            return _varint(model, place)[1]
+        case 1:
+            return place + 8
+        case 2:
+            size, place = _varint(model, place)
+            return place + size
+        case 5:
+            return place + 4
+    raise ValueError("no field of this kind")
+
+
+def _varint(model: bytes, place: int) -> tuple[int, int]:
+    """Return the number at `place`, and where it ends."""
+    value = shift = 0
+    while True:
+        byte = model[place]
+        place += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, place
+        shift += 7
+
+
+def _as_varint(value: int) -> bytes:
+    parts = bytearray()
+    while value >= 0x80:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    parts.append(value)
+    return bytes(parts)

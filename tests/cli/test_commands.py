@@ -1,0 +1,169 @@
+"""The command line: answers, exit statuses, and a conversation in a real terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncllm import EngineConfig, cli
+from asyncllm.cli import doctor, flags
+from asyncllm.text import templates
+from tests.terminal import Terminal
+
+ROOT = Path(__file__).parents[2]
+COLD_START_S = 6
+SMALL = ["--num-gpu-blocks", "200"]
+
+
+class TestRun:
+    def test_it_answers(self, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        options = ["--ignore-eos", "--max-new-tokens", "5", "--no-skip-special-tokens", *SMALL]
+        assert cli.main(["run", str(tiny_checkpoint), "hi", *options]) == 0
+        output = capsys.readouterr()
+        assert output.out.endswith("\n")
+        assert len(output.out) > 1
+        assert "cut after 5 tokens" in output.err
+
+    def test_the_bundled_model_answers_from_a_cold_process(self) -> None:
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "asyncllm", "run", "--device-type", "cpu", "What is 17 + 25?"],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=50,
+            check=True,
+        )
+        assert "42" in done.stdout
+        assert time.monotonic() - began < COLD_START_S
+
+    def test_the_prompt_on_standard_input(
+        self, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        answers = []
+        for arguments in ([str(tiny_checkpoint)], [str(tiny_checkpoint), "-"], [str(tiny_checkpoint), "hi"]):
+            monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+            assert cli.main(["run", *arguments, *SMALL, "--ignore-eos", "--max-new-tokens", "4"]) == 0
+            answers.append(capsys.readouterr().out)
+        assert answers[0] == answers[1] == answers[2]
+
+    def test_settings_reach_the_model(self, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["run", str(tiny_checkpoint), "hi", "--num-gpu-blocks", "1", "--block-size", "4"]) == 1
+        assert "KV cache of 4 tokens" in capsys.readouterr().err
+        template = ["--chat-template", "llama2", "--meta-instruction", "x" * 3000, "--session-len", "50"]
+        assert cli.main(["run", str(tiny_checkpoint), "hi", *SMALL, *template]) == 1
+        assert "session length of 50" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("arguments", "status", "message"),
+        [
+            (["run", "./nowhere", "hi"], 1, "./nowhere"),
+            (["run", "hi", "--temperature", "9"], 2, "--temperature"),
+            (["run", "hi", "--tempature", "1"], 2, "did you mean --temperature?"),
+            (["run", "hi", "--use-logn-attn"], 1, "log-n attention"),
+            (["run", "hi", "--chat-template", "./no.json"], 2, "no.json"),
+            (["run", "model", "a", "prompt"], 2, "quotes"),
+            (["run", "model", ""], 2, "prompt is empty"),
+            (["runn", "hi"], 2, "runn"),
+            ([], 2, "COMMAND"),
+        ],
+    )
+    def test_mistakes(
+        self, arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        try:
+            found = cli.main(arguments)
+        except SystemExit as end:
+            found = int(end.code or 0)
+        assert found == status
+        error = capsys.readouterr().err
+        assert message in error
+        assert "Traceback" not in error
+
+
+class TestList:
+    def test_text(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["list"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert {"  LlamaForCausalLM", "  Qwen3ForCausalLM", "chat templates:", "  internlm2"} <= set(lines)
+
+    def test_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["list", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["chat_templates"] == templates.names()
+
+
+class TestDoctor:
+    @pytest.fixture(autouse=True)
+    def _bundled(self, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor, "BUNDLED_MODEL", str(tiny_checkpoint))
+
+    @pytest.mark.parametrize("name", ["doctor", "check_env"])
+    def test_a_healthy_machine(self, name: str, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main([name, str(tiny_checkpoint)]) == 0
+        text = capsys.readouterr().out
+        assert text.endswith("Ready.\n")
+        assert "LlamaForCausalLM" in text
+        assert re.search(r"cpu threads: \d+ for a model of any size: .+", text)
+
+    def test_json_and_a_failure(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["doctor", "./nowhere", "--json"]) == 1
+        report = json.loads(capsys.readouterr().out)
+        assert report["ok"] is False
+        assert [check["name"] for check in report["checks"] if check["verdict"] == "fail"] == ["model ./nowhere"]
+
+    def test_old_and_missing_packages(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(doctor.FLOORS, "msgspec", ("99.0", "it is too old"))
+        monkeypatch.setitem(doctor.FLOORS, "no-such-package", ("1.0", "it is not there"))
+        failed = {check.name: check for check in doctor.examine() if check.verdict == "fail"}
+        assert set(failed) == {"msgspec", "no-such-package"}
+        assert "msgspec>=99.0" in failed["msgspec"].advice
+        assert "2 of " in doctor.as_text(list(doctor.examine()))
+
+
+def test_convert_names_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["convert", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere" in capsys.readouterr().err
+
+
+class TestChat:
+    @pytest.fixture
+    def terminal(self, tiny_checkpoint: Path) -> Iterator[Terminal]:
+        long = ["--ignore-eos", "--max-new-tokens", "6000"]
+        terminal = Terminal("chat", str(tiny_checkpoint), *SMALL, *long)
+        yield terminal
+        terminal.close()
+
+    def test_ctrl_c_stops_the_answer_and_not_the_program(self, terminal: Terminal) -> None:
+        terminal.expect("tiny: .*\r\n> ")
+        for text in ("hi", "and more"):
+            terminal.type(f"{text}\n")
+            terminal.expect(f"{text}\r\n.")
+            terminal.type("\x03")
+            terminal.expect(r"\(stopped\)\r\n> ")
+        terminal.type("half a line")
+        while not terminal.shows("\r\n> ", within=1):
+            # Python's input() misses a signal that comes between the prompt and its first read.
+            terminal.type("\x03")
+        terminal.expect("> ")
+        terminal.type("/reset\n")
+        terminal.expect(r"\(forgotten\)\r\n> ")
+        terminal.type("exit\n")
+        assert terminal.process.wait(timeout=20) == 0
+
+    def test_ctrl_d_leaves(self, terminal: Terminal) -> None:
+        terminal.expect("> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(timeout=20) == 0
+
+
+def test_the_default_model_is_the_bundled_one() -> None:
+    assert flags.DEFAULT_MODEL == doctor.BUNDLED_MODEL == "tiny-chat"
+    assert EngineConfig().device_type == "auto"

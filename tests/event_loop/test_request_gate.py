@@ -1,0 +1,64 @@
+"""A crowd begins a few at a time, in order, and others have their turns in between."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncllm.event_loop.request_gate import PER_TURN, RequestGate
+
+pytestmark = pytest.mark.anyio
+
+
+async def turns_of(request_gate: RequestGate, count: int, leaving: range = range(0)) -> list[int]:
+    """In which turn of the event loop each of a crowd has passed; -1: it left while it waited."""
+    turn = 0
+    passed = [-1] * count
+
+    async def come(number: int) -> None:
+        await request_gate.enter()
+        passed[number] = turn
+
+    tasks = [asyncio.create_task(come(number)) for number in range(count)]
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        turn += 1
+        if turn == 1:
+            for number in leaving:
+                tasks[number].cancel()
+    return passed
+
+
+async def test_a_crowd_passes_a_few_a_turn_in_order() -> None:
+    turns = await turns_of(RequestGate(4), 18)
+    assert turns == sorted(turns)
+    assert turns[0] == 0, "the first do not wait"
+    assert max(turns.count(turn) for turn in turns) == 4
+    assert max(turns) <= 18 // 4 + 2
+
+
+async def test_who_leaves_takes_no_place() -> None:
+    turns = await turns_of(RequestGate(2), 10, leaving=range(4, 8))
+    assert [number for number, turn in enumerate(turns) if turn < 0] == [4, 5, 6, 7]
+    assert max(turns) <= 4
+    assert turns[8] == turns[9]
+
+
+async def test_it_is_open_again_and_rests_when_nobody_comes() -> None:
+    request_gate = RequestGate(2)
+    for _ in range(2):
+        await turns_of(request_gate, 5)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not request_gate._turning, "an idle server does nothing"
+        assert await turns_of(request_gate, 2) == [0, 0]
+
+
+async def test_one_request_after_another_never_waits() -> None:
+    request_gate = RequestGate()
+    for _ in range(3 * PER_TURN):
+        entering = request_gate.enter()
+        with pytest.raises(StopIteration):
+            entering.send(None)
+        await asyncio.sleep(0)

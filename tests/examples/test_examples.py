@@ -1,0 +1,35 @@
+"""Every example runs, and is short enough to be read."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+
+EXPECTED = {
+    "async_generate": "stopped by its deadline",
+    "stream_infer": "What is 17 + 25? -> ",
+    "chat_session": "the fork has 3 turns, the conversation 2",
+    "batch": "What is 15 + 25? ",
+    "openai_client": "['served'] at http://127.0.0.1:",
+    "nearest_sentence": "What is 17 + 25? -> ",
+}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(example: Path, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(example))["main"]
+    result = main(str(tiny_checkpoint))
+    if inspect.iscoroutine(result):
+        asyncio.run(result)
+    assert EXPECTED[example.stem] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_is_short(example: Path) -> None:
+    assert len(example.read_text(encoding="utf-8").splitlines()) <= 60

@@ -1,0 +1,105 @@
+"""The questions of bench/quality.py, and the bundled model that answers them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncllm.locate import locate
+from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.tokenizer import Tokenizer
+from examples.train_tiny_chat.conversation import SKILLS, document
+from examples.train_tiny_chat.exchange import draw, is_held_out
+from examples.train_tiny_chat.noise import perturbed
+from examples.train_tiny_chat.questions import EASY_SKILLS, HARD_SKILLS, LONG_SKILLS, held_out, quality_set
+from examples.train_tiny_chat.stories import is_story, story_text
+
+ALL_SKILLS = EASY_SKILLS + HARD_SKILLS + LONG_SKILLS
+
+
+@pytest.mark.parametrize("skill", ALL_SKILLS)
+def test_held_out_questions_are_distinct_and_repeatable(skill: str) -> None:
+    questions = held_out(skill, 12, seed=3)
+    assert questions == held_out(skill, 12, seed=3)
+    assert questions != held_out(skill, 12, seed=4)
+    assert len({json.dumps(question.messages) for question in questions}) == 12
+    assert all(question.messages[-1]["role"] == "user" and question.answer for question in questions)
+
+
+@pytest.mark.parametrize("skill", [name for name in SKILLS if name != "story"])
+def test_training_never_draws_a_held_out_question(skill: str) -> None:
+    random = Random(5)
+    assert not any(is_held_out(draw(SKILLS[skill], random, 600, held_out=False)) for _ in range(40))
+    assert all(is_held_out(draw(SKILLS[skill], random, 600, held_out=True)) for _ in range(5))
+
+
+def test_the_quality_set_has_more_than_a_thousand_questions_of_every_skill() -> None:
+    questions = quality_set(36, seed=0)
+    assert len(questions) > 1000
+    assert {question.skill for question in questions} == set(ALL_SKILLS)
+
+
+@pytest.mark.parametrize("skill", ["sum", "difference", "long_sum"])
+def test_arithmetic_answers_are_right(skill: str) -> None:
+    for question in held_out(skill, 30, seed=0):
+        left, right = question.answer.removesuffix(".").split(" = ")
+        terms = re.findall(r"([+-]?) ?(\d+)", left)
+        assert sum(-int(number) if sign == "-" else int(number) for sign, number in terms) == int(right)
+
+
+def test_counted_letters_are_right() -> None:
+    for question in held_out("tally", 20, seed=0):
+        match = re.fullmatch(r"The letter (\w) appears (\d+) times?\.", question.answer)
+        assert match is not None
+        row = max(re.findall(r"(?:\b\w )+\w\b", question.messages[-1]["content"]), key=len)
+        assert row.split().count(match[1]) == int(match[2])
+
+
+def test_a_story_is_told_from_a_torso() -> None:
+    text = story_text(Random(0), "fox")
+    assert is_story("Tell me a story.", text)
+    assert not is_story("Tell me a story.", text.removesuffix("The end."))
+    assert not is_story("Tell me a story.", text.replace("The end.", "Zymurgy. The end."))
+
+
+def test_documents_follow_the_chat_template_of_the_bundled_model() -> None:
+    folder = locate("tiny-chat")
+    template = ChatTemplate.open(folder, None)
+    question = held_out("follow_up", 1, seed=0)[0]
+    rendered = template.render(question.messages)
+    assert rendered.startswith("<|bos|><|im_start|>")
+    assert rendered.endswith("<|im_start|>assistant\n")
+    text = "".join(segment.text for segment in document(Random(2), 600))
+    turns = re.findall(r"<\|im_start\|>(system|user|assistant)\n(.*?)<\|im_end\|>", text, re.DOTALL)
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert template.render(messages, add_generation_prompt=False).rstrip("\n") == text
+
+
+def test_the_bundled_tokenizer_keeps_every_byte_and_splits_digits() -> None:
+    tokenizer = Tokenizer.from_folder(locate("tiny-chat"))
+    text = bytes(range(256)).decode("latin-1") + "你好 🙂"
+    assert tokenizer.decode(tokenizer.encode(text, add_bos=False)) == text
+    assert len(tokenizer.encode("48213", add_bos=False)) == 5
+
+
+def test_the_bundled_checkpoint_is_small_and_whole() -> None:
+    folder: Path = locate("tiny-chat")
+    assert (folder / "model.safetensors").stat().st_size <= 16 * 1024 * 1024
+    tensors = load_file(folder / "model.safetensors")
+    assert all(tensor.dtype == torch.bfloat16 and bool(tensor.isfinite().all()) for tensor in tensors.values())
+    assert 5_000_000 <= sum(tensor.numel() for tensor in tensors.values()) <= 8_000_000
+
+
+def test_noise_is_relative_and_repeatable() -> None:
+    tensors = {"large": torch.full((4000,), 100.0), "small": torch.full((4000,), 0.01)}
+    noisy = perturbed(tensors, 0.05, seed=1)
+    for name, tensor in tensors.items():
+        assert torch.equal(noisy[name], perturbed(tensors, 0.05, seed=1)[name])
+        error = (noisy[name] / tensor - 1).std().item()
+        assert error == pytest.approx(0.05, rel=0.1)

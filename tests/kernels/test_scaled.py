@@ -1,0 +1,190 @@
+"""Products of numbers of 8 bits: op and launchers against float64 of the same codes, and what they compile to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncllm import kernels
+from asyncllm.kernels import ScaledWeight
+from asyncllm.kernels.scaled import expand, round_codes
+from asyncllm.kernels.triton.counters import zero_counters
+from asyncllm.kernels.triton.linear import scaled as launchers
+from asyncllm.kernels.triton.linear.scaled import TILES, multiply, round_rows
+from asyncllm.kernels.triton.linear.tiles import Tile
+from tests.kernels import offline
+from tests.kernels.device import DEVICE, assert_repeatable, poison, random
+
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+KINDS = pytest.mark.parametrize(
+    ("dtype", "grouped"), [(FP8, False), (FP8, True), (INT8, False), (INT8, True)],
+    ids=["fp8", "fp8-grouped", "int8", "int8-grouped"],
+)  # fmt: skip
+
+
+def scaled_weight(n: int, k: int, dtype: torch.dtype, *, grouped: bool, static: float | None = None) -> ScaledWeight:
+    codes, _ = round_codes(random(n, k, seed=1).cpu(), dtype)
+    scales = torch.rand(-(-k // 128) if grouped else 1, n, generator=torch.Generator().manual_seed(2)) / 100 + 1e-3
+    given = None if static is None else torch.tensor([static], device=DEVICE)
+    return ScaledWeight(codes.to(DEVICE), scales.to(DEVICE), given)
+
+
+def expected(codes: Tensor, scales: Tensor, weight: ScaledWeight) -> tuple[Tensor, Tensor]:
+    """The product of the codes, each times its scale, in float64, and the sum of the magnitudes."""
+    size = 128 if scales.shape[1] > 1 else codes.shape[1]
+    spread = scales.cpu().double().repeat_interleave(size, 1)[:, : codes.shape[1]]
+    rows = codes.cpu().double() * spread
+    dense = expand(ScaledWeight(*[each.cpu() for each in weight[:2]], None), torch.float64)
+    return rows @ dense.T, rows.abs() @ dense.T.abs()
+
+
+def assert_close(actual: Tensor, wanted: Tensor, magnitude: Tensor) -> None:
+    step = {torch.float32: 2.0**-21, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[actual.dtype]
+    assert ((actual.cpu().double() - wanted).abs() <= wanted.abs() * step + magnitude * 2.0**-12).all()
+
+
+@KINDS
+@pytest.mark.parametrize("k", [64, 300])
+def test_the_op_is_the_product_of_its_codes(dtype: torch.dtype, grouped: bool, k: int) -> None:
+    weight = scaled_weight(9, k, dtype, grouped=grouped)
+    x, bias = random(2, 3, k, dtype=torch.bfloat16), random(9, seed=4, dtype=torch.bfloat16)
+    parts = x.cpu().reshape(-1, k).float().split(128 if weight.grouped else k, 1)
+    rounded = [round_codes(part, dtype) for part in parts]
+    codes, scales = torch.cat([each[0].double() for each in rounded], 1), torch.cat([each[1] for each in rounded], 1)
+    wanted, magnitude = expected(codes, scales, weight)
+    y = kernels.linear_scaled(x, weight, bias)
+    assert_close(y.reshape(-1, 9), wanted + bias.cpu().double(), magnitude)
+    out = torch.full((2, 3, 9), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    assert kernels.linear_scaled(x, weight, bias, out=out) is out
+    assert torch.equal(out, y)
+
+
+def test_a_given_scale_clips() -> None:
+    weight = scaled_weight(5, 64, FP8, grouped=False, static=0.001)
+    x = random(3, 64)
+    wanted, magnitude = expected((x.cpu() / 0.001).clamp(-448, 448).to(FP8).double(), torch.full((3, 1), 0.001), weight)
+    for product in (kernels.linear_scaled, launchers.linear_scaled):
+        assert_close(product(x, weight), wanted, magnitude)
+
+
+@KINDS
+@pytest.mark.parametrize("x_type", [torch.float32, torch.bfloat16])
+def test_rounded_rows_are_those_of_the_reference(dtype: torch.dtype, grouped: bool, x_type: torch.dtype) -> None:
+    weight = scaled_weight(4, 300, dtype, grouped=grouped)
+    x = random(6, 300, dtype=x_type)
+    x[1] = 0
+    x[2] *= 1e-3
+    x[3, 7] = 1000.0
+    # A fraction that is a half, to both sides.
+    x[4] = (torch.arange(300) % 100 - 50).to(x_type) / 2
+    codes, scales = round_rows(x, weight)
+    size = 128 if grouped else 300
+    for group, part in enumerate(x.cpu().float().split(size, 1)):
+        wanted, own = round_codes(part, dtype)
+        torch.testing.assert_close(scales[:, group].cpu(), own[:, 0], rtol=1e-6, atol=0)
+        found = codes[:, group * size :][:, :size].cpu().float()
+        # A division that is rounded otherwise may lead to the neighbour.
+        different = found != wanted.float()
+        assert different.sum() <= 2
+        assert (found - wanted.float()).abs().max() <= 32
+
+
+def test_every_code_is_read_and_written_as_torch_does() -> None:
+    every = torch.arange(256, dtype=torch.uint8)
+    every = every[(every & 127) != 127].view(FP8).float()
+    between = torch.cat([every, every * 1.03, every * 0.97, (every[:-1] + every[1:]) / 2])
+    row = between.clamp(-448, 448)[None].to(DEVICE)
+    weight = ScaledWeight(torch.eye(len(every)).to(FP8).to(DEVICE), torch.ones(1, len(every), device=DEVICE), None)
+    codes, scales = round_rows(row, weight)
+    assert scales.item() == 1
+    assert torch.equal(codes.cpu().float(), row.cpu().to(FP8).float())
+    assert torch.equal(launchers.linear_scaled(every[None].to(DEVICE), weight).cpu(), every[None])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n", "k", "tile", "dtype", "grouped"),
+    [
+        (1, 64, 256, Tile(16, 16, 4, 3), FP8, True),
+        (19, 40, 300, Tile(32, 32, 4, 3, programs=9), INT8, False),
+        (17, 72, 384, Tile(64, 16, 4, 3), FP8, False),
+        (3, 24, 384, Tile(16, 16, 4, 3, programs=9), INT8, True),
+    ],
+)
+def test_the_kernel_on_odd_sizes(tokens: int, n: int, k: int, tile: Tile, dtype: torch.dtype, grouped: bool) -> None:
+    weight = scaled_weight(n, k, dtype, grouped=grouped)
+    bias = random(n, seed=5, dtype=torch.bfloat16) if tokens > 1 else None
+    codes, scales = round_rows(random(tokens, k, dtype=torch.bfloat16), weight)
+
+    def product() -> Tensor:
+        poison((tokens, n), dtype=torch.bfloat16)
+        out = torch.empty(tokens, n, dtype=torch.bfloat16, device=DEVICE)
+        multiply(codes, scales, weight, bias, tile, out)
+        return out
+
+    wanted, magnitude = expected(codes, scales, weight)
+    assert_close(assert_repeatable(product), wanted + (0 if bias is None else bias.cpu().double()), magnitude)
+    assert not zero_counters(codes.device).any()
+
+
+@KINDS
+def test_the_launcher(dtype: torch.dtype, grouped: bool) -> None:
+    weight = scaled_weight(40, 256, dtype, grouped=grouped)
+    x = random(2, 3, 256, dtype=torch.float16)
+    y, wanted = launchers.linear_scaled(x, weight), kernels.linear_scaled.reference(x.cpu(), ScaledWeight(*[  # type: ignore[attr-defined]
+        each.cpu() for each in weight[:2]], None))  # fmt: skip
+    torch.testing.assert_close(y.cpu(), wanted, atol=4e-3, rtol=4e-3)
+    out = torch.full((2, 3, 40), torch.nan, dtype=torch.float16, device=DEVICE)
+    assert launchers.linear_scaled(x, weight, out=out) is out
+    assert torch.equal(out, y)
+    assert launchers.linear_scaled(x[:0], weight).shape == (0, 3, 40)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("dtype", [FP8, INT8])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_is_alone(dtype: torch.dtype, bad: float) -> None:
+    weight = scaled_weight(8, 300, dtype, grouped=False)
+    x = random(3, 300)
+    alone = launchers.linear_scaled(x, weight)
+    x[1, 200] = bad
+    for product in (kernels.linear_scaled, launchers.linear_scaled):
+        y = product(x, weight)
+        assert not y[1].isfinite().any()
+    assert torch.equal(y[[0, 2]], alone[[0, 2]])
+
+
+def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
+    for name, case in offline.compiled("compile_scaled").items():
+        assert case.spilled_bytes == 0, name
+        assert case.shared_bytes <= offline.MAX_SHARED_BYTES, name
+        if name.startswith("product"):
+            assert case.wgmma >= 4, name
+            assert case.mma == 0, name
+            assert case.async_copies >= 20, name
+
+
+def test_tiles_hold_more_and_more_tokens() -> None:
+    assert [tile.tokens for tile in TILES] == sorted({tile.tokens for tile in TILES})
+
+
+@pytest.mark.gpu
+@KINDS
+def test_every_tile_on_the_device(dtype: torch.dtype, grouped: bool) -> None:
+    weight = scaled_weight(1536, 4096, dtype, grouped=grouped)
+    for tokens in (1, 8, 16, 32, 50, 64, 100, 500, 3000):
+        x = random(tokens, 4096, seed=tokens, dtype=torch.bfloat16)
+        poison((tokens, 1536), dtype=torch.bfloat16)
+        y = assert_repeatable(lambda rows=x: kernels.linear_scaled(rows, weight))
+        wanted = kernels.linear_scaled.reference(x, weight).double()  # type: ignore[attr-defined]
+        assert (y.double() - wanted).norm() / wanted.norm() < 6e-3, tokens
+
+
+@pytest.mark.gpu
+def test_long_sums_of_one_sign_keep_their_digits() -> None:
+    """Hopper's tensor cores keep some 14 bits of a sum in fp8."""
+    weight = ScaledWeight(torch.full((64, 14336), 1.125).to(FP8).to(DEVICE), torch.ones(1, 64, device=DEVICE), None)
+    x = torch.rand(4, 14336, generator=torch.Generator().manual_seed(0)).add_(1).to(DEVICE)
+    codes, scales = round_rows(x, weight)
+    wanted = codes.double().sum(1) * 1.125 * scales[:, 0].double()
+    torch.testing.assert_close(kernels.linear_scaled(x, weight)[:, 0].double(), wanted, rtol=1e-3, atol=0)

@@ -1,0 +1,200 @@
+"""What attaches to linear layers: methods that store weights otherwise, adapters by row, and shards by declaration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncllm import kernels
+from asyncllm.layers.linear import Linear
+from asyncllm.layers.linear_method import LinearMethod, PartKey, Weighted
+from asyncllm.layers.step_inputs import StepInputs
+from asyncllm.models.checkpoint import Checkpoint
+from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.weights import load, plan_update
+from tests.agent.tiny_model import GREEDY, Driver, prompt_of, tiny_agent, tiny_llama
+from tests.models.parity import FAMILIES, Case, Runner, folder_of, open_case, random_tokens
+
+
+class RowScaled(LinearMethod):
+    """Eight bits and a scale for each output feature, made as a checkpoint's floats are read. It fuses nothing."""
+
+    def create(self, layer: Weighted) -> None:
+        shape = (*([layer.num_experts] if layer.num_experts else []), layer.out_features)
+        layer.codes = nn.Parameter(torch.empty(*shape, layer.in_features, dtype=torch.int8), requires_grad=False)
+        layer.row_scales = nn.Parameter(torch.empty(*shape, 1), requires_grad=False)
+        layer.offset = nn.Parameter(torch.empty(shape), requires_grad=False) if layer.has_bias else None
+
+    def expected_parts(self, layer: Weighted) -> Mapping[PartKey, tuple[int, ...]]:
+        parts: dict[PartKey, tuple[int, ...]] = {}
+        for index in range(layer.num_experts) if layer.num_experts else (None,):
+            for part, rows in layer.rows.items():
+                parts["weight", part, index] = (rows.stop - rows.start, layer.in_features)
+                if layer.has_bias:
+                    parts["bias", part, index] = (rows.stop - rows.start,)
+        return parts
+
+    def load_part(self, layer: Weighted, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        place = layer.rows[part] if index is None else (index, layer.rows[part])
+        if suffix == "bias":
+            layer.offset[place] = tensor
+            return
+        layer.row_scales[place] = tensor.abs().amax(-1, keepdim=True) / 127
+        layer.codes[place] = (tensor / layer.row_scales[place]).round().to(torch.int8)
+
+    def batch_invariant(self) -> LinearMethod:
+        return self
+
+    def whole(self, layer: Weighted) -> Tensor:
+        return layer.codes * layer.row_scales
+
+    def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return kernels.linear(x, self.whole(layer), layer.offset, out=out)
+
+    def embed(self, layer: Weighted, ids: Tensor, scale: float | None) -> Tensor:
+        return kernels.embed(ids, self.whole(layer), scale)
+
+    def experts(
+        self,
+        gate_up: Weighted,
+        down: Weighted,
+        x: Tensor,
+        weights: Tensor,
+        expert_ids: Tensor,
+        *,
+        limit: float | None = None,
+    ) -> Tensor:
+        assert limit is None
+        return kernels.fused_experts(x, self.whole(gate_up), self.whole(down), weights, expert_ids)
+
+
+def layers_of(model: nn.Module) -> dict[str, Weighted]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Weighted)}
+
+
+def logits_of(model: DecoderLM, tokens: list[int]) -> Tensor:
+    runner = Runner(model, block_size=4)
+    row = runner.row(tokens)
+    runner.step((row, len(tokens) - 1))
+    runner.step((row, 1))
+    return row.result
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "deepseek_v2"])
+def test_another_method_attaches_to_every_layer_and_no_one_else_notices(family: str) -> None:
+    case, method = Case(family, "default"), RowScaled()
+    dense = open_case(case)
+    with torch.device("meta"):
+        model, expected = type(dense)(dense.config), type(dense)(dense.config)
+    for layer in layers_of(model).values():
+        layer.attach(method)
+    for each in (model, expected):
+        each.allocate(torch.float32, torch.device("cpu"))
+        load(each, Checkpoint.open(folder_of(case)), each.weight_map)
+    own = layers_of(expected)
+    for name, layer in layers_of(model).items():
+        assert layer.codes.dtype == torch.int8
+        own[name].weight.copy_(method.whole(layer))
+    tokens = random_tokens(3)
+    logits = logits_of(model, tokens)
+    torch.testing.assert_close(logits, logits_of(expected, tokens))
+    assert not torch.allclose(logits, logits_of(dense, tokens), atol=1e-5), "eight bits are not all of them"
+
+    checkpoint = Checkpoint.open(folder_of(case))
+    tensors = {name: -tensor.clone() for name, tensor in checkpoint.read(checkpoint.tensors)}
+    plan_update(model, tensors, model.weight_map)()
+    name, layer = next((name, layer) for name, layer in layers_of(model).items() if name.endswith("attn.out"))
+    torch.testing.assert_close(method.whole(layer), -own[name].weight)
+
+
+class Doubling:
+    """Adapters that add the product itself, and remember the steps."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.seen = factor, 0
+
+    def add(self, y: Tensor, x: Tensor, step: StepInputs) -> Tensor:
+        assert len(x) == len(y) == len(step.input_ids), "the step of these rows, in the last layer too"
+        self.seen += 1
+        return y + self.factor * y
+
+
+def test_adapters_add_to_every_linear_layer_rows_of_their_own_step() -> None:
+    model, changed = tiny_llama(attention_bias=False, mlp_bias=False), tiny_llama(attention_bias=False, mlp_bias=False)
+    linear = [layer for layer in layers_of(model).values() if isinstance(layer, Linear)]
+    idle, doubling = Doubling(0.0), Doubling(1.0)
+    prompt = prompt_of(9)
+    plain = Driver(tiny_agent(model)).generate(0, prompt, 5, GREEDY)
+    for layer in linear:
+        layer.adapters = idle
+    assert Driver(tiny_agent(model)).generate(0, prompt, 5, GREEDY) == plain
+    assert idle.seen == 5 * len(linear) == 5 * 4 * model.config.num_layers
+    with torch.no_grad():
+        for layer in layers_of(changed).values():
+            if isinstance(layer, Linear):
+                layer.weight.mul_(2)
+    for layer in linear:
+        layer.adapters = doubling
+    assert Driver(tiny_agent(model)).generate(0, prompt, 5, GREEDY) == Driver(tiny_agent(changed)).generate(
+        0, prompt, 5, GREEDY
+    )
+
+
+SHARDS = {
+    "embed": "replicated",
+    "positions": "replicated",
+    "head": "column",
+    "attn.qkv": "column",
+    "attn.q": "column",
+    "attn.q_down": "replicated",
+    "attn.kv": "column",
+    "attn.kv_down": "replicated",
+    "attn.out": "row",
+    "mlp.gate_up": "column",
+    "mlp.up": "column",
+    "mlp.down": "row",
+    "mlp.router": "replicated",
+    "mlp.shared_gate": "replicated",
+    "mlp.shared.gate_up": "column",
+    "mlp.shared.down": "row",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_of_every_family_says_how_it_may_be_divided(family: str) -> None:
+    """So that what a divided layer gives a rank is what the next one takes there."""
+    model = open_case(Case(family, "default"))
+    layers = layers_of(model)
+    latent = hasattr(model.layers[0].attn, "kv")
+    projections = {"attn.q", "attn.kv"} if latent else {"attn.qkv"}
+    inner = "mlp.gate_up" if model.config.gated else "mlp.up"
+    assert {"attn.out", "mlp.down", *projections, inner} <= {name.split(".", 2)[-1] for name in layers}
+    for name, layer in layers.items():
+        assert layer.shard == SHARDS[name.split(".", 2)[-1]], name
+        divided = (
+            [layer.in_features] if layer.shard == "row" else [rows.stop - rows.start for rows in layer.rows.values()]
+        )
+        assert all(size % layer.unit == 0 for size in divided)
+    for block in model.layers:
+        heads, attn = model.config.head_dim, block.attn
+        if latent:
+            assert attn.q.unit == heads
+            assert attn.kv.unit == attn.nope_dim + attn.out.unit
+            assert attn.q.out_features // heads == attn.kv.out_features // attn.kv.unit
+            assert attn.q.out_features // heads == attn.out.in_features // attn.out.unit
+        else:
+            assert attn.qkv.unit == attn.out.unit == heads
+            assert attn.qkv.rows["q"].stop == attn.out.in_features
+        if model.config.gated:
+            assert block.mlp.gate_up.rows["gate"].stop == block.mlp.down.in_features
+        else:
+            assert block.mlp.up.out_features == block.mlp.down.in_features
+    owned = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
+    owned |= {id(block.attn.sinks.logits) for block in model.layers if getattr(block.attn, "sinks", None) is not None}
+    others = [name for name, parameter in model.named_parameters() if id(parameter) not in owned]
+    assert all(name.rsplit(".", 2)[-2].endswith(("norm", "correction")) for name in others), (
+        "which every rank has whole"
+    )

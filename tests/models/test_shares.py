@@ -1,0 +1,138 @@
+"""Every family divided among ranks: together they give the logits of the whole model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncllm.errors import UnsupportedModel
+from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.registry import open_model
+from tests.checkpoints import tiny_fields
+from tests.models.parity import FAMILIES, Case, Runner, folder_of, open_case, random_tokens
+
+PROMPT = 21
+STEPS = 3
+
+Result = TypeVar("Result")
+
+
+class ThreadGroup:
+    """A rank in a thread. `meet` is shared by all of them, and so is `said`."""
+
+    def __init__(self, rank: int, meet: threading.Barrier, said: list[Any]) -> None:
+        self.rank, self.size = rank, meet.parties
+        self._meet, self._said = meet, said
+
+    def _exchange(self, value: Any) -> list[Any]:
+        self._said[self.rank] = value
+        self._meet.wait(30)
+        said = list(self._said)
+        self._meet.wait(30)
+        return said
+
+    def add_up(self, x: Tensor) -> Tensor:
+        parts = self._exchange(x.clone())
+        return x.copy_(torch.stack(parts).sum(0))
+
+    def join(self, x: Tensor) -> Tensor:
+        return torch.cat(self._exchange(x), -1)
+
+    def least(self, value: int) -> int:
+        return min(self._exchange(value))
+
+
+def in_ranks(size: int, call: Callable[[ThreadGroup], Result]) -> list[Result]:
+    """What the call returns in each of so many ranks."""
+    meet: threading.Barrier = threading.Barrier(size)
+    said: list[Any] = [None] * size
+
+    def run(rank: int) -> Result:
+        try:
+            with torch.inference_mode():
+                return call(ThreadGroup(rank, meet, said))
+        except BaseException:
+            meet.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, range(size)))
+
+
+def open_share(case: Case, group: ThreadGroup | None, **options: Any) -> DecoderLM:
+    return open_model(
+        folder_of(case),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        session_len=case.session_len,
+        group=group,
+        **options,
+    )
+
+
+def logits_of(model: DecoderLM, tokens: list[int]) -> Tensor:
+    """A prompt in two chunks, then tokens one by one -> [tokens, vocab]."""
+    runner = Runner(model, block_size=8)
+    row = runner.row(tokens, prompt_len=PROMPT)
+    for count in (13, PROMPT - 13, *[1] * STEPS):
+        runner.step((row, count))
+    return row.result
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_give_the_logits_of_one_or_refuse_a_norm_over_all_heads(family: str) -> None:
+    case = Case(family, "default")
+    tokens = random_tokens(3, PROMPT + STEPS)
+    with torch.inference_mode():
+        whole = logits_of(open_case(case), tokens)
+    if any(getattr(module, "qk_norm", None) == "whole" for module in open_case(case).modules()):
+        with pytest.raises(UnsupportedModel, match="all heads together"):
+            in_ranks(2, lambda group: open_share(case, group))
+        return
+    shares = in_ranks(2, lambda group: logits_of(open_share(case, group), tokens))
+    assert torch.equal(shares[0], shares[1])
+    torch.testing.assert_close(shares[0], whole, rtol=1e-4, atol=1e-4)
+
+
+def test_more_ranks_than_key_heads_have_the_same_ones() -> None:
+    case = Case("llama", "default")
+    tokens = random_tokens(4, PROMPT + STEPS)
+    with torch.inference_mode():
+        whole = logits_of(open_case(case), tokens)
+    shares = in_ranks(4, lambda group: logits_of(open_share(case, group), tokens))
+    assert all(torch.equal(shares[0], share) for share in shares)
+    torch.testing.assert_close(shares[0], whole, rtol=1e-4, atol=1e-4)
+
+
+def test_each_rank_has_the_slopes_of_its_heads() -> None:
+    case, alibi = Case("falcon", "default"), {"hf_overrides": {"alibi": True}}
+    tokens = random_tokens(5, PROMPT + STEPS)
+    with torch.inference_mode():
+        whole = logits_of(open_share(case, None, **alibi), tokens)
+        assert not torch.equal(whole, logits_of(open_case(case), tokens))
+    shares = in_ranks(2, lambda group: logits_of(open_share(case, group, **alibi), tokens))
+    torch.testing.assert_close(shares[0], whole, rtol=1e-4, atol=1e-4)
+
+
+def test_a_rank_has_its_share_of_the_parameters() -> None:
+    case = Case("llama", "default")
+    whole = open_case(case)
+    shares = in_ranks(2, lambda group: open_share(case, group))
+    for name, parameter in whole.named_parameters():
+        sizes = [share.get_parameter(name).numel() for share in shares]
+        if "norm" in name or name.startswith("embed") or name.endswith(("out.bias", "down.bias")):
+            assert sizes == [parameter.numel()] * 2
+        else:
+            assert sizes == [parameter.numel() // 2] * 2, name
+
+
+def test_heads_that_cannot_be_divided_are_refused_with_the_numbers() -> None:
+    heads = tiny_fields("llama")["num_attention_heads"]
+    with pytest.raises(UnsupportedModel, match=rf"tp=3: a weight of {heads} x .* Choose a tp that divides {heads}"):
+        in_ranks(3, lambda group: open_share(Case("llama", "default"), group))

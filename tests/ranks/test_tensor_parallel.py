@@ -1,0 +1,86 @@
+"""Two ranks on CPUs, whole: the answers of one process, whatever is asked for, and nothing left when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncllm import AsyncEngine, GenerationConfig
+from asyncllm.errors import EngineDead, UnsupportedModel
+from asyncllm.ranks.messages import RemoteError
+from tests.checkpoints import build_checkpoint
+from tests.ranks.engines import LONG, ranks, settings, soon
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+
+GREEDY = GenerationConfig(max_new_tokens=10, temperature=0.0)
+DRAWN = GenerationConfig(max_new_tokens=10, top_k=0, temperature=0.9, random_seed=3, logprobs=1)
+
+
+@pytest.fixture
+def anyio_backend() -> Any:
+    """Processes take seconds to start: one event loop, the one that users have."""
+    return ("asyncio", {"use_uvloop": True})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("llama")
+    return [build_checkpoint("llama", root / str(seed), seed=seed, vocab_size=321) for seed in (0, 1)]
+
+
+async def tokens_of(engine: AsyncEngine) -> list[list[int]]:
+    prompts = [[7, 8, 9, 200, 31] * count for count in (1, 4, 9)]
+    tasks = [
+        asyncio.create_task(engine.generate(input_ids=prompt, gen_config=config).response())
+        for prompt in prompts
+        for config in (GREEDY, DRAWN)
+    ]
+    return [(await task).token_ids for task in tasks]
+
+
+async def test_answers_are_those_of_one_rank(folders: list[Path]) -> None:
+    weights = load_file(folders[1] / "model.safetensors")
+    found: list[Any] = []
+    for tp in (1, 2):
+        async with AsyncEngine(str(folders[0]), settings(isolated=False, tp=tp, block_size=4)) as engine:
+            before = await tokens_of(engine)
+            logits = await engine.get_logits([5, 9, 7])
+            score = await engine.get_ppl([5, 6, 7, 8, 9])
+            await engine.sleep(level=2)
+            await engine.wake()
+            assert await tokens_of(engine) == before
+            await engine.update_weights(weights)
+            after = await tokens_of(engine)
+            assert after != before
+            assert len(ranks()) == (0 if tp == 1 else 2)
+            found.append((before, after, logits, score))
+    assert found[0][:2] == found[1][:2]
+    torch.testing.assert_close(found[0][2], found[1][2], rtol=1e-4, atol=1e-4)
+    assert found[0][3] == pytest.approx(found[1][3], rel=1e-5)
+    assert ranks() == []
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_a_rank_that_dies_ends_the_others(folders: list[Path], victim: int) -> None:
+    async with AsyncEngine(str(folders[0]), settings(tp=2)) as engine:
+        tasks = [asyncio.create_task(engine.generate("Hi", LONG).response()) for _ in range(4)]
+        await soon(lambda: engine.stats().steps > 3)
+        os.kill(sorted(ranks())[victim], signal.SIGKILL)
+        for error in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60):
+            assert isinstance(error, EngineDead)
+            assert isinstance(error.__cause__, RemoteError)
+        await soon(lambda: not ranks())
+
+
+async def test_numbers_that_cannot_be_divided_are_refused(folders: list[Path]) -> None:
+    with pytest.raises(UnsupportedModel, match="tp=3"):
+        await AsyncEngine(str(folders[0]), settings(tp=3)).start()
+    assert ranks() == []

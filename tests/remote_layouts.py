@@ -1,0 +1,430 @@
+"""Checkpoints whose own code transformers does not have: a native model of equal computation, under their names.
+
+The oracle is the native model; what is renamed here is written from what is known of the published files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["LAYOUTS", "RELATIVES", "Layout"]
+
+Fields = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+
+def _unchanged(tensors: Tensors, fields: Fields) -> Tensors:
+    return tensors
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a checkpoint is written, beside the native model that computes the same."""
+
+    family: str
+    """The module of asyncllm.models that reads it."""
+    model_type: str
+    native_type: str
+    architecture: str
+    extra: Fields = field(default_factory=dict)
+    """Entries that join the family's tiny ones."""
+    dropped: tuple[str, ...] = ()
+    """Entries of `tiny` that a file of this kind does not have."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """Entries of its config.json -> the native model's for the same."""
+    native: Fields = field(default_factory=dict)
+    """Entries that only the native model needs."""
+    rope: Callable[[Fields], Fields] | None = None
+    """The native model's rope_parameters, of a layout that has entries of its own for them."""
+    rename: Callable[[Tensors, Fields], Tensors] = _unchanged
+    """The native model's tensors under this layout's names, given config.json's entries."""
+    nested: str = ""
+    """The entry of config.json that holds those of the language model."""
+    patch: Callable[[nn.Module], None] | None = None
+    """What makes the native model's computation this layout's, before its weights are there."""
+    oracle: Callable[[Tensors], Tensors] = lambda tensors: tensors
+    """The native model's tensors, from the native ones that are stored."""
+
+    call: Callable[[list[int]], Fields] = lambda tokens: {}
+    """What the oracle's forward takes besides the tokens."""
+
+    def native_fields(self, fields: Fields) -> Fields:
+        """config.json of the native model, from the entries of this layout's."""
+        named = {self.words.get(key, key): value for key, value in fields.items()}
+        if self.family == "qwen":
+            named |= {"intermediate_size": fields["intermediate_size"] // 2, "num_key_value_heads": 4}
+        if self.rope is not None:
+            named |= {"rope_parameters": {"rope_type": "default", **self.rope(fields)}}
+        return {**named, **self.native, "model_type": self.native_type}
+
+
+def _renamed(names: Mapping[str, str]) -> Callable[[Tensors, Fields], Tensors]:
+    def rename(tensors: Tensors, fields: Fields) -> Tensors:
+        def new(name: str) -> str:
+            for old, other in names.items():
+                name = name.replace(old, other)
+            return name
+
+        return {new(name): tensor for name, tensor in tensors.items()}
+
+    return rename
+
+
+def _fuse(tensors: Tensors, into: str) -> Tensors:
+    """q, k and v one after the other in one tensor, of weights and biases."""
+    fused = {}
+    for name, tensor in tensors.items():
+        if "q_proj" in name:
+            parts = [tensors[name.replace("q_proj", each)] for each in ("q_proj", "k_proj", "v_proj")]
+            fused[name.replace("self_attn.q_proj", into)] = torch.cat(parts)
+        elif "k_proj" not in name and "v_proj" not in name:
+            fused[name] = tensor
+    return fused
+
+
+def _group(tensors: Tensors, fields: Fields) -> Tensors:
+    """InternLM2: q, k and v of each KV head's group one after the other in wqkv."""
+    grouped = {}
+    for name, tensor in tensors.items():
+        if "q_proj" in name:
+            parts = (tensors[name.replace("q_proj", each)] for each in ("q_proj", "k_proj", "v_proj"))
+            groups = [part.unflatten(0, (fields["num_key_value_heads"], -1)) for part in parts]
+            grouped[name.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat(groups, 1).flatten(0, 1)
+        elif "k_proj" not in name and "v_proj" not in name:
+            grouped[name] = tensor
+    return _renamed(_INTERNLM2)(grouped, fields)
+
+
+_INTERNLM2 = {
+    "model.embed_tokens": "model.tok_embeddings",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "lm_head": "output",
+}
+_QWEN = {
+    "model.embed_tokens": "transformer.wte",
+    "model.layers": "transformer.h",
+    "model.norm": "transformer.ln_f",
+    "self_attn.o_proj": "attn.c_proj",
+    "mlp.gate_proj": "mlp.w2",
+    "mlp.up_proj": "mlp.w1",
+    "mlp.down_proj": "mlp.c_proj",
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+}
+
+
+def _unit_rows(tensors: Tensors) -> Tensors:
+    """Baichuan2's head, which its code scales in every step."""
+    return {**tensors, "lm_head.weight": nn.functional.normalize(tensors["lm_head.weight"])}
+
+
+def _with_alibi(tokens: list[int]) -> Fields:
+    """Llama's rotation of position 0, which is none, and a bias of 6 heads in the place of its mask (Press et al.)."""
+    slopes = torch.tensor([2.0**-power for power in (2, 4, 6, 8, 1, 3)])
+    positions = torch.arange(len(tokens))
+    distances = positions[None, :] - positions[:, None]
+    bias = slopes[:, None, None] * distances
+    mask = bias.masked_fill(distances > 0, torch.finfo(torch.float32).min)[None]
+    return {"attention_mask": mask, "position_ids": torch.zeros(1, len(tokens), dtype=torch.int64)}
+
+
+def _with_frequencies(tensors: Tensors, fields: Fields) -> Tensors:
+    """With the rotary buffers that Baichuan's files hold."""
+    layers = range(fields["num_hidden_layers"])
+    buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(8) for layer in layers}
+    return {**_fuse(tensors, "self_attn.W_pack"), **buffers}
+
+
+_BIAS_OF_LLAMA = ("attention_bias", "mlp_bias")
+_NO_MLP_BIAS = {"mlp_bias": False}
+
+_CHATGLM = {
+    "model.embed_tokens": "transformer.embedding.word_embeddings",
+    "model.layers": "transformer.encoder.layers",
+    "model.norm": "transformer.encoder.final_layernorm",
+    "self_attn.o_proj": "self_attention.dense",
+    "mlp.gate_up_proj": "mlp.dense_h_to_4h",
+    "mlp.down_proj": "mlp.dense_4h_to_h",
+    "lm_head": "transformer.output_layer",
+}
+_EXAONE = {
+    "model.embed_tokens": "transformer.wte",
+    "model.layers": "transformer.h",
+    "model.norm": "transformer.ln_f",
+    "self_attn.o_proj": "attn.attention.out_proj",
+    "self_attn": "attn.attention",
+    "mlp.gate_proj": "mlp.c_fc_0",
+    "mlp.up_proj": "mlp.c_fc_1",
+    "mlp.down_proj": "mlp.c_proj",
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+}
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+
+
+def _chatglm(tensors: Tensors, fields: Fields) -> Tensors:
+    """With the rotary buffer that its files hold."""
+    buffer = {"transformer.rotary_pos_emb.inv_freq": torch.ones(8)}
+    return {**_renamed(_CHATGLM)(_fuse(tensors, "self_attention.query_key_value"), fields), **buffer}
+
+
+def _deepseek_experts(model: nn.Module) -> None:
+    """DeepSeek-MoE's experts are DeepSeek-V2's, chosen greedily."""
+    from transformers import DeepseekV2Config
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
+
+    fields: Any = model.config
+    config = DeepseekV2Config(
+        hidden_size=fields.hidden_size,
+        n_routed_experts=fields.n_routed_experts,
+        num_experts_per_tok=fields.num_experts_per_tok,
+        n_shared_experts=fields.n_shared_experts,
+        moe_intermediate_size=fields.moe_intermediate_size,
+        topk_method="greedy",
+        norm_topk_prob=False,
+        routed_scaling_factor=1.0,
+    )
+    layers: Any = model.model.layers  # type: ignore[union-attr]
+    for layer in layers[fields.first_k_dense_replace :]:
+        layer.mlp = DeepseekV2Moe(config)
+
+
+def _layer_norms(model: nn.Module) -> None:
+    """Orion's norms in Llama."""
+    fields: Any = model.config
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child).__name__ == "LlamaRMSNorm":
+                setattr(module, name, nn.LayerNorm(fields.hidden_size, eps=fields.rms_norm_eps))
+
+
+def _unfused_experts(tensors: Tensors, fields: Fields) -> Tensors:
+    unfused = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(tensor):
+                for part, half in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
+                    unfused[name.replace("gate_up_proj", f"{expert}.{part}.weight")] = half
+        elif name.endswith("experts.down_proj"):
+            for expert, down in enumerate(tensor):
+                unfused[name.replace("down_proj", f"{expert}.down_proj.weight")] = down
+        else:
+            unfused[name] = tensor
+    return unfused
+
+
+LAYOUTS: dict[str, Layout] = {
+    "aquila": Layout("llama", "aquila", "llama", "AquilaForCausalLM", dropped=_BIAS_OF_LLAMA),
+    "baichuan": Layout(
+        "baichuan",
+        "baichuan",
+        "llama",
+        "BaichuanForCausalLM",
+        native={"num_key_value_heads": 4},
+        rename=_with_frequencies,
+        oracle=_unit_rows,
+    ),
+    "baichuan_first": Layout(
+        "baichuan",
+        "baichuan",
+        "llama",
+        "BaiChuanForCausalLM",
+        native={"num_key_value_heads": 4},
+        rename=lambda tensors, fields: _fuse(tensors, "self_attn.W_pack"),
+    ),
+    "deepseek": Layout(
+        "deepseek", "deepseek", "llama", "DeepseekForCausalLM", patch=_deepseek_experts, rename=_unfused_experts
+    ),
+    "cohere_plain": Layout("cohere", "cohere", "cohere", "CohereForCausalLM", dropped=("use_qk_norm",)),
+    "deepseek_v2_lite": Layout(
+        "deepseek_v2",
+        "deepseek_v2",
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        extra={"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "attention_bias": False},
+    ),
+    "baichuan_13b": Layout(
+        "baichuan",
+        "baichuan",
+        "llama",
+        "BaichuanForCausalLM",
+        extra={"hidden_size": 96, "num_attention_heads": 6, "model_max_length": 256},
+        dropped=("max_position_embeddings",),
+        words={"model_max_length": "max_position_embeddings"},
+        native={"num_key_value_heads": 6},
+        rename=lambda tensors, fields: _fuse(tensors, "self_attn.W_pack"),
+        oracle=_unit_rows,
+        call=_with_alibi,
+    ),
+    "chatglm": Layout(
+        "chatglm",
+        "chatglm",
+        "glm",
+        "ChatGLMModel",
+        words={
+            "padded_vocab_size": "vocab_size",
+            "ffn_hidden_size": "intermediate_size",
+            "num_layers": "num_hidden_layers",
+            "multi_query_group_num": "num_key_value_heads",
+            "kv_channels": "head_dim",
+            "seq_length": "max_position_embeddings",
+            "layernorm_epsilon": "rms_norm_eps",
+        },
+        rope=lambda fields: {"rope_theta": 10000 * fields["rope_ratio"], "partial_rotary_factor": 0.5},
+        rename=_chatglm,
+    ),
+    "exaone": Layout(
+        "exaone",
+        "exaone",
+        "llama",
+        "ExaoneForCausalLM",
+        words={"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps"},
+        rename=_renamed(_EXAONE),
+    ),
+    "falcon_7b": Layout(
+        "falcon",
+        "falcon",
+        "falcon",
+        "FalconForCausalLM",
+        extra={"multi_query": True, "parallel_attn": True, "bias": False},
+        dropped=("new_decoder_architecture", "num_kv_heads"),
+    ),
+    "falcon_11b": Layout("falcon", "falcon", "falcon", "FalconForCausalLM", extra={"num_ln_in_parallel_attn": 1}),
+    "falcon_rw": Layout(
+        "falcon",
+        "falcon",
+        "falcon",
+        "FalconForCausalLM",
+        extra={"multi_query": False, "parallel_attn": False, "alibi": True},
+        dropped=("new_decoder_architecture", "num_kv_heads"),
+    ),
+    "gpt_neox_sequential": Layout(
+        "gpt_neox", "gpt_neox", "gpt_neox", "GPTNeoXForCausalLM", extra={"use_parallel_residual": False}
+    ),
+    "gemma3_vision": Layout(
+        "gemma3",
+        "gemma3",
+        "gemma3_text",
+        "Gemma3ForConditionalGeneration",
+        nested="text_config",
+        rename=lambda tensors, fields: {
+            **{f"language_model.{name}": tensor for name, tensor in tensors.items()},
+            "vision_tower.vision_model.post_layernorm.weight": torch.ones(8),
+            "multi_modal_projector.mm_soft_emb_norm.weight": torch.ones(8),
+        },
+    ),
+    "internlm": Layout(
+        "llama",
+        "internlm",
+        "llama",
+        "InternLMForCausalLM",
+        extra={"bias": True},
+        dropped=_BIAS_OF_LLAMA,
+        words={"bias": "attention_bias"},
+        native=_NO_MLP_BIAS,
+    ),
+    "gpt_bigcode_heads": Layout(
+        "gpt_bigcode", "gpt_bigcode", "gpt_bigcode", "GPTBigCodeForCausalLM", extra={"multi_query": False}
+    ),
+    "internlm2": Layout(
+        "internlm2",
+        "internlm2",
+        "llama",
+        "InternLM2ForCausalLM",
+        words={"bias": "attention_bias"},
+        native=_NO_MLP_BIAS,
+        rename=_group,
+    ),
+    "internlm3": Layout(
+        "llama",
+        "internlm3",
+        "llama",
+        "InternLM3ForCausalLM",
+        extra={"qkv_bias": True, "bias": True, "head_dim": 24},
+        dropped=_BIAS_OF_LLAMA,
+        words={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+    ),
+    "kimi_k2": Layout(
+        "deepseek_v3",
+        "kimi_k2",
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        extra={"n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "num_nextn_predict_layers": 0},
+    ),
+    "minicpm": Layout(
+        "granite",
+        "minicpm",
+        "granite",
+        "MiniCPMForCausalLM",
+        extra={"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16},
+        dropped=_MULTIPLIERS,
+        native={
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 1.4 / 2**0.5,
+            "attention_multiplier": 16**-0.5,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "ministral": Layout(
+        "mistral",
+        "ministral",
+        "ministral",
+        "MinistralForCausalLM",
+        extra={"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "orion": Layout("orion", "orion", "llama", "OrionForCausalLM", patch=_layer_norms),
+    "phi4_mini": Layout(
+        "phi3",
+        "phi3",
+        "phi3",
+        "Phi3ForCausalLM",
+        extra={"partial_rotary_factor": 0.75, "tie_word_embeddings": True},
+        dropped=("sliding_window",),
+    ),
+    "qwen": Layout(
+        "qwen",
+        "qwen",
+        "qwen2",
+        "QWenLMHeadModel",
+        words={
+            "kv_channels": "head_dim",
+            "layer_norm_epsilon": "rms_norm_eps",
+            "seq_length": "max_position_embeddings",
+        },
+        rope=lambda fields: {"rope_theta": fields["rotary_emb_base"]},
+        rename=lambda tensors, fields: _renamed(_QWEN)(_fuse(tensors, "attn.c_attn"), fields),
+    ),
+    "phi_plain": Layout("phi", "phi", "phi", "PhiForCausalLM", dropped=("qk_layernorm",)),
+    "seed_oss": Layout(
+        "llama",
+        "seed_oss",
+        "seed_oss",
+        "SeedOssForCausalLM",
+        extra={"attention_out_bias": True, "head_dim": 24},
+    ),
+    "stablelm_parallel": Layout(
+        "stablelm", "stablelm", "stablelm", "StableLmForCausalLM", extra={"use_parallel_residual": True}
+    ),
+    "yi": Layout(
+        "llama",
+        "Yi",
+        "llama",
+        "YiForCausalLM",
+        dropped=_BIAS_OF_LLAMA,
+        rename=_renamed({"input_layernorm": "ln1", "post_attention_layernorm": "ln2"}),
+    ),
+}
+"""By the name under which `tests.checkpoints.build_checkpoint` writes it."""
+
+RELATIVES = sorted(name for name, layout in LAYOUTS.items() if layout.family != name)
+"""Checkpoints that a family of another name reads."""

@@ -1,0 +1,163 @@
+"""POST /v1/chat/completions, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from asyncllm.testing import FakeEngine
+from tests.server.serving import serving
+
+pytestmark = pytest.mark.anyio
+
+PING: list[Any] = [{"role": "user", "content": "ping"}]
+
+
+async def test_an_answer_has_what_clients_read() -> None:
+    async with serving(FakeEngine({"ping": "pong"})) as served, served.openai() as client:
+        answer = await client.chat.completions.create(model="fake", messages=PING)
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.object == "chat.completion"
+    assert answer.model == "fake"
+    [choice] = answer.choices
+    assert (choice.index, choice.finish_reason, choice.message.role) == (0, "stop", "assistant")
+    assert choice.message.content == "pong"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 5  # four bytes and the end of sequence
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 5
+
+
+async def test_a_stream_says_its_role_its_text_and_its_end_once_each() -> None:
+    async with serving(FakeEngine({"ping": "pong"})) as served, served.openai() as client:
+        stream = await client.chat.completions.create(
+            model="fake", messages=PING, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+    assert len({(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks}) == 1
+    *pieces, usage = chunks
+    choices = [chunk.choices[0] for chunk in pieces]
+    assert [choice.delta.role for choice in choices] == ["assistant"] + [None] * (len(choices) - 1)
+    assert "".join(choice.delta.content or "" for choice in choices) == "pong"
+    assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+    assert all(chunk.usage is None for chunk in pieces)
+    assert usage.choices == []
+    assert usage.usage is not None
+    assert usage.usage.completion_tokens == 5
+
+
+async def test_n_answers_come_under_their_index_whole_and_streamed() -> None:
+    async with serving(FakeEngine({"ping": "pong"})) as served, served.openai() as client:
+        whole = await client.chat.completions.create(model="fake", messages=PING, n=3)
+        texts = [""] * 3
+        async for chunk in await client.chat.completions.create(model="fake", messages=PING, n=3, stream=True):
+            texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert texts == [choice.message.content for choice in whole.choices] == ["pong"] * 3
+
+
+async def test_a_developer_message_is_a_system_message_and_an_assistant_message_comes_back_as_it_was_sent() -> None:
+    said: list[str] = []
+
+    def answer(question: str) -> str:
+        said.append(question)
+        return "pong"
+
+    async with serving(FakeEngine(answer)) as served, served.openai() as client:
+        first = await client.chat.completions.create(
+            model="fake", messages=[{"role": "developer", "content": "be brief"}, *PING]
+        )
+        again: list[Any] = [*PING, first.choices[0].message, {"role": "user", "content": "once more"}]
+        await client.chat.completions.create(model="fake", messages=again)
+    assert list(dict.fromkeys(said)) == ["ping", "once more"]
+
+
+async def test_log_probabilities_have_the_chosen_token_and_the_most_likely_ones() -> None:
+    async with serving(FakeEngine({"ping": "pong"})) as served, served.openai() as client:
+        answer = await client.chat.completions.create(
+            model="fake", messages=PING, logprobs=True, top_logprobs=2, temperature=0
+        )
+        streamed = []
+        async for chunk in await client.chat.completions.create(
+            model="fake", messages=PING, logprobs=True, top_logprobs=2, temperature=0, stream=True
+        ):
+            if chunk.choices[0].logprobs is not None:
+                streamed += chunk.choices[0].logprobs.content or []
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [entry.token for entry in logprobs.content][:4] == list("pong")
+    assert [entry.bytes for entry in logprobs.content][:4] == [[byte] for byte in b"pong"]
+    assert all(len(entry.top_logprobs) == 2 for entry in logprobs.content)
+    assert all(entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob for entry in logprobs.content)
+    assert streamed == logprobs.content
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"temperature": 2.5}, "temperature", "invalid_type"),
+        ({"n": 17}, "n", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        ({"tools": [{"type": "function"}]}, "tools", "invalid_value"),
+        ({"response_format": {"type": "xml"}}, "response_format", "unsupported_parameter"),
+        ({"extra_body": {"colour": "red"}}, "colour", "unknown_parameter"),
+        ({"logit_bias": {"258": 1}}, "logit_bias", "invalid_value"),
+    ],
+    ids=str,
+)
+async def test_what_cannot_be_served_is_a_400_that_names_the_field(
+    fields: dict[str, Any], param: str, code: str
+) -> None:
+    async with serving(FakeEngine()) as served, served.openai() as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(**{"model": "fake", "messages": PING, **fields})
+        assert (caught.value.param, caught.value.code) == (param, code)
+        assert (await client.chat.completions.create(model="fake", messages=PING)).choices[0].message.content == "ping"
+
+
+async def test_another_model_is_not_found() -> None:
+    async with serving(FakeEngine()) as served, served.openai() as client:
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="other", messages=PING)
+
+
+async def test_the_events_of_a_stream_have_the_shapes_that_clients_depend_on() -> None:
+    options = {"stream": True, "stream_options": {"continuous_usage_stats": True}, "logprobs": True}
+    async with serving(FakeEngine({"ping": "pong"})) as served:
+        answer = await served.http.post(f"{served.url}/v1/chat/completions", json={"messages": PING, **options})
+        lines = [line for line in (await answer.text()).split("\n\n") if line]
+    assert lines.pop() == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    first, *pieces, last = (event["choices"][0] for event in events)
+    assert first == {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+    assert all(piece["logprobs"]["content"] and "role" not in piece["delta"] for piece in pieces)
+    assert last == {"index": 0, "delta": {"content": ""}, "logprobs": None, "finish_reason": "stop"}
+    used = [event["usage"]["completion_tokens"] for event in events]
+    assert (used[0], used[-1]) == (0, 5)
+    assert used == sorted(used)
+    assert {event["usage"]["prompt_tokens"] for event in events} == {events[0]["usage"]["prompt_tokens"]}
+
+
+async def test_no_top_log_probabilities_are_nothing_to_ask_for() -> None:
+    async with serving(FakeEngine({"ping": "pong"})) as served:
+        for fields in ({"top_logprobs": 0}, {"top_logprobs": 0, "logprobs": False}, {"top_logprobs": None}):
+            status, answer = await served.post("/v1/chat/completions", {"messages": PING, **fields})
+            assert (status, answer["choices"][0]["logprobs"]) == (200, None)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+async def test_a_completions_log_probabilities_have_the_chosen_token_always(count: int) -> None:
+    body = {"prompt": "ping", "logprobs": count, "seed": 1, "max_tokens": 4, "temperature": 2}
+    async with serving(FakeEngine({"ping": "pong"})) as served:
+        _, answer = await served.post("/v1/completions", body)
+        found = answer["choices"][0]["logprobs"]
+        assert found["tokens"] == list("pong")
+        for token, value, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+            assert top[token] == value
+            assert max(1, count) <= len(top) <= count + 1

@@ -1,0 +1,258 @@
+"""Grammars as the bridge makes them: what they allow, what is refused, and how soon."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncllm
+from asyncllm.config.response_format import GrammarSpec, as_response_format, grammar_of
+from asyncllm.errors import InvalidParameter, UnsupportedFeature
+from asyncllm.text.grammars.bridge import AnswerGrammar, GrammarCompiler
+from asyncllm.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.from_folder(Path(asyncllm.__file__).parent / "assets" / "tiny-chat")
+VOCAB = TOKENIZER.vocab_size + 3
+"""More rows than the tokenizer has tokens, as models have."""
+EOS = list(TOKENIZER.eos_token_ids)
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(TOKENIZER, VOCAB, EOS)
+
+
+def spec_of(response_format: Any) -> GrammarSpec:
+    spec = grammar_of(response_format)
+    assert spec is not None
+    return spec
+
+
+def schema_spec(schema: Any) -> GrammarSpec:
+    return spec_of({"type": "json_schema", "json_schema": {"schema": schema}})
+
+
+def takes(compiler: GrammarCompiler, spec: GrammarSpec, text: str, *, spaced: bool = False) -> bool:
+    """Whether the grammar takes the text as a whole answer, token by token, by its masks."""
+    grammar = AnswerGrammar(compiler.compile(spec, spaced=spaced), inside=False, opens=None, closes=None)
+    progress = grammar.start(())
+    words = np.zeros(-(-VOCAB // 32), np.int32)
+    for token in [*TOKENIZER.encode(text, add_bos=False), EOS[0]]:
+        progress.fill(words)
+        if not words.view(np.uint32)[token // 32] >> np.uint32(token % 32) & 1:
+            return False
+        progress.consume(token)
+        assert progress.error is None
+    return True
+
+
+@pytest.mark.parametrize(
+    ("response_format", "good", "bad"),
+    [
+        ({"type": "json_schema", "json_schema": {"schema": PERSON}}, '{"name": "Zoë", "age": 3}', '{"name": "Zoë"}'),
+        ({"type": "json_schema", "schema": PERSON}, '{"name":"x","age":3}', '{"name": 1, "age": 3}'),
+        ({"type": "json_schema", "json_schema": {"json_schema": json.dumps(PERSON)}}, '{"name":"x","age":3}', "{}"),
+        ({"type": "json_object"}, '{"a": [1, null]}', "[1]"),
+        ({"type": "json_object", "schema": PERSON}, '{"name":"x","age":3}', '{"a": 1}'),
+        ({"type": "regex_schema", "regex_schema": "[0-9]{2}"}, "42", "421"),
+        ({"type": "regex", "regex": "a|b+"}, "bb", "ab"),
+        ({"type": "choice", "choice": ["yes (1)", "n\\o.\n"]}, "n\\o.\n", "no"),
+        ({"type": "grammar", "grammar": 'start: "a" /[bc]/'}, "ac", "ad"),
+        ({"type": "grammar", "grammar": 'root ::= "a" [bc]'}, "ab", "ad"),
+    ],
+)
+def test_an_answer_is_what_was_asked_for(compiler: GrammarCompiler, response_format: Any, good: str, bad: str) -> None:
+    spec = spec_of(response_format)
+    assert takes(compiler, spec, good)
+    assert not takes(compiler, spec, bad)
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        (json.dumps({"name": "x", "age": 3}), True),
+        (json.dumps({"name": "x", "age": 3}, indent=2), True),
+        (json.dumps({"name": "x", "age": 3}, indent="\t"), True),
+        ('{"name":  "x", "age": 3}', False),
+        ('{\n\n"name": "x", "age": 3}', False),
+        ('{"name": "\\u00e9", "age": 3}', True),
+        (' {"name": "x", "age": 3}', False),
+    ],
+)
+def test_white_space_is_bounded(compiler: GrammarCompiler, text: str, taken: bool) -> None:
+    assert takes(compiler, schema_spec(PERSON), text) is taken
+
+
+def test_an_answer_behind_reasoning_may_begin_with_white_space(compiler: GrammarCompiler) -> None:
+    for spaces, taken in (("", True), ("\n\n", True), (" ", True), ("\n\n\n", False)):
+        assert takes(compiler, schema_spec(PERSON), spaces + '{"name": "x", "age": 3}', spaced=True) is taken
+        assert takes(compiler, spec_of({"type": "choice", "choice": ["yes"]}), spaces + "yes", spaced=True) is taken
+
+
+def test_masks_are_those_of_trying_each_token(compiler: GrammarCompiler) -> None:
+    random.seed(7)
+    compiled = compiler.compile(schema_spec(PERSON), spaced=False)
+    words = np.zeros(-(-VOCAB // 32), np.int32)
+    matcher, taken = compiled.copy(), list[int]()
+    for _ in range(12):
+        progress = AnswerGrammar(compiled, inside=False, opens=None, closes=None).start(taken)
+        progress.fill(words)
+        allowed = set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+        tried = {token for token in range(VOCAB) if matcher.validate_tokens([token]) == 1}
+        assert allowed <= tried
+        if allowed != tried:
+            # Where only one text can follow, it is spelled as the tokenizer would.
+            forced = max(map(TOKENIZER.token_bytes, tried), key=len)
+            assert all(forced.startswith(TOKENIZER.token_bytes(token)) for token in tried)
+        token = random.choice(sorted(allowed))
+        assert matcher.consume_token(token)
+        taken.append(token)
+
+
+def test_reasoning_is_free_and_what_follows_is_held(compiler: GrammarCompiler) -> None:
+    opens, closes = 5, 6
+    compiled = compiler.compile(spec_of({"type": "regex", "regex": "ab"}), spaced=False)
+    words = np.zeros(-(-VOCAB // 32), np.int32)
+    inside = AnswerGrammar(compiled, inside=True, opens=None, closes=closes).start(())
+    inside.fill(words)
+    assert (words == -1).all()
+    assert not inside.ended
+    inside.consume(TOKENIZER.encode("x", add_bos=False)[0])
+    inside.consume(closes)
+    inside.fill(words)
+    assert not (words == -1).any()
+    maybe = AnswerGrammar(compiled, inside=False, opens=opens, closes=closes).start(())
+    maybe.fill(words)
+    assert words[0] >> opens & 1
+    maybe.consume(opens)
+    maybe.fill(words)
+    assert (words == -1).all()
+    again = AnswerGrammar(compiled, inside=False, opens=opens, closes=closes).start([opens, 9, closes])
+    again.fill(words)
+    assert not words[0] >> opens & 1
+
+
+UNSUPPORTED: list[tuple[Any, str]] = [
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ({"not": {"type": "string"}}, "not"),
+    ({"type": "string", "format": "postcode"}, "postcode"),
+    ({"$ref": "http://example.com/schema"}, "not present"),
+    ({"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable"),
+    ({"$ref": "#"}, "response_format"),
+    (False, "response_format"),
+    ({"allOf": [{"anyOf": [{"required": [f"{n}a"]}, {"required": [f"{n}b"]}]} for n in range(14)]}, "response_format"),
+]
+
+
+@pytest.mark.parametrize(("schema", "word"), UNSUPPORTED, ids=range(len(UNSUPPORTED)))
+def test_what_cannot_be_held_to_is_refused_at_once(compiler: GrammarCompiler, schema: Any, word: str) -> None:
+    begun = time.process_time()
+    with pytest.raises(InvalidParameter, match=word) as caught:
+        compiler.compile(schema_spec(schema), spaced=False)
+    assert caught.value.param == "response_format"
+    assert time.process_time() - begun < 1
+    assert "0x" not in str(caught.value)
+
+
+def deep(levels: int) -> Any:
+    schema: Any = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+TOO_LARGE: list[Any] = [
+    {"enum": [str(number) for number in range(100_000)]},
+    {"type": "object", "properties": {f"p{number}": {} for number in range(2000)}},
+    {"const": "x" * 65_536},
+    {"description": "x" * 10_000_000},
+    deep(100_000),
+    {"anyOf": [{"const": number} for number in range(30_000)]},
+    {1: {}},
+    "{",
+    5,
+    None,
+]
+
+
+@pytest.mark.parametrize("schema", TOO_LARGE, ids=range(len(TOO_LARGE)))
+def test_what_is_too_large_is_not_even_compiled(schema: Any) -> None:
+    begun = time.process_time()
+    with pytest.raises(InvalidParameter, match="response_format"):
+        schema_spec(schema)
+    assert time.process_time() - begun < 0.5
+
+
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "regex", "regex": "x" * 5000},
+        {"type": "regex"},
+        {"type": "choice", "choice": []},
+        {"type": "choice", "choice": ["x"] * 5001},
+        {"type": "grammar", "grammar": "x" * 17_000},
+        {"type": "structural_tag"},
+        {},
+    ],
+)
+def test_other_formats_have_bounds_too(response_format: Any) -> None:
+    with pytest.raises((InvalidParameter, UnsupportedFeature)) as caught:
+        grammar_of(response_format)
+    assert caught.value.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "regex", "regex": "(a"},
+        {"type": "regex", "regex": "(?=a)b"},
+        {"type": "grammar", "grammar": "start: missing"},
+        {"type": "grammar", "grammar": "root ::= ("},
+    ],
+)
+def test_broken_patterns_are_refused(compiler: GrammarCompiler, response_format: Any) -> None:
+    with pytest.raises(InvalidParameter, match=r"response_format|GBNF"):
+        compiler.compile(spec_of(response_format), spaced=False)
+
+
+def test_options_of_the_library_are_not_the_clients(compiler: GrammarCompiler) -> None:
+    schema = {**PERSON, "x-guidance": {"lenient": True, "whitespace_flexible": False}, "uniqueItems": True}
+    with pytest.raises(InvalidParameter, match="uniqueItems"):
+        compiler.compile(schema_spec({"type": "array", **schema}), spaced=False)
+
+
+def test_nullable_allows_null(compiler: GrammarCompiler) -> None:
+    spec = schema_spec({"type": "integer", "nullable": True})
+    assert takes(compiler, spec, "null")
+    assert takes(compiler, spec, "3")
+
+
+def test_a_class_stands_for_its_schema(compiler: GrammarCompiler) -> None:
+    import dataclasses
+
+    import msgspec
+    import pydantic
+
+    made = [
+        dataclasses.make_dataclass("Point", [("x", int)]),
+        msgspec.defstruct("Point", [("x", int)]),
+        pydantic.create_model("Point", x=(int, ...)),
+    ]
+    for kind in made:
+        spec = spec_of(as_response_format(kind))
+        assert takes(compiler, spec, '{"x": 3}')
+        assert not takes(compiler, spec, '{"x": "3"}')
+    with pytest.raises(InvalidParameter, match="int"):
+        as_response_format(int)

@@ -1,0 +1,343 @@
+"""Replies as models of each family write them, and what they say."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from asyncllm.text.replies.events import CallEnd, CallPiece, CallStart, Event, Text, Thought
+from asyncllm.text.replies.formats import REASONING_PARSERS, TOOL_PARSERS
+from asyncllm.text.replies.reply import Reply, ReplyFormat
+
+TOOLS: dict[str, Any] = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "tags": {"type": "array"}},
+    },
+    "now": {"type": "object", "properties": {}},
+}
+
+
+class Said(NamedTuple):
+    """What a reply comes to."""
+
+    text: str = ""
+    thought: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+
+
+class Sample(NamedTuple):
+    tools: str | None
+    thinking: str | None
+    raw: str
+    said: Said
+    inside: bool = False
+
+
+ZURICH = '{"city": "Zürich", "days": 2}'
+ODD = '{"city": "a \\"b\\" </tool_call> {[", "tags": [1, {"x": "}"}]}'
+BOTH = (("weather", ZURICH), ("now", "{}"))
+
+
+def merged(events: list[Event]) -> list[Event]:
+    """Adjacent pieces of the same kind as one."""
+    result: list[Event] = []
+    for event in events:
+        last = result[-1] if result else None
+        match last, event:
+            case Text(), Text():
+                result[-1] = Text(last.text + event.text)
+            case Thought(), Thought():
+                result[-1] = Thought(last.text + event.text)
+            case CallPiece(), CallPiece() if last.index == event.index:
+                result[-1] = CallPiece(last.index, last.arguments + event.arguments)
+            case _:
+                result.append(event)
+    return result
+
+
+def said(events: list[Event]) -> Said:
+    """The sum of the events, which come in the order that clients rely on."""
+    text = thought = ""
+    calls: list[tuple[str, str]] = []
+    is_open = False
+    for event in events:
+        match event:
+            case Text():
+                assert not is_open
+                text += event.text
+            case Thought():
+                assert not is_open
+                thought += event.text
+            case CallStart():
+                assert not is_open
+                assert event.index == len(calls)
+                calls.append((event.name, ""))
+                is_open = True
+            case CallPiece():
+                assert is_open
+                assert event.index == len(calls) - 1
+                assert event.arguments
+                calls[-1] = (calls[-1][0], calls[-1][1] + event.arguments)
+            case CallEnd():
+                assert is_open
+                assert event.index == len(calls) - 1
+                is_open = False
+    return Said(text, thought, tuple(calls))
+
+
+def form(tools: str | None, thinking: str | None) -> ReplyFormat:
+    return ReplyFormat(
+        None if tools is None else TOOL_PARSERS[tools], None if thinking is None else REASONING_PARSERS[thinking]
+    )
+
+
+def events_of(sample: Sample, pieces: list[str]) -> list[Event]:
+    """The events of a reply that comes in these pieces."""
+    reply = Reply(form(sample.tools, sample.thinking), TOOLS, inside=sample.inside)
+    events: list[Event] = []
+    for piece in pieces:
+        events += reply.push(piece)
+    return merged(events + reply.end())
+
+
+def _deepseek(*calls: str) -> str:
+    return f"<｜tool▁calls▁begin｜>{chr(10).join(calls)}<｜tool▁calls▁end｜>"
+
+
+QWEN_CODER = """<tool_call>
+<function=weather>
+<parameter=city>
+a "b"
+ c
+</parameter>
+<parameter=days>
+2
+</parameter>
+<parameter=tags>
+["x", 1]
+</parameter>
+</function>
+</tool_call>"""
+CODER_ARGUMENTS = '{"city": "a \\"b\\"\\n c", "days": 2, "tags": ["x", 1]}'
+GLM = """<tool_call>weather
+<arg_key>city</arg_key>
+<arg_value>Zürich</arg_value>
+<arg_key>days</arg_key>
+<arg_value>2</arg_value>
+</tool_call>"""
+DSML = """<｜DSML｜function_calls>
+<｜DSML｜invoke name="weather">
+<｜DSML｜parameter name="city" string="true">Zürich</｜DSML｜parameter>
+<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>
+</｜DSML｜invoke>
+<｜DSML｜invoke name="now">
+</｜DSML｜invoke>
+</｜DSML｜function_calls>"""
+MINIMAX = """<minimax:tool_call>
+<invoke name="weather">
+<parameter name="city">Zürich</parameter>
+<parameter name="days">2</parameter>
+</invoke>
+</minimax:tool_call>"""
+KIMI = (
+    f"<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{ZURICH}"
+    "<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_calls_section_end|>"
+)
+HARMONY = (
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>One moment.<|end|>"
+    f"<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ZURICH}<|call|>"
+)
+
+SAMPLES: dict[str, Sample] = {
+    "plain": Sample("hermes", "qwen3", " Hi <b>there</b> {1} \n", Said(" Hi <b>there</b> {1} \n")),
+    "hermes": Sample(
+        "hermes",
+        "qwen3",
+        f'<think>\nHm </th\n</think>\n\nSure.\n<tool_call>\n{{"name": "weather", "arguments": {ZURICH}}}\n'
+        "</tool_call>\n"
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        Said("Sure.", "Hm </th", BOTH),
+    ),
+    "hermes, arguments first": Sample(
+        "qwen",
+        None,
+        f'<tool_call>{{"arguments": {ODD}, "name": "weather"}}</tool_call>',
+        Said(calls=(("weather", ODD),)),
+    ),
+    "hermes, no arguments": Sample(
+        "hermes", None, '<tool_call>{"name": "now"}</tool_call>', Said(calls=(("now", "{}"),))
+    ),
+    "hermes, arguments as text": Sample(
+        "hermes",
+        None,
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        Said(calls=(("f", '{"a": 1}'),)),
+    ),
+    "hermes, no call": Sample(
+        "hermes", None, "a <tool_call>\nnot json</tool_call> b", Said("a <tool_call>\nnot json</tool_call> b")
+    ),
+    "hermes, no name": Sample(
+        "hermes", None, '<tool_call>{"arguments": {}}</tool_call>!', Said('<tool_call>{"arguments": {}}</tool_call>!')
+    ),
+    "hermes, cut": Sample(
+        "hermes",
+        None,
+        '<tool_call>{"name": "weather", "arguments": {"city": "Z',
+        Said(calls=(("weather", '{"city": "Z'),)),
+    ),
+    "hermes, a bracket too few": Sample(
+        "hermes",
+        None,
+        '<tool_call>{"name": "f", "arguments": {"a": {"b": 1}</tool_call>\nDone.',
+        Said("Done.", calls=(("f", '{"a": {"b": 1}'),)),
+    ),
+    "prompt opens thinking": Sample("hermes", "deepseek_r1", "\nHm.\n</think>\n\nHi", Said("Hi", "Hm."), inside=True),
+    "call ends thinking": Sample(
+        "hermes", "qwen3", 'Hm.\n<tool_call>{"name": "now"}</tool_call>', Said("", "Hm.", (("now", "{}"),)), inside=True
+    ),
+    "no call in thinking": Sample(
+        "hermes", "qwen3", "Use <tool_call> here.</think>Ok", Said("Ok", "Use <tool_call> here."), inside=True
+    ),
+    "second end of thinking": Sample("hermes", "qwen3", "a</think>b</think>c", Said("bc", "a"), inside=True),
+    "end without thinking": Sample("hermes", "qwen3", "a</think>b", Said("a</think>b")),
+    "granite": Sample(
+        "granite",
+        "granite",
+        f'Here is my thought process: Hm. Here is my response:<|tool_call|>[{{"name": "weather", '
+        f'"arguments": {ZURICH}}}, '
+        '{"name": "now", "arguments": {}}]',
+        Said("", "Hm.", BOTH),
+    ),
+    "qwen3_coder": Sample(
+        "qwen3_coder", "qwen3", f"Ok.\n\n{QWEN_CODER}\n", Said("Ok.", "", (("weather", CODER_ARGUMENTS),))
+    ),
+    "qwen3_coder, inner tag alone": Sample(
+        "qwen3_coder", None, "<function=now>\n</function>\n</tool_call>", Said(calls=(("now", "{}"),))
+    ),
+    "qwen3_coder, cut": Sample(
+        "qwen3_coder",
+        None,
+        "<tool_call>\n<function=weather>\n<parameter=city>\nZü",
+        Said(calls=(("weather", '{"city": "Zü'),)),
+    ),
+    "llama3_json": Sample(
+        "llama3",
+        None,
+        f'{{"name": "weather", "parameters": {ZURICH}}}; {{"name": "now", "parameters": {{}}}}',
+        Said(calls=BOTH),
+    ),
+    "llama3_json, marked": Sample(
+        "llama3_json", None, f'<|python_tag|>{{"name": "weather", "parameters": {ZURICH}}}', Said(calls=BOTH[:1])
+    ),
+    "llama3_json, another object": Sample(
+        "llama3_json", None, '{"name": "Ada", "age": 36} is', Said('{"name": "Ada", "age": 36} is')
+    ),
+    "pythonic": Sample(
+        "pythonic",
+        None,
+        "[weather(city='Zürich', days=2), now(), f(x=[True, None, {'a': (1.5, \"\\u00e9\\n\")}])]",
+        Said(calls=(*BOTH, ("f", '{"x": [true, null, {"a": [1.5, "é\\n"]}]}'))),
+    ),
+    "pythonic, a link": Sample("pythonic", None, "[see](there) [f(x)]", Said("[see](there) [f(x)]")),
+    "lfm2": Sample(
+        "lfm2", None, "<|tool_call_start|>[now()]<|tool_call_end|>Wait.", Said("Wait.", calls=(("now", "{}"),))
+    ),
+    "olmo3": Sample(
+        "olmo3",
+        None,
+        "Ok<function_calls>now()\nf(a=null)</function_calls>",
+        Said("Ok", calls=(("now", "{}"), ("f", '{"a": null}'))),
+    ),
+    "mistral, a list": Sample(
+        "mistral",
+        None,
+        f'[TOOL_CALLS][{{"name": "weather", "arguments": {ZURICH}, "id": "abcdefghi"}}, '
+        '{"name": "now", "arguments": {}}]',
+        Said(calls=BOTH),
+    ),
+    "mistral, names": Sample(
+        "mistral",
+        "magistral",
+        f"[THINK]Hm.[/THINK]Ok.[TOOL_CALLS]weather[ARGS]{ZURICH}[TOOL_CALLS]now{{}}",
+        Said("Ok.", "Hm.", BOTH),
+    ),
+    "internlm": Sample(
+        "internlm",
+        None,
+        f'Ok<|action_start|><|plugin|>\n{{"name": "weather", "parameters": {ZURICH}}}<|action_end|>\n',
+        Said("Ok", calls=BOTH[:1]),
+    ),
+    "deepseek_v3": Sample(
+        "deepseek_v3",
+        "deepseek_r1",
+        "Hm.</think>Ok."
+        + _deepseek(
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{ZURICH}\n```<｜tool▁call▁end｜>",
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>",
+        ),
+        Said("Ok.", "Hm.", BOTH),
+        inside=True,
+    ),
+    "deepseek_v31": Sample(
+        "deepseek_v31",
+        None,
+        _deepseek(
+            f"<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{ZURICH}<｜tool▁call▁end｜>",
+            "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+        ),
+        Said(calls=BOTH),
+    ),
+    "deepseek_v32": Sample("deepseek_v32", None, f"Ok.\n\n{DSML}", Said("Ok.", calls=BOTH)),
+    "deepseek_v4": Sample("deepseek_v4", None, DSML.replace("function_calls", "tool_calls"), Said(calls=BOTH)),
+    "kimi_k2": Sample("kimi_k2", "kimi", f"◁think▷Hm◁/think▷Ok{KIMI}", Said("Ok", "Hm", BOTH)),
+    "glm45": Sample(
+        "glm45", "glm45", f"<think>Hm.</think>\nOk.\n{GLM}\n<tool_call>now\n</tool_call>", Said("Ok.", "Hm.", BOTH)
+    ),
+    "glm47": Sample("glm47", None, GLM.replace("\n", ""), Said(calls=BOTH[:1])),
+    "glm4": Sample("glm4", None, f"weather\n{ZURICH}", Said(calls=BOTH[:1])),
+    "glm4, text": Sample("glm4", None, "weather\nis fine", Said("weather\nis fine")),
+    "harmony": Sample("openai", None, HARMONY, Said("One moment.", "Hm.", BOTH[:1])),
+    "harmony, an answer": Sample(
+        "gpt-oss",
+        None,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi {a}<|return|>",
+        Said("Hi {a}", "Hm."),
+    ),
+    "harmony, recipient first": Sample(
+        "openai",
+        None,
+        f" to=functions.weather<|channel|>commentary json<|message|>{ZURICH}<|call|>",
+        Said(calls=BOTH[:1]),
+    ),
+    "harmony, no header": Sample("openai", None, "Hi there", Said("Hi there")),
+    "phi4": Sample(
+        "phi4_mini_json", None, f'functools[{{"name": "weather", "arguments": {ZURICH}}}]', Said(calls=BOTH[:1])
+    ),
+    "phi4, marked": Sample(
+        "phi4_mini_json", None, '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', Said(calls=BOTH[1:])
+    ),
+    "command": Sample(
+        "cohere_command3",
+        "cohere",
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>[\n"
+        f'{{"tool_call_id": "0", "tool_name": "weather", "parameters": {ZURICH}}},\n'
+        '{"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
+        Said("", "Hm.", BOTH),
+    ),
+    "gemma4": Sample(
+        "gemma4",
+        "gemma4",
+        '<|channel>thought\nHm.<channel|><|tool_call>call:weather{city:<|"|>Zürich<|"|>,days:2}<tool_call|>',
+        Said("", "Hm.", BOTH[:1]),
+    ),
+    "functiongemma": Sample(
+        "functiongemma",
+        None,
+        "<start_function_call>call:f{a:[1,<escape>b<escape>],c:{d:true}}<end_function_call>",
+        Said(calls=(("f", '{"a": [1, "b"], "c": {"d": true}}'),)),
+    ),
+    "minimax": Sample(
+        "minimax_m2", "minimax_m2", f"Hm.\n</think>\n\n{MINIMAX}", Said("", "Hm.", BOTH[:1]), inside=True
+    ),
+}
