@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncllm.engine.cache.prefix_cache import PrefixCache, extend_hashes, root_hash
+from asyncllm.engine.cache.prefix_cache import PrefixCache, PrefixRoot, extend_hashes, root_hash
 from tests.engine.driver import Driver
 
 tokens = st.lists(st.integers(0, 2), max_size=24)
@@ -59,6 +59,8 @@ def test_a_key_stands_for_its_root_its_parent_and_its_tokens() -> None:
 
 def test_parts_of_a_root_do_not_run_into_each_other() -> None:
     assert root_hash(b"ab", b"c") != root_hash(b"a", b"bc") != root_hash(b"abc")
+    roots = [PrefixRoot(), *(PrefixRoot()._replace(**{name: "1"}) for name in PrefixRoot._fields)]
+    assert len({root.key() for root in roots}) == len(roots), "each part has its own place"
 
 
 def test_match_finds_the_longest_known_beginning() -> None:
@@ -192,7 +194,7 @@ def test_what_a_session_pins_is_what_its_next_turn_finds(rope_from: int | None, 
     driver = Driver(block_size=4, dynamic_rope_from=rope_from)
     driver.submit([1] * 8, 2)
     driver.drain()
-    keys = driver.scheduler.sharing.keys_for_longer([1] * 9, None)
+    keys = driver.scheduler.sharing.keys_for_longer([1] * 9, PrefixRoot())
     request = driver.submit([1] * 10, 1)
     driver.drain()
     assert len(keys) * 4 == request.cached_tokens == found

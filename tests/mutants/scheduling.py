@@ -200,6 +200,11 @@ SCHEDULER = mutants(
 
 SEQUENCE = mutants(
     "engine/schedule/sequence.py",
+    (
+        "        return PrefixRoot(cache_salt=self.policy.cache_salt)",
+        "        return PrefixRoot()",
+        "cache salts are ignored",
+    ),
     ("        self.logits.clear()", "        pass", "logits are doubled by a preemption"),
     ("        self.pooled = None", "        pass", "hidden states are added twice after a preemption"),
     (

@@ -11,15 +11,26 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-__all__ = ["PrefixCache", "extend_hashes", "root_hash"]
+__all__ = ["PrefixCache", "PrefixRoot", "extend_hashes", "root_hash"]
 
 
-def root_hash(*parts: bytes, cache_salt: str | None = None) -> bytes:
-    """Return the parent of a chain's first block. It holds everything besides tokens that K and V depend on, and the
-    salt that keeps requests apart which must not notice each other."""
-    if cache_salt is not None:
-        parts = (*parts, b"salt", cache_salt.encode("utf-8", "surrogatepass"))
+class PrefixRoot(NamedTuple):
+    """What a request's keys stand for besides tokens: all that K and V depend on, and what keeps requests apart that
+    must not notice each other. A further part is a further field."""
+
+    cache_salt: str | None = None
+    rope_len: int | None = None
+    """The prompt's length, where the rotary base follows from it."""
+
+    def key(self) -> bytes:
+        """Return the parent of a chain's first block."""
+        return root_hash(*(b"" if part is None else b"=" + str(part).encode("utf-8", "surrogatepass") for part in self))
+
+
+def root_hash(*parts: bytes) -> bytes:
+    """Return one key for these parts, in order."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))

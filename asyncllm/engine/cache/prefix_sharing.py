@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 from asyncllm.engine.cache.block_groups import BlockGroups, BlockTable
-from asyncllm.engine.cache.prefix_cache import PrefixCache, extend_hashes, root_hash
+from asyncllm.engine.cache.prefix_cache import PrefixCache, PrefixRoot, extend_hashes
 from asyncllm.engine.schedule.sequence import Request, Sequence, SequenceState
 from asyncllm.protocol import Limits
 
@@ -38,7 +37,7 @@ class PrefixSharing:
     def hash_prompt(self, request: Request) -> None:
         """Name the full blocks of the prompt, once for all of its sequences."""
         if self._cache is not None:
-            extend_hashes(request.block_hashes, self._root(request), request.prompt_ids, self._block_size)
+            extend_hashes(request.block_hashes, self._root(request).key(), request.prompt_ids, self._block_size)
 
     def find(self, sequence: Sequence) -> Found:
         """Return the blocks with the beginning of the sequence's known tokens.
@@ -55,7 +54,7 @@ class PrefixSharing:
                         return found
         if self._cache is None or not sequence.request.reuses_prefix:
             return Found(0, [BlockTable() for _ in range(self._groups.count)])
-        extend_hashes(sequence.hashes, self._root(sequence.request), sequence.token_ids, self._block_size)
+        extend_hashes(sequence.hashes, self._root(sequence.request).key(), sequence.token_ids, self._block_size)
         end = self._groups.longest(sequence.hashes[:last_block], 0, self._cache.has)
         chain, tables = sequence.hashes[:end], []
         for group in range(self._groups.count):
@@ -84,27 +83,26 @@ class PrefixSharing:
         full = min(written, sequence.capacity) // self._block_size
         if full <= sequence.committed:
             return
-        extend_hashes(sequence.hashes, self._root(sequence.request), sequence.token_ids, self._block_size)
+        extend_hashes(sequence.hashes, self._root(sequence.request).key(), sequence.token_ids, self._block_size)
         for group, table in enumerate(sequence.tables):
             for index in range(max(sequence.committed, table.first), full):
                 key = self._groups.key(group, sequence.hashes[index])
                 self._cache.commit(key, table.blocks[index - table.first])
         sequence.committed = full
 
-    def keys_for_longer(self, token_ids: list[int], cache_salt: str | None) -> list[bytes]:
-        """Keys of the full blocks that a longer prompt which begins with these tokens can find in the cache."""
+    def keys_for_longer(self, token_ids: list[int], root: PrefixRoot) -> list[bytes]:
+        """Keys of the full blocks that a longer prompt which begins with these tokens can find in the cache. `root`:
+        that of both, but for what follows from their lengths."""
         chain: list[bytes] = []
         # Beyond the original context a longer prompt has another rotary base, and shares nothing.
         if self._cache is not None and not self._has_own_base(len(token_ids) + 1):
-            extend_hashes(chain, root_hash(cache_salt=cache_salt), token_ids, self._block_size)
+            extend_hashes(chain, root.key(), token_ids, self._block_size)
         end = len(chain) * self._block_size
         return [key for group in range(self._groups.count) for key in self._groups.keys(group, chain, end)]
 
-    def _root(self, request: Request) -> bytes:
-        prompt_len, cache_salt = len(request.prompt_ids), request.policy.cache_salt
-        if self._has_own_base(prompt_len):
-            return root_hash(b"rope", struct.pack("<q", prompt_len), cache_salt=cache_salt)
-        return root_hash(cache_salt=cache_salt)
+    def _root(self, request: Request) -> PrefixRoot:
+        prompt_len = len(request.prompt_ids)
+        return request.prefix_root._replace(rope_len=prompt_len if self._has_own_base(prompt_len) else None)
 
     def _has_own_base(self, prompt_len: int) -> bool:
         """Return whether a prompt of this length has a rotary base that follows from the length."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
 from asyncllm.engine.cache.block_groups import BlockTable
+from asyncllm.engine.cache.prefix_cache import PrefixRoot
 from asyncllm.engine.requests.delivery import Answer, Delivery
 from asyncllm.engine.schedule.quality_of_service import User
 from asyncllm.errors import DeadlineExceeded
@@ -165,6 +166,11 @@ class Request:
         the prompt is all that is computed again."""
         self.logits.clear()
         self.pooled = None
+
+    @property
+    def prefix_root(self) -> PrefixRoot:
+        """What its prompt's keys stand for besides tokens, but for what follows from the prompt's length."""
+        return PrefixRoot(cache_salt=self.policy.cache_salt)
 
     @property
     def finished(self) -> bool:

@@ -7,6 +7,7 @@ row, no slot and no block between turns, and a fork shares one list of integers.
 
 from __future__ import annotations
 
+from asyncllm.engine.cache.prefix_cache import PrefixRoot
 from asyncllm.engine.loop import EngineLoop
 from asyncllm.engine.requests.delivery import Delivery
 from asyncllm.engine.schedule.sequence import Request
@@ -21,8 +22,8 @@ __all__ = ["Conversation", "SessionTable"]
 class Conversation:
     """States: idle or in a turn, until closed. Written by the turn that runs, and by `close`."""
 
-    def __init__(self, table: SessionTable, id: int, past: History, cache_salt: str | None = None) -> None:
-        """`past`: what was said before, under this salt."""
+    def __init__(self, table: SessionTable, id: int, past: History, root: PrefixRoot) -> None:
+        """`past`: what was said before, under this root."""
         self._table = table
         self.id = id
         self.past = past
@@ -30,9 +31,9 @@ class Conversation:
         self.response: Response | None = None
         """The last turn's answer, when it ran to its end or was stopped."""
         self.closed = False
-        self._cache_salt = cache_salt
+        self._root = root
         """Of the last turn, whose blocks are pinned."""
-        self._pinned = table.pin([], past.token_ids, cache_salt) if past.token_ids else []
+        self._pinned = table.pin([], past.token_ids, root) if past.token_ids else []
         self._delivery: Delivery | None = None
         """Of the last turn."""
         self._request: Request | None = None
@@ -116,8 +117,8 @@ class Conversation:
             cached_token_len=request.cached_tokens,
         )
         answer.fill(self.response)
-        self._cache_salt = request.policy.cache_salt
-        self._pinned = self._table.pin(self._pinned, token_ids, self._cache_salt)
+        self._root = request.prefix_root
+        self._pinned = self._table.pin(self._pinned, token_ids, self._root)
         if self._closes:
             self.close()
 
@@ -126,7 +127,7 @@ class Conversation:
         self.check_open()
         if self.busy:
             raise SessionBusy(f"Session {self.id} is in a turn. Wait for its answer, or stop it, before forking.")
-        return self._table.new(self.past, self._cache_salt)
+        return self._table.new(self.past, self._root)
 
     def stop(self) -> None:
         """Stop the running turn, if any; what was generated so far stays in the history."""
@@ -140,7 +141,7 @@ class Conversation:
         if not self.closed:
             self.stop()
             self.closed = True
-            self._pinned = self._table.pin(self._pinned, [], None)
+            self._pinned = self._table.pin(self._pinned, [], self._root)
             self._table.forget(self)
 
 
@@ -156,15 +157,15 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._open)
 
-    def new(self, past: History | None = None, cache_salt: str | None = None) -> Conversation:
+    def new(self, past: History | None = None, root: PrefixRoot | None = None) -> Conversation:
         """Return a new conversation: an empty one, or one with a history."""
         while self._next_id in self._open:
             self._next_id += 1
         self._next_id += 1
-        return self._begin(self._next_id - 1, past, cache_salt)
+        return self._begin(self._next_id - 1, past, root)
 
-    def _begin(self, session_id: int, past: History | None = None, cache_salt: str | None = None) -> Conversation:
-        conversation = Conversation(self, session_id, past or History([], []), cache_salt)
+    def _begin(self, session_id: int, past: History | None = None, root: PrefixRoot | None = None) -> Conversation:
+        conversation = Conversation(self, session_id, past or History([], []), root or PrefixRoot())
         self._open[session_id] = conversation
         return conversation
 
@@ -207,12 +208,12 @@ class SessionTable:
         """End the request of a turn, at the loop's next turn."""
         self._loop.abandon(request)
 
-    def pin(self, old: list[bytes], token_ids: list[int], cache_salt: str | None) -> list[bytes]:
+    def pin(self, old: list[bytes], token_ids: list[int], root: PrefixRoot) -> list[bytes]:
         """Replace a conversation's pins in the prefix cache by those of its present history, and return the new."""
         cache = self._loop.scheduler.prefix_cache
         if cache is None:
             return []
-        new = self._loop.scheduler.sharing.keys_for_longer(token_ids, cache_salt)
+        new = self._loop.scheduler.sharing.keys_for_longer(token_ids, root)
         cache.pin(new)
         cache.unpin(old)
         return new
