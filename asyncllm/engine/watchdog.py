@@ -8,7 +8,8 @@ from collections.abc import Callable
 __all__ = ["Watchdog"]
 
 GRACE_S = 0.05
-"""When the event loop itself was held up, its timers go off before the steps completed meanwhile are read."""
+"""A timer may go off before the step that completed just now is read; one that is later than this shows that the
+event loop itself was held up, which is not the device's doing."""
 
 
 class Watchdog:
@@ -49,15 +50,19 @@ class Watchdog:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self, seen: float) -> None:
-        """See whether there was progress since `seen`, the last when the timer was set."""
+    def _look(self, due: float, suspected: float | None = None) -> None:
+        """See whether there was progress; the timer was set for `due`, and `suspected` is the step that was then the
+        last one for too long."""
         assert self._since is not None
-        if self._since != seen or self._event_loop.time() < seen + self._timeout:
-            self._timer = self._event_loop.call_at(self._since + self._timeout, self._suspect)
+        now = self._event_loop.time()
+        if now > due + GRACE_S:
+            due, suspected = now + self._timeout, None
+        elif now < self._since + self._timeout:
+            due, suspected = self._since + self._timeout, None
+        elif self._since != suspected:
+            due, suspected = now + GRACE_S, self._since
         else:
             self._timer = None
             self._on_stall()
-
-    def _suspect(self) -> None:
-        assert self._since is not None
-        self._timer = self._event_loop.call_later(GRACE_S, self._look, self._since)
+            return
+        self._timer = self._event_loop.call_at(due, self._look, due, suspected)
