@@ -10,10 +10,18 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-__all__ = ["bad_values"]
+__all__ = ["Stranger", "bad_values"]
+
+
+class Stranger:
+    """Of no type that anything takes. Its name is the same in every process, as test workers need it."""
+
+    def __repr__(self) -> str:
+        return "Stranger()"
+
 
 OTHERS: dict[type, list[Any]] = {
-    int: ["7", 1.5, [1], {}, b"1", True, object()],
+    int: ["7", 1.5, [1], {}, b"1", True, Stranger()],
     float: ["0.5", [0.5], {}, True, 1j],
     str: [5, 1.5, b"text", ["text"], {}, True],
     bool: [1, 0, "yes", [], 2.0],

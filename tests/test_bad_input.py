@@ -35,7 +35,7 @@ from asyncllm import (
 )
 from asyncllm.config import RequestKeywords, RequestOptions
 from asyncllm.testing import FakePipeline, fake_parts
-from tests.bad_values import bad_values
+from tests.bad_values import Stranger, bad_values
 
 VOCAB = 258
 POSITIONS = 4096
@@ -187,7 +187,7 @@ class TestSettings:
         with pytest.raises(error):
             AsyncEngine("fake", EngineConfig(**fields), **fake_parts())
 
-    @pytest.mark.parametrize("config", [{"top_k": 1}, "greedy", 5, EngineConfig(), GenerationConfig, object()], ids=str)
+    @pytest.mark.parametrize("config", [{"top_k": 1}, "greedy", 5, EngineConfig(), GenerationConfig, Stranger()], ids=str)
     def test_no_generation_config_at_all(self, pipe: FakePipeline, config: Any) -> None:
         with pytest.raises(InvalidParameter, match="gen_config"):
             ask(pipe, "ping", config)
@@ -197,7 +197,7 @@ class TestSettings:
         with pytest.raises(InvalidParameter, match="backend_config"):
             AsyncEngine("fake", config, **fake_parts())
 
-    @pytest.mark.parametrize("model", ["", None, 5, b"tiny-chat", [], object()], ids=str)
+    @pytest.mark.parametrize("model", ["", None, 5, b"tiny-chat", [], Stranger()], ids=str)
     def test_no_model_name(self, model: Any) -> None:
         with pytest.raises(InvalidParameter, match="model_path"):
             AsyncEngine(model)
@@ -241,7 +241,7 @@ MESSAGES = [
     [{"role": "user", "content": "a\ud800b"}],
     "a\ud800b",
     {"prompt": "ping"},
-    object(),
+    Stranger(),
     1.5,
     True,
 ]
@@ -286,7 +286,7 @@ class TestPrompts:
 
     @pytest.mark.parametrize(
         "input_ids",
-        [[VOCAB], [-1], [1, 2**70], ["1"], [1.0], [True], [None], [[1]], "123", b"123", 5, {1: 2}, object()],
+        [[VOCAB], [-1], [1, 2**70], ["1"], [1.0], [True], [None], [[1]], "123", b"123", 5, {1: 2}, Stranger()],
         ids=str,
     )
     def test_token_ids(self, pipe: FakePipeline, input_ids: Any) -> None:
@@ -305,7 +305,7 @@ class TestPrompts:
             ask(pipe, "x" * length, do_preprocess=False)
         assert (caught.value.prompt_len, caught.value.limit) == (length, POSITIONS - 1)
 
-    @pytest.mark.parametrize("prompts", [5, None, b"ping", {"a": 1}, object()], ids=str)
+    @pytest.mark.parametrize("prompts", [5, None, b"ping", {"a": 1}, Stranger()], ids=str)
     def test_no_prompts_at_all(self, pipe: FakePipeline, prompts: Any) -> None:
         with pytest.raises(InvalidMessage):
             pipe(prompts)
