@@ -187,7 +187,9 @@ class TestSettings:
         with pytest.raises(error):
             AsyncEngine("fake", EngineConfig(**fields), **fake_parts())
 
-    @pytest.mark.parametrize("config", [{"top_k": 1}, "greedy", 5, EngineConfig(), GenerationConfig, Stranger()], ids=str)
+    @pytest.mark.parametrize(
+        "config", [{"top_k": 1}, "greedy", 5, EngineConfig(), GenerationConfig, Stranger()], ids=str
+    )
     def test_no_generation_config_at_all(self, pipe: FakePipeline, config: Any) -> None:
         with pytest.raises(InvalidParameter, match="gen_config"):
             ask(pipe, "ping", config)
