@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypedDict
 from msgspec import Meta
 
 from asyncllm.config.settings import MAX_COUNT, Settings
-from asyncllm.config.tools import MAX_TOOLS, check_choice, check_tools
+from asyncllm.config.tools import MAX_TOOLS, ToolChoice, check_tools, choice_of
 from asyncllm.errors import InvalidParameter
 
 __all__ = ["RequestKeywords", "RequestOptions", "TemplateVariables", "Tools"]
@@ -65,7 +65,10 @@ class RequestOptions(Settings, frozen=True, kw_only=True):
     tools: Tools | None = None
     tool_choice: Annotated[
         str | dict[str, Any] | None,
-        Meta(description="auto: the model chooses. none: it knows the tools and calls none. None: auto."),
+        Meta(
+            description="auto: the model chooses. none: it knows the tools and calls none. required: it calls some. A "
+            "function's name or allowed_tools: it calls one of these. None: auto."
+        ),
     ] = None
     parallel_tool_calls: Annotated[
         bool | None, Meta(description="False: the answer ends behind its first call. None: there may be several.")
@@ -80,6 +83,11 @@ class RequestOptions(Settings, frozen=True, kw_only=True):
         if self.continue_final_message is None and self.add_generation_prompt is not None:
             return False
         return self.continue_final_message
+
+    @property
+    def choice(self) -> ToolChoice | None:
+        """Which tools may be called; None: none of them."""
+        return choice_of(self.tool_choice, self.tools)
 
     def template_field(self) -> str | None:
         """Return the first field that is set and says something about the chat template."""
@@ -101,7 +109,7 @@ class RequestOptions(Settings, frozen=True, kw_only=True):
             )
         if self.tools:
             check_tools(self.tools)
-        check_choice(self.tool_choice, self.tools)
+        choice_of(self.tool_choice, self.tools)
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidParameter(
                 "continue_final_message and add_generation_prompt contradict each other: the answer goes on with the "

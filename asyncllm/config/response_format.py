@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
+from asyncllm.config.json_schema import MAX_CHOICES, MAX_SCHEMA, checked_schema
 from asyncllm.errors import InvalidParameter, UnsupportedFeature, short
 
 __all__ = ["GrammarSpec", "as_response_format", "grammar_of"]
 
 FIELD = "response_format"
 
-MAX_SCHEMA = 64 * 1024
 MAX_GRAMMAR = 16 * 1024
 MAX_REGEX = 4096
-MAX_LITERAL = 4096
-MAX_CHOICES = 5000
-MAX_PARTS = 20_000
-MAX_DEPTH = 100
-MAX_OPTIONAL = 1000
 """Bounds of what a grammar is made from. Beyond them compiling or using it takes seconds."""
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
     """What an answer is held to."""
 
-    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    kind: Literal["json_schema", "regex", "choice", "grammar", "calls"]
     source: str
-    """JSON text of a schema or of a list of choices; else the pattern or grammar itself."""
+    """JSON text of a schema or of a list of choices; else the pattern or grammar itself. Of calls it is Lark, whose
+    rule `answer` is what they are held to."""
+
+    @property
+    def field(self) -> str:
+        """The parameter that asks for it."""
+        return "tools" if self.kind == "calls" else FIELD
 
 
 def as_response_format(value: Any) -> Any:
@@ -111,72 +112,5 @@ def _choice(value: object) -> GrammarSpec:
 
 
 def _schema(schema: object) -> GrammarSpec:
-    if isinstance(schema, str):
-        if len(schema) > MAX_SCHEMA:
-            raise _too_large(f"{len(schema)} characters")
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError):
-            raise InvalidParameter(f"The schema of {FIELD} is a text, and no JSON. Send an object.", FIELD) from None
-    if isinstance(schema, bool):
-        schema = {} if schema else {"enum": []}
-    if not isinstance(schema, Mapping):
-        raise InvalidParameter(f"{FIELD} has no schema. A JSON schema is an object.", FIELD)
-    for part in _parts(schema):
-        _check_part(part)
-    text = json.dumps(_prepared(schema), ensure_ascii=False)
-    if len(text) > MAX_SCHEMA:
-        raise _too_large(f"{len(text)} characters")
+    text = json.dumps(checked_schema(schema, FIELD), ensure_ascii=False)
     return GrammarSpec("json_schema", text)
-
-
-def _too_large(what: str) -> InvalidParameter:
-    return InvalidParameter(
-        f"The schema of {FIELD} has {what}, more than answers can be held to. Simplify it, or split the request.", FIELD
-    )
-
-
-def _parts(schema: Any) -> Iterator[Any]:
-    """Every value in a schema, without recursion. Raises InvalidParameter for too many or too deep ones."""
-    left = [(schema, 0)]
-    count = 0
-    while left:
-        value, depth = left.pop()
-        count += 1
-        if depth > MAX_DEPTH:
-            raise _too_large(f"more than {MAX_DEPTH} levels")
-        if count + len(left) > MAX_PARTS:
-            raise _too_large(f"more than {MAX_PARTS} parts")
-        yield value
-        if isinstance(value, Mapping):
-            left.extend((each, depth + 1) for each in value.values())
-        elif isinstance(value, list | tuple):
-            left.extend((each, depth + 1) for each in value)
-
-
-def _check_part(part: Any) -> None:
-    if isinstance(part, str) and len(part) > MAX_LITERAL:
-        raise _too_large(f"a text of {len(part)} characters")
-    if isinstance(part, list) and len(part) > MAX_CHOICES:
-        raise _too_large(f"a list of {len(part)} entries")
-    if isinstance(part, Mapping):
-        if not all(isinstance(name, str) for name in part):
-            raise InvalidParameter(f"The schema of {FIELD} has a key that is no text. JSON's keys are texts.", FIELD)
-        properties, required = part.get("properties"), part.get("required")
-        if isinstance(properties, Mapping):
-            optional = len(properties) - (len(required) if isinstance(required, list) else 0)
-            if optional > MAX_OPTIONAL:
-                raise _too_large(f"{optional} optional properties")
-
-
-def _prepared(value: Any) -> Any:
-    """The schema without what would be an option of the library, and with `nullable` spelled out."""
-    if isinstance(value, list | tuple):
-        return [_prepared(each) for each in value]
-    if not isinstance(value, Mapping):
-        return value
-    made = {name: _prepared(each) for name, each in value.items() if name != "x-guidance"}
-    if made.get("nullable") is True and isinstance(made.get("type"), str | list):
-        del made["nullable"]
-        return {"anyOf": [made, {"type": "null"}]}
-    return made

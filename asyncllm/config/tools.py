@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncllm.errors import InvalidParameter, UnsupportedFeature, short
 
-__all__ = ["MAX_TOOLS", "check_choice", "check_tools", "schemas_of"]
+__all__ = ["MAX_TOOLS", "ToolChoice", "check_tools", "choice_of", "is_held", "schemas_of"]
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -49,28 +49,62 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
                 raise InvalidParameter(
                     f"{where}.function.{key} is of type {type(value).__name__}. Correct it.", "tools"
                 )
-        if function.get("strict"):
-            raise UnsupportedFeature(
-                f"{where} is strict, and arguments of calls are not held to their schema yet. Leave strict out, and "
-                f"check the arguments.",
-                "tools",
-            )
 
 
-def check_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None) -> None:
-    """Raise InvalidParameter for a choice without tools, UnsupportedFeature for one that forces a call."""
-    if choice in (None, "none", "auto"):
-        return
-    if isinstance(choice, str) and choice != "required":
-        raise InvalidParameter(
-            f"tool_choice is {short(choice)}. It is 'auto', 'none', 'required' or names a function.", "tool_choice"
-        )
+class ToolChoice(NamedTuple):
+    """What `tool_choice` comes to."""
+
+    required: bool = False
+    """The answer has to be a call."""
+    names: frozenset[str] | None = None
+    """Of the tools that may be called; None: all."""
+
+    def allows(self, name: str) -> bool:
+        """Return whether a tool may be called."""
+        return self.names is None or name in self.names
+
+
+def choice_of(choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None) -> ToolChoice | None:
+    """Return what a choice among checked tools comes to; None: no tool is called. Raises InvalidParameter.
+
+    Beside the words, it names a function as {"type": "function", "function": {"name": ...}} or without the inner
+    object, or several as {"type": "allowed_tools", "mode": ..., "tools": [...]}, perhaps below "allowed_tools".
+    """
+    if choice == "none":
+        return None
+    if choice in (None, "auto"):
+        return ToolChoice() if tools else None
     if not tools:
         raise InvalidParameter("tool_choice asks for a call, and there are no tools. Send tools too.", "tool_choice")
-    raise UnsupportedFeature(
-        "tool_choice can be 'auto' or 'none': a call cannot be forced yet. Ask for the call in a message.",
+    if choice == "required":
+        return ToolChoice(required=True)
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        return ToolChoice(required=True, names=frozenset({_chosen(choice, tools)}))
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        inner = choice.get("allowed_tools", choice)
+        mode = inner.get("mode", "auto") if isinstance(inner, Mapping) else None
+        allowed = inner.get("tools") if isinstance(inner, Mapping) else None
+        if mode in ("auto", "required") and isinstance(allowed, list) and allowed:
+            return ToolChoice(mode == "required", frozenset(_chosen(each, tools) for each in allowed))
+    raise InvalidParameter(
+        f"tool_choice is {short(choice)}. It is 'auto', 'none', 'required', names a function as "
+        f'{{"type": "function", "function": {{"name": "weather"}}}}, or lists allowed_tools.',
         "tool_choice",
     )
+
+
+def _chosen(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the name of the tool that a choice names."""
+    inner = choice.get("function", choice) if isinstance(choice, Mapping) else None
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    if isinstance(name, str) and any(tool["function"]["name"] == name for tool in tools):
+        return name
+    raise InvalidParameter(f"tool_choice names {short(name)}, and there is no tool of that name.", "tool_choice")
+
+
+def is_held(choice: ToolChoice, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether calls have to be what the choice or a tool's `strict` says."""
+    return choice != ToolChoice() or any(tool["function"].get("strict") for tool in tools)
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

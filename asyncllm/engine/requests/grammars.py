@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncllm.config import GenerationConfig, RequestOptions
 from asyncllm.config.response_format import GrammarSpec, grammar_of
-from asyncllm.engine.requests.split_answer import Splitter
+from asyncllm.engine.requests.prompt_encoder import PromptEncoder
 from asyncllm.errors import InvalidParameter, QueueFull, UnsupportedFeature
 from asyncllm.protocol import Limits
 from asyncllm.text.chat_template import ChatTemplate
@@ -60,25 +60,30 @@ class Grammars:
         prompt: Any,
         options: RequestOptions,
         prompt_ids: list[int],
-        splitter: Splitter,
+        encoder: PromptEncoder,
     ) -> AnswerGrammar | None:
         """Return what the answers to a prompt are held to; None: nothing. `prompt`: as it was given; None for one that
         no template wrote. Raises InvalidRequest, QueueFull."""
+        splitter = encoder.splitter
         spec = grammar_of(config.response_format)
+        if prompt is not None and splitter.holds(options, spec):
+            content, size = spec, sum(len(str(tool)) for tool in options.tools or ())
+            spec = await encoder.offload(lambda: splitter.held(options, content), size)
         if spec is None:
             return None
-        inside, opens, closes = splitter.grammar_start(prompt, options, prompt_ids)
-        compiled = await self.find(spec, spaced=inside or opens is not None, owner=options.cache_salt)
-        return AnswerGrammar(compiled, inside=inside, opens=opens, closes=closes)
+        start = splitter.grammar_start(prompt, options, prompt_ids, spec.field)
+        spaced = start.inside or start.opens is not None
+        return AnswerGrammar(await self.find(spec, spaced=spaced, owner=options.cache_salt), start)
 
     async def find(self, spec: GrammarSpec, *, spaced: bool, owner: Hashable) -> CompiledGrammar:
         """Return the compiled grammar, which requests of the same `owner` share. Raises InvalidParameter, QueueFull."""
         compiler = self._compiler
         if compiler is None:
             raise UnsupportedFeature(
-                "This engine cannot hold answers to a response_format: its model runs in another process or is a fake, "
-                "or its tokenizer has no bytes for its tokens or no end-of-sequence token. Leave it out.",
-                "response_format",
+                f"This engine cannot hold answers to a response_format, nor to tools that are strict or have to be "
+                f"called: its model runs in another process or is a fake, or its tokenizer has no bytes for its tokens "
+                f"or no end-of-sequence token. Leave {spec.field} out, or strict and tool_choice.",
+                spec.field,
             )
         key = (spec, spaced, owner)
         kept = self._kept.get(key)
@@ -95,8 +100,9 @@ class Grammars:
             return await asyncio.wait_for(asyncio.shield(future), PATIENCE)
         except TimeoutError:
             raise InvalidParameter(
-                f"The response_format is too complex: it takes more than {PATIENCE:.0f} s to compile. Simplify it.",
-                "response_format",
+                f"The {spec.field} asked for is too complex: it takes more than {PATIENCE:.0f} s to compile. Simplify "
+                f"it.",
+                spec.field,
             ) from None
 
     async def _wait_for_room(self) -> None:
@@ -104,8 +110,8 @@ class Grammars:
         done, _ = await asyncio.wait(pending, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             raise QueueFull(
-                "No grammar can be compiled now: those of other requests take long. Ask again later, or with a "
-                "response_format that was used before.",
+                "No grammar can be compiled now: those of other requests take long. Ask again later, or with one "
+                "that was used before.",
                 retry_after=PATIENCE,
             )
 

@@ -144,7 +144,7 @@ class InputProcessor:
         prompt_ids = await self._prompt_ids(call, asked, past)
         words = await self._words(asked.config)
         written = call.prompt if call.renders else None
-        grammar = await self.grammars.of(asked.config, written, asked.options, prompt_ids, self._encoder.splitter)
+        grammar = await self.grammars.of(asked.config, written, asked.options, prompt_ids, self._encoder)
         label = call.session_id if conversation is None else conversation.id
         known = min(len(past.token_ids), len(prompt_ids))
         splitting = self._encoder.splitter.splitting(written, asked.options, prompt_ids)

@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncllm.config import EngineConfig, RequestOptions
-from asyncllm.config.tools import schemas_of
+from asyncllm.config.response_format import GrammarSpec
+from asyncllm.config.tools import ToolChoice, is_held, schemas_of
 from asyncllm.engine.requests.delivery import Answer
 from asyncllm.errors import UnsupportedFeature
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.detokenizer import Detokenizer, StopWords
+from asyncllm.text.grammars.bridge import GrammarStart
 from asyncllm.text.replies.events import CallPiece, CallStart, Event, Text, Thought
 from asyncllm.text.replies.formats import NONE as NO_PARSER
 from asyncllm.text.replies.formats import TOOL_PARSERS, reply_format
+from asyncllm.text.replies.held_reply import call_grammar, held_reply
 from asyncllm.text.replies.reply import Reply, ReplyFormat
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Chunk, Response, ToolCall, ToolCallPiece
@@ -63,7 +66,7 @@ class Splitter:
                 "or give its template for tools by ChatTemplateConfig(chat_template=...).",
                 "tools",
             )
-        if self._form.tools is None and options.tool_choice != "none":
+        if self._form.tools is None and options.choice is not None:
             raise UnsupportedFeature(
                 f"It is not known how the model writes calls of tools. Set tool_call_parser to one of: "
                 f"{', '.join(sorted(TOOL_PARSERS))}.",
@@ -78,46 +81,58 @@ class Splitter:
         if messages is None:
             return None
         form = self._form if options.separate_reasoning else self._unsplit
-        tools = schemas_of(options.tools) if options.tools and options.tool_choice != "none" else None
+        tools = schemas_of(options.tools) if options.tools and options.choice is not None else None
         if tools is None and not (form.splits and options.separate_reasoning):
             return None
         inside = form.thinking is not None and self._beginning(messages, options, prompt_ids)[1]
         return Splitting(form, tools, inside=inside, most_calls=options.parallel_tool_calls is False)
 
-    def grammar_start(
-        self, messages: Any, options: RequestOptions, prompt_ids: list[int]
-    ) -> tuple[bool, int | None, int | None]:
-        """Return where what an answer is held to begins: whether the answer begins inside the reasoning, the token that
-        may begin it, and the one that ends it. Raises UnsupportedFeature where that is not known.
+    def holds(self, options: RequestOptions, content: GrammarSpec | None) -> bool:
+        """Return whether a whole reply, and not its content alone, is held to something."""
+        if content is None and not options.tools:
+            return False
+        choice = options.choice
+        if choice is None:
+            return content is not None and self._form.tools is not None and self._form.tools.whole is not None
+        return content is not None or is_held(choice, options.tools or ())
+
+    def held(self, options: RequestOptions, content: GrammarSpec | None) -> GrammarSpec:
+        """Return what such a reply is held to. Raises InvalidParameter, UnsupportedFeature."""
+        form, choice = self._form.tools, options.choice
+        assert form is not None
+        tools = () if choice is None else options.tools or ()
+        many = options.parallel_tool_calls is not False
+        return held_reply(form, self._tokenizer, tools, choice or ToolChoice(), content, many=many)
+
+    def grammar_start(self, messages: Any, options: RequestOptions, prompt_ids: list[int], field: str) -> GrammarStart:
+        """Return where what an answer is held to begins. Raises UnsupportedFeature for `field` where that is not known.
 
         `messages`: the prompt as it was given; None for one that no template wrote.
         """
-        if messages is not None and options.tools and options.tool_choice != "none":
-            raise UnsupportedFeature(
-                "An answer that is held to a response_format calls no tools. Leave one of them out, or send "
-                "tool_choice='none'.",
-                "response_format",
-            )
-        if messages is not None and self._form.tools is not None and self._form.tools.answer is not None:
-            raise UnsupportedFeature(
-                "Replies of this model are several messages, and are not held to a response_format yet. Leave it out.",
-                "response_format",
-            )
         thinking = self._form.thinking
         if messages is None or thinking is None:
-            return False, None, None
+            return GrammarStart()
         opens, closes = (self._tokenizer.token_id(mark.strip()) for mark in thinking)
         end, inside = self._beginning(messages, options, prompt_ids)
         if inside and closes is None:
             raise UnsupportedFeature(
-                "The model begins with reasoning whose end is no token of its own, so it is not known where its answer "
-                "begins. Switch the reasoning off, or leave response_format out.",
-                "response_format",
+                f"The model begins with reasoning whose end is no token of its own, so it is not known where its "
+                f"answer begins. Switch the reasoning off, or leave {field} out.",
+                field,
             )
+        begins = None
+        if options.choice is not None and self._form.tools is not None:
+            grammar = call_grammar(self._form.tools, self._tokenizer)
+            begins = None if grammar is None else self._first_token(grammar.opener)
         if inside:
-            return True, None, closes
+            return GrammarStart(True, None, closes, begins)
         is_over = end.rstrip().endswith(thinking.close.strip())
-        return False, None if is_over or closes is None else opens, closes
+        return GrammarStart(False, None if is_over or closes is None else opens, closes, begins)
+
+    def _first_token(self, opener: str) -> int | None:
+        """Return the token that a marker begins with, if it begins with one of its own."""
+        found = self._tokenizer.spellings.pattern.match(opener)
+        return self._tokenizer.token_id(found[0] if found else opener)
 
     def _beginning(self, messages: Any, options: RequestOptions, prompt_ids: list[int]) -> tuple[str, bool]:
         """Return the end of the prompt's text, and whether an answer to it begins inside the reasoning."""

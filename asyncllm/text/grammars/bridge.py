@@ -6,26 +6,24 @@ Everything here takes microseconds to seconds and runs in threads; nothing here 
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncllm.config.response_format import GrammarSpec
 from asyncllm.errors import InvalidParameter
+from asyncllm.text.grammars.lark import escaped
 from asyncllm.text.token_table import LeadingSpace
 from asyncllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["AnswerGrammar", "CompiledGrammar", "GrammarCompiler", "GrammarProgress"]
-
-FIELD = "response_format"
+__all__ = ["AnswerGrammar", "CompiledGrammar", "GrammarCompiler", "GrammarProgress", "GrammarStart"]
 
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 10_000,
@@ -100,6 +98,7 @@ class GrammarCompiler:
         self._vocabulary = LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, eos)), eos_token=list(eos))
         self._limits = LLParserLimits(**LIMITS)
         self._words = -(-vocab_size // 32)
+        self._ends = tuple(eos)
         self._spaced = tokenizer.table.leading is not LeadingSpace.KEEP
 
     def compile(self, spec: GrammarSpec, *, spaced: bool) -> CompiledGrammar:
@@ -110,9 +109,9 @@ class GrammarCompiler:
 
         text = self._text(spec, spaced=spaced or self._spaced)
         matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
-        self._check(matcher)
-        self._walk(matcher.deep_copy())
-        return CompiledGrammar(matcher, self._words)
+        self._check(matcher, spec.field)
+        self._walk(matcher.deep_copy(), spec.field)
+        return CompiledGrammar(matcher, self._words, self._ends)
 
     def _text(self, spec: GrammarSpec, *, spaced: bool) -> str:
         from llguidance import LLMatcher
@@ -128,7 +127,7 @@ class GrammarCompiler:
                 return LLMatcher.grammar_from_regex(f"[ \\n]{{0,2}}({spec.source})" if spaced else spec.source)
             case "choice":
                 # As one expression: as many alternatives of a grammar take seconds.
-                words = "|".join(_escaped(word) for word in json.loads(spec.source))
+                words = "|".join(escaped(word) for word in json.loads(spec.source))
                 return LLMatcher.grammar_from_regex(f"[ \\n]{{0,2}}({words})" if spaced else f"({words})")
             case "grammar":
                 source = spec.source
@@ -139,20 +138,23 @@ class GrammarCompiler:
                         source = gbnf_to_lark(source)
                     except Exception as error:  # its parser raises whatever it meets
                         raise InvalidParameter(
-                            f"The grammar is no GBNF ({type(error).__name__}). Correct it, or send Lark.", FIELD
+                            f"The grammar is no GBNF ({type(error).__name__}). Correct it, or send Lark.", spec.field
                         ) from None
                 return LLMatcher.grammar_from_lark(source)
+            case "calls":
+                front = r"/[ \n]{0,2}/ " if spaced else ""
+                return LLMatcher.grammar_from_lark(f"start: {front}answer\n{spec.source}")
 
-    def _check(self, matcher: LLMatcher) -> None:
+    def _check(self, matcher: LLMatcher, field: str) -> None:
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())[:MAX_MESSAGE]
             raise InvalidParameter(
-                f"No answer can be held to this {FIELD}: {reason}. Leave out what is not supported, and check the "
-                f"answer for it yourself.",
-                FIELD,
+                f"No answer can be held to {field}: {reason}. Leave out what is not supported, and check the answer "
+                f"for it yourself.",
+                field,
             )
 
-    def _walk(self, matcher: LLMatcher) -> None:
+    def _walk(self, matcher: LLMatcher, field: str) -> None:
         """Take a step into the grammar: some compile, and break when they are used."""
         words = np.zeros(self._words, np.int32)
         for _ in range(2):
@@ -160,33 +162,27 @@ class GrammarCompiler:
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if time.thread_time() - begun > SLOW_MASK:
                 raise InvalidParameter(
-                    f"The {FIELD} is too complex: a single token takes longer than {SLOW_MASK * 1000:.0f} ms. "
-                    f"Simplify it.",
-                    FIELD,
+                    f"The {field} asked for is too complex: a single token takes longer than {SLOW_MASK * 1000:.0f} "
+                    f"ms. Simplify it.",
+                    field,
                 )
-            self._check(matcher)
+            self._check(matcher, field)
             allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
             if not len(allowed):
-                raise InvalidParameter(f"No text is allowed by this {FIELD}. Loosen it.", FIELD)
+                raise InvalidParameter(f"No text is allowed by this {field}. Loosen it.", field)
             if matcher.is_stopped():
                 return
             matcher.consume_token(int(allowed[len(allowed) // 2]))
-            self._check(matcher)
-
-
-REGEX_CHARACTERS = re.compile(r"[^A-Za-z0-9_ ]")
-
-
-def _escaped(text: str) -> str:
-    """A text as a regular expression of Rust's."""
-    return REGEX_CHARACTERS.sub(lambda match: f"\\x{{{ord(match[0]):x}}}", text)
+            self._check(matcher, field)
 
 
 class CompiledGrammar:
     """A grammar that has not been used; its copies share what they find out about it."""
 
-    def __init__(self, matcher: LLMatcher, words: int) -> None:
+    def __init__(self, matcher: LLMatcher, words: int, ends: tuple[int, ...]) -> None:
         self._matcher = matcher
+        self.ends = ends
+        """Tokens that end an answer."""
         self._lock = threading.Lock()
         self.words = words
         """Of 32 bits, one bit for each token."""
@@ -196,20 +192,29 @@ class CompiledGrammar:
             return self._matcher.deep_copy()
 
 
-class AnswerGrammar:
-    """What one request's answers are held to, and where it begins: behind the reasoning, if there is any."""
+class GrammarStart(NamedTuple):
+    """Where in an answer its grammar begins."""
 
-    def __init__(self, compiled: CompiledGrammar, *, inside: bool, opens: int | None, closes: int | None) -> None:
-        """`inside`: the answer begins inside the reasoning, which the token `closes` ends. `opens`: the token that may
-        begin it."""
+    inside: bool = False
+    """The answer begins inside the reasoning, which no grammar holds."""
+    opens: int | None = None
+    """The token that may begin the reasoning."""
+    closes: int | None = None
+    """The token that ends it."""
+    begins: int | None = None
+    """The first token of a call, which ends it too."""
+
+
+class AnswerGrammar:
+    """What one request's answers are held to, and where that begins."""
+
+    def __init__(self, compiled: CompiledGrammar, start: GrammarStart) -> None:
         self._compiled = compiled
-        self._inside = inside
-        self._opens = opens
-        self._closes = closes
+        self._start = start
 
     def start(self, answer: Sequence[int]) -> GrammarProgress:
         """Return an answer's way through the grammar, behind the tokens that it has already."""
-        progress = GrammarProgress(self._compiled, inside=self._inside, opens=self._opens, closes=self._closes)
+        progress = GrammarProgress(self._compiled, self._start)
         for token in answer:
             progress.consume(token)
         return progress
@@ -218,13 +223,15 @@ class AnswerGrammar:
 class GrammarProgress:
     """How far one answer has come in its grammar. Used by one thread at a time."""
 
-    def __init__(self, compiled: CompiledGrammar, *, inside: bool, opens: int | None, closes: int | None) -> None:
+    def __init__(self, compiled: CompiledGrammar, start: GrammarStart) -> None:
         self._matcher = compiled.copy()
-        self._free = inside
+        self._ends = [token for token in compiled.ends if token != start.closes]
+        self._free = start.inside
         """The text is reasoning, which no grammar holds."""
-        self._opens = None if inside else opens
+        self._opens = None if start.inside else start.opens
         """The token that may still begin the reasoning."""
-        self._closes = closes
+        self._closes = start.closes
+        self._begins = start.begins
         self._slow = 0
         self.error: str | None = None
         """Why the answer cannot go on."""
@@ -237,18 +244,26 @@ class GrammarProgress:
     def consume(self, token: int) -> None:
         """Take note of the answer's next token."""
         if self._free:
-            self._free = token != self._closes
+            self._free = token not in (self._closes, self._begins)
+            if token == self._begins:
+                self._match(token)
         elif token == self._opens:
             self._free, self._opens = True, None
         else:
             self._opens = None
-            if not self.ended and not self._matcher.consume_token(token):
-                self.error = self._matcher.get_error() or "the token is not allowed"
+            self._match(token)
+
+    def _match(self, token: int) -> None:
+        if not self.ended and not self._matcher.consume_token(token):
+            self.error = self._matcher.get_error() or "the token is not allowed"
 
     def fill(self, words: NDArray[np.int32]) -> None:
         """Write the bits of the tokens that may come next."""
         if self._free:
             words[:] = -1
+            # What the answer is held to is still to come.
+            for token in self._ends:
+                words.view(np.uint32)[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
             return
         begun = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)

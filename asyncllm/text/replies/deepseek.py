@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 
+from asyncllm.text.replies.call_rules import ARGUMENTS, CALLED, KEY, NUMBER, VALUE, shaped, tagged
 from asyncllm.text.replies.reader import Reader, ToolFormat
 from asyncllm.text.replies.source import Reading
 from asyncllm.text.replies.values import ArgumentsWriter
@@ -110,7 +111,18 @@ def _invocation(reader: Reader) -> Reading:
 def _dsml(name: str, tag: str) -> ToolFormat:
     marker = f"<{DSML}{tag}>"
     inside = (f"</{DSML}{tag}>", f'<{DSML}invoke name="', f"</{DSML}invoke>", f"</{DSML}parameter>")
-    return ToolFormat(name, (marker,), _read_dsml, inside=(*inside, f'<{DSML}parameter name="'))
+    grammar = tagged(
+        marker,
+        f'<{DSML}invoke name="{CALLED}">\n',
+        f'<{DSML}parameter name="{KEY}" string="true">{VALUE}</{DSML}parameter>\n',
+        f"</{DSML}invoke>\n",
+        closer=f"</{DSML}parameter>",
+        json_parameter=f'<{DSML}parameter name="{KEY}" string="false">{VALUE}</{DSML}parameter>\n',
+        before="\n",
+        after=f"</{DSML}{tag}>",
+        unreadable=r'["\n>]',
+    )
+    return ToolFormat(name, (marker,), _read_dsml, inside=(*inside, f'<{DSML}parameter name="'), grammars=(grammar,))
 
 
 def _read_kimi(reader: Reader, opener: str) -> Reading:
@@ -141,11 +153,40 @@ def _call_kimi(reader: Reader) -> Reading:
     return True
 
 
-DEEPSEEK_V3 = ToolFormat("deepseek_v3", (CALLS,), _read_v3, inside=(CALL, SEPARATOR, CALL_END, CALLS_END))
+DEEPSEEK_V3 = ToolFormat(
+    "deepseek_v3",
+    (CALLS,),
+    _read_v3,
+    inside=(CALL, SEPARATOR, CALL_END, CALLS_END),
+    grammars=(
+        shaped(
+            CALLS,
+            f"{CALL}function{SEPARATOR}{CALLED}\n```json\n{ARGUMENTS}\n```{CALL_END}",
+            between="\n",
+            after=CALLS_END,
+        ),
+    ),
+)
 """DeepSeek V3, V3-0324 and R1."""
-DEEPSEEK_V31 = ToolFormat("deepseek_v31", (CALLS,), _read_v3, inside=(CALL, SEPARATOR, CALL_END, CALLS_END))
+DEEPSEEK_V31 = ToolFormat(
+    "deepseek_v31",
+    (CALLS,),
+    _read_v3,
+    inside=(CALL, SEPARATOR, CALL_END, CALLS_END),
+    grammars=(shaped(CALLS, f"{CALL}{CALLED}{SEPARATOR}{ARGUMENTS}{CALL_END}", after=CALLS_END),),
+)
 DEEPSEEK_V32 = _dsml("deepseek_v32", "function_calls")
 DEEPSEEK_V4 = _dsml("deepseek_v4", "tool_calls")
 KIMI_K2 = ToolFormat(
-    "kimi_k2", (KIMI_CALLS,), _read_kimi, inside=(KIMI_CALL, KIMI_ARGUMENTS, KIMI_CALL_END, KIMI_CALLS_END)
+    "kimi_k2",
+    (KIMI_CALLS,),
+    _read_kimi,
+    inside=(KIMI_CALL, KIMI_ARGUMENTS, KIMI_CALL_END, KIMI_CALLS_END),
+    grammars=(
+        shaped(
+            KIMI_CALLS,
+            f"{KIMI_CALL}functions.{CALLED}:{NUMBER}{KIMI_ARGUMENTS}{ARGUMENTS}{KIMI_CALL_END}",
+            after=KIMI_CALLS_END,
+        ),
+    ),
 )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
+from asyncllm.errors import UnsupportedFeature
+from asyncllm.text.replies.call_rules import CalledTool, CallGrammar, CallRules, checked_names, names_of
 from asyncllm.text.replies.reader import Reader, ToolFormat
 from asyncllm.text.replies.source import Reading
-from asyncllm.text.replies.values import MAX_DEPTH, ArgumentsWriter, read_literal
+from asyncllm.text.replies.values import MAX_DEPTH, ArgumentsWriter, properties_of, read_literal, types_of
 
 __all__ = ["FUNCTIONGEMMA", "GEMMA4"]
 
@@ -28,7 +33,68 @@ def _format(name: str, opener: str, closer: str, quote: str) -> ToolFormat:
         yield from source.literal(closer)
         return True
 
-    return ToolFormat(name, (opener,), read, inside=(closer, quote))
+    grammar = _grammar(opener, closer, quote)
+    return ToolFormat(name, (opener,), read, inside=(closer, quote), grammars=(grammar,))
+
+
+KEYWORDS = {"type", "properties", "required", "items", "enum", "const", "additionalProperties"}
+"""Those that a value's rules come from."""
+BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+"""Of numbers."""
+SAYS_NOTHING = {"title", "description", "default", "examples", "$schema"}
+
+
+def _grammar(opener: str, closer: str, quote: str) -> CallGrammar:
+    def rules(grammar: CallRules) -> str:
+        calls = []
+        for tool in grammar.tools:
+            checked_names(tool, r"[^\w.-]")
+            arguments = _object_rules(grammar, tool, tool.prepared, quote, 0)
+            calls.append(grammar.rule(f"{grammar.literal('call:' + tool.name)} {arguments} {grammar.literal(closer)}"))
+        return grammar.several(grammar.rule(" | ".join(calls)), opener, "")
+
+    return CallGrammar(opener, rules)
+
+
+def _object_rules(grammar: CallRules, tool: CalledTool, schema: Any, quote: str, depth: int) -> str:
+    entries = []
+    for name, needed in names_of(schema):
+        value = _value_rules(grammar, tool, properties_of(schema).get(name, {}), quote, depth + 1)
+        key = name if NAME.fullmatch(name[:1]) and re.fullmatch(r"[\w.-]+", name) else f"{quote}{name}{quote}"
+        entries.append((grammar.rule(f"{grammar.literal(key + ':')} {value}"), needed))
+    return grammar.rule(f"{grammar.literal('{')} {grammar.listed(entries, ',')} {grammar.literal('}')}")
+
+
+def _value_rules(grammar: CallRules, tool: CalledTool, schema: Any, quote: str, depth: int) -> str:
+    """Return what stands for a value of a schema, as far as it is one of types, properties and items."""
+    if not isinstance(schema, Mapping):
+        schema = {}
+    if (tool.strict and set(schema) - KEYWORDS - BOUNDS - SAYS_NOTHING) or depth > MAX_DEPTH:
+        raise UnsupportedFeature(
+            f"The tool {tool.name!r} is strict, and the model's format of calls is held to types, properties, items "
+            f"and lists of values alone. Leave strict out, or the other keywords: "
+            f"{', '.join(sorted(set(schema) - KEYWORDS - BOUNDS - SAYS_NOTHING))}.",
+            "tools",
+        )
+    text = f"{grammar.literal(quote)} {grammar.until(quote)}"
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list) and values and not any(isinstance(value, dict) for value in values):
+        written = [f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value) for value in values]
+        return grammar.rule(" | ".join(map(grammar.literal, written)))
+    rules = []
+    for kind in sorted(types_of(schema) or {"string", "number", "boolean", "null"}):
+        match kind:
+            case "object":
+                rules.append(_object_rules(grammar, tool, schema, quote, depth))
+            case "array":
+                item = _value_rules(grammar, tool, schema.get("items"), quote, depth + 1)
+                rules.append(f'"[" ({item} ("," {item})*)? "]"')
+            case "string":
+                rules.append(text)
+            case _:
+                bounds = {key: schema[key] for key in BOUNDS & set(schema)}
+                rules.append(grammar.json({"type": kind, **bounds}, tight=True, lenient=not tool.strict))
+    return grammar.rule(" | ".join(rules))
 
 
 def _object(reader: Reader, quote: str, depth: int) -> Reading:

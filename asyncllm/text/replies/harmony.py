@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from asyncllm.text.replies.call_rules import CallRules
 from asyncllm.text.replies.reader import Reader, ToolFormat
 from asyncllm.text.replies.source import Reading
 
@@ -65,10 +66,24 @@ def _call(reader: Reader, name: str) -> Reading:
     output.finish(complete=complete)
 
 
+def _whole(grammar: CallRules, content: str | None) -> str:
+    """Return the rules of messages: analysis and preambles, then a call or the content."""
+    channel, message, constrain = map(grammar.literal, (CHANNEL, MESSAGE, CONSTRAIN))
+    note = (
+        f'{channel} ("analysis" | "commentary") {message} {grammar.until(END)} {grammar.literal(f"{START}assistant")}'
+    )
+    ends = [] if content is None else [f'{channel} "final" {message} {content}']
+    for tool in grammar.tools:
+        header = grammar.literal(f"commentary to=functions.{tool.name} ")
+        ends.append(f'{channel} {header} {constrain} "json" {message} {grammar.arguments(tool)}')
+    return f"{grammar.rule(note)}* ({' | '.join(ends)})"
+
+
 HARMONY = ToolFormat(
     "openai",
     (),
     _read_none,
     inside=(START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN),
     answer=_answer,
+    whole=_whole,
 )

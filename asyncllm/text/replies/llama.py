@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncllm.text.replies.call_rules import ARGUMENTS, CALLED, shaped
 from asyncllm.text.replies.json_calls import CALL_KEYS, read_object
 from asyncllm.text.replies.reader import Reader, ToolFormat
 from asyncllm.text.replies.source import Reading
@@ -32,5 +33,18 @@ def _further(reader: Reader) -> Reading:
     return (yield from read_object(reader, KEYS))
 
 
-LLAMA3_JSON = ToolFormat("llama3_json", ("<|python_tag|>",), _read, at_start=_calls)
+LLAMA3_JSON = ToolFormat(
+    "llama3_json",
+    ("<|python_tag|>",),
+    _read,
+    at_start=_calls,
+    grammars=(
+        shaped(
+            "",
+            f'{{"name": "{CALLED}", "parameters": {ARGUMENTS}}}',
+            between="; ",
+            looks=lambda names: r"\s*\{(.|\n)*",
+        ),
+    ),
+)
 """Llama 3.1, 3.2, 3.3 and 4."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from asyncllm.text.replies.call_rules import ARGUMENTS, CALLED, NUMBER, shaped
 from asyncllm.text.replies.json_calls import CALL_KEYS, Keys, read_calls
 from asyncllm.text.replies.reader import Reader, ToolFormat
 from asyncllm.text.replies.source import Reading
@@ -26,14 +27,37 @@ def _between(closers: tuple[str, ...], keys: Keys = CALL_KEYS) -> Callable[[Read
     return read
 
 
-HERMES = ToolFormat("hermes", ("<tool_call>",), _between(("</tool_call>",)), inside=("</tool_call>",))
+CALL = f'{{"name": "{CALLED}", "arguments": {ARGUMENTS}}}'
+
+HERMES = ToolFormat(
+    "hermes",
+    ("<tool_call>",),
+    _between(("</tool_call>",)),
+    inside=("</tool_call>",),
+    grammars=(shaped("<tool_call>", f"\n{CALL}\n</tool_call>", between="\n<tool_call>"),),
+)
 """Hermes 2 and 3, Qwen2.5, Qwen3, QwQ, EXAONE 4, Granite 4."""
 
-GRANITE = ToolFormat("granite", ("<|tool_call|>", "<tool_call>"), _between(("</tool_call>",)))
+GRANITE = ToolFormat(
+    "granite",
+    ("<|tool_call|>", "<tool_call>"),
+    _between(("</tool_call>",)),
+    grammars=(
+        shaped("<|tool_call|>", CALL, before="[", between=", ", after="]", needs="<|tool_call|>"),
+        shaped("<tool_call>", CALL, before="[", between=", ", after="]"),
+    ),
+)
 """Granite 3.0, and from 3.1 on."""
 
 FUNCTOOLS = ToolFormat(
-    "phi4_mini_json", ("functools", "<|tool_call|>"), _between(("<|/tool_call|>",)), inside=("<|/tool_call|>",)
+    "phi4_mini_json",
+    ("functools", "<|tool_call|>"),
+    _between(("<|/tool_call|>",)),
+    inside=("<|/tool_call|>",),
+    grammars=(
+        shaped("<|tool_call|>", CALL, before="[", between=", ", after="]<|/tool_call|>", needs="<|tool_call|>"),
+        shaped("functools", CALL, before="[", between=", ", after="]"),
+    ),
 )
 """Phi-4-mini, as its card and as its template have it."""
 
@@ -42,6 +66,14 @@ INTERNLM = ToolFormat(
     ("<|action_start|><|plugin|>",),
     _between(("<|action_end|>",)),
     inside=("<|action_end|>",),
+    grammars=(
+        shaped(
+            "<|action_start|><|plugin|>",
+            f'\n{{"name": "{CALLED}", "parameters": {ARGUMENTS}}}',
+            after="<|action_end|>",
+            single=True,
+        ),
+    ),
 )
 """InternLM2, 2.5 and 3."""
 
@@ -50,5 +82,14 @@ COHERE = ToolFormat(
     ("<|START_ACTION|>",),
     _between(("<|END_ACTION|>",), Keys(frozenset({"tool_name", "name"}), frozenset({"parameters", "arguments"}))),
     inside=("<|END_ACTION|>",),
+    grammars=(
+        shaped(
+            "<|START_ACTION|>",
+            f'{{"tool_call_id": "{NUMBER}", "tool_name": "{CALLED}", "parameters": {ARGUMENTS}}}',
+            before="[\n",
+            between=",\n",
+            after="\n]<|END_ACTION|>",
+        ),
+    ),
 )
 """Command R7B and Command A."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from asyncllm.text.replies.call_rules import ARGUMENTS, CALLED, shaped
 from asyncllm.text.replies.json_calls import read_calls
 from asyncllm.text.replies.reader import Reader, ToolFormat
 from asyncllm.text.replies.source import Reading
@@ -32,4 +33,15 @@ def _read(reader: Reader, opener: str) -> Reading:
     return True
 
 
-MISTRAL = ToolFormat("mistral", ("[TOOL_CALLS]",), _read, inside=("[ARGS]", "[CALL_ID]"))
+MISTRAL = ToolFormat(
+    "mistral",
+    ("[TOOL_CALLS]",),
+    _read,
+    inside=("[ARGS]", "[CALL_ID]"),
+    grammars=(
+        shaped("[TOOL_CALLS]", f"{CALLED}[ARGS]{ARGUMENTS}", between="[TOOL_CALLS]", needs="[ARGS]"),
+        shaped(
+            "[TOOL_CALLS]", f'{{"name": "{CALLED}", "arguments": {ARGUMENTS}}}', before="[", between=", ", after="]"
+        ),
+    ),
+)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Sequence
 
+from asyncllm.text.replies.call_rules import CallGrammar, CallRules, checked_names
 from asyncllm.text.replies.reader import Reader, ToolFormat
 from asyncllm.text.replies.source import Reading
-from asyncllm.text.replies.values import read_literal
+from asyncllm.text.replies.values import properties_of, read_literal, types_of
 
 __all__ = ["LFM2", "OLMO3", "PYTHONIC"]
 
@@ -87,7 +89,44 @@ def _lines(reader: Reader, opener: str) -> Reading:
     return found
 
 
-PYTHONIC = ToolFormat("pythonic", ("<|python_start|>",), _marked, at_start=_at_start, inside=("<|python_end|>",))
+def _grammar(
+    opener: str,
+    before: str = "",
+    between: str = "",
+    after: str = "",
+    *,
+    looks: Callable[[Sequence[str]], str] | None = None,
+) -> CallGrammar:
+    def rules(grammar: CallRules) -> str:
+        calls = []
+        for tool in grammar.tools:
+            entries = []
+            for name, needed in checked_names(tool, r"[^\w.-]"):
+                is_truth = types_of(properties_of(tool.schema).get(name)) == {"boolean"}
+                value = '("True" | "False" | "true" | "false")' if is_truth else grammar.part(tool, name)
+                entries.append((grammar.rule(f"{grammar.literal(name + '=')} {value}"), needed))
+            arguments = grammar.listed(entries, ", ")
+            calls.append(grammar.rule(f"{grammar.literal(tool.name + '(')} {arguments} {grammar.literal(')')}"))
+        each = grammar.rule(" | ".join(calls))
+        return grammar.rule(f"{grammar.literal(before)} {grammar.several(each, between, after)}")
+
+    return CallGrammar(opener, rules, looks=looks)
+
+
+PYTHONIC = ToolFormat(
+    "pythonic",
+    ("<|python_start|>",),
+    _marked,
+    at_start=_at_start,
+    inside=("<|python_end|>",),
+    grammars=(_grammar("", "[", ", ", "]", looks=lambda names: r"\s*\[(.|\n)*"),),
+)
 """Llama 3.2 and 4, ToolACE."""
-LFM2 = ToolFormat("lfm2", (START,), _marked, inside=(END,))
-OLMO3 = ToolFormat("olmo3", ("<function_calls>",), _lines, inside=("</function_calls>",))
+LFM2 = ToolFormat("lfm2", (START,), _marked, inside=(END,), grammars=(_grammar(START, "[", ", ", f"]{END}"),))
+OLMO3 = ToolFormat(
+    "olmo3",
+    ("<function_calls>",),
+    _lines,
+    inside=("</function_calls>",),
+    grammars=(_grammar("<function_calls>", "", "\n", "</function_calls>"),),
+)

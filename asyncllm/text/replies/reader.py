@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from asyncllm.text.replies.call_rules import CallGrammar, CallRules
 from asyncllm.text.replies.events import Output
 from asyncllm.text.replies.source import Codes, Markers, Reading, Source
 
@@ -59,5 +60,10 @@ class ToolFormat:
     """Reads a call that needs no marker where the content begins."""
     inside: tuple[str, ...] = ()
     """Further markers, which may be special tokens."""
+    grammars: tuple[CallGrammar, ...] = ()
+    """What calls can be held to; the first whose marker the tokenizer has counts."""
+    whole: Callable[[CallRules, str | None], str] | None = None
+    """Returns the rules of a whole reply, of a format whose replies are several messages; given the rule of its
+    content, which is None where it has to call."""
     answer: Callable[[Reader], Reading] | None = None
     """Reads a whole reply, of a format whose replies are more than text with calls in between."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from asyncllm.text.grammars.lark import escaped
+from asyncllm.text.replies.call_rules import ARGUMENTS, CALLED, KEY, LINE_END, VALUE, shaped, tagged
 from asyncllm.text.replies.reader import Reader, ToolFormat
 from asyncllm.text.replies.source import Markers, Reading
 from asyncllm.text.replies.values import ArgumentsWriter, properties_of, types_of
@@ -178,6 +180,16 @@ QWEN3_CODER = ToolFormat(
     ("<tool_call>", "<function="),
     _read_qwen,
     inside=("</tool_call>", "</function>", "<parameter=", "</parameter>"),
+    grammars=(
+        tagged(
+            "<tool_call>",
+            f"\n<function={CALLED}>\n",
+            f"<parameter={KEY}>\n{VALUE}\n</parameter>\n",
+            "</function>\n</tool_call>",
+            closer="</parameter>",
+            between="\n<tool_call>",
+        ),
+    ),
 )
 """Qwen3-Coder, Qwen3.5, MiMo, Step-3.5. The outer tag may be missing."""
 GLM45 = ToolFormat(
@@ -185,8 +197,47 @@ GLM45 = ToolFormat(
     ("<tool_call>",),
     _read_glm,
     inside=("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    grammars=(
+        tagged(
+            "<tool_call>",
+            f"{CALLED}{LINE_END}",
+            f"<arg_key>{KEY}</arg_key>{LINE_END}<arg_value>{VALUE}</arg_value>{LINE_END}",
+            "</tool_call>",
+            closer="</arg_value>",
+            between="\n<tool_call>",
+        ),
+    ),
 )
 """GLM-4.5, and GLM-4.7, which leaves the line breaks out."""
-GLM4 = ToolFormat("glm4", (), _no_opener, at_start=_glm4_at_start)
+GLM4 = ToolFormat(
+    "glm4",
+    (),
+    _no_opener,
+    at_start=_glm4_at_start,
+    grammars=(
+        shaped(
+            "",
+            f"{CALLED}\n{ARGUMENTS}",
+            single=True,
+            looks=lambda names: rf"\s*({'|'.join(map(escaped, names))})\n(.|\n)*",
+        ),
+    ),
+)
 """GLM-4-9B."""
-MINIMAX_M2 = ToolFormat("minimax_m2", ("<minimax:tool_call>",), _read_minimax, inside=("</minimax:tool_call>",))
+MINIMAX_M2 = ToolFormat(
+    "minimax_m2",
+    ("<minimax:tool_call>",),
+    _read_minimax,
+    inside=("</minimax:tool_call>",),
+    grammars=(
+        tagged(
+            "<minimax:tool_call>",
+            f'<invoke name="{CALLED}">\n',
+            f'<parameter name="{KEY}">{VALUE}</parameter>\n',
+            "</invoke>\n",
+            closer="</parameter>",
+            before="\n",
+            after="</minimax:tool_call>",
+        ),
+    ),
+)

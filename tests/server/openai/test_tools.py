@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from asyncllm import EngineConfig
+from asyncllm import AsyncEngine, ChatTemplateConfig, EngineConfig
 from asyncllm.testing import FakeEngine
 from tests.server.serving import Served, serving
 
@@ -27,6 +27,17 @@ CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_ca
 NOW = '<tool_call>{"name": "now"}</tool_call>'
 QUESTION: Any = [{"role": "user", "content": "Hi"}]
 THINKS = EngineConfig(reasoning_parser="qwen3")
+
+TEMPLATE = (
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+class Trip(BaseModel):
+    days: Annotated[int, Field(ge=1, le=30)]
+    by: Literal["train", "foot"]
 
 
 async def events_of(served: Served, **body: Any) -> list[dict[str, Any]]:
@@ -168,12 +179,34 @@ async def test_tokens_and_logprobs_are_told_of_once() -> None:
     assert len(logprobs) == len(ids)
 
 
+async def test_the_bundled_model_makes_the_call_that_is_asked_for() -> None:
+    tool = openai.pydantic_function_tool(Trip, name="trip")
+    asked: Any = {"model": "tiny-chat", "messages": QUESTION, "tools": [tool], "max_tokens": 200, "temperature": 0}
+    asked |= {"tool_choice": {"type": "function", "function": {"name": "trip"}}, "parallel_tool_calls": False}
+    engine = AsyncEngine(
+        "tiny-chat",
+        EngineConfig(num_gpu_blocks=32, session_len=768, tool_call_parser="hermes"),
+        chat_template_config=ChatTemplateConfig(chat_template=TEMPLATE),
+    )
+    async with serving(engine) as served, served.openai() as client:
+        whole = await client.chat.completions.parse(**asked)
+        async with client.chat.completions.stream(**asked) as stream:
+            streamed = await stream.get_final_completion()
+    for completion in (whole, streamed):
+        choice = completion.choices[0]
+        calls: Any = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        assert isinstance(calls[0].function.parsed_arguments, Trip)
+    assert whole.choices[0].message.tool_calls[0].function.arguments == calls[0].function.arguments
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "required"}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "now"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
     ],

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import asyncllm
 from asyncllm.config.response_format import GrammarSpec, as_response_format, grammar_of
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
-from asyncllm.text.grammars.bridge import AnswerGrammar, GrammarCompiler
+from asyncllm.text.grammars.bridge import AnswerGrammar, GrammarCompiler, GrammarStart
 from asyncllm.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_folder(Path(asyncllm.__file__).parent / "assets" / "tiny-chat")
@@ -46,7 +47,7 @@ def schema_spec(schema: Any) -> GrammarSpec:
 
 def takes(compiler: GrammarCompiler, spec: GrammarSpec, text: str, *, spaced: bool = False) -> bool:
     """Whether the grammar takes the text as a whole answer, token by token, by its masks."""
-    grammar = AnswerGrammar(compiler.compile(spec, spaced=spaced), inside=False, opens=None, closes=None)
+    grammar = AnswerGrammar(compiler.compile(spec, spaced=spaced), GrammarStart())
     progress = grammar.start(())
     words = np.zeros(-(-VOCAB // 32), np.int32)
     for token in [*TOKENIZER.encode(text, add_bos=False), EOS[0]]:
@@ -107,7 +108,7 @@ def test_masks_are_those_of_trying_each_token(compiler: GrammarCompiler) -> None
     words = np.zeros(-(-VOCAB // 32), np.int32)
     matcher, taken = compiled.copy(), list[int]()
     for _ in range(12):
-        progress = AnswerGrammar(compiled, inside=False, opens=None, closes=None).start(taken)
+        progress = AnswerGrammar(compiled, GrammarStart()).start(taken)
         progress.fill(words)
         allowed = set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
         tried = {token for token in range(VOCAB) if matcher.validate_tokens([token]) == 1}
@@ -121,27 +122,38 @@ def test_masks_are_those_of_trying_each_token(compiler: GrammarCompiler) -> None
         taken.append(token)
 
 
+def refused(words: NDArray[np.int32]) -> set[int]:
+    """The tokens that may not come."""
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: TOKENIZER.vocab_size]
+    return set(np.flatnonzero(bits == 0).tolist())
+
+
 def test_reasoning_is_free_and_what_follows_is_held(compiler: GrammarCompiler) -> None:
     opens, closes = 5, 6
     compiled = compiler.compile(spec_of({"type": "regex", "regex": "ab"}), spaced=False)
     words = np.zeros(-(-VOCAB // 32), np.int32)
-    inside = AnswerGrammar(compiled, inside=True, opens=None, closes=closes).start(())
+    inside = AnswerGrammar(compiled, GrammarStart(inside=True, closes=closes)).start(())
     inside.fill(words)
-    assert (words == -1).all()
+    assert refused(words) == set(EOS)
     assert not inside.ended
     inside.consume(TOKENIZER.encode("x", add_bos=False)[0])
     inside.consume(closes)
     inside.fill(words)
     assert not (words == -1).any()
-    maybe = AnswerGrammar(compiled, inside=False, opens=opens, closes=closes).start(())
+    maybe = AnswerGrammar(compiled, GrammarStart(opens=opens, closes=closes)).start(())
     maybe.fill(words)
     assert words[0] >> opens & 1
     maybe.consume(opens)
     maybe.fill(words)
-    assert (words == -1).all()
-    again = AnswerGrammar(compiled, inside=False, opens=opens, closes=closes).start([opens, 9, closes])
+    assert refused(words) == set(EOS)
+    again = AnswerGrammar(compiled, GrammarStart(opens=opens, closes=closes)).start([opens, 9, closes])
     again.fill(words)
     assert not words[0] >> opens & 1
+    called = AnswerGrammar(compiled, GrammarStart(inside=True, closes=closes, begins=TOKENIZER.token_id("a")))
+    progress = called.start(TOKENIZER.encode("xa", add_bos=False))
+    assert progress.error is None
+    progress.fill(words)
+    assert TOKENIZER.vocab_size - len(refused(words)) < 9
 
 
 UNSUPPORTED: list[tuple[Any, str]] = [

@@ -1,0 +1,93 @@
+"""JSON schemas that answers are held to: bounded, and without what would be an option of the library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from asyncllm.errors import InvalidParameter
+
+__all__ = ["MAX_CHOICES", "MAX_SCHEMA", "checked_schema"]
+
+MAX_SCHEMA = 64 * 1024
+MAX_LITERAL = 4096
+MAX_CHOICES = 5000
+MAX_PARTS = 20_000
+MAX_DEPTH = 100
+MAX_OPTIONAL = 1000
+"""Bounds of a schema. Beyond them compiling or using it takes seconds."""
+
+
+def checked_schema(schema: object, field: str) -> Any:
+    """Return a schema, which may be given as text, as a grammar can be made of it. Raises InvalidParameter."""
+    if isinstance(schema, str):
+        if len(schema) > MAX_SCHEMA:
+            raise _too_large(f"{len(schema)} characters", field)
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            raise InvalidParameter(f"The schema of {field} is a text, and no JSON. Send an object.", field) from None
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    if not isinstance(schema, Mapping):
+        raise InvalidParameter(f"{field} has no schema. A JSON schema is an object.", field)
+    for part in _parts(schema, field):
+        _check_part(part, field)
+    prepared = _prepared(schema)
+    size = len(json.dumps(prepared, ensure_ascii=False))
+    if size > MAX_SCHEMA:
+        raise _too_large(f"{size} characters", field)
+    return prepared
+
+
+def _too_large(what: str, field: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"The schema of {field} has {what}, more than answers can be held to. Simplify it, or split the request.", field
+    )
+
+
+def _parts(schema: Any, field: str) -> Iterator[Any]:
+    """Every value in a schema, without recursion. Raises InvalidParameter for too many or too deep ones."""
+    left = [(schema, 0)]
+    count = 0
+    while left:
+        value, depth = left.pop()
+        count += 1
+        if depth > MAX_DEPTH:
+            raise _too_large(f"more than {MAX_DEPTH} levels", field)
+        if count + len(left) > MAX_PARTS:
+            raise _too_large(f"more than {MAX_PARTS} parts", field)
+        yield value
+        if isinstance(value, Mapping):
+            left.extend((each, depth + 1) for each in value.values())
+        elif isinstance(value, list | tuple):
+            left.extend((each, depth + 1) for each in value)
+
+
+def _check_part(part: Any, field: str) -> None:
+    if isinstance(part, str) and len(part) > MAX_LITERAL:
+        raise _too_large(f"a text of {len(part)} characters", field)
+    if isinstance(part, list) and len(part) > MAX_CHOICES:
+        raise _too_large(f"a list of {len(part)} entries", field)
+    if isinstance(part, Mapping):
+        if not all(isinstance(name, str) for name in part):
+            raise InvalidParameter(f"The schema of {field} has a key that is no text. JSON's keys are texts.", field)
+        properties, required = part.get("properties"), part.get("required")
+        if isinstance(properties, Mapping):
+            optional = len(properties) - (len(required) if isinstance(required, list) else 0)
+            if optional > MAX_OPTIONAL:
+                raise _too_large(f"{optional} optional properties", field)
+
+
+def _prepared(value: Any) -> Any:
+    """The schema without what would be an option of the library, and with `nullable` spelled out."""
+    if isinstance(value, list | tuple):
+        return [_prepared(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    made = {name: _prepared(each) for name, each in value.items() if name != "x-guidance"}
+    if made.get("nullable") is True and isinstance(made.get("type"), str | list):
+        del made["nullable"]
+        return {"anyOf": [made, {"type": "null"}]}
+    return made

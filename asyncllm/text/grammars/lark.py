@@ -1,0 +1,120 @@
+"""Grammars in llguidance's Lark, written rule by rule. A special token of a marker stands in them by its id.
+
+Syntax: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from asyncllm.text.tokenizer import Tokenizer
+
+__all__ = ["ANY_TEXT", "Lark", "escaped"]
+
+ANY_TEXT = "/(.|\\n)*/"
+"""Any text, in which no special token is."""
+
+REGEX_CHARACTERS = re.compile(r"[^A-Za-z0-9_ ]")
+
+TIGHT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Between JSON's tokens what the templates of models write: most of a call's tokens can then be nothing else."""
+LENIENT = {"lenient": True, "coerce_one_of": True}
+"""What the library cannot hold to is left out of the schema, instead of being refused."""
+ESCAPES = {"json_allow_general_unicode_escapes": True}
+
+
+def escaped(text: str) -> str:
+    """Return a text as a regular expression of Rust's."""
+    return REGEX_CHARACTERS.sub(lambda match: f"\\x{{{ord(match[0]):x}}}", text)
+
+
+class Lark:
+    """A grammar that is being written."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """`tokenizer`: its special tokens stand for their spellings; None: texts are just texts."""
+        self._tokenizer = tokenizer
+        self._lines: list[str] = []
+        self._known: dict[str, str] = {}
+        """Bodies of rules -> names."""
+
+    @property
+    def text(self) -> str:
+        """The rules so far."""
+        return "\n".join(self._lines) + "\n"
+
+    def rule(self, body: str, name: str | None = None, *, lazy: bool = False) -> str:
+        """Add a rule and return its name; equal ones are one. `lazy`: a single lexeme, which ends as soon as it can."""
+        known = self._known.get("[lazy]" * lazy + body)
+        if known is not None and name is None:
+            return known
+        name = name or f"r{len(self._lines)}"
+        self._known["[lazy]" * lazy + body] = name
+        self._lines.append(f"{name}{'[lazy]' * lazy}: {body}")
+        return name
+
+    def terminal(self, body: str) -> str:
+        """Add a terminal, which is one regular expression, and return its name."""
+        known = self._known.get(body)
+        if known is None:
+            known = self._known[body] = f"T{len(self._lines)}"
+            self._lines.append(f"{known}: {body}")
+        return known
+
+    def literal(self, text: str) -> str:
+        """Return what stands for a text, in which special tokens are tokens."""
+        parts = [quoted if isinstance(quoted, str) else f"<[{quoted}]>" for quoted in self._parts(text)]
+        return " ".join(parts) or '""'
+
+    def special(self, text: str) -> int | None:
+        """Return the id of the special token that a text begins with; None: it begins with none."""
+        for match in self._found(text):
+            if match.start() == 0:
+                return self._id(match[0])
+        return None
+
+    def until(self, closer: str, text: str = ANY_TEXT) -> str:
+        """Return what stands for any `text` up to `closer`, and that."""
+        parts = self._parts(closer)
+        if all(isinstance(part, str) for part in parts):
+            return self.rule(f"{text} {' '.join(map(str, parts))}", lazy=True)
+        rest = list(parts)
+        if isinstance(rest[0], str):
+            # It ends with the closer's beginning when the token comes, or the token does not come.
+            text = f"{text} {rest.pop(0)}"
+        marks = [part if isinstance(part, str) else f"<[{part}]>" for part in rest]
+        return " ".join([self.terminal(text), *marks])
+
+    def text_without(self, patterns: Sequence[str]) -> str:
+        """Return what stands for any text that none of the regular expressions matches as a whole."""
+        return self.terminal(" & ".join([ANY_TEXT, *(f"~/{pattern}/" for pattern in patterns)]))
+
+    def json(self, schema: Any, *, tight: bool, lenient: bool = False) -> str:
+        """Return what stands for a JSON value. `tight`: as templates write it, with no choice of white space."""
+        options = (TIGHT if tight else {}) | (LENIENT if lenient else {}) | ESCAPES
+        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}")
+
+    def _found(self, text: str) -> list[re.Match[str]]:
+        return [] if self._tokenizer is None else list(self._tokenizer.spellings.pattern.finditer(text))
+
+    def _id(self, spelling: str) -> int | None:
+        return None if self._tokenizer is None else self._tokenizer.token_id(spelling)
+
+    def _parts(self, text: str) -> list[str | int]:
+        """Return a text as quoted strings and ids of special tokens."""
+        parts: list[str | int] = []
+        last = 0
+        for match in self._found(text):
+            token = self._id(match[0])
+            if token is None:
+                continue
+            if match.start() > last:
+                parts.append(json.dumps(text[last : match.start()]))
+            parts.append(token)
+            last = match.end()
+        if last < len(text):
+            parts.append(json.dumps(text[last:]))
+        return parts

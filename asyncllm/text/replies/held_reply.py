@@ -1,0 +1,113 @@
+"""What a whole reply is held to where it has to call a tool, or may, or its content has a form."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncllm.config.json_schema import checked_schema
+from asyncllm.config.response_format import GrammarSpec
+from asyncllm.config.tools import ToolChoice
+from asyncllm.errors import InvalidParameter, UnsupportedFeature
+from asyncllm.text.grammars.lark import ANY_TEXT, Lark, escaped
+from asyncllm.text.replies.call_rules import CalledTool, CallGrammar, CallRules
+from asyncllm.text.replies.reader import ToolFormat
+from asyncllm.text.tokenizer import Tokenizer
+
+__all__ = ["call_grammar", "held_reply"]
+
+MAX_TOOLS_TEXT = 512 * 1024
+"""Characters of the schemas of all tools."""
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def call_grammar(form: ToolFormat, tokenizer: Tokenizer) -> CallGrammar | None:
+    """Return the grammar of calls in the format, for the model of this tokenizer."""
+    fitting = (each for each in form.grammars if not each.needs or tokenizer.token_id(each.needs) is not None)
+    return next(fitting, None)
+
+
+def held_reply(
+    form: ToolFormat,
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]],
+    choice: ToolChoice,
+    content: GrammarSpec | None,
+    *,
+    many: bool,
+) -> GrammarSpec:
+    """Return what a reply in this format is held to: calls of those `tools` that the `choice` allows, or `content`.
+
+    `many`: there may be several calls. Raises InvalidParameter, UnsupportedFeature.
+    """
+    called = [_called(tool) for tool in tools if choice.allows(tool["function"]["name"])]
+    if sum(len(json.dumps(tool.prepared)) for tool in called) > MAX_TOOLS_TEXT:
+        raise InvalidParameter(
+            f"The schemas of the tools have more than {MAX_TOOLS_TEXT} characters together, more than calls can be "
+            f"held to. Send fewer tools, or do not force calls.",
+            "tools",
+        )
+    rules = CallRules(tokenizer, called, many=many)
+    body = _body(form, tokenizer, rules, choice, content)
+    rules.rule(body, "answer")
+    return GrammarSpec("calls", rules.text)
+
+
+def _body(
+    form: ToolFormat, tokenizer: Tokenizer, rules: CallRules, choice: ToolChoice, content: GrammarSpec | None
+) -> str:
+    """Return the Lark of the reply behind the reasoning."""
+    if form.whole is not None:
+        return form.whole(rules, None if choice.required else _content(rules, content))
+    grammar = call_grammar(form, tokenizer)
+    if grammar is None:
+        raise UnsupportedFeature(
+            f"Calls in the format {form.name!r} cannot be held to anything. Send tool_choice='auto', tools that are "
+            f"not strict, and no response_format.",
+            "tools",
+        )
+    if not rules.tools:
+        return _content(rules, content)
+    calls = grammar.rules(rules)
+    whole = f"{rules.literal(grammar.opener)} {calls}" if grammar.opener else calls
+    if choice.required:
+        return whole
+    if content is not None:
+        return f"{whole} | {_content(rules, content)}"
+    unmarked = [opener for opener in form.openers if opener != grammar.opener and rules.special(opener) is None]
+    never = [rf"(.|\n)*{escaped(opener)}(.|\n)*" for opener in unmarked]
+    if grammar.looks is not None:
+        return f"{calls} | {rules.text_without([*never, grammar.looks([tool.name for tool in rules.tools])])}"
+    text = rules.text_without(never)
+    return f"{rules.until(grammar.opener, text)} {calls} | {text}"
+
+
+def _called(tool: Mapping[str, Any]) -> CalledTool:
+    function = tool["function"]
+    schema = function.get("parameters") or NO_PARAMETERS
+    return CalledTool(function["name"], schema, checked_schema(schema, "tools"), bool(function.get("strict")))
+
+
+def _content(rules: Lark, content: GrammarSpec | None) -> str:
+    """Return what stands for the content of a reply that may also be a call."""
+    if content is None:
+        return rules.terminal(ANY_TEXT)
+    match content.kind:
+        case "json_schema":
+            return rules.json(json.loads(content.source), tight=False)
+        case "regex":
+            closed = re.sub(r"\\.|/|\n", _in_slashes, content.source, flags=re.DOTALL)
+            return rules.terminal(f"/{closed}/")
+        case "choice":
+            return rules.terminal(f"/{'|'.join(escaped(word) for word in json.loads(content.source))}/")
+    raise UnsupportedFeature(
+        "A grammar cannot stand beside tools: an answer is held to one. Send a schema, an expression or a choice, or "
+        "tool_choice='none'.",
+        "response_format",
+    )
+
+
+def _in_slashes(match: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n"}.get(match[0], match[0])
