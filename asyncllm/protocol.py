@@ -259,6 +259,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     windows: tuple[int | None, ...] = (None,)
     """Of each block group, how many of the latest positions its layers see; None: all of them. A sequence has a block
     table in each; any block can be in any of them."""
+    keeps_state: bool = False
+    """Whether a block holds a state after the latest token in it, beside or in place of each token's keys and values:
+    who goes on in the middle of a block must be the one who wrote it."""
     max_position: int
     """Positions that the model's rotary tables and training context allow, after scaling."""
     vocab_size: int

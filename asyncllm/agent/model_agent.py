@@ -128,6 +128,7 @@ class ModelAgent:
             config.tokens_per_block,
             num_slots,
             windows=self._layout.windows,
+            keeps_state=self._layout.keeps_state,
             num_host_blocks=num_host_blocks,
             min_copied_tokens=MIN_COPIED_TOKENS if self._streams.on_gpu else 1,
             token_tile=_TOKEN_TILE if self._streams.on_gpu else 1,
@@ -463,7 +464,8 @@ class ModelAgent:
             return _wanted(hidden, step), hidden
         except torch.OutOfMemoryError:
             num_decode = step.arrays.num_decode
-            if self._in_group or num_decode == len(step.arrays.row_slots):
+            if self._in_group or self._layout.keeps_state or num_decode == len(step.arrays.row_slots):
+                # Other ranks, or states that have gone on, do not go back to where the step began.
                 raise
         torch.cuda.empty_cache()
         config = self.model.config

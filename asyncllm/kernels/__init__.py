@@ -30,6 +30,7 @@ from asyncllm.kernels.linear import (
 from asyncllm.kernels.moe import Routing, fused_experts, fused_experts_invariant, route
 from asyncllm.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from asyncllm.kernels.packed import PackedWeight, linear_packed, packed_experts
+from asyncllm.kernels.recurrent import StatePlan, States, gated_delta_rule, plan_states, short_convolution
 from asyncllm.kernels.rotary import Rotation, apply_rotary, linear_rope_fill_kv, rope_fill_kv, rotation
 from asyncllm.kernels.scaled import ScaledWeight, linear_scaled, scaled_experts
 from asyncllm.kernels.step import DecodeInputs, prepare_decode, record_tokens, segments_finite
@@ -45,6 +46,8 @@ __all__ = [
     "Rotation",
     "Routing",
     "ScaledWeight",
+    "StatePlan",
+    "States",
     "activate",
     "add_layer_norm",
     "add_rms_norm",
@@ -55,6 +58,7 @@ __all__ = [
     "fill_kv_cache",
     "fused_experts",
     "fused_experts_invariant",
+    "gated_delta_rule",
     "gather_lines",
     "gather_rows",
     "gelu_tanh_mul",
@@ -78,6 +82,7 @@ __all__ = [
     "plan_latent_decode",
     "plan_latent_prefill",
     "plan_prefill_attention",
+    "plan_states",
     "prepare_decode",
     "record_tokens",
     "rms_norm",
@@ -87,5 +92,6 @@ __all__ = [
     "route",
     "scaled_experts",
     "segments_finite",
+    "short_convolution",
     "silu_mul",
 ]

@@ -13,11 +13,12 @@ from asyncllm.layers.attention import Attention
 from asyncllm.layers.latent_attention import LatentAttention
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.norm import Norm
+from asyncllm.layers.short_convolution import StateLayer
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
 __all__ = ["AnyAttention", "AnyBlock", "Block", "ParallelBlock", "PostNormBlock", "SandwichBlock"]
 
-AnyAttention = Attention | LatentAttention
+AnyAttention = Attention | LatentAttention | StateLayer
 
 
 class Block(Layer):

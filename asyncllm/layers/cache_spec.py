@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from asyncllm.kernels import LatentKV, PagedKV
+from asyncllm.kernels import LatentKV, PagedKV, States
 
-__all__ = ["BlockPart", "CacheSpec", "LatentKVSpec", "PagedKVSpec"]
+__all__ = ["BlockPart", "CacheSpec", "LatentKVSpec", "PagedKVSpec", "StateSpec"]
 
 
 class BlockPart(NamedTuple):
@@ -34,7 +34,7 @@ class CacheSpec(Protocol):
     def parts(self, block_size: int, dtype: torch.dtype) -> tuple[BlockPart, ...]:
         """The tensors of a block of `block_size` tokens; `dtype` is the model's."""
 
-    def cache(self, tensors: Sequence[Tensor]) -> Any:
+    def cache(self, tensors: Sequence[Tensor], block_size: int) -> Any:
         """Return what the layer reads and writes: over one tensor [planes, blocks, *shape] for each part,
         contiguous."""
 
@@ -50,7 +50,7 @@ class PagedKVSpec:
     def parts(self, block_size: int, dtype: torch.dtype) -> tuple[BlockPart, ...]:
         return (BlockPart(2, (self.num_kv_heads, block_size, self.head_dim), dtype),)
 
-    def cache(self, tensors: Sequence[Tensor]) -> PagedKV:
+    def cache(self, tensors: Sequence[Tensor], block_size: int) -> PagedKV:
         (pages,) = tensors
         return PagedKV.over(pages)
 
@@ -69,6 +69,26 @@ class LatentKVSpec:
     def parts(self, block_size: int, dtype: torch.dtype) -> tuple[BlockPart, ...]:
         return (BlockPart(1, (block_size, self.rank + self.rope_dim), dtype),)
 
-    def cache(self, tensors: Sequence[Tensor]) -> LatentKV:
+    def cache(self, tensors: Sequence[Tensor], block_size: int) -> LatentKV:
         (pages,) = tensors
         return LatentKV(pages[0], self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """The state after a block's latest token, not a line of each: `States` of these shapes."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype | None, ...]
+    """None: the model's type."""
+
+    @property
+    def window(self) -> int:
+        """A token needs no block but that of the one before it."""
+        return 2
+
+    def parts(self, block_size: int, dtype: torch.dtype) -> tuple[BlockPart, ...]:
+        return tuple(BlockPart(1, shape, own or dtype) for shape, own in zip(self.shapes, self.dtypes, strict=True))
+
+    def cache(self, tensors: Sequence[Tensor], block_size: int) -> States:
+        return States(tuple(tensor[0] for tensor in tensors), block_size)

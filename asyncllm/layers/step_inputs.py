@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncllm.kernels import DecodePlan, PrefillPlan, Rotation
+from asyncllm.kernels import DecodePlan, PrefillPlan, Rotation, StatePlan, States, plan_states
 from asyncllm.protocol import Batch, SlotStart
 
 __all__ = [
@@ -137,12 +137,22 @@ class StepInputs:
     prefill rows. Written by the first of them."""
     cache_writes: dict[int, Tensor] = field(default_factory=dict, init=False)
     """Number of KV heads -> `kernels.plan_cache_write` of the places. Written by the first layer with as many."""
+    state_plan: StatePlan | None = field(default=None, init=False)
+    """Where rows' states come from and go. Written by the first layer with a state."""
     group_steps: dict[int, StepInputs] = field(default_factory=dict, init=False)
     """Block group after the first -> the step as its layers see it. Written by the first of them."""
 
     def __getitem__(self, column: Column) -> Tensor:
         """The values of a column that a layer of this model asks for."""
         return self.more[column]
+
+    def states(self, cache: States) -> StatePlan:
+        """Return where the rows' states are in a cache of this block group."""
+        plan = self.state_plan
+        if plan is None:
+            plan = plan_states(self.places, self.q_offsets, self.kv_lens, self.block_tables, cache.block_size)
+            self.state_plan = plan
+        return plan
 
     def of_layer(self, layer: int) -> StepInputs:
         """The step with the places, block tables and plans of the layer's block group."""

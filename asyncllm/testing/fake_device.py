@@ -68,18 +68,29 @@ _Past = tuple[int, Any]
 """A token and the past of the one before it: all that a layer's keys and values of the token may depend on."""
 
 
+def _same(one: _Past | None, other: _Past | None) -> bool:
+    """Return whether two pasts are the same tokens."""
+    while one is not other:
+        if one is None or other is None or one[0] != other[0]:
+            return False
+        one, other = one[1], other[1]
+    return True
+
+
 class _Cells:
     """The places of a block: for each the token and its past, and the serial number of the write that put it there."""
 
-    __slots__ = ("pasts", "serials")
+    __slots__ = ("pasts", "serials", "state")
 
     def __init__(self, size: int) -> None:
         self.pasts: list[_Past | None] = [None] * size
         self.serials = [0] * size
+        self.state: _Past | None = None
+        """The token written last, whatever its place."""
 
     def copy(self) -> _Cells:
         cells = _Cells(0)
-        cells.pasts, cells.serials = list(self.pasts), list(self.serials)
+        cells.pasts, cells.serials, cells.state = list(self.pasts), list(self.serials), self.state
         return cells
 
 
@@ -120,8 +131,9 @@ class FakeDevice:
     The store keeps a token id with all before it per (block, offset), with the serial number of the write that put it
     there. A row reads its block tables as attention does, in each block group no further back than its window. What it
     finds there that is not its own raises StepViolation, as do uncovered positions, reads of cells never written, and
-    ambiguous copies. Blocks of the host keep their cells as well, so that a block's content is followed down and up
-    again.
+    ambiguous copies. If blocks keep a state, a token is computed from what the block of the token before it has, which
+    must be the state after the row's own tokens. Blocks of the host keep their cells as well, so that a block's content
+    is followed down and up again.
     """
 
     def __init__(
@@ -137,11 +149,12 @@ class FakeDevice:
         num_host_blocks: int = 0,
         min_copied_tokens: int = 1,
         windows: Sequence[int | None] = (None,),
+        keeps_state: bool = False,
         oracle: Oracle | None = None,
         row_failure: Callable[[list[int]], str | None] | None = None,
     ) -> None:
-        """`row_failure(history)` gives the error of a row that shall fail inside the step, else None. `windows`: see
-        `Limits`; of two positions or more."""
+        """`row_failure(history)` gives the error of a row that shall fail inside the step, else None. `windows`, of two
+        positions or more, and `keeps_state`: see `Limits`."""
         if any(window is not None and window < 2 for window in windows):
             raise ValueError(f"a window shows at least the token before, not {windows}")
         self.runs_ahead = self.blocked = False
@@ -150,6 +163,7 @@ class FakeDevice:
             num_blocks=num_blocks,
             block_size=block_size,
             windows=tuple(windows),
+            keeps_state=keeps_state,
             max_position=max_position,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
@@ -370,6 +384,7 @@ class FakeDevice:
         if position + len(tokens) > self.limits.max_position:
             raise self._violation(step, slot, f"writes past max_position {self.limits.max_position}")
         for index, token in enumerate(tokens):
+            self._check_state(step, slot, position + index)
             if not 0 <= token < self.limits.vocab_size:
                 raise self._violation(step, slot, f"token {token} is not in the vocabulary")
             state.past = (token, state.past)
@@ -380,9 +395,19 @@ class FakeDevice:
                     raise self._violation(step, slot, f"writes cell {cell}, which another row writes in this step")
                 written.add(cell)
                 block, offset = cell
-                self._cells[block].pasts[offset] = state.past
+                self._cells[block].pasts[offset] = self._cells[block].state = state.past
                 self._cells[block].serials[offset] = self._serial
                 serials.append(self._serial)
+
+    def _check_state(self, step: int, slot: int, position: int) -> None:
+        """Compare the states that the token at `position` finds with the row's own tokens."""
+        if not self.limits.keeps_state or not position:
+            return
+        state = self._slots[slot]
+        for group in range(len(state.tables)):
+            block, _ = self._cell(step, slot, group, position - 1)
+            if not _same(self._cells[block].state, state.past):
+                raise self._violation(step, slot, f"goes on at {position} from a state of block {block}, not its own")
 
     def _read(self, step: int, slot: int, first: int) -> list[int]:
         """Return the row's tokens, after a look at what its queries from position `first` on see."""

@@ -78,6 +78,7 @@ class Driver:
         num_host_blocks: int = 0,
         min_copied_tokens: int = 1,
         windows: Sequence[int | None] = (None,),
+        keeps_state: bool = False,
         swapping: bool = True,
         waiting: WaitingQueue | None = None,
     ) -> None:
@@ -93,6 +94,7 @@ class Driver:
             num_host_blocks=num_host_blocks,
             min_copied_tokens=min_copied_tokens,
             windows=windows,
+            keeps_state=keeps_state,
         )
         self.max_batch_size = max_batch_size
         self.budget = budget

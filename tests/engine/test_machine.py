@@ -100,6 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_copied_tokens=st.sampled_from([1, 4]),
         swapping=st.booleans(),
         windows=st.sampled_from([(None,), (None,), (2,), (5,), (9,), (None, 3), (6, None), (None, None, 4), (2, 7)]),
+        keeps_state=st.booleans(),
         with_quality=st.booleans(),
         failing=st.booleans(),
         max_queued=st.sampled_from([(0, 0), (0, 0), (2, 0), (0, 12), (3, 20)]),
@@ -118,6 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_copied_tokens: int,
         swapping: bool,
         windows: tuple[int | None, ...],
+        keeps_state: bool,
         with_quality: bool,
         failing: bool,
         max_queued: tuple[int, int],
@@ -140,6 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             min_copied_tokens=min_copied_tokens,
             swapping=swapping,
             windows=windows,
+            keeps_state=keeps_state,
             waiting=self.queue,
             row_failure=row_failure if failing else None,
         )

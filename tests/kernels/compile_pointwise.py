@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncllm.kernels.triton import activation, cache, embedding, norm, rotary, step
+from asyncllm.kernels.triton import activation, cache, embedding, norm, recurrent, rotary, step
 from tests.kernels.offline import Case
 
 PDL = {"USE_PDL": True}
@@ -131,5 +131,36 @@ CASES = [
         step.segments_finite_kernel,
         {"hidden_ptr": "*bf16", "offset_ptr": "*i32", "flag_ptr": "*i32", "segments": "i32"},
         {"SIZE": 4096, "COLUMNS": 4096, **PDL},
+    ),
+    Case(
+        "convolution 2048",
+        recurrent.convolution_kernel,
+        {
+            **{"x_ptr": "*bf16", "weight_ptr": "*bf16", "bias_ptr": "*bf16", "state_ptr": "*bf16"},
+            **{"row_ptr": "*i64", "offset_ptr": "*i32", "source_ptr": "*i64", "y_ptr": "*bf16"},
+        },
+        {"SIZE": 2048, "LENGTH": 4, "COLUMNS": recurrent.COLUMNS, "HAS_BIAS": True, "SILU": True, **PDL},
+    ),
+    Case(
+        "inputs 2048",
+        recurrent.inputs_kernel,
+        {
+            **{"x_ptr": "*bf16", "state_ptr": "*bf16", "row_ptr": "*i64", "offset_ptr": "*i32"},
+            **{"source_ptr": "*i64", "target_ptr": "*i64"},
+        },
+        {"SIZE": 2048, "KEPT": 3, "COLUMNS": recurrent.COLUMNS, **PDL},
+    ),
+    Case(
+        "delta 128",
+        recurrent.delta_kernel,
+        {
+            **{"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "decay_ptr": "*fp32", "beta_ptr": "*fp32"},
+            **{"state_ptr": "*fp32", "offset_ptr": "*i32", "source_ptr": "*i64", "target_ptr": "*i64"},
+            "out_ptr": "*bf16",
+        },
+        {
+            **{"HEADS": 32, "SHARING": 2, "KEYS": 128, "ALL_VALUES": 128},
+            **{"KEY_TILE": 128, "VALUES": recurrent.VALUES, **PDL},
+        },
     ),
 ]

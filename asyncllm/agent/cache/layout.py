@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.agent.cache.block_groups import add_parts, bytes_of, group_layers
-from asyncllm.layers.cache_spec import BlockPart, CacheSpec
+from asyncllm.layers.cache_spec import BlockPart, CacheSpec, StateSpec
 
 __all__ = ["CacheLayout"]
 
@@ -34,6 +34,8 @@ class CacheLayout:
         """Of each block group."""
         self.layer_groups: list[int] = [0] * len(specs) if len(groups) > 1 else []
         """By layer: its block group. Empty when there is one."""
+        self.keeps_state = any(isinstance(spec, StateSpec) for spec in specs)
+        """See `Limits.keeps_state`."""
         self.parts: list[BlockPart] = []
         """One for each tensor of a pool, with as many planes as the layers of a group have at most."""
         self._places: list[list[tuple[int, slice]]] = [[] for _ in specs]
@@ -57,6 +59,6 @@ class CacheLayout:
     def caches(self, pool: Sequence[Tensor]) -> list[Any]:
         """Return what each layer sees of a pool: tensors [planes, blocks, *shape], one for each part."""
         return [
-            spec.cache([pool[index][planes] for index, planes in places])
+            spec.cache([pool[index][planes] for index, planes in places], self.block_size)
             for spec, places in zip(self._specs, self._places, strict=True)
         ]

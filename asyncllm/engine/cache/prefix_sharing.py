@@ -31,6 +31,8 @@ class PrefixSharing:
         self._cache = cache
         self._groups = groups
         self._block_size = limits.block_size
+        self._keeps_state = limits.keeps_state
+        """Whether a sibling's last block is of no use to others, as its state goes on with the sibling's own tokens."""
         self._dynamic_rope_from = limits.dynamic_rope_from
         """Prompts longer than this have a rotary base of their own, so that their K differ from others'."""
 
@@ -64,15 +66,16 @@ class PrefixSharing:
 
     def _of_sibling(self, sibling: Sequence, last_block: int, offset: int) -> Found | None:
         """Return what a sibling still has of the prompt, if that is enough: the full blocks, of one that is not full a
-        copy."""
+        copy, unless it holds a state."""
         tables = []
         for group, table in enumerate(sibling.tables):
             first = self._groups.first_needed(group, last_block * self._block_size + offset)
             if table.first > first:
                 return None
             tables.append(BlockTable(first, table.between(first, last_block)))
-        sources = [table.between(last_block, last_block + 1)[0] for table in sibling.tables] if offset else None
-        return Found(last_block, tables, sources)
+        if not offset or self._keeps_state:
+            return Found(last_block, tables)
+        return Found(last_block, tables, [table.between(last_block, last_block + 1)[0] for table in sibling.tables])
 
     def offer(self, sequence: Sequence, num_written: int | None = None) -> None:
         """Let others find the sequence's full blocks, written by steps that have been read: those of so many tokens, or

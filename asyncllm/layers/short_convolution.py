@@ -1,0 +1,75 @@
+"""Short convolutions over the latest tokens, whose inputs the cache keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm import kernels
+from asyncllm.layers.cache_spec import CacheSpec, StateSpec
+from asyncllm.layers.layer import Layer
+from asyncllm.layers.linear import Linear
+from asyncllm.layers.linear_method import PartKey
+from asyncllm.layers.step_inputs import SampledRows, StepInputs
+
+__all__ = ["CausalConvolution", "ShortConvolution", "StateLayer"]
+
+
+class StateLayer(Layer):
+    """A layer in attention's place that carries a state from token to token. The whole of it is on every rank."""
+
+    layer: int
+    cache_spec: CacheSpec
+
+
+class CausalConvolution(Layer):
+    """A convolution of each of `size` features over its latest `length` tokens."""
+
+    def __init__(self, size: int, length: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, length), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """Of the inputs that the next token needs."""
+        size, length = self.weight.shape
+        return length - 1, size
+
+    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
+        size, length = self.weight.shape
+        parts: dict[PartKey, tuple[int, ...]] = {("weight", None, None): (size, 1, length)}
+        return parts if self.bias is None else {**parts, ("bias", None, None): (size,)}
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        parameter = self.get_parameter(suffix)
+        parameter.copy_(tensor.view_as(parameter))
+
+    def forward(self, x: Tensor, state: Tensor, plan: kernels.StatePlan, *, silu: bool) -> Tensor:
+        """As `kernels.short_convolution`."""
+        return kernels.short_convolution(x, self.weight, self.bias, state, plan, silu=silu)
+
+
+class ShortConvolution(StateLayer):
+    """x [T, hidden] -> [T, hidden]: a convolution between two gates that are products of x (LFM2)."""
+
+    def __init__(self, layer: int, hidden_size: int, *, length: int, bias: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.gates = Linear(hidden_size, 3 * hidden_size, shard="replicated", bias=bias)
+        self.conv = CausalConvolution(hidden_size, length, bias=bias)
+        self.out = Linear(hidden_size, hidden_size, shard="replicated", bias=bias)
+        self.cache_spec = StateSpec((self.conv.state_shape,), (None,))
+
+    def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
+        """`sampled`: what these rows get -> [R, hidden]; the states of all tokens are written."""
+        step = step.of_layer(self.layer)
+        cache: kernels.States = step.caches[self.layer]
+        before, behind, values = self.gates(x, step).chunk(3, -1)
+        y = behind * self.conv(before * values, cache.tensors[0], step.states(cache), silu=False)
+        if sampled is not None:
+            y, step = kernels.gather_rows(y, sampled.indices), sampled.inputs
+        out: Tensor = self.out(y, step)
+        return out
