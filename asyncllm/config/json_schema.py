@@ -1,4 +1,4 @@
-"""JSON schemas that answers are held to: bounded, and without what would be an option of the library."""
+"""JSON schemas that answers are held to: bounded, and in the words that the grammar library knows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from asyncllm.config.prepared_schema import prepared_schema
 from asyncllm.errors import InvalidParameter
 
 __all__ = ["MAX_CHOICES", "MAX_SCHEMA", "checked_schema"]
@@ -34,7 +35,7 @@ def checked_schema(schema: object, field: str) -> Any:
         raise InvalidParameter(f"{field} has no schema. A JSON schema is an object.", field)
     for part in _parts(schema, field):
         _check_part(part, field)
-    prepared = _prepared(schema)
+    prepared = prepared_schema(schema)
     size = len(json.dumps(prepared, ensure_ascii=False))
     if size > MAX_SCHEMA:
         raise _too_large(f"{size} characters", field)
@@ -78,16 +79,3 @@ def _check_part(part: Any, field: str) -> None:
             optional = len(properties) - (len(required) if isinstance(required, list) else 0)
             if optional > MAX_OPTIONAL:
                 raise _too_large(f"{optional} optional properties", field)
-
-
-def _prepared(value: Any) -> Any:
-    """The schema without what would be an option of the library, and with `nullable` spelled out."""
-    if isinstance(value, list | tuple):
-        return [_prepared(each) for each in value]
-    if not isinstance(value, Mapping):
-        return value
-    made = {name: _prepared(each) for name, each in value.items() if name != "x-guidance"}
-    if made.get("nullable") is True and isinstance(made.get("type"), str | list):
-        del made["nullable"]
-        return {"anyOf": [made, {"type": "null"}]}
-    return made

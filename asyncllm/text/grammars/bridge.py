@@ -148,6 +148,8 @@ class GrammarCompiler:
     def _check(self, matcher: LLMatcher, field: str) -> None:
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())[:MAX_MESSAGE]
+            if "coerce_one_of" in reason:
+                reason = "the cases of a oneOf may overlap (anyOf may do, or a property that is another const in each)"
             raise InvalidParameter(
                 f"No answer can be held to {field}: {reason}. Leave out what is not supported, and check the answer "
                 f"for it yourself.",

@@ -159,7 +159,8 @@ def test_reasoning_is_free_and_what_follows_is_held(compiler: GrammarCompiler) -
 UNSUPPORTED: list[tuple[Any, str]] = [
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ({"not": {"type": "string"}}, "not"),
-    ({"type": "string", "format": "postcode"}, "postcode"),
+    ({"type": "string", "format": "regex"}, "regex"),
+    ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "cases of a oneOf may overlap"),
     ({"$ref": "http://example.com/schema"}, "not present"),
     ({"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable"),
     ({"$ref": "#"}, "response_format"),
@@ -249,6 +250,39 @@ def test_nullable_allows_null(compiler: GrammarCompiler) -> None:
     spec = schema_spec({"type": "integer", "nullable": True})
     assert takes(compiler, spec, "null")
     assert takes(compiler, spec, "3")
+
+
+def test_what_stands_at_no_schemas_place_is_left(compiler: GrammarCompiler) -> None:
+    literal = {"format": "odd", "x-guidance": 1, "nullable": True, "type": "string"}
+    schema = {
+        "type": "object",
+        "properties": {"format": {"const": literal}, "nullable": True, "type": {"type": "string", "format": "int32"}},
+        "required": ["format", "type"],
+        "additionalProperties": False,
+    }
+    answer = {"format": literal, "type": "text"}
+    assert takes(compiler, schema_spec(schema), json.dumps(answer))
+    del literal["nullable"]
+    assert not takes(compiler, schema_spec(schema), json.dumps({**answer, "format": {**literal, "nullable": False}}))
+
+
+def test_formats_of_other_standards_are_notes(compiler: GrammarCompiler) -> None:
+    for name in ("password", "int32", "path", "binary"):
+        assert takes(compiler, schema_spec({"type": "string", "format": name, "maxLength": 3.0}), '"abc"')
+    assert not takes(compiler, schema_spec({"type": "string", "format": "date", "maxLength": 20.0}), '"abc"')
+
+
+def test_kinds_told_apart_by_a_tag(compiler: GrammarCompiler) -> None:
+    """As pydantic writes a union with a discriminator whose values are defaults."""
+    kinds = {
+        name: {"type": "object", "properties": {"kind": {"const": name, "default": name}, name: {"type": "integer"}}}
+        for name in ("cat", "dog")
+    }
+    tag = {"propertyName": "kind", "mapping": {name: f"#/$defs/{name}" for name in kinds}}
+    schema = {"$defs": kinds, "oneOf": [{"$ref": f"#/$defs/{name}"} for name in kinds], "discriminator": tag}
+    assert takes(compiler, schema_spec(schema), '{"kind": "dog", "dog": 3}')
+    assert not takes(compiler, schema_spec(schema), '{"dog": 3}')
+    assert not takes(compiler, schema_spec(schema), '{"kind": "bird"}')
 
 
 def test_a_class_stands_for_its_schema(compiler: GrammarCompiler) -> None:
