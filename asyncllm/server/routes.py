@@ -42,6 +42,16 @@ from asyncllm.server.openai.embeddings import embeddings
 from asyncllm.server.openai.models import list_models, show_model
 from asyncllm.server.openai.requests import ChatRequest, CompletionRequest, EmbeddingRequest
 from asyncllm.server.openai.responses import ChatResponse, CompletionResponse, EmbeddingResponse, Model, ModelList
+from asyncllm.server.responses.create import (
+    DeletedResponse,
+    InputItems,
+    ResponseObject,
+    create_response,
+    delete_response,
+    list_input_items,
+    show_response,
+)
+from asyncllm.server.responses.requests import ResponsesRequest
 from asyncllm.server.sse import NDJSON
 
 __all__ = ["ROUTES"]
@@ -81,6 +91,39 @@ ROUTES: tuple[Route, ...] = (
     *_GENERATING,
     # LMDeploy's names of the routes that serve users by quota: here every route does.
     *(replace(route, path=f"{route.path}_qos") for route in _GENERATING),
+    Route(
+        method="POST",
+        path="/v1/responses",
+        handler=create_response,
+        auth=Auth.KEY,
+        body=ResponsesRequest,
+        answer=ResponseObject,
+        streams=True,
+    ),
+    Route(
+        method="GET",
+        path="/v1/responses/{id}",
+        handler=show_response,
+        auth=Auth.KEY,
+        work=False,
+        answer=ResponseObject,
+    ),
+    Route(
+        method="DELETE",
+        path="/v1/responses/{id}",
+        handler=delete_response,
+        auth=Auth.KEY,
+        work=False,
+        answer=DeletedResponse,
+    ),
+    Route(
+        method="GET",
+        path="/v1/responses/{id}/input_items",
+        handler=list_input_items,
+        auth=Auth.KEY,
+        work=False,
+        answer=InputItems,
+    ),
     Route(
         method="POST",
         path="/v1/embeddings",

@@ -18,6 +18,7 @@ from asyncllm.server.http.errors import ApiError, retry_after
 from asyncllm.server.http.routing import Route
 from asyncllm.server.lmdeploy.sessions import KeptSessions
 from asyncllm.server.observe.metrics import Instruments
+from asyncllm.server.responses.store import KeptResponses
 from asyncllm.server.supervisor import Supervisor
 
 __all__ = ["SERVICE", "TABLE", "Phase", "Service", "service_of", "table_of"]
@@ -50,6 +51,7 @@ class Service:
         """Sampling parameters of requests that leave them out."""
         self.instruments = None if config.disable_metrics else Instruments(self.supervisor)
         self.sessions = KeptSessions(self.supervisor, config)
+        self.responses = KeptResponses(config.session_ttl)
         self.phase = Phase.SERVING
         self.request_gate = RequestGate()
         """For requests in work."""

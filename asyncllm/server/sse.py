@@ -21,7 +21,7 @@ from aiohttp import web
 
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.engine.requests.generation import Generation
-from asyncllm.server.http.errors import as_api_error, event_of
+from asyncllm.server.http.errors import ApiError, as_api_error, event_of
 from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, Connection, begin
 from asyncllm.server.request.decode import PROMPT_FIELD
 from asyncllm.server.service import Service
@@ -85,10 +85,12 @@ async def stream(
     generations: Sequence[Generation],
     events: Events,
     framing: Framing = SSE,
+    failed: Callable[[ApiError], bytes] | None = None,
 ) -> web.StreamResponse:
     """Answer with the chunks of `generations` as they come. They have been started, so that errors in the request
     have become HTTP errors; what fails from here on is an event. The connection is closed after it if the engine is
-    gone; what ended this answer alone does not take the client's next request with it."""
+    gone; what ended this answer alone does not take the client's next request with it. `failed` writes such an event,
+    where it is not an object with the key `error`."""
     response = web.StreamResponse(headers={"Content-Type": framing.content_type, **HEADERS})
     config = service.config
     connection = Connection(request, response, config.write_timeout)
@@ -108,7 +110,8 @@ async def stream(
         if answer.status == 503:
             response.force_close()
         with contextlib.suppress(ConnectionError):
-            await connection.write(framing.frame(event_of(answer, config.error_format)) + framing.done)
+            told = failed(answer) if failed else framing.frame(event_of(answer, config.error_format))
+            await connection.write(told + framing.done)
     finally:
         for generation in generations:
             generation.cancel()

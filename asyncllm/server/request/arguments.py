@@ -16,7 +16,7 @@ from asyncllm.server.http.access import KEY
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.lmdeploy.requests import GenerateRequest, InteractiveRequest
 from asyncllm.server.openai.requests import ChatRequest, CompletionRequest, OpenAIFields
-from asyncllm.server.request.fields import PolicyFields, Variables
+from asyncllm.server.request.fields import PolicyFields, SamplingFields, Variables
 from asyncllm.server.request.structure import response_format_of
 from asyncllm.server.service import service_of
 from asyncllm.text.chat_template import ChatTemplate
@@ -32,7 +32,9 @@ __all__ = [
     "interactive_config",
     "label_of",
     "request_options",
+    "sampled_config",
     "template_options",
+    "thinking_options",
     "tool_options",
 ]
 
@@ -142,6 +144,12 @@ def _config(
     ).checked()
 
 
+def sampled_config(body: SamplingFields, defaults: GenerationConfig, **fields: Any) -> GenerationConfig:
+    """Return the config of a body of which the `fields` are named otherwise. Raises ApiError and InvalidParameter, as
+    `chat_config`."""
+    return msgspec.structs.replace(defaults, random_seed=body.seed, **fields, **_same(body)).checked()
+
+
 def generate_config(body: GenerateRequest, defaults: GenerationConfig) -> GenerationConfig:
     """Return the config of /generate. Raises ApiError and InvalidParameter, as `chat_config`."""
     return msgspec.structs.replace(
@@ -239,18 +247,26 @@ def template_options(body: Templated, template: ChatTemplate, effort: str | None
             code="invalid_value",
             param="enable_thinking",
         )
-    if effort is not None:
-        _set_effort(variables, effort, template)
-    for name in variables.keys() - template.variables:
-        if variables[name] is None or (name in SWITCHES and not variables[name]):
-            del variables[name]
-    if variables:
-        options["chat_template_kwargs"] = variables
+    options |= thinking_options(template, effort, variables, EFFORT)
     if body.add_generation_prompt is not None:
         options["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message is not None:
         options["continue_final_message"] = body.continue_final_message
     return options
+
+
+def thinking_options(
+    template: ChatTemplate, effort: str | None, variables: Variables | None, param: str
+) -> RequestKeywords:
+    """Return the template's `variables`, with how much the model shall think, which the field `param` says. Raises
+    ApiError where the template knows nothing of that."""
+    variables = dict(variables or {})
+    if effort is not None:
+        _set_effort(variables, effort, template, param)
+    for name in variables.keys() - template.variables:
+        if variables[name] is None or (name in SWITCHES and not variables[name]):
+            del variables[name]
+    return {"chat_template_kwargs": variables} if variables else {}
 
 
 def tool_options(body: WithTools) -> RequestKeywords:
@@ -267,7 +283,7 @@ def tool_options(body: WithTools) -> RequestKeywords:
     return options
 
 
-def _set_effort(variables: Variables, effort: str, template: ChatTemplate) -> None:
+def _set_effort(variables: Variables, effort: str, template: ChatTemplate, param: str) -> None:
     """Tell the template how much to think. Raises ApiError where it knows nothing of it."""
     if EFFORT in template.variables:
         variables.setdefault(EFFORT, effort)
@@ -281,7 +297,7 @@ def _set_effort(variables: Variables, effort: str, template: ChatTemplate) -> No
             400,
             f"The model's chat template knows no degrees of reasoning. {instead}, or send 'none'.",
             code="unsupported_parameter",
-            param="reasoning_effort",
+            param=param,
         )
 
 

@@ -56,6 +56,7 @@ _TRUNCATED = "Prompts are not cut silently. Shorten the prompt yourself."
 _REASONING = "Texts that are continued as they are have no reasoning. Leave it out."
 _CODE = "Code of a request is not run. Leave it out."
 _EXPERTS = "Which experts ran is not recorded. Leave it out."
+_WAITS = "Answers are computed while their client waits. Leave it out."
 _STATES = "Hidden states are not sent. Leave it out."
 _CONTEXT = "A context that is full is not shifted. Leave it out."
 _TIMINGS = "Timings are in /metrics. Leave it out."
@@ -87,6 +88,15 @@ NEUTRAL: Mapping[str, Neutral] = {
     "modalities": Neutral("OpenAI", (["text"],), _ANSWERS),
     "reasoning_effort": Neutral("OpenAI, LMDeploy, vLLM, SGLang", (), _ELSEWHERE),
     "web_search_options": Neutral("OpenAI", (), "The server does not search the web. Leave it out."),
+    "background": Neutral("OpenAI", (False,), _WAITS),
+    "background_options": Neutral("OpenAI", (), _WAITS),
+    "conversation": Neutral("OpenAI", (), "Send previous_response_id to /v1/responses, or the messages themselves."),
+    "context_management": Neutral("OpenAI", ([],), _TRUNCATED),
+    "truncation": Neutral("OpenAI", ("disabled",), _TRUNCATED),
+    "prompt": Neutral("OpenAI", (), "The route takes messages or input. No prompts are kept here."),
+    "image": Neutral("OpenAI", (), _ANSWERS),
+    "access_programs": Neutral("OpenAI", ([],), "The server has no such programs. Leave it out."),
+    "max_tool_calls": Neutral("OpenAI", None, "It counts calls of the provider's own tools, of which there are none."),
     "suffix": Neutral("OpenAI, LMDeploy, vLLM", ("",), "Text cannot be inserted before a suffix. Leave it out."),
     "best_of": Neutral("OpenAI, vLLM", (1,), "Answers are not ranked. Ask for n answers instead."),
     # LMDeploy

@@ -12,9 +12,11 @@ import msgspec
 import pytest
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 
 from asyncllm.server.openai.requests import ChatRequest, CompletionRequest, EmbeddingRequest, OpenAIFields
 from asyncllm.server.request.neutral import NEUTRAL, Neutral
+from asyncllm.server.responses.requests import ResponsesRequest
 from asyncllm.testing import FakeEngine
 from tests.server.serving import Served, serving
 
@@ -52,8 +54,9 @@ def looked_up(kind: type[msgspec.Struct], *, taken: bool) -> list[str]:
         (chat_create_params, ChatRequest, 35),
         (completion_create_params, CompletionRequest, 18),
         (embedding_create_params, EmbeddingRequest, 5),
+        (response_create_params, ResponsesRequest, 30),
     ],
-    ids=["chat", "completions", "embeddings"],
+    ids=["chat", "completions", "embeddings", "responses"],
 )
 def test_no_field_of_openai_lacks_a_policy(module: Any, kind: type[msgspec.Struct], at_least: int) -> None:
     fields = fields_of(module)

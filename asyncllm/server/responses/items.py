@@ -1,0 +1,87 @@
+"""Input items as messages of a chat. Reasoning, text and calls in a row are one message of the assistant's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from asyncllm.server.http.errors import ApiError
+from asyncllm.types import Message
+
+__all__ = ["messages_of"]
+
+TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "reasoning_text": "text",
+         "summary_text": "text"}  # fmt: skip
+"""Types of parts that are texts, by the key that holds the text."""
+ROLES = {"developer": "system"}
+
+
+def messages_of(items: str | Sequence[dict[str, Any]]) -> list[Message]:
+    """Return the messages that the items say. Raises ApiError for what is no text, function or reasoning."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[Message] = []
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
+        match item.get("type", "message"):
+            case "message":
+                _add_message(messages, item, where)
+            case "reasoning":
+                text = _text(item.get("content") or item.get("summary") or [], where)
+                if text:
+                    _assistant(messages)["reasoning_content"] = text
+            case "function_call":
+                function = {"name": item.get("name"), "arguments": item.get("arguments", "")}
+                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                if not all(isinstance(item.get(key), str) for key in ("call_id", "name")):
+                    raise _refused(f"{where} is a function_call without call_id or name. Send it as it came.")
+                _assistant(messages).setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                if not isinstance(call_id := item.get("call_id"), str):
+                    raise _refused(f"{where} is an output without call_id. Send that of the call.")
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output"), where)})
+            case kind:
+                raise _refused(
+                    f"{where} is of type {str(kind)[:64]!r}. What is read are: message, reasoning, function_call, "
+                    f"function_call_output."
+                )
+    return messages
+
+
+def _add_message(messages: list[Message], item: dict[str, Any], where: str) -> None:
+    role = item.get("role")
+    if role not in ("user", "assistant", "system", "developer"):
+        raise _refused(f"{where} has the role {str(role)[:64]!r}. It is user, assistant, system or developer.")
+    content = _text(item.get("content"), where)
+    if role == "assistant":
+        message = _assistant(messages)
+        message["content"] = (message["content"] or "") + content
+    else:
+        messages.append({"role": ROLES.get(role, role), "content": content})
+
+
+def _assistant(messages: list[Message]) -> Message:
+    """Return the message of the assistant's that goes on: the last one, or a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _text(content: Any, where: str) -> str:
+    """Return a text that may be given in parts. Raises ApiError for other parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _refused(f"{where} has no text. Send a text or a list of its parts.")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(TEXTS[kind]) if isinstance(kind, str) and kind in TEXTS else None
+        if not isinstance(text, str):
+            raise _refused(f"{where} has a part of type {str(kind)[:64]!r}, and only texts are read. Leave it out.")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _refused(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_value", param="input")

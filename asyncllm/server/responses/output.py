@@ -1,0 +1,99 @@
+"""An answer as output items, and the events by which they grow. One item is open at a time."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from asyncllm.types import Chunk
+
+__all__ = ["Event", "OutputItems"]
+
+Event = tuple[str, dict[str, Any]]
+"""Type of an event, and its fields but for type and number."""
+
+REASONING, MESSAGE, CALL = "reasoning", "message", "function_call"
+PREFIXES = {REASONING: "rs_", MESSAGE: "msg_", CALL: "fc_"}
+TEXT_NAMES = {REASONING: "reasoning_text", MESSAGE: "output_text"}
+
+
+class OutputItems:
+    """The items of one response, fed with the chunks of its answer."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        """As they are sent, the last one perhaps unfinished."""
+        self._parts: list[str] = []
+        """Of the text or the arguments of the open one."""
+        self._is_open = False
+
+    def add(self, chunk: Chunk) -> Iterator[Event]:
+        """Yield the events of a chunk."""
+        if chunk.reasoning:
+            yield from self._text(REASONING, chunk.reasoning)
+        if chunk.text:
+            yield from self._text(MESSAGE, chunk.text)
+        for piece in chunk.tool_calls:
+            if piece.name is not None:
+                call = {"arguments": "", "call_id": piece.id, "name": piece.name}
+                yield from self._begin(CALL, call)
+            if piece.arguments:
+                self._parts.append(piece.arguments)
+                yield "response.function_call_arguments.delta", {**self._place(), "delta": piece.arguments}
+
+    def end(self, *, complete: bool) -> Iterator[Event]:
+        """Yield the events that end the last item, which is cut unless `complete`."""
+        if not self.items:
+            yield from self._begin_text(MESSAGE)
+        yield from self._finish("completed" if complete else "incomplete")
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    def _text(self, kind: str, text: str) -> Iterator[Event]:
+        if not self._is_open or self.items[-1]["type"] != kind:
+            yield from self._begin_text(kind)
+        self._parts.append(text)
+        fields: dict[str, Any] = {**self._place(), "content_index": 0, "delta": text}
+        if kind == MESSAGE:
+            fields["logprobs"] = []
+        yield f"response.{TEXT_NAMES[kind]}.delta", fields
+
+    def _begin_text(self, kind: str) -> Iterator[Event]:
+        role: dict[str, Any] = {"role": "assistant"} if kind == MESSAGE else {"summary": []}
+        yield from self._begin(kind, {**role, "content": []})
+        part: dict[str, Any] = {"type": TEXT_NAMES[kind], "text": ""}
+        if kind == MESSAGE:
+            part |= {"annotations": [], "logprobs": []}
+        self.items[-1]["content"].append(part)
+        yield "response.content_part.added", {**self._place(), "content_index": 0, "part": dict(part)}
+
+    def _begin(self, kind: str, fields: dict[str, Any]) -> Iterator[Event]:
+        yield from self._finish("completed")
+        item = {"id": PREFIXES[kind] + uuid.uuid4().hex, "type": kind, "status": "in_progress", **fields}
+        self.items.append(item)
+        self._is_open = True
+        added = {**item, "content": []} if "content" in item else dict(item)
+        yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": added}
+
+    def _finish(self, status: str) -> Iterator[Event]:
+        if not self._is_open:
+            return
+        self._is_open = False
+        item, place = self.items[-1], self._place()
+        item["status"] = status
+        text, self._parts = "".join(self._parts), []
+        if item["type"] == CALL:
+            item["arguments"] = text
+            done = {**place, "name": item["name"], "arguments": item["arguments"]}
+            yield "response.function_call_arguments.done", done
+        else:
+            part = item["content"][0]
+            part["text"] = text
+            fields = {**place, "content_index": 0, "text": text}
+            if item["type"] == MESSAGE:
+                fields["logprobs"] = []
+            yield f"response.{TEXT_NAMES[item['type']]}.done", fields
+            yield "response.content_part.done", {**place, "content_index": 0, "part": part}
+        yield "response.output_item.done", {"output_index": place["output_index"], "item": item}

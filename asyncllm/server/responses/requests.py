@@ -1,0 +1,114 @@
+"""The body of POST /v1/responses, and its tools and text format in the engine's terms."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from asyncllm.config import RequestKeywords
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.request.fields import MAX_MESSAGES, NewTokens, SamplingFields, Variables
+
+__all__ = ["ResponsesRequest", "check_included", "format_of", "tools_of"]
+
+INCLUDED = ("reasoning.encrypted_content",)
+"""Of `include`: what clients ask for who send reasoning back, which is there in plain text."""
+
+
+class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`text`."""
+
+    format: dict[str, Any] | None = None
+    """What the answer is held to: text, json_object or json_schema."""
+    verbosity: str | None = None
+    """A hint to models that were trained on it; ignored."""
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`reasoning`."""
+
+    effort: Annotated[str, Meta(max_length=64)] | None = None
+    """none: the model does not think. Anything else is for templates that read it."""
+    summary: str | None = None
+    """Ignored: the reasoning itself is sent."""
+    generate_summary: str | None = None
+    """Its older name."""
+
+
+class ResponsesStreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`stream_options`."""
+
+    include_obfuscation: bool | None = None
+    """Padding against traffic analysis; ignored."""
+
+
+class ResponsesRequest(SamplingFields, kw_only=True):
+    """The body of POST /v1/responses."""
+
+    input: str | Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
+    """A text, or items: messages, calls of functions, their outputs, and reasoning."""
+    instructions: str | None = None
+    """A system message in front; it is not kept for the next response."""
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
+    """Functions that the model may call."""
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    max_output_tokens: NewTokens | None = None
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    """Sent back."""
+    store: bool | None = None
+    """false: the response cannot be asked for again, nor gone on from."""
+    previous_response_id: Annotated[str, Meta(max_length=128)] | None = None
+    """The conversation that goes on, without its instructions."""
+    stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    chat_template_kwargs: Variables | None = None
+
+
+def check_included(body: ResponsesRequest) -> None:
+    """Raise ApiError for an `include` of what is not there."""
+    for name in body.include or ():
+        if name not in INCLUDED:
+            raise ApiError(
+                400,
+                f"include holds {name[:64]!r}, which responses do not have. Leave it out; /v1/chat/completions has "
+                f"log-probabilities.",
+                code="unsupported_parameter",
+                param="include",
+            )
+
+
+def format_of(body: ResponsesRequest) -> dict[str, Any] | None:
+    """Return what the answer is held to as a `response_format`."""
+    return None if body.text is None else body.text.format
+
+
+def tools_of(body: ResponsesRequest) -> RequestKeywords:
+    """Return which tools may be called, in the form of chats. Raises ApiError for those that are no functions."""
+    options: RequestKeywords = {}
+    if body.tools:
+        options["tools"] = [_function(tool) for tool in body.tools]
+    if body.tool_choice is not None:
+        options["tool_choice"] = body.tool_choice
+    if body.parallel_tool_calls is not None:
+        options["parallel_tool_calls"] = body.parallel_tool_calls
+    return options
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind != "function":
+        raise ApiError(
+            400,
+            f"There is a tool of type {str(kind)[:64]!r}, and only functions can be called: the server runs no tools "
+            f"of its own. Leave it out.",
+            code="unsupported_parameter",
+            param="tools",
+        )
+    named = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {key: tool[key] for key in named if tool.get(key) is not None}}

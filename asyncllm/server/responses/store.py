@@ -1,0 +1,85 @@
+"""KeptResponses: the responses that a next request may go on from, each key's by itself, and how many.
+
+They are in memory alone: a response is forgotten `session_ttl` seconds after it was used last, when others need its
+room, and when the server ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+from asyncllm.server.http.errors import ApiError
+from asyncllm.types import Message
+
+__all__ = ["Kept", "KeptResponses"]
+
+MAX_KEPT = 4096
+MAX_BYTES = 256 * 2**20
+"""Of the conversations that kept responses end, each counted by itself."""
+
+
+class Kept(NamedTuple):
+    """One response."""
+
+    body: dict[str, Any]
+    """As it was sent."""
+    input_items: list[dict[str, Any]]
+    """What this request brought."""
+    messages: list[Message]
+    """The conversation with its answer, without instructions."""
+    size: int
+    """Bytes of all that, about."""
+
+
+class KeptResponses:
+    """By key and id. Belongs to one event loop."""
+
+    def __init__(self, ttl: float) -> None:
+        self._ttl = ttl
+        self._kept: OrderedDict[tuple[int, str], tuple[Kept, float]] = OrderedDict()
+        """With the time of its last use, least recently used first."""
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, key: int, response: Kept) -> None:
+        """Keep a response, and forget others for it. One that is too large by itself is not kept."""
+        now = asyncio.get_running_loop().time()
+        self._kept[key, response.body["id"]] = response, now
+        self._bytes += response.size
+        self._forget(now)
+
+    def get(self, key: int, response_id: str, param: str | None = None) -> Kept:
+        """Return a response. Raises ApiError 404."""
+        now = asyncio.get_running_loop().time()
+        self._forget(now)
+        found = self._kept.get((key, response_id))
+        if found is None:
+            raise ApiError(
+                404,
+                f"There is no response {response_id[:128]!r}: it was not stored, was deleted, or others needed its "
+                f"room. Send the conversation itself as input.",
+                code="response_not_found" if param is None else "previous_response_not_found",
+                param=param,
+            )
+        self._kept[key, response_id] = found[0], now
+        self._kept.move_to_end((key, response_id))
+        return found[0]
+
+    def delete(self, key: int, response_id: str) -> None:
+        """Forget a response. Raises ApiError 404."""
+        self.get(key, response_id)
+        self._drop((key, response_id))
+
+    def _forget(self, now: float) -> None:
+        while self._kept:
+            oldest, (_, used) = next(iter(self._kept.items()))
+            if used + self._ttl > now and len(self._kept) <= MAX_KEPT and self._bytes <= MAX_BYTES:
+                return
+            self._drop(oldest)
+
+    def _drop(self, place: tuple[int, str]) -> None:
+        self._bytes -= self._kept.pop(place)[0].size

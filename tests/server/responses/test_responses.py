@@ -1,0 +1,223 @@
+"""The Responses API as OpenAI's own client sees it, whole and streamed, over HTTP."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from asyncllm import AsyncEngine, EngineConfig
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.responses.store import Kept, KeptResponses
+from asyncllm.testing import FakeEngine
+from tests.server.serving import Served, serving
+
+pytestmark = pytest.mark.anyio
+
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather of a city.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+THINKS = EngineConfig(reasoning_parser="qwen3")
+ANSWER = f"<think>Hm.</think>\nLet me see.\n{CALL}\n{CALL}"
+
+
+async def events_of(served: Served, **body: Any) -> list[dict[str, Any]]:
+    """The events of a stream, as they are on the wire."""
+    async with served.http.post(f"{served.url}/v1/responses", json={"input": "Hi", "stream": True, **body}) as response:
+        assert response.status == 200
+        blocks = (await response.text()).split("\n\n")
+    assert blocks.pop() == ""
+    events = []
+    for number, block in enumerate(blocks):
+        name, _, data = block.partition("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        assert event["sequence_number"] == number
+        events.append(event)
+    return events
+
+
+def check_order(events: list[dict[str, Any]]) -> None:
+    """Assert that items and parts are opened before they grow and closed before the next, one at a time."""
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[0]["response"]["status"] == "in_progress"
+    item: dict[str, Any] | None = None
+    text, part_open, done = "", False, list[dict[str, Any]]()
+    for event in events[2:-1]:
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            assert item is None
+            item, text = event["item"], ""
+            assert (event["output_index"], item["status"]) == (len(done), "in_progress")
+            continue
+        assert item is not None
+        assert event["output_index"] == len(done)
+        if kind == "content_part.added":
+            part_open = True
+        elif kind.endswith(".delta"):
+            assert event["item_id"] == item["id"]
+            assert part_open or item["type"] == "function_call"
+            text += event["delta"]
+        elif kind == "content_part.done":
+            assert event["part"]["text"] == text
+            part_open = False
+        elif kind == "output_item.done":
+            assert not part_open
+            assert event["item"]["id"] == item["id"]
+            done.append(event["item"])
+            item = None
+        else:
+            assert event.get("text", event.get("arguments")) == text
+    assert item is None
+    assert events[-1]["response"]["output"] == done
+    assert events[-1]["response"]["id"] == events[0]["response"]["id"]
+
+
+async def test_events_come_in_the_order_that_clients_rely_on() -> None:
+    async with serving(FakeEngine(ANSWER, THINKS)) as served:
+        events = await events_of(served, tools=[WEATHER])
+        cut = await events_of(served, max_output_tokens=30)
+    check_order(events)
+    assert events[-1]["type"] == "response.completed"
+    kinds = [item["type"] for item in events[-1]["response"]["output"]]
+    assert kinds == ["reasoning", "message", "function_call", "function_call"]
+    usage = events[-1]["response"]["usage"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert usage["output_tokens_details"]["reasoning_tokens"] > 0
+    check_order(cut)
+    assert (cut[-1]["type"], cut[-1]["response"]["incomplete_details"]) == (
+        "response.incomplete",
+        {"reason": "max_output_tokens"},
+    )
+    assert cut[-1]["response"]["output"][-1]["status"] == "incomplete"
+
+
+async def test_the_client_sees_the_same_whole_and_streamed() -> None:
+    async with serving(FakeEngine(ANSWER, THINKS)) as served, served.openai() as client:
+        asked: Any = {"model": "fake", "input": "Hi", "tools": [WEATHER], "instructions": "Be brief."}
+        whole = await client.responses.create(**asked, metadata={"a": "b"})
+        async with client.responses.stream(**asked) as stream:
+            kinds = [event.type async for event in stream]
+            streamed = await stream.get_final_response()
+    for response in (whole, streamed):
+        reasoning, message, call, second = response.output
+        assert response.status == "completed"
+        assert response.output_text == "Let me see."
+        assert reasoning.type == "reasoning"
+        assert reasoning.content is not None
+        assert reasoning.content[0].text == "Hm."
+        assert message.type == "message"
+        assert call.type == second.type == "function_call"
+        assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Bern"})
+        assert call.call_id != second.call_id
+        assert response.usage is not None
+        assert response.usage.output_tokens > 0
+    assert whole.metadata == {"a": "b"}
+    assert kinds[-1] == "response.completed"
+
+
+async def test_an_agent_goes_round_with_the_items_as_they_came_and_by_id() -> None:
+    answers = {"So?": "It is sunny.", "Hi": CALL}
+    async with serving(FakeEngine(answers)) as served, served.openai() as client:
+        asked: Any = {"model": "fake", "tools": [WEATHER]}
+        first = await client.responses.create(input="Hi", **asked)
+        output: Any = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "sunny"}  # type: ignore[union-attr]
+        new: Any = [output, {"role": "user", "content": "So?"}]
+        said: Any = [{"role": "user", "content": "Hi"}, *(item.to_dict() for item in first.output), *new]
+        by_items = await client.responses.create(input=said, **asked)
+        by_id = await client.responses.create(input=new, previous_response_id=first.id, **asked)
+        assert by_items.output_text == by_id.output_text == "It is sunny."
+        assert by_items.usage is not None
+        assert by_id.usage is not None
+        assert by_items.usage.input_tokens == by_id.usage.input_tokens
+        again = await client.responses.retrieve(by_id.id)
+        assert again.to_dict() == by_id.to_dict()
+        items = await client.responses.input_items.list(by_id.id)
+        assert [item.type for item in items.data] == ["message", "function_call_output"]
+        await client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError) as caught:
+            await client.responses.create(input="Hi", previous_response_id=first.id, **asked)
+        assert caught.value.code == "previous_response_not_found"
+        unkept = await client.responses.create(input="Hi", store=False, **asked)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(unkept.id)
+
+
+async def test_another_key_has_other_responses() -> None:
+    async with (
+        serving(FakeEngine("Yes."), api_keys=["one", "two"]) as served,
+        served.openai(api_key="one") as one,
+        served.openai(api_key="two") as two,
+    ):
+        response = await one.responses.create(model="fake", input="Hi")
+        with pytest.raises(openai.NotFoundError):
+            await two.responses.retrieve(response.id)
+        with pytest.raises(openai.NotFoundError):
+            await two.responses.create(model="fake", input="Hi", previous_response_id=response.id)
+
+
+class Sum(BaseModel):
+    sum: int
+
+
+async def test_the_bundled_model_answers_in_the_form_that_is_parsed() -> None:
+    engine = AsyncEngine("tiny-chat", EngineConfig(num_gpu_blocks=32, session_len=512))
+    async with serving(engine) as served, served.openai() as client:
+        parsed = await client.responses.parse(model="tiny-chat", input="What is 17 + 25?", text_format=Sum)
+        assert isinstance(parsed.output_parsed, Sum)
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ({"background": True}, "background"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"reasoning": {"effort": "high"}}, "reasoning"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+    ({"input": [{"role": "wizard", "content": "Hi"}]}, "input"),
+    ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input"),
+    ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
+    ({"input": [{"role": "user", "content": 3}]}, "input"),
+    ({"input": []}, "input"),
+    ({"text": {"format": {"type": "xml"}}}, "response_format"),
+    ({"tool_choice": "required"}, "tool_choice"),
+]
+
+
+async def test_what_cannot_be_done_is_refused_by_name() -> None:
+    async with serving(FakeEngine("Hi")) as served:
+        for body, param in REFUSED:
+            status, found = await served.post("/v1/responses", {"input": "Hi", **body})
+            assert (status, found["error"]["param"]) == (400, param), (body, found)
+        ignored = {"include": ["reasoning.encrypted_content"], "text": {"verbosity": "low"}, "user": "me"}
+        status, _ = await served.post("/v1/responses", {"input": "Hi", **ignored, "prompt_cache_key": "k"})
+        assert status == 200
+
+
+async def test_a_failure_in_mid_stream_is_an_event() -> None:
+    async with serving(FakeEngine("Hi there", fail_at=4)) as served:
+        events = await events_of(served)
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["error"]["message"]
+
+
+async def test_old_responses_make_room() -> None:
+    kept = KeptResponses(1000.0)
+    for number in range(3):
+        kept.put(0, Kept({"id": str(number)}, [], [], 100 * 2**20))
+    assert len(kept) == 2
+    with pytest.raises(ApiError, match="no response"):
+        kept.get(0, "0")
+    short = KeptResponses(0.0)
+    short.put(0, Kept({"id": "a"}, [], [], 1))
+    assert len(short) == 0
