@@ -100,7 +100,7 @@ def gated_delta_rule(
     size = k.shape[2]
     q, k = (_unit(each.float()).repeat_interleave(heads, 1) for each in (q, k))
     q, wide = q * size**-0.5, v.float()
-    out = torch.empty_like(v)
+    out = v.new_empty(v.shape)
     begin, end = plan.q_offsets[:-1].long(), plan.q_offsets[1:].long()
     memory = torch.where((plan.sources >= 0)[:, None, None, None], state[plan.sources.clamp(min=0)], 0)
     for step in range(int((end - begin).max())):

@@ -36,6 +36,13 @@ def _split_quarters(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor
     return [quarters[:, part].flatten(0, 1) for part in (0, 2, 1)]
 
 
+def _split_by_head(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
+    """Two parts of a tensor that holds, per query head, first that of the one and then that of the other (Qwen3-Next's
+    queries and gates)."""
+    heads = tensor.reshape(owner.stored_heads, 2, -1, *tensor.shape[1:])
+    return [heads[:, part].flatten(0, 1) for part in range(2)]
+
+
 class Stack(NamedTuple):
     """How the weights [out, in] or biases [out] of all experts lie in one tensor, each with one part or several."""
 
@@ -71,6 +78,7 @@ STACKS: Mapping[str, Stack] = {
 """By name: layouts of all experts at once."""
 
 LAYOUTS: Mapping[str, Callable[[Tensor, list[int], Any], list[Tensor]]] = {
+    "by_head": _split_by_head,
     "flat": _split_flat,
     "grouped": _split_grouped,
     "quarters": _split_quarters,

@@ -64,7 +64,7 @@ def lfm2_fields(hf: HFConfig, architecture: str) -> dict[str, Any]:
         hf.invalid("layer_types", f"where a list of {num_layers} layer kinds belongs")
     if not set(kinds) <= {"full_attention", "conv"}:
         hf.unsupported("layer_types", "Supported: 'full_attention', 'conv'.")
-    length = hf.integer("conv_L_cache", 3, minimum=2, maximum=64)
+    length = hf.integer("conv_L_cache", 3, minimum=2, maximum=16)
     return {
         **fields,
         "qk_norm": "head",

@@ -1,0 +1,109 @@
+"""Gated delta nets: a memory of keys and values of fixed size in attention's place (Qwen3-Next)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from asyncllm import kernels
+from asyncllm.layers.cache_spec import StateSpec
+from asyncllm.layers.layer import Layer
+from asyncllm.layers.linear import Linear
+from asyncllm.layers.linear_method import PartKey
+from asyncllm.layers.norm import RMSNorm
+from asyncllm.layers.short_convolution import CausalConvolution, StateLayer
+from asyncllm.layers.step_inputs import SampledRows, StepInputs
+
+__all__ = ["GatedDeltaNet"]
+
+
+class Decay(Layer):
+    """How much of its memory each head forgets at a token. Always float32."""
+
+    parameter_dtype = torch.float32
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.log_rate = nn.Parameter(torch.empty(num_heads), requires_grad=False)
+        self.step_bias = nn.Parameter(torch.empty(num_heads), requires_grad=False)
+
+    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
+        return {(name, None, None): tuple(each.shape) for name, each in self.named_parameters()}
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        self.get_parameter(suffix).copy_(tensor)
+
+    def forward(self, step_size: Tensor) -> Tensor:
+        """step_size [T, H] -> the logarithms of what stays [T, H] float32, at most 0."""
+        return -self.log_rate.exp() * functional.softplus(step_size.float() + self.step_bias)
+
+
+class GatedDeltaNet(StateLayer):
+    """x [T, hidden] -> [T, hidden]: queries, keys and values pass a short convolution, then `kernels.gated_delta_rule`,
+    whose result is normalised by head and multiplied by silu of a gate.
+
+    The state is the latest inputs of the convolution, in the model's type, and the memory [H, K, V], in float32.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_key_heads: int,
+        head_dim: int,
+        key_dim: int,
+        conv_length: int,
+        norm_eps: float,
+    ) -> None:
+        """`num_heads` of values, `head_dim` each; `num_key_heads` of queries and keys, `key_dim` each."""
+        super().__init__()
+        self.layer = layer
+        self.num_key_heads = num_key_heads
+        self.key_dim = key_dim
+        self.head_dim = head_dim
+        keys, values = num_key_heads * key_dim, num_heads * head_dim
+        self.inputs = Linear(hidden_size, 2 * keys + 2 * values, shard="replicated")
+        self.weights = Linear(hidden_size, 2 * num_heads, shard="replicated")
+        self.conv = CausalConvolution(2 * keys + values, conv_length, bias=False)
+        self.decay = Decay(num_heads)
+        self.norm = RMSNorm(head_dim, norm_eps)
+        self.out = Linear(values, hidden_size, shard="replicated")
+        memory = (num_heads, key_dim, head_dim)
+        self.cache_spec = StateSpec((self.conv.state_shape, memory), (None, torch.float32))
+
+    def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
+        """`sampled`: what these rows get -> [R, hidden]; the states of all tokens are written."""
+        step = step.of_layer(self.layer)
+        cache: kernels.States = step.caches[self.layer]
+        inputs, memory = cache.tensors
+        plan = step.states(cache)
+        heads = self.num_key_heads
+        # Both products come by key head: its queries, keys, values and gates; its values' betas and step sizes.
+        parts = self.inputs(x, step).view(len(x), heads, -1)
+        key, value = self.key_dim, (parts.shape[2] - 2 * self.key_dim) // 2
+        q, k, v, gate = parts.split([key, key, value, value], -1)
+        beta, step_size = self.weights(x, step).view(len(x), heads, 2, -1).unbind(2)
+        mixed = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], -1)
+        mixed = self.conv(mixed, inputs, plan, silu=True)
+        q, k, v = mixed.split([heads * key, heads * key, heads * value], -1)
+        y = kernels.gated_delta_rule(
+            q.view(len(x), heads, key),
+            k.view(len(x), heads, key),
+            v.view(len(x), -1, self.head_dim),
+            self.decay(step_size.flatten(1)),
+            beta.flatten(1).float().sigmoid(),
+            memory,
+            plan,
+        ).flatten(1)
+        gate = gate.flatten(1)
+        if sampled is not None:
+            y, gate = (kernels.gather_rows(each.contiguous(), sampled.indices) for each in (y, gate))
+            step = sampled.inputs
+        normed = self.norm(y.view(-1, self.head_dim)).view_as(y)
+        out: Tensor = self.out((normed * functional.silu(gate.float())).to(x.dtype), step)
+        return out

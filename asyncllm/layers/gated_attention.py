@@ -1,0 +1,79 @@
+"""Attention whose result is weighed by a gate of its own, feature by feature (Qwen3-Next)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncllm import kernels
+from asyncllm.distributed.group import RankGroup
+from asyncllm.kernels import PagedKV, Rotation
+from asyncllm.layers.attention import Attention
+from asyncllm.layers.linear import MergedLinear, QKVLinear
+from asyncllm.layers.step_inputs import SampledRows, StepInputs
+
+__all__ = ["GatedAttention"]
+
+
+class _GatedQKVLinear(QKVLinear):
+    """The projections q, k and v, and a gate as wide as q."""
+
+    def __init__(self, in_features: int, num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool) -> None:
+        parts = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads, "gate": num_heads}
+        sizes = {part: heads * head_dim for part, heads in parts.items()}
+        MergedLinear.__init__(self, in_features, sizes, unit=head_dim, bias=bias)
+        self.num_heads, self.num_kv_heads, self.stored_kv_heads = num_heads, num_kv_heads, num_kv_heads
+        self.stored_heads = num_heads
+        self.head_dim, self.paired = head_dim, 0
+
+    def _slice_of_part(self, part: str | None, size: int, group: RankGroup) -> slice:
+        return super()._slice_of_part("q" if part == "gate" else part, size, group)
+
+    def rope_fill_kv(self, x: Tensor, rotation: Rotation, cache: PagedKV, plan: Tensor) -> Tensor | None:
+        return None
+
+
+class GatedAttention(Attention):
+    """As `Attention`, of which it takes norms of heads and a rotation; the sigmoid of the gate multiplies what each
+    head attends to."""
+
+    def __init__(
+        self,
+        layer: int,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        **norms: Any,
+    ) -> None:
+        """`norms`: `rope`, `qk_norm`, `norm_class` and `norm_eps` of `Attention`."""
+        super().__init__(
+            layer,
+            hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            out_bias=bias,
+            **norms,
+        )
+        self.qkv = _GatedQKVLinear(hidden_size, num_heads, num_kv_heads, head_dim, bias=bias)
+
+    def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
+        step = step.of_layer(self.layer)
+        cache: PagedKV = step.caches[self.layer]
+        width = self.num_heads * self.head_dim
+        projected = self.qkv(x, step)
+        gate = projected[:, -width:]
+        rotation = None if self.rope is None else step.rotations[self.rope]
+        q = self._rotate(projected[:, :-width].contiguous(), rotation, cache, self._cache_write(step, cache))
+        if sampled is not None:
+            q = kernels.gather_rows(q.flatten(1), sampled.indices).view(-1, *q.shape[1:])
+            gate = kernels.gather_rows(gate.contiguous(), sampled.indices)
+            step = sampled.inputs.of_layer(self.layer)
+        attended = self._attend(q, step, cache).flatten(1)
+        out: Tensor = self.out(attended * torch.sigmoid(gate), step)
+        return out

@@ -1,0 +1,136 @@
+"""Qwen3-Next: gated delta nets, in every fourth layer gated attention, and experts in all of them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from asyncllm.layers.block import AnyAttention
+from asyncllm.layers.delta_net import GatedDeltaNet
+from asyncllm.layers.gated_attention import GatedAttention
+from asyncllm.layers.norm import OffsetRMSNorm
+from asyncllm.models.config import HFConfig, ModelConfig
+from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.qwen2_moe import Qwen2MoE
+from asyncllm.models.qwen3 import QWEN3_WEIGHTS
+from asyncllm.models.qwen3_moe import qwen_experts
+from asyncllm.models.registry import register
+
+__all__ = ["Qwen3Next", "Qwen3NextConfig"]
+
+_LINEAR = "model.layers.{i}.linear_attn"
+
+
+class Qwen3NextConfig(ModelConfig, frozen=True, kw_only=True):
+    attending: frozenset[int]
+    """The layers with attention."""
+    delta_heads: int
+    delta_key_heads: int
+    delta_head_dim: int
+    delta_key_dim: int
+    conv_length: int
+    """How many tokens a convolution sees, the newest included."""
+
+
+@register(Qwen3NextForCausalLM="Qwen3-Next-80B-A3B")
+class Qwen3Next(DecoderLM):
+    config: Qwen3NextConfig
+    # Its layer that guesses further tokens is left out.
+    weights = (
+        Qwen2MoE.weights.replaced(QWEN3_WEIGHTS.rows)
+        .replaced(
+            {
+                "model.layers.{i}.self_attn.q_proj": "layers.{i}.attn.qkv[q+gate:by_head]",
+                f"{_LINEAR}.in_proj_qkvz": "layers.{i}.attn.inputs",
+                f"{_LINEAR}.in_proj_ba": "layers.{i}.attn.weights",
+                f"{_LINEAR}.conv1d": "layers.{i}.attn.conv",
+                f"{_LINEAR}.A_log": "layers.{i}.attn.decay:log_rate",
+                f"{_LINEAR}.dt_bias": "layers.{i}.attn.decay:step_bias",
+                f"{_LINEAR}.norm": "layers.{i}.attn.norm",
+                f"{_LINEAR}.out_proj": "layers.{i}.attn.out",
+            }
+        )
+        .setting_aside("mtp")
+    )
+    norm_class = OffsetRMSNorm
+    tiny: ClassVar[dict[str, Any]] = {
+        "model_type": "qwen3_next",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-2,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [1],
+    }
+
+    @staticmethod
+    def configure(hf: HFConfig, architecture: str) -> ModelConfig:
+        hf.expect("hidden_act", "silu")
+        hf = hf.changed({"norm_topk_prob": hf.flag("norm_topk_prob", True)})
+        fields = hf.decoder(architecture, max_position=32768, head_dim=256, partial_rotary=0.25)
+        num_layers = fields["num_layers"]
+        interval = hf.integer("full_attention_interval", 4)
+        kinds = hf.fields.get("layer_types")
+        if kinds is None:
+            kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            hf.invalid("layer_types", f"where a list of {num_layers} layer kinds belongs")
+        if not set(kinds) <= {"full_attention", "linear_attention"}:
+            hf.unsupported("layer_types", "Supported: 'full_attention', 'linear_attention'.")
+        heads = hf.integer("linear_num_value_heads", 32)
+        key_heads = hf.integer("linear_num_key_heads", 16)
+        if heads % key_heads:
+            hf.invalid("linear_num_value_heads", f"which linear_num_key_heads = {key_heads} does not divide")
+        shared_size = hf.integer("shared_expert_intermediate_size", 512)
+        bias = hf.flag("attention_bias", False)
+        return Qwen3NextConfig(
+            **fields,
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm="head",
+            experts=qwen_experts(hf, num_layers, count=512, per_token=10, size=512, shared_size=shared_size),
+            attending=frozenset(layer for layer, kind in enumerate(kinds) if kind == "full_attention"),
+            delta_heads=heads,
+            delta_key_heads=key_heads,
+            delta_head_dim=hf.integer("linear_value_head_dim", 128),
+            delta_key_dim=hf.integer("linear_key_head_dim", 128),
+            conv_length=hf.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=16),
+        )
+
+    def attention(self, layer: int) -> AnyAttention:
+        config = self.config
+        if layer in config.attending:
+            return GatedAttention(
+                layer,
+                config.hidden_size,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                bias=config.qkv_bias,
+                qk_norm=config.qk_norm,
+                norm_class=self.norm_class,
+                norm_eps=config.norm_eps,
+            )
+        return GatedDeltaNet(
+            layer,
+            config.hidden_size,
+            num_heads=config.delta_heads,
+            num_key_heads=config.delta_key_heads,
+            head_dim=config.delta_head_dim,
+            key_dim=config.delta_key_dim,
+            conv_length=config.conv_length,
+            norm_eps=config.norm_eps,
+        )
