@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         PytorchEngineConfig,
         ServerConfig,
         TurbomindEngineConfig,
+        VisionConfig,
     )
     from asyncllm.engine.async_engine import AsyncEngine
     from asyncllm.engine.requests.generation import Generation, Session
@@ -98,6 +99,7 @@ __all__ = [
     "TurbomindEngineConfig",
     "UnsupportedFeature",
     "UnsupportedModel",
+    "VisionConfig",
     "__version__",
     "client",
     "pipeline",
@@ -121,6 +123,7 @@ _HOMES = {
             "PytorchEngineConfig",
             "ServerConfig",
             "TurbomindEngineConfig",
+            "VisionConfig",
         ),
         "asyncllm.config",
     ),

@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast, ove
 
 import msgspec
 
-from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords
+from asyncllm.config import (
+    ChatTemplateConfig,
+    EngineConfig,
+    GenerationConfig,
+    RequestKeywords,
+    VisionConfig,
+    checked,
+)
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.text.prompts import Prompts, is_single
-from asyncllm.types import Chunk, Embedding, EmbeddingInput, Message, Pooling, Response, Weights
+from asyncllm.types import Chunk, Embedding, EmbeddingInput, ImagePrompt, Message, Pooling, Response, Weights
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -55,6 +62,7 @@ def pipeline(
     backend: str | None = None,
     tp: int | None = None,
     instance_num: int | None = None,
+    vision_config: VisionConfig | None = None,
     **unknown: Any,
 ) -> Pipeline:
     """Load a model, and return what answers prompts with it.
@@ -62,7 +70,8 @@ def pipeline(
     `model_path` is a folder, the name of the bundled model, or a model id of the hub. `model_name` names a chat
     template, as in LMDeploy; `chat_template_config` says more. `log_level` sets the logger "asyncllm".
     `backend` ("pytorch" or "turbomind"), `tp` and `instance_num` (most sequences at once) are what older programs
-    pass; both back ends are this engine. Raises InvalidParameter, UnsupportedFeature, ModelError.
+    pass; both back ends are this engine. `vision_config` says how images are
+    encoded. Raises InvalidParameter, UnsupportedFeature, ModelError.
     """
     if unknown:
         name = next(iter(unknown))
@@ -81,7 +90,8 @@ def pipeline(
                 "model_name and chat_template_config both choose the chat template. Pass only the latter.", "model_name"
             )
         chat_template_config = ChatTemplateConfig(model_name=model_name)
-    asked = {"tp": tp, "max_batch_size": instance_num}
+    vision = None if vision_config is None else checked(VisionConfig, vision_config, "vision_config")
+    asked = {"tp": tp, "max_batch_size": instance_num, "vision_max_batch_size": vision and vision.max_batch_size}
     given = {name: value for name, value in asked.items() if value is not None}
     if given:
         backend_config = _replace(backend_config or EngineConfig(), given)
@@ -175,7 +185,7 @@ class Pipeline:
     @overload
     def chat(
         self,
-        prompt: str | Sequence[Message],
+        prompt: str | ImagePrompt | Sequence[Message],
         session: ChatSession | None = None,
         gen_config: GenerationConfig | None = None,
         stream_response: Literal[False] = False,
@@ -187,7 +197,7 @@ class Pipeline:
     @overload
     def chat(
         self,
-        prompt: str | Sequence[Message],
+        prompt: str | ImagePrompt | Sequence[Message],
         session: ChatSession | None = None,
         gen_config: GenerationConfig | None = None,
         *,
@@ -199,7 +209,7 @@ class Pipeline:
 
     def chat(
         self,
-        prompt: str | Sequence[Message],
+        prompt: str | ImagePrompt | Sequence[Message],
         session: ChatSession | None = None,
         gen_config: GenerationConfig | None = None,
         stream_response: bool = False,
@@ -347,7 +357,9 @@ class ChatSession:
         """The last turn's answer."""
         return self.inner.response
 
-    def chat(self, prompt: str | Sequence[Message], gen_config: GenerationConfig | None = None, **options: Any) -> Any:
+    def chat(
+        self, prompt: str | ImagePrompt | Sequence[Message], gen_config: GenerationConfig | None = None, **options: Any
+    ) -> Any:
         """Return the next turn, as `Pipeline.chat`."""
         return self._pipe.chat(prompt, self, gen_config, **options)
 

@@ -23,9 +23,11 @@ __all__ = [
     "Command",
     "Executor",
     "Grammar",
+    "ImageProcessor",
     "Limits",
     "PrefillRow",
     "Progress",
+    "PromptImage",
     "ResidentPart",
     "SamplingParams",
     "Sleep",
@@ -112,6 +114,50 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
+    """An image of a prompt: what the model's tower is shown, and the tokens whose embeddings its features are."""
+
+    position: int = 0
+    """That of its first token, absolute."""
+    length: int
+    """Tokens, one for each row of features."""
+    digest: bytes
+    """Of all that the features depend on."""
+    pixels: Any
+    """A float32 numpy array, as the tower takes it."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns of its tokens, where these have positions in two dimensions; None: they follow one another."""
+    size: tuple[int, int] = (0, 0)
+    """Height and width before preprocessing."""
+
+    @property
+    def end(self) -> int:
+        return self.position + self.length
+
+    @property
+    def shift(self) -> int:
+        """How far the tokens behind it are moved: in two dimensions it is as long as its longer side."""
+        return 0 if self.grid is None else max(self.grid) - self.length
+
+
+class ImageProcessor(Protocol):
+    """What a family makes of images before its tower sees them. Used by several threads at once."""
+
+    placeholder: str
+    """What stands for an image in a prompt's text. One of its tokens is `token_id`."""
+    token_id: int
+    """The token that an image's own take the place of."""
+    before: Sequence[int]
+    """Tokens that are put in front of those."""
+    after: Sequence[int]
+
+    def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
+        """Load an image and return what the tower is to be shown of it. Takes milliseconds to seconds.
+
+        Raises InvalidMessage for what is no image, InvalidParameter for options that the family does not have.
+        """
+
+
 class SlotStart(msgspec.Struct, frozen=True, kw_only=True):
     """A sequence takes possession of a slot, at first admission or after preemption."""
 
@@ -123,6 +169,8 @@ class SlotStart(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens known to the host: prompt and, after a preemption, generated ones."""
     token_ids: list[int]
     """The known tokens when `params.needs_history`, else empty."""
+    position_shift: int = 0
+    """How far the positions of tokens behind all images are from their numbers (`PromptImage.shift`)."""
 
 
 class PrefillRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +192,8 @@ class PrefillRow(msgspec.Struct, frozen=True, kw_only=True):
     """Return the raw float32 logits of every position of the chunk."""
     pooling: Pooling | None = None
     """Return the sum of hidden states after the final norm: of the whole chunk (mean), or its last token's own."""
+    images: Sequence[PromptImage] = ()
+    """All of the prompt, in order, whether they reach into the chunk or not."""
 
     @property
     def scored(self) -> bool:
@@ -270,6 +320,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Entries of a hidden state."""
     takes_grammars: bool = False
     """Whether `SamplingParams.grammar` is honoured: the sampler is in this process."""
+    takes_images: bool = False
+    """Whether `PrefillRow.images` is honoured: the model has a vision tower, and it is in this process."""
     has_head: bool = True
     """Whether hidden states become logits; without, there are embeddings and no answers."""
     num_slots: int

@@ -13,6 +13,7 @@ __all__ = [
     "Embedding",
     "EmbeddingInput",
     "FinishReason",
+    "ImagePrompt",
     "Message",
     "Pooling",
     "RequestRecord",
@@ -31,6 +32,9 @@ abort: cancelled by `stop_session` or by closing. error: this request failed ins
 
 Message = dict[str, Any]
 """An OpenAI chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str | list of parts}."""
+
+ImagePrompt = tuple[str, Any]
+"""A text, and an image or a list of them: paths, URLs, bytes or images of PIL's."""
 
 EmbeddingInput = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 """One prompt to embed (a text or token ids), or a list of them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ __all__ = [
     "SPECIAL_TOKENS",
     "build_checkpoint",
     "build_oracle",
+    "perturb",
     "tiny_fields",
     "write_tokenizer",
 ]
@@ -78,14 +79,16 @@ def build_oracle(family: str, folder: Path, **overrides: Any) -> Path:
     return folder
 
 
-def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A byte-level BPE tokenizer of at most `vocab_size` tokens, with a ChatML template."""
+def write_tokenizer(folder: Path, vocab_size: int, *, more: Sequence[str] = (), template: str | None = None) -> None:
+    """A byte-level BPE tokenizer of at most `vocab_size` tokens, `more` special ones among them behind the usual, with
+    a ChatML template unless another is given."""
+    special_tokens = [*SPECIAL_TOKENS, *more]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=special_tokens,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -93,7 +96,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     added = {
         str(index): {"content": token, "special": True, "normalized": False, "lstrip": False, "rstrip": False}
-        for index, token in enumerate(SPECIAL_TOKENS)
+        for index, token in enumerate(special_tokens)
     }
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -101,7 +104,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
         "pad_token": "<|pad|>",
         "bos_token": "<|bos|>",
         "eos_token": "<|im_end|>",
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template or CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
     }
     _write_json(folder / "tokenizer_config.json", settings)
@@ -133,13 +136,7 @@ def _save_native(fields: Mapping[str, Any], folder: Path, seed: int, dtype: torc
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if layout is not None and layout.patch is not None:
         layout.patch(model)
-    offset = 0.0 if model_type.startswith(("gemma", "nemotron")) else 1.0
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(_perturbed(name, parameter, offset, seed))
-        for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):
-                buffer.copy_(_perturbed(name, buffer, offset, seed))
+    perturb(model, seed, offset=0.0 if model_type.startswith(("gemma", "nemotron")) else 1.0)
     model.to(dtype).save_pretrained(folder)
 
 
@@ -159,6 +156,16 @@ def _rewrite(folder: Path, fields: Mapping[str, Any], layout: Layout) -> None:
         fields = {"model_type": layout.model_type, layout.nested: {**fields, **shared}}
         del named["rope_parameters"]
     _write_json(folder / "config.json", {**fields, **named})
+
+
+def perturb(model: torch.nn.Module, seed: int = 0, *, offset: float = 1.0) -> None:
+    """Fill every parameter with numbers of its own; weights of norms lie around `offset`."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_perturbed(name, parameter, offset, seed))
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(_perturbed(name, buffer, offset, seed))
 
 
 def _perturbed(name: str, parameter: Tensor, offset: float, seed: int) -> Tensor:

@@ -50,6 +50,7 @@ PUBLIC = [
     "TurbomindEngineConfig",
     "UnsupportedFeature",
     "UnsupportedModel",
+    "VisionConfig",
     "__version__",
     "client",
     "pipeline",

@@ -24,7 +24,8 @@ LEVELS = [
     {"kernels", "distributed", "text", "locate"},
     {"layers"},
     {"quant"},
-    {"models", "vl"},
+    {"vl"},
+    {"models"},
     {"agent"},
     {"ranks"},
     {"engine"},
@@ -35,10 +36,15 @@ LEVELS = [
 ]
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
-ENGINE_OPENS_LAZILY = {"asyncllm.agent.executor", "asyncllm.agent.prompt_outputs", "asyncllm.ranks.executor"}
+ENGINE_OPENS_LAZILY = {
+    "asyncllm.agent.executor",
+    "asyncllm.agent.prompt_outputs",
+    "asyncllm.ranks.executor",
+    "asyncllm.vl.processor",
+}
 """What the engine imports of the levels with torch, inside a function only."""
 
-FACES = set[str]().union(*LEVELS[8:])
+FACES = set[str]().union(*LEVELS[9:])
 """Parts that see the package's public names and, apart from `testing`, no more of the engine."""
 
 INSTANCE_FIELDS = {"chat_template_config", "config", "model_name", "model_path"}

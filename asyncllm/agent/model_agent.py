@@ -27,6 +27,7 @@ from asyncllm.agent.cache.pool import allocate_pool, host_blocks, pool_blocks
 from asyncllm.agent.device.graphs import StepGraphs, bucket_sizes, smallest_for
 from asyncllm.agent.device.streams import MAX_STEPS_IN_FLIGHT, Streams
 from asyncllm.agent.device.upload import upload
+from asyncllm.agent.image_features import ImageFeatures
 from asyncllm.agent.open_model import OpenedModel
 from asyncllm.agent.pending_step import PendingStep, abandon
 from asyncllm.agent.prompt_outputs import PooledHidden, PromptScores
@@ -102,6 +103,8 @@ class ModelAgent:
             self.model.cache_specs, config.tokens_per_block, self._dtype, longest=opened.max_position
         )
         self._placement = ModelPlacement(opened)
+        tower = self.model.vision
+        self._images = None if tower is None else ImageFeatures(tower, config.vision_max_batch_size)
         self._in_group = group is not None
         """Whether other ranks take part in each step, so that this one alone may not compute it otherwise."""
         # A whole batch may end while the next one, in other slots, is in flight already.
@@ -200,6 +203,8 @@ class ModelAgent:
 
     def carry_out(self, command: Command) -> None:
         """See `ModelPlacement.carry_out`. No step is in flight; any one thread may call it."""
+        if self._images is not None:
+            self._images.clear()
         with self._streams.computing():
             self._placement.carry_out(command, self)
 
@@ -399,7 +404,9 @@ class ModelAgent:
             return
         whole = any(row.reads_all for row in batch.prefill)
         whole = whole or self.model.config.num_layers < 2
-        step = self._tables.advance(batch, captured=graphs is not None and not whole)
+        features = self._features(batch, pending)
+        step = self._tables.advance(batch, captured=graphs is not None and not whole and features is None)
+        step.inputs.image_features = features
         rows = step.arrays.rows
         pending.slots = rows.slots
         if step.size is not None and graphs is not None:
@@ -434,6 +441,24 @@ class ModelAgent:
             pending.download([results, unsound])
 
         self._sample_when_possible(pending, sample)
+
+    def _features(self, batch: Batch, pending: PendingStep) -> Tensor | None:
+        """Return the features of the step's image tokens [F, hidden]; None without any.
+
+        Rows whose images find no memory fail; zeros stand for their features.
+        """
+        if self._images is None:
+            return None
+        try:
+            return self._images.of_step(batch)
+        except torch.OutOfMemoryError:
+            if self._in_group:
+                raise
+        torch.cuda.empty_cache()
+        self._images.clear()
+        counts = self._images.counts(batch)
+        pending.failed |= dict.fromkeys(counts, OUT_OF_MEMORY)
+        return torch.zeros(sum(counts.values()), self.model.config.hidden_size, dtype=self._dtype, device=self._device)
 
     def _launch_extra(
         self, pending: PendingStep, rows: Sequence[PrefillRow], launch: Callable[[], PromptScores | PooledHidden]

@@ -107,6 +107,7 @@ class OpenedModel(NamedTuple):
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             takes_grammars=config.has_head,
+            takes_images=config.vision is not None,
             has_head=config.has_head,
             num_slots=num_slots,
             dynamic_rope_from=config.dynamic_rope_from,

@@ -24,6 +24,7 @@ from asyncllm.config.generation import (
 from asyncllm.config.request import RequestKeywords, RequestOptions, Tools
 from asyncllm.config.server import DEFAULT_URL, ServerConfig
 from asyncllm.config.settings import MAX_COUNT, checked
+from asyncllm.config.vision import VisionConfig
 
 __all__ = [
     "DEFAULT_URL",
@@ -49,5 +50,6 @@ __all__ = [
     "Tools",
     "TopP",
     "TurbomindEngineConfig",
+    "VisionConfig",
     "checked",
 ]

@@ -85,6 +85,9 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             description="Most decode steps between two steps that take in prompt tokens while prompts wait.",
         ),
     ] = 1
+    vision_max_batch_size: Annotated[
+        int, Meta(ge=1, le=4096, description="Most images that a vision-language model's tower encodes at once.")
+    ] = 8
     block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block; a multiple of 16 on a GPU.")] = 64
     cache_block_seq_len: Annotated[
         int | None, Meta(description="TurboMind's name of block_size; None: take that one.")

@@ -59,6 +59,13 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
         Meta(ge=1, le=MAX_COUNT, description="Open connections at once; no more than the process may open files."),
     ] = 8192
     max_body_bytes: Annotated[int, Meta(ge=1024, le=MAX_COUNT, description="Largest body of a request.")] = 4 * 2**20
+    allowed_media_domains: Annotated[
+        list[str] | None,
+        Meta(
+            description="Hosts from which images of prompts are fetched, or '*' for any public one; None: from none, "
+            "and images come as data: URLs."
+        ),
+    ] = None
     max_prompts: Annotated[int, Meta(ge=1, le=65536, description="Most prompts or inputs in one request.")] = 256
     max_choices: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Most answers per prompt.")] = 16
     max_sessions: Annotated[
@@ -115,7 +122,14 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     allow_terminate_by_client: Annotated[bool, Meta(description="Let clients stop the server by /terminate.")] = False
 
     def _check(self) -> None:
-        for name in ("api_keys", "allow_origins", "allowed_hosts", "allow_methods", "allow_headers"):
+        for name in (
+            "api_keys",
+            "allow_origins",
+            "allowed_hosts",
+            "allow_methods",
+            "allow_headers",
+            "allowed_media_domains",
+        ):
             if any(not text.strip() for text in getattr(self, name) or ()):
                 raise InvalidParameter(f"{name} holds an empty text. Remove it.", name)
         for name in ("ssl_keyfile", "ssl_certfile"):

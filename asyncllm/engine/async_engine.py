@@ -26,7 +26,17 @@ from asyncllm.protocol import Executor, Limits
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.prompts import Prompts, is_single, is_token_ids, longest_first, pair_with_configs
 from asyncllm.text.tokenizer import Tokenizer
-from asyncllm.types import Chunk, Embedding, EmbeddingInput, Message, Pooling, RequestRecord, Response, Weights
+from asyncllm.types import (
+    Chunk,
+    Embedding,
+    EmbeddingInput,
+    ImagePrompt,
+    Message,
+    Pooling,
+    RequestRecord,
+    Response,
+    Weights,
+)
 
 __all__ = ["AsyncEngine"]
 
@@ -137,7 +147,7 @@ class AsyncEngine:
 
     def generate(
         self,
-        messages: str | Sequence[Message] | None = None,
+        messages: str | ImagePrompt | Sequence[Message] | None = None,
         gen_config: GenerationConfig | None = None,
         *,
         session_id: int | None = None,
@@ -175,7 +185,7 @@ class AsyncEngine:
 
     def chat(
         self,
-        prompt: str | Sequence[Message],
+        prompt: str | ImagePrompt | Sequence[Message],
         session: Session | None = None,
         gen_config: GenerationConfig | None = None,
         *,

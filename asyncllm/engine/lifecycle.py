@@ -86,7 +86,7 @@ class Lifecycle:
                     "eviction_type='recompute'.",
                     "eviction_type",
                 )
-            self.encoder = PromptEncoder(tokenizer, template, self.limits, config)
+            self.encoder = PromptEncoder(tokenizer, template, self.limits, config, self.files.images)
             grammars = Grammars(await in_thread(lambda: compiler_of(tokenizer, template, self.limits)))
             scheduler = (self._make_scheduler or Scheduler)(
                 self.limits,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncllm.config import ChatTemplateConfig, EngineConfig
 from asyncllm.event_loop.in_thread import in_thread
-from asyncllm.protocol import Executor, Limits
+from asyncllm.protocol import Executor, ImageProcessor, Limits
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.sentence_transformers import EmbeddingDefaults
 from asyncllm.text.tokenizer import Tokenizer
@@ -28,6 +28,8 @@ class ModelFiles:
     chat_template: ChatTemplate | None
     embedding: EmbeddingDefaults = field(default_factory=EmbeddingDefaults)
     """How the model is meant to embed, after `load`."""
+    images: ImageProcessor | None = None
+    """Of the model's family, after `load`; None for a model that takes only text."""
     _folder: Path | None = None
     """Where what is missing is to be opened, once it is found."""
 
@@ -74,7 +76,10 @@ class ModelFiles:
         return self.tokenizer, self.chat_template
 
     def _open_text(self) -> None:
+        from asyncllm.vl.processor import open_processor
+
         assert self._folder is not None
         self.embedding = EmbeddingDefaults.read(self._folder)
+        self.images = open_processor(self._folder, self.config.hf_overrides)
         self.tokenizer = self.tokenizer or Tokenizer.from_folder(self._folder)
         self.chat_template = self.chat_template or ChatTemplate.open(self._folder, self.template_config)

@@ -122,6 +122,8 @@ class StepInputs:
     """The columns that the model's layers ask for, [T] or [B] each."""
     prompts: Sequence[tuple[int, int]] | None = None
     """Tokens of each prefill row, and of its context, where the host knows them: a captured step serves others."""
+    image_features: Tensor | None = None
+    """[F, hidden]: the features of the step's image tokens, in order. `layers.images` has each token's row."""
     batch_invariant: bool = False
     """Whether a row's result may depend on nothing but the row: attention then takes the same steps for every row."""
     rotations: tuple[Rotation, ...] = field(default=(), init=False)

@@ -21,6 +21,7 @@ from asyncllm.layers.norm import Norm, RMSNorm
 from asyncllm.layers.rotary import RotaryEmbedding
 from asyncllm.layers.step_inputs import Column, SampledRows, StepInputs
 from asyncllm.models.config import HFConfig, ModelConfig
+from asyncllm.models.vision_language import with_tower
 from asyncllm.models.weights import WeightMap
 
 __all__ = ["DecoderLM"]
@@ -47,6 +48,7 @@ class DecoderLM(nn.Module):
         super().__init__()
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size, scale=config.embedding_scale)
+        self.vision = None if config.vision is None else config.vision.build(config.hidden_size)
         self.positions = self.position_embedding()
         self.embed_norm = self.make_norm() if config.embedding_norm else None
         self.layers = nn.ModuleList(self.block(layer) for layer in range(config.num_layers))
@@ -142,7 +144,9 @@ class DecoderLM(nn.Module):
     def weight_map(self) -> WeightMap:
         """This model's table: a tied head needs no tensor, and ignores the copy that some checkpoints carry."""
         table = self.weights.with_optional_prefix(self.base_prefix)
-        return table.ignoring(self.head_name) if self.config.tied else table
+        if self.config.tied:
+            table = table.ignoring(self.head_name)
+        return table if self.config.vision is None else with_tower(table, self.config.vision)
 
     @property
     def cache_specs(self) -> list[CacheSpec]:
@@ -213,6 +217,8 @@ class DecoderLM(nn.Module):
         """The embedding and the first `count` layers -> (branch, residual)."""
         self._place(step)
         residual: Tensor = self.embed(step.input_ids, step)
+        if self.vision is not None:
+            residual = self.vision.merge(residual, step)
         if self.positions is not None:
             residual = residual + self.positions(step)
         if self.embed_norm is not None:

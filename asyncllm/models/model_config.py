@@ -8,6 +8,7 @@ from asyncllm.kernels import Routing
 from asyncllm.layers.attention import QKNormKind
 from asyncllm.layers.linear_method import Activation
 from asyncllm.layers.rotary import QueryScaling, RopeConfig
+from asyncllm.vl.tower import TowerConfig
 
 __all__ = ["ExpertsConfig", "ModelConfig"]
 
@@ -102,6 +103,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Multiplies what attention and MLP add to the residual stream."""
     logit_scale: float | None = None
     experts: ExpertsConfig | None = None
+    vision: TowerConfig | None = None
+    """What encodes images, in front of the decoder. Written by `registry`."""
     num_parameters: int = 0
     """Written by `registry.open_model` once the model is built."""
 

@@ -25,6 +25,7 @@ from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.head import settle_head
 from asyncllm.models.quantized import attach
 from asyncllm.models.stream import FLOAT_DTYPES
+from asyncllm.models.vision_language import VISION_MODELS, Composed, composed
 from asyncllm.models.weights import expected_numbers, load
 from asyncllm.quant.scheme import Scheme, scheme_of
 
@@ -120,7 +121,8 @@ def open_model(
     """
     family, config, scheme = _configure(path, session_len, rope_scaling_factor, hf_overrides, model_format)
     checkpoint = Checkpoint.open(path)
-    config = settle_head(config, family, checkpoint, base_class=config.architecture not in families())
+    if config.vision is None:
+        config = settle_head(config, family, checkpoint, base_class=config.architecture not in families())
     with torch.device("meta"):
         model = family(config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -174,16 +176,32 @@ def _configure(
             f"{hf.source}: architectures must be a list of names, for example ['LlamaForCausalLM']. Correct the file."
         )
     for name in names:
+        parts = composed(hf, name)
+        if parts is not None:
+            decoder, config = _composed_config(parts, name)
+            return decoder, _with_dtype(config, path), scheme_of(parts.text.fields, path, model_format)
         family = _find(name)
         if family is not None:
-            config = family.configure(hf, name)
-            if not config.dtype:
-                config = msgspec.structs.replace(config, dtype=_stored_dtype(path))
+            config = _with_dtype(family.configure(hf, name), path)
             return family, config, scheme_of(hf.fields, path, model_format)
     remote = "Its own code (auto_map) is never run. " if hf.fields.get("auto_map") else ""
-    raise UnsupportedModel(
-        f"{hf.source}: architectures = {names} is not implemented. {remote}Implemented: {', '.join(families())}."
-    )
+    known = ", ".join([*families(), *VISION_MODELS])
+    raise UnsupportedModel(f"{hf.source}: architectures = {names} is not implemented. {remote}Implemented: {known}.")
+
+
+def _composed_config(parts: Composed, architecture: str) -> tuple[type[DecoderLM], ModelConfig]:
+    """Return the family of a vision-language model's decoder, and its config with the tower's."""
+    name = _of_model_type(parts.model_type)
+    family = _find(name)
+    if family is None:
+        raise UnsupportedModel(f"{parts.text.source}: model_type = {parts.model_type!r} is not implemented.")
+    config = family.configure(parts.text, name)
+    return family, msgspec.structs.replace(config, architecture=architecture, vision=parts.vision)
+
+
+def _with_dtype(config: ModelConfig, path: Path) -> ModelConfig:
+    """Return a config that says of which type the checkpoint is."""
+    return config if config.dtype else msgspec.structs.replace(config, dtype=_stored_dtype(path))
 
 
 def _stored_dtype(path: Path) -> str:

@@ -102,8 +102,8 @@ class RankExecutor:
         if self._state != "starting":
             raise EngineClosed("The executor was closed while it was starting.")
         self._state = "running"
-        # A grammar does not leave the process of the engine.
-        return msgspec.structs.replace(limits[0], takes_grammars=False)
+        # Neither grammars nor images leave the process of the engine.
+        return msgspec.structs.replace(limits[0], takes_grammars=False, takes_images=False)
 
     async def _start_processes(self) -> None:
         """In a thread, as it takes milliseconds. It is waited for in any case, so that no process is lost."""

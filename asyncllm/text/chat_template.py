@@ -14,6 +14,7 @@ import msgspec
 from asyncllm.config import Capability, ChatTemplateConfig
 from asyncllm.errors import InvalidCheckpoint, InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.text.checkpoint_files import TokenSettings, read_json_object
+from asyncllm.text.image_marks import parts_of
 from asyncllm.text.jinja_template import JinjaTemplate, checkpoint_template
 from asyncllm.text.messages import checked_messages, checked_prompt
 from asyncllm.text.templates import MODELS, builtin_name
@@ -290,6 +291,10 @@ class _JinjaRenderer:
         self.reads_tools = template.reads_tools
         self._meta_instruction = meta_instruction
         self._tool_history = ToolHistory(template)
+        self._takes_parts = False
+        if not self._writes(PROBE):
+            self._takes_parts = True
+            self._takes_parts = self._writes(PROBE)
         self.end_of_turn = self._end_of_turn(special)
         """The special token that the template writes behind an answer, which not every checkpoint lists as an end."""
 
@@ -299,7 +304,20 @@ class _JinjaRenderer:
         messages = self._tool_history.fitted(messages)
         if ending == "continued":
             return self._open_ended(messages[:-1], messages[-1], variables)
-        return self._template.render(messages, add_generation_prompt=ending == "answer", variables=variables)
+        return self._write(messages, ending == "answer", variables)
+
+    def _write(self, messages: list[dict[str, Any]], opens_answer: bool, variables: Mapping[str, Any]) -> str:
+        """Return the text of messages, whose contents are texts."""
+        if self._takes_parts:
+            messages = [{**each, "content": parts_of(each["content"] or "")} for each in messages]
+        return self._template.render(messages, add_generation_prompt=opens_answer, variables=variables)
+
+    def _writes(self, content: str) -> bool:
+        """Return whether the template writes down what a user says, in the form that it is given."""
+        try:
+            return content in self._write([{"role": "user", "content": content}], False, {})
+        except InvalidMessage:
+            return False
 
     def _open_ended(self, messages: list[dict[str, Any]], last: dict[str, Any], variables: Mapping[str, Any]) -> str:
         """Return the text up to the end of the last message, without what closes it."""
@@ -307,7 +325,7 @@ class _JinjaRenderer:
         # Drawn for each text, so that no message can hold it.
         mark = str(secrets.randbits(128))
         marked = [*messages, {**last, "content": f"{content}{mark} "}]
-        text = self._template.render(marked, add_generation_prompt=False, variables=variables)
+        text = self._write(marked, False, variables)
         place = text.rfind(mark)
         # The blank behind the mark is gone where the template trims contents.
         trimmed = not text.startswith(" ", place + len(mark))
@@ -330,7 +348,7 @@ class _JinjaRenderer:
     def _end_of_turn(self, special: frozenset[str]) -> str | None:
         turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": PROBE}]
         try:
-            text = self._template.render(turn, add_generation_prompt=False, variables={})
+            text = self._write(turn, False, {})
         except InvalidMessage:
             return None
         _, found, tail = text.rpartition(PROBE)

@@ -83,7 +83,8 @@ def _text(content: object, where: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in MEDIA_PARTS:
             raise UnsupportedFeature(
-                f"{where}.content[{index}] is of type {kind!r}, but this model takes only text. Remove the part.",
+                f"{where}.content[{index}] is of type {kind!r}, but this model takes only text, or images "
+                f"if it is a vision-language model. Remove the part.",
                 "messages",
             )
         text = part.get("text") if kind == "text" else None
@@ -96,5 +97,5 @@ def _text(content: object, where: str) -> str:
 
 
 def as_messages(prompt: str | Sequence[Message]) -> list[Message]:
-    """Return a prompt as chat messages."""
+    """Return a prompt without images as chat messages."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

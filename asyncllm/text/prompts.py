@@ -8,12 +8,20 @@ from typing import Any
 
 from asyncllm.config import GenerationConfig
 from asyncllm.errors import InvalidMessage, InvalidParameter
-from asyncllm.types import Message
+from asyncllm.types import ImagePrompt, Message
 
 __all__ = ["Prompts", "check_one_prompt", "is_single", "is_token_ids", "longest_first", "pair_with_configs"]
 
-Prompts = str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]] | Sequence[Sequence[int]]
-"""One prompt (str or messages), or a list of them; in a list, a prompt may also be its token ids."""
+Prompts = (
+    str
+    | ImagePrompt
+    | Sequence[str | ImagePrompt]
+    | Sequence[Message]
+    | Sequence[Sequence[Message]]
+    | Sequence[Sequence[int]]
+)
+"""One prompt (str, messages, or a text with images), or a list of them; in a list, a prompt may also be its token
+ids."""
 
 
 def check_one_prompt(messages: object, input_ids: object) -> None:
@@ -31,13 +39,20 @@ def check_one_prompt(messages: object, input_ids: object) -> None:
 
 def is_single(prompts: Prompts) -> bool:
     """Return whether this is one prompt and not a list of them. Raises InvalidMessage when it is neither."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str) or _has_images(prompts):
         return True
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise InvalidMessage(
             f"prompts must be a str, a list of str, messages, or a list of messages, not {type(prompts).__name__}."
         )
     return len(prompts) > 0 and isinstance(prompts[0], dict)
+
+
+def _has_images(prompts: Any) -> bool:
+    """Return whether this is (text, images). Of two texts the second is an image if it is a URL: a tuple may be a batch."""
+    if not isinstance(prompts, tuple) or len(prompts) != 2 or not isinstance(prompts[0], str):
+        return False
+    return not isinstance(prompts[1], str) or prompts[1].startswith(("data:", "http://", "https://"))
 
 
 def pair_with_configs(

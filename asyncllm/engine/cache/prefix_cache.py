@@ -13,6 +13,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from asyncllm.protocol import PromptImage
+
 __all__ = ["PrefixCache", "PrefixRoot", "extend_hashes", "root_hash"]
 
 
@@ -38,12 +40,22 @@ def root_hash(*parts: bytes) -> bytes:
     return digest.digest()
 
 
-def extend_hashes(hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
-    """Append to `hashes` the keys of the full blocks of `token_ids` that it does not hold yet."""
+def extend_hashes(
+    hashes: list[bytes],
+    root: bytes,
+    token_ids: Sequence[int],
+    block_size: int,
+    images: Sequence[PromptImage] = (),
+) -> None:
+    """Append to `hashes` the keys of the full blocks of `token_ids` that it does not hold yet. A block that an image
+    reaches into is named by the image's content and place too, as all images have the same token ids."""
     parent = hashes[-1] if hashes else root
     for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
-        tokens = array("q", token_ids[start : start + block_size])
-        parent = hashlib.sha256(parent + tokens.tobytes()).digest()
+        named = hashlib.sha256(parent + array("q", token_ids[start : start + block_size]).tobytes())
+        for image in images:
+            if image.position < start + block_size and start < image.end:
+                named.update((image.position - start).to_bytes(8, "little", signed=True) + image.digest)
+        parent = named.digest()
         hashes.append(parent)
 
 

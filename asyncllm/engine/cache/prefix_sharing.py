@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from asyncllm.engine.cache.block_groups import BlockGroups, BlockTable
 from asyncllm.engine.cache.prefix_cache import PrefixCache, PrefixRoot, extend_hashes
 from asyncllm.engine.schedule.sequence import Request, Sequence, SequenceState
-from asyncllm.protocol import Limits
+from asyncllm.protocol import Limits, PromptImage
 
 __all__ = ["Found", "PrefixSharing"]
 
@@ -39,7 +40,8 @@ class PrefixSharing:
     def hash_prompt(self, request: Request) -> None:
         """Name the full blocks of the prompt, once for all of its sequences."""
         if self._cache is not None:
-            extend_hashes(request.block_hashes, self._root(request).key(), request.prompt_ids, self._block_size)
+            images = request.images
+            extend_hashes(request.block_hashes, self._root(request).key(), request.prompt_ids, self._block_size, images)
 
     def find(self, sequence: Sequence) -> Found:
         """Return the blocks with the beginning of the sequence's known tokens.
@@ -56,7 +58,7 @@ class PrefixSharing:
                         return found
         if self._cache is None or not sequence.request.reuses_prefix:
             return Found(0, [BlockTable() for _ in range(self._groups.count)])
-        extend_hashes(sequence.hashes, self._root(sequence.request).key(), sequence.token_ids, self._block_size)
+        self._name_blocks(sequence)
         end = self._groups.longest(sequence.hashes[:last_block], 0, self._cache.has)
         chain, tables = sequence.hashes[:end], []
         for group in range(self._groups.count):
@@ -86,20 +88,25 @@ class PrefixSharing:
         full = min(written, sequence.capacity) // self._block_size
         if full <= sequence.committed:
             return
-        extend_hashes(sequence.hashes, self._root(sequence.request).key(), sequence.token_ids, self._block_size)
+        self._name_blocks(sequence)
         for group, table in enumerate(sequence.tables):
             for index in range(max(sequence.committed, table.first), full):
                 key = self._groups.key(group, sequence.hashes[index])
                 self._cache.commit(key, table.blocks[index - table.first])
         sequence.committed = full
 
-    def keys_for_longer(self, token_ids: list[int], root: PrefixRoot) -> list[bytes]:
+    def _name_blocks(self, sequence: Sequence) -> None:
+        """Name the full blocks of a sequence's known tokens."""
+        request = sequence.request
+        extend_hashes(sequence.hashes, self._root(request).key(), sequence.token_ids, self._block_size, request.images)
+
+    def keys_for_longer(self, token_ids: list[int], root: PrefixRoot, images: Items[PromptImage] = ()) -> list[bytes]:
         """Keys of the full blocks that a longer prompt which begins with these tokens can find in the cache. `root`:
         that of both, but for what follows from their lengths."""
         chain: list[bytes] = []
         # Beyond the original context a longer prompt has another rotary base, and shares nothing.
         if self._cache is not None and not self._has_own_base(len(token_ids) + 1):
-            extend_hashes(chain, root.key(), token_ids, self._block_size)
+            extend_hashes(chain, root.key(), token_ids, self._block_size, images)
         end = len(chain) * self._block_size
         return [key for group in range(self._groups.count) for key in self._groups.keys(group, chain, end)]
 

@@ -16,7 +16,7 @@ from asyncllm.engine.schedule.sequence import Request
 from asyncllm.engine.sessions.history import Turn
 from asyncllm.engine.sessions.session_table import Conversation
 from asyncllm.errors import AsyncLLMError, EngineError, RequestFailed, unraised
-from asyncllm.types import Chunk, Message, Response
+from asyncllm.types import Chunk, ImagePrompt, Message, Response
 
 __all__ = ["Generation", "Session"]
 
@@ -231,7 +231,7 @@ class Session:
 
     def chat(
         self,
-        prompt: str | Sequence[Message],
+        prompt: str | ImagePrompt | Sequence[Message],
         gen_config: GenerationConfig | None = None,
         *,
         do_preprocess: bool = True,

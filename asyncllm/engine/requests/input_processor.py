@@ -25,9 +25,10 @@ from asyncllm.engine.schedule.sequence import ORDINARY, Request, RequestPolicy
 from asyncllm.engine.sessions.history import History
 from asyncllm.engine.sessions.session_table import Conversation, SessionTable
 from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature
-from asyncllm.protocol import SamplingParams
+from asyncllm.protocol import PromptImage, SamplingParams
 from asyncllm.text.detokenizer import Detokenizer, StopWords
 from asyncllm.text.grammars.bridge import AnswerGrammar
+from asyncllm.text.image_marks import holds_images, take_images
 from asyncllm.text.messages import as_messages
 from asyncllm.text.prompts import check_one_prompt
 from asyncllm.types import Message, Pooling
@@ -141,9 +142,9 @@ class InputProcessor:
             conversation = self._conversation(call, asked)
             await conversation.begin_turn(delivery)
             past = conversation.cut(call.step) if call.step else conversation.past
-        prompt_ids = await self._prompt_ids(call, asked, past)
+        prompt_ids, images = await self._prompt_ids(call, asked, past)
         words = await self._words(asked.config)
-        written = call.prompt if call.renders else None
+        written = _marked(call.prompt) if call.renders else None
         grammar = await self.grammars.of(asked.config, written, asked.options, prompt_ids, self._encoder)
         label = call.session_id if conversation is None else conversation.id
         known = min(len(past.token_ids), len(prompt_ids))
@@ -158,6 +159,7 @@ class InputProcessor:
             stop_ids=words.stop_ids,
             session_id=label,
             history_len=known,
+            images=images,
         )
         if conversation is not None:
             closes = call.conversation is None and call.sequence_end
@@ -212,11 +214,12 @@ class InputProcessor:
             )
         return conversation
 
-    async def _prompt_ids(self, call: Call, asked: _Asked, past: History) -> list[int]:
-        """Return what was said before and the prompt as token ids. Raises InvalidRequest, EngineError."""
+    async def _prompt_ids(self, call: Call, asked: _Asked, past: History) -> tuple[list[int], Sequence[PromptImage]]:
+        """Return what was said before and the prompt as token ids, and the images among them. Raises InvalidRequest,
+        EngineError."""
         if call.prompt is None and (call.input_ids is not None or call.wanted != "answer"):
             name = "prompts" if call.wanted == "embedding" else "input_ids"
-            return past.token_ids + await self._encoder.given_ids(call.input_ids, name)
+            return past.token_ids + await self._encoder.given_ids(call.input_ids, name), past.images
         return await self._encoder.turn_ids(
             past,
             call.prompt,
@@ -231,7 +234,7 @@ class InputProcessor:
         if call.input_ids is not None:
             new = prompt_ids[len(past.token_ids) :]
             return self._encoder.tokenizer.decode(new, skip_special_tokens=False), None
-        return call.prompt, as_messages(call.prompt) if call.do_preprocess else None
+        return call.prompt, as_messages(_marked(call.prompt)) if call.do_preprocess else None
 
     def _build(
         self,
@@ -245,6 +248,7 @@ class InputProcessor:
         stop_ids: frozenset[int],
         session_id: int | None,
         history_len: int,
+        images: Sequence[PromptImage],
     ) -> Request:
         """Return the request of a checked call with this prompt. Raises InvalidRequest."""
         if call.wanted != "embedding" and not self._has_head:
@@ -279,6 +283,7 @@ class InputProcessor:
             output_logits=call.wanted == "logits",
             policy=asked.policy,
             pooling=call.pooling,
+            images=images,
         )
 
     def _params(self, config: GenerationConfig, words: _Words, grammar: AnswerGrammar | None) -> list[SamplingParams]:
@@ -387,3 +392,8 @@ class InputProcessor:
             if ids:
                 banned.add(tuple(ids))
         return tuple(sorted(banned))
+
+
+def _marked(prompt: Any) -> Any:
+    """Return a prompt whose images have been taken, with the marks in their places."""
+    return take_images(prompt)[0] if holds_images(prompt) else prompt

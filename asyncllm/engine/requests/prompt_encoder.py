@@ -9,12 +9,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from asyncllm.config import EngineConfig, RequestOptions
 from asyncllm.engine.cache.block_groups import pool_tokens
+from asyncllm.engine.requests.image_input import ImageInput
 from asyncllm.engine.requests.split_answer import Splitter
 from asyncllm.engine.requests.text_threads import TextThreads
 from asyncllm.engine.sessions.history import History
 from asyncllm.errors import ContextLengthExceeded, InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.event_loop.request_gate import RequestGate
-from asyncllm.protocol import Limits
+from asyncllm.protocol import ImageProcessor, Limits, PromptImage
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.literals import Literals
 from asyncllm.text.messages import as_messages
@@ -54,7 +55,15 @@ class Rendered(NamedTuple):
 class PromptEncoder:
     """Renders, encodes and measures prompts, long ones in threads. Holds no state of a request."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, limits: Limits, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        limits: Limits,
+        config: EngineConfig,
+        processor: ImageProcessor | None = None,
+    ) -> None:
+        """`processor`: of the images that prompts may have."""
         self.tokenizer = tokenizer
         self.template = template
         self.vocab_size = limits.vocab_size
@@ -69,6 +78,7 @@ class PromptEncoder:
         self._gate = RequestGate()
         """For requests that begin."""
         self._threads = TextThreads(CHARACTERS_PER_TOKEN * config.max_queued_tokens)
+        self.images = ImageInput(processor, self.offload, encodes=limits.takes_images)
 
     def close(self) -> None:
         """Let the encoding threads end when they are through with what they have."""
@@ -115,7 +125,7 @@ class PromptEncoder:
             if not messages:
                 raise InvalidMessage("The prompt is empty: there is nothing to read. Pass at least one character.")
             if not do_preprocess:
-                return Rendered(messages)
+                return Rendered(self.images.written(messages))
             messages = as_messages(messages)
         elif not do_preprocess:
             raise InvalidMessage("do_preprocess=False takes the prompt as it is: it must be a str, not messages.")
@@ -130,7 +140,7 @@ class PromptEncoder:
 
     def _restored(self, literals: Literals, text: str) -> Rendered:
         """Return a text that was rendered from marked messages, with its marks resolved."""
-        text, spans = literals.restore(text)
+        text, spans = literals.restore(self.images.written(text))
         # A prompt that no template frames is the user's own framing, special tokens and all.
         return Rendered(text, spans if self.template.capability == "chat" else ())
 
@@ -182,17 +192,23 @@ class PromptEncoder:
         options: RequestOptions,
         owner: Hashable,
         whole: bool = False,
-    ) -> list[int]:
-        """Return the token ids of what was said before and of the prompt that follows, as `prompt_ids`."""
+    ) -> tuple[list[int], Sequence[PromptImage]]:
+        """Return the token ids of what was said before and of the prompt that follows, as `prompt_ids`, and the images
+        among them."""
+        prompt, images = await self.images.take(prompt, owner)
         if not past.turns or not do_preprocess:
             rendering: Any = {"do_preprocess": do_preprocess, "options": options, "owner": owner, "whole": whole}
-            return past.token_ids + await self.prompt_ids(prompt, add_bos=not past.token_ids, **rendering)
+            added = await self.prompt_ids(prompt, add_bos=not past.token_ids, **rendering)
+            ids, placed = self.images.placed(past.token_ids, added, images)
+            return ids, [*past.images, *placed]
         await self._gate.enter()
         size = _size_of([prompt, past.messages()])
-        return await self.offload(lambda: self._with_history(past, prompt, options), size, owner)
+        return await self.offload(lambda: self._with_history(past, prompt, images, options), size, owner)
 
-    def _with_history(self, past: History, prompt: Any, options: RequestOptions) -> list[int]:
-        """Return the token ids of messages that follow others."""
+    def _with_history(
+        self, past: History, prompt: Any, images: Sequence[PromptImage], options: RequestOptions
+    ) -> tuple[list[int], Sequence[PromptImage]]:
+        """Return the token ids of messages that follow others, and the images of both."""
         self.render(prompt, do_preprocess=True, options=options)  # raises what is wrong with the new ones alone
         literals = Literals(self.tokenizer)
         before, new = literals.mark(past.messages()), literals.mark(as_messages(prompt))
@@ -202,13 +218,14 @@ class PromptEncoder:
         if tail is None:
             conversation = [*before, {"role": "assistant", "content": answer}, *new]
             text = self.template.render(conversation, variables=variables)
-            return self.encode(self._restored(literals, text))
+            return self.images.placed([], self.encode(self._restored(literals, text)), [*past.images, *images])
         added = self.encode(self._restored(literals, tail), add_bos=False)
         known = past.token_ids
         if known and known[-1] in self.tokenizer.eos_token_ids:
             # How a turn ends is for the template to say, usually by the same token.
             known = known[:-1]
-        return known + added
+        ids, placed = self.images.placed(known, added, images)
+        return ids, [*past.images, *placed]
 
     async def encode_all(
         self, prompts: Sequence[Any], options: RequestOptions, *, do_preprocess: bool, add_bos: bool, bounded: bool
@@ -219,10 +236,11 @@ class PromptEncoder:
             if is_token_ids(prompt):
                 encoded.append(await self.given_ids(prompt))
             else:
-                ids = self.prompt_ids(
-                    prompt, do_preprocess=do_preprocess, options=options, add_bos=add_bos, bounded=bounded
+                marked, images = await self.images.take(prompt)
+                ids = await self.prompt_ids(
+                    marked, do_preprocess=do_preprocess, options=options, add_bos=add_bos, bounded=bounded
                 )
-                encoded.append(await ids)
+                encoded.append(self.images.placed([], ids, images)[0])
             await asyncio.sleep(0)  # many prompts do not hold up the loop
         return encoded
 

@@ -12,7 +12,7 @@ from asyncllm.engine.cache.prefix_cache import PrefixRoot
 from asyncllm.engine.requests.delivery import Answer, Delivery
 from asyncllm.engine.schedule.quality_of_service import User
 from asyncllm.errors import DeadlineExceeded
-from asyncllm.protocol import PrefillRow, SamplingParams, SlotStart, StepOutput, TokenLogprobs
+from asyncllm.protocol import PrefillRow, PromptImage, SamplingParams, SlotStart, StepOutput, TokenLogprobs
 from asyncllm.types import FinishReason, Pooling, RequestRecord
 
 __all__ = ["ORDINARY", "Request", "RequestPolicy", "Sequence", "SequenceState"]
@@ -74,6 +74,7 @@ class Request:
         "delivery",
         "history_len",
         "id",
+        "images",
         "logits",
         "named_stop_ids",
         "output_logits",
@@ -107,12 +108,15 @@ class Request:
         output_logits: bool = False,
         policy: RequestPolicy = ORDINARY,
         pooling: Pooling | None = None,
+        images: Items[PromptImage] = (),
     ) -> None:
         self.id = id
         """Rises in the order of arrival."""
         self.policy = policy
         self.times = RequestTimes()
         self.prompt_ids = prompt_ids
+        self.images = images
+        """Those of the prompt, in order. They stay until the request ends, as a preempted prompt is computed again."""
         self.named_stop_ids = named_stop_ids
         """Those of the stop ids that the caller named, reported as `stop_reason`."""
         self.session_id = session_id
@@ -310,6 +314,7 @@ class Sequence:
             num_prompt=self.num_prompt,
             num_tokens=len(self.token_ids),
             token_ids=list(self.token_ids) if self.params.needs_history else [],
+            position_shift=sum(image.shift for image in self.request.images),
         )
 
     def next_chunk(self, length: int) -> PrefillRow:
@@ -326,6 +331,7 @@ class Sequence:
             next_token=self.token_ids[end] if wants_logprobs and end < known else None,
             output_logits=request.output_logits,
             pooling=request.pooling if end == known or request.pooling == "mean" else None,
+            images=request.images,
         )
 
     def __repr__(self) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from asyncllm.engine.requests.delivery import Answer
+from asyncllm.errors import InvalidParameter
+from asyncllm.protocol import PromptImage
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Message
@@ -21,7 +25,7 @@ class Turn:
         self.prompt = prompt
         """What the user passed."""
         self.messages = messages
-        """The same as messages; None for a prompt without chat template."""
+        """The same as messages, with marks in place of images; None for a prompt without chat template."""
         self.answer_start = answer_start
         self.end = end
         self.answer = answer
@@ -30,17 +34,27 @@ class Turn:
 class History:
     """The conversation up to some turn. A later one is another History: neither list is changed."""
 
-    __slots__ = ("token_ids", "turns")
+    __slots__ = ("images", "token_ids", "turns")
 
-    def __init__(self, token_ids: list[int], turns: list[Turn]) -> None:
+    def __init__(self, token_ids: list[int], turns: list[Turn], images: Sequence[PromptImage] = ()) -> None:
         self.token_ids = token_ids
         """Prompts, template and answers."""
         self.turns = turns
+        self.images = images
+        """Those whose tokens are among them, in order."""
 
     def cut(self, step: int, tokenizer: Tokenizer) -> History:
-        """Return the first `step` tokens, of which there are as many."""
+        """Return the first `step` tokens, of which there are as many. Raises InvalidParameter in the midst of an
+        image."""
         if step == len(self.token_ids):
             return self
+        images = [image for image in self.images if image.position < step]
+        if images and images[-1].end > step:
+            raise InvalidParameter(
+                f"step={step} is within an image, whose tokens are {images[-1].position} to {images[-1].end - 1}. Cut "
+                f"the session before or behind it.",
+                "step",
+            )
         token_ids, turns, start = self.token_ids[:step], self.turns, 0
         for index, turn in enumerate(self.turns):
             if turn.end > step:
@@ -52,7 +66,7 @@ class History:
                     turns.append(Turn(turn.prompt, turn.messages, answer_start, step, answer))
                 break
             start = turn.end
-        return History(token_ids, turns)
+        return History(token_ids, turns, images)
 
     def messages(self) -> list[Message]:
         """Return the conversation up to, and without, the last answer."""

@@ -33,7 +33,7 @@ class Conversation:
         self.closed = False
         self._root = root
         """Of the last turn, whose blocks are pinned."""
-        self._pinned = table.pin([], past.token_ids, root) if past.token_ids else []
+        self._pinned = table.pin([], past, root) if past.token_ids else []
         self._delivery: Delivery | None = None
         """Of the last turn."""
         self._request: Request | None = None
@@ -106,7 +106,7 @@ class Conversation:
         answer, num_prompt = sequence.answer, sequence.num_prompt
         token_ids = without_stop_word(list(sequence.token_ids), num_prompt, answer, self._table.tokenizer)
         turn = Turn(self._prompt, self._messages, num_prompt, len(token_ids), answer.text)
-        self.past = History(token_ids, [*self._goes_on_from.turns, turn])
+        self.past = History(token_ids, [*self._goes_on_from.turns, turn], request.images)
         self.response = Response(
             token_ids=sequence.token_ids[num_prompt:],
             finish_reason=sequence.finish_reason,
@@ -118,7 +118,7 @@ class Conversation:
         )
         answer.fill(self.response)
         self._root = request.prefix_root
-        self._pinned = self._table.pin(self._pinned, token_ids, self._root)
+        self._pinned = self._table.pin(self._pinned, self.past, self._root)
         if self._closes:
             self.close()
 
@@ -141,7 +141,7 @@ class Conversation:
         if not self.closed:
             self.stop()
             self.closed = True
-            self._pinned = self._table.pin(self._pinned, [], self._root)
+            self._pinned = self._table.pin(self._pinned, History([], []), self._root)
             self._table.forget(self)
 
 
@@ -208,12 +208,12 @@ class SessionTable:
         """End the request of a turn, at the loop's next turn."""
         self._loop.abandon(request)
 
-    def pin(self, old: list[bytes], token_ids: list[int], root: PrefixRoot) -> list[bytes]:
+    def pin(self, old: list[bytes], past: History, root: PrefixRoot) -> list[bytes]:
         """Replace a conversation's pins in the prefix cache by those of its present history, and return the new."""
         cache = self._loop.scheduler.prefix_cache
         if cache is None:
             return []
-        new = self._loop.scheduler.sharing.keys_for_longer(token_ids, root)
+        new = self._loop.scheduler.sharing.keys_for_longer(past.token_ids, root, past.images)
         cache.pin(new)
         cache.unpin(old)
         return new

@@ -62,7 +62,7 @@ async def _turn(request: web.Request, service: Service, body: InteractiveRequest
     if body.session_id != -1:
         kept = service.sessions.enter(request[KEY], body.session_id, start=body.interactive_mode)
     generation = service.engine.generate(
-        normalised(request, body.prompt),
+        await normalised(request, body.prompt),
         config,
         session_id=kept.session.id if kept is not None else label_of(request, body.session_id),
         sequence_start=kept is None,

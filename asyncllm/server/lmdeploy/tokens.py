@@ -24,7 +24,7 @@ async def tokenize(request: web.Request) -> web.Response:
     body = await read_request(request, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Send either prompt or messages.", code="invalid_value", param="prompt")
-    prompt: Any = body.prompt if body.messages is None else normalised(request, body.messages)
+    prompt: Any = body.prompt if body.messages is None else await normalised(request, body.messages)
     encoded: Any = await service.engine.encode(
         [prompt],
         do_preprocess=body.messages is not None,

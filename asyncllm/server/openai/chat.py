@@ -34,7 +34,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_request(request, ChatRequest)
     generation = service.engine.generate(
-        normalised(request, body.messages),
+        await normalised(request, body.messages),
         chat_config(body, service.config, service.defaults),
         session_id=label_of(request, body.session_id),
         do_preprocess=body.do_preprocess is not False,

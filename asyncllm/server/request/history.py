@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from asyncllm.server.request.decode import IGNORED
+from asyncllm.server.request.media import with_images
 from asyncllm.server.service import service_of
 from asyncllm.text.messages import EXTRA_KEYS
 from asyncllm.types import Message
@@ -29,12 +30,12 @@ TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Further types of parts that are texts, by the key that holds the text."""
 
 
-def normalised(request: web.Request, messages: list[dict[str, Any]] | str) -> list[Message] | str:
-    """Return the messages as the chat template takes them. With `unknown_fields="ignore"`, unknown keys are left out
-    and added to the request's ignored ones."""
+async def normalised(request: web.Request, messages: list[dict[str, Any]] | str) -> list[Message] | str:
+    """Return the messages as the chat template takes them, with the bytes of images that the server fetches. With
+    `unknown_fields="ignore"`, unknown keys are left out and added to the request's ignored ones. Raises ApiError."""
     if isinstance(messages, str):
         return messages
-    result = [_message(message) for message in messages]
+    result = [_message(message) for message in await with_images(request, messages)]
     if service_of(request).config.unknown_fields == "ignore":
         known = {"role", "content", "audio", "function_call", *EXTRA_KEYS}
         unknown = dict.fromkeys(key for message in result for key in message if key not in known)

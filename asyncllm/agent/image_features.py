@@ -1,0 +1,77 @@
+"""ImageFeatures: what the vision tower makes of images, by content, kept on the device while there is room."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from asyncllm.layers.images import image_parts
+from asyncllm.protocol import Batch, PromptImage
+from asyncllm.vl.tower import VisionTower
+
+__all__ = ["ImageFeatures"]
+
+MAX_CACHED_BYTES = 2**28
+"""Of features beyond those of the step: 32,000 tokens of 4,096 numbers in 16 bits."""
+
+
+class ImageFeatures:
+    """Encodes images when a chunk first reaches them, and keeps the latest: of a prompt in chunks, of an image that is
+    asked about again. Used by the thread that launches steps."""
+
+    def __init__(self, tower: VisionTower, max_batch_size: int) -> None:
+        """`max_batch_size`: most images that the tower encodes at once."""
+        self._tower = tower
+        self._max_batch_size = max_batch_size
+        self._cached: OrderedDict[bytes, Tensor] = OrderedDict()
+        """By digest, the latest last."""
+        self._num_bytes = 0
+
+    def of_step(self, batch: Batch) -> Tensor | None:
+        """Return the features of all image tokens of a step, in order [F, hidden]; None for a step without any."""
+        parts = [part for row in batch.prefill if row.images for part in image_parts(row)]
+        if not parts:
+            return None
+        missing = {image.digest: image for image, _, _ in parts if image.digest not in self._cached}
+        encoded = self._encoded(list(missing.values()))
+        found = []
+        for image, first, last in parts:
+            features = encoded.get(image.digest)
+            if features is None:
+                features = self._cached[image.digest]
+                self._cached.move_to_end(image.digest)
+            found.append(features[first:last])
+        joined = torch.cat(found)
+        for digest, features in encoded.items():
+            self._keep(digest, features)
+        return joined
+
+    def counts(self, batch: Batch) -> dict[int, int]:
+        """Return, by slot, how many image tokens each row of a step has, of those that have any."""
+        counts = {row.slot: sum(last - first for _, first, last in image_parts(row)) for row in batch.prefill}
+        return {slot: count for slot, count in counts.items() if count}
+
+    def clear(self) -> None:
+        """Forget all: the weights that made them change, or the memory is given back."""
+        self._cached.clear()
+        self._num_bytes = 0
+
+    def _encoded(self, images: Sequence[PromptImage]) -> dict[bytes, Tensor]:
+        encoded: dict[bytes, Tensor] = {}
+        for start in range(0, len(images), self._max_batch_size):
+            some = images[start : start + self._max_batch_size]
+            for image, features in zip(some, self._tower.encode(some), strict=True):
+                if len(features) != image.length:
+                    raise RuntimeError(f"an image of {image.length} tokens was given {len(features)} rows of features")
+                encoded[image.digest] = features.clone()
+        return encoded
+
+    def _keep(self, digest: bytes, features: Tensor) -> None:
+        self._cached[digest] = features
+        self._num_bytes += features.nbytes
+        while self._num_bytes > MAX_CACHED_BYTES:
+            _, oldest = self._cached.popitem(last=False)
+            self._num_bytes -= oldest.nbytes

@@ -1,0 +1,20 @@
+"""How images are encoded, under LMDeploy's name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from asyncllm.config.settings import Settings
+
+__all__ = ["VisionConfig"]
+
+
+class VisionConfig(Settings, frozen=True):
+    """How a pipeline encodes images. `EngineConfig.vision_max_batch_size` says the same of any engine."""
+
+    max_batch_size: Annotated[int, Meta(ge=1, le=4096, description="Most images that the tower encodes at once.")] = 1
+    thread_safe: Annotated[
+        bool, Meta(description="Calls from several threads are safe; they always are, and False changes nothing.")
+    ] = False

@@ -1,0 +1,91 @@
+"""ImageInput: from the images of a prompt to tokens, and what the model is shown in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from asyncllm.errors import InvalidMessage, UnsupportedFeature
+from asyncllm.protocol import ImageProcessor, PromptImage
+from asyncllm.text.image_marks import IMAGE_MARK, holds_images, take_images
+
+__all__ = ["ImageInput"]
+
+IMAGE_SIZE = 2**16
+"""Characters as which an image counts for the time that decoding and resizing take."""
+
+
+class _Offload(Protocol):
+    def __call__(
+        self, call: Callable[[], PromptImage], size: int, owner: Hashable = None
+    ) -> Awaitable[PromptImage]: ...
+
+
+class ImageInput:
+    """Loads images in threads and gives them their places. Holds no state of a request."""
+
+    def __init__(self, processor: ImageProcessor | None, offload: _Offload, *, encodes: bool) -> None:
+        """`processor`: of the model's family, None for a model that takes only text. `encodes`: whether the executor
+        takes images."""
+        self._processor = processor
+        self._offload = offload
+        self._encodes = encodes
+
+    async def take(self, prompt: Any, owner: Hashable = None) -> tuple[Any, list[PromptImage]]:
+        """Return a prompt with marks in place of its images, and these as the model is to be shown them, in order.
+
+        Each is loaded in a thread, at the owner's turn. Raises InvalidRequest, EngineError.
+        """
+        if not holds_images(prompt):
+            return prompt, []
+        if self._processor is None:
+            if isinstance(prompt, tuple):
+                raise UnsupportedFeature(
+                    "The prompt has images, but this model takes only text. Load a vision-language model.", "messages"
+                )
+            return prompt, []  # which the check of messages refuses by place
+        if not self._encodes:
+            raise UnsupportedFeature(
+                "The prompt has images, which do not leave the engine's process yet, and the model runs in another. "
+                "Use isolated=False and tp=1.",
+                "messages",
+            )
+        marked, sources = take_images(prompt)
+        prepare = self._processor.prepare
+        images = [
+            await self._offload(partial(prepare, source.image, source.options), IMAGE_SIZE, owner) for source in sources
+        ]
+        return marked, images
+
+    def written(self, text: str) -> str:
+        """Return a text with what the family writes for an image in place of the marks."""
+        return text if self._processor is None else text.replace(IMAGE_MARK, self._processor.placeholder)
+
+    def placed(
+        self, known: Sequence[int], ids: Sequence[int], images: Sequence[PromptImage]
+    ) -> tuple[list[int], list[PromptImage]]:
+        """Return `known` and the ids that follow, with the images' tokens in their places, and the images there.
+
+        Raises InvalidMessage unless the ids have a place for each image.
+        """
+        processor, token_ids = self._processor, list(known)
+        if processor is None:
+            token_ids.extend(ids)
+            return token_ids, []
+        places = [index for index, token in enumerate(ids) if token == processor.token_id]
+        if len(places) != len(images):
+            raise InvalidMessage(
+                f"The prompt has {len(places)} places for images and {len(images)} images. Give each image one place, "
+                f"or leave the places to the chat template."
+            )
+        start, placed = 0, []
+        for place, image in zip(places, images, strict=True):
+            token_ids += [*ids[start:place], *processor.before]
+            placed.append(msgspec.structs.replace(image, position=len(token_ids)))
+            token_ids += [*[processor.token_id] * image.length, *processor.after]
+            start = place + 1
+        token_ids.extend(ids[start:])
+        return token_ids, placed

@@ -1,0 +1,181 @@
+"""Images that clients send: as data: URLs, or as addresses of a few domains, from which the server fetches them.
+
+A client may read neither the server's files nor what only the server can reach. So addresses are those of the owner's
+domains, each is resolved once, to public addresses alone, and every redirect is held to the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
+
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.service import service_of
+from asyncllm.text.image_marks import IMAGE_PARTS, MAX_IMAGES
+
+__all__ = ["MediaFetcher", "is_public", "with_images"]
+
+MAX_BYTES = 2**24
+"""Of a fetched image."""
+MAX_REDIRECTS = 3
+SECONDS = 10.0
+"""For one image, redirects and all."""
+AT_ONCE = 4
+
+
+def is_public(address: str) -> bool:
+    """Return whether an address is one of the internet's."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(found, "ipv4_mapped", None)
+    return (mapped or found).is_global and not found.is_multicast
+
+
+async def with_images(request: web.Request, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with the bytes of images in place of their http(s) addresses; the others are data: URLs.
+    Raises ApiError."""
+    images = list(_images(messages))
+    for _, _, url in images:
+        if not isinstance(url, str) or not url.lower().startswith(("data:", "http://", "https://")):
+            raise _refused(
+                "An image is sent as a URL of the form data:image/png;base64,... or, where the server allows domains, "
+                "as http(s)://. Files of the server are not read."
+            )
+    found = [(part, kind, url) for part, kind, url in images if not url.lower().startswith("data:")]
+    if not found:
+        return messages
+    if len(found) > MAX_IMAGES:
+        raise _refused(f"The messages name {len(found)} images, and at most {MAX_IMAGES} are fetched. Send fewer.")
+    fetcher = MediaFetcher(service_of(request).config.allowed_media_domains or ())
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def fetch(url: str) -> bytes:
+        async with gate:
+            return await fetcher.fetch(url)
+
+    tasks = [asyncio.ensure_future(fetch(url)) for _, _, url in found]
+    try:
+        fetched = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for (part, kind, _), image in zip(found, fetched, strict=True):
+        part[kind] = {**part[kind], "url": image} if isinstance(part[kind], dict) else image
+    return messages
+
+
+class MediaFetcher:
+    """Fetches from some domains."""
+
+    def __init__(
+        self,
+        domains: Sequence[str],
+        *,
+        accepts: Callable[[str], bool] = is_public,
+        resolver: AbstractResolver | None = None,
+    ) -> None:
+        """`domains`: names of hosts, "*" for any. `accepts`: which addresses of theirs to connect to."""
+        self._domains = frozenset(domain.lower() for domain in domains)
+        self._accepts = accepts
+        self._resolver = resolver
+
+    async def fetch(self, url: str) -> bytes:
+        """Return what an address gives. Raises ApiError 400."""
+        resolver = _CheckedResolver(self._resolver or aiohttp.ThreadedResolver(), self._accepts)
+        connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=SECONDS)
+        try:
+            async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as session:
+                return await self._follow(session, url)
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise _refused(f"An image could not be fetched ({type(error).__name__}). Send it as a data: URL.") from None
+
+    async def _follow(self, session: aiohttp.ClientSession, url: str) -> bytes:
+        for _ in range(MAX_REDIRECTS + 1):
+            target = self._checked(url)
+            async with session.get(target, allow_redirects=False) as answer:
+                if answer.status in (301, 302, 303, 307, 308):
+                    url = str(target.join(URL(answer.headers.get("Location", ""))))
+                    continue
+                if answer.status != 200:
+                    raise _refused(f"An image could not be fetched: status {answer.status}. Send it as a data: URL.")
+                return await self._read(answer)
+        raise _refused(f"An image's address redirects more than {MAX_REDIRECTS} times. Send its last address.")
+
+    async def _read(self, answer: aiohttp.ClientResponse) -> bytes:
+        data = bytearray()
+        async for piece in answer.content.iter_chunked(2**16):
+            data += piece
+            if len(data) > MAX_BYTES:
+                raise _refused(f"An image has more than {MAX_BYTES} bytes. Send a smaller one.")
+        return bytes(data)
+
+    def _checked(self, url: str) -> URL:
+        """Return an address that may be fetched from. Raises ApiError."""
+        target = URL(url)
+        host = (target.host or "").lower().rstrip(".")
+        if target.scheme not in ("http", "https") or not host:
+            raise _refused("An image's address is not of the form http(s)://host/path. Send it as a data: URL.")
+        if target.user or target.password:
+            raise _refused("An image's address holds a user or a password. Leave them out.")
+        if host not in self._domains and "*" not in self._domains:
+            allowed = f"it fetches from {', '.join(sorted(self._domains))}" if self._domains else "it fetches none"
+            raise _refused(
+                f"The server does not fetch images from {host[:128]!r}: {allowed}. Send the image as a data: URL; the "
+                f"server's owner sets --allowed-media-domains."
+            )
+        if _is_literal(host) and not self._accepts(host):
+            raise _refused("An image's address is within a private network. Send it as a data: URL.")
+        return target
+
+
+class _CheckedResolver(AbstractResolver):
+    """Resolves to addresses that may be connected to, which the connection then takes."""
+
+    def __init__(self, inner: AbstractResolver, accepts: Callable[[str], bool]) -> None:
+        self._inner, self._accepts = inner, accepts
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        found = await self._inner.resolve(host, port, family)
+        if not found or not all(self._accepts(each["host"]) for each in found):
+            raise _refused("An image's host has an address within a private network. Send it as a data: URL.")
+        return found
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+def _images(messages: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield each part that is an image: itself, its type, and what it names."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind in IMAGE_PARTS:
+                value = part.get(kind)
+                yield part, kind, value.get("url", value.get("data")) if isinstance(value, dict) else value
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _refused(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_image_url", param="messages")

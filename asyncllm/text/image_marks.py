@@ -1,0 +1,142 @@
+"""Images of a prompt: taken out of messages, with a mark in the text where each one was.
+
+Chat templates and tokenizers see the marks, which become what the model's family writes for an image.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from asyncllm.errors import InvalidMessage, InvalidParameter, short
+
+__all__ = [
+    "IMAGE_MARK",
+    "IMAGE_PARTS",
+    "IMAGE_TOKEN",
+    "MAX_IMAGES",
+    "ImageSource",
+    "holds_images",
+    "parts_of",
+    "take_images",
+]
+
+IMAGE_TOKEN = "<IMAGE_TOKEN>"
+"""Where a user puts it into a text, an image of the same message takes its place."""
+
+IMAGE_MARK = f"{secrets.randbits(128):039d}"
+"""In a text, where an image is. Drawn for the process, so that no user can write it; digits, as templates leave those
+alone."""
+
+MAX_IMAGES = 256
+"""Of one prompt."""
+
+IMAGE_PARTS = ("image_url", "image_data", "image")
+OPTIONS = frozenset({"detail", "max_dynamic_patch", "min_pixels", "max_pixels"})
+"""What a part may say about its image besides where it is."""
+
+
+class ImageSource(NamedTuple):
+    """An image as a prompt names it."""
+
+    image: Any
+    """A path, a URL, bytes, or an image of PIL's."""
+    options: Mapping[str, Any]
+
+
+def holds_images(prompt: Any) -> bool:
+    """Return whether a prompt is (text, images), or messages with an image among their parts."""
+    if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], str):
+        return True
+    if not isinstance(prompt, list | tuple):
+        return False
+    return any(
+        isinstance(part, dict) and part.get("type") in IMAGE_PARTS
+        for message in prompt
+        if isinstance(message, dict) and isinstance(message.get("content"), list)
+        for part in message["content"]
+    )
+
+
+def take_images(prompt: Any) -> tuple[Any, list[ImageSource]]:
+    """Return a prompt of `holds_images` with marks in place of its images, and these in order. (text, images) becomes a
+    text, and messages stay messages.
+
+    Raises InvalidMessage for malformed parts and for IMAGE_TOKENs that are not as many as the message's images.
+    """
+    sources: list[ImageSource] = []
+    if isinstance(prompt, tuple) and isinstance(prompt[0], str):
+        if len(prompt) != 2:
+            raise InvalidMessage("A prompt with images is a tuple of two: (text, image) or (text, [image, ...]).")
+        text, images = prompt
+        sources += [ImageSource(image, {}) for image in (images if isinstance(images, list | tuple) else [images])]
+        marked: Any = _placed([*[IMAGE_MARK] * len(sources), text], "The prompt")
+    else:
+        marked = [_without_images(message, f"messages[{index}]", sources) for index, message in enumerate(prompt)]
+    if len(sources) > MAX_IMAGES:
+        raise InvalidMessage(f"The prompt has {len(sources)} images, more than {MAX_IMAGES}. Send fewer.")
+    return marked, sources
+
+
+def parts_of(text: str) -> list[dict[str, str]]:
+    """Return a marked text as parts, for a template that reads no other contents."""
+    parts: list[dict[str, str]] = []
+    for index, piece in enumerate(text.split(IMAGE_MARK)):
+        if index:
+            parts.append({"type": "image"})
+        if piece:
+            parts.append({"type": "text", "text": piece})
+    return parts
+
+
+def _without_images(message: Any, where: str, sources: list[ImageSource]) -> Any:
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    pieces: list[Any] = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in IMAGE_PARTS:
+            sources.append(_source(part, str(kind), f"{where}.content[{index}]"))
+            pieces.append(IMAGE_MARK)
+        elif kind == "text" and isinstance(part.get("text"), str):
+            pieces += ["\n", part["text"]] if pieces and pieces[-1] is not IMAGE_MARK else [part["text"]]
+        else:
+            return message  # which the check of messages refuses by name
+    if IMAGE_MARK not in pieces:
+        return message
+    if message.get("role") == "assistant":
+        raise InvalidMessage(f"{where} is the assistant's and has an image. Images belong into messages of the user.")
+    return {**message, "content": _placed(pieces, where)}
+
+
+def _placed(pieces: Sequence[str], where: str) -> str:
+    """Return the text, with the marks where the user has put IMAGE_TOKENs, if any."""
+    count = sum(piece is IMAGE_MARK for piece in pieces)
+    text = "".join(piece for piece in pieces if piece is not IMAGE_MARK)
+    asked = text.count(IMAGE_TOKEN)
+    if not asked:
+        return "".join(pieces)
+    if asked != count:
+        raise InvalidMessage(
+            f"{where} has {IMAGE_TOKEN} {asked} times and {count} images. Write it once for each image, or not at all."
+        )
+    return text.replace(IMAGE_TOKEN, IMAGE_MARK)
+
+
+def _source(part: Mapping[str, Any], kind: str, where: str) -> ImageSource:
+    value = part.get(kind)
+    options = {}
+    if isinstance(value, dict):
+        options = {key: each for key, each in value.items() if key not in ("url", "data") and each is not None}
+        value = value.get("url", value.get("data"))
+    if value is None:
+        raise InvalidMessage(f'{where} names no image. Give {{"type": "image_url", "image_url": {{"url": "..."}}}}.')
+    unknown = sorted(map(str, options.keys() - OPTIONS))
+    if unknown:
+        raise InvalidParameter(
+            f"{where} has the unknown option {short(unknown[0])}. Its options are: {', '.join(sorted(OPTIONS))}.",
+            "messages",
+        )
+    return ImageSource(value, options)

@@ -1,0 +1,53 @@
+"""Sizes of LLaVA-NeXT's tiled images: the best of a few shapes, and what of it is no padding (Liu et al., 2024)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+__all__ = ["best_resolution", "fitted", "grid_of", "num_tokens", "unpadded"]
+
+Size = tuple[int, int]
+"""Height and width."""
+
+
+def best_resolution(size: Size, pinpoints: Sequence[Size]) -> Size:
+    """Return the shape in which most of an image's pixels are kept, and of those the one that wastes least."""
+
+    def kept_and_wasted(shape: Size) -> tuple[int, int]:
+        scale = min(shape[1] / size[1], shape[0] / size[0])
+        pixels = min(int(size[1] * scale) * int(size[0] * scale), size[0] * size[1])
+        return pixels, pixels - shape[0] * shape[1]
+
+    return max(pinpoints, key=kept_and_wasted)
+
+
+def fitted(size: Size, shape: Size) -> Size:
+    """Return the size of an image that is scaled into a shape."""
+    scale_h, scale_w = shape[0] / size[0], shape[1] / size[1]
+    if scale_w < scale_h:
+        return min(math.ceil(size[0] * scale_w), shape[0]), shape[1]
+    return shape[0], min(math.ceil(size[1] * scale_h), shape[1])
+
+
+def grid_of(size: Size, pinpoints: Sequence[Size], tile: int) -> Size:
+    """Return the rows and columns of tiles that an image is cut into."""
+    height, width = best_resolution(size, pinpoints)
+    return height // tile, width // tile
+
+
+def unpadded(size: Size, grid: Size) -> tuple[int, int, int, int]:
+    """Return what of a grid of patches is no padding: the first row and column, then rows and columns."""
+    (height, width), (rows, columns) = size, grid
+    if width / height > columns / rows:
+        padding = (rows - int(round(height * (columns / width), 7))) // 2
+        return padding, 0, rows - 2 * padding, columns
+    padding = (columns - int(round(width * (rows / height), 7))) // 2
+    return 0, padding, rows, columns - 2 * padding
+
+
+def num_tokens(size: Size, pinpoints: Sequence[Size], tile: int, side: int) -> int:
+    """Return the tokens of an image: those of the whole, and those of the tiles with one more for each row."""
+    rows, columns = grid_of(size, pinpoints, tile)
+    _, _, height, width = unpadded(size, (rows * side, columns * side))
+    return side * side + height * (width + 1)

@@ -1,0 +1,95 @@
+"""Square pictures for CLIP's towers: the middle of an image (LLaVA), or the whole of it and tiles (LLaVA-NeXT)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.loading import load_image
+from asyncllm.vl.processing.anyres import best_resolution, fitted, num_tokens
+from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+
+__all__ = ["AnyresProcessor", "CenterProcessor"]
+
+
+class CenterProcessor:
+    """The shorter side is scaled to the tower's, and the middle is cut out."""
+
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
+
+    def __init__(self, settings: PictureSettings, *, token_id: int, placeholder: str, length: int, side: int) -> None:
+        """`length`: tokens of an image. `side`: of the tower's pictures in pixels."""
+        self.settings, self.token_id, self.placeholder, self.length = settings, token_id, placeholder, length
+        self.edge = settings.side("size", side)
+        self.crop = settings.side("crop_size", side) if settings.fields.get("do_center_crop", True) else None
+
+    def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
+        refuse_options(options)
+        loaded = load_image(image)
+        pixels = self.settings.numbers(np.asarray(self.squared(loaded))[None])
+        return PromptImage(
+            length=self.length,
+            digest=digest_of(pixels=pixels),
+            pixels=pixels,
+            size=(loaded.height, loaded.width),
+        )
+
+    def squared(self, image: Image.Image) -> Image.Image:
+        """Return the middle of the image in the tower's size, or without a crop all of it, squeezed."""
+        edge, (width, height) = self.edge, image.size
+        if self.crop is None:
+            return resized(image, edge, edge, self.settings.resample)
+        if width < height:
+            height, width = int(edge * height / width), edge
+        else:
+            height, width = edge, int(edge * width / height)
+        scaled = resized(image, height, width, self.settings.resample)
+        left, top = (width - self.crop) // 2, (height - self.crop) // 2
+        return scaled.crop((left, top, left + self.crop, top + self.crop))
+
+
+class AnyresProcessor(CenterProcessor):
+    """The whole of an image, and tiles of it in the shape that suits it best, padded with black."""
+
+    def __init__(
+        self,
+        settings: PictureSettings,
+        *,
+        token_id: int,
+        placeholder: str,
+        side: int,
+        patches: int,
+        pinpoints: Sequence[tuple[int, int]],
+    ) -> None:
+        """`patches`: along a side of the tower's pictures."""
+        super().__init__(settings, token_id=token_id, placeholder=placeholder, length=0, side=side)
+        self._tile, self._patches, self._pinpoints = side, patches, pinpoints
+
+    def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
+        refuse_options(options)
+        loaded = load_image(image)
+        size = (loaded.height, loaded.width)
+        shape = best_resolution(size, self._pinpoints)
+        height, width = fitted(size, shape)
+        canvas = Image.new("RGB", (shape[1], shape[0]))
+        scaled = resized(loaded, height, width, self.settings.resample)
+        canvas.paste(scaled, ((shape[1] - width) // 2, (shape[0] - height) // 2))
+        whole = resized(loaded, self.edge, self.edge, self.settings.resample)
+        step = self.crop or self.edge
+        tiles = [
+            canvas.crop((left, top, left + step, top + step))
+            for top in range(0, shape[0], step)
+            for left in range(0, shape[1], step)
+        ]
+        pixels = self.settings.numbers(np.stack([np.asarray(self.squared(each)) for each in (whole, *tiles)]))
+        return PromptImage(
+            length=num_tokens(size, self._pinpoints, self._tile, self._patches),
+            digest=digest_of(size, pixels=pixels),
+            pixels=pixels,
+            size=size,
+        )

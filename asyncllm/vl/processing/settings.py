@@ -1,0 +1,101 @@
+"""What preprocessor_config.json says: sizes, resampling, means; and from an image to the numbers that a tower reads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedModel, short
+
+__all__ = ["PictureSettings", "Pixels", "digest_of", "refuse_options", "resized"]
+
+Pixels = NDArray[np.float32]
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+class PictureSettings:
+    """How pictures become numbers: bytes times `scale`, less a mean, divided by a deviation, for each colour."""
+
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        where: str,
+        *,
+        mean: tuple[float, ...] = CLIP_MEAN,
+        std: tuple[float, ...] = CLIP_STD,
+    ) -> None:
+        """`mean` and `std` are those of a file without any. Raises InvalidCheckpoint, UnsupportedModel."""
+        self.fields, self.where = fields, where
+        for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+            if fields.get(key, True) not in (True, None):
+                raise UnsupportedModel(f"{where}: {key} = {short(fields[key])} is not implemented. Set it to true.")
+        resample = fields.get("resample", Image.Resampling.BICUBIC)
+        if resample not in list(Image.Resampling):
+            self._refuse("resample", "which is none of Pillow's filters")
+        self.resample = Image.Resampling(resample)
+        scale = fields.get("rescale_factor", 1 / 255)
+        if not isinstance(scale, float) or not 0 < scale <= 1:
+            self._refuse("rescale_factor", "where a number up to 1 belongs")
+        self.scale = scale
+        self._mean, self._std = self._colours("image_mean", mean), self._colours("image_std", std)
+        if not self._std.all():
+            self._refuse("image_std", "which may not be 0")
+
+    def _colours(self, key: str, default: tuple[float, ...]) -> Pixels:
+        value = self.fields.get(key, default)
+        if not isinstance(value, list | tuple) or len(value) != 3 or not all(isinstance(each, float) for each in value):
+            self._refuse(key, "where three numbers belong")
+        return np.array(value, np.float32)
+
+    def integer(self, key: str, default: int, *, maximum: int = 2**31) -> int:
+        """Return a positive integer. Raises InvalidCheckpoint."""
+        value = self.fields.get(key, default)
+        if type(value) is not int or not 1 <= value <= maximum:
+            self._refuse(key, f"where an integer from 1 to {maximum} belongs")
+        return int(value)
+
+    def side(self, key: str, default: int) -> int:
+        """Return the side of a square: a number, or an object with `shortest_edge` or equal `height` and `width`."""
+        value = self.fields.get(key, default)
+        if isinstance(value, dict):
+            sides = {value[name] for name in ("shortest_edge", "height", "width") if value.get(name) is not None}
+            value = sides.pop() if len(sides) == 1 else None
+        if type(value) is not int or not 1 <= value <= 2**14:
+            self._refuse(key, "where the side of a square belongs")
+        return int(value)
+
+    def numbers(self, pictures: NDArray[np.uint8]) -> Pixels:
+        """pictures [..., height, width, 3] -> [..., 3, height, width]."""
+        values = (pictures * np.float32(self.scale) - self._mean) / self._std
+        return np.ascontiguousarray(np.moveaxis(values.astype(np.float32, copy=False), -1, -3))
+
+    def _refuse(self, key: str, what: str) -> NoReturn:
+        raise InvalidCheckpoint(f"{self.where}: {key} = {short(self.fields.get(key))}, {what}. Correct the file.")
+
+
+def resized(image: Image.Image, height: int, width: int, resample: Image.Resampling) -> Image.Image:
+    """Return the image in this size."""
+    return image if image.size == (width, height) else image.resize((width, height), resample)
+
+
+def digest_of(*parts: object, pixels: Pixels) -> bytes:
+    """Return the name of what a tower is shown."""
+    digest = hashlib.sha256(repr((parts, pixels.shape)).encode())
+    digest.update(pixels.data)
+    return digest.digest()
+
+
+def refuse_options(options: Mapping[str, Any], *known: str) -> None:
+    """Raise InvalidParameter for options of an image that the family does not have. `detail` may be "auto" anywhere."""
+    for name, value in options.items():
+        if name not in known and not (name == "detail" and value == "auto"):
+            raise InvalidParameter(
+                f"{name}={short(value)}: this model's images have no such choice. Leave it out.", "messages"
+            )

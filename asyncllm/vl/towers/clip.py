@@ -1,0 +1,88 @@
+"""CLIP's and SigLIP's vision transformers (Radford et al., 2021; Zhai et al., 2023), as LLaVA and others read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer_norm import LayerNorm
+from asyncllm.vl.towers.block import Attention, Block
+from asyncllm.vl.towers.parts import PatchEmbedding, Table, TowerActivation
+
+__all__ = ["ClipConfig", "ClipEncoder", "clip_weights"]
+
+
+class ClipConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A transformer over the patches of square pictures."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    image_size: int
+    patch_size: int
+    eps: float
+    activation: TowerActivation
+    has_class_token: bool = True
+    """CLIP has one in front of the patches, and a norm of the embeddings; SigLIP has a bias in its patches' instead."""
+
+    @property
+    def side(self) -> int:
+        """Patches along each side of a picture."""
+        return self.image_size // self.patch_size
+
+
+class ClipEncoder(Layer):
+    """pixels [N, 3, size, size] -> hidden states of one of its layers."""
+
+    def __init__(self, config: ClipConfig) -> None:
+        super().__init__()
+        size, own = config.hidden_size, config.has_class_token
+        self.config = config
+        self.patches = PatchEmbedding((config.patch_size, config.patch_size), size, bias=not own)
+        self.class_token = Table(size) if own else None
+        self.positions = Table(config.side**2 + own, size)
+        self.first_norm = LayerNorm(size, config.eps) if own else None
+        self.layers = nn.ModuleList(
+            Block(
+                Attention(size, config.num_heads),
+                size,
+                config.intermediate_size,
+                activation=config.activation,
+                eps=config.eps,
+            )
+            for _ in range(config.num_layers)
+        )
+
+    def forward(self, pixels: Tensor, num_layers: int) -> Tensor:
+        """Return the hidden states [N, tokens, hidden] after so many layers, the class token's first if there is
+        one."""
+        x: Tensor = self.patches.of_images(pixels)
+        if self.class_token is not None:
+            x = torch.cat([self.class_token().expand(len(x), 1, -1), x], 1)
+        x = x + self.positions()
+        if self.first_norm is not None:
+            x = self.first_norm(x)
+        for layer in self.layers[:num_layers]:
+            x = layer(x)
+        return x
+
+
+def clip_weights(source: str, target: str) -> Mapping[str, str]:
+    """Return the rows of a weight table for the encoder at `target`; `source` is where the checkpoint has it."""
+    layer, own = f"{source}.encoder.layers.{{i}}", f"{target}.layers.{{i}}"
+    return {
+        f"{source}.embeddings.class_embedding": f"{target}.class_token:weight",
+        f"{source}.embeddings.patch_embedding": f"{target}.patches",
+        f"{source}.embeddings.position_embedding": f"{target}.positions",
+        f"{source}.pre_layrnorm": f"{target}.first_norm",
+        f"{layer}.layer_norm1": f"{own}.attn_norm",
+        **{f"{layer}.self_attn.{name}_proj": f"{own}.attn.{name}" for name in ("q", "k", "v", "out")},
+        f"{layer}.layer_norm2": f"{own}.mlp_norm",
+        f"{layer}.mlp.fc1": f"{own}.up",
+        f"{layer}.mlp.fc2": f"{own}.down",
+    }

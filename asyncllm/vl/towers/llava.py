@@ -1,0 +1,93 @@
+"""LLaVA's tower (Liu et al., 2023): an encoder's hidden states and an MLP into the decoder's width.
+
+LLaVA-NeXT shows the encoder the whole image and tiles of it. The tiles' features are put together, what was padding is
+cut off, and each row gets a learned newline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.processing.anyres import grid_of, unpadded
+from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
+from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, Table, TowerActivation
+
+__all__ = ["LlavaConfig", "LlavaTower"]
+
+
+_ENCODERS = ("vision_tower", "vision_tower.vision_model")
+
+
+class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
+    """An encoder, which of its hidden states are read, and a projector."""
+
+    encoder: ClipConfig
+    feature_layers: tuple[int, ...]
+    """After so many layers each; their features follow one another."""
+    drops_class_token: bool
+    bias: bool
+    activation: TowerActivation
+    pinpoints: tuple[tuple[int, int], ...] = ()
+    """Heights and widths of tiled images, of LLaVA-NeXT; empty for LLaVA."""
+
+    def build(self, hidden_size: int) -> LlavaTower:
+        return LlavaTower(self, hidden_size)
+
+    @property
+    def weights(self) -> Mapping[str, str]:
+        projector = {f"multi_modal_projector.linear_{n}": f"vision.projector_{n}" for n in (1, 2)}
+        return {
+            **{row: target for source in _ENCODERS for row, target in clip_weights(source, "vision.encoder").items()},
+            **projector,
+            "image_newline": "vision.newline:weight",
+        }
+
+    @property
+    def unused(self) -> Sequence[str]:
+        return [f"{source}.{name}" for source in _ENCODERS for name in ("post_layernorm", "head")]
+
+
+class LlavaTower(VisionTower):
+    def __init__(self, config: LlavaConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = ClipEncoder(config.encoder)
+        width = config.encoder.hidden_size * len(config.feature_layers)
+        self.projector_1 = Dense(width, hidden_size, bias=config.bias)
+        self.projector_2 = Dense(hidden_size, hidden_size, bias=config.bias)
+        self.newline = Table(hidden_size) if config.pinpoints else None
+
+    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
+        parameter = self.projector_1.weight
+        tiles = [torch.from_numpy(image.pixels) for image in images]
+        features = self._features(torch.cat(tiles).to(parameter.device, parameter.dtype))
+        return [
+            self._joined(part, image)
+            for part, image in zip(torch.split(features, [len(each) for each in tiles]), images, strict=True)
+        ]
+
+    def _features(self, pixels: Tensor) -> Tensor:
+        """pixels [N, 3, size, size] -> [N, patches, hidden]."""
+        config = self.config
+        hidden = [self.encoder(pixels, count) for count in config.feature_layers]
+        x = torch.cat([each[:, 1:] if config.drops_class_token else each for each in hidden], -1)
+        projected: Tensor = self.projector_2(ACTIVATIONS[config.activation](self.projector_1(x)))
+        return projected
+
+    def _joined(self, features: Tensor, image: PromptImage) -> Tensor:
+        """features [tiles, patches, hidden] of one image -> [length, hidden]."""
+        if self.newline is None:
+            return features[0]
+        side = self.config.encoder.side
+        rows, columns = grid_of(image.size, self.config.pinpoints, self.config.encoder.image_size)
+        whole, tiles = features[0], features[1:].view(rows, columns, side, side, -1)
+        picture = tiles.transpose(1, 2).reshape(rows * side, columns * side, -1)
+        top, left, height, width = unpadded(image.size, (rows * side, columns * side))
+        picture = picture[top : top + height, left : left + width]
+        newline = self.newline().expand(len(picture), 1, -1)
+        return torch.cat([whole, torch.cat([picture, newline], 1).flatten(0, 1)])

@@ -1,0 +1,91 @@
+"""What towers are made of: products, patch embeddings and learned tensors, in plain torch.
+
+Nothing here is divided among ranks, quantized or adapted, and a tower runs once for an image: products are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from asyncllm.layers.layer import Layer
+
+__all__ = ["ACTIVATIONS", "Dense", "PatchEmbedding", "Scale", "Table", "TowerActivation"]
+
+TowerActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
+
+ACTIVATIONS: Mapping[TowerActivation, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "silu": F.silu,
+}
+
+
+class _Owner(Layer):
+    """A layer whose parameters lie in a checkpoint as they are."""
+
+    def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
+        return {(name, None, None): tuple(each.shape) for name, each in self.named_parameters(recurse=False)}
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        self.get_parameter(suffix).copy_(tensor)
+
+
+def _empty(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+
+
+class Dense(_Owner):
+    """x [..., in] -> [..., out]."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = _empty(out_features, in_features)
+        self.bias = _empty(out_features) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class PatchEmbedding(_Owner):
+    """A convolution whose windows do not overlap: patches [..., channels * window] -> [..., out]. `window`: its sizes,
+    the last ones height and width."""
+
+    def __init__(self, window: tuple[int, ...], out_features: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = _empty(out_features, 3, *window)
+        self.bias = _empty(out_features) if bias else None
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+
+    def of_images(self, pixels: Tensor) -> Tensor:
+        """pixels [N, 3, height, width] -> [N, patches, out], row by row."""
+        size = self.weight.shape[-1]
+        count, channels, height, width = pixels.shape
+        cut = pixels.view(count, channels, height // size, size, width // size, size).permute(0, 2, 4, 1, 3, 5)
+        embedded: Tensor = self(cut.reshape(count, -1, channels * size * size))
+        return embedded
+
+
+class Table(_Owner):
+    """A learned tensor by itself."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = _empty(*shape)
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class Scale(Table):
+    """Multiplies each feature by a learned number."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x * self.weight

@@ -1,0 +1,166 @@
+"""Tiny vision-language checkpoints in the layout of the hub, every parameter perturbed, and their oracles."""
+
+from __future__ import annotations
+
+import atexit
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from asyncllm import Response
+from tests.checkpoints import SPECIAL_TOKENS, perturb, write_tokenizer
+
+__all__ = ["KINDS", "build_vlm", "folder_of", "oracle_of", "picture", "shared_oracle", "worst_difference"]
+
+IMAGE_ID = len(SPECIAL_TOKENS)
+"""Of the first special token behind the usual ones."""
+
+_TEXT = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 3,
+    "pad_token_id": 0,
+}
+_CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 7,
+    "projection_dim": 16,
+}
+_CLIP_PICTURES = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 28},
+    "crop_size": {"height": 28, "width": 28},
+    "do_center_crop": True,
+    "do_convert_rgb": True,
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+_PARTS_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] + ' ' }}{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+
+
+def _llava() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import LlavaConfig
+
+    text = {**_TEXT, "model_type": "llama"}
+    config = LlavaConfig(vision_config=_CLIP, text_config=text, image_token_index=IMAGE_ID, image_seq_length=16)
+    return config, _CLIP_PICTURES, ["<image>"], _PARTS_TEMPLATE
+
+
+def _llava_next() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import LlavaNextConfig
+
+    pinpoints = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
+    config = LlavaNextConfig(
+        vision_config=_CLIP,
+        text_config={**_TEXT, "model_type": "mistral", "sliding_window": None},
+        image_token_index=IMAGE_ID,
+        image_grid_pinpoints=pinpoints,
+    )
+    pictures = {
+        **_CLIP_PICTURES,
+        "image_processor_type": "LlavaNextImageProcessor",
+        "image_grid_pinpoints": pinpoints,
+        "do_pad": True,
+    }
+    return config, pictures, ["<image>"], None
+
+
+KINDS: dict[str, Callable[[], tuple[Any, dict[str, Any], list[str], str | None]]] = {
+    "llava": _llava,
+    "llava_next": _llava_next,
+}
+"""Config, preprocessor_config.json, special tokens and chat template of each."""
+
+
+def build_vlm(kind: str, folder: Path, seed: int = 0) -> Path:
+    """Write a complete model folder and return it."""
+    from transformers import AutoModelForImageTextToText
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    config, pictures, tokens, template = KINDS[kind]()
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    perturb(model, seed)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(pictures))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3]}))
+    write_tokenizer(folder, _TEXT["vocab_size"], more=tokens, template=template)
+    return folder
+
+
+def oracle_of(folder: Path) -> Callable[[Sequence[int], Sequence[Image.Image]], Tensor]:
+    """Return what gives transformers' logits [tokens, vocab] of expanded token ids and their images."""
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    processor = AutoImageProcessor.from_pretrained(folder)
+
+    @torch.inference_mode()
+    def logits(ids: Sequence[int], images: Sequence[Image.Image]) -> Tensor:
+        pictures = processor(list(images), return_tensors="pt") if images else {}
+        inputs = torch.tensor([list(ids)])
+        result: Tensor = model(input_ids=inputs, **pictures).logits[0]
+        return result
+
+    return logits
+
+
+def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:
+    """Return an image of smooth noise, another for each seed."""
+    noise = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), np.uint8)
+    return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@cache
+def folder_of(kind: str) -> Path:
+    """Return the checkpoint of a kind, built once per process and removed when it ends."""
+    folder = Path(mkdtemp(prefix="asyncllm-"))
+    atexit.register(rmtree, folder, ignore_errors=True)
+    return build_vlm(kind, folder)
+
+
+@cache
+def shared_oracle(kind: str) -> Callable[[Sequence[int], Sequence[Image.Image]], Tensor]:
+    """Return `oracle_of` the shared checkpoint."""
+    return oracle_of(folder_of(kind))
+
+
+def worst_difference(kind: str, prompt_ids: Sequence[int], images: Sequence[Image.Image], response: Response) -> float:
+    """Return by how much the log-probabilities of an answer's tokens differ from transformers', given its images."""
+    assert response.logprobs is not None
+    ids = response.token_ids
+    logits = shared_oracle(kind)([*prompt_ids, *ids], images)[len(prompt_ids) - 1 : -1]
+    assert logits.argmax(-1).tolist() == ids, "another token is the likeliest"
+    expected = torch.log_softmax(logits, -1)
+    return max(
+        abs(expected[index, token].item() - entry[token])
+        for index, (token, entry) in enumerate(zip(ids, response.logprobs, strict=True))
+    )

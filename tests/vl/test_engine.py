@@ -1,0 +1,217 @@
+"""Images in the engine: prefix cache by content, recomputation, sessions, several answers, wrong prompts."""
+
+from __future__ import annotations
+
+import base64
+from asyncio import TaskGroup
+from collections.abc import AsyncIterator
+from io import BytesIO
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidMessage, InvalidParameter, UnsupportedFeature
+from asyncllm.agent.image_features import ImageFeatures
+from asyncllm.protocol import PromptImage
+from asyncllm.vl import IMAGE_TOKEN
+from tests.vl.checkpoints import folder_of, picture, worst_difference
+
+pytestmark = pytest.mark.anyio
+
+KIND = "llava"
+GREEDY = GenerationConfig(max_new_tokens=6, temperature=0, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def config(**more: Any) -> EngineConfig:
+    return EngineConfig(**{"block_size": 4, "num_gpu_blocks": 256, "max_prefill_token_num": 64, **more})
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[AsyncEngine]:
+    async with AsyncEngine(str(folder_of(KIND)), config()) as engine:
+        yield engine
+        engine.check_idle()
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many images each call of the tower has encoded."""
+    counts: list[int] = []
+    encode = ImageFeatures._encoded
+
+    def counted(self: ImageFeatures, images: list[PromptImage]) -> Any:
+        counts.append(len(images))
+        return encode(self, images)
+
+    monkeypatch.setattr(ImageFeatures, "_encoded", counted)
+    return counts
+
+
+def message(text: str, *images: Image.Image) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = [{"type": "image_data", "image_data": {"data": image}} for image in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+async def test_equal_images_share_blocks_and_others_never(engine: AsyncEngine, encoded: list[int]) -> None:
+    prompt = message("what is it?", picture(1))
+    first = await engine.generate(prompt, GREEDY)
+    again = await engine.generate(message("what is it?", picture(1)), GREEDY)
+    other = await engine.generate(message("what is it?", picture(2)), GREEDY)
+    assert first.cached_token_len == 0
+    assert again.cached_token_len >= 20, "the image is found by its content"
+    assert again.token_ids == first.token_ids
+    assert other.cached_token_len < 16, "no more than what stands in front of the image"
+    for image, response in ((picture(1), again), (picture(2), other)):
+        ids = await engine.encode(message("what is it?", image))
+        assert worst_difference(KIND, ids, [image], response) < 1e-4  # type: ignore[arg-type]
+    assert sum(encoded) == 2, "a prompt that the prefix cache has is encoded once"
+
+
+async def test_the_place_of_an_image_counts(engine: AsyncEngine) -> None:
+    one, two = picture(1), picture(2)
+    forward = await engine.generate(("x", [one, two]), GREEDY)
+    backward = await engine.generate(("x", [two, one]), GREEDY)
+    assert backward.cached_token_len < 16
+    ids = await engine.encode(("x", [two, one]))
+    assert worst_difference(KIND, ids, [two, one], backward) < 1e-4  # type: ignore[arg-type]
+    assert forward.logprobs != backward.logprobs
+
+
+async def test_answers_survive_preemption(encoded: list[int]) -> None:
+    images = [picture(seed) for seed in range(4)]
+    long = GenerationConfig(max_new_tokens=40, temperature=0, ignore_eos=True, logprobs=1)
+    crowded = config(num_gpu_blocks=40, enable_prefix_caching=False)
+    async with AsyncEngine(str(folder_of(KIND)), crowded) as engine:
+        responses = await engine.batch_infer([(f"number {n}", image) for n, image in enumerate(images)], long)
+        assert engine.stats().preemptions > 0
+        assert isinstance(responses, list)
+        for number, (image, response) in enumerate(zip(images, responses, strict=True)):
+            ids = await engine.encode((f"number {number}", image))
+            assert worst_difference(KIND, ids, [image], response) < 1e-4  # type: ignore[arg-type]
+        engine.check_idle()
+
+
+async def test_several_answers_and_a_stream(engine: AsyncEngine) -> None:
+    sampled = GenerationConfig(n=3, max_new_tokens=4, temperature=1.0, random_seed=5, ignore_eos=True)
+    response = await engine.generate(("say", picture(3)), sampled)
+    assert len(response.choices) == 3
+    pieces = [chunk async for chunk in engine.stream_infer([("say", picture(3)), "text alone"], GREEDY)]
+    assert {chunk.index for chunk in pieces} == {0, 1}
+
+
+@pytest.mark.parametrize("kind", ["llava", "llava_next"])
+async def test_a_session_keeps_its_images(kind: str) -> None:
+    async with AsyncEngine(str(folder_of(kind)), config()) as engine, engine.session() as session:
+        await session.chat(("what is it?", picture(1)), GREEDY)
+        await session.chat("and its colour?", GREEDY)
+        before = list(session.token_ids)
+        third = await session.chat(("and this one?", picture(2)), GREEDY)
+        assert third.cached_token_len >= len(before) - 8, "the first image is found by its content"
+        ids = session.token_ids[: -len(third.token_ids)]
+        assert worst_difference(kind, ids, [picture(1), picture(2)], third) < 1e-4
+        async with session.fork() as other:
+            fourth = await other.chat("again", GREEDY)
+            ids = other.token_ids[: -len(fourth.token_ids)]
+            assert worst_difference(kind, ids, [picture(1), picture(2)], fourth) < 1e-4
+
+
+async def test_a_session_is_not_cut_within_an_image(engine: AsyncEngine) -> None:
+    keep: dict[str, Any] = {"session_id": 7, "sequence_end": False}
+    await engine.generate(("what?", picture(1)), GREEDY, **keep)
+    image_id = 4
+    first = (await engine.encode(("what?", picture(1)))).index(image_id)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameter, match="within an image"):
+        await engine.generate("and?", GREEDY, **keep, sequence_start=False, step=first + 3)
+    after = await engine.generate("and?", GREEDY, **keep, sequence_start=False, step=first + 16)
+    assert after.finish_reason == "length"
+    await engine.end_session(7)
+
+
+async def test_every_spelling_of_an_image(engine: AsyncEngine, tmp_path: Any) -> None:
+    image = picture(4)
+    buffer = BytesIO()
+    image.save(buffer, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    (tmp_path / "image.png").write_bytes(buffer.getvalue())
+    text = {"type": "text", "text": "what?"}
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image_url", "image_url": {"url": url, "detail": "auto"}},
+        {"type": "image_url", "image_url": str(tmp_path / "image.png")},
+        {"type": "image_data", "image_data": {"data": image}},
+        {"type": "image", "image": buffer.getvalue()},
+    ]
+    answers = [await engine.generate([{"role": "user", "content": [part, text]}], GREEDY) for part in parts]
+    answers += [await engine.generate(prompt, GREEDY) for prompt in (("what?", image), ("what?", [url]))]
+    assert len({tuple(answer.token_ids) for answer in answers}) == 1
+    assert answers[-1].cached_token_len > 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "says"),
+    [
+        (("what?", b"nonsense"), InvalidMessage, "no format"),
+        ((f"{IMAGE_TOKEN} {IMAGE_TOKEN}", picture(1)), InvalidMessage, "2 times and 1 images"),
+        (("what?", [picture(1)] * 40), InvalidMessage, "session length|KV cache"),
+        (("what?", [picture(1)] * 300), InvalidMessage, "300 images"),
+        (("what?", picture(1), picture(2)), InvalidMessage, "tuple of two"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], InvalidMessage, "names no image"),
+        ([{"role": "user", "content": [{"type": "video_url", "video_url": "x"}]}], UnsupportedFeature, "video_url"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x", "size": 1}}]}],
+            InvalidParameter,
+            "unknown option 'size'",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": {"data": picture(1), "max_pixels": 9}}]}],
+            InvalidParameter,
+            "no such choice",
+        ),
+        (
+            [{"role": "assistant", "content": [{"type": "image", "image": picture(1)}]}],
+            InvalidMessage,
+            "assistant's and has an image",
+        ),
+    ],
+)
+async def test_wrong_prompts_harm_no_neighbour(engine: AsyncEngine, prompt: Any, error: type, says: str) -> None:
+    if "session length" in says:
+        error = ValueError
+    async with TaskGroup() as group:
+        neighbour = group.create_task(engine.generate(("fine", picture(5)), GREEDY).response())
+        with pytest.raises(error, match=says):
+            await engine.generate(prompt, GREEDY)
+    assert neighbour.result().finish_reason == "length"
+
+
+async def test_a_spelled_placeholder_is_text(engine: AsyncEngine) -> None:
+    ids = await engine.encode("an <image> of words")
+    assert 4 not in ids
+    with pytest.raises(InvalidMessage, match="1 places for images and 0 images"):
+        await engine.generate("an <image>", GREEDY, do_preprocess=False)
+    raw = await engine.generate((f"raw {IMAGE_TOKEN}text", picture(1)), GREEDY, do_preprocess=False)
+    assert raw.input_token_len > 16
+
+
+async def test_new_weights_forget_features(encoded: list[int]) -> None:
+    async with AsyncEngine(str(folder_of(KIND)), config(enable_prefix_caching=False)) as engine:
+        await engine.generate(("one", picture(1)), GREEDY)
+        await engine.generate(("two", picture(1)), GREEDY)
+        assert sum(encoded) == 1, "features are kept"
+        await engine.sleep()
+        await engine.wake()
+        await engine.generate(("two", picture(1)), GREEDY)
+        assert sum(encoded) == 2
+
+
+async def test_a_text_model_refuses_images(tiny_checkpoint: Any) -> None:
+    async with AsyncEngine(str(tiny_checkpoint), EngineConfig(num_gpu_blocks=32)) as engine:
+        for prompt in (("what?", picture(1)), message("what?", picture(1))):
+            with pytest.raises(UnsupportedFeature, match="only text"):
+                await engine.generate(prompt)

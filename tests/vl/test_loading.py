@@ -1,0 +1,120 @@
+"""Images from strangers: what is read is upright RGB, and everything else a typed error."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature
+from asyncllm.vl import encode_image_base64, load_image
+from asyncllm.vl.loading import MAX_IMAGE_PIXELS
+from tests.vl.checkpoints import picture
+
+
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def far_apart(one: Image.Image, other: Image.Image) -> float:
+    return float(np.abs(np.asarray(one, np.int64) - np.asarray(other, np.int64)).max())
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    """A PNG's beginning that claims a size."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    return b"\x89PNG\r\n\x1a\n" + chunk + struct.pack(">I", 64) + b"IDAT" + bytes(68)
+
+
+def test_every_way_in_gives_the_same_image(tmp_path: Path) -> None:
+    image = picture(1)
+    data = saved(image, "PNG")
+    path = tmp_path / "a b.png"
+    path.write_bytes(data)
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    for source in (image, data, str(path), path, f"file://{tmp_path}/a%20b.png", url):
+        loaded = load_image(source)
+        assert loaded.mode == "RGB"
+        assert far_apart(loaded, image) == 0
+    assert far_apart(load_image(base64.b64decode(encode_image_base64(image))), image) == 0
+    with pytest.raises(InvalidParameter, match="PNG or JPEG"):
+        encode_image_base64(image, "nonsense")
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP", "BMP", "GIF", "TIFF"])
+def test_formats(kind: str) -> None:
+    assert far_apart(load_image(saved(picture(2), kind)), picture(2)) < 60
+
+
+def test_it_is_turned_as_its_exif_entry_says() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    loaded = load_image(saved(picture(3), "PNG", exif=exif))
+    assert far_apart(loaded, picture(3).transpose(Image.Transpose.ROTATE_270)) == 0
+
+
+def test_of_an_animation_it_is_the_first_frame() -> None:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    for kind in ("GIF", "WEBP", "PNG"):
+        data = saved(frames[0], kind, save_all=True, append_images=frames[1:], lossless=True)
+        assert far_apart(load_image(data), frames[0]) == 0, kind
+
+
+def test_sixteen_bits_become_eight() -> None:
+    wide = np.arange(256, dtype=np.uint16).reshape(16, 16) * 257
+    narrow = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    loaded = load_image(saved(Image.fromarray(wide), "PNG"))
+    assert (np.asarray(loaded) == narrow[..., None]).all()
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "L", "P", "LA", "RGBA", "1"])
+def test_other_modes_become_rgb(mode: str) -> None:
+    kind = "TIFF" if mode == "CMYK" else "PNG"
+    assert load_image(saved(picture(1).convert(mode), kind)).mode == "RGB"
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "says"),
+    [
+        (b"", InvalidMessage, "no bytes"),
+        (b"nonsense" * 100, InvalidMessage, "no format that is read"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", UnsupportedFeature, "SVG"),
+        (b"\xef\xbb\xbf <?xml version='1.0'?><svg/>", UnsupportedFeature, "SVG"),
+        (b"%PDF-1.7", InvalidMessage, "no format"),
+        (saved(picture(1), "PNG")[:-200], InvalidMessage, "truncated"),
+        (saved(picture(1), "JPEG")[:400], InvalidMessage, "truncated"),
+        (png_of_size(MAX_IMAGE_PIXELS, 2), InvalidMessage, "pixels"),
+        (png_of_size(9000, 9000), InvalidMessage, "pixels"),
+        (saved(Image.new("F", (4, 4)), "TIFF"), UnsupportedFeature, "floats"),
+    ],
+    ids=["empty", "bytes", "svg", "xml", "pdf", "cut png", "cut jpeg", "bomb", "large", "floats"],
+)
+def test_what_is_refused(data: bytes, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        load_image(data)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("/no/such/file.png", "cannot be read"),
+        ("data:image/png,plain", "base64"),
+        ("data:image/png;base64,***", "not base64"),
+        (17, "a path, a URL, bytes or a PIL image"),
+        ("http://127.0.0.1:9/x.png", "cannot be fetched"),
+        ("\0", "cannot be read"),
+    ],
+)
+def test_sources_that_are_none(source: Any, says: str) -> None:
+    with pytest.raises(InvalidMessage, match=says):
+        load_image(source)

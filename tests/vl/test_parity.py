@@ -1,0 +1,55 @@
+"""Every family against transformers: answers to text, one image and several, in a batch of chunks that cut images."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from PIL import Image
+
+from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
+from tests.vl.checkpoints import KINDS, folder_of, picture, shared_oracle, worst_difference
+
+pytestmark = pytest.mark.anyio
+
+CONFIG = EngineConfig(block_size=8, num_gpu_blocks=256, max_prefill_token_num=24, vision_max_batch_size=2)
+GREEDY = GenerationConfig(max_new_tokens=6, temperature=0, ignore_eos=True, logprobs=1)
+SIZES = [(40, 30), (30, 60), (28, 28), (90, 31)]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_answers_are_those_of_transformers(kind: str) -> None:
+    pictures = [picture(seed, *size) for seed, size in enumerate(SIZES)]
+    cases: list[tuple[str, list[Image.Image]]] = [
+        ("Tell me a story.", []),
+        ("what is this?", pictures[:1]),
+        ("<IMAGE_TOKEN> and then <IMAGE_TOKEN>: which?", pictures[1:3]),
+        ("all", pictures),
+    ]
+    prompts = [(text, images) if images else text for text, images in cases]
+    async with AsyncEngine(str(folder_of(kind)), CONFIG) as engine:
+        responses = await engine.batch_infer(prompts, GREEDY)
+        assert isinstance(responses, list)
+        for (_, images), prompt, response in zip(cases, prompts, responses, strict=True):
+            ids = await engine.encode(prompt)
+            assert response.input_token_len == len(ids)
+            assert worst_difference(kind, ids, images, response) < 1e-4  # type: ignore[arg-type]
+        engine.check_idle()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_oracle_would_notice(kind: str) -> None:
+    first, second = picture(1), picture(2)
+    async with AsyncEngine(str(folder_of(kind)), CONFIG) as engine:
+        ids = await engine.encode(("which?", [first, second]))
+    oracle = shared_oracle(kind)
+    right, swapped, blank = (
+        oracle(ids, images)[-1]  # type: ignore[arg-type]
+        for images in ([first, second], [second, first], [first, Image.new("RGB", second.size)])
+    )
+    assert torch.max((right - swapped).abs()) > 1e-2
+    assert torch.max((right - blank).abs()) > 1e-2

@@ -1,0 +1,132 @@
+"""Images over HTTP: data: URLs, addresses of allowed domains, and nothing that is the server's own."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.abc import AbstractResolver
+
+from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.request.media import MAX_BYTES, MediaFetcher, is_public
+from tests.server.serving import serving
+from tests.vl.checkpoints import folder_of, picture
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def data_url(seed: int) -> str:
+    buffer = BytesIO()
+    picture(seed).save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def question(*urls: Any, text: str = "what?") -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    content = [*parts, {"type": "text", "text": text}]
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+
+
+async def test_a_chat_with_images(tmp_path: Path) -> None:
+    engine = AsyncEngine(str(folder_of("llava")), EngineConfig(block_size=8, num_gpu_blocks=128))
+    (tmp_path / "x.png").write_bytes(b"secret")
+    async with serving(engine) as server:
+        greedy = GenerationConfig(max_new_tokens=5, temperature=0, ignore_eos=True)
+        expected = await engine.generate(("what?", [picture(1), picture(2)]), greedy)
+        status, body = await server.post("/v1/chat/completions", question(data_url(1), data_url(2)))
+        assert status == 200, body
+        assert body["choices"][0]["message"]["content"] == expected.text
+        assert body["usage"]["prompt_tokens"] == expected.input_token_len
+        refused = {
+            str(tmp_path / "x.png"): "Files of the server",
+            f"file://{tmp_path}/x.png": "Files of the server",
+            "https://example.com/x.png": "does not fetch images from 'example.com'",
+            "http://127.0.0.1/x.png": "does not fetch",
+            "data:image/png;base64,AAAA": "no format",
+            "data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode(): "SVG",
+        }
+        for source, says in refused.items():
+            for path, name in (("/v1/chat/completions", "messages"), ("/v1/chat/interactive", "prompt")):
+                content = question(source)["messages"]
+                status, body = await server.post(path, {name: content})
+                assert status == 400, source
+                assert says in body["error"]["message"]
+        engine.check_idle()
+
+
+class _Fixed(AbstractResolver):
+    """Names of the test's own server."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def resolve(self, host: str, port: int = 0, family: Any = 0) -> Any:
+        return [
+            {"hostname": host, "host": "127.0.0.1", "port": self._port, "family": 2, "proto": 0, "flags": 0},
+        ]
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    async def picture_file(request: web.Request) -> web.Response:
+        return web.Response(body=b"pixels")
+
+    async def moved(request: web.Request) -> web.Response:
+        raise web.HTTPFound(request.query["to"])
+
+    async def large(request: web.Request) -> web.Response:
+        return web.Response(body=bytes(MAX_BYTES + 1))
+
+    app = web.Application()
+    app.add_routes([web.get("/x.png", picture_file), web.get("/moved", moved), web.get("/large", large)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield runner.addresses[0][1]
+    await runner.cleanup()
+
+
+async def test_what_is_fetched(port: int) -> None:
+    fetcher = MediaFetcher(["Images.example"], accepts=lambda address: True, resolver=_Fixed(port))
+    assert await fetcher.fetch(f"http://images.example:{port}/x.png") == b"pixels"
+    assert await fetcher.fetch(f"http://images.example:{port}/moved?to=/x.png") == b"pixels"
+    for path, says in (
+        ("moved?to=/moved?to=/moved", "redirects|fetched"),
+        ("moved?to=http://other.example/x.png", "does not fetch images from 'other.example'"),
+        ("moved?to=file:///etc/passwd", "http"),
+        ("large", "bytes"),
+        ("absent", "status 404"),
+    ):
+        with pytest.raises(ApiError, match=says):
+            await fetcher.fetch(f"http://images.example:{port}/{path}")
+
+
+async def test_private_addresses_are_never_connected_to(port: int) -> None:
+    anywhere = MediaFetcher(["*"], resolver=_Fixed(port))
+    for host in ("images.example", "127.0.0.1", "[::1]", "10.0.0.1", "169.254.169.254", "[::ffff:127.0.0.1]"):
+        with pytest.raises(ApiError, match="private network"):
+            await anywhere.fetch(f"http://{host}:{port}/x.png")
+    with pytest.raises(ApiError, match="user or a password"):
+        await anywhere.fetch(f"http://me:secret@images.example:{port}/x.png")
+
+
+def test_public_addresses() -> None:
+    assert is_public("8.8.8.8")
+    assert is_public("2001:4860:4860::8888")
+    for address in ("192.168.0.1", "fe80::1%eth0", "fd00::1", "0.0.0.0", "224.0.0.1", "nonsense", "::ffff:10.0.0.1"):
+        assert not is_public(address)
