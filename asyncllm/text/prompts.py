@@ -49,7 +49,8 @@ def is_single(prompts: Prompts) -> bool:
 
 
 def _has_images(prompts: Any) -> bool:
-    """Return whether this is (text, images). Of two texts the second is an image if it is a URL: a tuple may be a batch."""
+    """Return whether this is (text, images). Of two texts the second is an image if it is a URL, as a tuple may be a
+    batch."""
     if not isinstance(prompts, tuple) or len(prompts) != 2 or not isinstance(prompts[0], str):
         return False
     return not isinstance(prompts[1], str) or prompts[1].startswith(("data:", "http://", "https://"))

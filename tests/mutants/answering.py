@@ -17,7 +17,7 @@ SESSION = mutants(
     ),
     ("        if sequence.finish_reason is None:", "        if False:", "a turn that never ran becomes history"),
     (
-        "        self._pinned = self._table.pin(self._pinned, token_ids, self._root)",
+        "        self._pinned = self._table.pin(self._pinned, self.past, self._root)",
         "        pass",
         "the blocks of a turn are not pinned",
     ),
@@ -31,8 +31,8 @@ SESSION = mutants(
     ("            self._table.forget(self)", "            pass", "closed sessions stay in the table"),
     ("        cache.unpin(old)", "        pass", "the pins of earlier turns are never taken back"),
     (
-        "self._loop.scheduler.sharing.keys_for_longer(token_ids, root)",
-        "self._loop.scheduler.sharing.keys_for_longer(token_ids, type(root)())",
+        "self._loop.scheduler.sharing.keys_for_longer(past.token_ids, root, past.images)",
+        "self._loop.scheduler.sharing.keys_for_longer(past.token_ids, type(root)(), past.images)",
         "a salted conversation pins blocks of nobody",
     ),
 ) + mutants(

@@ -165,8 +165,8 @@ PREFIX_CACHE = mutants(
     ),
     ("parent = hashes[-1] if hashes else root", "parent = root", "a chain that grows has other keys than one at once"),
     (
-        "hashlib.sha256(parent + tokens.tobytes())",
-        "hashlib.sha256(tokens.tobytes())",
+        "hashlib.sha256(parent + array(",
+        "hashlib.sha256(array(",
         "equal blocks match after different beginnings",
     ),
     ("                break", "                continue", "a match goes on behind a block that is not there"),
