@@ -26,7 +26,7 @@ LEVELS = [
     {"quant"},
     {"vl"},
     {"models"},
-    {"agent"},
+    {"agent", "lite"},
     {"ranks"},
     {"engine"},
     {"pipeline", "server"},

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from asyncllm import __version__
-from asyncllm.cli import flags
+from asyncllm.cli import flags, lite
 from asyncllm.cli import serve as serve_command
 from asyncllm.cli.conversations import LocalConversation
 from asyncllm.cli.flags import DEFAULT_MODEL, MODEL_HELP, add_model_settings, load_template
@@ -32,7 +32,7 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 if it failed, 2 for wrong usage, 130 after Ctrl-C."""
     parser = _parser()
-    options = parser.parse(serve_command.spelled_out(sys.argv[1:] if arguments is None else arguments))
+    options = parser.parse(_spelled_out(sys.argv[1:] if arguments is None else arguments))
     try:
         return int(options.run(options))
     except InvalidParameter as error:
@@ -52,6 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stderr.flush()
             except OSError:
                 _give_up(sys.stderr)
+
+
+def _spelled_out(arguments: Sequence[str]) -> list[str]:
+    return lite.spelled_out(serve_command.spelled_out(arguments))
 
 
 def _give_up(stream: TextIO) -> None:
@@ -82,6 +86,7 @@ def _parser() -> flags.Parser:
     _add_settings(run)
 
     serve_command.add(commands)
+    lite.add(commands)
 
     about = "Say whether this machine can run it, and what to change."
     doctor = command("doctor", _doctor, about, aliases=["check_env"])

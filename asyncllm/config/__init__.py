@@ -21,6 +21,7 @@ from asyncllm.config.generation import (
     Temperature,
     TopP,
 )
+from asyncllm.config.lite import LITE_TOOLS, LiteConfig
 from asyncllm.config.request import RequestKeywords, RequestOptions, Tools
 from asyncllm.config.server import DEFAULT_URL, ServerConfig
 from asyncllm.config.settings import MAX_COUNT, checked
@@ -28,6 +29,7 @@ from asyncllm.config.vision import VisionConfig
 
 __all__ = [
     "DEFAULT_URL",
+    "LITE_TOOLS",
     "MAX_COUNT",
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
@@ -38,6 +40,7 @@ __all__ = [
     "EngineConfig",
     "FrequencyPenalty",
     "GenerationConfig",
+    "LiteConfig",
     "LogitBias",
     "MinP",
     "PresencePenalty",

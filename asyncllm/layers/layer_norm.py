@@ -33,10 +33,7 @@ class LayerNorm(Norm):
 class OffsetLayerNorm(LayerNorm):
     """LayerNorm whose checkpoint stores weight - 1 (Nemotron). The sum has the model's type, as it has in training."""
 
-    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        super().load_part(suffix, part, index, tensor)
-        if suffix == "weight":
-            self.weight.add_(1)
+    stored_less = 1.0
 
 
 class HeadsLayerNorm(Layer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ __all__ = ["Norm", "OffsetRMSNorm", "RMSNorm", "UnitNorm"]
 
 class Norm(Layer):
     """A norm of the last axis, times a weight."""
+
+    stored_less: ClassVar[float] = 0.0
+    """By how much less than the weight is what checkpoints store."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -35,7 +39,9 @@ class Norm(Layer):
         return {(name, None, None): tuple(each.shape) for name, each in self.named_parameters()}
 
     def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        self.get_parameter(suffix).copy_(tensor)
+        parameter = self.get_parameter(suffix).copy_(tensor)
+        if suffix == "weight" and self.stored_less:
+            parameter.add_(self.stored_less)
 
 
 class RMSNorm(Norm):
@@ -71,6 +77,4 @@ class OffsetRMSNorm(RMSNorm):
     """
 
     parameter_dtype = torch.float32
-
-    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        self.weight.copy_(tensor).add_(1)
+    stored_less = 1.0

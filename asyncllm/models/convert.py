@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,21 +14,16 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelError, ModelNotFound, short
+from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelNotFound, short
 from asyncllm.models.checkpoint import INDEX_NAME, WEIGHTS_NAME, Checkpoint
+from asyncllm.models.output_folder import MAX_SHARD_BYTES, check_free, copy_companions, output_folder, write_shards
 
 __all__ = ["ConvertReport", "convert"]
 
 PICKLE_NAME = "pytorch_model.bin"
 PICKLE_INDEX_NAME = "pytorch_model.bin.index.json"
-
-MAX_SHARD_BYTES = 5_000_000_000
-
-COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
 
 HEAD_NAMES = ("lm_head.weight", "output.weight", "output_layer.weight", "embed_out.weight")
 """How the names of output heads end, which a checkpoint with tied embeddings need not store."""
@@ -82,35 +76,14 @@ def convert(source: Path, destination: Path | None = None, *, max_shard_bytes: i
     pickles = _pickles(source)
     if destination is None:
         destination = Path(os.path.abspath(source) + "-safetensors")
-    destination = Path(os.path.abspath(destination))
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise InvalidParameter(
-            f"{destination} exists already and would be overwritten. Give another destination, or remove it.",
-            "destination",
-        )
-    partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise ModelError(f"{destination} cannot be written ({error}). Give another destination.") from error
-    try:
-        needed, free = sum(file.stat().st_size for file in pickles), shutil.disk_usage(partial).free
-        if needed > free:
-            raise ModelError(f"{destination.parent} has {free} bytes free, and the copy takes {needed}. Make room.")
-        dropped = _write_shards(_tensors(pickles, tied), partial, max_shard_bytes)
-        for pattern in COPIED:
-            for file in source.glob(pattern):
-                if file.is_file() and not file.name.endswith(".index.json"):
-                    shutil.copyfile(file, partial / file.name)
+    destination = check_free(destination, "destination")
+    dropped: list[str] = []
+    with output_folder(destination, sum(file.stat().st_size for file in pickles)) as partial:
+        write_shards(_tensors(pickles, tied, dropped), partial, max_shard_bytes)
+        copy_companions(source, partial)
         written = Checkpoint.open(partial)
-        partial.rename(destination)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError | SafetensorError):
-            raise ModelError(f"{destination} could not be written ({error}). The partial copy is removed.") from error
-        raise
     files = tuple(sorted({entry.file.name for entry in written.tensors.values()}))
-    return ConvertReport(destination, files, len(written.tensors), written.num_bytes, dropped)
+    return ConvertReport(destination, files, len(written.tensors), written.num_bytes, tuple(dropped))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -149,8 +122,8 @@ def _pickles(source: Path) -> list[Path]:
     return [source / shard for shard in dict.fromkeys(weight_map.values())]
 
 
-def _tensors(pickles: list[Path], tied: bool) -> Iterator[tuple[str, Tensor | None]]:
-    """Every (name, tensor), one pickle at a time; None in place of a head that repeats the tied embedding."""
+def _tensors(pickles: list[Path], tied: bool, dropped: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """Every (name, tensor), one pickle at a time, less heads that repeat the tied embedding, which go to `dropped`."""
     seen: dict[str, Path] = {}
     for file in pickles:
         state = _load(file)
@@ -161,7 +134,10 @@ def _tensors(pickles: list[Path], tied: bool) -> Iterator[tuple[str, Tensor | No
             if name in seen:
                 raise InvalidCheckpoint(f"{file} holds tensor {short(name)}, which {seen[name].name} holds too.")
             seen[name] = file
-            yield name, None if tied and name.endswith(HEAD_NAMES) and groups[_identity(tensor)] > 1 else tensor
+            if tied and name.endswith(HEAD_NAMES) and groups[_identity(tensor)] > 1:
+                dropped.append(name)
+            else:
+                yield name, tensor
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
@@ -190,46 +166,3 @@ def _load(file: Path) -> dict[str, Tensor]:
         if not plain or tensor.is_quantized or tensor.dtype not in WRITABLE_DTYPES:
             raise InvalidCheckpoint(f"{file}: {short(name)} is not a plain tensor. Only plain tensors can be written.")
     return dict(state)
-
-
-def _write_shards(tensors: Iterator[tuple[str, Tensor | None]], folder: Path, max_shard_bytes: int) -> tuple[str, ...]:
-    """Write the tensors in order, in files of at most `max_shard_bytes`, and an index if there are several."""
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    pending_bytes = total_bytes = 0
-    dropped: list[str] = []
-
-    def flush() -> None:
-        save_file(pending, folder / f"{len(shards)}.shard", metadata={"format": "pt"})
-        shards.append(list(pending))
-        pending.clear()
-
-    storages: set[int] = set()
-    for name, tensor in tensors:
-        if tensor is None:
-            dropped.append(name)
-            continue
-        if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
-            flush()
-            storages.clear()
-            pending_bytes = 0
-        # The format stores each tensor on its own, so views of one storage are written as copies.
-        tensor = tensor.detach()
-        storage = tensor.untyped_storage().data_ptr()
-        shared = storage in storages
-        storages.add(storage)
-        pending[name] = tensor.clone(memory_format=torch.contiguous_format) if shared else tensor.contiguous()
-        pending_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
-    flush()
-    if len(shards) == 1:
-        (folder / "0.shard").rename(folder / WEIGHTS_NAME)
-        return tuple(dropped)
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
-        (folder / f"{number}.shard").rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / INDEX_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(index)))
-    return tuple(dropped)

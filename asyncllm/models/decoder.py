@@ -24,7 +24,7 @@ from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.vision_language import with_tower
 from asyncllm.models.weights import WeightMap
 
-__all__ = ["DecoderLM"]
+__all__ = ["DecoderLM", "allocate"]
 
 
 class DecoderLM(nn.Module):
@@ -161,15 +161,11 @@ class DecoderLM(nn.Module):
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Replace the parameters by uninitialised ones of `dtype` on `device`; a layer may ask for its own,
         and integers stay what they are."""
-        for module in self.modules():
-            own = getattr(module, "parameter_dtype", dtype)
-            owns = module.parameter_dtypes if isinstance(module, Weighted) else {}
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                kept = owns.get(name, own) if parameter.is_floating_point() else parameter.dtype
-                empty = torch.empty(parameter.shape, dtype=kept, device=device)
-                setattr(module, name, nn.Parameter(empty, requires_grad=False))
-            if isinstance(module, Attention):
-                module.place(device)
+        allocate(self, dtype, device)
+        self.place_rotaries(device)
+
+    def place_rotaries(self, device: torch.device) -> None:
+        """Put what rotations are computed from, which no checkpoint stores, on `device`."""
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope, device) for rope in self.config.ropes)
 
     def make_batch_invariant(self) -> None:
@@ -201,28 +197,31 @@ class DecoderLM(nn.Module):
         The other tokens stop where the last layer has their keys and values: a prompt saves most of one layer.
         """
         last: AnyBlock = self.layers[-1]  # type: ignore[assignment]
-        self._place(step)
+        self.place(step)
         branch, selected = last(None, residual, step, sampled)
         hidden: Tensor = self.norm.add(branch, selected)[0]
         return hidden
 
-    def _place(self, step: StepInputs) -> None:
+    def place(self, step: StepInputs) -> None:
         """Compute once what all layers take from the tokens' positions."""
         if not step.rotations:
             step.rotations = tuple(rotary(step) for rotary in self.rotaries)
         if self.config.query_scaling is not None and step.query_scale is None:
             step.query_scale = self.config.query_scaling.scales(step.positions)
 
-    def _layers(self, step: StepInputs, count: int) -> tuple[Tensor, Tensor]:
-        """The embedding and the first `count` layers -> (branch, residual)."""
-        self._place(step)
+    def embedded(self, step: StepInputs) -> Tensor:
+        """The residual stream in front of the first layer [T, hidden]."""
         residual: Tensor = self.embed(step.input_ids, step)
         if self.vision is not None:
             residual = self.vision.merge(residual, step)
         if self.positions is not None:
             residual = residual + self.positions(step)
-        if self.embed_norm is not None:
-            residual = self.embed_norm(residual)
+        return residual if self.embed_norm is None else self.embed_norm(residual)
+
+    def _layers(self, step: StepInputs, count: int) -> tuple[Tensor, Tensor]:
+        """The embedding and the first `count` layers -> (branch, residual)."""
+        self.place(step)
+        residual = self.embedded(step)
         branch: Tensor | None = None
         for block in islice(self.layers, count):
             branch, residual = block(branch, residual, step)
@@ -235,3 +234,16 @@ class DecoderLM(nn.Module):
         type or float32; in `out` if given, of that shape and type."""
         logits: Tensor = self.head(hidden, out)
         return logits
+
+
+def allocate(tree: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Replace the parameters of a module and all below it by uninitialised ones, as `DecoderLM.allocate` does."""
+    for module in tree.modules():
+        own = getattr(module, "parameter_dtype", dtype)
+        owns = module.parameter_dtypes if isinstance(module, Weighted) else {}
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            kept = owns.get(name, own) if parameter.is_floating_point() else parameter.dtype
+            empty = torch.empty(parameter.shape, dtype=kept, device=device)
+            setattr(module, name, nn.Parameter(empty, requires_grad=False))
+        if isinstance(module, Attention):
+            module.place(device)

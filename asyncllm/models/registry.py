@@ -29,7 +29,7 @@ from asyncllm.models.vision_language import VISION_MODELS, Composed, composed
 from asyncllm.models.weights import expected_numbers, load
 from asyncllm.quant.scheme import Scheme, scheme_of
 
-__all__ = ["described", "families", "open_model", "read_config", "register"]
+__all__ = ["described", "families", "open_model", "open_unfilled", "read_config", "register"]
 
 Family = TypeVar("Family", bound=type[DecoderLM])
 
@@ -121,10 +121,7 @@ def open_model(
     """
     family, config, scheme = _configure(path, session_len, rope_scaling_factor, hf_overrides, model_format)
     checkpoint = Checkpoint.open(path)
-    if config.vision is None:
-        config = settle_head(config, family, checkpoint, base_class=config.architecture not in families())
-    with torch.device("meta"):
-        model = family(config)
+    model = _unfilled(family, config, checkpoint)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if scheme is not None:
         attach(model, checkpoint, scheme)
@@ -144,10 +141,29 @@ def open_model(
         divide(model, group)
     model.allocate(dtype, device)
     load(model, checkpoint, model.weight_map)
-    model.config = msgspec.structs.replace(config, num_parameters=num_parameters)
+    model.config = msgspec.structs.replace(model.config, num_parameters=num_parameters)
     model.eval()
     settle(model)
     return model
+
+
+def open_unfilled(path: Path) -> tuple[DecoderLM, Checkpoint]:
+    """Return the model of folder `path`, whose weights are plain, on the meta device, and what is to fill it.
+
+    For callers who fill it layer by layer. Raises as `open_model` does, and UnsupportedModel for quantized weights.
+    """
+    family, config, scheme = _configure(path, None, 0.0, None, None)
+    if scheme is not None:
+        raise UnsupportedModel(f"{path}: the weights are quantized already. Use the checkpoint that they were made of.")
+    checkpoint = Checkpoint.open(path)
+    return _unfilled(family, config, checkpoint), checkpoint
+
+
+def _unfilled(family: type[DecoderLM], config: ModelConfig, checkpoint: Checkpoint) -> DecoderLM:
+    if config.vision is None:
+        config = settle_head(config, family, checkpoint, base_class=config.architecture not in families())
+    with torch.device("meta"):
+        return family(config)
 
 
 def divide(model: DecoderLM, group: RankGroup) -> None:

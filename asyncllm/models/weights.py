@@ -40,7 +40,17 @@ from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.fused import LAYOUTS, STACKS, Stack
 from asyncllm.models.stream import DTYPES, stream
 
-__all__ = ["PartKey", "Target", "WeightMap", "WeightOwner", "expected_numbers", "load", "plan_update"]
+__all__ = [
+    "LoadPlan",
+    "PartKey",
+    "Target",
+    "WeightMap",
+    "WeightOwner",
+    "expected_numbers",
+    "load",
+    "plan_load",
+    "plan_update",
+]
 
 logger = logging.getLogger("asyncllm")
 
@@ -234,7 +244,7 @@ class _Offer(NamedTuple):
     """Where it comes from, for error messages."""
 
 
-class _Plan:
+class LoadPlan:
     """Which tensor fills what of a model; made of offers, one after the other."""
 
     def __init__(self, model: nn.Module, table: WeightMap) -> None:
@@ -264,6 +274,10 @@ class _Plan:
                     f"{_describe(target.module, key)}. Remove one of them from the checkpoint."
                 )
         self.targets[offer.name] = target
+
+    def owner(self, name: str) -> WeightOwner:
+        """Return the module that tensor `name` is for."""
+        return self._owners[self.targets[name].module]
 
     def stored(self, target: Target) -> Stored:
         """Return how the tensors of a target are stored."""
@@ -315,6 +329,28 @@ def expected_numbers(model: nn.Module) -> int:
     return sum(math.prod(shape) for owner in _owners(model).values() for shape in owner.expected_parts().values())
 
 
+def plan_load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> LoadPlan:
+    """Return which tensor of `checkpoint` fills what of `model`, which may be on the meta device.
+
+    Everything is checked against the headers, and no data is read. Raises as `load` does.
+    """
+    plan = LoadPlan(model, table)
+    for entry in checkpoint.tensors.values():
+        plan.add(_Offer(entry.name, entry.dtype, entry.shape, str(entry.file)))
+    for module, count in Counter(map(table.module_aside, checkpoint.tensors)).items():
+        if module is not None:
+            logger.info(
+                "%s: %d tensors of %s are left out, as the model does without it", checkpoint.folder, count, module
+            )
+    missing = plan.missing()
+    if missing is not None:
+        raise InvalidCheckpoint(
+            f"{checkpoint.folder}: {missing}. Check that config.json belongs to these weights and that no shard is "
+            f"missing."
+        )
+    return plan
+
+
 @torch.no_grad()
 def load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> None:
     """Fill every parameter of `model` from `checkpoint`.
@@ -332,20 +368,7 @@ def load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device; call to_empty() before load()")
-    plan = _Plan(model, table)
-    for entry in checkpoint.tensors.values():
-        plan.add(_Offer(entry.name, entry.dtype, entry.shape, str(entry.file)))
-    for module, count in Counter(map(table.module_aside, checkpoint.tensors)).items():
-        if module is not None:
-            logger.info(
-                "%s: %d tensors of %s are left out, as the model does without it", checkpoint.folder, count, module
-            )
-    missing = plan.missing()
-    if missing is not None:
-        raise InvalidCheckpoint(
-            f"{checkpoint.folder}: {missing}. Check that config.json belongs to these weights and that no shard is "
-            f"missing."
-        )
+    plan = plan_load(model, checkpoint, table)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type == "cpu":
         # The file's pages are the source of the only copy: nothing to stage.
@@ -369,7 +392,7 @@ def plan_update(
     Nothing is copied here, and of tensors that all fit nothing can be refused later. The parameters may be on the meta
     device as long as they are only checked. Raises InvalidParameter, which names what does not fit.
     """
-    plan = _Plan(model, table)
+    plan = LoadPlan(model, table)
     refused: list[str] = []
     for name, tensor in tensors.items():
         try:
@@ -405,7 +428,7 @@ def plan_update(
     return copy
 
 
-def _check_tied(plan: _Plan, tensors: Mapping[str, Tensor], table: WeightMap) -> None:
+def _check_tied(plan: LoadPlan, tensors: Mapping[str, Tensor], table: WeightMap) -> None:
     """Raise InvalidParameter for a head that would be left out, and is not the copy of the embedding that it is for a
     model that ties them."""
     embeddings = [tensors[name] for name, target in plan.targets.items() if target.module == "embed"]

@@ -5,19 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.layers.linear_method import FLOATS, LinearMethod, Stored
-from asyncllm.quant.packed import INT32_COLUMNS, INT32_ROWS, Decoded, Packed, scale_dtype, unpack
+from asyncllm.quant.packed import INT32_COLUMNS, INT32_ROWS, Decoded, Packed, pack, scale_dtype, unpack
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
 
-__all__ = ["AWQ", "Gemm", "Gemv"]
+__all__ = ["AWQ", "Gemm", "Gemv", "awq_settings", "encode_gemm"]
 
 _BITS = 4
 _IN_WORD = 32 // _BITS
@@ -99,6 +100,33 @@ class AWQ(Scheme):
         if not _MARKS & tensors.keys():
             return None
         return self._layout(_BITS, self._group_size, scale_dtype(tensors.get("scales")))
+
+
+def encode_gemm(weight: Decoded) -> dict[str, Tensor]:
+    """Return the tensors of `Gemm` for a weight of 4 bits, by suffix; scales in float16."""
+
+    def packed(codes: Tensor) -> Tensor:
+        places = torch.tensor(_IN_ORDER, device=codes.device).argsort()
+        return pack(codes.reshape(len(codes), -1, _IN_WORD)[:, :, places].flatten(1), _BITS, 1)
+
+    _divides(len(weight.codes), "output features")
+    return {
+        "qweight": packed(weight.codes.t()),
+        "qzeros": packed(weight.zeros),
+        "scales": weight.scales.to(torch.float16).contiguous(),
+    }
+
+
+def awq_settings(group_size: int, plain: Sequence[str]) -> dict[str, Any]:
+    """Return the quantization_config of files of `encode_gemm`; `plain` are the modules that are not quantized."""
+    return {
+        "quant_method": "awq",
+        "bits": _BITS,
+        "group_size": group_size,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": list(plain),
+    }
 
 
 def _in_order(words: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,12 +13,12 @@ from torch import Tensor
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.kernels.scaled import GROUP
 from asyncllm.layers.linear_method import FLOATS, LinearMethod, Stored
-from asyncllm.quant.packed import INT32_ROWS, INT32_WHOLE, Decoded, Packed, scale_dtype, unpack
+from asyncllm.quant.packed import INT32_ROWS, INT32_WHOLE, Decoded, Packed, pack, scale_dtype, unpack
 from asyncllm.quant.scaled import scaled
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
 
-__all__ = ["CompressedTensors", "PackQuantized"]
+__all__ = ["CompressedTensors", "PackQuantized", "encode_packed", "packed_settings", "scaled_settings"]
 
 _Kind = Literal["pack-quantized", "int-quantized", "float-quantized"]
 
@@ -185,3 +185,54 @@ def _names(target: str, module: str) -> bool:
     if target.startswith("re:"):
         return re.match(target[3:], module) is not None
     return module == target
+
+
+def encode_packed(weight: Decoded, bits: int, *, symmetric: bool) -> dict[str, Tensor]:
+    """Return the tensors of `PackQuantized` for a weight whose groups are of neighbours, by suffix."""
+    n, k = weight.codes.shape
+    if k * bits % 32 or (n * bits % 32 and not symmetric):
+        raise InvalidCheckpoint(f"{n} x {k} numbers of {bits} bits do not fill words of 32")
+    tensors = {
+        "weight_packed": pack(weight.codes, bits, 1),
+        "weight_scale": weight.scales.t().contiguous(),
+        "weight_shape": torch.tensor([n, k]),
+    }
+    return tensors if symmetric else {**tensors, "weight_zero_point": pack(weight.zeros.t(), bits, 0)}
+
+
+def packed_settings(bits: int, group_size: int, *, symmetric: bool, plain: Sequence[str]) -> dict[str, Any]:
+    """Return the quantization_config of files of `encode_packed`; `plain` are the modules that are not quantized."""
+    whole = group_size == -1
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": "channel" if whole else "group",
+        "group_size": None if whole else group_size,
+        "dynamic": False,
+        "actorder": None,
+    }
+    return _settings("pack-quantized", weights, None, plain)
+
+
+def scaled_settings(dtype: torch.dtype, plain: Sequence[str]) -> dict[str, Any]:
+    """Return the quantization_config of weights of 8 bits with a scale for each output feature, for activations with
+    one for each token."""
+    shared = {"num_bits": 8, "type": "int" if dtype == torch.int8 else "float", "symmetric": True}
+    weights = {**shared, "strategy": "channel", "dynamic": False}
+    inputs = {**shared, "strategy": "token", "dynamic": True}
+    return _settings("int-quantized" if dtype == torch.int8 else "float-quantized", weights, inputs, plain)
+
+
+def _settings(
+    kind: _Kind, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, plain: Sequence[str]
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {**group, "format": kind}},
+        "ignore": list(plain),
+        "kv_cache_scheme": None,
+    }

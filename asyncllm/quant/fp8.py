@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from asyncllm.kernels.scaled import GROUP
+from asyncllm.kernels.scaled import GROUP, LARGEST
 from asyncllm.layers.linear_method import LinearMethod
 from asyncllm.quant.scaled import Scaled, scaled
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
 
-__all__ = ["Float8", "Float8AtLoad"]
+__all__ = ["Float8", "Float8AtLoad", "block_settings", "round_blocks"]
 
 _PLAIN = frozenset({"F16", "BF16", "F32"})
 
@@ -59,3 +61,25 @@ class Float8AtLoad(Scheme):
         if "weight" not in tensors or tensors["weight"].dtype not in _PLAIN:
             return None
         return Scaled(torch.float8_e4m3fn, None, "channel")
+
+
+def round_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K] float32 -> codes e4m3 [N, K], and for each block of 128 x 128 a scale, float32
+    [ceil(N / 128), ceil(K / 128)]."""
+    (n, k), largest = weight.shape, LARGEST[torch.float8_e4m3fn]
+    padded = F.pad(weight, (0, -k % GROUP, 0, -n % GROUP))
+    blocks = padded.view(-(-n // GROUP), GROUP, -(-k // GROUP), GROUP)
+    scales = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-12) / largest
+    codes = (blocks / scales).clamp(-largest, largest).to(torch.float8_e4m3fn)
+    return codes.view(padded.shape)[:n, :k].contiguous(), scales[:, 0, :, 0].contiguous()
+
+
+def block_settings(plain: Sequence[str]) -> dict[str, Any]:
+    """Return the quantization_config of weights of `round_blocks`, with scales called `weight_scale_inv`."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [GROUP, GROUP],
+        "modules_to_not_convert": list(plain),
+    }

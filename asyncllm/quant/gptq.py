@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.layers.linear_method import FLOATS, LinearMethod, Stored
-from asyncllm.quant.packed import INT32_COLUMNS, INT32_WHOLE, Decoded, Packed, scale_dtype, unpack
+from asyncllm.quant.packed import INT32_COLUMNS, INT32_WHOLE, Decoded, Packed, pack, scale_dtype, unpack
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
 
-__all__ = ["GPTQ", "GPTQWeights"]
+__all__ = ["GPTQ", "GPTQWeights", "encode_gptq", "gptq_settings"]
 
 _MARKS = frozenset({"qweight", "qzeros", "scales", "g_idx"})
 _FORMATS = {"gptq": True, "gptq_v2": False}
@@ -124,3 +124,43 @@ class GPTQ(Scheme):
             stray_bias="bias" in tensors,
             scale_dtype=scale_dtype(tensors.get("scales")),
         )
+
+
+def encode_gptq(weight: Decoded, bits: int) -> dict[str, Tensor]:
+    """Return the tensors of the first format for a weight whose groups are of neighbours, by suffix; scales in float16.
+
+    Zero points are 1 or more: less one, 0 has no place in the bits of its own.
+    """
+    n, k = weight.codes.shape
+    for size, what in ((n, "output"), (k, "input")):
+        if size * bits % 32:
+            raise InvalidCheckpoint(f"{size} {what} features of {bits} bits do not fill words of 32")
+    if not weight.zeros.all():
+        raise ValueError("a zero point of 0 cannot be stored less one")
+    groups = len(weight.scales)
+    return {
+        "qweight": pack(weight.codes.t(), bits, 0),
+        "qzeros": pack(weight.zeros - 1, bits, 1),
+        "scales": weight.scales.to(torch.float16).contiguous(),
+        "g_idx": torch.arange(k, dtype=torch.int32) // (k // groups),
+    }
+
+
+def gptq_settings(
+    bits: int, group_size: int, *, symmetric: bool, damp_percent: float, quantized: Sequence[str], writer: str
+) -> dict[str, Any]:
+    """Return the quantization_config of files of `encode_gptq`. `quantized`: names of modules within a block, where
+    others are plain; empty where all are quantized."""
+    settings: dict[str, Any] = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group_size,
+        "desc_act": False,
+        "sym": symmetric,
+        "lm_head": False,
+        "true_sequential": False,
+        "damp_percent": damp_percent,
+        "checkpoint_format": "gptq",
+        "meta": {"quantizer": [writer]},
+    }
+    return {**settings, "modules_in_block_to_quantize": [list(quantized)]} if quantized else settings

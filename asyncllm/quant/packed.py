@@ -21,7 +21,7 @@ from asyncllm.kernels.packed import PLANE, chunk_of, expand_stack, natural, pack
 from asyncllm.layers.linear_method import LinearMethod, PartKey, Stored, Weighted, of_heads
 from asyncllm.quant.settings import Header
 
-__all__ = ["INT32_COLUMNS", "INT32_ROWS", "INT32_WHOLE", "Decoded", "Packed", "scale_dtype", "unpack"]
+__all__ = ["INT32_COLUMNS", "INT32_ROWS", "INT32_WHOLE", "Decoded", "Packed", "pack", "scale_dtype", "unpack"]
 
 _SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
@@ -105,8 +105,6 @@ class Packed(LinearMethod):
         return columns // self.group_size
 
     def create(self, layer: Weighted) -> None:
-        if layer.num_experts is not None and layer.has_bias:
-            raise UnsupportedModel("Quantized experts with biases are not implemented. Use the checkpoint in bfloat16.")
         if layer.num_experts is not None and layer.has_bias:
             raise UnsupportedModel(
                 "Experts of few bits with biases are not implemented. Use the checkpoint in bfloat16."
@@ -229,6 +227,15 @@ def unpack(words: Tensor, bits: int, axis: int) -> Tensor:
         places = torch.arange(bits, dtype=torch.uint8, device=words.device).view(1, -1, 1)
         codes = (each << places).sum(1, dtype=torch.uint8)
     return codes.movedim(0, axis)
+
+
+def pack(codes: Tensor, bits: int, axis: int) -> Tensor:
+    """Return the inverse of `unpack`, contiguous: uint8 -> int32 words, for 2, 4 and 8 bits."""
+    per_word = 32 // bits
+    rows = codes.movedim(axis, 0)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int64, device=codes.device).view(1, -1, 1)
+    words = (rows.reshape(len(rows) // per_word, per_word, -1).long() << shifts).sum(1)
+    return words.to(torch.int32).movedim(0, axis).contiguous()
 
 
 def _order(group_of: Tensor, groups: int) -> Tensor:

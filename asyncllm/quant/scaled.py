@@ -70,8 +70,6 @@ class Scaled(LinearMethod):
 
     def create(self, layer: Weighted) -> None:
         if layer.num_experts is not None and layer.has_bias:
-            raise UnsupportedModel("Quantized experts with biases are not implemented. Use the checkpoint in bfloat16.")
-        if layer.num_experts is not None and layer.has_bias:
             raise UnsupportedModel("Experts of 8 bits with biases are not implemented. Use the checkpoint in bfloat16.")
         stack = () if layer.num_experts is None else (layer.num_experts,)
         n, k = layer.out_features, layer.in_features

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from asyncllm.quant.scaled import scaled
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
 
-__all__ = ["SmoothQuant"]
+__all__ = ["SmoothQuant", "smooth_settings"]
 
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "float8_e4m3fn": torch.float8_e4m3fn}
 
@@ -32,3 +33,12 @@ class SmoothQuant(Scheme):
         if "scale" not in tensors:
             return None
         return scaled(self._dtype, "scale", tensors, block=False, static=False)
+
+
+def smooth_settings(dtype: torch.dtype, plain: Sequence[str]) -> dict[str, Any]:
+    """Return the quantization_config of weights with a `scale` for each output feature."""
+    return {
+        "quant_method": "smooth_quant",
+        "quant_dtype": "int8" if dtype == torch.int8 else "float8_e4m3fn",
+        "modules_to_not_convert": list(plain),
+    }

@@ -333,7 +333,7 @@ def test_a_full_disk_and_an_interrupt_leave_nothing(tmp_path: Path, monkeypatch:
         (KeyboardInterrupt(), KeyboardInterrupt),
     ]
     for error, raised in failures:
-        monkeypatch.setattr("asyncllm.models.convert.save_file", failing(error))
+        monkeypatch.setattr("asyncllm.models.output_folder.save_file", failing(error))
         with pytest.raises(raised):
             convert(source, max_shard_bytes=8)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]

@@ -1,0 +1,64 @@
+"""`asyncllm lite`: the tools that quantize a checkpoint, with LMDeploy's names."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from asyncllm.cli import flags
+from asyncllm.cli.flags import MODEL_HELP
+from asyncllm.config import LITE_TOOLS, LiteConfig
+from asyncllm.shown import in_terminal
+
+__all__ = ["add", "spelled_out"]
+
+_TRUTHS = {"true": "--", "false": "--no-"}
+
+
+def spelled_out(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with `--search-scale False`, as LMDeploy's pages have it, spelled `--no-search-scale`."""
+    if arguments[:1] != ["lite"]:
+        return list(arguments)
+    spelled: list[str] = []
+    for argument in arguments:
+        before = spelled[-1].replace("_", "-") if spelled else ""
+        if before == "--search-scale" and argument.lower() in _TRUTHS:
+            spelled[-1] = f"{_TRUTHS[argument.lower()]}search-scale"
+        else:
+            spelled.append(argument)
+    return spelled
+
+
+def add(commands: argparse._SubParsersAction[Any]) -> None:
+    """Give the command line its `lite`."""
+    lite = commands.add_parser(
+        "lite", help="Quantize a checkpoint.", description="Quantize a checkpoint: weights of 4 or 8 bits."
+    )
+    tools = lite.add_subparsers(title="tools", metavar="TOOL", required=True)
+    for name, tool in LITE_TOOLS.items():
+        parser = tools.add_parser(name, help=tool.about, description=tool.about)
+        parser.set_defaults(run=_run, parser=parser, tool=name)
+        parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+        left_out = [field for field in LiteConfig.__struct_fields__ if field not in tool.options]
+        flags.add(parser, LiteConfig, leave_out=left_out, defaults=tool.defaults)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from asyncllm.lite import TOOLS, QuantizeReport
+
+    given = {name: value for name, value in vars(options).items() if name in LiteConfig.__struct_fields__}
+    report = TOOLS[options.tool](options.model, progress=_show if sys.stderr.isatty() else None, **given)
+    if not isinstance(report, QuantizeReport):
+        print(in_terminal(f"written to {report}"))
+        return 0
+    if report.comparison is not None:
+        before, after, divergence = report.comparison
+        print(f"on texts kept back: loss {before:.4f} before and {after:.4f} after, divergence {divergence:.2e}")
+    print(in_terminal(f"{report.num_bytes / 1e6:.1f} MB written to {report.destination}"))
+    return 0
+
+
+def _show(done: int, count: int) -> None:
+    print(f"\rlayer {done} of {count}", end="\n" if done == count else "", file=sys.stderr, flush=True)

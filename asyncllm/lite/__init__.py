@@ -1,0 +1,16 @@
+"""Tools that quantize a checkpoint, with LMDeploy's names: `asyncllm lite`, or from Python.
+
+    from asyncllm.lite import auto_awq
+
+    auto_awq("internlm/internlm2-chat-7b", "internlm2-chat-7b-4bit", calib_dataset="texts.jsonl")
+
+A model runs layer by layer on texts, so that one layer at a time is in the device's memory. The folder that is written
+loads like any other checkpoint, and appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+from asyncllm.lite.quantize import QuantizeReport
+from asyncllm.lite.tools import TOOLS, auto_awq, auto_gptq, blocked_fp8, calibrate, smooth_quant
+
+__all__ = ["TOOLS", "QuantizeReport", "auto_awq", "auto_gptq", "blocked_fp8", "calibrate", "smooth_quant"]

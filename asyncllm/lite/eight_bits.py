@@ -1,0 +1,66 @@
+"""Weights of 8 bits, for activations of 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncllm.kernels.scaled import GROUP, round_codes
+from asyncllm.lite.observed import InputStatistics
+from asyncllm.lite.recipe import Recipe, Rounded
+from asyncllm.lite.search import Reader, least, scaled_error, smoothing
+from asyncllm.lite.smoothing import Group
+from asyncllm.quant.compressed import scaled_settings
+from asyncllm.quant.fp8 import block_settings, round_blocks
+from asyncllm.quant.smooth_quant import smooth_settings
+
+__all__ = ["BlockedFP8", "SmoothQuant"]
+
+
+@dataclass(frozen=True)
+class SmoothQuant(Recipe):
+    """A scale for each output feature and each token."""
+
+    dtype: torch.dtype
+    compressed: bool
+    search_scale: bool = True
+
+    def check(self, n: int, k: int) -> None:
+        """Any size will do."""
+
+    def scales(self, group: Group, readers: Sequence[Reader]) -> Tensor | None:
+        candidates = smoothing(group, readers, search=self.search_scale)
+        return least(group, readers, candidates, scaled_error(self.dtype))
+
+    def round(self, weight: Tensor, inputs: InputStatistics | None) -> Rounded:
+        codes, scales = round_codes(weight, self.dtype)
+        return Rounded(
+            {"weight": codes, "weight_scale" if self.compressed else "scale": scales}, codes.float() * scales
+        )
+
+    def settings(self, plain: Sequence[str], quantized: Sequence[str]) -> dict[str, Any]:
+        return (scaled_settings if self.compressed else smooth_settings)(self.dtype, plain)
+
+
+@dataclass(frozen=True)
+class BlockedFP8(Recipe):
+    """e4m3 with a scale for each block of 128 x 128. No input decides anything."""
+
+    reads_inputs = False
+
+    def check(self, n: int, k: int) -> None:
+        """Any size will do: the last blocks may be smaller."""
+
+    def round(self, weight: Tensor, inputs: InputStatistics | None) -> Rounded:
+        codes, scales = round_blocks(weight)
+        spread = scales.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
+        return Rounded(
+            {"weight": codes, "weight_scale_inv": scales}, codes.float() * spread[: len(weight), : weight.shape[1]]
+        )
+
+    def settings(self, plain: Sequence[str], quantized: Sequence[str]) -> dict[str, Any]:
+        return block_settings(plain)

@@ -1,0 +1,92 @@
+"""Weights of few bits, for activations as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from asyncllm.errors import InvalidCheckpoint
+from asyncllm.lite.gptq import round_columns
+from asyncllm.lite.observed import InputStatistics
+from asyncllm.lite.recipe import Recipe, Rounded
+from asyncllm.lite.rounding import Grid
+from asyncllm.lite.search import Reader, activation_aware, least, product_error
+from asyncllm.lite.smoothing import Group
+from asyncllm.quant.awq import awq_settings, encode_gemm
+from asyncllm.quant.compressed import encode_packed, packed_settings
+from asyncllm.quant.gptq import encode_gptq, gptq_settings
+from asyncllm.quant.packed import Decoded
+
+__all__ = ["AWQ", "FewBits"]
+
+
+@dataclass(frozen=True)
+class FewBits(Recipe):
+    """Codes on a grid; nothing moves."""
+
+    grid: Grid
+    files: Literal["awq", "gptq", "compressed-tensors"]
+    search_clip: bool = True
+    """Try narrower ranges for each group."""
+    compensate: bool = True
+    """Weights make up for the errors of those that were rounded before, else each has the nearest code."""
+    damp: float = 0.01
+    ordered: bool = True
+    writer: str = "asyncllm"
+    """Of the files, as they name it."""
+
+    def check(self, n: int, k: int) -> None:
+        self.grid.width(k)
+        for size, what in ((n, "output"), (k, "input")):
+            if size * self.grid.bits % 32:
+                raise InvalidCheckpoint(f"{size} {what} features of {self.grid.bits} bits do not fill words of 32")
+
+    def round(self, weight: Tensor, inputs: InputStatistics | None) -> Rounded:
+        grid, moments = self.grid, None if inputs is None else inputs.moments
+        scales, zeros = grid.fit(weight, moments, search=self.search_clip)
+        if moments is None or not self.compensate:
+            codes = grid.codes(weight.view(*scales.shape[:2], -1), scales, zeros).view_as(weight)
+        else:
+            codes = round_columns(weight, moments, scales, zeros, grid, damp=self.damp, ordered=self.ordered)
+        decoded, values = grid.decoded(codes, scales, zeros)
+        return Rounded(self._encoded(decoded), values)
+
+    def _encoded(self, weight: Decoded) -> dict[str, Tensor]:
+        match self.files:
+            case "awq":
+                return encode_gemm(weight)
+            case "gptq":
+                return encode_gptq(weight, self.grid.bits)
+            case _:
+                return encode_packed(weight, self.grid.bits, symmetric=self.grid.symmetric)
+
+    def settings(self, plain: Sequence[str], quantized: Sequence[str]) -> dict[str, Any]:
+        bits, size, symmetric = self.grid.bits, self.grid.group_size, self.grid.symmetric
+        match self.files:
+            case "awq":
+                return awq_settings(size, plain)
+            case "gptq":
+                return gptq_settings(
+                    bits,
+                    size,
+                    symmetric=symmetric,
+                    damp_percent=self.damp,
+                    quantized=quantized,
+                    writer=self.writer,
+                )
+            case _:
+                return packed_settings(bits, size, symmetric=symmetric, plain=plain)
+
+
+@dataclass(frozen=True)
+class AWQ(FewBits):
+    """Inputs that are large are divided before, and their weights multiplied."""
+
+    search_scale: bool = True
+
+    def scales(self, group: Group, readers: Sequence[Reader]) -> Tensor | None:
+        candidates = activation_aware(group, readers, self.grid, search=self.search_scale)
+        return least(group, readers, candidates, product_error(self.grid))

@@ -1,0 +1,290 @@
+"""A checkpoint, layer by layer, to one that is quantized."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncllm.errors import InvalidCheckpoint, ModelError, UnsupportedModel, short
+from asyncllm.layers.linear_method import UNQUANTIZED, Weighted
+from asyncllm.layers.moe import MoE
+from asyncllm.layers.norm import Norm
+from asyncllm.layers.short_convolution import StateLayer
+from asyncllm.lite.observed import InputStatistics, Observed
+from asyncllm.lite.recipe import Recipe
+from asyncllm.lite.search import Reader
+from asyncllm.lite.smoothing import Group, Masters, groups, plain_layers
+from asyncllm.lite.tensors import restored, stored_weights
+from asyncllm.lite.walk import Batch, Comparison, Walk
+from asyncllm.models.checkpoint import Checkpoint
+from asyncllm.models.output_folder import copy_companions, output_folder, write_shards
+from asyncllm.models.stream import FLOAT_DTYPES
+
+__all__ = ["Progress", "QuantizeReport", "input_statistics", "quantize"]
+
+logger = logging.getLogger("asyncllm")
+
+Progress = Callable[[int, int], None]
+"""Called with how many of so many layers are done."""
+
+Inputs = dict[tuple[int, int | None], InputStatistics]
+"""By id of the layer and expert."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeReport:
+    """What came of it."""
+
+    destination: Path
+    num_bytes: int
+    """Of all tensors."""
+    num_tokens: int
+    """That the weights were judged by."""
+    comparison: Comparison | None = None
+    """With the model as it was, on texts that were kept back; None where there were none."""
+
+
+def _observe(walk: Walk, layer: int, batches: Sequence[Batch]) -> Inputs:
+    """Run a layer that is filled on all batches, which stay where they are -> what its projections were given."""
+    found: Inputs = {}
+
+    def add(layer: Weighted, expert: int | None, x: Tensor) -> None:
+        key = (id(layer), expert)
+        if key not in found:
+            found[key] = InputStatistics.empty(x.shape[-1], x.device)
+        found[key].add(x)
+
+    weighted = [each for each in walk.layers[layer].modules() if isinstance(each, Weighted)]
+    for each in weighted:
+        each.method = Observed(add)
+    for batch in batches:
+        walk.run(layer, batch)
+    for each in weighted:
+        each.method = UNQUANTIZED
+    return found
+
+
+@torch.no_grad()
+def input_statistics(
+    walk: Walk, sequences: Sequence[Sequence[int]], *, tokens_at_once: int, progress: Progress | None = None
+) -> dict[str, Tensor]:
+    """Return NAME.absmax and NAME.absmean, float32 [K], of the inputs of every projection NAME of the checkpoint."""
+    _check_kinds(walk)
+    batches = walk.begin(sequences, tokens_at_once)
+    found: dict[str, Tensor] = {}
+    count = len(walk.layers)
+    for layer in range(count):
+        walk.fill(f"layers.{layer}")
+        inputs = _observe(walk, layer, batches)
+        for stored in stored_weights(walk, layer):
+            seen = inputs.get((id(stored.matrix.layer), stored.matrix.expert))
+            if seen is not None and stored.suffix == "weight":
+                # Projections of one input have one vector, and a file holds each on its own.
+                found[f"{stored.module}.absmax"] = seen.largest.cpu().clone()
+                found[f"{stored.module}.absmean"] = seen.mean.cpu()
+        for batch in batches:
+            batch.hidden = walk.run(layer, batch)
+        walk.empty(f"layers.{layer}")
+        if progress is not None:
+            progress(layer + 1, count)
+    return found
+
+
+class _Quantizer:
+    """One checkpoint on its way through the layers."""
+
+    def __init__(self, walk: Walk, recipe: Recipe, sequences: Sequence[Sequence[int]], tokens_at_once: int) -> None:
+        self._walk, self._recipe = walk, recipe
+        # Every tenth sequence is kept back, to see what is lost.
+        kept_back = sequences[9::10]
+        chosen = [each for number, each in enumerate(sequences) if number % 10 != 9]
+        self.num_tokens = sum(map(len, chosen))
+        self._batches = walk.begin(chosen, tokens_at_once)
+        self._before = walk.begin(kept_back, tokens_at_once)
+        self._after = walk.begin(kept_back, tokens_at_once)
+        self.plain: list[str] = []
+        self.quantized: list[str] = []
+        self._entries = walk.checkpoint.tensors
+
+    def tensors(self, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the new checkpoint."""
+        count = len(self._walk.layers)
+        inner = {name for layer in range(count) for name in self._walk.names(layer)}
+        yield from self._walk.checkpoint.read([name for name in self._entries if name not in inner])
+        head = self._walk.model.head_name
+        if head in self._entries:
+            self.plain.append(head.removesuffix(".weight"))
+        for layer in range(count):
+            yield from self._layer(layer)
+            if progress is not None:
+                progress(layer + 1, count)
+
+    def comparison(self) -> Comparison | None:
+        """Return how the model that was written differs on the texts that were kept back."""
+        return self._walk.compare(self._before, self._after) if self._before else None
+
+    def _layer(self, layer: int) -> Iterator[tuple[str, Tensor]]:
+        walk, part = self._walk, f"layers.{layer}"
+        block = walk.fill(part)
+        for batch in self._before:
+            batch.hidden = walk.run(layer, batch)
+        inputs = _observe(walk, layer, self._batches)
+        masters, plain = Masters(block), plain_layers(walk.layers[layer])
+        self._move(layer, masters, inputs, {id(each) for each in plain})
+        weights = {each.name: each for each in stored_weights(walk, layer)}
+        for name in walk.names(layer):
+            stored = weights.get(name)
+            if stored is None or stored.suffix != "weight" or any(stored.matrix.layer is each for each in plain):
+                changed = restored(walk.plan, name, stored, masters, self._entries[name].dtype)
+                yield name, next(iter(walk.checkpoint.read([name])))[1] if changed is None else changed
+                if stored is not None and stored.suffix == "weight":
+                    self.plain.append(stored.module)
+                continue
+            held = masters.weight(stored.matrix)
+            rounded = self._recipe.round(held[stored.rows], inputs.get((id(stored.matrix.layer), stored.matrix.expert)))
+            held[stored.rows] = rounded.values
+            self.quantized.append(stored.module)
+            for suffix, tensor in rounded.tensors.items():
+                whole = tensor.t() if suffix == "weight" and stored.transposed else tensor
+                yield f"{stored.module}.{suffix}", whole.cpu().contiguous()
+        masters.write_back()
+        for batch in (*self._batches, *self._after):
+            batch.hidden = walk.run(layer, batch)
+        walk.empty(part)
+
+    def _move(self, layer: int, masters: Masters, inputs: Inputs, plain: set[int]) -> None:
+        """Move scales, group by group, and see to it that the layer computes what it did."""
+        walk = self._walk
+        first = self._batches[0] if self._batches else None
+        before = None if first is None else walk.run(layer, first)
+        moved = False
+        for group in groups(walk.layers[layer]):
+            rounded = [each for each in group.readers if id(each.layer) not in plain]
+            readers = [
+                Reader(masters.weight(each), inputs[id(each.layer), each.expert])
+                for each in rounded
+                if (id(each.layer), each.expert) in inputs
+            ]
+            scales = self._recipe.scales(group, readers) if readers else None
+            if scales is None:
+                continue
+            moved = True
+            if len(rounded) < len(group.readers):
+                # Powers of two change no bit of what is not rounded anew.
+                scales = scales.log2().round().exp2()
+            taken = group.at_inputs(masters.move(group, scales, self._type_of(group)))
+            for reader in group.readers:
+                of_reader = inputs.get((id(reader.layer), reader.expert))
+                if of_reader is not None:
+                    of_reader.divide(taken)
+        if not moved or first is None or before is None:
+            return
+        masters.write_back()
+        after = walk.run(layer, first)
+        tolerance = 1e-3 if walk.dtype == torch.float32 else 5e-2
+        if not float((after - before).norm()) <= tolerance * float((before - first.hidden).norm()) + 1e-6:
+            raise ModelError(
+                f"Moving scales within layer {layer} changed what it computes, so nothing is written. Use "
+                f"auto_gptq or blocked_fp8, which move none, and report the model."
+            )
+
+    def _type_of(self, group: Group) -> torch.dtype:
+        """The type in which the file has what makes the group's features."""
+        plan = self._walk.plan
+        maker = group.maker if isinstance(group.maker, Norm) else group.maker.matrix.layer
+        name = next(name for name in plan.targets if plan.owner(name) is maker)
+        return FLOAT_DTYPES[self._entries[name].dtype]
+
+
+def _check_kinds(walk: Walk) -> None:
+    """Raise UnsupportedModel for layers that are not known here."""
+    folder = walk.checkpoint.folder
+    if walk.model.config.vision is not None:
+        raise UnsupportedModel(f"{folder}: models that see images are not quantized yet. Use the model as it is.")
+    for layer, block in enumerate(walk.layers):
+        for module in block.modules():
+            what = None
+            if isinstance(module, StateLayer):
+                what = "a state in attention's place"
+            elif isinstance(module, MoE) and (module.limit is not None or module.gate_up.has_bias):
+                what = "experts with biases or a limit"
+            if what is not None:
+                raise UnsupportedModel(
+                    f"{folder}: layer {layer} has {what}, which is not quantized. Use the model as it is."
+                )
+
+
+def _check_tensors(walk: Walk, recipe: Recipe) -> None:
+    """Refuse, by the headers alone, what the files cannot hold. Raises InvalidCheckpoint and UnsupportedModel."""
+    folder = walk.checkpoint.folder
+    for layer, block in enumerate(walk.layers):
+        plain = {id(each) for each in plain_layers(block)}
+        for name in walk.names(layer):
+            target, owner = walk.plan.targets[name], walk.plan.owner(name)
+            if not isinstance(owner, Weighted) or id(owner) in plain or target.keys[0][0] != "weight":
+                continue
+            if target.stack is not None or not name.endswith(".weight"):
+                raise UnsupportedModel(
+                    f"{folder}: {short(name)} holds the weights of all experts, for which the format of the files has "
+                    f"no place. Convert the checkpoint to one with a tensor for each expert."
+                )
+            n, k = walk.checkpoint.tensors[name].shape[:: -1 if target.transposed else 1]
+            try:
+                recipe.check(n, k)
+            except InvalidCheckpoint as error:
+                raise InvalidCheckpoint(f"{folder}: {short(name)}: {error}.") from None
+
+
+def quantize(
+    folder: Path,
+    destination: Path,
+    recipe: Recipe,
+    sequences: Sequence[Sequence[int]],
+    *,
+    tokens_at_once: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> QuantizeReport:
+    """Write the checkpoint of `folder`, quantized by `recipe` and judged by token sequences, to `destination`.
+
+    The model runs layer by layer: at a time one layer is in the device's memory, twice in float32, and the hidden
+    states of all sequences in the host's. The folder appears whole or not at all.
+
+    Raises InvalidCheckpoint, UnsupportedModel and InvalidParameter for what cannot be quantized so, ModelError where
+    the folder cannot be written.
+    """
+    walk = Walk(folder, dtype, device)
+    _check_kinds(walk)
+    _check_tensors(walk, recipe)
+    with output_folder(destination, walk.checkpoint.num_bytes) as partial, torch.no_grad():
+        quantizer = _Quantizer(walk, recipe, sequences, tokens_at_once)
+        write_shards(quantizer.tensors(progress), partial)
+        copy_companions(folder, partial)
+        within = dict.fromkeys(_within_block(name) for name in quantizer.quantized)
+        plain = [name for name in quantizer.plain if "." in name]
+        _write_settings(partial, recipe.settings(quantizer.plain, list(within) if plain else []))
+        written = Checkpoint.open(partial)
+        comparison = quantizer.comparison()
+    return QuantizeReport(destination, written.num_bytes, quantizer.num_tokens, comparison)
+
+
+def _within_block(module: str) -> str:
+    """The name of a module behind the number of its layer."""
+    segments = module.split(".")
+    number = next(place for place, segment in enumerate(segments) if segment.isdecimal())
+    return ".".join(segments[number + 1 :])
+
+
+def _write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    file = folder / "config.json"
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    text = json.dumps({**fields, "quantization_config": settings}, indent=2, ensure_ascii=False)
+    file.write_text(text + "\n", encoding="utf-8")

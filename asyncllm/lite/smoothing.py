@@ -1,0 +1,197 @@
+"""Which scales of a layer can move from the inputs of its projections to what they come from, and the moving.
+
+The pairs follow from the kinds of blocks, attention and MLPs, and hold for every family that is made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm.layers.attention import Attention
+from asyncllm.layers.block import AnyBlock, Block, ParallelBlock, PostNormBlock
+from asyncllm.layers.latent_attention import LatentAttention
+from asyncllm.layers.linear_method import Weighted
+from asyncllm.layers.mlp import GatedMLP, PlainMLP
+from asyncllm.layers.moe import MoE
+from asyncllm.layers.norm import Norm
+
+__all__ = ["Group", "Masters", "Matrix", "Rows", "groups", "plain_layers"]
+
+
+class Matrix(NamedTuple):
+    """The weight of a layer, or of one of its experts."""
+
+    layer: Weighted
+    expert: int | None = None
+
+
+class Rows(NamedTuple):
+    """Output features of a matrix that are nothing but the inputs of others."""
+
+    matrix: Matrix
+    rows: Tensor
+    """int64 [C]"""
+
+
+@dataclass(frozen=True)
+class Group:
+    """C features that can be divided by scales where they are made, and multiplied where they are read."""
+
+    maker: Norm | Rows
+    readers: tuple[Matrix, ...]
+    spread: Tensor | None = None
+    """int64 [K]: the feature at each input of the readers; None: they are the same."""
+
+    @property
+    def size(self) -> int:
+        """C"""
+        return self.maker.weight.shape[-1] if isinstance(self.maker, Norm) else len(self.maker.rows)
+
+    def at_inputs(self, scales: Tensor) -> Tensor:
+        """scales [C] -> [K]."""
+        return scales if self.spread is None else scales[self.spread]
+
+    def of_features(self, values: Tensor) -> Tensor:
+        """values [K] -> their means by feature [C]."""
+        if self.spread is None:
+            return values
+        spread = self.spread.to(values.device)
+        sums = values.new_zeros(self.size).index_add_(0, spread, values)
+        return sums / spread.bincount(minlength=self.size)
+
+
+class Masters:
+    """The weights of a layer in float32, which are changed, and written back to it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._layers = [each for each in block.modules() if isinstance(each, Weighted)]
+        self._weights = {id(layer): layer.weight.detach().float().clone() for layer in self._layers}
+        self._biases = {
+            id(layer): layer.bias.detach().float().clone() for layer in self._layers if layer.bias is not None
+        }
+        self.changed: set[int] = set()
+        """Ids of the modules that are no longer what the checkpoint has."""
+
+    def weight(self, matrix: Matrix) -> Tensor:
+        """[N, K], the master itself."""
+        return _of(self._weights[id(matrix.layer)], matrix.expert)
+
+    def bias(self, matrix: Matrix) -> Tensor | None:
+        """[N], the master itself."""
+        bias = self._biases.get(id(matrix.layer))
+        return None if bias is None else _of(bias, matrix.expert)
+
+    def write_back(self) -> None:
+        """Give the layers their masters."""
+        for layer in self._layers:
+            layer.weight.copy_(self._weights[id(layer)])
+            if layer.bias is not None:
+                layer.bias.copy_(self._biases[id(layer)])
+
+    def move(self, group: Group, scales: Tensor, stored: torch.dtype) -> Tensor:
+        """Divide where the group's features are made and multiply where they are read, by scales [C], and return those
+        that were taken: a norm is rounded to the type `stored` that the file has, and the readers make up for it."""
+        if isinstance(group.maker, Norm):
+            scales = _divide_norm(group.maker, scales, stored)
+            self.changed.add(id(group.maker))
+        else:
+            matrix, rows = group.maker
+            self.weight(matrix)[rows] /= scales[:, None]
+            bias = self.bias(matrix)
+            if bias is not None:
+                bias[rows] /= scales
+            self.changed.add(id(matrix.layer))
+        for reader in group.readers:
+            self.weight(reader).mul_(group.at_inputs(scales))
+            self.changed.add(id(reader.layer))
+        return scales
+
+
+def _divide_norm(norm: Norm, scales: Tensor, stored: torch.dtype) -> Tensor:
+    before, less = norm.weight.detach().float(), norm.stored_less
+    after = (before / scales - less).to(stored).float() + less
+    scales = torch.where((before == 0) | (after == 0), torch.ones_like(before), before / after)
+    norm.weight.copy_(before / scales)
+    bias = getattr(norm, "bias", None)
+    if bias is not None:
+        bias.copy_((bias.float() / scales).to(stored))
+    return scales
+
+
+def plain_layers(block: AnyBlock) -> list[Weighted]:
+    """Return the layers with a weight that stay as they are: what chooses and weighs experts."""
+    found: list[Weighted] = []
+    for module in block.modules():
+        if isinstance(module, MoE):
+            found.append(module.router)
+            if module.shared_gate is not None:
+                found.append(module.shared_gate)
+    return found
+
+
+def groups(block: AnyBlock) -> Iterator[Group]:
+    """Yield the groups of a block, from the input to the output of each branch."""
+    in_front = isinstance(block, Block | ParallelBlock) and not isinstance(block, PostNormBlock)
+    of_attention, of_mlp = _attention_readers(block.attn), _mlp_readers(block.mlp)
+    if isinstance(block, ParallelBlock) and block.mlp_norm is None:
+        yield Group(block.attn_norm, of_attention + of_mlp)
+    elif in_front:
+        yield Group(block.attn_norm, of_attention)
+        if block.mlp_norm is not None:
+            yield Group(block.mlp_norm, of_mlp)
+    yield from _within_attention(block.attn)
+    for module in block.mlp.modules():
+        yield from _within_mlp(module)
+
+
+def _attention_readers(attention: nn.Module) -> tuple[Matrix, ...]:
+    if isinstance(attention, LatentAttention):
+        return (Matrix(attention.q if attention.q_down is None else attention.q_down), Matrix(attention.kv_down))
+    return (Matrix(attention.qkv),) if isinstance(attention, Attention) else ()
+
+
+def _mlp_readers(mlp: nn.Module) -> tuple[Matrix, ...]:
+    if isinstance(mlp, GatedMLP):
+        return (Matrix(mlp.gate_up),)
+    if isinstance(mlp, PlainMLP):
+        return (Matrix(mlp.up),)
+    if not isinstance(mlp, MoE):
+        return ()
+    experts = tuple(Matrix(mlp.gate_up, expert) for expert in range(mlp.gate_up.num_experts or 0))
+    shared = () if mlp.shared is None else _mlp_readers(mlp.shared)
+    gate = () if mlp.shared_gate is None else (Matrix(mlp.shared_gate),)
+    return (Matrix(mlp.router), *experts, *shared, *gate)
+
+
+def _within_attention(attention: nn.Module) -> Iterator[Group]:
+    """Yield the values, which are summed up by weights that do not depend on them, unless they are clipped."""
+    if isinstance(attention, LatentAttention):
+        if attention.q_norm is not None:
+            yield Group(attention.q_norm, (Matrix(attention.q),))
+        heads = torch.arange(attention.kv.out_features).view(attention.num_heads, -1)
+        yield Group(Rows(Matrix(attention.kv), heads[:, attention.nope_dim :].flatten()), (Matrix(attention.out),))
+    elif isinstance(attention, Attention) and attention.qkv_clip is None:
+        values = attention.qkv.rows["v"]
+        rows = torch.arange(values.start, values.stop)
+        heads = torch.arange(len(rows)).view(attention.num_kv_heads, -1)
+        spread = heads.repeat_interleave(attention.num_heads // attention.num_kv_heads, 0).flatten()
+        yield Group(Rows(Matrix(attention.qkv), rows), (Matrix(attention.out),), spread)
+
+
+def _within_mlp(mlp: nn.Module) -> Iterator[Group]:
+    """Yield what the gate multiplies, which is linear; a plain MLP has its activation in between."""
+    if not isinstance(mlp, GatedMLP | MoE):
+        return
+    up = mlp.gate_up.rows["up"]
+    rows = torch.arange(up.start, up.stop)
+    for expert in (None,) if mlp.gate_up.num_experts is None else range(mlp.gate_up.num_experts):
+        yield Group(Rows(Matrix(mlp.gate_up, expert), rows), (Matrix(mlp.down, expert),))
+
+
+def _of(tensor: Tensor, index: int | None) -> Tensor:
+    return tensor if index is None else tensor[index]

@@ -1,0 +1,223 @@
+"""The tools by name: each checks its settings, finds model and texts, and quantizes by its recipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from asyncllm.config import LITE_TOOLS, LiteConfig
+from asyncllm.errors import InvalidParameter, UnsupportedFeature
+from asyncllm.lite.eight_bits import BlockedFP8, SmoothQuant
+from asyncllm.lite.few_bits import AWQ, FewBits
+from asyncllm.lite.quantize import Progress, QuantizeReport, input_statistics, quantize
+from asyncllm.lite.recipe import Recipe
+from asyncllm.lite.rounding import Grid
+from asyncllm.lite.texts import Texts, read_texts, sequences
+from asyncllm.lite.walk import Walk
+from asyncllm.locate import locate
+from asyncllm.models.output_folder import check_free, output_folder
+from asyncllm.models.registry import read_config
+
+__all__ = ["TOOLS", "auto_awq", "auto_gptq", "blocked_fp8", "calibrate", "smooth_quant"]
+
+Model = str | os.PathLike[str]
+
+STATISTICS = "inputs_stats.safetensors"
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def auto_awq(
+    model: Model,
+    work_dir: str = LiteConfig().work_dir,
+    *,
+    texts: Texts | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> QuantizeReport:
+    """Write a checkpoint of 4 bits by AWQ: inputs that are large are made smaller, and their weights larger, before
+    these are rounded.
+
+    Args:
+        model: name, folder or hub id of a checkpoint with plain weights.
+        work_dir: folder to write.
+        texts: texts, conversations or lists of token ids to judge by, in the place of `calib_dataset`.
+        progress: called with how many of so many layers are done.
+        options: fields of `LiteConfig`, as on the command line.
+
+    Raises InvalidParameter, UnsupportedFeature, ModelError and its kinds.
+    """
+    job = _Job.open("auto_awq", model, work_dir, options)
+    config = job.config
+    if config.w_bits != 4:
+        raise UnsupportedFeature(f"w_bits = {config.w_bits}: AWQ's files have 4 bits. Use auto_gptq for others.")
+    recipe = AWQ(**job.few_bits("awq"), compensate=config.compensate, search_scale=config.search_scale)
+    return job.quantize(recipe, texts, progress)
+
+
+def auto_gptq(
+    model: Model,
+    work_dir: str = LiteConfig().work_dir,
+    *,
+    texts: Texts | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> QuantizeReport:
+    """Write a checkpoint of 2, 4 or 8 bits by GPTQ: weights that are rounded later make up for those before. As
+    `auto_awq`; without zero points unless `w_sym` is False."""
+    job = _Job.open("auto_gptq", model, work_dir, options)
+    config = job.config
+    if config.w_bits not in ((4, 8) if job.compressed else (2, 4, 8)):
+        raise UnsupportedFeature(f"w_bits = {config.w_bits} is not written. Take 4 or 8; the native format has 2 too.")
+    recipe = FewBits(**job.few_bits("gptq"))
+    return job.quantize(recipe, texts, progress)
+
+
+def smooth_quant(
+    model: Model,
+    work_dir: str = LiteConfig().work_dir,
+    *,
+    texts: Texts | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> QuantizeReport:
+    """Write a checkpoint of weights and activations in int8 or fp8 by SmoothQuant. As `auto_awq`."""
+    job = _Job.open("smooth_quant", model, work_dir, options)
+    dtype = torch.int8 if job.config.quant_dtype == "int8" else torch.float8_e4m3fn
+    recipe = SmoothQuant(dtype, job.compressed, search_scale=job.config.search_scale)
+    return job.quantize(recipe, texts, progress)
+
+
+def blocked_fp8(
+    model: Model, work_dir: str = LiteConfig().work_dir, *, progress: Progress | None = None, **options: Any
+) -> QuantizeReport:
+    """Write a checkpoint in fp8 with a scale for each block of 128 x 128, as DeepSeek-V3 has them. As `auto_awq`, but
+    no text decides anything."""
+    return _Job.open("blocked_fp8", model, work_dir, options).quantize(BlockedFP8(), None, progress)
+
+
+def calibrate(
+    model: Model,
+    work_dir: str = LiteConfig().work_dir,
+    *,
+    texts: Texts | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Path:
+    """Write what the inputs of all projections look like to `inputs_stats.safetensors`, and return the file.
+
+    NAME.absmax and NAME.absmean are float32 [K], NAME a module of the checkpoint and K its input features. As
+    `auto_awq`.
+    """
+    job = _Job.open("calibrate", model, work_dir, options)
+    chosen = job.sequences(texts)
+    if not chosen:
+        raise InvalidParameter("calib_samples = 0 leaves nothing to look at. Give 1 or more.", "calib_samples")
+    with output_folder(job.destination, 0) as partial:
+        found = input_statistics(
+            Walk(job.folder, job.dtype, job.device), chosen, tokens_at_once=job.tokens_at_once, progress=progress
+        )
+        save_file(found, partial / STATISTICS)
+    return job.destination / STATISTICS
+
+
+TOOLS: Mapping[str, Callable[..., QuantizeReport | Path]] = {
+    "calibrate": calibrate,
+    "auto_awq": auto_awq,
+    "auto_gptq": auto_gptq,
+    "smooth_quant": smooth_quant,
+    "blocked_fp8": blocked_fp8,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What one call of a tool works on. All that can be refused by its settings is, before any weight is read."""
+
+    config: LiteConfig
+    folder: Path
+    destination: Path
+    stored: str
+    """The type of the checkpoint."""
+    max_position: int
+    device: torch.device
+
+    @classmethod
+    def open(cls, tool: str, model: Model, work_dir: str, options: Mapping[str, Any]) -> _Job:
+        known = LITE_TOOLS[tool]
+        for name in options:
+            if name not in known.options:
+                raise InvalidParameter(f"{tool} has no option {name!r}. Its options: {', '.join(known.options)}.", name)
+        config = LiteConfig.from_dict({**known.defaults, **options, "work_dir": str(work_dir)}).checked()
+        destination = check_free(Path(config.work_dir), "work_dir", overwrite=config.overwrite)
+        folder = locate(model, revision=config.revision, download_dir=config.download_dir)
+        if folder.resolve() == destination.resolve():
+            raise InvalidParameter("work_dir is the folder of the model. Give another one.", "work_dir")
+        device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise InvalidParameter("device is 'cuda', and torch finds no GPU. Use device='cpu'.", "device")
+        described = read_config(folder)
+        return cls(config, folder, destination, described.dtype, described.max_position, torch.device(device))
+
+    @property
+    def compressed(self) -> bool:
+        """Whether files are those of compressed-tensors."""
+        return self.config.checkpoint_format == "compressed-tensors"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of activations."""
+        auto = "float32" if self.device.type == "cpu" else self.stored
+        return _DTYPES[auto if self.config.dtype == "auto" else self.config.dtype]
+
+    @property
+    def tokens_at_once(self) -> int:
+        return self.config.batch_size * self.config.calib_seqlen
+
+    def few_bits(self, files: str) -> dict[str, Any]:
+        """The fields of `FewBits` that both tools have."""
+        config, size = self.config, self.config.w_group_size
+        if size != -1 and (size <= 0 or size % 32):
+            raise InvalidParameter(f"w_group_size = {size} is no multiple of 32, and not -1.", "w_group_size")
+        # compressed-tensors has scales of the model's type.
+        dtype = _DTYPES[self.stored] if self.compressed else torch.float16
+        # The first format of GPTQ stores zero points less one.
+        least_zero = 1 if files == "gptq" and not self.compressed else 0
+        return {
+            "grid": Grid(config.w_bits, size, config.w_sym, dtype, least_zero),
+            "files": "compressed-tensors" if self.compressed else files,
+            "search_clip": config.search_clip,
+            "damp": config.damp_percent,
+            "ordered": config.desc_act,
+            "writer": f"asyncllm:{version('asyncllm')}",
+        }
+
+    def sequences(self, texts: Texts | None) -> list[list[int]]:
+        """The texts to judge by, none where calib_samples is 0."""
+        config = self.config
+        if not config.calib_samples:
+            return []
+        if texts is not None and config.calib_dataset is not None:
+            raise InvalidParameter("texts and calib_dataset are two sources of texts. Give one.", "calib_dataset")
+        chosen = read_texts(config.calib_dataset) if texts is None else texts
+        length = min(config.calib_seqlen, self.max_position)
+        return sequences(self.folder, chosen, samples=config.calib_samples, length=length)
+
+    def quantize(self, recipe: Recipe, texts: Texts | None, progress: Progress | None) -> QuantizeReport:
+        return quantize(
+            self.folder,
+            self.destination,
+            recipe,
+            self.sequences(texts) if recipe.reads_inputs else [],
+            tokens_at_once=self.tokens_at_once,
+            dtype=self.dtype,
+            device=self.device,
+            progress=progress,
+        )

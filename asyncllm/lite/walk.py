@@ -1,0 +1,177 @@
+"""A model that runs layer by layer: one of them at a time has its weights on the device."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm.layers.block import AnyAttention, AnyBlock
+from asyncllm.layers.rotary import ROPE_LENS
+from asyncllm.layers.step_inputs import StepInputs
+from asyncllm.models.decoder import allocate
+from asyncllm.models.registry import open_unfilled
+from asyncllm.models.weights import plan_load
+
+__all__ = ["Batch", "Comparison", "Walk"]
+
+_BLOCK_SIZE = 64
+"""Tokens of a block of the cache, which lives for one layer and batch."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """Sequences that run together, and where they are."""
+
+    lens: Sequence[int]
+    """Tokens of each sequence."""
+    ids: Tensor
+    """int64 [T]"""
+    hidden: Tensor
+    """[T, hidden]: the residual stream behind the last layer that ran, in the host's memory."""
+
+
+class Comparison(NamedTuple):
+    """Means over the tokens of some texts."""
+
+    loss_before: float
+    """Negative log-likelihood."""
+    loss_after: float
+    divergence: float
+    """Kullback-Leibler divergence of the new distribution from the old one, in nats."""
+
+
+class Walk:
+    """The model of a folder, with plain weights. Raises as `registry.open_unfilled` and `weights.plan_load` do."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.model, self.checkpoint = open_unfilled(folder)
+        self.dtype, self.device = dtype, device
+        self.plan = plan_load(self.model, self.checkpoint, self.model.weight_map)
+        self.model.place_rotaries(device)
+        self._names: dict[str, list[str]] = defaultdict(list)
+        for name, target in self.plan.targets.items():
+            self._names[_part_of(target.module)].append(name)
+
+    @property
+    def layers(self) -> Sequence[AnyBlock]:
+        return list(self.model.layers)  # type: ignore[arg-type]
+
+    def names(self, layer: int) -> Sequence[str]:
+        """Return the names of the checkpoint's tensors that fill a layer."""
+        return self._names[f"layers.{layer}"]
+
+    @torch.no_grad()
+    def begin(self, sequences: Sequence[Sequence[int]], tokens: int) -> list[Batch]:
+        """Return the sequences in batches of some `tokens`, in front of the first layer."""
+        chosen: list[list[Sequence[int]]] = []
+        room = 0
+        for sequence in sequences:
+            if not chosen or len(sequence) > room:
+                chosen.append([])
+                room = tokens
+            chosen[-1].append(sequence)
+            room -= len(sequence)
+        parts = [part for part in ("embed", "positions", "embed_norm") if getattr(self.model, part) is not None]
+        for part in parts:
+            self.fill(part)
+        batches = []
+        for each in chosen:
+            ids = torch.tensor([token for sequence in each for token in sequence])
+            batch = Batch([len(sequence) for sequence in each], ids, torch.empty(0))
+            batch.hidden = self.model.embedded(self._step(batch, [])).cpu()
+            batches.append(batch)
+        for part in parts:
+            self.empty(part)
+        return batches
+
+    def fill(self, part: str) -> nn.Module:
+        """Read the weights of a part of the model, such as "layers.3", and return it."""
+        module = self.model.get_submodule(part)
+        allocate(module, self.dtype, self.device)
+        with closing(self.checkpoint.read(self._names[part])) as tensors:
+            for name, tensor in tensors:
+                self.plan.copy(name, tensor)
+        return module
+
+    def empty(self, part: str) -> None:
+        """Let the weights of a part go."""
+        allocate(self.model.get_submodule(part), self.dtype, torch.device("meta"))
+
+    @torch.no_grad()
+    def run(self, layer: int, batch: Batch) -> Tensor:
+        """Return the residual stream of a batch behind a layer that is filled [T, hidden], in the host's memory."""
+        block = self.layers[layer]
+        attention = next(each for each in block.modules() if isinstance(each, AnyAttention))
+        spec = attention.cache_spec
+        blocks = sum(-(-length // _BLOCK_SIZE) for length in batch.lens)
+        tensors = [
+            torch.zeros(part.planes, blocks, *part.shape, dtype=part.dtype, device=self.device)
+            for part in spec.parts(_BLOCK_SIZE, self.dtype)
+        ]
+        step = self._step(batch, [spec.cache(tensors)] * len(self.layers))
+        self.model.place(step)
+        branch, residual = block(None, batch.hidden.to(self.device, copy=True), step)
+        hidden: Tensor = residual + branch
+        return hidden.cpu()
+
+    @torch.no_grad()
+    def compare(self, before: Sequence[Batch], after: Sequence[Batch]) -> Comparison:
+        """Compare what two runs of the same sequences say behind the last layer."""
+        # A tied head is the embedding.
+        parts = ("norm", "head" if "head" in self._names else "embed")
+        for part in parts:
+            self.fill(part)
+        sums, count = torch.zeros(3, dtype=torch.float64), 0
+        for batches in zip(before, after, strict=True):
+            ids, start = batches[0].ids.to(self.device), 0
+            for length in batches[0].lens:
+                rows = slice(start, start + length - 1)
+                first, second = (
+                    self.model.logits(self.model.norm(batch.hidden[rows].to(self.device))).float().log_softmax(-1)
+                    for batch in batches
+                )
+                wanted = ids[start + 1 : start + length]
+                losses = [nn.functional.nll_loss(each, wanted, reduction="sum") for each in (first, second)]
+                divergence = nn.functional.kl_div(second, first, reduction="sum", log_target=True)
+                sums += torch.stack([*losses, divergence]).cpu()
+                count, start = count + length - 1, start + length
+        for part in parts:
+            self.empty(part)
+        return Comparison(*(float(each) / max(1, count) for each in sums))
+
+    def _step(self, batch: Batch, caches: Sequence[object]) -> StepInputs:
+        """All sequences of a batch as prompts, each with blocks of its own."""
+        lens = torch.tensor(batch.lens)
+        ends = torch.cat([lens.new_zeros(1), lens.cumsum(0)])
+        widths = -(-lens // _BLOCK_SIZE)
+        first = torch.cat([widths.new_zeros(1), widths.cumsum(0)])[:-1]
+        positions = torch.arange(int(ends[-1])) - ends[:-1].repeat_interleave(lens)
+        places = positions + first.repeat_interleave(lens) * _BLOCK_SIZE
+        tables = (first[:, None] + torch.arange(int(widths.max()))).clamp(max=int(widths.sum()) - 1)
+        device = self.device
+        return StepInputs(
+            input_ids=batch.ids.to(device),
+            positions=positions.to(device),
+            places=places.to(device),
+            num_decode=0,
+            q_offsets=ends.int().to(device),
+            kv_lens=lens.int().to(device),
+            block_tables=tables.int().to(device),
+            max_q_len=max(batch.lens),
+            caches=caches,
+            prompts=[(length, length) for length in batch.lens],
+            more={ROPE_LENS: lens.repeat_interleave(lens).to(device)},
+        )
+
+
+def _part_of(path: str) -> str:
+    """The part of the model that is filled with the module at `path`."""
+    first, _, rest = path.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "layers" else first

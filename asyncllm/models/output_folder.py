@@ -1,0 +1,116 @@
+"""A folder for a checkpoint that appears whole or not at all, and the files in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asyncllm.errors import InvalidParameter, ModelError
+from asyncllm.models.checkpoint import INDEX_NAME, WEIGHTS_NAME
+
+__all__ = ["MAX_SHARD_BYTES", "check_free", "copy_companions", "output_folder", "write_shards"]
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
+
+
+def check_free(destination: Path, param: str, *, overwrite: bool = False) -> Path:
+    """Return the absolute path of a folder that does not exist yet, or is empty, or may be written over.
+
+    Raises InvalidParameter, which names `param`.
+    """
+    destination = Path(os.path.abspath(destination))
+    if destination.exists() and (not destination.is_dir() or (any(destination.iterdir()) and not overwrite)):
+        raise InvalidParameter(
+            f"{destination} exists already and would be overwritten. Give another destination, or remove it.", param
+        )
+    return destination
+
+
+@contextmanager
+def output_folder(destination: Path, needed: int) -> Iterator[Path]:
+    """Yield an empty folder beside `destination`, which takes its place, and that of what is there, where the block
+    ends without an error; else it is removed. `needed`: bytes that it will take, about.
+
+    Raises ModelError where it cannot be written.
+    """
+    partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ModelError(f"{destination} cannot be written ({error}). Give another destination.") from error
+    try:
+        free = shutil.disk_usage(partial).free
+        if needed > free:
+            raise ModelError(f"{destination.parent} has {free} bytes free, and the copy takes {needed}. Make room.")
+        yield partial
+        _take_place(partial, destination)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise ModelError(f"{destination} could not be written ({error}). The partial copy is removed.") from error
+        raise
+
+
+def _take_place(partial: Path, destination: Path) -> None:
+    replaced = destination.with_name(f".{destination.name}.{os.getpid()}.replaced")
+    if destination.exists():
+        destination.rename(replaced)
+    partial.rename(destination)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy configuration, tokenizer and template files; code is left behind."""
+    for pattern in COPIED:
+        for file in source.glob(pattern):
+            if file.is_file() and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, folder / file.name)
+
+
+def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write the tensors in order, in files of at most `max_shard_bytes`, and an index if there are several."""
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    pending_bytes = total_bytes = 0
+
+    def flush() -> None:
+        save_file(pending, folder / f"{len(shards)}.shard", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    storages: set[int] = set()
+    for name, tensor in tensors:
+        if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
+            flush()
+            storages.clear()
+            pending_bytes = 0
+        # The format stores each tensor on its own, so views of one storage are written as copies.
+        tensor = tensor.detach()
+        storage = tensor.untyped_storage().data_ptr()
+        shared = storage in storages
+        storages.add(storage)
+        pending[name] = tensor.clone(memory_format=torch.contiguous_format) if shared else tensor.contiguous()
+        pending_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    flush()
+    if len(shards) == 1:
+        (folder / "0.shard").rename(folder / WEIGHTS_NAME)
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        (folder / f"{number}.shard").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / INDEX_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(index)))

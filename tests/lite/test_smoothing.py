@@ -1,0 +1,109 @@
+"""Scales that move within a layer change nothing that it computes, in any family, and come back to its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncllm.errors import ModelError
+from asyncllm.lite import smoothing
+from asyncllm.lite.observed import InputStatistics
+from asyncllm.lite.quantize import quantize
+from asyncllm.lite.recipe import Recipe, Rounded
+from asyncllm.lite.search import Reader
+from asyncllm.lite.smoothing import Group
+from tests.checkpoints import build_checkpoint
+from tests.models.parity import random_tokens
+from tests.quant.test_packed_weights import logits_of, open_cpu
+
+SEQUENCES = [random_tokens(seed, 40) for seed in range(3)]
+
+
+class Moving(Recipe):
+    """Moves scales that have nothing to do with anything, and rounds nothing."""
+
+    def __init__(self) -> None:
+        self.groups = 0
+        self.unseen = 0
+
+    def check(self, n: int, k: int) -> None:
+        """Anything will do."""
+
+    def scales(self, group: Group, readers: Sequence[Reader]) -> Tensor | None:
+        self.groups += 1
+        return torch.rand(group.size, generator=torch.Generator().manual_seed(self.groups)) * 3 + 0.3
+
+    def round(self, weight: Tensor, inputs: InputStatistics | None) -> Rounded:
+        self.unseen += inputs is None
+        return Rounded({"weight": weight.clone()}, weight)
+
+    def settings(self, plain: Sequence[str], quantized: Sequence[str]) -> dict[str, Any]:
+        return {"plain": plain, "quantized": quantized}
+
+
+def moved(source: Path, folder: Path) -> tuple[Moving, dict[str, Any]]:
+    """Write the copy with moved scales, as a plain checkpoint."""
+    recipe = Moving()
+    quantize(source, folder, recipe, SEQUENCES, tokens_at_once=64, dtype=torch.float32, device=torch.device("cpu"))
+    file = folder / "config.json"
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    settings = fields.pop("quantization_config")
+    file.write_text(json.dumps(fields), encoding="utf-8")
+    return recipe, settings
+
+
+FAMILIES = {
+    # Three norms and pairs in a layer of the usual kind: both norms, values, and what the gate multiplies.
+    "llama": 4,
+    "qwen3": 4,  # norms of heads
+    "gemma2": 4,  # norms less one, and behind branches
+    "internlm2": 4,  # grouped heads in one tensor
+    "phi3": 4,  # q, k and v in one tensor, gate and up in another
+    "glm4": 4,  # heads in pairs
+    "gpt2": 3,  # weights [in, out], biases, a plain MLP
+    "gptj": 2,  # parallel branches behind one norm
+    "olmo2": 2,  # norms behind branches alone
+    "mpt": 2,  # clipped values
+    "nemotron": 3,  # layer norms less one
+}
+"""Groups of a layer."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_computes_what_it_did(family: str, tmp_path: Path) -> None:
+    source = build_checkpoint(family, tmp_path / "source")
+    recipe, settings = moved(source, tmp_path / "moved")
+    layers = len(open_cpu(source).layers)
+    assert recipe.groups == FAMILIES[family] * layers
+    before, after = logits_of(open_cpu(source)), logits_of(open_cpu(tmp_path / "moved"))
+    assert (after - before).abs().max() < 2e-5 * before.abs().max()
+    assert set(settings["plain"]) <= {"lm_head", "output"}
+
+
+def test_experts_and_routers_take_part(tmp_path: Path) -> None:
+    for family in ("mixtral", "qwen3_moe", "deepseek_v3", "qwen2_moe"):
+        source = build_checkpoint(family, tmp_path / family)
+        _, settings = moved(source, tmp_path / "moved" / family)
+        assert any(name.endswith("gate") for name in settings["plain"])
+        assert any(".experts." in name or name.startswith("mlp.experts") for name in settings["quantized"])
+        before, after = logits_of(open_cpu(source)), logits_of(open_cpu(tmp_path / "moved" / family))
+        assert (after - before).abs().max() < 5e-5 * before.abs().max(), family
+
+
+def test_what_changes_a_layer_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = build_checkpoint("llama", tmp_path / "source")
+
+    def wrong(block: Any) -> Any:
+        # The norm of one branch, and the projections of the other.
+        return [Group(block.mlp_norm, (smoothing.Matrix(block.attn.qkv),))]
+
+    monkeypatch.setattr("asyncllm.lite.quantize.groups", wrong)
+    with pytest.raises(ModelError, match="layer 0 changed what it computes"):
+        moved(source, tmp_path / "moved")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["source"]
