@@ -115,7 +115,7 @@ class Walk:
             torch.zeros(part.planes, blocks, *part.shape, dtype=part.dtype, device=self.device)
             for part in spec.parts(_BLOCK_SIZE, self.dtype)
         ]
-        step = self._step(batch, [spec.cache(tensors)] * len(self.layers))
+        step = self._step(batch, [spec.cache(tensors, _BLOCK_SIZE)] * len(self.layers))
         self.model.place(step)
         branch, residual = block(None, batch.hidden.to(self.device, copy=True), step)
         hidden: Tensor = residual + branch
