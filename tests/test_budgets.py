@@ -36,6 +36,7 @@ FEWEST_LINES = 20
 REASONS = {
     ("acting classes", "protocol.py"): "all that engine and agent say to each other, on one page",
     ("lines of a function", "models/config.py:_rope"): "the kinds of rotary scaling, one after the other",
+    ("imported files", "server/routes.py"): "the table of all routes",
     ("nested blocks", "engine/requests/batches.py:interleave"): "all answers end with the reader, each with its own",
     ("nested blocks", "models/stream.py:_receive"): "one loop keeps readers, buffers and the device busy",
     ("parameters", "layers/attention.py:__init__"): "what families differ in, which is their configuration",

@@ -11,7 +11,7 @@ from contextlib import ExitStack, nullcontext
 from aiohttp import web
 
 from asyncllm.server.http.access import KEY, Auth
-from asyncllm.server.http.errors import as_api_error
+from asyncllm.server.http.errors import ErrorFormat, as_api_error
 from asyncllm.server.http.protocol import working
 from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, send
 from asyncllm.server.http.routing import Route, Slashes
@@ -124,12 +124,12 @@ async def _answer(
                     in_work.enter_context(service.work())
                     in_work.enter_context(working(request))
                     await service.request_gate.enter()
-                response = await _answered(request, service, handler)
+                response = await _answered(request, service, route, handler)
                 # In work until the answer is written: a server that drains waits for that too.
                 await send(request, response, service.config.write_timeout)
                 return response
     except Exception as error:
-        response = as_api_error(error).response(service.config.error_format)
+        response = as_api_error(error).response(_error_format(service, route))
     await send(request, response, service.config.write_timeout)
     return response
 
@@ -137,6 +137,7 @@ async def _answer(
 async def _answered(
     request: web.Request,
     service: Service,
+    route: Route | None,
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
 ) -> web.StreamResponse:
     try:
@@ -145,4 +146,8 @@ async def _answered(
         answer = as_api_error(error, request.get(PROMPT_FIELD, "messages"))
         # aiohttp keeps what it raises for paths without a route, and by its traceback that would keep the request.
         error.__traceback__ = None
-        return answer.response(service.config.error_format)
+        return answer.response(_error_format(service, route))
+
+
+def _error_format(service: Service, route: Route | None) -> ErrorFormat:
+    return service.config.error_format if route is None or route.errors is None else route.errors

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from asyncllm.server.anthropic.messages import MessageObject, TokenCount, count_tokens, create_message
+from asyncllm.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from asyncllm.server.docs.openapi import openapi_json
 from asyncllm.server.docs.page import docs
 from asyncllm.server.http.access import Auth
@@ -102,7 +104,7 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         method="GET",
-        path="/v1/responses/{id}",
+        path="/v1/responses/{response_id}",
         handler=show_response,
         auth=Auth.KEY,
         work=False,
@@ -110,7 +112,7 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         method="DELETE",
-        path="/v1/responses/{id}",
+        path="/v1/responses/{response_id}",
         handler=delete_response,
         auth=Auth.KEY,
         work=False,
@@ -118,11 +120,30 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         method="GET",
-        path="/v1/responses/{id}/input_items",
+        path="/v1/responses/{response_id}/input_items",
         handler=list_input_items,
         auth=Auth.KEY,
         work=False,
         answer=InputItems,
+    ),
+    Route(
+        method="POST",
+        path="/v1/messages",
+        handler=create_message,
+        auth=Auth.KEY,
+        body=MessagesRequest,
+        answer=MessageObject,
+        streams=True,
+        errors="anthropic",
+    ),
+    Route(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        handler=count_tokens,
+        auth=Auth.KEY,
+        body=CountTokensRequest,
+        answer=TokenCount,
+        errors="anthropic",
     ),
     Route(
         method="POST",

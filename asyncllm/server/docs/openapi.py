@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Iterable
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 from aiohttp import web
@@ -80,13 +80,27 @@ FLAT_ERROR: Schema = {
 }
 """With `error_format="lmdeploy"`."""
 
+ANTHROPIC_ERROR: Schema = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {key: ERROR["properties"]["error"]["properties"][key] for key in ("type", "message")},
+        },
+    },
+}
+"""Of Anthropic's routes."""
+
 GIVEN: Schema = {"not": {"type": "null"}}
 
 ERRORS = {
     "400": "Something in the request is wrong; `param` says what.",
     "401": "The key is missing or wrong.",
     "403": "The Host or the Origin is not let in.",
-    "404": "There is no such model.",
+    "404": "There is no such model or response.",
     "408": "The body did not arrive in time.",
     "409": "The session has a turn running.",
     "413": "The body is too large.",
@@ -99,7 +113,8 @@ ERRORS = {
 WITH_BODY = ("400", "404", "408", "409", "413", "415", "500", "504")
 
 STREAMS = {
-    "text/event-stream": "With `stream: true`: lines `data: {...}`, each a chunk, the last one `data: [DONE]`.",
+    "text/event-stream": "With `stream: true`: lines `data: {...}`, each a chunk, the last one `data: [DONE]`; the "
+    "events of Responses and Messages have names, and an end of their own.",
     "application/x-ndjson": "With `stream: true`: lines of JSON, each a chunk.",
 }
 
@@ -132,7 +147,7 @@ TOOL: Schema = {
                 "name": {"type": "string", "pattern": r"^[A-Za-z0-9_.-]{1,64}$"},
                 "description": {"type": "string"},
                 "parameters": {"type": "object"},
-                "strict": {"enum": [False, None]},
+                "strict": {"type": ["boolean", "null"]},
             },
             "required": ["name"],
         },
@@ -172,6 +187,8 @@ def document_of(routes: Iterable[Route], service: Service) -> Schema:
         if kind.__name__ in components:
             _describe(components[kind.__name__], kind, service)
     components["Error"] = FLAT_ERROR if service.config.error_format == "lmdeploy" else ERROR
+    if any(route.errors == "anthropic" for route in routes):
+        components["AnthropicError"] = ANTHROPIC_ERROR
     components["Message"] = MESSAGE
     names: set[str] = set()
     paths: Schema = {}
@@ -209,7 +226,12 @@ def _operation(route: Route, name: str, service: Service) -> Schema:
     }
     if parameters := PATH_PARAMETER.findall(route.path):
         operation["parameters"] = [
-            {"name": each, "in": "path", "required": True, "schema": {"enum": [service.engine.model_name]}}
+            {
+                "name": each,
+                "in": "path",
+                "required": True,
+                "schema": {"enum": [service.engine.model_name]} if each == "id" else {"type": "string"},
+            }
             for each in parameters
         ]
     if route.query:
@@ -234,7 +256,8 @@ def _responses(route: Route, service: Service) -> Schema:
         content[route.content_type] = {"schema": {"type": "string"} if "json" not in route.content_type else {}}
     if route.streams:
         content[route.stream_type] = {"schema": {"description": STREAMS[route.stream_type]}}
-    error = {"application/json": {"schema": {"$ref": REF.format(name="Error")}}}
+    error_name = "AnthropicError" if route.errors == "anthropic" else "Error"
+    error = {"application/json": {"schema": {"$ref": REF.format(name=error_name)}}}
     statuses = {"403"}
     if route.body is not None:
         statuses |= {*WITH_BODY}
@@ -296,7 +319,7 @@ def _describe(schema: Schema, kind: type[msgspec.Struct], service: Service) -> N
             del field["default"]
         if not is_request:
             continue
-        _bound(name, field, hints.get(name), service)
+        _bound(name, field, hints.get(name), service, kind)
     if issubclass(kind, Body):
         for name, neutral in NEUTRAL.items():
             # What asks for the generation of an answer is no field of routes that generate none.
@@ -332,8 +355,8 @@ def _setting_notes() -> dict[str, Schema]:
     return notes
 
 
-def _bound(name: str, field: Schema, hint: Any, service: Service) -> None:
-    """Narrow the schema of a request's field to what this server takes."""
+def _bound(name: str, field: Schema, hint: Any, service: Service, kind: type[msgspec.Struct]) -> None:
+    """Narrow the schema of a field of the request `kind` to what this server takes."""
     limits, config = service.engine.limits, service.config
     token: Schema = {"type": "integer", "minimum": 0, "maximum": limits.vocab_size - 1}
     if name == "model":
@@ -342,16 +365,18 @@ def _bound(name: str, field: Schema, hint: Any, service: Service) -> None:
         plain: Schema = {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]}
         field["anyOf"] = [*([plain] if name == "response_format" else []), {"type": "null"}]
     elif name == "tools":
-        _alternative(field, "array").update(items=TOOL)
+        _alternative(field, "array").update(items=TOOL if issubclass(kind, OpenAIFields) else {"type": "object"})
         if not service.engine.chat_template.reads_tools:
             _alternative(field, "array")["maxItems"] = 0
-    elif name == "tool_choice":
-        field["anyOf"] = [{"enum": ["none", "auto"]}, {"type": "null"}]
+    elif name == "tool_choice" and str in get_args(hint):
+        words = ["none", "auto", "required"] if limits.takes_grammars else ["none", "auto"]
+        named = [{"type": "object", "required": ["type"]}] if limits.takes_grammars else []
+        field["anyOf"] = [{"enum": words}, *named, {"type": "null"}]
     elif name == "reasoning_effort" and "reasoning_effort" not in service.engine.chat_template.variables:
         field["anyOf"] = [{"enum": ["none"]}, {"type": "null"}]
     elif _alternative(field, "array").get("items") == {"type": "object"}:
         _alternative(field, "array").update(minItems=1, items={"$ref": REF.format(name="Message")})
-        if name == "messages" and "string" in (each["type"] for each in field["anyOf"]):
+        if name == "messages" and "string" in (each["type"] for each in field.get("anyOf", ())):
             _alternative(field, "string")["minLength"] = 1
             field["description"] = "The conversation; a text is one user message."
     elif hint == Prompt:

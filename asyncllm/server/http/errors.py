@@ -1,5 +1,6 @@
 """What a client gets when something is wrong: `{"error": {"message", "type", "param", "code"}}` and a status; with
 `error_format="lmdeploy"`, `{"object": "error", "message", "type", "param", "code"}`, whose code is the status.
+Anthropic's routes have `{"type": "error", "error": {"type", "message"}}`.
 
     400 invalid_request_error     the request cannot be served as it stands
     401 authentication_error      no key, or a wrong one
@@ -47,7 +48,7 @@ __all__ = ["ApiError", "as_api_error", "event_of"]
 
 logger = logging.getLogger("asyncllm.server")
 
-ErrorFormat = Literal["openai", "lmdeploy"]
+ErrorFormat = Literal["openai", "lmdeploy", "anthropic"]
 
 TYPES = {
     401: "authentication_error",
@@ -60,6 +61,17 @@ TYPES = {
     503: "unavailable_error",
     504: "timeout_error",
 }
+
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""By status, on Anthropic's routes."""
 
 NAMES = {
     "max_new_tokens": "max_tokens",
@@ -104,6 +116,9 @@ class ApiError(Exception):
 
 def fields_of(error: ApiError, error_format: ErrorFormat) -> dict[str, Any]:
     """Return the body of an answer of status 4xx or 5xx."""
+    if error_format == "anthropic":
+        kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": error.message}}
     fields: dict[str, Any] = {"message": error.message, "type": error.type, "param": error.param}
     if error_format == "lmdeploy":
         return {"object": "error", **fields, "code": error.status}

@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from asyncllm.server.http.access import Auth
+from asyncllm.server.http.errors import ErrorFormat
 
 __all__ = ["Route", "Slashes", "without_slashes"]
 
@@ -43,6 +44,8 @@ class Route:
     streams: bool = False
     """Whether `stream: true` turns the answer into events of `stream_type`."""
     stream_type: str = "text/event-stream"
+    errors: ErrorFormat | None = None
+    """The form of its errors, where that is not the server's."""
 
 
 def without_slashes(path: str) -> str:

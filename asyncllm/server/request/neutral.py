@@ -99,6 +99,14 @@ NEUTRAL: Mapping[str, Neutral] = {
     "max_tool_calls": Neutral("OpenAI", None, "It counts calls of the provider's own tools, of which there are none."),
     "suffix": Neutral("OpenAI, LMDeploy, vLLM", ("",), "Text cannot be inserted before a suffix. Leave it out."),
     "best_of": Neutral("OpenAI, vLLM", (1,), "Answers are not ranked. Ask for n answers instead."),
+    # Anthropic
+    "cache_control": Neutral("Anthropic", None, _CACHES),
+    "container": Neutral("Anthropic", (), _CODE),
+    "diagnostics": Neutral("Anthropic", (), "The server has no such reports. Leave it out."),
+    "inference_geo": Neutral("Anthropic", (), "The server is where it is. Leave it out."),
+    "speed": Neutral("Anthropic", ("standard",), "There is one speed. Leave it out."),
+    "user_profile_id": Neutral("Anthropic", None, _RECORDS),
+    "workspace_id": Neutral("Anthropic", None, _RECORDS),
     # LMDeploy
     "kwargs": Neutral("LMDeploy's APIClient", ({},), "It holds further fields, so it is a dict."),
     "spaces_between_special_tokens": Neutral("LMDeploy, vLLM", (True, False), _SPACES),

@@ -133,20 +133,20 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 
 async def show_response(request: web.Request) -> web.StreamResponse:
     """Return a response that is kept."""
-    kept = service_of(request).responses.get(request[KEY], request.match_info["id"])
+    kept = service_of(request).responses.get(request[KEY], request.match_info["response_id"])
     return web.Response(body=encode(kept.body), content_type="application/json")
 
 
 async def delete_response(request: web.Request) -> web.StreamResponse:
     """Forget a response."""
-    response_id = request.match_info["id"]
+    response_id = request.match_info["response_id"]
     service_of(request).responses.delete(request[KEY], response_id)
     return json_response(DeletedResponse(id=response_id))
 
 
 async def list_input_items(request: web.Request) -> web.StreamResponse:
     """List what a kept response answered, newest first, without what came before it."""
-    items = service_of(request).responses.get(request[KEY], request.match_info["id"]).input_items[::-1]
+    items = service_of(request).responses.get(request[KEY], request.match_info["response_id"]).input_items[::-1]
     ids = [item["id"] for item in items]
     return json_response(InputItems(data=items, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None))
 

@@ -1,0 +1,96 @@
+"""Anthropic's messages, which are made of blocks, as messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.http.responses import encode
+from asyncllm.types import Message
+
+__all__ = ["messages_of"]
+
+
+def messages_of(system: str | list[dict[str, Any]] | None, messages: Sequence[dict[str, Any]]) -> list[Message]:
+    """Return what `system` and `messages` say. Raises ApiError for what is no text, tool or reasoning."""
+    result: list[Message] = []
+    if system:
+        result.append({"role": "system", "content": _text(system, "system")})
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        role, content = message.get("role"), message.get("content")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+            raise _refused(f"{where} has no content. It is a text or a list of blocks.")
+        match role:
+            case "assistant":
+                result.append(_answer(blocks, where))
+            case "user" | "system":
+                result += _said(role, blocks, where)
+            case _:
+                raise _refused(f"{where} has the role {str(role)[:64]!r}. It is user, assistant or system.")
+    return result
+
+
+def _said(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:
+    """Return the results of tools, each a message of its own, and then the text."""
+    messages: list[Message] = []
+    texts = []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            call_id = block.get("tool_use_id")
+            if not isinstance(call_id, str):
+                raise _refused(f"{where} has a tool_result without tool_use_id. Send the id of the tool_use.")
+            text = _text(block.get("content") or "", where)
+            if block.get("is_error"):
+                text = f"Error: {text}"
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        else:
+            texts.append(_text([block], where))
+    if texts or not messages:
+        messages.append({"role": role, "content": "".join(texts)})
+    return messages
+
+
+def _answer(blocks: list[dict[str, Any]], where: str) -> Message:
+    texts, thoughts, calls = [], [], []
+    for block in blocks:
+        match block.get("type"):
+            case "thinking":
+                thoughts.append(str(block.get("thinking") or ""))
+            case "redacted_thinking":
+                continue  # nothing can be read of it
+            case "tool_use":
+                if not isinstance(block.get("name"), str) or not isinstance(block.get("id"), str):
+                    raise _refused(f"{where} has a tool_use without id or name. Send it as it came.")
+                function = {"name": block["name"], "arguments": encode(block.get("input") or {}).decode()}
+                calls.append({"id": block["id"], "type": "function", "function": function})
+            case _:
+                texts.append(_text([block], where))
+    message: Message = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
+    if any(thoughts):
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _text(content: Any, where: str) -> str:
+    """Return a text that may be given as blocks. Raises ApiError for other blocks."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _refused(f"{where} has no text. Send a text or a list of blocks.")
+    texts = []
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else None
+        text = block.get("text") if kind == "text" else None
+        if not isinstance(text, str):
+            raise _refused(f"{where} has a block of type {str(kind)[:64]!r}, which is not read. Leave it out.")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _refused(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_value", param="messages")

@@ -1,0 +1,230 @@
+"""POST /v1/messages and /v1/messages/count_tokens.
+
+Documented at https://docs.anthropic.com/en/api/messages and /messages-streaming.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from asyncllm.server.anthropic.blocks import messages_of
+from asyncllm.server.anthropic.requests import CountTokensRequest, MessagesRequest, options_of
+from asyncllm.server.http.errors import ApiError, fields_of
+from asyncllm.server.http.responses import built_response, encode, json_response
+from asyncllm.server.openai.answers import size_of
+from asyncllm.server.request.arguments import request_options, sampled_config
+from asyncllm.server.request.decode import read_request
+from asyncllm.server.service import service_of
+from asyncllm.server.sse import SSE, event, stream
+from asyncllm.types import Chunk, Response
+
+__all__ = ["MessageObject", "TokenCount", "count_tokens", "create_message"]
+
+REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+"""Stop reasons by the engine's, where it is not the end of a turn."""
+
+
+def _named(name: bytes, data: bytes) -> bytes:
+    return b"event: %b\n" % name + event(data)
+
+
+FRAMING = replace(SSE, ping=_named(b"ping", b'{"type":"ping"}'), done=b"")
+
+
+class MessageUsage(msgspec.Struct, kw_only=True):
+    """Tokens."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    """Not told apart: `input_tokens` are all of the prompt's."""
+
+
+class MessageObject(msgspec.Struct, kw_only=True):
+    """An answer."""
+
+    id: str
+    model: str
+    content: list[dict[str, Any]]
+    usage: MessageUsage
+    type: str = "message"
+    role: str = "assistant"
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+
+
+class TokenCount(msgspec.Struct, kw_only=True):
+    """The tokens of a prompt."""
+
+    input_tokens: int
+
+
+async def create_message(request: web.Request) -> web.StreamResponse:
+    """Answer as Anthropic's Messages API does."""
+    service = service_of(request)
+    body = await read_request(request, MessagesRequest)
+    output = body.output_config
+    fields: dict[str, Any] = {"max_new_tokens": body.max_tokens}
+    fields["response_format"] = None if output is None else output.format
+    if body.stop_sequences:
+        fields["stop_words"] = body.stop_sequences
+    generation = service.engine.generate(
+        messages_of(body.system, body.messages),
+        sampled_config(body, service.defaults, **fields),
+        stream_response=bool(body.stream),
+        **(request_options(request, body) | options_of(body, service.engine.chat_template)),
+    )
+    await generation.start()
+    model, message_id = service.engine.model_name, f"msg_{uuid.uuid4().hex}"
+    if body.stream:
+        begun = MessageObject(id=message_id, model=model, content=[], usage=_usage(len(generation.prompt_token_ids), 0))
+        events = _MessageEvents(begun)
+        return await stream(request, service, [generation], events, FRAMING, events.failed)
+    try:
+        response = await generation.response()
+    finally:
+        generation.cancel()
+    return await built_response(service.engine, lambda: _whole(message_id, model, response), size_of(response))
+
+
+async def count_tokens(request: web.Request) -> web.StreamResponse:
+    """Count the tokens of a prompt as POST /v1/messages would have it."""
+    service = service_of(request)
+    body = await read_request(request, CountTokensRequest)
+    encoded: Any = await service.engine.encode(
+        [messages_of(body.system, body.messages)],
+        bounded=True,
+        **options_of(body, service.engine.chat_template),
+    )
+    return json_response(TokenCount(input_tokens=len(encoded[0])))
+
+
+def _usage(prompt: int, generated: int) -> MessageUsage:
+    return MessageUsage(input_tokens=prompt, output_tokens=generated)
+
+
+def _whole(message_id: str, model: str, response: Response) -> MessageObject:
+    content: list[dict[str, Any]] = []
+    if response.reasoning:
+        content.append({"type": "thinking", "thinking": response.reasoning, "signature": SIGNATURE})
+    if response.text or not (response.tool_calls or response.reasoning):
+        content.append({"type": "text", "text": response.text})
+    for call in response.tool_calls:
+        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)})
+    return MessageObject(
+        id=message_id,
+        model=model,
+        content=content,
+        usage=_usage(response.history_token_len + response.input_token_len, response.generate_token_len),
+        **_stop(response),
+    )
+
+
+SIGNATURE = "asyncllm"
+"""Of reasoning, which clients hand back and nothing checks."""
+
+
+def _stop(answer: Chunk | Response) -> dict[str, Any]:
+    """Return why an answer has ended."""
+    if isinstance(answer.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
+    return {"stop_reason": REASONS.get(answer.finish_reason or "", "end_turn"), "stop_sequence": None}
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call; of one that is cut or no JSON object, their text below a key."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}
+
+
+class _MessageEvents:
+    """The events of a message: each block begins, grows and ends before the next."""
+
+    def __init__(self, begun: MessageObject) -> None:
+        self._begun: MessageObject | None = begun
+        """What `message_start` says; None when it has been said."""
+        self._index = -1
+        """Of the newest block."""
+        self._open: str | None = None
+        """The kind of the open block."""
+        self._last: Chunk | None = None
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        """Return the events of one chunk."""
+        self._last = chunk
+        return self._start() + b"".join(self._grow(chunk))
+
+    def size(self, chunk: Chunk) -> int:
+        return size_of(chunk)
+
+    def closing(self) -> bytes:
+        """Return the last events."""
+        events = self._start()
+        if self._index < 0:
+            events += self._begin("text", {"type": "text", "text": ""})
+        events += self._close()
+        last = self._last or Chunk()
+        usage = {"output_tokens": last.generate_token_len}
+        return (
+            events
+            + _event({"type": "message_delta", "delta": _stop(last), "usage": usage})
+            + _event({"type": "message_stop"})
+        )
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the event of an error that breaks the answer off."""
+        return _event(fields_of(error, "anthropic"))
+
+    def _start(self) -> bytes:
+        if self._begun is None:
+            return b""
+        begun, self._begun = self._begun, None
+        return _event({"type": "message_start", "message": begun})
+
+    def _grow(self, chunk: Chunk) -> Iterator[bytes]:
+        if chunk.reasoning:
+            if self._open != "thinking":
+                yield self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            yield self._delta({"type": "thinking_delta", "thinking": chunk.reasoning})
+        if chunk.text:
+            if self._open != "text":
+                yield self._begin("text", {"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": chunk.text})
+        for piece in chunk.tool_calls:
+            if piece.name is not None:
+                yield self._begin("tool_use", {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
+            if piece.arguments:
+                yield self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
+        closed = self._close()
+        self._open = kind
+        self._index += 1
+        return closed + _event({"type": "content_block_start", "index": self._index, "content_block": block})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event({"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _close(self) -> bytes:
+        kind, self._open = self._open, None
+        if kind is None:
+            return b""
+        signed = b""
+        if kind == "thinking":
+            signed = self._delta({"type": "signature_delta", "signature": SIGNATURE})
+        return signed + _event({"type": "content_block_stop", "index": self._index})
+
+
+def _event(fields: dict[str, Any]) -> bytes:
+    return _named(fields["type"].encode(), encode(fields))

@@ -1,0 +1,128 @@
+"""The bodies of Anthropic's routes, and what their fields say in the engine's terms."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from asyncllm.config import RequestKeywords
+from asyncllm.config.tools import MAX_TOOLS
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.request.arguments import thinking_options
+from asyncllm.server.request.fields import MAX_MESSAGES, Body, NewTokens, SamplingFields, Variables
+from asyncllm.text.chat_template import ChatTemplate
+
+__all__ = ["CountTokensRequest", "MessagesRequest", "options_of"]
+
+
+class ThinkingOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`thinking`."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: int | None = None
+    """Refused: reasoning has no bound of its own yet."""
+    display: Literal["summarized"] | None = None
+    """What the model thinks is sent as it is."""
+
+
+class OutputOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`output_config`."""
+
+    effort: Annotated[str, Meta(max_length=64)] | None = None
+    """For templates that read it."""
+    format: dict[str, Any] | None = None
+    """What the answer is held to: json_schema."""
+
+
+class ToolChoiceOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`tool_choice`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+Messages = Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
+AnthropicTools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
+Words = Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=64)]
+
+
+class CountTokensRequest(Body, kw_only=True):
+    """The body of POST /v1/messages/count_tokens."""
+
+    messages: Messages
+    system: str | list[dict[str, Any]] | None = None
+    tools: AnthropicTools | None = None
+    tool_choice: ToolChoiceOptions | None = None
+    thinking: ThinkingOptions | None = None
+    output_config: OutputOptions | None = None
+    chat_template_kwargs: Variables | None = None
+
+
+class MessagesRequest(SamplingFields, kw_only=True):
+    """The body of POST /v1/messages."""
+
+    messages: Messages
+    """Of users and the assistant, whose content is a text or blocks."""
+    max_tokens: NewTokens
+    system: str | list[dict[str, Any]] | None = None
+    tools: AnthropicTools | None = None
+    """Functions that the model may call."""
+    tool_choice: ToolChoiceOptions | None = None
+    thinking: ThinkingOptions | None = None
+    output_config: OutputOptions | None = None
+    chat_template_kwargs: Variables | None = None
+    stop_sequences: Words | None = None
+    stream: bool | None = None
+
+
+WORDS = {"any": "required"}
+"""Of `tool_choice`, by OpenAI's."""
+
+
+def options_of(body: CountTokensRequest | MessagesRequest, template: ChatTemplate) -> RequestKeywords:
+    """Return the tools and how much the model thinks as keywords of the engine. Raises ApiError."""
+    variables = dict(body.chat_template_kwargs or {})
+    thinking, output = body.thinking, body.output_config
+    effort = None if output is None else output.effort
+    param = "output_config"
+    if thinking is not None and thinking.budget_tokens is not None:
+        raise ApiError(
+            400,
+            "thinking.budget_tokens cannot be kept to. Send thinking of type 'adaptive', and bound the whole answer by "
+            "max_tokens.",
+            code="unsupported_parameter",
+            param="thinking",
+        )
+    if thinking is not None and thinking.type == "disabled":
+        effort, param = "none", "thinking"
+    elif thinking is not None and thinking.type == "enabled" and "enable_thinking" in template.variables:
+        variables.setdefault("enable_thinking", True)
+    options = thinking_options(template, effort, variables, param)
+    if body.tools:
+        options["tools"] = [_tool(tool) for tool in body.tools]
+    choice = body.tool_choice
+    if choice is not None:
+        named: dict[str, Any] = {"type": "function", "function": {"name": choice.name}}
+        options["tool_choice"] = named if choice.type == "tool" else WORDS.get(choice.type, choice.type)
+        if choice.disable_parallel_tool_use is not None:
+            options["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return options
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    kind = tool.get("type", "custom")
+    if kind not in ("custom", None):
+        raise ApiError(
+            400,
+            f"There is a tool of type {str(kind)[:64]!r}, and only tools with an input_schema can be called: the "
+            f"server runs none of its own. Leave it out.",
+            code="unsupported_parameter",
+            param="tools",
+        )
+    function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None}
+    if tool.get("input_schema") is not None:
+        function["parameters"] = tool["input_schema"]
+    return {"type": "function", "function": function}

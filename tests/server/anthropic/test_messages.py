@@ -1,0 +1,206 @@
+"""The Messages API as Anthropic's own client sees it, whole and streamed, over HTTP."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import typing
+from typing import Any
+
+import pytest
+
+from asyncllm import AsyncEngine, ChatTemplateConfig, EngineConfig
+from asyncllm.server.anthropic.requests import CountTokensRequest, MessagesRequest
+from asyncllm.server.request.neutral import NEUTRAL
+from asyncllm.testing import FakeEngine
+from tests.server.serving import Served, serving
+
+anthropic = pytest.importorskip("anthropic", reason="the test extra has it")
+
+pytestmark = pytest.mark.anyio
+
+WEATHER: Any = {
+    "name": "weather",
+    "description": "The weather of a city.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+THINKS = EngineConfig(reasoning_parser="qwen3")
+ANSWER = f"<think>Hm.</think>\nLet me see.\n{CALL}\n{CALL}"
+HI: Any = [{"role": "user", "content": "Hi"}]
+
+
+def client_of(served: Served, **options: Any) -> Any:
+    return anthropic.AsyncAnthropic(**{"base_url": served.url, "api_key": "none", "max_retries": 0, **options})
+
+
+async def events_of(served: Served, **body: Any) -> list[dict[str, Any]]:
+    """The events of a stream, as they are on the wire."""
+    asked = {"messages": HI, "max_tokens": 300, "stream": True, **body}
+    async with served.http.post(f"{served.url}/v1/messages", json=asked) as response:
+        assert response.status == 200
+        blocks = (await response.text()).split("\n\n")
+    assert blocks.pop() == ""
+    events = []
+    for block in blocks:
+        name, _, data = block.partition("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+async def test_events_come_in_the_order_that_clients_rely_on() -> None:
+    async with serving(FakeEngine(ANSWER, THINKS)) as served:
+        events = await events_of(served, tools=[WEATHER])
+        _, counted = await served.post("/v1/messages/count_tokens", {"messages": HI, "tools": [WEATHER]})
+    assert events[0]["message"]["usage"]["input_tokens"] == counted["input_tokens"] > 0
+    kinds: list[str] = []
+    is_open = False
+    for event in events[1:-2]:
+        assert event["index"] == len(kinds) - (event["type"] != "content_block_start")
+        match event["type"]:
+            case "content_block_start":
+                assert not is_open
+                kinds.append(event["content_block"]["type"])
+                is_open = True
+            case "content_block_delta":
+                assert is_open
+                last = event["delta"]["type"]
+            case "content_block_stop":
+                assert is_open
+                assert kinds[-1] != "thinking" or last == "signature_delta"
+                is_open = False
+    assert not is_open
+    assert kinds == ["thinking", "text", "tool_use", "tool_use"]
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert events[-2]["usage"]["output_tokens"] > 0
+    assert events[-1] == {"type": "message_stop"}
+
+
+async def test_the_client_sees_the_same_whole_and_streamed() -> None:
+    async with serving(FakeEngine(ANSWER, THINKS)) as served, client_of(served) as client:
+        asked: Any = {"model": "fake", "messages": HI, "tools": [WEATHER], "max_tokens": 300, "system": "Be brief."}
+        whole = await client.messages.create(**asked)
+        async with client.messages.stream(**asked) as stream:
+            streamed = await stream.get_final_message()
+        counted = await client.messages.count_tokens(model="fake", messages=HI, tools=[WEATHER], system="Be brief.")
+    for message in (whole, streamed):
+        thinking, text, call, second = message.content
+        assert (thinking.type, text.type, call.type, second.type) == ("thinking", "text", "tool_use", "tool_use")
+        assert thinking.thinking == "Hm."
+        assert text.text == "Let me see."
+        assert (call.name, call.input) == ("weather", {"city": "Bern"})
+        assert call.id != second.id
+        assert message.stop_reason == "tool_use"
+        assert message.usage.input_tokens == counted.input_tokens
+
+
+async def test_an_agent_goes_round_with_the_blocks_as_they_came() -> None:
+    async with (
+        serving(FakeEngine({"Hi": ANSWER, "So?": "It is sunny."}, THINKS)) as served,
+        client_of(served) as client,
+    ):
+        asked: Any = {"model": "fake", "tools": [WEATHER], "max_tokens": 300}
+        first = await client.messages.create(messages=HI, **asked)
+        calls: Any = [block for block in first.content if block.type == "tool_use"]
+        results = [
+            {"type": "tool_result", "tool_use_id": calls[0].id, "content": "sunny"},
+            {
+                "type": "tool_result",
+                "tool_use_id": calls[1].id,
+                "content": [{"type": "text", "text": "?"}],
+                "is_error": True,
+            },
+            {"type": "text", "text": "So?", "cache_control": {"type": "ephemeral"}},
+        ]
+        said: Any = [*HI, {"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
+        second = await client.messages.create(messages=said, **asked)
+    assert (second.content[0].text, second.stop_reason) == ("It is sunny.", "end_turn")
+
+
+async def test_answers_end_as_they_say() -> None:
+    async with serving(FakeEngine("One, two, STOP")) as served, client_of(served) as client:
+        asked: Any = {"model": "fake", "messages": HI}
+        cut = await client.messages.create(max_tokens=4, **asked)
+        assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 4)
+        stopped = await client.messages.create(max_tokens=99, stop_sequences=["STOP"], **asked)
+        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "STOP")
+        off = await client.messages.create(max_tokens=99, thinking={"type": "disabled"}, **asked)
+        assert off.stop_reason == "end_turn"
+
+
+async def test_the_bundled_model_calls_the_tool_that_it_has_to() -> None:
+    template = (
+        "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}"
+        "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    schema = {
+        "type": "object",
+        "properties": {"days": {"enum": [1, 2]}},
+        "required": ["days"],
+        "additionalProperties": False,
+    }
+    config = EngineConfig(num_gpu_blocks=32, session_len=512, tool_call_parser="hermes")
+    engine = AsyncEngine("tiny-chat", config, chat_template_config=ChatTemplateConfig(chat_template=template))
+    async with serving(engine) as served, client_of(served) as client:
+        message = await client.messages.create(
+            model="tiny-chat",
+            messages=HI,
+            max_tokens=200,
+            tools=[{"name": "trip", "input_schema": schema, "strict": True}],
+            tool_choice={"type": "tool", "name": "trip", "disable_parallel_tool_use": True},
+        )
+    (block,) = message.content
+    assert block.type == "tool_use"
+    assert block.input in ({"days": 1}, {"days": 2})
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "budget_tokens"),
+    ({"output_config": {"effort": "high"}}, "degrees of reasoning"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
+    ({"tool_choice": {"type": "any"}}, "no tools"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
+    ({"messages": [{"role": "wizard", "content": "Hi"}]}, "wizard"),
+    ({"messages": [{"role": "user", "content": 3}]}, "no content"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f"}]}]}, "tool_use"),
+    ({"container": "c"}, "container"),
+    ({"max_tokens": None}, "max_tokens"),
+]
+
+
+async def test_what_cannot_be_done_is_refused_in_anthropics_own_form() -> None:
+    async with serving(FakeEngine("Hi"), api_keys=["secret"]) as served:
+        key = {"headers": {"x-api-key": "secret", "anthropic-version": "2023-06-01"}}
+        for body, words in REFUSED:
+            status, found = await served.post("/v1/messages", {"messages": HI, "max_tokens": 9, **body}, **key)
+            assert (status, found["type"], found["error"]["type"]) == (400, "error", "invalid_request_error"), body
+            assert words in found["error"]["message"]
+        status, found = await served.post("/v1/messages?beta=true", {"messages": HI, "max_tokens": 9}, **key)
+        assert (status, found["content"]) == (200, [{"type": "text", "text": "Hi"}])
+        async with client_of(served, api_key="wrong") as client:
+            with pytest.raises(anthropic.AuthenticationError) as caught:
+                await client.messages.create(model="fake", messages=HI, max_tokens=9)
+            body: Any = caught.value.body
+            assert body["error"]["type"] == "authentication_error"
+
+
+async def test_a_failure_in_mid_stream_is_an_error_event() -> None:
+    async with serving(FakeEngine("Hi there", fail_at=4)) as served, client_of(served) as client:
+        with pytest.raises(anthropic.APIStatusError):
+            async with client.messages.stream(model="fake", messages=HI, max_tokens=99) as stream:
+                await stream.until_done()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("message_create_params", MessagesRequest), ("message_count_tokens_params", CountTokensRequest)],
+)
+def test_no_field_of_anthropic_lacks_a_policy(name: str, kind: Any) -> None:
+    module = getattr(anthropic.types, name)
+    kinds = [each for title, each in vars(module).items() if inspect.isclass(each) and title.startswith("Message")]
+    fields = {field for each in kinds for field in typing.get_type_hints(each)}
+    assert len(fields) > 9
+    assert sorted(fields - set(kind.__struct_fields__) - set(NEUTRAL)) == []
