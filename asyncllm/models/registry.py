@@ -16,7 +16,7 @@ import torch
 
 import asyncllm.models
 from asyncllm.distributed.group import RankGroup
-from asyncllm.errors import InvalidCheckpoint, ModelError, UnsupportedModel
+from asyncllm.errors import InvalidCheckpoint, ModelError, UnsupportedModel, short
 from asyncllm.layers.layer import Layer, settle
 from asyncllm.layers.linear_method import Weighted
 from asyncllm.models.checkpoint import Checkpoint
@@ -155,6 +155,10 @@ def open_unfilled(path: Path) -> tuple[DecoderLM, Checkpoint]:
     family, config, scheme = _configure(path, None, 0.0, None, None)
     if scheme is not None:
         raise UnsupportedModel(f"{path}: the weights are quantized already. Use the checkpoint that they were made of.")
+    if config.vision is not None:
+        raise UnsupportedModel(
+            f"{path}: {config.architecture} has a vision tower, and only decoders are quantized yet."
+        )
     checkpoint = Checkpoint.open(path)
     return _unfilled(family, config, checkpoint), checkpoint
 
@@ -162,6 +166,8 @@ def open_unfilled(path: Path) -> tuple[DecoderLM, Checkpoint]:
 def _unfilled(family: type[DecoderLM], config: ModelConfig, checkpoint: Checkpoint) -> DecoderLM:
     if config.vision is None:
         config = settle_head(config, family, checkpoint, base_class=config.architecture not in families())
+    elif any(name.endswith(family.head_name) for name in checkpoint.tensors):
+        config = msgspec.structs.replace(config, tied=False)
     with torch.device("meta"):
         return family(config)
 
@@ -207,12 +213,17 @@ def _configure(
 
 def _composed_config(parts: Composed, architecture: str) -> tuple[type[DecoderLM], ModelConfig]:
     """Return the family of a vision-language model's decoder, and its config with the tower's."""
-    name = _of_model_type(parts.model_type)
+    name = parts.decoder if _find(parts.decoder) is not None else _of_model_type(parts.decoder)
     family = _find(name)
     if family is None:
-        raise UnsupportedModel(f"{parts.text.source}: model_type = {parts.model_type!r} is not implemented.")
+        raise UnsupportedModel(f"{parts.text.source}: a decoder of {short(parts.decoder)} is not implemented.")
     config = family.configure(parts.text, name)
-    return family, msgspec.structs.replace(config, architecture=architecture, vision=parts.vision)
+    rope = config.rope
+    if parts.sections and rope is not None:
+        if 2 * sum(parts.sections) != rope.dim:
+            parts.text.invalid("rope_scaling", f"whose mrope_section does not add up to half of {rope.dim} features")
+        rope = msgspec.structs.replace(rope, sections=parts.sections)
+    return family, msgspec.structs.replace(config, architecture=architecture, vision=parts.vision, rope=rope)
 
 
 def _with_dtype(config: ModelConfig, path: Path) -> ModelConfig:

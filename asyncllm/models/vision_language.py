@@ -13,8 +13,10 @@ from asyncllm.models.config import HFConfig
 from asyncllm.models.weights import WeightMap
 from asyncllm.vl.tower import TowerConfig
 from asyncllm.vl.towers.clip import ClipConfig
+from asyncllm.vl.towers.intern_vl import InternVLConfig
 from asyncllm.vl.towers.llava import LlavaConfig
 from asyncllm.vl.towers.parts import ACTIVATIONS, TowerActivation
+from asyncllm.vl.towers.qwen_vl import QwenVLConfig
 
 __all__ = ["VISION_MODELS", "Composed", "composed", "with_tower"]
 
@@ -49,9 +51,11 @@ class Composed(NamedTuple):
 
     text: HFConfig
     """That of the decoder alone."""
-    model_type: str
-    """The decoder's."""
+    decoder: str
+    """Its architecture, or its model type."""
     vision: TowerConfig
+    sections: tuple[int, ...] = ()
+    """How its positions are divided among time, rows and columns (`RopeConfig.sections`)."""
 
 
 def composed(hf: HFConfig, architecture: str) -> Composed | None:
@@ -99,10 +103,9 @@ def _text(hf: HFConfig) -> tuple[HFConfig, str]:
     if not isinstance(model_type, str):
         part.invalid("model_type", "where a name belongs")
     part = _part(hf, "text_config", _TEXT_DEFAULTS.get(model_type))
-    own = {
-        key: part.fields.get(key, hf.fields.get(key))
-        for key in ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
-    }
+    own = {key: part.fields.get(key, hf.fields.get(key)) for key in ("dtype", "torch_dtype", "quantization_config")}
+    # Where either part says that they are tied they may be; `registry` looks whether there is a head.
+    own["tie_word_embeddings"] = any(each.fields.get("tie_word_embeddings", False) for each in (part, hf))
     return part.changed({key: value for key, value in own.items() if value is not None}), model_type
 
 
@@ -165,13 +168,136 @@ def _pinpoints(hf: HFConfig, side: int) -> tuple[tuple[int, int], ...]:
     return tuple((height, width) for height, width in shapes)
 
 
+def _qwen(hf: HFConfig, *, gated: bool = False) -> Composed:
+    if hf.fields.get("text_config") is None:
+        # Published files have the decoder's entries beside the tower's.
+        kept = {key: value for key, value in hf.fields.items() if key != "vision_config"}
+        hf = hf.changed({"text_config": {**kept, "model_type": "qwen2"}})
+    text, _ = _text(hf)
+    text, sections = _sections(text)
+    part = _part(hf, "vision_config")
+    hidden = part.integer("hidden_size" if gated else "embed_dim", 1280)
+    heads, patch, merge = (
+        part.integer("num_heads", 16),
+        part.integer("patch_size", 14),
+        part.integer("spatial_merge_size", 2),
+    )
+    if hidden % heads or hidden // heads % 4:
+        part.invalid("num_heads", "which leaves heads of a size that is no multiple of 4")
+    activation = part.fields.get("hidden_act", "silu" if gated else "quick_gelu")
+    part.changed({"hidden_act": activation}).expect("hidden_act", *_ACTIVATIONS)
+    for key in ("in_channels", "in_chans"):
+        part.expect(key, 3)
+    depth = part.integer("depth", 32)
+    full = part.fields.get("fullatt_block_indexes", [7, 15, 23, 31])
+    if not isinstance(full, list) or not all(type(each) is int for each in full):
+        part.invalid("fullatt_block_indexes", "where a list of layers belongs")
+    vision = QwenVLConfig(
+        hidden_size=hidden,
+        intermediate_size=part.integer("intermediate_size", 3420) if gated else hidden * part.integer("mlp_ratio", 4),
+        num_layers=depth,
+        num_heads=heads,
+        patch_size=patch,
+        frames=part.integer("temporal_patch_size", 2),
+        merge=merge,
+        activation=_ACTIVATIONS[activation],
+        gated=gated,
+        window=part.integer("window_size", 112) // merge // patch if gated else None,
+        full_layers=frozenset(full),
+    )
+    if vision.window == 0:
+        part.invalid("window_size", "which is smaller than a square of patches")
+    return Composed(text, "Qwen2ForCausalLM", vision, sections)
+
+
+def _intern(hf: HFConfig) -> Composed:
+    remote = hf.fields.get("llm_config") is not None
+    if remote:
+        hf = hf.changed({"text_config": hf.fields["llm_config"]})
+    text, decoder = _text(hf)
+    if remote:
+        names = text.fields.get("architectures")
+        decoder = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else decoder
+    part = _part(hf, "vision_config")
+    part.expect("hidden_act", *_ACTIVATIONS)
+    part.expect("norm_type", "layer_norm", "rms_norm")
+    part.expect("use_mask_token", False)
+    part.expect("use_absolute_position_embeddings", True)
+    part.expect("use_mean_pooling", True)
+    hf.expect("downsample_ratio", 0.5)
+    hf.expect("ps_version", "v1", "v2")
+    hf.expect("projector_hidden_act", "gelu")
+    hf.expect("vision_feature_select_strategy", "default")
+    hf.expect("use_backbone_lora", 0)
+    hf.expect("use_llm_lora", 0)
+    layers, last = part.integer("num_hidden_layers", 24), hf.fields.get("select_layer", -1)
+    last = hf.fields.get("vision_feature_layer", last)
+    if type(last) is not int or not -layers <= last < 0:
+        hf.unsupported("select_layer", "Supported: a layer counted from the end, below 0.")
+    heads = part.integer("num_attention_heads", 16)
+    hidden = part.integer("hidden_size", 1024)
+    side, patch = _square(part, "image_size", 448), _square(part, "patch_size", 14)
+    if hidden % heads or side % (2 * patch):
+        part.invalid("image_size" if side % (2 * patch) else "num_attention_heads", "which does not divide evenly")
+    vision = InternVLConfig(
+        hidden_size=hidden,
+        intermediate_size=part.integer("intermediate_size", 4096),
+        num_layers=layers,
+        read_layers=layers + 1 + last,
+        num_heads=heads,
+        image_size=side,
+        patch_size=patch,
+        eps=part.number("layer_norm_eps", 1e-6),
+        activation=_ACTIVATIONS[part.fields.get("hidden_act", "gelu")],
+        qkv_bias=part.flag("qkv_bias" if remote else "attention_bias", remote),
+        qk_norm=part.flag("qk_normalization" if remote else "use_qk_norm", False),
+        rms_norm=part.fields.get("norm_type", "layer_norm") == "rms_norm",
+        fold=2,
+        transposed=remote and hf.fields.get("ps_version", "v1") == "v1",
+    )
+    return Composed(text, decoder, vision)
+
+
+def _square(part: HFConfig, key: str, default: int) -> int:
+    """Return the side of a square that is given by one number, or by two equal ones."""
+    value = part.fields.get(key, default)
+    if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
+        value = value[0]
+    return part.changed({key: value}).integer(key)
+
+
+def _sections(text: HFConfig) -> tuple[HFConfig, tuple[int, ...]]:
+    """Return the decoder's part with plain rotary entries, and how positions are divided. Raises InvalidCheckpoint."""
+    key = "rope_parameters" if text.fields.get("rope_parameters") is not None else "rope_scaling"
+    rope = text.fields.get(key)
+    if not isinstance(rope, dict):
+        text.invalid(key, "where an object with mrope_section belongs")
+    sections = rope.get("mrope_section", [16, 24, 24])
+    whole = isinstance(sections, list) and len(sections) == 3 and all(type(each) is int for each in sections)
+    if not whole or min(sections) < 1 or text.rope_scaling_factor:
+        text.unsupported(key, "Supported: mrope_section, of three numbers, without another scaling.")
+    plain = {name: value for name, value in rope.items() if name != "mrope_section"}
+    for name in ("type", "rope_type"):
+        if plain.get(name) == "mrope":
+            plain[name] = "default"
+    return text.changed({key: plain}), tuple(sections)
+
+
 _READERS: Mapping[str, Callable[[HFConfig], Composed]] = {
+    "InternVLChatModel": _intern,
+    "InternVLForConditionalGeneration": _intern,
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": lambda hf: _llava(hf, tiled=True),
+    "Qwen2VLForConditionalGeneration": _qwen,
+    "Qwen2_5_VLForConditionalGeneration": lambda hf: _qwen(hf, gated=True),
 }
 
 VISION_MODELS: Mapping[str, str] = {
+    "InternVLChatModel": "InternVL-Chat 1.5, InternVL2, InternVL2.5 and InternVL3, as their authors published them",
+    "InternVLForConditionalGeneration": "the same, as transformers has them",
     "LlavaForConditionalGeneration": "LLaVA 1.5, as llava-hf has it",
     "LlavaNextForConditionalGeneration": "LLaVA 1.6 (NeXT), as llava-hf has it",
+    "Qwen2VLForConditionalGeneration": "Qwen2-VL",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL",
 }
 """Architecture -> the models that come under it."""

@@ -10,7 +10,9 @@ from asyncllm.errors import InvalidCheckpoint
 from asyncllm.protocol import ImageProcessor
 from asyncllm.text.checkpoint_files import read_json_object
 from asyncllm.vl.processing.clip import AnyresProcessor, CenterProcessor
+from asyncllm.vl.processing.qwen import DynamicProcessor
 from asyncllm.vl.processing.settings import PictureSettings
+from asyncllm.vl.processing.tiles import TileProcessor
 
 __all__ = ["open_processor"]
 
@@ -68,6 +70,51 @@ def _llava_next(fields: _Fields, settings: _Fields, where: str) -> ImageProcesso
     )
 
 
+def _qwen(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    return DynamicProcessor(
+        PictureSettings(settings, where),
+        token_id=_image_token(fields, 151655),
+        placeholder="<|vision_start|><|image_pad|><|vision_end|>",
+    )
+
+
+def _intern(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    vision = fields.get("vision_config") or {}
+    side = fields.get("force_image_size") or vision.get("image_size", 448)
+    side = side[0] if isinstance(side, list) else side
+    patch = vision.get("patch_size", 14)
+    patch = patch[0] if isinstance(patch, list) else patch
+    # Published by its authors, the text around an image is a part of the prompt; else the processor adds it.
+    remote = fields.get("llm_config") is not None
+    folder = Path(where).parent
+    frame = [] if remote else [[_token_of(folder, text)] for text in ("<img>", "</img>")]
+    return TileProcessor(
+        PictureSettings(settings, where, mean=IMAGENET_MEAN, std=IMAGENET_STD),
+        token_id=_token_of(folder, "<IMG_CONTEXT>") if remote else _image_token(fields, 151667),
+        placeholder="<img><IMG_CONTEXT></img>\n" if remote else "<IMG_CONTEXT>\n",
+        before=frame[0] if frame else (),
+        after=frame[1] if frame else (),
+        side=side,
+        tokens=(side // patch // 2) ** 2,
+        least=fields.get("min_dynamic_patch") or settings.get("min_patches") or 1,
+        most=(fields.get("max_dynamic_patch") or settings.get("max_patches") or 12)
+        if fields.get("dynamic_image_size", True)
+        else 1,
+        thumbnail=fields.get("use_thumbnail", True),
+    )
+
+
+def _token_of(folder: Path, text: str) -> int:
+    """Return the id of an added token of the tokenizer. Raises InvalidCheckpoint."""
+    added = read_json_object(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    known: dict[Any, Any] = {each.get("content"): number for number, each in added.items() if isinstance(each, dict)}
+    known |= read_json_object(folder / "added_tokens.json")
+    if text not in known:
+        raise InvalidCheckpoint(f"{folder}: the tokenizer has no token {text!r}, which stands for images. Download it.")
+    return int(known[text])
+
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PINPOINTS = [(336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)]
 
 
@@ -79,6 +126,10 @@ def _image_token(fields: _Fields, default: int) -> int:
 
 
 _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
+    "InternVLChatModel": _intern,
+    "InternVLForConditionalGeneration": _intern,
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": _llava_next,
+    "Qwen2VLForConditionalGeneration": _qwen,
+    "Qwen2_5_VLForConditionalGeneration": _qwen,
 }

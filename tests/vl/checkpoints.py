@@ -93,9 +93,93 @@ def _llava_next() -> tuple[Any, dict[str, Any], list[str], str | None]:
     return config, pictures, ["<image>"], None
 
 
+_QWEN_PICTURES = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "min_pixels": 8 * 8,
+    "max_pixels": 8 * 8 * 60,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": _CLIP_PICTURES["image_mean"],
+    "image_std": _CLIP_PICTURES["image_std"],
+}
+_QWEN_TEXT = {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 3, 3]}}
+_QWEN_TOKENS = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"]
+
+
+def _qwen2_vl() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import Qwen2VLConfig
+
+    tower = {"embed_dim": 32, "hidden_size": 32, "depth": 2, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}
+    ids = {"image_token_id": IMAGE_ID, "vision_start_token_id": IMAGE_ID + 1, "vision_end_token_id": IMAGE_ID + 2}
+    config = Qwen2VLConfig(vision_config=tower, text_config=_QWEN_TEXT, **ids, video_token_id=319)
+    return config, _QWEN_PICTURES, _QWEN_TOKENS, None
+
+
+def _qwen2_5_vl() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import Qwen2_5_VLConfig
+
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "out_hidden_size": 32,
+        "depth": 3,
+        "num_heads": 2,
+        "patch_size": 4,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    }
+    ids = {"image_token_id": IMAGE_ID, "vision_start_token_id": IMAGE_ID + 1, "vision_end_token_id": IMAGE_ID + 2}
+    config = Qwen2_5_VLConfig(vision_config=tower, text_config=_QWEN_TEXT, **ids, video_token_id=319)
+    pictures = {**_QWEN_PICTURES, "min_pixels": 8 * 8 * 2}
+    return config, pictures, _QWEN_TOKENS, None
+
+
+_INTERN_TOKENS = ["<IMG_CONTEXT>", "<img>", "</img>"]
+
+
+def _internvl() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import InternVLConfig
+
+    tower = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": [28, 28],
+        "patch_size": [7, 7],
+        "attention_bias": True,
+    }
+    text = {**_TEXT, "model_type": "qwen2"}
+    config = InternVLConfig(vision_config=tower, text_config=text, image_token_id=IMAGE_ID, image_seq_length=4)
+    pictures = {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "size": {"height": 28, "width": 28},
+        "crop_to_patches": True,
+        "min_patches": 1,
+        "max_patches": 6,
+        "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
+    }
+    return config, pictures, _INTERN_TOKENS, None
+
+
+def _internvl_6b() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    """The larger tower's norms and biases, and another decoder."""
+    config, pictures, tokens, template = _internvl()
+    tower = config.vision_config
+    tower.attention_bias, tower.use_qk_norm, tower.norm_type = False, True, "rms_norm"
+    config.vision_feature_layer = -2
+    return config, pictures, tokens, template
+
+
 KINDS: dict[str, Callable[[], tuple[Any, dict[str, Any], list[str], str | None]]] = {
     "llava": _llava,
     "llava_next": _llava_next,
+    "qwen2_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "internvl": _internvl,
+    "internvl_6b": _internvl_6b,
 }
 """Config, preprocessor_config.json, special tokens and chat template of each."""
 
@@ -127,6 +211,8 @@ def oracle_of(folder: Path) -> Callable[[Sequence[int], Sequence[Image.Image]], 
     def logits(ids: Sequence[int], images: Sequence[Image.Image]) -> Tensor:
         pictures = processor(list(images), return_tensors="pt") if images else {}
         inputs = torch.tensor([list(ids)])
+        if "image_grid_thw" in pictures:
+            pictures["mm_token_type_ids"] = (inputs == IMAGE_ID).int()
         result: Tensor = model(input_ids=inputs, **pictures).logits[0]
         return result
 

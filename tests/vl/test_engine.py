@@ -83,17 +83,18 @@ async def test_the_place_of_an_image_counts(engine: AsyncEngine) -> None:
     assert forward.logprobs != backward.logprobs
 
 
-async def test_answers_survive_preemption(encoded: list[int]) -> None:
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
+async def test_answers_survive_preemption(kind: str) -> None:
     images = [picture(seed) for seed in range(4)]
     long = GenerationConfig(max_new_tokens=40, temperature=0, ignore_eos=True, logprobs=1)
     crowded = config(num_gpu_blocks=40, enable_prefix_caching=False)
-    async with AsyncEngine(str(folder_of(KIND)), crowded) as engine:
+    async with AsyncEngine(str(folder_of(kind)), crowded) as engine:
         responses = await engine.batch_infer([(f"number {n}", image) for n, image in enumerate(images)], long)
         assert engine.stats().preemptions > 0
         assert isinstance(responses, list)
         for number, (image, response) in enumerate(zip(images, responses, strict=True)):
             ids = await engine.encode((f"number {number}", image))
-            assert worst_difference(KIND, ids, [image], response) < 1e-4  # type: ignore[arg-type]
+            assert worst_difference(kind, ids, [image], response) < 1e-4  # type: ignore[arg-type]
         engine.check_idle()
 
 
@@ -105,7 +106,7 @@ async def test_several_answers_and_a_stream(engine: AsyncEngine) -> None:
     assert {chunk.index for chunk in pieces} == {0, 1}
 
 
-@pytest.mark.parametrize("kind", ["llava", "llava_next"])
+@pytest.mark.parametrize("kind", ["llava", "llava_next", "qwen2_vl"])
 async def test_a_session_keeps_its_images(kind: str) -> None:
     async with AsyncEngine(str(folder_of(kind)), config()) as engine, engine.session() as session:
         await session.chat(("what is it?", picture(1)), GREEDY)

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.layer_norm import LayerNorm
+from asyncllm.layers.linear_method import PartKey
 from asyncllm.layers.norm import Norm
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, Scale, TowerActivation
 
-__all__ = ["Attention", "Block"]
+__all__ = ["Attention", "Block", "JoinedQKV"]
+
+
+class JoinedQKV(Dense):
+    """Queries, keys and values in one product; checkpoints have them apart or together."""
+
+    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
+        return {
+            (suffix, part, None): (len(each) // 3, *each.shape[1:])
+            for suffix, each in self.named_parameters(recurse=False)
+            for part in ("q", "k", "v")
+        }
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        self.get_parameter(suffix).chunk(3)["qkv".index(part or "q")].copy_(tensor)
 
 
 class Attention(Layer):
@@ -19,13 +36,13 @@ class Attention(Layer):
     def __init__(self, hidden_size: int, num_heads: int, *, bias: bool = True, norms: tuple[Norm, Norm] | None = None):
         super().__init__()
         self.num_heads = num_heads
-        self.q, self.k, self.v = (Dense(hidden_size, hidden_size, bias=bias) for _ in range(3))
+        self.qkv = JoinedQKV(hidden_size, 3 * hidden_size, bias=bias)
         self.out = Dense(hidden_size, hidden_size)
         self.q_norm: Norm | None = norms and norms[0]
         self.k_norm: Norm | None = norms and norms[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.q(x), self.k(x), self.v(x)
+        q, k, v = self.qkv(x).chunk(3, -1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in (q, k, v))

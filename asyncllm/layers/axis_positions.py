@@ -1,0 +1,68 @@
+"""Positions in several dimensions: text advances along all axes alike, an image's tokens along rows and columns.
+
+They differ from a token's number by what images before it have moved, and within an image by its place there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncllm.layers.step_inputs import Column, StepInputs
+from asyncllm.protocol import Batch, PrefillRow
+
+__all__ = ["AXIS_COLUMNS", "axis_positions"]
+
+_SHIFT = Column(
+    name="position_shift", dtype=torch.int64, per="token", padding=0, of_slot=lambda start: start.position_shift
+)
+"""What all images of a token's sequence have moved: that is it for generated tokens."""
+
+
+def _moved(axis: int, batch: Batch, positions: NDArray[Any]) -> NDArray[Any]:
+    """How far prompt tokens are from where `_SHIFT` puts them, along an axis: 0 is time, 1 rows, 2 columns."""
+    moved = np.zeros(len(positions), np.int64)
+    start = len(batch.decode)
+    for row in batch.prefill:
+        end = start + len(row.tokens)
+        if row.images:
+            moved[start:end] = _moved_in_row(axis, row, positions[start:end])
+        start = end
+    return moved
+
+
+def _moved_in_row(axis: int, row: PrefillRow, positions: NDArray[Any]) -> NDArray[Any]:
+    total = sum(image.shift for image in row.images)
+    moved = np.full(len(positions), -total, np.int64)
+    before = 0
+    for image in row.images:
+        if image.grid is not None:
+            inside = (positions >= image.position) & (positions < image.end)
+            place = positions[inside] - image.position
+            along = (np.zeros_like(place), place // image.grid[1], place % image.grid[1])[axis]
+            moved[inside] = before - total + along - place
+        before += image.shift
+        moved[positions >= image.end] = before - total
+    return moved
+
+
+def _column(axis: int, name: str) -> Column:
+    values: Callable[[Batch, NDArray[Any]], NDArray[Any]] = partial(_moved, axis)
+    return Column(name=f"moved_along_{name}", dtype=torch.int64, per="token", padding=0, of_step=values)
+
+
+_MOVED = tuple(_column(axis, name) for axis, name in enumerate(("time", "rows", "columns")))
+
+AXIS_COLUMNS = (_SHIFT, *_MOVED)
+
+
+def axis_positions(step: StepInputs) -> Tensor:
+    """Return the tokens' positions along time, rows and columns: [3, T] int64."""
+    usual = step.positions + step[_SHIFT]
+    return torch.stack([usual + step[column] for column in _MOVED])

@@ -1,0 +1,85 @@
+"""Images of any size for Qwen's towers: scaled to whole squares of patches, within bounds of pixels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncllm.errors import InvalidMessage, InvalidParameter, short
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.loading import load_image
+from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+
+__all__ = ["DynamicProcessor", "whole_squares"]
+
+MAX_RATIO = 200
+
+
+def whole_squares(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Return the size nearest to an image's that is a multiple of `factor` and within the bounds.
+
+    Raises InvalidMessage for an image that is more than 200 times as long as wide.
+    """
+    if max(height, width) > MAX_RATIO * min(height, width):
+        raise InvalidMessage(
+            f"The image of {width} x {height} is more than {MAX_RATIO} times as long as wide. Cut it into several."
+        )
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    if rows * columns > max_pixels:
+        scale = math.sqrt(height * width / max_pixels)
+        rows = max(factor, math.floor(height / scale / factor) * factor)
+        columns = max(factor, math.floor(width / scale / factor) * factor)
+    elif rows * columns < min_pixels:
+        scale = math.sqrt(min_pixels / (height * width))
+        rows, columns = math.ceil(height * scale / factor) * factor, math.ceil(width * scale / factor) * factor
+    return rows, columns
+
+
+class DynamicProcessor:
+    """Patches [count, 3, patch * patch] in the order of the squares that become a token each."""
+
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
+
+    def __init__(self, settings: PictureSettings, *, token_id: int, placeholder: str) -> None:
+        self.settings, self.token_id, self.placeholder = settings, token_id, placeholder
+        self._patch = settings.integer("patch_size", 14, maximum=1024)
+        self._merge = settings.integer("merge_size", 2, maximum=64)
+        size = settings.fields.get("size") or {}
+        least = size.get("shortest_edge", size.get("min_pixels", 56 * 56))
+        most = size.get("longest_edge", size.get("max_pixels", 28 * 28 * 1280))
+        bounds = PictureSettings({"min_pixels": least, "max_pixels": most, **settings.fields}, settings.where)
+        self._min_pixels, self._max_pixels = bounds.integer("min_pixels", 1), bounds.integer("max_pixels", 1)
+
+    def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
+        refuse_options(options, "min_pixels", "max_pixels")
+        least = self._bound(options, "min_pixels", self._min_pixels)
+        most = self._bound(options, "max_pixels", self._max_pixels)
+        loaded = load_image(image)
+        patch, merge = self._patch, self._merge
+        height, width = whole_squares(loaded.height, loaded.width, patch * merge, least, most)
+        numbers = self.settings.numbers(np.asarray(resized(loaded, height, width, self.settings.resample)))
+        rows, columns = height // patch // merge, width // patch // merge
+        cut = numbers.reshape(3, rows, merge, patch, columns, merge, patch).transpose(1, 4, 2, 5, 0, 3, 6)
+        pixels = np.ascontiguousarray(cut).reshape(-1, 3, patch * patch)
+        return PromptImage(
+            length=rows * columns,
+            digest=digest_of(rows, columns, pixels=pixels),
+            pixels=pixels,
+            grid=(rows, columns),
+            size=(loaded.height, loaded.width),
+        )
+
+    def _bound(self, options: Mapping[str, Any], name: str, usual: int) -> int:
+        """Return a bound that a part of a message may narrow. Raises InvalidParameter."""
+        value = options.get(name, usual)
+        if type(value) is not int or not self._min_pixels <= value <= self._max_pixels:
+            raise InvalidParameter(
+                f"{name}={short(value)} is not between {self._min_pixels} and {self._max_pixels} pixels, the model's "
+                f"own bounds.",
+                "messages",
+            )
+        return value

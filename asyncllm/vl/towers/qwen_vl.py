@@ -1,0 +1,163 @@
+"""The towers of Qwen2-VL (Wang et al., 2024) and Qwen2.5-VL (Bai et al., 2025): images of any size.
+
+Patches come in the order of squares of merged ones, are turned by their row and column, and attend within their image:
+in Qwen2.5-VL most layers within windows of it. A square becomes one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from asyncllm.kernels import Rotation
+from asyncllm.kernels.rotary import apply_rotary
+from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer_norm import LayerNorm
+from asyncllm.layers.norm import Norm, RMSNorm
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, TowerActivation
+
+__all__ = ["QwenVLConfig", "QwenVLTower"]
+
+EPS = 1e-6
+THETA = 10000.0
+
+
+class QwenVLConfig(TowerConfig, frozen=True, kw_only=True):
+    """A transformer over patches, and the merger of squares of them."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    frames: int
+    """Of a patch; an image is as many equal ones."""
+    merge: int
+    """Patches along a side of the square that becomes a token."""
+    activation: TowerActivation
+    gated: bool
+    """Qwen2.5-VL: gated MLPs and root mean square norms, in the place of plain ones and layer norms."""
+    window: int | None = None
+    """Merged patches along a side of a window."""
+    full_layers: frozenset[int] = frozenset()
+    """Layers without windows, if others have them."""
+
+    def build(self, hidden_size: int) -> QwenVLTower:
+        return QwenVLTower(self, hidden_size)
+
+    @property
+    def weights(self) -> Mapping[str, str]:
+        block, own = "visual.blocks.{i}", "vision.layers.{i}"
+        names = ("gate_proj", "up_proj", "down_proj") if self.gated else ("fc1", "fc2")
+        ours = ("gate", "up", "down") if self.gated else ("up", "down")
+        return {
+            "visual.patch_embed.proj": "vision.patches",
+            f"{block}.norm1": f"{own}.attn_norm",
+            f"{block}.norm2": f"{own}.mlp_norm",
+            f"{block}.attn.qkv": f"{own}.qkv",
+            f"{block}.attn.proj": f"{own}.out",
+            **{f"{block}.mlp.{name}": f"{own}.{our}" for name, our in zip(names, ours, strict=True)},
+            "visual.merger.ln_q": "vision.norm",
+            "visual.merger.mlp.0": "vision.merger_1",
+            "visual.merger.mlp.2": "vision.merger_2",
+        }
+
+
+class QwenVLTower(VisionTower):
+    def __init__(self, config: QwenVLConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        size, square = config.hidden_size, config.hidden_size * config.merge**2
+        norm: type[Norm] = RMSNorm if config.gated else LayerNorm
+        self.patches = PatchEmbedding((config.frames, config.patch_size, config.patch_size), size, bias=False)
+        self.layers = nn.ModuleList(_Block(config, norm) for _ in range(config.num_layers))
+        self.norm = norm(size, EPS)
+        self.merger_1 = Dense(square, square)
+        self.merger_2 = Dense(square, hidden_size)
+
+    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
+        device = self.merger_1.weight.device
+        config, square = self.config, self.config.merge**2
+        grids = [image.grid for image in images if image.grid is not None]
+        pixels = torch.cat([torch.from_numpy(image.pixels) for image in images]).to(device)
+        frames = pixels[:, :, None].expand(-1, -1, config.frames, -1)
+        order, windows = _windows(grids, config.window)
+        x = self.patches(frames.flatten(1)).view(-1, square, config.hidden_size)[order.to(device)].flatten(0, 1)
+        rotation = self._rotation(grids, order, device)
+        whole = [rows * columns * square for rows, columns in grids]
+        parts = [count * square for count in windows]
+        for number, layer in enumerate(self.layers):
+            within = whole if config.window is None or number in config.full_layers else parts
+            x = layer(x, rotation, within)
+        merged = self.merger_2(F.gelu(self.merger_1(self.norm(x).view(-1, square * config.hidden_size))))
+        ordered = torch.empty_like(merged)
+        ordered[order.to(device)] = merged
+        return list(torch.split(ordered, [rows * columns for rows, columns in grids]))
+
+    def _rotation(self, grids: Sequence[tuple[int, int]], order: Tensor, device: torch.device) -> Rotation:
+        """Return how far each patch is turned: half of the pairs by its row, half by its column."""
+        merge, size = self.config.merge, self.config.hidden_size // self.config.num_heads
+        places = []
+        for rows, columns in grids:
+            row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+            inner = torch.arange(merge)
+            inner_row, inner_column = inner.repeat_interleave(merge), inner.repeat(merge)
+            of_row = row.flatten()[:, None] * merge + inner_row
+            of_column = column.flatten()[:, None] * merge + inner_column
+            places.append(torch.stack([of_row, of_column], -1))
+        positions = torch.cat(places)[order].flatten(0, 1).to(device)
+        exponents = torch.arange(0, size // 2, 2, dtype=torch.float32, device=device) / (size // 2)
+        angles = (positions[..., None].float() / THETA**exponents).flatten(1)[:, None]
+        return Rotation(torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1))
+
+
+class _Block(Layer):
+    def __init__(self, config: QwenVLConfig, norm: type[Norm]) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.intermediate_size
+        self.num_heads = config.num_heads
+        self.attn_norm, self.mlp_norm = norm(size, EPS), norm(size, EPS)
+        self.qkv, self.out = Dense(size, 3 * size), Dense(size, size)
+        self.gate = Dense(size, inner) if config.gated else None
+        self.up, self.down = Dense(size, inner), Dense(inner, size)
+        self._activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor, rotation: Rotation, lengths: Sequence[int]) -> Tensor:
+        """x [T, hidden], of segments of these lengths that attend to themselves -> the same."""
+        q, k, v = self.qkv(self.attn_norm(x)).view(len(x), 3, self.num_heads, -1).unbind(1)
+        q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
+        x = x + self.out(_attended(q, k, v, lengths).flatten(1))
+        h = self.mlp_norm(x)
+        inner = self._activation(self.up(h)) if self.gate is None else self._activation(self.gate(h)) * self.up(h)
+        x = x + self.down(inner)
+        return x
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+    """q, k, v [T, heads, d] -> [T, heads, d]. Segments of one length, such as most windows, are one batch."""
+    if len(set(lengths)) == 1:
+        q, k, v = (each.reshape(len(lengths), -1, *each.shape[1:]).transpose(1, 2) for each in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)
+    pieces = zip(*(torch.split(each.transpose(0, 1), list(lengths), 1) for each in (q, k, v)), strict=True)
+    attended = [F.scaled_dot_product_attention(q[None], k[None], v[None])[0] for q, k, v in pieces]
+    return torch.cat(attended, 1).transpose(0, 1)
+
+
+def _windows(grids: Sequence[tuple[int, int]], window: int | None) -> tuple[Tensor, list[int]]:
+    """Return the merged patches of all images in the order of their windows, and how many each window has."""
+    order: list[Tensor] = []
+    counts: list[int] = []
+    start = 0
+    for rows, columns in grids:
+        index = torch.arange(rows * columns).view(rows, columns) + start
+        start += rows * columns
+        for band in torch.split(index, window or rows, 0):
+            for part in torch.split(band, window or columns, 1):
+                order.append(part.flatten())
+                counts.append(part.numel())
+    return torch.cat(order), counts

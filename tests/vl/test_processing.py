@@ -1,0 +1,90 @@
+"""Pixels and numbers of tokens against transformers' image processors, over sizes and ratios."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncllm import InvalidCheckpoint, InvalidMessage, InvalidParameter, UnsupportedModel
+from asyncllm.vl.processor import open_processor
+from tests.vl.checkpoints import KINDS, folder_of, picture
+
+SIZES = [
+    *((28, 28), (40, 30), (30, 40), (29, 57), (57, 29), (100, 100), (13, 13), (90, 31), (31, 90), (64, 48)),
+    *((200, 10), (10, 200), (33, 34), (111, 77), (77, 111), (56, 56), (1, 1), (84, 28), (250, 130), (60, 61)),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pixels_are_those_of_transformers(kind: str) -> None:
+    from transformers import AutoImageProcessor
+
+    folder = folder_of(kind)
+    ours, oracle = open_processor(folder), AutoImageProcessor.from_pretrained(folder)
+    assert ours is not None
+    for seed, size in enumerate(SIZES):
+        image = picture(seed, *size)
+        prepared = ours.prepare(image, {})
+        theirs = oracle([image], return_tensors="pt", **({"crop_to_patches": True} if "intern" in kind else {}))
+        expected = theirs["pixel_values"].numpy()
+        if prepared.grid is not None:
+            assert prepared.grid == tuple((theirs["image_grid_thw"][0, 1:] // 2).tolist()), size
+            expected = expected.reshape(len(expected), 3, 2, -1)
+            assert (expected[:, :, 0] == expected[:, :, 1]).all(), "an image is two equal frames"
+            expected = expected[:, :, 0]
+        expected = expected.reshape(prepared.pixels.shape)
+        assert np.abs(prepared.pixels - expected).max() < 1e-5, size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_digest_names_what_the_tower_sees(kind: str) -> None:
+    processor = open_processor(folder_of(kind))
+    assert processor is not None
+    digests = [processor.prepare(picture(seed, *size), {}).digest for seed in (1, 2) for size in ((56, 56), (56, 112))]
+    assert len(set(digests)) == 4
+    assert processor.prepare(picture(1, 56, 56), {}).digest == digests[0]
+
+
+def test_bounds_of_pixels() -> None:
+    processor = open_processor(folder_of("qwen2_vl"))
+    assert processor is not None
+    image = picture(1, 100, 60)
+    assert processor.prepare(image, {"max_pixels": 1000}).length < processor.prepare(image, {}).length
+    with pytest.raises(InvalidParameter, match="own bounds"):
+        processor.prepare(image, {"max_pixels": 10**9})
+    with pytest.raises(InvalidMessage, match="200 times"):
+        processor.prepare(picture(1, 1000, 2), {})
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "says"),
+    [
+        ({"resample": 77}, InvalidCheckpoint, "filters"),
+        ({"image_mean": [1, 2]}, InvalidCheckpoint, "three numbers"),
+        ({"image_std": [0.0, 1.0, 1.0]}, InvalidCheckpoint, "may not be 0"),
+        ({"do_normalize": False}, UnsupportedModel, "do_normalize"),
+        ({"size": {"shortest_edge": "x"}}, InvalidCheckpoint, "side of a square"),
+        (None, InvalidCheckpoint, "no preprocessor_config.json"),
+    ],
+)
+def test_settings_that_are_refused(changed: dict[str, Any] | None, error: type, says: str, tmp_path: Path) -> None:
+    source = folder_of("llava")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    if changed is not None:
+        fields = json.loads((source / "preprocessor_config.json").read_text())
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps({**fields, **changed}))
+    with pytest.raises(error, match=says):
+        open_processor(tmp_path)
+
+
+def test_numbers_come_as_towers_take_them() -> None:
+    processor = open_processor(folder_of("llava"))
+    assert processor is not None
+    pixels = processor.prepare(picture(1), {}).pixels
+    assert pixels.dtype == np.float32
+    assert torch.from_numpy(pixels).shape == (1, 3, 28, 28)
