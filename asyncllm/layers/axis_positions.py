@@ -26,7 +26,7 @@ _SHIFT = Column(
 
 
 def _moved(axis: int, batch: Batch, positions: NDArray[Any]) -> NDArray[Any]:
-    """How far prompt tokens are from where `_SHIFT` puts them, along an axis: 0 is time, 1 rows, 2 columns."""
+    """Return how far prompt tokens are from where `_SHIFT` puts them, along an axis: 0 is time, 1 rows, 2 columns."""
     moved = np.zeros(len(positions), np.int64)
     start = len(batch.decode)
     for row in batch.prefill:
