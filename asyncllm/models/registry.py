@@ -156,9 +156,7 @@ def open_unfilled(path: Path) -> tuple[DecoderLM, Checkpoint]:
     if scheme is not None:
         raise UnsupportedModel(f"{path}: the weights are quantized already. Use the checkpoint that they were made of.")
     if config.vision is not None:
-        raise UnsupportedModel(
-            f"{path}: {config.architecture} has a vision tower, and only decoders are quantized yet."
-        )
+        raise UnsupportedModel(f"{path}: {config.architecture} has a vision tower, which is not quantized yet.")
     checkpoint = Checkpoint.open(path)
     return _unfilled(family, config, checkpoint), checkpoint
 
