@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     )
     from asyncllm.http_client.api_client import APIClient
     from asyncllm.text.tokenizer import Tokenizer
-    from asyncllm.types import Chunk, Embedding, FinishReason, Message, Response
+    from asyncllm.types import Chunk, Embedding, FinishReason, Message, Response, SequenceScores
 
 __version__ = "0.1.0"
 version_info = tuple(int(part) for part in __version__.split("."))
@@ -88,6 +88,7 @@ __all__ = [
     "QueueFull",
     "RequestFailed",
     "Response",
+    "SequenceScores",
     "ServerConfig",
     "ServerError",
     "ServerUnreachable",
@@ -114,7 +115,7 @@ _HOMES = {
     "Generation": "asyncllm.engine.requests.generation",
     "Session": "asyncllm.engine.requests.generation",
     "Tokenizer": "asyncllm.text.tokenizer",
-    **dict.fromkeys(("Chunk", "Embedding", "FinishReason", "Message", "Response"), "asyncllm.types"),
+    **dict.fromkeys(("Chunk", "Embedding", "FinishReason", "Message", "Response", "SequenceScores"), "asyncllm.types"),
     **dict.fromkeys(
         (
             "ChatTemplateConfig",

@@ -22,7 +22,17 @@ from asyncllm.config import (
 )
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.text.prompts import Prompts, is_single
-from asyncllm.types import Chunk, Embedding, EmbeddingInput, ImagePrompt, Message, Pooling, Response, Weights
+from asyncllm.types import (
+    Chunk,
+    Embedding,
+    EmbeddingInput,
+    ImagePrompt,
+    Message,
+    Pooling,
+    Response,
+    SequenceScores,
+    Weights,
+)
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -254,6 +264,18 @@ class Pipeline:
         """Return the embedding of one prompt (a text or token ids), or of a list of them, as `AsyncEngine.embed`."""
         form: Any = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
         return self._loop.call(self._engine.embed(prompts, **form, **options))
+
+    def classify(
+        self, prompts: EmbeddingInput, **options: Unpack[RequestKeywords]
+    ) -> SequenceScores | list[SequenceScores]:
+        """Return the scores of one prompt (a text or token ids), or of each of a list, as `AsyncEngine.classify`."""
+        return self._loop.call(self._engine.classify(prompts, **options))
+
+    def get_reward_score(
+        self, input_ids: Sequence[int] | Sequence[Sequence[int]], **options: Unpack[RequestKeywords]
+    ) -> list[float]:
+        """Return the reward of each sequence, as `AsyncEngine.get_reward_score`."""
+        return self._loop.call(_gather(partial(self._engine.get_reward_score, **options), _sequences(input_ids)))
 
     def get_ppl(
         self, input_ids: Sequence[int] | Sequence[Sequence[int]], **options: Unpack[RequestKeywords]

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from asyncllm.types import Pooling
+from asyncllm.types import Pooled
 
 __all__ = [
     "Batch",
@@ -190,8 +190,9 @@ class PrefillRow(msgspec.Struct, frozen=True, kw_only=True):
     """The known token after this chunk, if there is one and prompt_logprobs asks for it."""
     output_logits: bool = False
     """Return the raw float32 logits of every position of the chunk."""
-    pooling: Pooling | None = None
-    """Return the sum of hidden states after the final norm: of the whole chunk (mean), or its last token's own."""
+    pooling: Pooled | None = None
+    """Return the sum of hidden states after the final norm: of the whole chunk (mean), or its last token's own; or what
+    the head says of the latter (score)."""
     images: Sequence[PromptImage] = ()
     """All of the prompt, in order, whether they reach into the chunk or not."""
 
@@ -256,7 +257,7 @@ class StepOutput(msgspec.Struct, kw_only=True):
     logits: dict[int, Any] = {}
     """Slot -> float32 CPU tensor [chunk, vocab]."""
     pooled: dict[int, Sequence[float]] = {}
-    """Slot -> the sum that its row's `pooling` asks for [hidden], added in float32."""
+    """Slot -> the sum that its row's `pooling` asks for [hidden], added in float32, or scores [labels]."""
     errors: dict[int, str] = {}
     """Slot -> why this row failed (a non-finite logit, say). The other rows are unharmed."""
     elapsed_ms: float = 0.0
@@ -324,6 +325,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `PrefillRow.images` is honoured: the model has a vision tower, and it is in this process."""
     has_head: bool = True
     """Whether hidden states become logits; without, there are embeddings and no answers."""
+    num_labels: int = 0
+    """How many scores the model's head gives a sequence; 0: it has no such head."""
     num_slots: int
     """Rows of the state tables: at least `max_batch_size`, more when rows in flight need a grace period."""
     num_host_blocks: int = 0

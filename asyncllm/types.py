@@ -15,9 +15,11 @@ __all__ = [
     "FinishReason",
     "ImagePrompt",
     "Message",
+    "Pooled",
     "Pooling",
     "RequestRecord",
     "Response",
+    "SequenceScores",
     "ToolCall",
     "ToolCallPiece",
     "Weights",
@@ -44,6 +46,9 @@ Weights = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 Pooling = Literal["last", "mean"]
 """Which hidden states of a prompt make its embedding: the last token's, or the mean of all."""
+
+Pooled = Pooling | Literal["score"]
+"""What is made of a prompt's hidden states: an embedding, or the scores that the model's head gives the last one."""
 
 Logprobs = list[dict[int, float]]
 """One dict per token: the chosen token first, then the most likely ones in falling order."""
@@ -106,7 +111,8 @@ class Chunk(msgspec.Struct, kw_only=True):
     logits: Any = None
     """On the last chunk of a scoring request: float32 tensor [tokens, vocab]."""
     pooled: Sequence[float] | None = None
-    """On the last chunk of an embedding request: the sum of the pooled hidden states [hidden]."""
+    """On the last chunk of an embedding request: the sum of the pooled hidden states [hidden]; of one that asks for
+    scores, these [labels]."""
 
     @property
     def response(self) -> str:
@@ -206,6 +212,15 @@ class Embedding(msgspec.Struct, kw_only=True):
 
     values: list[float]
     """Plain floats, as JSON and every vector store take them."""
+    input_token_len: int
+    """Tokens of the prompt."""
+
+
+class SequenceScores(msgspec.Struct, kw_only=True):
+    """What a head for labels or rewards says of a sequence."""
+
+    values: list[float]
+    """One for each label, as the head gives them."""
     input_token_len: int
     """Tokens of the prompt."""
 

@@ -39,6 +39,7 @@ PUBLIC = [
     "QueueFull",
     "RequestFailed",
     "Response",
+    "SequenceScores",
     "ServerConfig",
     "ServerError",
     "ServerUnreachable",

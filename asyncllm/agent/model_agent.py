@@ -422,7 +422,7 @@ class ModelAgent:
                 self._launch_extra(pending, [row], score)
         pooled = [row for row in batch.prefill if row.pooling is not None]
         if pooled:
-            self._launch_extra(pending, pooled, partial(PooledHidden, batch, rows, stream, hidden))
+            self._launch_extra(pending, pooled, partial(PooledHidden, batch, rows, stream, hidden, self.model.score))
         logits = self.model.logits(hidden[: len(rows.slots)])
 
         def sample() -> None:

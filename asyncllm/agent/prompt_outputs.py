@@ -81,37 +81,54 @@ def concatenate(chunks: Sequence[Tensor]) -> Tensor:
 
 
 class PooledHidden:
-    """The sums that a step's prefill rows ask for in `pooling`: one float32 vector [H] for each of them is all that
-    comes to the host. Made in inference mode on the computing stream, which also brings it there; `write` may be called
+    """What a step's prefill rows ask for in `pooling`: one float32 vector for each of them is all that comes to the
+    host. Made in inference mode on the computing stream, which also brings it there; `write` may be called
     when the stream has come so far."""
 
-    def __init__(self, batch: Batch, rows: StepRows, hidden: Tensor, wanted: Tensor) -> None:
-        """`hidden` [T, H]: hidden states of all tokens, which are after the final norm if a row `reads_all`.
-        `wanted` [R + L, H]: those of `rows.indices`, after it in any case."""
+    def __init__(
+        self,
+        batch: Batch,
+        rows: StepRows,
+        hidden: Tensor,
+        wanted: Tensor,
+        score: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """`hidden` [T, H]: hidden states of all tokens, which are after the final norm if a row `reads_all`. `wanted`
+        [R + L, H]: those of `rows.indices`, after it in any case. `score`: the head for rows that ask for it, [n, H]
+        -> [n, labels]."""
         pooled = list(_pooled(batch, rows, hidden, wanted))
-        self._slots = [slot for slot, _ in pooled]
-        sums = torch.empty(len(pooled), hidden.shape[1], dtype=torch.float32, device=hidden.device)
-        for (_, states), out in zip(pooled, sums, strict=True):
-            torch.sum(states, 0, dtype=torch.float32, out=out)
-        self._sums = fetch(sums)
+        scored = [(slot, states) for row, slot, states in pooled if row.pooling == "score"]
+        summed = [(slot, states) for row, slot, states in pooled if row.pooling != "score"]
+        self._found: list[tuple[list[int], Tensor]] = []
+        """Slots, and their vectors."""
+        if scored:
+            assert score is not None, "the engine asks a model without a head for scores"
+            scores = score(torch.cat([states for _, states in scored]))
+            self._found.append(([slot for slot, _ in scored], fetch(scores)))
+        if summed:
+            sums = torch.empty(len(summed), hidden.shape[1], dtype=torch.float32, device=hidden.device)
+            for (_, states), out in zip(summed, sums, strict=True):
+                torch.sum(states, 0, dtype=torch.float32, out=out)
+            self._found.append(([slot for slot, _ in summed], fetch(sums)))
 
     def write(self, output: StepOutput) -> None:
-        """Put the sums where the engine looks for them."""
-        finite = self._sums.isfinite().all(1).tolist()
-        for slot, values, sound in zip(self._slots, self._sums.numpy(), finite, strict=True):
-            if sound:
-                # Python floats of thousands of entries take long to make, and a step may end many prompts at once.
-                output.pooled[slot] = array("f", values.tobytes())
-            else:
-                output.errors.setdefault(slot, NOT_FINITE)
+        """Put the vectors where the engine looks for them."""
+        for slots, vectors in self._found:
+            finite = vectors.isfinite().all(1).tolist()
+            for slot, values, sound in zip(slots, vectors.numpy(), finite, strict=True):
+                if sound:
+                    # Python floats of thousands of entries take long to make, and a step may end many prompts at once.
+                    output.pooled[slot] = array("f", values.tobytes())
+                else:
+                    output.errors.setdefault(slot, NOT_FINITE)
 
 
-def _pooled(batch: Batch, rows: StepRows, hidden: Tensor, wanted: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield slot and hidden states [n, H] to be added, of each row that pools."""
+def _pooled(batch: Batch, rows: StepRows, hidden: Tensor, wanted: Tensor) -> Iterator[tuple[PrefillRow, int, Tensor]]:
+    """Yield each row that pools, its slot and the hidden states [n, H] that it is about."""
     place = len(rows.slots)
     for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
         if row.pooling == "mean":
-            yield row.slot, hidden[first : first + len(row.tokens)]
-        elif row.pooling == "last":
-            yield row.slot, wanted[place : place + 1]
+            yield row, row.slot, hidden[first : first + len(row.tokens)]
+        elif row.pooling is not None:
+            yield row, row.slot, wanted[place : place + 1]
             place += 1

@@ -16,12 +16,13 @@ from asyncllm.engine.lifecycle import Lifecycle
 from asyncllm.engine.loop import Death, EngineLoop
 from asyncllm.engine.model_files import ModelFiles
 from asyncllm.engine.requests.batches import interleave, responses_of
-from asyncllm.engine.requests.embeddings import EmbeddingForm, embed
+from asyncllm.engine.requests.embeddings import EmbeddingForm, pool
 from asyncllm.engine.requests.generation import Generation, Session
 from asyncllm.engine.requests.input_processor import Call, Wanted
+from asyncllm.engine.requests.scores import ScoreForm
 from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.engine.stats import EngineStats
-from asyncllm.errors import InvalidParameter
+from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.protocol import Executor, Limits
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.prompts import Prompts, is_single, is_token_ids, longest_first, pair_with_configs
@@ -35,6 +36,7 @@ from asyncllm.types import (
     Pooling,
     RequestRecord,
     Response,
+    SequenceScores,
     Weights,
 )
 
@@ -289,7 +291,29 @@ class AsyncEngine:
         self.check_running()
         defaults = self._lifecycle.files.embedding
         form = EmbeddingForm(pooling, normalize, dimensions, self.limits.hidden_size, defaults)
-        return await embed(self._lifecycle, prompts, form, options)
+        return await pool(self._lifecycle, prompts, form, options)
+
+    async def classify(
+        self, prompts: EmbeddingInput, **options: Unpack[RequestKeywords]
+    ) -> SequenceScores | list[SequenceScores]:
+        """Return the scores that the model's head gives one prompt (a text or token ids), or each of a list in order.
+
+        The head of a class that ends in ForSequenceClassification or ForRewardModel reads the hidden state of the last
+        token after the final norm. A text is encoded as by `embed`. The first error, of whichever prompt, ends the
+        call. Raises InvalidRequest, RequestFailed, EngineError.
+        """
+        self.check_running()
+        return await pool(self._lifecycle, prompts, ScoreForm(self.limits), options)
+
+    async def get_reward_score(self, input_ids: Sequence[int], **options: Unpack[RequestKeywords]) -> float:
+        """Return how good the last token's head finds a sequence: of models with one score. Raises InvalidRequest,
+        RequestFailed, EngineError."""
+        self.check_running()
+        if self.limits.num_labels > 1:
+            raise UnsupportedFeature(f"The model gives {self.limits.num_labels} scores, not a reward. Call classify.")
+        scores = await pool(self._lifecycle, [input_ids], ScoreForm(self.limits), options)
+        assert isinstance(scores, list)
+        return scores[0].values[0]
 
     async def encode(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -19,12 +20,21 @@ from asyncllm.layers.mlp import GatedMLP, PlainMLP
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import Norm, RMSNorm
 from asyncllm.layers.rotary import RotaryEmbedding
+from asyncllm.layers.score_head import ScoreHead
 from asyncllm.layers.step_inputs import Column, SampledRows, StepInputs
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.vision_language import with_tower
 from asyncllm.models.weights import WeightMap
 
-__all__ = ["DecoderLM", "allocate"]
+__all__ = ["SCORE_ROWS", "DecoderLM", "allocate"]
+
+SCORE_ROWS: Mapping[str, str] = {
+    "score": "score.out",
+    "v_head": "score.out",
+    "score.0": "score.inner",
+    "score.2": "score.out",
+}
+"""Rows of a weight table for their heads: transformers', InternLM2's, and Qwen2.5-Math-RM's of two layers."""
 
 
 class DecoderLM(nn.Module):
@@ -54,6 +64,7 @@ class DecoderLM(nn.Module):
         self.layers = nn.ModuleList(self.block(layer) for layer in range(config.num_layers))
         self.norm = self.make_norm()
         self.head = self.output()
+        self.score = self.score_head()
         self.rotaries: nn.ModuleList
         """One for each of the config's `ropes`."""
 
@@ -140,11 +151,19 @@ class DecoderLM(nn.Module):
             softcap=config.logit_softcap,
         )
 
+    def score_head(self) -> ScoreHead | None:
+        config = self.config.score_head
+        if config is None:
+            return None
+        return ScoreHead(self.config.hidden_size, config.num_labels, inner=config.inner, bias=config.bias)
+
     @property
     def weight_map(self) -> WeightMap:
         """This model's table: a tied head needs no tensor, and ignores the copy that some checkpoints carry."""
         table = self.weights.with_optional_prefix(self.base_prefix)
-        if self.config.tied:
+        if self.score is not None:
+            table = table.replaced(SCORE_ROWS)
+        if self.config.tied or self.score is not None:
             table = table.ignoring(self.head_name)
         return table if self.config.vision is None else with_tower(table, self.config.vision)
 

@@ -6,12 +6,17 @@ import logging
 
 import msgspec
 
+from asyncllm.errors import InvalidCheckpoint
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.config import ModelConfig
-from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.decoder import SCORE_ROWS, DecoderLM
+from asyncllm.models.model_config import ScoreHeadConfig
 from asyncllm.models.stream import FLOAT_DTYPES
 
-__all__ = ["settle_head"]
+__all__ = ["SCORING", "settle_head"]
+
+SCORING = ("ForSequenceClassification", "ForRewardModel")
+"""How the names of classes end that score sequences."""
 
 logger = logging.getLogger("asyncllm")
 
@@ -26,6 +31,8 @@ def settle_head(
     a head is that of a model without one if its class is, or if it was saved from one, by the names of its tensors.
     A file that lost its head is left for the loader to refuse. Raises InvalidCheckpoint for a file that cannot be read.
     """
+    if config.architecture.endswith(SCORING):
+        return msgspec.structs.replace(config, has_head=False, score_head=_score_head(checkpoint))
     if family.head_name in checkpoint.tensors:
         if config.tied and not _repeats_embedding(family, checkpoint):
             logger.warning(
@@ -40,6 +47,21 @@ def settle_head(
     if base_class or (saved_bare and not config.tied):
         return msgspec.structs.replace(config, has_head=False)
     return config
+
+
+def _score_head(checkpoint: Checkpoint) -> ScoreHeadConfig:
+    """Return the head that the tensors are of. Raises InvalidCheckpoint if there is none."""
+    names = [name for name, target in SCORE_ROWS.items() if target == "score.out"]
+    for name in names:
+        entry = checkpoint.tensors.get(f"{name}.weight")
+        if entry is not None and len(entry.shape) == 2 and entry.shape[0]:
+            inner = "score.0.weight" in checkpoint.tensors
+            bias = f"{name}.bias" in checkpoint.tensors
+            return ScoreHeadConfig(num_labels=entry.shape[0], inner=inner, bias=bias)
+    raise InvalidCheckpoint(
+        f"{checkpoint.folder}: config.json names a class that scores sequences, and the files hold no head for it "
+        f"({', '.join(f'{name}.weight' for name in names)}). Download the files again, or name the decoder's own class."
+    )
 
 
 def _repeats_embedding(family: type[DecoderLM], checkpoint: Checkpoint) -> bool:

@@ -10,7 +10,7 @@ from asyncllm.layers.linear_method import Activation
 from asyncllm.layers.rotary import QueryScaling, RopeConfig
 from asyncllm.vl.tower import TowerConfig
 
-__all__ = ["ExpertsConfig", "ModelConfig"]
+__all__ = ["ExpertsConfig", "ModelConfig", "ScoreHeadConfig"]
 
 
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +37,15 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds the inputs of the experts' gate, which is then gpt-oss's."""
 
 
+class ScoreHeadConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A head that scores sequences, as the checkpoint's tensors have it."""
+
+    num_labels: int
+    inner: bool = False
+    """Whether a layer of the hidden size with relu comes first."""
+    bias: bool = False
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a decoder is, checked, and all that `DecoderLM` needs to build one. Written by a family's `configure`; what
     a family alone has it adds in a subclass."""
@@ -58,6 +67,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The output embedding reads the token embedding's table."""
     has_head: bool = True
     """Without an output embedding the model gives hidden states and no tokens. Written by `head.settle_head`."""
+    score_head: ScoreHeadConfig | None = None
+    """Of a class that scores sequences. Written by `head.settle_head`."""
     rope: RopeConfig | None
     """None: queries and keys are not turned."""
     layer_ropes: tuple[RopeConfig | None, ...] = ()

@@ -22,7 +22,7 @@ from asyncllm.layers.linear_method import Weighted
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.head import settle_head
+from asyncllm.models.head import SCORING, settle_head
 from asyncllm.models.quantized import attach
 from asyncllm.models.stream import FLOAT_DTYPES
 from asyncllm.models.vision_language import VISION_MODELS, Composed, composed
@@ -253,6 +253,9 @@ def _of_model_type(model_type: str) -> str:
 def _find(name: str) -> type[DecoderLM] | None:
     """The family of an architecture, under the name of its class with or without the head."""
     known = families()
+    ending = next((end for end in SCORING if name.endswith(end)), None)
+    if ending is not None:
+        return next((known[each] for end in _WITH_HEAD if (each := name.removesuffix(ending) + end) in known), None)
     bare = name.removesuffix(_WITHOUT_HEAD)
     names = (name, *(bare + end for end in _WITH_HEAD if bare != name))
     return next((known[each] for each in names if each in known), None)

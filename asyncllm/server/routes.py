@@ -42,8 +42,27 @@ from asyncllm.server.openai.chat import chat_completions
 from asyncllm.server.openai.completions import completions
 from asyncllm.server.openai.embeddings import embeddings
 from asyncllm.server.openai.models import list_models, show_model
-from asyncllm.server.openai.requests import ChatRequest, CompletionRequest, EmbeddingRequest
-from asyncllm.server.openai.responses import ChatResponse, CompletionResponse, EmbeddingResponse, Model, ModelList
+from asyncllm.server.openai.requests import (
+    ChatRequest,
+    ClassifyRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from asyncllm.server.openai.responses import (
+    ChatResponse,
+    ClassifyResponse,
+    CompletionResponse,
+    EmbeddingResponse,
+    Model,
+    ModelList,
+    PoolingResponse,
+    RerankResponse,
+    ScoreResponse,
+)
+from asyncllm.server.openai.scores import classify, pooling, rerank, score
 from asyncllm.server.responses.create import (
     DeletedResponse,
     InputItems,
@@ -87,6 +106,11 @@ _GENERATING = (
         streams=True,
         stream_type=NDJSON.content_type,
     ),
+)
+
+_SCORE = Route(method="POST", path="/v1/score", handler=score, auth=Auth.KEY, body=ScoreRequest, answer=ScoreResponse)
+_RERANK = Route(
+    method="POST", path="/v1/rerank", handler=rerank, auth=Auth.KEY, body=RerankRequest, answer=RerankResponse
 )
 
 ROUTES: tuple[Route, ...] = (
@@ -165,6 +189,21 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST", path="/tokenize", handler=tokenize, auth=Auth.KEY, body=TokenizeRequest, answer=TokenizeResponse
     ),
+    _SCORE,
+    replace(_SCORE, path="/score"),
+    _RERANK,
+    # vLLM's other name, and Cohere's.
+    replace(_RERANK, path="/rerank"),
+    replace(_RERANK, path="/v2/rerank"),
+    Route(
+        method="POST",
+        path="/classify",
+        handler=classify,
+        auth=Auth.KEY,
+        body=ClassifyRequest,
+        answer=ClassifyResponse,
+    ),
+    Route(method="POST", path="/pooling", handler=pooling, auth=Auth.KEY, body=PoolingRequest, answer=PoolingResponse),
     Route(
         method="POST",
         path="/detokenize",

@@ -171,6 +171,10 @@ async def embeddings(engine: FakeEngine) -> Any:
     return await engine.embed(["sweep", "x" * 5000, "swap"])
 
 
+async def scores(engine: FakeEngine) -> Any:
+    return await engine.classify(["sweep", "swap"]), await engine.get_reward_score([1, 2, 3, 4, 5, 6, 7, 8, 9])
+
+
 async def logits(engine: FakeEngine) -> Any:
     return (await engine.get_logits([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])).tolist()
 
@@ -237,6 +241,7 @@ TARGETS: list[Callable[[FakeEngine], Body]] = [
     turns_by_id,
     perplexity,
     embeddings,
+    scores,
     logits,
     token_ids,
     several_scores,

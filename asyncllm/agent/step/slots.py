@@ -144,7 +144,7 @@ class SlotArrays:
         self._position[row_slots] = kv_lens
         ids = np.concatenate([~row_slots[:num_decode], *(np.array(row.tokens, np.int64) for row in prefill)])
         sampled = np.flatnonzero([True] * num_decode + [row.sample for row in prefill])
-        last = [num_decode + index for index, row in enumerate(prefill) if row.pooling == "last"]
+        last = [num_decode + index for index, row in enumerate(prefill) if row.pooling in ("last", "score")]
         numbers = np.concatenate([sampled, np.array(last, np.int64)])
         return StepArrays(
             row_slots=row_slots,

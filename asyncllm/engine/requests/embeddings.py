@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, Protocol, TypeVar, get_args
 
 from asyncllm.config import RequestKeywords
 from asyncllm.engine.lifecycle import Lifecycle
@@ -17,9 +17,11 @@ from asyncllm.engine.requests.generation import Generation
 from asyncllm.engine.requests.input_processor import Call
 from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.text.sentence_transformers import EmbeddingDefaults
-from asyncllm.types import Chunk, Embedding, EmbeddingInput, Pooling
+from asyncllm.types import Chunk, Embedding, EmbeddingInput, Pooled, Pooling
 
-__all__ = ["EmbeddingForm", "embed"]
+__all__ = ["EmbeddingForm", "Form", "pool"]
+
+_Made = TypeVar("_Made", covariant=True)
 
 
 class EmbeddingForm:
@@ -52,11 +54,11 @@ class EmbeddingForm:
                 f"(given: {dimensions!r}). None gives them all.",
                 "dimensions",
             )
-        self.pooling = pooling
+        self.pooling: Pooled = pooling
         self._normalize = normalize
         self._dimensions = dimensions
 
-    def embedding(self, chunk: Chunk) -> Embedding:
+    def of_chunk(self, chunk: Chunk) -> Embedding:
         """Return the embedding of a prompt, from the chunk of its request."""
         assert chunk.pooled is not None
         values = chunk.pooled[: self._dimensions]
@@ -67,28 +69,39 @@ class EmbeddingForm:
         return Embedding(values=[value / scale for value in values], input_token_len=chunk.input_token_len)
 
 
-async def embed(
-    engine: Lifecycle, prompts: EmbeddingInput, form: EmbeddingForm, options: RequestKeywords
-) -> Embedding | list[Embedding]:
-    """Return the embedding of one prompt, or of each one of a list in order. The first error ends all of them."""
+class Form(Protocol[_Made]):
+    """What is made of a prompt."""
+
+    @property
+    def pooling(self) -> Pooled:
+        """What the model side computes for it."""
+
+    def of_chunk(self, chunk: Chunk) -> _Made:
+        """Return it, from the chunk of the prompt's request."""
+
+
+async def pool(
+    engine: Lifecycle, prompts: EmbeddingInput, form: Form[_Made], options: RequestKeywords
+) -> _Made | list[_Made]:
+    """Return what the form makes of one prompt, or of each one of a list in order. The first error ends all of them."""
     single = _is_single(prompts)
     items: list[Any] = [prompts] if single else list(prompts)
     requests = [Generation(engine, _call(item, form.pooling, options)) for item in items]
-    embeddings = []
+    made: list[_Made] = []
     try:
         for request in requests:
             await request.start()
             await asyncio.sleep(0)  # many prompts do not hold up the loop
         for request in requests:
-            embeddings.append(form.embedding(await request.only_chunk()))
+            made.append(form.of_chunk(await request.only_chunk()))
             await asyncio.sleep(0)
     finally:
         for request in requests:
             request.cancel()
-    return embeddings[0] if single else embeddings
+    return made[0] if single else made
 
 
-def _call(item: Any, pooling: Pooling, options: RequestKeywords) -> Call:
+def _call(item: Any, pooling: Pooled, options: RequestKeywords) -> Call:
     given: Any = {"prompt": item} if isinstance(item, str) else {"input_ids": item}
     return Call(wanted="embedding", pooling=pooling, do_preprocess=False, streaming=False, options=options, **given)
 

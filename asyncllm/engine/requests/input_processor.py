@@ -31,7 +31,7 @@ from asyncllm.text.grammars.bridge import AnswerGrammar
 from asyncllm.text.image_marks import holds_images, take_images
 from asyncllm.text.messages import as_messages
 from asyncllm.text.prompts import check_one_prompt
-from asyncllm.types import Message, Pooling
+from asyncllm.types import Message, Pooled
 
 __all__ = ["Call", "InputProcessor", "Wanted"]
 
@@ -64,8 +64,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the chat template writes the prompt."""
     streaming: bool = True
     adapter_name: str | None = None
-    pooling: Pooling | None = None
-    """Which hidden states an embedding is made of."""
+    pooling: Pooled | None = None
+    """Which hidden states an embedding is made of, or scores."""
 
     conversation: Conversation | None = None
     """The one that this is a turn of, as `Session.chat` gives it."""

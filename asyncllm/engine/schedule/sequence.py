@@ -13,7 +13,7 @@ from asyncllm.engine.requests.delivery import Answer, Delivery
 from asyncllm.engine.schedule.quality_of_service import User
 from asyncllm.errors import DeadlineExceeded
 from asyncllm.protocol import PrefillRow, PromptImage, SamplingParams, SlotStart, StepOutput, TokenLogprobs
-from asyncllm.types import FinishReason, Pooling, RequestRecord
+from asyncllm.types import FinishReason, Pooled, RequestRecord
 
 __all__ = ["ORDINARY", "Request", "RequestPolicy", "Sequence", "SequenceState"]
 
@@ -107,7 +107,7 @@ class Request:
         prompt_logprobs: int | None = None,
         output_logits: bool = False,
         policy: RequestPolicy = ORDINARY,
-        pooling: Pooling | None = None,
+        pooling: Pooled | None = None,
         images: Items[PromptImage] = (),
     ) -> None:
         self.id = id

@@ -22,7 +22,18 @@ from asyncllm.server.request.fields import (
 )
 from asyncllm.server.request.structure import StructuredOutputs
 
-__all__ = ["ChatRequest", "CompletionRequest", "EmbeddingRequest", "OpenAIFields", "StreamOptions"]
+__all__ = [
+    "ChatRequest",
+    "ClassifyRequest",
+    "CompletionRequest",
+    "Document",
+    "EmbeddingRequest",
+    "OpenAIFields",
+    "PoolingRequest",
+    "RerankRequest",
+    "ScoreRequest",
+    "StreamOptions",
+]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -121,3 +132,38 @@ class EmbeddingRequest(PolicyFields, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | None = None
     pooling: Literal["mean", "last"] | None = None
+
+
+class ScoreRequest(PolicyFields, kw_only=True):
+    """The body of POST /v1/score."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+
+
+class Document(msgspec.Struct, kw_only=True):
+    """A document of a rerank request or answer."""
+
+    text: str
+
+
+class RerankRequest(PolicyFields, kw_only=True):
+    """The body of POST /v1/rerank."""
+
+    query: str
+    documents: list[str | Document]
+    top_n: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | None = None
+    return_documents: bool | None = None
+    """false: leave the texts out of the answer."""
+
+
+class ClassifyRequest(PolicyFields, kw_only=True):
+    """The body of POST /classify."""
+
+    input: Prompt
+
+
+class PoolingRequest(PolicyFields, kw_only=True):
+    """The body of POST /pooling."""
+
+    input: Prompt

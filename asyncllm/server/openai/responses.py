@@ -7,11 +7,14 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from asyncllm.server.openai.requests import Document
+
 __all__ = [
     "CalledFunction",
     "ChatChoice",
     "ChatResponse",
     "ChoiceLogprobs",
+    "ClassifyResponse",
     "CompletionChoice",
     "CompletionLogprobs",
     "CompletionResponse",
@@ -19,12 +22,19 @@ __all__ = [
     "Embedding",
     "EmbeddingResponse",
     "EmbeddingUsage",
+    "LabelProbabilities",
     "MessageToolCall",
     "Model",
     "ModelList",
     "ModelPermission",
+    "PoolingResponse",
     "PromptTokensDetails",
+    "RankedDocument",
+    "RerankResponse",
     "ResponseMessage",
+    "Reward",
+    "Score",
+    "ScoreResponse",
     "TokenLogprob",
     "TopLogprob",
     "Usage",
@@ -153,6 +163,63 @@ class EmbeddingUsage(msgspec.Struct, kw_only=True):
 class EmbeddingResponse(msgspec.Struct, kw_only=True):
     object: Literal["list"] = "list"
     data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Score(msgspec.Struct, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+    """From 0 to 1."""
+
+
+class ScoreResponse(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Score]
+    model: str
+    usage: EmbeddingUsage
+
+
+class RankedDocument(msgspec.Struct, kw_only=True, omit_defaults=True):
+    index: int
+    relevance_score: float
+    """From 0 to 1."""
+    document: Document | None = None
+
+
+class RerankResponse(msgspec.Struct, kw_only=True):
+    id: str
+    results: list[RankedDocument]
+    """The best first."""
+    model: str
+    usage: EmbeddingUsage
+
+
+class LabelProbabilities(msgspec.Struct, kw_only=True):
+    index: int
+    label: str
+    """The most likely one."""
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyResponse(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[LabelProbabilities]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Reward(msgspec.Struct, kw_only=True):
+    index: int
+    object: Literal["pooling"] = "pooling"
+    data: list[float]
+
+
+class PoolingResponse(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Reward]
     model: str
     usage: EmbeddingUsage
 

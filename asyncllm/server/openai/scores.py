@@ -1,0 +1,154 @@
+"""Routes of models that score sequences: /score, /rerank and /classify as vLLM and Cohere have them, and LMDeploy's
+/pooling."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.http.responses import json_response
+from asyncllm.server.openai.completions import prompts_of
+from asyncllm.server.openai.requests import ClassifyRequest, Document, PoolingRequest, RerankRequest, ScoreRequest
+from asyncllm.server.openai.responses import (
+    ClassifyResponse,
+    EmbeddingUsage,
+    LabelProbabilities,
+    PoolingResponse,
+    RankedDocument,
+    RerankResponse,
+    Reward,
+    Score,
+    ScoreResponse,
+)
+from asyncllm.server.request.arguments import request_options
+from asyncllm.server.request.decode import read_request
+from asyncllm.server.request.fields import PolicyFields
+from asyncllm.server.service import Service, service_of
+from asyncllm.types import SequenceScores
+
+__all__ = ["classify", "pooling", "rerank", "score"]
+
+
+async def score(request: web.Request) -> web.Response:
+    """The scores of `text_1` beside each text of `text_2`, or of those in equal places if there are as many: the model
+    gives one for both texts, one behind the other, which is brought between 0 and 1."""
+    service = service_of(request)
+    body = await read_request(request, ScoreRequest)
+    first, second = _texts(body.text_1, service, "text_1"), _texts(body.text_2, service, "text_2")
+    if len(first) not in (1, len(second)):
+        raise ApiError(
+            400,
+            f"text_1 holds {len(first)} texts and text_2 {len(second)}. Send one text_1, or as many as of text_2.",
+            code="invalid_value",
+            param="text_1",
+        )
+    pairs = [(first[index % len(first)], text) for index, text in enumerate(second)]
+    scores, tokens = await _scores_of_pairs(request, body, service, pairs)
+    data = [Score(index=index, score=value) for index, value in enumerate(scores)]
+    usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
+    return json_response(ScoreResponse(data=data, model=service.engine.model_name, usage=usage))
+
+
+async def rerank(request: web.Request) -> web.Response:
+    """The documents in the order of their scores beside the query, the best first, `top_n` of them if that is given."""
+    service = service_of(request)
+    body = await read_request(request, RerankRequest)
+    texts = [each if isinstance(each, str) else each.text for each in body.documents]
+    _texts(texts, service, "documents")
+    scores, tokens = await _scores_of_pairs(request, body, service, [(body.query, text) for text in texts])
+    order = sorted(range(len(texts)), key=lambda index: -scores[index])
+    results = [
+        RankedDocument(
+            index=index,
+            relevance_score=scores[index],
+            document=None if body.return_documents is False else Document(text=texts[index]),
+        )
+        for index in order[: body.top_n or len(order)]
+    ]
+    usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
+    answer = RerankResponse(
+        id=f"rerank-{uuid.uuid4().hex}", results=results, model=service.engine.model_name, usage=usage
+    )
+    return json_response(answer)
+
+
+async def classify(request: web.Request) -> web.Response:
+    """The probability of each label, for each input; of a model with one score, that of the one label."""
+    service = service_of(request)
+    body = await read_request(request, ClassifyRequest)
+    inputs: Any = prompts_of(body.input, service.config, "input")
+    found = await _classified(request, body, service, inputs)
+    data = []
+    for index, each in enumerate(found):
+        probs = _probabilities(each.values)
+        best = max(range(len(probs)), key=probs.__getitem__)
+        data.append(LabelProbabilities(index=index, label=f"LABEL_{best}", probs=probs, num_classes=len(probs)))
+    tokens = sum(each.input_token_len for each in found)
+    usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
+    return json_response(ClassifyResponse(data=data, model=service.engine.model_name, usage=usage))
+
+
+async def pooling(request: web.Request) -> web.Response:
+    """The rewards of each input, as the model's head gives them."""
+    service = service_of(request)
+    body = await read_request(request, PoolingRequest)
+    inputs: Any = prompts_of(body.input, service.config, "input")
+    found = await _classified(request, body, service, inputs)
+    tokens = sum(each.input_token_len for each in found)
+    answer = PoolingResponse(
+        data=[Reward(index=index, data=each.values) for index, each in enumerate(found)],
+        model=service.engine.model_name,
+        usage=EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens),
+    )
+    return json_response(answer)
+
+
+def _texts(given: str | Sequence[str], service: Service, name: str) -> list[str]:
+    texts: Any = prompts_of(given if isinstance(given, str) else list(given), service.config, name)
+    return list(texts)
+
+
+async def _classified(
+    request: web.Request, body: PolicyFields, service: Service, inputs: list[str] | list[list[int]]
+) -> list[SequenceScores]:
+    found = await service.engine.classify(inputs, **request_options(request, body))
+    return found if isinstance(found, list) else [found]
+
+
+async def _scores_of_pairs(
+    request: web.Request, body: PolicyFields, service: Service, pairs: Sequence[tuple[str, str]]
+) -> tuple[list[float], int]:
+    """Return the scores of pairs between 0 and 1, and how many tokens they took. Raises ApiError where the model gives
+    several scores, of which none is that of a pair."""
+    engine = service.engine
+    if engine.limits.num_labels > 1:
+        raise ApiError(
+            400,
+            f"The model tells {engine.limits.num_labels} labels apart, which is no score of a pair. Ask /classify.",
+            code="unsupported_feature",
+        )
+    options = request_options(request, body)
+    firsts: Any = await engine.encode([first for first, _ in pairs], do_preprocess=False, bounded=True, **options)
+    seconds: Any = await engine.encode(
+        [second for _, second in pairs], do_preprocess=False, add_bos=False, bounded=True, **options
+    )
+    found = await _classified(request, body, service, [a + b for a, b in zip(firsts, seconds, strict=True)])
+    return [_sigmoid(each.values[0]) for each in found], sum(each.input_token_len for each in found)
+
+
+def _probabilities(scores: Sequence[float]) -> list[float]:
+    """Softmax of several scores, the logistic function of one."""
+    if len(scores) == 1:
+        return [_sigmoid(scores[0])]
+    highest = max(scores)
+    powers = [math.exp(each - highest) for each in scores]
+    return [each / sum(powers) for each in powers]
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
