@@ -258,6 +258,7 @@ class Runner:
                 signs.repeat(-(-part.planes // 2))[: part.planes]
                 .view(-1, *(1 for _ in range(1 + len(part.shape))))
                 .repeat(1, num_blocks, *part.shape)
+                .to(part.dtype)
                 for part in layout.parts
             ]
         )
