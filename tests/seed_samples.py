@@ -1,7 +1,7 @@
 """Programs from the documents that asyncllm starts from, as they stand there. test_seed_samples.py runs them.
 
 Every sample about text is here once; the documents repeat many. Later work has the rest:
-- images (`asyncllm.vl`): the vision-language samples, "describe this image" and `pipe.chat((text, image))`;
+- images (`asyncllm.vl`): tests/vl/test_seeds.py has the vision-language samples;
 - the server: seed_server_samples.py has what is there of it; gradio and the proxy are not;
 - quantization: `model_format='awq'`, `quant_policy=8`, `lite`; LoRA: `adapters=`, `adapter_name=`;
 - tensor parallelism: `tp=2`; all but one of those samples run with `tp=1` in its place;

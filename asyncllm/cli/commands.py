@@ -82,6 +82,7 @@ def _parser() -> flags.Parser:
 
     usage = "asyncllm run [OPTIONS] [MODEL] [PROMPT]"
     run = command("run", _run, "Answer one prompt, given or on standard input, and leave.", usage=usage)
+    run.add_argument("--image", action="append", metavar="FILE", help="An image of the prompt, or a URL; repeatable.")
     run.add_argument("words", nargs="*", metavar="MODEL PROMPT", help=f"{MODEL_HELP} PROMPT '-': standard input.")
     _add_settings(run)
 
@@ -118,8 +119,9 @@ def _open(options: argparse.Namespace, model: str) -> tuple[Pipeline, Generation
 def _run(options: argparse.Namespace) -> int:
     model, prompt = _model_and_prompt(options)
     pipe, generation = _open(options, model)
+    asked = (prompt, options.image) if options.image else prompt
     with pipe:
-        ending = print_answer(pipe.stream_infer(prompt, generation, separate_reasoning=False))
+        ending = print_answer(pipe.stream_infer(asked, generation, separate_reasoning=False))
     print()
     if ending == "length":
         complain(f"(cut after {generation.max_new_tokens} tokens; see --max-new-tokens)")

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from asyncllm.errors import UnsupportedFeature
+
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from asyncllm.config import GenerationConfig
     from asyncllm.http_client.api_client import APIClient
     from asyncllm.pipeline import Pipeline
@@ -26,14 +30,23 @@ class LocalConversation:
         self._pipe = pipe
         self._generation = generation
         self._session = pipe.session()
+        self._images: list[Image] = []
+        """For the next message."""
 
     def answer(self, text: str) -> Generator[Chunk, None, None]:
+        images, self._images = self._images, []
         answer: Generator[Chunk, None, None] = self._session.chat(
-            text, self._generation, stream_response=True, separate_reasoning=False
+            (text, images) if images else text, self._generation, stream_response=True, separate_reasoning=False
         )
         return answer
 
+    def attach(self, image: str) -> None:
+        from asyncllm.vl import load_image
+
+        self._images.append(load_image(image))
+
     def forget(self) -> None:
+        self._images = []
         self._session.close()
         self._session = self._pipe.session()
 
@@ -46,9 +59,13 @@ class ClientConversation:
         self._model = model
         self._messages: list[dict[str, Any]] = []
         """An answer that was stopped stands here as far as it came."""
+        self._parts: list[dict[str, Any]] = []
+        """Images for the next message."""
 
     def answer(self, text: str) -> Generator[_Piece, None, None]:
-        asked = [*self._messages, {"role": "user", "content": text}]
+        parts, self._parts = self._parts, []
+        content = [*parts, {"type": "text", "text": text}] if parts else text
+        asked = [*self._messages, {"role": "user", "content": content}]
         answer = ""
         try:
             # None: the server's own defaults of sampling.
@@ -61,8 +78,11 @@ class ClientConversation:
             if answer:
                 self._messages = [*asked, {"role": "assistant", "content": answer}]
 
+    def attach(self, image: str) -> None:
+        self._parts.append(_part(image))
+
     def forget(self) -> None:
-        self._messages = []
+        self._messages, self._parts = [], []
 
 
 class SessionConversation:
@@ -71,6 +91,9 @@ class SessionConversation:
     def __init__(self, client: APIClient, session_id: int) -> None:
         self._client = client
         self._session_id = session_id
+
+    def attach(self, image: str) -> None:
+        raise UnsupportedFeature("The interactive route's client sends texts. Leave the session's id out for images.")
 
     def answer(self, text: str) -> Generator[_Piece, None, None]:
         turn = self._client.chat_interactive_v1(text, session_id=self._session_id, interactive_mode=True, stream=True)
@@ -84,3 +107,10 @@ class SessionConversation:
 
     def forget(self) -> None:
         self._client.end_session(self._session_id)
+
+
+def _part(image: str) -> dict[str, Any]:
+    """Return an image as a part of a message; a file is read here, as the server reads none."""
+    from asyncllm.vl import encode_image_base64
+
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encode_image_base64(image)}"}}

@@ -12,7 +12,10 @@ from asyncllm.shown import complain, in_terminal
 
 __all__ = ["CHAT_HELP", "Conversation", "Piece", "converse", "print_answer"]
 
-CHAT_HELP = "Type a message. Ctrl-C stops an answer, /reset forgets the conversation, exit or Ctrl-D leaves."
+CHAT_HELP = (
+    "Type a message. Ctrl-C stops an answer, /image FILE adds an image, /reset forgets the conversation, exit or "
+    "Ctrl-D leaves."
+)
 
 COMMAND = re.compile(r"/[a-z]+")
 """A line of this form is no message: a mistyped command is not sent to a model."""
@@ -35,6 +38,9 @@ class Conversation(Protocol):
     def answer(self, text: str) -> Generator[Piece, Any, Any]:
         """Yield the answer to a message. Closing the generator stops it. Raises AsyncLLMError."""
 
+    def attach(self, image: str) -> None:
+        """Let an image, a file or a URL, go with the next message. Raises AsyncLLMError."""
+
     def forget(self) -> None:
         """Begin anew. Raises AsyncLLMError."""
 
@@ -48,6 +54,9 @@ def converse(name: str, conversation: Conversation) -> None:
             if text == "/reset":
                 conversation.forget()
                 print("(forgotten)")
+            elif text.startswith("/image "):
+                conversation.attach(text.removeprefix("/image ").strip())
+                print("(goes with the next message)")
             elif COMMAND.fullmatch(text):
                 print(CHAT_HELP if text == "/help" else f"There is no command {text}. {CHAT_HELP}")
             elif text:
