@@ -73,6 +73,17 @@ class RequestOptions(Settings, frozen=True, kw_only=True):
     parallel_tool_calls: Annotated[
         bool | None, Meta(description="False: the answer ends behind its first call. None: there may be several.")
     ] = None
+    thinking_budget: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                le=MAX_COUNT,
+                description="Most tokens that the model thinks before its answer. None: any number.",
+            ),
+        ]
+        | None
+    ) = None
     separate_reasoning: Annotated[
         bool, Meta(description="Split what the model thinks off its answer, where the format of that is known.")
     ] = True
@@ -91,7 +102,7 @@ class RequestOptions(Settings, frozen=True, kw_only=True):
 
     def template_field(self) -> str | None:
         """Return the first field that is set and says something about the chat template."""
-        names = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+        names = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools", "thinking_budget")
         return next((name for name in names if getattr(self, name) not in (None, {}, [])), None)
 
     def variables(self) -> dict[str, Any]:
@@ -139,4 +150,5 @@ class RequestKeywords(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool | None
+    thinking_budget: int | None
     separate_reasoning: bool

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import msgspec
 import pytest
 
+import asyncllm
 from asyncllm import (
     AsyncEngine,
     ChatTemplateConfig,
@@ -118,15 +120,55 @@ async def test_strict_tools_leave_text_free(llm: AsyncEngine) -> None:
     assert strict.text
 
 
+OPENED = TEMPLATE.replace("assistant\n' }}{% endif", "assistant\n<think>' }}{% endif")
+
+
 async def test_reasoning_whose_end_is_no_token_is_refused() -> None:
-    thinks = config("hermes", reasoning_parser="qwen3")
-    form = ChatTemplateConfig(
-        chat_template=TEMPLATE.replace("assistant\n' }}{% endif", "assistant\n<think>' }}{% endif")
-    )
+    thinks, form = config("hermes", reasoning_parser="qwen3"), ChatTemplateConfig(chat_template=OPENED)
     async with AsyncEngine("tiny-chat", thinks, chat_template_config=form) as llm:
         with pytest.raises(UnsupportedFeature, match="no token of its own") as caught:
             await llm.generate(QUESTION, tools=TOOLS, tool_choice="required")
         assert caught.value.param == "tools"
+        with pytest.raises(UnsupportedFeature, match="no token of its own") as refused:
+            await llm.generate(QUESTION, thinking_budget=3)
+        assert refused.value.param == "thinking_budget"
+
+
+@pytest.fixture
+def thinker(tmp_path: Path) -> Path:
+    """The bundled model with marks of reasoning that are tokens."""
+    source = Path(asyncllm.__file__).parent / "assets" / "tiny-chat"
+    for path in source.iterdir():
+        if path.name == "tokenizer.json":
+            text = path.read_text(encoding="utf-8")
+            text = text.replace('"<|reserved_0|>"', '"<think>"').replace('"<|reserved_1|>"', '"</think>"')
+            (tmp_path / path.name).write_text(text, encoding="utf-8")
+        else:
+            (tmp_path / path.name).symlink_to(path)
+    return tmp_path
+
+
+async def test_reasoning_comes_first_within_its_budget_and_then_what_is_held(thinker: Path) -> None:
+    thinks, form = config("hermes", reasoning_parser="qwen3"), ChatTemplateConfig(chat_template=OPENED)
+    async with AsyncEngine(str(thinker), thinks, chat_template_config=form) as llm:
+        free = await llm.generate(QUESTION, GenerationConfig(max_new_tokens=40, ignore_eos=True))
+        assert free.reasoning_token_len == 40
+        for budget in (0, 5):
+            bounded = await llm.generate(QUESTION, LIMITED, thinking_budget=budget)
+            # The mark of the end counts too.
+            assert bounded.reasoning_token_len == budget + 1
+            assert free.token_ids[:budget] == bounded.token_ids[:budget]
+        options: Any = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+        called = await llm.generate(QUESTION, LIMITED, thinking_budget=6, **options)
+        check(called)
+        assert called.reasoning
+        choice = GenerationConfig(response_format={"type": "choice", "choice": ["yes"]}, max_new_tokens=40)
+        held = await llm.generate(QUESTION, choice, thinking_budget=6)
+        assert (held.text, held.finish_reason) == ("yes", "stop")
+        # Without a budget it thinks to the end of its tokens, and cannot leave the answer out.
+        assert (await llm.generate(QUESTION, choice)).finish_reason == "length"
+        again = await llm.generate(QUESTION, LIMITED, thinking_budget=5, do_preprocess=True)
+        assert again.token_ids == bounded.token_ids
 
 
 async def test_what_cannot_be_called_is_refused(llm: AsyncEngine) -> None:

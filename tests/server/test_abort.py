@@ -103,8 +103,10 @@ class TestLeaving:
             (CHAT, PING),
             (CHAT, {**PING, "n": 3}),
             (PLAIN, {"prompt": ["ping", "pong"], "n": 2, "max_tokens": 99}),
+            ("/v1/responses", {"input": "ping"}),
+            ("/v1/messages", {"messages": [{"role": "user", "content": "ping"}], "max_tokens": 99}),
         ],
-        ids=["one answer", "several answers", "several prompts"],
+        ids=["one answer", "several answers", "several prompts", "response", "message"],
     )
     @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
     async def test_while_tokens_come(
@@ -120,7 +122,7 @@ class TestLeaving:
             if streamed:
                 status, headers = await wire.answer_head()
                 assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
-                assert (await wire.piece()).startswith(b"data: {")
+                assert (await wire.piece()).startswith((b"data: {", b"event: "))
             leave(wire)
             await gone(served, engine.executor, cancelled=len(body.get("prompt", "x")))
             assert engine.stats().decode_tokens > 0

@@ -69,22 +69,28 @@ class Grammars:
         if prompt is not None and splitter.holds(options, spec):
             content, size = spec, sum(len(str(tool)) for tool in options.tools or ())
             spec = await encoder.offload(lambda: splitter.held(options, content), size)
-        if spec is None:
+        budget = options.thinking_budget
+        if spec is None and budget is None:
             return None
-        start = splitter.grammar_start(prompt, options, prompt_ids, spec.field)
+        field = "thinking_budget" if spec is None else spec.field
+        self._checked_compiler(field)
+        start = splitter.grammar_start(prompt, options, prompt_ids, field)
+        if budget is not None:
+            if start.closes is None:
+                raise UnsupportedFeature(
+                    "The model's reasoning cannot be bounded: it has none, or its end is no token of its own. Leave "
+                    "thinking_budget out.",
+                    "thinking_budget",
+                )
+            start = start._replace(budget=budget)
+        if spec is None:
+            return AnswerGrammar(None, start)
         spaced = start.inside or start.opens is not None
         return AnswerGrammar(await self.find(spec, spaced=spaced, owner=options.cache_salt), start)
 
     async def find(self, spec: GrammarSpec, *, spaced: bool, owner: Hashable) -> CompiledGrammar:
         """Return the compiled grammar, which requests of the same `owner` share. Raises InvalidParameter, QueueFull."""
-        compiler = self._compiler
-        if compiler is None:
-            raise UnsupportedFeature(
-                f"This engine cannot hold answers to a response_format, nor to tools that are strict or have to be "
-                f"called: its model runs in another process or is a fake, or its tokenizer has no bytes for its tokens "
-                f"or no end-of-sequence token. Leave {spec.field} out, or strict and tool_choice.",
-                spec.field,
-            )
+        compiler = self._checked_compiler(spec.field)
         key = (spec, spaced, owner)
         kept = self._kept.get(key)
         if kept is not None:
@@ -104,6 +110,18 @@ class Grammars:
                 f"it.",
                 spec.field,
             ) from None
+
+    def _checked_compiler(self, field: str) -> GrammarCompiler:
+        """Return the compiler. Raises UnsupportedFeature for the parameter `field` where there is none."""
+        if self._compiler is None:
+            raise UnsupportedFeature(
+                f"This engine cannot hold answers to a response_format, nor to tools that are strict or have to be "
+                f"called, nor bound their reasoning: its model runs in another process or is a fake, or its tokenizer "
+                f"has no bytes for its tokens or no end-of-sequence token. Leave {field} out, or strict and "
+                f"tool_choice.",
+                field,
+            )
+        return self._compiler
 
     async def _wait_for_room(self) -> None:
         pending = list(self._compiling.values())

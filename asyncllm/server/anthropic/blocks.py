@@ -34,9 +34,9 @@ def messages_of(system: str | list[dict[str, Any]] | None, messages: Sequence[di
 
 
 def _said(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:
-    """Return the results of tools, each a message of its own, and then the text."""
+    """Return the results of tools, each a message of its own, and then text and images."""
     messages: list[Message] = []
-    texts = []
+    parts: list[dict[str, Any]] = []
     for block in blocks:
         if block.get("type") == "tool_result":
             call_id = block.get("tool_use_id")
@@ -46,11 +46,25 @@ def _said(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:
             if block.get("is_error"):
                 text = f"Error: {text}"
             messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        elif block.get("type") == "image" and role == "user":
+            parts.append({"type": "image_url", "image_url": {"url": _url(block.get("source"), where)}})
         else:
-            texts.append(_text([block], where))
-    if texts or not messages:
-        messages.append({"role": role, "content": "".join(texts)})
+            parts.append({"type": "text", "text": _text([block], where)})
+    if any(part["type"] == "image_url" for part in parts):
+        messages.append({"role": role, "content": parts})
+    elif parts or not messages:
+        messages.append({"role": role, "content": "".join(part["text"] for part in parts)})
     return messages
+
+
+def _url(source: Any, where: str) -> str:
+    """Return the address of an image, or the image itself as a data: URL."""
+    match source:
+        case {"type": "base64", "media_type": str(kind), "data": str(data)}:
+            return f"data:{kind};base64,{data}"
+        case {"type": "url", "url": str(url)}:
+            return url
+    raise _refused(f"{where} has an image whose source is neither base64 nor a url. No files are kept here.")
 
 
 def _answer(blocks: list[dict[str, Any]], where: str) -> Message:

@@ -21,6 +21,7 @@ from asyncllm.server.http.responses import built_response, encode, json_response
 from asyncllm.server.openai.answers import size_of
 from asyncllm.server.request.arguments import request_options, sampled_config
 from asyncllm.server.request.decode import read_request
+from asyncllm.server.request.media import with_images
 from asyncllm.server.service import service_of
 from asyncllm.server.sse import SSE, event, stream
 from asyncllm.types import Chunk, Response
@@ -77,7 +78,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     if body.stop_sequences:
         fields["stop_words"] = body.stop_sequences
     generation = service.engine.generate(
-        messages_of(body.system, body.messages),
+        await with_images(request, messages_of(body.system, body.messages)),
         sampled_config(body, service.defaults, **fields),
         stream_response=bool(body.stream),
         **(request_options(request, body) | options_of(body, service.engine.chat_template)),
@@ -100,7 +101,7 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_request(request, CountTokensRequest)
     encoded: Any = await service.engine.encode(
-        [messages_of(body.system, body.messages)],
+        [await with_images(request, messages_of(body.system, body.messages))],
         bounded=True,
         **options_of(body, service.engine.chat_template),
     )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from asyncllm.config import RequestKeywords
+from asyncllm.config import MAX_COUNT, RequestKeywords
 from asyncllm.config.tools import MAX_TOOLS
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.request.arguments import thinking_options
@@ -21,8 +21,8 @@ class ThinkingOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`thinking`."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-    budget_tokens: int | None = None
-    """Refused: reasoning has no bound of its own yet."""
+    budget_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
+    """Most tokens of reasoning."""
     display: Literal["summarized"] | None = None
     """What the model thinks is sent as it is."""
 
@@ -88,19 +88,13 @@ def options_of(body: CountTokensRequest | MessagesRequest, template: ChatTemplat
     thinking, output = body.thinking, body.output_config
     effort = None if output is None else output.effort
     param = "output_config"
-    if thinking is not None and thinking.budget_tokens is not None:
-        raise ApiError(
-            400,
-            "thinking.budget_tokens cannot be kept to. Send thinking of type 'adaptive', and bound the whole answer by "
-            "max_tokens.",
-            code="unsupported_parameter",
-            param="thinking",
-        )
     if thinking is not None and thinking.type == "disabled":
         effort, param = "none", "thinking"
     elif thinking is not None and thinking.type == "enabled" and "enable_thinking" in template.variables:
         variables.setdefault("enable_thinking", True)
     options = thinking_options(template, effort, variables, param)
+    if thinking is not None and thinking.budget_tokens is not None:
+        options["thinking_budget"] = thinking.budget_tokens
     if body.tools:
         options["tools"] = [_tool(tool) for tool in body.tools]
     choice = body.tool_choice

@@ -13,6 +13,7 @@ from asyncllm.server.openai.answers import AnswerIdentity, Tail, UsageCount, cha
 from asyncllm.server.openai.requests import ChatRequest
 from asyncllm.server.openai.responses import CalledFunction, ChatChoice, ChatResponse, MessageToolCall, ResponseMessage
 from asyncllm.server.request.arguments import (
+    budget_options,
     chat_config,
     label_of,
     request_options,
@@ -43,6 +44,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             request_options(request, body)
             | template_options(body, service.engine.chat_template, body.reasoning_effort)
             | tool_options(body)
+            | budget_options(body)
         ),
     )
     await generation.start()

@@ -97,11 +97,15 @@ class ChatRequest(OpenAIFields, kw_only=True):
     tools: Tools | None = None
     """Functions that the model may call."""
     tool_choice: str | dict[str, Any] | None = None
-    """auto: the model chooses. none: it knows the tools, and calls none."""
+    """auto: the model chooses. none: it knows the tools, and calls none. required, or a function: it calls."""
     parallel_tool_calls: bool | None = None
     """false: the answer ends behind its first call."""
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
     """none: the model does not think. Anything else is for templates that read it."""
+    thinking_budget: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
+    """Most tokens of reasoning."""
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
+    """vLLM's name of it."""
     include_reasoning: bool | None = None
     """false: leave out what the model thinks (vLLM's)."""
     separate_reasoning: bool | None = None

@@ -24,6 +24,7 @@ from asyncllm.text.chat_template import ChatTemplate
 __all__ = [
     "OPENAI_DEFAULTS",
     "Templated",
+    "budget_options",
     "chat_config",
     "completion_config",
     "defaults_of",
@@ -299,6 +300,20 @@ def _set_effort(variables: Variables, effort: str, template: ChatTemplate, param
             code="unsupported_parameter",
             param=param,
         )
+
+
+def budget_options(body: ChatRequest) -> RequestKeywords:
+    """Return how much the model may think. Raises ApiError for two budgets."""
+    budget, other = body.thinking_budget, body.thinking_token_budget
+    if budget is not None and other is not None and budget != other:
+        raise ApiError(
+            400,
+            "thinking_budget and thinking_token_budget contradict each other. Send one.",
+            code="invalid_value",
+            param="thinking_token_budget",
+        )
+    budget = other if budget is None else budget
+    return {} if budget is None else {"thinking_budget": budget}
 
 
 def engine_session_id(request: web.Request, session_id: int) -> int:

@@ -20,6 +20,7 @@ from asyncllm.server.http.responses import built_response, encode, json_response
 from asyncllm.server.openai.answers import size_of
 from asyncllm.server.request.arguments import request_options, sampled_config, thinking_options
 from asyncllm.server.request.decode import read_request
+from asyncllm.server.request.media import with_images
 from asyncllm.server.responses.items import messages_of
 from asyncllm.server.responses.output import Event, OutputItems
 from asyncllm.server.responses.requests import ResponsesRequest, check_included, format_of, tools_of
@@ -101,7 +102,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     before: list[Message] = []
     if body.previous_response_id is not None:
         before = service.responses.get(request[KEY], body.previous_response_id, "previous_response_id").messages
-    said = messages_of(body.input)
+    said = await with_images(request, messages_of(body.input))
     front: list[Message] = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     effort = None if body.reasoning is None else body.reasoning.effort
     config = sampled_config(

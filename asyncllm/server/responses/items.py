@@ -52,12 +52,28 @@ def _add_message(messages: list[Message], item: dict[str, Any], where: str) -> N
     role = item.get("role")
     if role not in ("user", "assistant", "system", "developer"):
         raise _refused(f"{where} has the role {str(role)[:64]!r}. It is user, assistant, system or developer.")
-    content = _text(item.get("content"), where)
+    content = item.get("content")
     if role == "assistant":
         message = _assistant(messages)
-        message["content"] = (message["content"] or "") + content
+        message["content"] = (message["content"] or "") + _text(content, where)
+    elif role == "user" and isinstance(content, list) and any(map(_is_image, content)):
+        messages.append({"role": role, "content": [_part(part, where) for part in content]})
     else:
-        messages.append({"role": ROLES.get(role, role), "content": content})
+        messages.append({"role": ROLES.get(role, role), "content": _text(content, where)})
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    """Return a part of a message with images. Raises ApiError for images that are files of the provider's."""
+    if not _is_image(part):
+        return {"type": "text", "text": _text([part], where)}
+    if not isinstance(url := part.get("image_url"), str):
+        raise _refused(f"{where} has an image without image_url. No files are kept here: send a data: URL.")
+    detail = {"detail": part["detail"]} if part.get("detail") is not None else {}
+    return {"type": "image_url", "image_url": {"url": url, **detail}}
 
 
 def _assistant(messages: list[Message]) -> Message:

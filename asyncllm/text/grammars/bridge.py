@@ -205,12 +205,15 @@ class GrammarStart(NamedTuple):
     """The token that ends it."""
     begins: int | None = None
     """The first token of a call, which ends it too."""
+    budget: int | None = None
+    """Most tokens of reasoning; behind them comes `closes`."""
 
 
 class AnswerGrammar:
     """What one request's answers are held to, and where that begins."""
 
-    def __init__(self, compiled: CompiledGrammar, start: GrammarStart) -> None:
+    def __init__(self, compiled: CompiledGrammar | None, start: GrammarStart) -> None:
+        """`compiled`: None where the reasoning alone is bounded."""
         self._compiled = compiled
         self._start = start
 
@@ -225,15 +228,17 @@ class AnswerGrammar:
 class GrammarProgress:
     """How far one answer has come in its grammar. Used by one thread at a time."""
 
-    def __init__(self, compiled: CompiledGrammar, start: GrammarStart) -> None:
-        self._matcher = compiled.copy()
-        self._ends = [token for token in compiled.ends if token != start.closes]
+    def __init__(self, compiled: CompiledGrammar | None, start: GrammarStart) -> None:
+        self._matcher = None if compiled is None else compiled.copy()
+        self._ends = [] if compiled is None else [token for token in compiled.ends if token != start.closes]
         self._free = start.inside
         """The text is reasoning, which no grammar holds."""
         self._opens = None if start.inside else start.opens
         """The token that may still begin the reasoning."""
         self._closes = start.closes
         self._begins = start.begins
+        self._left = start.budget
+        """Tokens of reasoning that may still come."""
         self._slow = 0
         self.error: str | None = None
         """Why the answer cannot go on."""
@@ -241,12 +246,14 @@ class GrammarProgress:
     @property
     def ended(self) -> bool:
         """Whether only the end may follow."""
-        return not self._free and self._matcher.is_stopped()
+        return not self._free and self._matcher is not None and self._matcher.is_stopped()
 
     def consume(self, token: int) -> None:
         """Take note of the answer's next token."""
         if self._free:
             self._free = token not in (self._closes, self._begins)
+            if self._left is not None:
+                self._left -= 1
             if token == self._begins:
                 self._match(token)
         elif token == self._opens:
@@ -256,11 +263,19 @@ class GrammarProgress:
             self._match(token)
 
     def _match(self, token: int) -> None:
-        if not self.ended and not self._matcher.consume_token(token):
+        if self._matcher is not None and not self.ended and not self._matcher.consume_token(token):
             self.error = self._matcher.get_error() or "the token is not allowed"
 
     def fill(self, words: NDArray[np.int32]) -> None:
         """Write the bits of the tokens that may come next."""
+        if self._free and self._left is not None and self._left <= 0:
+            assert self._closes is not None
+            words[:] = 0
+            words.view(np.uint32)[self._closes // 32] = np.uint32(1 << self._closes % 32)
+            return
+        if self._matcher is None:
+            words[:] = -1
+            return
         if self._free:
             words[:] = -1
             # What the answer is held to is still to come.

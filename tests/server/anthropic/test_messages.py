@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncEngine, ChatTemplateConfig, EngineConfig
+from asyncllm.server.anthropic.blocks import messages_of
 from asyncllm.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from asyncllm.server.request.neutral import NEUTRAL
 from asyncllm.testing import FakeEngine
@@ -157,7 +158,7 @@ async def test_the_bundled_model_calls_the_tool_that_it_has_to() -> None:
 
 
 REFUSED: list[tuple[Any, str]] = [
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking_budget"),
     ({"output_config": {"effort": "high"}}, "degrees of reasoning"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
     ({"tool_choice": {"type": "any"}}, "no tools"),
@@ -185,6 +186,20 @@ async def test_what_cannot_be_done_is_refused_in_anthropics_own_form() -> None:
                 await client.messages.create(model="fake", messages=HI, max_tokens=9)
             body: Any = caught.value.body
             assert body["error"]["type"] == "authentication_error"
+
+
+def test_images_are_parts_of_a_message() -> None:
+    blocks = [
+        {"type": "tool_result", "tool_use_id": "a", "content": "1"},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
+        {"type": "image", "source": {"type": "url", "url": "https://a/b"}},
+        {"type": "text", "text": "See"},
+    ]
+    result, message = messages_of(None, [{"role": "user", "content": blocks}])
+    assert result == {"role": "tool", "tool_call_id": "a", "content": "1"}
+    urls = ["data:image/png;base64,AAAA", "https://a/b"]
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    assert message == {"role": "user", "content": [*images, {"type": "text", "text": "See"}]}
 
 
 async def test_a_failure_in_mid_stream_is_an_error_event() -> None:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from asyncllm import AsyncEngine, EngineConfig
 from asyncllm.server.http.errors import ApiError
+from asyncllm.server.responses.items import messages_of
 from asyncllm.server.responses.store import Kept, KeptResponses
 from asyncllm.testing import FakeEngine
 from tests.server.serving import Served, serving
@@ -183,7 +184,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools"),
     ({"reasoning": {"effort": "high"}}, "reasoning"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "messages"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]}, "input"),
     ({"input": [{"role": "wizard", "content": "Hi"}]}, "input"),
     ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
@@ -209,6 +211,13 @@ async def test_a_failure_in_mid_stream_is_an_event() -> None:
         events = await events_of(served)
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["error"]["message"]
+
+
+def test_images_are_parts_of_a_message() -> None:
+    content = [{"type": "input_text", "text": "See"}, {"type": "input_image", "image_url": "data:x", "detail": "low"}]
+    (message,) = messages_of([{"role": "user", "content": content}])
+    image = {"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}}
+    assert message["content"] == [{"type": "text", "text": "See"}, image]
 
 
 async def test_old_responses_make_room() -> None:
