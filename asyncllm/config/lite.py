@@ -89,12 +89,12 @@ LITE_TOOLS: Mapping[str, LiteTool] = {
     ),
     "auto_gptq": LiteTool(
         "Weights of 2, 4 or 8 bits, by GPTQ.",
-        (*_COMMON, *_TEXTS, *_FEW_BITS),
-        {"w_sym": True},
+        (*_COMMON, *_TEXTS, *_FEW_BITS, "search_scale"),
+        {"w_sym": True, "search_scale": False},
     ),
     "smooth_quant": LiteTool(
         "Weights and activations in int8 or fp8, by SmoothQuant.",
-        (*_COMMON, *_TEXTS, "quant_dtype", "checkpoint_format", "search_scale"),
+        (*_COMMON, *_TEXTS, "quant_dtype", "checkpoint_format", "search_scale", "compensate", "damp_percent"),
     ),
     "blocked_fp8": LiteTool("Weights in fp8 with a scale for each block of 128 x 128.", _COMMON),
 }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.kernels.scaled import GROUP, round_codes
+from asyncllm.lite.gptq import round_columns
 from asyncllm.lite.observed import InputStatistics
 from asyncllm.lite.recipe import Recipe, Rounded
 from asyncllm.lite.search import Reader, least, scaled_error, smoothing
@@ -28,6 +29,9 @@ class SmoothQuant(Recipe):
     dtype: torch.dtype
     compressed: bool
     search_scale: bool = True
+    compensate: bool = True
+    """Weights make up for the errors of those that were rounded before, else each has the nearest code."""
+    damp: float = 0.01
 
     def check(self, n: int, k: int) -> None:
         """Any size will do."""
@@ -38,6 +42,13 @@ class SmoothQuant(Recipe):
 
     def round(self, weight: Tensor, inputs: InputStatistics | None) -> Rounded:
         codes, scales = round_codes(weight, self.dtype)
+        if inputs is not None and self.compensate:
+
+            def nearest(values: Tensor, feature: int) -> Tensor:
+                return round_codes(values, self.dtype, scales)[0].float() * scales
+
+            weight = round_columns(weight, inputs.moments, nearest, damp=self.damp, ordered=True)
+            codes, _ = round_codes(weight, self.dtype, scales)
         return Rounded(
             {"weight": codes, "weight_scale" if self.compressed else "scale": scales}, codes.float() * scales
         )

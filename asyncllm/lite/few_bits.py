@@ -20,7 +20,7 @@ from asyncllm.quant.compressed import encode_packed, packed_settings
 from asyncllm.quant.gptq import encode_gptq, gptq_settings
 from asyncllm.quant.packed import Decoded
 
-__all__ = ["AWQ", "FewBits"]
+__all__ = ["FewBits", "Scaled"]
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,16 @@ class FewBits(Recipe):
                 raise InvalidCheckpoint(f"{size} {what} features of {self.grid.bits} bits do not fill words of 32")
 
     def round(self, weight: Tensor, inputs: InputStatistics | None) -> Rounded:
-        grid, moments = self.grid, None if inputs is None else inputs.moments
-        scales, zeros = grid.fit(weight, moments, search=self.search_clip)
-        if moments is None or not self.compensate:
-            codes = grid.codes(weight.view(*scales.shape[:2], -1), scales, zeros).view_as(weight)
-        else:
-            codes = round_columns(weight, moments, scales, zeros, grid, damp=self.damp, ordered=self.ordered)
+        grid = self.grid
+        scales, zeros = grid.fit(weight, None if inputs is None else inputs.moments, search=self.search_clip)
+        if inputs is not None and self.compensate:
+            size = grid.width(weight.shape[1])
+
+            def nearest(values: Tensor, feature: int) -> Tensor:
+                return grid.round(values, scales[:, feature // size], zeros[:, feature // size])
+
+            weight = round_columns(weight, inputs.moments, nearest, damp=self.damp, ordered=self.ordered)
+        codes = grid.codes(weight.view(*scales.shape[:2], -1), scales, zeros).view_as(weight)
         decoded, values = grid.decoded(codes, scales, zeros)
         return Rounded(self._encoded(decoded), values)
 
@@ -82,8 +86,8 @@ class FewBits(Recipe):
 
 
 @dataclass(frozen=True)
-class AWQ(FewBits):
-    """Inputs that are large are divided before, and their weights multiplied."""
+class Scaled(FewBits):
+    """Inputs that are large are divided before, and their weights multiplied, as AWQ does."""
 
     search_scale: bool = True
 

@@ -5,12 +5,15 @@ Frantar and others, https://arxiv.org/abs/2210.17323.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from asyncllm.lite.rounding import Grid
+__all__ = ["Nearest", "inverse_factor", "round_columns"]
 
-__all__ = ["inverse_factor", "round_columns"]
+Nearest = Callable[[Tensor, int], Tensor]
+"""Weights of one input feature [N, 1] and which it is -> the nearest values that there are."""
 
 _COLUMNS_AT_ONCE = 128
 """Columns whose changes reach the rest of the weight together."""
@@ -33,29 +36,25 @@ def inverse_factor(moments: Tensor, damp: float) -> Tensor:
     return torch.eye(len(moments), device=moments.device)
 
 
-def round_columns(
-    weight: Tensor, moments: Tensor, scales: Tensor, zeros: Tensor, grid: Grid, *, damp: float, ordered: bool
-) -> Tensor:
-    """weight [N, K] float32, scales and zero points [N, G, 1] of the file's groups -> codes [N, K] float32.
+def round_columns(weight: Tensor, moments: Tensor, nearest: Nearest, *, damp: float, ordered: bool) -> Tensor:
+    """weight [N, K] float32 -> the values that it is rounded to.
 
     `ordered`: the features with the largest inputs are rounded first, while there are most to make up for them.
     """
-    size = weight.shape[1] // scales.shape[1]
     order = moments.diagonal().argsort(descending=True, stable=True) if ordered else torch.arange(len(moments))
     order = order.to(weight.device)
     left = weight[:, order]
-    group_of = order // size
     factor = inverse_factor(moments[order][:, order], damp)
-    codes = torch.empty_like(left)
+    rounded = torch.empty_like(left)
     for start in range(0, left.shape[1], _COLUMNS_AT_ONCE):
         end = min(start + _COLUMNS_AT_ONCE, left.shape[1])
         part, own = left[:, start:end].clone(), factor[start:end, start:end]
         errors = torch.empty_like(part)
-        for column, group in enumerate(group_of[start:end].tolist()):
-            values, scale, zero = part[:, column, None], scales[:, group], zeros[:, group]
-            code = grid.codes(values, scale, zero)
-            error = (values - (code - zero) * scale) / own[column, column]
+        for column, feature in enumerate(order[start:end].tolist()):
+            values = part[:, column, None].clone()
+            found = nearest(values, feature)
+            error = (values - found) / own[column, column]
             part[:, column:] -= error * own[column, column:]
-            codes[:, start + column, None], errors[:, column, None] = code, error
+            rounded[:, start + column, None], errors[:, column, None] = found, error
         left[:, end:] -= errors @ factor[start:end, end:]
-    return torch.empty_like(codes).index_copy_(1, order, codes)
+    return torch.empty_like(rounded).index_copy_(1, order, rounded)

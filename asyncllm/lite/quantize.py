@@ -48,7 +48,8 @@ class QuantizeReport:
     num_tokens: int
     """That the weights were judged by."""
     comparison: Comparison | None = None
-    """With the model as it was, on texts that were kept back; None where there were none."""
+    """With the model as it was, on texts that were kept back; None where there were none. Activations are not rounded
+    in it."""
 
 
 def _observe(walk: Walk, layer: int, batches: Sequence[Batch]) -> Inputs:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from asyncllm.config import LITE_TOOLS, LiteConfig
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.lite.eight_bits import BlockedFP8, SmoothQuant
-from asyncllm.lite.few_bits import AWQ, FewBits
+from asyncllm.lite.few_bits import FewBits, Scaled
 from asyncllm.lite.quantize import Progress, QuantizeReport, input_statistics, quantize
 from asyncllm.lite.recipe import Recipe
 from asyncllm.lite.rounding import Grid
@@ -58,7 +58,7 @@ def auto_awq(
     config = job.config
     if config.w_bits != 4:
         raise UnsupportedFeature(f"w_bits = {config.w_bits}: AWQ's files have 4 bits. Use auto_gptq for others.")
-    recipe = AWQ(**job.few_bits("awq"), compensate=config.compensate, search_scale=config.search_scale)
+    recipe = Scaled(**job.few_bits("awq"), compensate=config.compensate, search_scale=config.search_scale)
     return job.quantize(recipe, texts, progress)
 
 
@@ -71,12 +71,13 @@ def auto_gptq(
     **options: Any,
 ) -> QuantizeReport:
     """Write a checkpoint of 2, 4 or 8 bits by GPTQ: weights that are rounded later make up for those before. As
-    `auto_awq`; without zero points unless `w_sym` is False."""
+    `auto_awq`; without zero points unless `w_sym` is False, and with moved scales only if `search_scale` is True."""
     job = _Job.open("auto_gptq", model, work_dir, options)
     config = job.config
     if config.w_bits not in ((4, 8) if job.compressed else (2, 4, 8)):
         raise UnsupportedFeature(f"w_bits = {config.w_bits} is not written. Take 4 or 8; the native format has 2 too.")
-    recipe = FewBits(**job.few_bits("gptq"))
+    fields = job.few_bits("gptq")
+    recipe = Scaled(**fields) if config.search_scale else FewBits(**fields)
     return job.quantize(recipe, texts, progress)
 
 
@@ -90,8 +91,14 @@ def smooth_quant(
 ) -> QuantizeReport:
     """Write a checkpoint of weights and activations in int8 or fp8 by SmoothQuant. As `auto_awq`."""
     job = _Job.open("smooth_quant", model, work_dir, options)
-    dtype = torch.int8 if job.config.quant_dtype == "int8" else torch.float8_e4m3fn
-    recipe = SmoothQuant(dtype, job.compressed, search_scale=job.config.search_scale)
+    config = job.config
+    recipe = SmoothQuant(
+        torch.int8 if config.quant_dtype == "int8" else torch.float8_e4m3fn,
+        job.compressed,
+        search_scale=config.search_scale,
+        compensate=config.compensate,
+        damp=config.damp_percent,
+    )
     return job.quantize(recipe, texts, progress)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.lite.eight_bits import SmoothQuant
-from asyncllm.lite.few_bits import AWQ, FewBits
+from asyncllm.lite.few_bits import FewBits, Scaled
 from asyncllm.lite.gptq import inverse_factor, round_columns
 from asyncllm.lite.observed import InputStatistics
 from asyncllm.lite.recipe import Recipe
@@ -53,8 +53,8 @@ def test_scales_ranges_and_codes_each_lower_the_error() -> None:
     recipes: list[Recipe] = [
         FewBits(grid, "awq", search_clip=False, compensate=False),
         FewBits(grid, "awq", compensate=False),
-        AWQ(grid, "awq", compensate=False),
-        AWQ(grid, "awq"),
+        Scaled(grid, "awq", compensate=False),
+        Scaled(grid, "awq"),
     ]
     nearest, clipped, scaled, compensated = (error(recipe, *case()) for recipe in recipes)
     assert clipped < nearest
@@ -76,8 +76,9 @@ def test_smoothed_activations_err_less_where_there_are_outliers() -> None:
         def scales(self, group: Group, readers: object) -> None:
             return None
 
-    plain = error(Plain(torch.int8, False), *case())
-    assert error(SmoothQuant(torch.int8, False, search_scale=False), *case()) < 0.5 * plain
+    plain = error(Plain(torch.int8, False, compensate=False), *case())
+    for search in (False, True):
+        assert error(SmoothQuant(torch.int8, False, search_scale=search, compensate=False), *case()) < 0.5 * plain
     assert error(SmoothQuant(torch.int8, False), *case()) < 0.5 * plain
 
 
@@ -85,7 +86,7 @@ def test_no_search_does_worse_than_none_on_what_it_has_seen() -> None:
     weight, statistics, _ = case(outliers=False)
     for grid in (Grid(4, 32, True), Grid(2, 64, False), Grid(8, -1, True)):
         found = []
-        for recipe in (AWQ(grid, "awq", False, False, search_scale=False), AWQ(grid, "awq", False, False)):
+        for recipe in (Scaled(grid, "awq", False, False, search_scale=False), Scaled(grid, "awq", False, False)):
             scales = recipe.scales(Group(RMSNorm(K, 1e-5), ()), [Reader(weight, statistics)])
             scales = torch.ones(K) if scales is None else scales
             difference = grid.nearest(weight * scales) / scales - weight
@@ -101,8 +102,12 @@ def test_independent_inputs_leave_the_nearest_codes(ordered: bool) -> None:
     weight, _, _ = case()
     grid = Grid(4, 32, symmetric=False)
     scales, zeros = grid.fit(weight, None, search=False)
-    codes = round_columns(weight, torch.eye(K) * 5, scales, zeros, grid, damp=0.01, ordered=ordered)
-    assert torch.equal(codes, grid.codes(weight.view(N, -1, 32), scales, zeros).view(N, K))
+
+    def nearest(values: Tensor, feature: int) -> Tensor:
+        return grid.round(values, scales[:, feature // 32], zeros[:, feature // 32])
+
+    found = round_columns(weight, torch.eye(K) * 5, nearest, damp=0.01, ordered=ordered)
+    torch.testing.assert_close(found, grid.nearest(weight))
 
 
 def test_inputs_that_say_little_are_no_error() -> None:
