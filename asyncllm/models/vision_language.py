@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from asyncllm.models.config import HFConfig
 from asyncllm.models.weights import WeightMap
 from asyncllm.vl.tower import TowerConfig
@@ -156,6 +158,20 @@ def _llava(hf: HFConfig, *, tiled: bool = False) -> Composed:
     return Composed(text, model_type, vision)
 
 
+def _deepseek(hf: HFConfig) -> Composed:
+    text, decoder = _text(hf)
+    encoder = msgspec.structs.replace(_clip(hf), final_norm=True)
+    vision = LlavaConfig(
+        encoder=encoder,
+        feature_layers=(encoder.num_layers,),
+        drops_class_token=encoder.has_class_token,
+        bias=True,
+        activation="gelu",
+        source="vision_model",
+    )
+    return Composed(text, decoder, vision)
+
+
 def _pinpoints(hf: HFConfig, side: int) -> tuple[tuple[int, int], ...]:
     default = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
     shapes = hf.fields.get("image_grid_pinpoints", default)
@@ -284,6 +300,7 @@ def _sections(text: HFConfig) -> tuple[HFConfig, tuple[int, ...]]:
 
 
 _READERS: Mapping[str, Callable[[HFConfig], Composed]] = {
+    "DeepseekVLForConditionalGeneration": _deepseek,
     "InternVLChatModel": _intern,
     "InternVLForConditionalGeneration": _intern,
     "LlavaForConditionalGeneration": _llava,
@@ -293,6 +310,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed]] = {
 }
 
 VISION_MODELS: Mapping[str, str] = {
+    "DeepseekVLForConditionalGeneration": "DeepSeek-VL 1.3B, as transformers has it",
     "InternVLChatModel": "InternVL-Chat 1.5, InternVL2, InternVL2.5 and InternVL3, as their authors published them",
     "InternVLForConditionalGeneration": "the same, as transformers has them",
     "LlavaForConditionalGeneration": "LLaVA 1.5, as llava-hf has it",

@@ -9,7 +9,7 @@ from typing import Any
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.protocol import ImageProcessor
 from asyncllm.text.checkpoint_files import read_json_object
-from asyncllm.vl.processing.clip import AnyresProcessor, CenterProcessor
+from asyncllm.vl.processing.clip import AnyresProcessor, CenterProcessor, SquareProcessor
 from asyncllm.vl.processing.qwen import DynamicProcessor
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.tiles import TileProcessor
@@ -78,6 +78,17 @@ def _qwen(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
+def _deepseek(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    vision = {"image_size": 384, "patch_size": 16, **(fields.get("vision_config") or {})}
+    return SquareProcessor(
+        PictureSettings(settings, where),
+        token_id=_image_token(fields, 100015),
+        placeholder="<image_placeholder>",
+        length=(vision["image_size"] // vision["patch_size"]) ** 2,
+        side=vision["image_size"],
+    )
+
+
 def _intern(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     vision = fields.get("vision_config") or {}
     side = fields.get("force_image_size") or vision.get("image_size", 448)
@@ -126,6 +137,7 @@ def _image_token(fields: _Fields, default: int) -> int:
 
 
 _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
+    "DeepseekVLForConditionalGeneration": _deepseek,
     "InternVLChatModel": _intern,
     "InternVLForConditionalGeneration": _intern,
     "LlavaForConditionalGeneration": _llava,

@@ -173,11 +173,30 @@ def _internvl_6b() -> tuple[Any, dict[str, Any], list[str], str | None]:
     return config, pictures, tokens, template
 
 
+def _deepseek_vl() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import DeepseekVLConfig
+
+    tower = {**_CLIP, "model_type": "siglip_vision_model"}
+    del tower["projection_dim"]
+    config = DeepseekVLConfig(
+        vision_config=tower, text_config={**_TEXT, "model_type": "llama"}, image_token_id=IMAGE_ID
+    )
+    pictures = {
+        "image_processor_type": "DeepseekVLImageProcessor",
+        "size": {"height": 28, "width": 28},
+        "min_size": 14,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    }
+    return config, pictures, ["<image_placeholder>"], None
+
+
 KINDS: dict[str, Callable[[], tuple[Any, dict[str, Any], list[str], str | None]]] = {
     "llava": _llava,
     "llava_next": _llava_next,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
+    "deepseek_vl": _deepseek_vl,
     "internvl": _internvl,
     "internvl_6b": _internvl_6b,
 }

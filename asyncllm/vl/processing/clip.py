@@ -1,4 +1,5 @@
-"""Square pictures for CLIP's towers: the middle of an image (LLaVA), or the whole of it and tiles (LLaVA-NeXT)."""
+"""Square pictures for CLIP's towers: the middle of an image (LLaVA), the whole of it (DeepSeek-VL), or that and tiles
+(LLaVA-NeXT)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.anyres import best_resolution, fitted, num_tokens
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
 
-__all__ = ["AnyresProcessor", "CenterProcessor"]
+__all__ = ["AnyresProcessor", "CenterProcessor", "SquareProcessor"]
 
 
 class CenterProcessor:
@@ -51,6 +52,19 @@ class CenterProcessor:
         scaled = resized(image, height, width, self.settings.resample)
         left, top = (width - self.crop) // 2, (height - self.crop) // 2
         return scaled.crop((left, top, left + self.crop, top + self.crop))
+
+
+class SquareProcessor(CenterProcessor):
+    """All of an image, with bars of the mean colour where it is no square (DeepSeek-VL)."""
+
+    def squared(self, image: Image.Image) -> Image.Image:
+        edge, least, longest = self.edge, self.settings.integer("min_size", 14), max(image.size)
+        scale = edge / longest
+        width, height = (max(round(each * scale), least) for each in image.size)
+        side = max(width, height)
+        canvas = Image.new("RGB", (side, side), self.settings.background)
+        canvas.paste(resized(image, height, width, self.settings.resample), ((side - width) // 2, (side - height) // 2))
+        return canvas
 
 
 class AnyresProcessor(CenterProcessor):

@@ -54,6 +54,12 @@ class PictureSettings:
             self._refuse(key, "where three numbers belong")
         return np.array(value, np.float32)
 
+    @property
+    def background(self) -> tuple[int, int, int]:
+        """The mean colour in bytes."""
+        red, green, blue = (int(each * 255) for each in self.fields.get("image_mean", CLIP_MEAN))
+        return red, green, blue
+
     def integer(self, key: str, default: int, *, maximum: int = 2**31) -> int:
         """Return a positive integer. Raises InvalidCheckpoint."""
         value = self.fields.get(key, default)

@@ -27,6 +27,8 @@ class ClipConfig(msgspec.Struct, frozen=True, kw_only=True):
     patch_size: int
     eps: float
     activation: TowerActivation
+    final_norm: bool = False
+    """Whether there is a norm behind the last layer, for those who read what that gives."""
     has_class_token: bool = True
     """CLIP has one in front of the patches, and a norm of the embeddings; SigLIP has a bias in its patches' instead."""
 
@@ -57,6 +59,7 @@ class ClipEncoder(Layer):
             )
             for _ in range(config.num_layers)
         )
+        self.last_norm = LayerNorm(size, config.eps) if config.final_norm else None
 
     def forward(self, pixels: Tensor, num_layers: int) -> Tensor:
         """Return the hidden states [N, tokens, hidden] after so many layers, the class token's first if there is
@@ -69,6 +72,8 @@ class ClipEncoder(Layer):
             x = self.first_norm(x)
         for layer in self.layers[:num_layers]:
             x = layer(x)
+        if self.last_norm is not None and num_layers == len(self.layers):
+            x = self.last_norm(x)
         return x
 
 
@@ -80,6 +85,7 @@ def clip_weights(source: str, target: str) -> Mapping[str, str]:
         f"{source}.embeddings.patch_embedding": f"{target}.patches",
         f"{source}.embeddings.position_embedding": f"{target}.positions",
         f"{source}.pre_layrnorm": f"{target}.first_norm",
+        f"{source}.post_layernorm": f"{target}.last_norm",
         f"{layer}.layer_norm1": f"{own}.attn_norm",
         **{f"{layer}.self_attn.{name}_proj": f"{own}.attn.qkv[{name}]" for name in ("q", "k", "v")},
         f"{layer}.self_attn.out_proj": f"{own}.attn.out",

@@ -1,4 +1,4 @@
-"""LLaVA's tower (Liu et al., 2023): an encoder's hidden states and an MLP into the decoder's width.
+"""LLaVA's tower (Liu et al., 2023): an encoder's hidden states and an MLP into the decoder's width; DeepSeek-VL's too.
 
 LLaVA-NeXT shows the encoder the whole image and tiles of it. The tiles' features are put together, what was padding is
 cut off, and each row gets a learned newline.
@@ -20,9 +20,6 @@ from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, Table, TowerActivation
 __all__ = ["LlavaConfig", "LlavaTower"]
 
 
-_ENCODERS = ("vision_tower", "vision_tower.vision_model")
-
-
 class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
     """An encoder, which of its hidden states are read, and a projector."""
 
@@ -32,6 +29,8 @@ class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
     drops_class_token: bool
     bias: bool
     activation: TowerActivation
+    source: str = "vision_tower"
+    """The checkpoint's module of the encoder."""
     pinpoints: tuple[tuple[int, int], ...] = ()
     """Heights and widths of tiled images, of LLaVA-NeXT; empty for LLaVA."""
 
@@ -40,16 +39,26 @@ class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
 
     @property
     def weights(self) -> Mapping[str, str]:
-        projector = {f"multi_modal_projector.linear_{n}": f"vision.projector_{n}" for n in (1, 2)}
+        names = ("multi_modal_projector.linear_", "aligner.linear")
+        projector = {f"{name}{n}": f"vision.projector_{n}" for name in names for n in (1, 2)}
         return {
-            **{row: target for source in _ENCODERS for row, target in clip_weights(source, "vision.encoder").items()},
+            **{
+                row: target
+                for source in self._sources
+                for row, target in clip_weights(source, "vision.encoder").items()
+            },
             **projector,
             "image_newline": "vision.newline:weight",
         }
 
     @property
     def unused(self) -> Sequence[str]:
-        return [f"{source}.{name}" for source in _ENCODERS for name in ("post_layernorm", "head")]
+        names = ("head",) if self.encoder.final_norm else ("post_layernorm", "head")
+        return [f"{source}.{name}" for source in self._sources for name in names]
+
+    @property
+    def _sources(self) -> tuple[str, str]:
+        return self.source, f"{self.source}.vision_model"
 
 
 class LlavaTower(VisionTower):
