@@ -382,6 +382,13 @@ LAYOUTS: dict[str, Layout] = {
         "MinistralForCausalLM",
         extra={"layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "granite_moe_shared": Layout(
+        "granite_moe",
+        "granitemoeshared",
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+        extra={"shared_intermediate_size": 48},
+    ),
     "orion": Layout("orion", "orion", "llama", "OrionForCausalLM", patch=_layer_norms),
     "phi4_mini": Layout(
         "phi3",

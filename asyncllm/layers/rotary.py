@@ -65,23 +65,16 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueryScaling(msgspec.Struct, frozen=True, kw_only=True):
-    """How queries grow with their position, counted from 0, so that scores of long contexts do not flatten out."""
+    """How queries grow with their position, counted from 0, so that scores of long contexts do not flatten out: by
+    1 + weight * log of 1 + floor(position / length) (Llama 4)."""
 
-    kind: Literal["logn", "floor"]
-    """logn: log of position + 1 to the base `length`, at least 1 (Su, 2021; Qwen). floor: 1 + weight * log of
-    1 + floor((position + offset) / length) (Llama 4)."""
     length: int
-    weight: float = 1.0
-    offset: int = 0
+    weight: float
 
     def scales(self, positions: Tensor) -> Tensor:
         """positions [T] -> [T, 1, 1] float32."""
-        if self.kind == "logn":
-            scales = (positions + 1).float().log_().div_(math.log(self.length)).clamp_(min=1.0)
-        else:
-            steps = (positions + self.offset).div(self.length, rounding_mode="floor")
-            scales = steps.float().log1p_().mul_(self.weight).add_(1.0)
-        return scales[:, None, None]
+        steps = positions.div(self.length, rounding_mode="floor")
+        return steps.float().log1p_().mul_(self.weight).add_(1.0)[:, None, None]
 
 
 class RotaryEmbedding(Layer):

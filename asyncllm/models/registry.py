@@ -8,6 +8,7 @@ import pkgutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,9 +75,19 @@ def register(*architectures: str, **models: str) -> Callable[[Family], Family]:
 
 @cache
 def families() -> Mapping[str, type[DecoderLM]]:
-    """Architecture name -> family, of every module in `asyncllm.models`."""
+    """Architecture name -> family, of every module in `asyncllm.models` and of those that installed packages name as
+    entry points of the group `asyncllm.models`. Raises ModelError for one of the latter that cannot be imported."""
     for module in pkgutil.iter_modules(asyncllm.models.__path__):
         importlib.import_module(f"asyncllm.models.{module.name}")
+    for point in entry_points(group="asyncllm.models"):
+        try:
+            point.load()
+        except Exception as error:
+            package = point.dist.name if point.dist is not None else "an installed package"
+            raise ModelError(
+                f"{package} names {point.value} as a module with families of models, which cannot be imported: "
+                f"{error!r}. Mend or uninstall it."
+            ) from error
     return dict(sorted(_FAMILIES.items()))
 
 

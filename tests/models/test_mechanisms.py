@@ -55,6 +55,7 @@ def attributes(model: DecoderLM) -> Iterator[Mechanism]:
         ("attn", "window", None, lambda window: window and window + 1),
         ("attn", "softcap", None, None),
         ("attn", "qkv_clip", None, None),
+        ("attn", "scale_queries", False, None),
         ("attn", "alibi", None, None),
         ("attn", "alibi", None, lambda slopes: slopes * 2),
         ("embed", "scale", None, None),
