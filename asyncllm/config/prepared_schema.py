@@ -5,7 +5,7 @@ Only what stands at a schema's place is rewritten; a property may be called `for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 __all__ = ["prepared_schema"]
@@ -28,11 +28,29 @@ FORMATS = {
 COUNTS = {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"}
 
 
+JOINED = {"allOf", "dependentSchemas", "else", "if", "not", "then", "unevaluatedProperties"}
+CASES = {"$ref", "anyOf", "oneOf"}
+OBJECT = {"properties", "required"}
+"""Keywords by which two parts of a schema speak of the same object: one of the first, or one each of the others."""
+
+
 def prepared_schema(schema: Any) -> Any:
-    """Return the schema; what is none, such as a boolean, as it is."""
+    """Return the schema; what is none, such as a boolean, as it is.
+
+    An object that names its properties has no others, unless the schema says something of them: models that may go on
+    do, and neither the callers' types nor the peers' grammars know others.
+    """
+    made = _respelled(schema)
+    return made if _joins(schema) else _closed(made)
+
+
+def _respelled(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
-    made = {name: _value(name, value) for name, value in schema.items() if name != "x-guidance"}
+    made = {name: _each_schema(name, value, _respelled) for name, value in schema.items() if name != "x-guidance"}
+    for name in COUNTS & made.keys():
+        if isinstance(made[name], float) and made[name].is_integer():
+            made[name] = int(made[name])
     if made.get("format", "") not in (*FORMATS, ""):
         del made["format"]
     tag = made.get("discriminator")
@@ -45,13 +63,36 @@ def prepared_schema(schema: Any) -> Any:
     return made
 
 
-def _value(keyword: str, value: Any) -> Any:
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    made = {name: _each_schema(name, value, _closed) for name, value in schema.items()}
+    named, required = schema.get("properties"), schema.get("required", ())
+    lists_all = isinstance(named, Mapping) and isinstance(required, list | tuple) and {*map(str, required)} <= {*named}
+    if lists_all and "patternProperties" not in schema:
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+def _each_schema(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
+    """A keyword's value, every schema in it changed."""
     if keyword in SCHEMAS and isinstance(value, list | tuple):
-        return [prepared_schema(each) for each in value]
+        return [change(each) for each in value]
     if keyword in SCHEMA:
-        return prepared_schema(value)
+        return change(value)
     if keyword in NAMED and isinstance(value, Mapping):
-        return {name: prepared_schema(each) for name, each in value.items()}
-    if keyword in COUNTS and isinstance(value, float) and value.is_integer():
-        return int(value)
+        return {name: change(each) for name, each in value.items()}
     return value
+
+
+def _joins(schema: Any) -> bool:
+    """Whether an object may have properties that are named in two places."""
+    left: list[Any] = [schema]
+    while left:
+        each = left.pop()
+        if isinstance(each, Mapping):
+            if JOINED & each.keys() or (CASES & each.keys() and OBJECT & each.keys()):
+                return True
+            for name, value in each.items():
+                _each_schema(name, value, left.append)
+    return False

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Annotated, Literal
 
 import openai
+from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel, Field
 
 WHERE = {"base_url": os.environ["ASYNCLLM_TEST_URL"] + "/v1", "api_key": os.environ["ASYNCLLM_TEST_KEY"]}
 QUESTION = "What is 17 + 25?"
@@ -53,3 +56,24 @@ try:
     ChatOpenAI(model="other", **WHERE).invoke(QUESTION)
 except openai.NotFoundError:
     did("errors")
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Paris", "Oslo"]
+    degrees: Annotated[int, Field(ge=-40, le=50)]
+
+
+brief = ChatOpenAI(model="tiny-chat", max_tokens=100, **WHERE)
+for method in ("json_schema", "function_calling"):
+    assert isinstance(brief.with_structured_output(Weather, method=method).invoke(QUESTION), Weather)
+    did(method)
+called = brief.bind_tools([Weather], tool_choice="any").invoke(QUESTION)
+assert Weather(**called.tool_calls[0]["args"])
+back = [HumanMessage(QUESTION), called, ToolMessage("7 degrees", tool_call_id=called.tool_calls[0]["id"])]
+assert brief.bind_tools([Weather]).invoke(back).usage_metadata["output_tokens"]
+did("a tool's round trip")
+chunks = list(brief.bind_tools([Weather], tool_choice="Weather").stream(QUESTION))
+assert Weather(**sum(chunks[1:], chunks[0]).tool_calls[0]["args"])
+did("stream of a call")

@@ -266,6 +266,24 @@ def test_what_stands_at_no_schemas_place_is_left(compiler: GrammarCompiler) -> N
     assert not takes(compiler, schema_spec(schema), json.dumps({**answer, "format": {**literal, "nullable": False}}))
 
 
+def test_objects_that_name_their_properties_have_no_others(compiler: GrammarCompiler) -> None:
+    point = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    for schema in (point, {"$defs": {"p": point}, "$ref": "#/$defs/p"}, {"anyOf": [point]}):
+        assert takes(compiler, schema_spec(schema), '{"x": 1}')
+        assert not takes(compiler, schema_spec(schema), '{"x": 1, "y": 2}')
+    nested = {"type": "object", "properties": {"p": point}}
+    assert not takes(compiler, schema_spec(nested), '{"p": {"x": 1, "y": 2}}')
+    for more in ({"additionalProperties": True}, {"patternProperties": {"^y$": {}}}, {"required": ["y"]}):
+        assert takes(compiler, schema_spec({**point, **more}), '{"x": 1, "y": 2}')
+    other = {"properties": {"y": {"type": "integer"}}}
+    for two in (
+        {"allOf": [other, point]},
+        {**other, "anyOf": [point]},
+        {"$defs": {"p": point}, **other, "$ref": "#/$defs/p"},
+    ):
+        assert takes(compiler, schema_spec(two), '{"y": 2, "x": 1}'), two
+
+
 def test_formats_of_other_standards_are_notes(compiler: GrammarCompiler) -> None:
     for name in ("password", "int32", "path", "binary"):
         assert takes(compiler, schema_spec({"type": "string", "format": name, "maxLength": 3.0}), '"abc"')
