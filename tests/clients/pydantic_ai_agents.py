@@ -25,39 +25,35 @@ def did(what: str) -> None:
 
 model = OpenAIChatModel("tiny-chat", provider=OpenAIProvider(base_url=URL, api_key=KEY))
 settings = {"temperature": 0.0, "max_tokens": 100}
-assert "42" in Agent(model, model_settings=settings).run_sync("What is 17 + 25?").output
-did("text")
-for kind in (ToolOutput, NativeOutput):
-    agent = Agent(model, output_type=kind(Weather), model_settings=settings)
-    result = agent.run_sync("How is the weather?")
-    assert isinstance(result.output, Weather)
-    assert result.usage.output_tokens > 0
-    did(kind.__name__)
-
 called: list[str] = []
-agent = Agent(model, output_type=ToolOutput(Weather), model_settings={**settings, "temperature": 1.0}, retries=3)
+tooled = Agent(model, output_type=ToolOutput(Weather), model_settings={**settings, "temperature": 1.0}, retries=3)
 
 
-@agent.tool_plain
+@tooled.tool_plain
 def look(city: Literal["Paris", "Oslo"]) -> str:
     """Look at the sky of a city."""
     called.append(city)
     return "It is 7 degrees."
 
 
-for _ in range(20):
-    assert isinstance(agent.run_sync("How is the weather?").output, Weather)
-    if called:
-        break
-assert called
-did("a tool's round trip")
-
-
-async def streams() -> None:
+async def main() -> None:
+    assert "42" in (await Agent(model, model_settings=settings).run("What is 17 + 25?")).output
+    did("text")
+    for kind in (ToolOutput, NativeOutput):
+        result = await Agent(model, output_type=kind(Weather), model_settings=settings).run("How is the weather?")
+        assert isinstance(result.output, Weather)
+        assert result.usage.output_tokens > 0
+        did(kind.__name__)
+    for _ in range(20):
+        assert isinstance((await tooled.run("How is the weather?")).output, Weather)
+        if called:
+            break
+    assert called
+    did("a tool's round trip")
     async with Agent(model, output_type=ToolOutput(Weather), model_settings=settings).run_stream("Weather?") as run:
         seen = [part async for part in run.stream_output(debounce_by=None)]
     assert isinstance(seen[-1], Weather)
+    did("stream")
 
 
-asyncio.run(streams())
-did("stream")
+asyncio.run(main())
