@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.processes import children_seconds
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 0.3
@@ -31,9 +32,9 @@ PROGRAMS = {
 def test_start_is_quick(name: str) -> None:
     times = []
     for _ in range(TRIES):
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-c", PROGRAMS[name]], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-        times.append(time.perf_counter() - began)
+        with children_seconds() as taken:
+            subprocess.run([sys.executable, "-c", PROGRAMS[name]], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        times.extend(taken)
         if times[-1] < LIMIT_S:
             return
-    pytest.fail(f"{name} takes {min(times):.3f} s, the limit is {LIMIT_S} s")
+    pytest.fail(f"{name} takes {min(times):.3f} s of a processor, the limit is {LIMIT_S} s")

@@ -86,7 +86,7 @@ def _each_schema(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _joins(schema: Any) -> bool:
-    """Whether an object may have properties that are named in two places."""
+    """Return whether an object may have properties that are named in two places."""
     left: list[Any] = [schema]
     while left:
         each = left.pop()

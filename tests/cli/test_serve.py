@@ -28,7 +28,7 @@ from tests.processes import ROOT, ServerProcess, free_port
 
 SMALL = ["--num-gpu-blocks", "200", "--device-type", "cpu"]
 HELLO: list[Any] = [{"role": "user", "content": "hi"}]
-LONG = 1500
+LONG = 600
 """Tokens of an answer that still runs when a signal comes."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -73,9 +74,13 @@ async def answered(served: Served, path: str, body: Any) -> None:
 
 async def rest() -> None:
     """Wait until no request is there any more; a connection that is kept alive has its last one."""
-    for _ in range(1000):
-        left = alive() + [thing for thing in gc.get_objects() if isinstance(thing, web.BaseRequest)]
-        if not left:
-            return
+    deadline = time.monotonic() + 20
+    while left := names_of_those_alive():
+        assert time.monotonic() < deadline, f"these are left: {sorted(left)}"
         await asyncio.sleep(0.002)
-    raise AssertionError(f"these are left: {sorted({type(thing).__name__ for thing in left})}")
+
+
+def names_of_those_alive() -> set[str]:
+    """Names alone: who holds the things themselves keeps them alive."""
+    requests = [thing for thing in gc.get_objects() if isinstance(thing, web.BaseRequest)]
+    return {type(thing).__name__ for thing in (*alive(), *requests)}

@@ -73,10 +73,10 @@ def test_time_is_linear_in_undecodable_tokens(tokenizer_of: Callable[[str], Toke
 
     def seconds(count: int) -> float:
         detokenizer = Detokenizer(tokenizer)
-        started = time.perf_counter()
+        started = time.thread_time()
         for _ in range(count):
             detokenizer.push([broken])
-        return time.perf_counter() - started
+        return time.thread_time() - started
 
     short, long = min(seconds(1000) for _ in range(3)), min(seconds(8000) for _ in range(3))
     assert long < 30 * short
@@ -88,10 +88,10 @@ def test_a_plain_token_costs_half_a_microsecond(tokenizer_of: Callable[[str], To
 
     def seconds_per_token() -> float:
         push = Detokenizer(tokenizer).push
-        started = time.perf_counter()
+        started = time.thread_time()
         for chunk in chunks:
             push(chunk)
-        return (time.perf_counter() - started) / len(chunks)
+        return (time.thread_time() - started) / len(chunks)
 
     # A margin of 4 for a busy machine.
     assert min(seconds_per_token() for _ in range(20)) < 2e-6
