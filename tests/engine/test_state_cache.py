@@ -9,11 +9,14 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
+from asyncllm.agent.cache.layout import CacheLayout
+from asyncllm.agent.cache.pool import pool_blocks
 from asyncllm.testing.fake_device import StepViolation
 from tests.engine.driver import Driver
-from tests.models.parity import Case, folder_of, random_tokens, reference
+from tests.models.parity import Case, folder_of, open_case, random_tokens, reference
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
@@ -131,3 +134,14 @@ def test_the_fake_device_finds_a_state_that_has_gone_on(keeps_state: bool) -> No
     else:
         with pytest.raises(StepViolation, match="from a state of block"):
             driver.drain()
+
+
+@pytest.mark.parametrize(("family", "warned"), [("qwen3_next", True), ("lfm2", False)])
+def test_states_that_outweigh_their_blocks_are_told_of(
+    family: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    specs = open_case(Case(family, "default")).cache_specs
+    layout = CacheLayout(specs, 16, torch.float32)
+    pool_blocks(EngineConfig(), layout, max_position=128, device=torch.device("cpu"))
+    assert ("A larger block_size" in caplog.text) == warned
+    assert 0 < layout.state_bytes < layout.block_bytes

@@ -36,6 +36,8 @@ class CacheLayout:
         """By layer: its block group. Empty when there is one."""
         self.keeps_state = any(isinstance(spec, StateSpec) for spec in specs)
         """See `Limits.keeps_state`."""
+        self.state_bytes = sum(bytes_of(spec.parts(block_size, dtype)) for spec in specs if isinstance(spec, StateSpec))
+        """Bytes of one block's states, whatever its size."""
         self.parts: list[BlockPart] = []
         """One for each tensor of a pool, with as many planes as the layers of a group have at most."""
         self._places: list[list[tuple[int, slice]]] = [[] for _ in specs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -23,6 +24,8 @@ __all__ = [
     "pool_blocks",
     "zeros",
 ]
+
+logger = logging.getLogger("asyncllm")
 
 CPU_POOL_BYTES = 2 * 2**30
 """Most memory of a KV pool on a CPU that was sized by fraction: a library does not take a laptop's whole memory."""
@@ -54,6 +57,14 @@ def pool_blocks(
     if device.type == "cpu":
         budget = min(budget, CPU_POOL_BYTES)
     size = layout.block_bytes
+    if layout.state_bytes > size // 2:
+        logger.warning(
+            "A block of %d tokens holds %.1f MiB of states, and %.1f MiB of keys and values. A larger block_size (up "
+            "to 1024) keeps fewer states, so that more tokens fit.",
+            layout.block_size,
+            layout.state_bytes / 2**20,
+            (size - layout.state_bytes) / 2**20,
+        )
     usable = config.max_batch_size * len(layout.windows) * -(-max_position // config.tokens_per_block)
     blocks = min(budget // size, usable)
     if blocks < 1:
