@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm import kernels
-from asyncllm.kernels import LatentKV, PagedKV, sampling
+from asyncllm.kernels import KVCache, LatentKV, PagedKV, QuantizedKV, sampling
+from asyncllm.kernels.quantized_kv import FORMATS, quantize_lines
 
 __all__ = ["LLAMA_3_8B", "Entry", "Shapes", "entries"]
 
@@ -149,24 +150,36 @@ def _linears(shapes: Shapes) -> Iterator[Entry]:
             )
 
 
-def _paged(shapes: Shapes, lengths: Sequence[int]) -> tuple[PagedKV, Tensor, Tensor]:
+CACHES = ("", *FORMATS)
+"""A plain cache, and the quantized ones."""
+
+
+def _paged(shapes: Shapes, lengths: Sequence[int], form: str = "") -> tuple[KVCache, Tensor, Tensor]:
     """A cache with a context of each length in blocks of random order; block tables [B, N], lengths [B], both int32."""
     width = -(-max(lengths) // shapes.block_size) + 1
     count = len(lengths) * width
     pages = _random(shapes, 2, count, shapes.kv_heads, shapes.block_size, shapes.head_dim)
     tables = torch.randperm(count, device=shapes.device).to(torch.int32).view(len(lengths), width)
-    return PagedKV.over(pages), tables, torch.tensor(lengths, dtype=torch.int32, device=shapes.device)
+    cache = QuantizedKV.over(*quantize_lines(pages, FORMATS[form]), FORMATS[form]) if form else PagedKV.over(pages)
+    return cache, tables, torch.tensor(lengths, dtype=torch.int32, device=shapes.device)
 
 
-def _kv_bytes(shapes: Shapes, tokens: int) -> int:
-    return 2 * tokens * shapes.kv_heads * shapes.head_dim * shapes.dtype.itemsize
+def _kv_bytes(shapes: Shapes, tokens: int, form: str = "") -> int:
+    line = shapes.head_dim * shapes.dtype.itemsize
+    if form:
+        line = shapes.head_dim // FORMATS[form].per_byte + 4
+    return 2 * tokens * shapes.kv_heads * line
+
+
+def _label(name: str, form: str) -> str:
+    return f"{name} {form}" if form else name
 
 
 def _rotary(shapes: Shapes) -> Iterator[Entry]:
     features = (shapes.heads + 2 * shapes.kv_heads) * shapes.head_dim
 
-    def build(rows: int) -> Call:
-        cache, _, _ = _paged(shapes, [rows])
+    def build(rows: int, form: str) -> Call:
+        cache, _, _ = _paged(shapes, [rows], form)
         angles = torch.rand(rows, 1, shapes.head_dim, device=shapes.device)
         return partial(
             kernels.rope_fill_kv,
@@ -182,7 +195,9 @@ def _rotary(shapes: Shapes) -> Iterator[Entry]:
     for rows in (*shapes.rows, shapes.chunk):
         # Heads of q, k and v are read and written; cosines and sines, float32, are read.
         size = rows * 2 * (features * shapes.dtype.itemsize + shapes.head_dim * 4)
-        yield Entry(f"rope_fill_kv {rows}", partial(build, rows), size, cold=False)
+        for form in CACHES:
+            saved = _kv_bytes(shapes, rows) - _kv_bytes(shapes, rows, form)
+            yield Entry(_label(f"rope_fill_kv {rows}", form), partial(build, rows, form), size - saved, cold=False)
 
 
 def _decode_attention(shapes: Shapes) -> Iterator[Entry]:
@@ -190,8 +205,8 @@ def _decode_attention(shapes: Shapes) -> Iterator[Entry]:
         cache, tables, lengths = _paged(shapes, [context] * requests)
         return partial(kernels.plan_decode_attention, tables, lengths, cache, num_heads=shapes.heads)
 
-    def attend(requests: int, context: int) -> Call:
-        cache, tables, lengths = _paged(shapes, [context] * requests)
+    def attend(requests: int, context: int, form: str) -> Call:
+        cache, tables, lengths = _paged(shapes, [context] * requests, form)
         planned = kernels.plan_decode_attention(tables, lengths, cache, num_heads=shapes.heads)
         q = _random(shapes, requests, shapes.heads, shapes.head_dim)
         return partial(kernels.paged_decode_attention, q, cache, planned, scale=shapes.head_dim**-0.5)
@@ -206,24 +221,26 @@ def _decode_attention(shapes: Shapes) -> Iterator[Entry]:
             4.0 * tokens / shapes.block_size,
             cold=False,
         )
-        yield Entry(
-            f"decode_attention {label}",
-            partial(attend, requests, context),
-            _kv_bytes(shapes, tokens) + 2 * queries * shapes.dtype.itemsize,
-            4.0 * queries * context,
-            _on(
-                shapes,
-                partial(F.scaled_dot_product_attention, enable_gqa=True),
-                (requests, shapes.heads, 1, shapes.head_dim),
-                keys,
-                keys,
-            ),
+        peer = _on(
+            shapes,
+            partial(F.scaled_dot_product_attention, enable_gqa=True),
+            (requests, shapes.heads, 1, shapes.head_dim),
+            keys,
+            keys,
         )
+        for form in CACHES:
+            yield Entry(
+                _label(f"decode_attention {label}", form),
+                partial(attend, requests, context, form),
+                _kv_bytes(shapes, tokens, form) + 2 * queries * shapes.dtype.itemsize,
+                4.0 * queries * context,
+                None if form else peer,
+            )
 
 
 def _prefill_attention(shapes: Shapes) -> Iterator[Entry]:
-    def attend(requests: int, length: int) -> Call:
-        cache, tables, lengths = _paged(shapes, [length] * requests)
+    def attend(requests: int, length: int, form: str) -> Call:
+        cache, tables, lengths = _paged(shapes, [length] * requests, form)
         offsets = torch.arange(0, requests * length + 1, length, dtype=torch.int32, device=shapes.device)
         planned = kernels.plan_prefill_attention(
             tables, offsets, lengths, cache, num_heads=shapes.heads, max_q_len=length
@@ -234,20 +251,22 @@ def _prefill_attention(shapes: Shapes) -> Iterator[Entry]:
     for requests, length in shapes.prefill:
         tokens, features = requests * length, shapes.heads * shapes.head_dim
         keys = (requests, shapes.kv_heads, length, shapes.head_dim)
-        yield Entry(
-            f"prefill_attention {requests}x{length}",
-            partial(attend, requests, length),
-            _kv_bytes(shapes, tokens) + 2 * tokens * features * shapes.dtype.itemsize,
-            # A query sees the tokens before it and itself: half of all pairs.
-            4.0 * features * requests * length * (length + 1) / 2,
-            _on(
-                shapes,
-                partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True),
-                (requests, shapes.heads, length, shapes.head_dim),
-                keys,
-                keys,
-            ),
+        peer = _on(
+            shapes,
+            partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True),
+            (requests, shapes.heads, length, shapes.head_dim),
+            keys,
+            keys,
         )
+        for form in CACHES:
+            yield Entry(
+                _label(f"prefill_attention {requests}x{length}", form),
+                partial(attend, requests, length, form),
+                _kv_bytes(shapes, tokens, form) + 2 * tokens * features * shapes.dtype.itemsize,
+                # A query sees the tokens before it and itself: half of all pairs.
+                4.0 * features * requests * length * (length + 1) / 2,
+                None if form else peer,
+            )
 
 
 def _latent(shapes: Shapes) -> Iterator[Entry]:

@@ -3,6 +3,7 @@
     python bench/quality.py
     python bench/quality.py --json result.json
     python bench/quality.py --noise 0.05 --seed 0
+    python bench/quality.py --config '{"quant_policy": 4}'
 
 Each question has one right answer, which has to be met to the letter, greedily; a story only has to end as stories do
 and to use no words from elsewhere. The skills are mixed, from some that a sound model never misses to some with thin
@@ -24,7 +25,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from asyncllm import GenerationConfig, pipeline
+from asyncllm import EngineConfig, GenerationConfig, pipeline
 from asyncllm.locate import locate
 
 # The questions are those of the program that trains the model.
@@ -40,10 +41,10 @@ Accuracies = dict[str, tuple[int, int]]
 """Skill -> right answers, questions; the last is the total."""
 
 
-def ask(model: str, questions: Sequence[Question]) -> list[str]:
+def ask(model: str, questions: Sequence[Question], engine: EngineConfig) -> list[str]:
     """The answers of `model`, a name or folder."""
     config = GenerationConfig(top_k=1, max_new_tokens=MAX_NEW_TOKENS)
-    with pipeline(model) as pipe:
+    with pipeline(model, backend_config=engine) as pipe:
         responses = pipe([[dict(message) for message in question.messages] for question in questions], config)
     assert isinstance(responses, list)  # as a list was asked
     return [response.text for response in responses]
@@ -65,10 +66,10 @@ def write_perturbed(model: str, folder: Path, noise: float, seed: int) -> None:
         save_file(perturbed(load_file(path), noise, seed), path, metadata={"format": "pt"})
 
 
-def measure(model: str, questions: Sequence[Question]) -> tuple[Accuracies, float]:
+def measure(model: str, questions: Sequence[Question], engine: EngineConfig) -> tuple[Accuracies, float]:
     """Right answers per skill, and the seconds that it took to load the model and to answer."""
     start = time.perf_counter()
-    answers = ask(model, questions)
+    answers = ask(model, questions, engine)
     return count_right(questions, answers), time.perf_counter() - start
 
 
@@ -83,6 +84,7 @@ def print_table(columns: dict[str, Accuracies]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny-chat", help="name or folder (default: %(default)s)")
+    parser.add_argument("--config", default="{}", metavar="JSON", help="EngineConfig fields")
     parser.add_argument("--count", type=int, default=60, help="questions per skill (default: %(default)s)")
     parser.add_argument("--questions-seed", type=int, default=0, help="another seed, other questions")
     parser.add_argument("--noise", type=float, default=0.0, help="also measure a copy with this relative weight noise")
@@ -90,20 +92,22 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     arguments = parser.parse_args()
 
+    engine = EngineConfig.from_dict(json.loads(arguments.config)).checked()
     questions = quality_set(arguments.count, arguments.questions_seed)
     questions += held_out(OPEN_SKILL, arguments.count, arguments.questions_seed)
     columns: dict[str, Accuracies] = {}
     seconds: dict[str, float] = {}
-    columns["accuracy"], seconds["accuracy"] = measure(arguments.model, questions)
+    columns["accuracy"], seconds["accuracy"] = measure(arguments.model, questions, engine)
     if arguments.noise:
         name = f"noise {arguments.noise:g}"
         with tempfile.TemporaryDirectory() as folder:
             write_perturbed(arguments.model, Path(folder), arguments.noise, arguments.seed)
-            columns[name], seconds[name] = measure(folder, questions)
+            columns[name], seconds[name] = measure(folder, questions, engine)
     print_table(columns)
     if arguments.json is not None:
         figures: dict[str, Any] = {
             "model": arguments.model,
+            "config": json.loads(arguments.config),
             "count": arguments.count,
             "questions_seed": arguments.questions_seed,
             "noise": arguments.noise,

@@ -60,6 +60,8 @@ def test_generation_options(arguments: list[str], expected: GenerationConfig) ->
     ("arguments", "expected"),
     [
         (["--dtype", "bfloat16"], EngineConfig(dtype="bfloat16")),
+        (["--quant-policy", "8"], EngineConfig(quant_policy=8)),
+        (["--quant-policy", "fp8"], EngineConfig(quant_policy="fp8")),
         (["--no-enable-prefix-caching"], EngineConfig(enable_prefix_caching=False)),
         (["--hf-overrides", 'scaling={"factor": 2.0}'], EngineConfig(hf_overrides={"scaling": {"factor": 2.0}})),
         (["--hf-overrides", "name=plain"], EngineConfig(hf_overrides={"name": "plain"})),
@@ -86,7 +88,7 @@ def test_bounds_are_those_of_the_struct() -> None:
         (["--max-batch-size", "many"], "--max-batch-size: invalid int value: 'many'"),
         (["--hf-overrides", "novalue"], "is not NAME=VALUE"),
         (["--max-batchsize", "3"], "did you mean --max-batch-size?"),
-        (["--quant-policy", "5"], "invalid choice: 5"),
+        (["--quant-policy", "5"], "invalid choice: '5'"),
         (["--max-batch", "3"], "unrecognized arguments"),
     ],
 )

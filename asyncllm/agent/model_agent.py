@@ -100,7 +100,7 @@ class ModelAgent:
         if self.model.config.num_layers > 1 and not config.batch_invariant:
             self._mixed_sizes = mixed_sizes(config.max_batch_size, config.prefill_budget)
         self._layout = CacheLayout(
-            self.model.cache_specs, config.tokens_per_block, self._dtype, longest=opened.max_position
+            opened.cache_specs, config.tokens_per_block, self._dtype, longest=opened.max_position
         )
         self._placement = ModelPlacement(opened)
         tower = self.model.vision

@@ -12,8 +12,11 @@ from asyncllm.agent.cpu_threads import settle_threads
 from asyncllm.agent.device.streams import MAX_STEPS_IN_FLIGHT
 from asyncllm.config import EngineConfig
 from asyncllm.distributed.group import RankGroup
-from asyncllm.errors import InvalidParameter
+from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.kernels.cache import GPU_BLOCK_MULTIPLE
+from asyncllm.kernels.quantized_kv import FORMATS
+from asyncllm.layers.cache_spec import CacheSpec
+from asyncllm.layers.quantized_cache import quantized
 from asyncllm.models.config import ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import open_model, read_config
@@ -40,7 +43,9 @@ class OpenedModel(NamedTuple):
     model: DecoderLM
     device: torch.device
     dtype: torch.dtype
-    """Of weights, activations and KV."""
+    """Of weights and activations."""
+    cache_specs: list[CacheSpec]
+    """What the layers keep of their tokens, in order."""
     max_position: int
     """Positions that a session may use."""
     path: Path
@@ -59,7 +64,8 @@ class OpenedModel(NamedTuple):
         """Load the checkpoint in the folder `path`, unless its `model` is given, or this rank's share of it. `times`
         gets what it took.
 
-        Raises ModelError when the checkpoint cannot be loaded, and InvalidParameter when `session_len` asks for more
+        Raises ModelError when the checkpoint cannot be loaded, UnsupportedFeature where the model or the device has no
+        cache as `quant_policy` asks for it, and InvalidParameter when `session_len` asks for more
         positions than the model has, or the device takes no blocks of this size.
         """
         asked: _ModelOptions = {
@@ -77,11 +83,15 @@ class OpenedModel(NamedTuple):
         model_config = read_config(path, **asked) if model is None else model.config
         max_position = _max_position(config, model_config)
         dtype = _dtype(config, model_config, device)
+
+        def accept(model: DecoderLM) -> list[CacheSpec]:
+            return _cache_specs(config, model, dtype, device)
+
         if model is None:
-            model = open_model(path, dtype=dtype, device=device, group=group, **asked)
+            model = open_model(path, dtype=dtype, device=device, group=group, accept=accept, **asked)
         settle_threads(config, model, device)
         times.lap("load")
-        return OpenedModel(model, device, dtype, max_position, path, group)
+        return OpenedModel(model, device, dtype, accept(model), max_position, path, group)
 
     def agreed(self, count: int) -> int:
         """Return the smallest of the ranks' counts."""
@@ -148,6 +158,25 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> to
     if name == "auto":
         return torch.float32 if device.type == "cpu" else _DTYPES[model.dtype]
     return _DTYPES[name]
+
+
+def _cache_specs(config: EngineConfig, model: DecoderLM, dtype: torch.dtype, device: torch.device) -> list[CacheSpec]:
+    """Return what the model's layers declare, in the format that `quant_policy` asks for."""
+    if config.kv_format is None:
+        return model.cache_specs
+    if device.type == "cuda" and dtype == torch.float32:
+        raise UnsupportedFeature(
+            "quant_policy: on a GPU, attention over a quantized cache is computed in 16 bits, and this model in 32. "
+            "Use dtype='bfloat16' or quant_policy=0.",
+            "quant_policy",
+        )
+    if device.type == "cuda" and config.kv_format == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise UnsupportedFeature(
+            "quant_policy: this GPU has no numbers of fp8, which take compute capability 8.9 or more. Use "
+            "quant_policy=8, which takes as much memory.",
+            "quant_policy",
+        )
+    return [quantized(spec, FORMATS[config.kv_format]) for spec in model.cache_specs]
 
 
 def _max_position(config: EngineConfig, model: ModelConfig) -> int:

@@ -114,8 +114,9 @@ def _kind(annotation: Any, several: bool) -> dict[str, Any]:
     if inner is bool:
         return {"action": argparse.BooleanOptionalAction}
     if origin is Literal:
-        choices = typing.get_args(inner)
-        return {"choices": choices, "type": type(choices[0])}
+        choices = {str(choice): choice for choice in typing.get_args(inner)}
+        # What is none of them stays text, for argparse to refuse.
+        return {"choices": list(choices.values()), "type": lambda text: choices.get(text, text)}
     if origin is list:
         (item,) = typing.get_args(inner)
         action = {"action": "extend", "nargs": "+"} if several else {"action": "append"}

@@ -165,7 +165,11 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         ),
     ] = None
     quant_policy: Annotated[
-        Literal[0, 4, 8], Meta(description="Bits of a quantized KV cache; 0: not quantized, the only one so far.")
+        Literal[0, 4, 8, 16, "fp8"],
+        Meta(
+            description="Type of keys and values in the cache. 0: the model's; 8: int8; 4: 4 bits; fp8, or LMDeploy's "
+            "16: e4m3. Each is rounded per token and head."
+        ),
     ] = 0
     model_format: Annotated[
         Literal["hf", "awq", "gptq", "fp8", "smooth_quant", "compressed-tensors"] | None,
@@ -188,6 +192,11 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         str | None, Meta(description="Where models from the hub are kept; None: the hub library's cache.")
     ] = None
     revision: Annotated[str | None, Meta(description="Branch, tag or commit of a model from the hub.")] = None
+
+    @property
+    def kv_format(self) -> str | None:
+        """What keys and values are rounded to in the cache: a name of `kernels.quantized_kv`, or None."""
+        return {0: None, 4: "int4", 8: "int8", 16: "fp8", "fp8": "fp8"}[self.quant_policy]
 
     @property
     def tokens_per_block(self) -> int:
@@ -229,7 +238,6 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         if 0 < self.rope_scaling_factor < 1:
             raise InvalidParameter("rope_scaling_factor must be 0 (off) or at least 1.", "rope_scaling_factor")
         refused = {
-            "quant_policy": (self.quant_policy != 0, "a quantized KV cache", "0"),
             "use_logn_attn": (self.use_logn_attn, "log-n attention", "False"),
             "adapters": (bool(self.adapters), "LoRA", "None"),
         }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import reprlib
+import typing
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -42,6 +43,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             found = re.search(r"\$\.(\w+)", where)
             param = found[1] if found else None
             given = f" (given: {reprlib.repr(fields[param])})" if param in fields else ""
+            if what.startswith("Invalid enum value") and param in fields:
+                choices = ", ".join(map(repr, _choices(typing.get_type_hints(cls)[param])))
+                given = f"{given}. It is one of {choices}"
             raise InvalidParameter(f"{cls.__name__}.{param}: {what}{given}.", param) from None
 
     def _check(self) -> None:
@@ -58,6 +62,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                         f"input with the right encoding, or replace the character.",
                         name,
                     )
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """Return the values of a Literal, by itself or beside None."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return typing.get_args(annotation)
+    return tuple(choice for part in typing.get_args(annotation) for choice in _choices(part))
 
 
 Config = TypeVar("Config", bound=Settings)

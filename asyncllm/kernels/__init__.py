@@ -9,7 +9,7 @@ from asyncllm.kernels.attention import (
     plan_decode_attention,
     plan_prefill_attention,
 )
-from asyncllm.kernels.cache import PagedKV, copy_blocks, fill_kv_cache, plan_cache_write
+from asyncllm.kernels.cache import KVCache, PagedKV, copy_blocks, fill_kv_cache, plan_cache_write
 from asyncllm.kernels.embedding import embed, gather_rows
 from asyncllm.kernels.expanded import expanded_prefill_attention, gather_lines, plan_expanded_prefill
 from asyncllm.kernels.latent import (
@@ -30,6 +30,7 @@ from asyncllm.kernels.linear import (
 from asyncllm.kernels.moe import Routing, fused_experts, fused_experts_invariant, route
 from asyncllm.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from asyncllm.kernels.packed import PackedWeight, linear_packed, packed_experts
+from asyncllm.kernels.quantized_kv import KVFormat, QuantizedKV
 from asyncllm.kernels.recurrent import StatePlan, States, gated_delta_rule, plan_states, short_convolution
 from asyncllm.kernels.rotary import Rotation, apply_rotary, linear_rope_fill_kv, rope_fill_kv, rotation
 from asyncllm.kernels.scaled import ScaledWeight, linear_scaled, scaled_experts
@@ -39,10 +40,13 @@ __all__ = [
     "ActivationKind",
     "DecodeInputs",
     "DecodePlan",
+    "KVCache",
+    "KVFormat",
     "LatentKV",
     "PackedWeight",
     "PagedKV",
     "PrefillPlan",
+    "QuantizedKV",
     "Rotation",
     "Routing",
     "ScaledWeight",

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.kernels.cache import PagedKV, head_offsets
+from asyncllm.kernels.cache import KVCache, head_offsets
 from asyncllm.kernels.dispatch import op
 
 __all__ = [
@@ -55,7 +55,7 @@ class _DecodeLines(NamedTuple):
     """Where decode attention finds its keys and values."""
 
     lines: Tensor
-    """[2, B * K, width] int64: for each row and KV head the lines (`PagedKV.lines`) of its keys, and of its values."""
+    """[2, B * K, width] int64: for each row and KV head the lines (`KVCache.lines`) of its keys, and of its values."""
     bias: Tensor | None
     """[B * K, 1, width] float32: -inf at lines that the row does not see; None when it sees them all."""
     distances: Tensor
@@ -87,7 +87,7 @@ class _Shape(NamedTuple):
 
 @op("attention.plan:plan_decode_attention")
 def plan_decode_attention(
-    block_tables: Tensor, kv_lens: Tensor, cache: PagedKV, *, num_heads: int, window: int | None = None
+    block_tables: Tensor, kv_lens: Tensor, cache: KVCache, *, num_heads: int, window: int | None = None
 ) -> DecodePlan:
     """Return the plan of one step for all layers with a cache of this shape, this window, and `num_heads` query heads.
 
@@ -122,7 +122,7 @@ def plan_decode_attention(
 @op("attention.decode:paged_decode_attention")
 def paged_decode_attention(
     q: Tensor,
-    cache: PagedKV,
+    cache: KVCache,
     plan: DecodePlan,
     *,
     scale: float,
@@ -152,14 +152,14 @@ def paged_decode_attention(
     return out
 
 
-def _attend_lines(q: Tensor, cache: PagedKV, plan: _DecodeLines, shape: _Shape) -> Tensor:
+def _attend_lines(q: Tensor, cache: KVCache, plan: _DecodeLines, shape: _Shape) -> Tensor:
     scale, softcap, sinks, alibi = shape
     head_dim = q.shape[-1]
     _, num_lists, width = plan.lines.shape
     grouped = q.reshape(num_lists, -1, head_dim)
     plain = softcap is None and sinks is None and alibi is None
     if plain and num_lists * width <= GATHER_LINES:
-        both = cache.lines.index_select(0, plan.lines.view(-1)).view(2, 1, num_lists, width, head_dim)
+        both = cache.read(plan.lines.view(-1), q.dtype).view(2, 1, num_lists, width, head_dim)
         bias = None if plan.bias is None else plan.bias.to(q.dtype)
         attended = F.scaled_dot_product_attention(grouped[None], both[0], both[1], attn_mask=bias, scale=scale)
         return attended.reshape(q.shape)
@@ -171,7 +171,7 @@ def _attend_lines(q: Tensor, cache: PagedKV, plan: _DecodeLines, shape: _Shape) 
     for first in range(0, num_lists, tile):
         lists = slice(first, first + tile)
         key_lines, value_lines = plan.lines[:, lists]
-        k = cache.lines.index_select(0, key_lines.reshape(-1)).view(-1, width, head_dim).transpose(1, 2)
+        k = cache.read(key_lines.reshape(-1), q.dtype).view(-1, width, head_dim).transpose(1, 2)
         bias = None if plan.bias is None else plan.bias[lists].to(q.dtype)
         if softcap is not None:
             scores = torch.bmm(grouped[lists], k).mul_(scale / softcap).tanh_().mul_(softcap)
@@ -183,9 +183,7 @@ def _attend_lines(q: Tensor, cache: PagedKV, plan: _DecodeLines, shape: _Shape) 
         if slopes is not None and distances is not None:
             scores = scores + slopes[lists] * distances[lists]
         weights = _softmax(scores, None if sink_logits is None else sink_logits[lists]).to(q.dtype)
-        # A bag is a weighted sum of lines: it reads V in place, where a matmul needs the lines gathered first.
-        bags = value_lines[:, None].expand(-1, grouped.shape[1], -1).reshape(-1, width)
-        outputs.append(F.embedding_bag(bags, cache.lines, mode="sum", per_sample_weights=weights.view(-1, width)))
+        outputs.append(cache.weigh(value_lines, weights))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined.view(q.shape)
 
@@ -210,7 +208,7 @@ def plan_prefill_attention(
     block_tables: Tensor,
     q_offsets: Tensor,
     kv_lens: Tensor,
-    cache: PagedKV,
+    cache: KVCache,
     *,
     num_heads: int,
     max_q_len: int,
@@ -233,7 +231,7 @@ def plan_prefill_attention(
 @op("attention.prefill:paged_prefill_attention")
 def paged_prefill_attention(
     q: Tensor,
-    cache: PagedKV,
+    cache: KVCache,
     plan: PrefillPlan,
     *,
     scale: float,
@@ -271,7 +269,7 @@ def paged_prefill_attention(
 
 def _attend_row(
     q: Tensor,
-    cache: PagedKV,
+    cache: KVCache,
     block_table: Tensor,
     kv_len: int,
     q_len: int,
@@ -280,17 +278,15 @@ def _attend_row(
 ) -> Tensor:
     """Attend with the queries q [q_len, H, D] at positions kv_len - q_len to kv_len - 1 of one row, with its blocks
     [N]."""
-    num_kv_heads, block_size, head_dim = cache.k.shape[1:]
+    num_kv_heads, block_size = cache.k.shape[1:3]
     lowest = 0 if window is None else max(0, kv_len - q_len - window + 1)
     first_page = lowest // block_size
     skipped = first_page * block_size
     pages = block_table[first_page : -(-kv_len // block_size)].long()
     lines = (pages * num_kv_heads + torch.arange(num_kv_heads, device=q.device)[:, None]).view(-1)
     k, v = (
-        part.view(-1, block_size, head_dim)
-        .index_select(0, lines)
-        .view(num_kv_heads, -1, head_dim)[:, lowest - skipped : kv_len - skipped]
-        for part in (cache.k, cache.v)
+        part.view(num_kv_heads, -1, part.shape[-1])[:, lowest - skipped : kv_len - skipped]
+        for part in cache.read_pages(lines, q.dtype)
     )
     return _attend_causally(q, k, v, kv_len - q_len - lowest, window, shape)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.kernels.dispatch import op
+from asyncllm.kernels.quantized_kv import QuantizedKV
 
-__all__ = ["GPU_BLOCK_MULTIPLE", "PagedKV", "copy_blocks", "fill_kv_cache", "plan_cache_write"]
+__all__ = ["GPU_BLOCK_MULTIPLE", "KVCache", "PagedKV", "copy_blocks", "fill_kv_cache", "plan_cache_write"]
 
 GPU_BLOCK_MULTIPLE = 16
 """Tokens of a block are a multiple of this on a GPU: attention reads tiles of as many keys or more, the K of a tensor
@@ -36,9 +38,36 @@ class PagedKV(NamedTuple):
         """Return the cache in `pages` [2, blocks, kv_heads, block_size, head_dim], contiguous: keys, then values."""
         return PagedKV(pages[0], pages[1], pages.view(-1, pages.shape[-1]))
 
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[-1]
+
+    def write(self, lines: Tensor, kv: Tensor) -> None:
+        """Write kv [N, head_dim] to lines [N]."""
+        self.lines.index_copy_(0, lines, kv)
+
+    def read(self, lines: Tensor, dtype: torch.dtype) -> Tensor:
+        """The numbers of lines [N] -> [N, head_dim]; `dtype` is the cache's own."""
+        return self.lines.index_select(0, lines)
+
+    def read_pages(self, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of whole pages [N], counted head by head -> [N, block_size, head_dim] each."""
+        return self.k.flatten(0, 1).index_select(0, pages), self.v.flatten(0, 1).index_select(0, pages)
+
+    def weigh(self, lines: Tensor, weights: Tensor) -> Tensor:
+        """Sums of lines [L, S] by weights [L, G, S] -> [L * G, head_dim]."""
+        # A bag is a weighted sum of lines: it reads them in place, where a matmul needs them gathered first.
+        width = lines.shape[1]
+        bags = lines[:, None].expand(-1, weights.shape[1], -1).reshape(-1, width)
+        return F.embedding_bag(bags, self.lines, mode="sum", per_sample_weights=weights.view(-1, width))
+
+
+KVCache: TypeAlias = PagedKV | QuantizedKV
+"""Keys and values of one layer in blocks, whatever is kept of a number."""
+
 
 @op("cache:plan_cache_write")
-def plan_cache_write(places: Tensor, cache: PagedKV) -> Tensor:
+def plan_cache_write(places: Tensor, cache: KVCache) -> Tensor:
     """Return what `rope_fill_kv` and `fill_kv_cache` take to know where a step's tokens go. places [T] int64.
 
     The plan serves all layers of one shape. On a CPU it has the lines of each place: its keys' heads, then its values',
@@ -59,9 +88,9 @@ def head_offsets(num_blocks: int, num_kv_heads: int, block_size: int, device: to
 
 
 @op("cache:fill_kv_cache")
-def fill_kv_cache(kv: Tensor, cache: PagedKV, plan: Tensor) -> None:
+def fill_kv_cache(kv: Tensor, cache: KVCache, plan: Tensor) -> None:
     """Write keys and values kv [T, 2 * kv_heads, head_dim], keys first, to T distinct places (`plan_cache_write`)."""
-    cache.lines.index_copy_(0, plan, kv.reshape(-1, kv.shape[-1]))
+    cache.write(plan, kv.reshape(-1, kv.shape[-1]))
 
 
 @op("cache:copy_blocks")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.kernels.cache import PagedKV, fill_kv_cache
+from asyncllm.kernels.cache import KVCache, fill_kv_cache
 from asyncllm.kernels.dispatch import op
 from asyncllm.kernels.norm import rms_norm
 
@@ -63,7 +63,7 @@ def apply_rotary(x: Tensor, rotation: Rotation, *, interleaved: bool = False) ->
 def rope_fill_kv(
     qkv: Tensor,
     rotation: Rotation,
-    cache: PagedKV,
+    cache: KVCache,
     plan: Tensor,
     *,
     num_heads: int,
@@ -95,7 +95,7 @@ def linear_rope_fill_kv(
     x: Tensor,
     weight: Tensor,
     rotation: Rotation,
-    cache: PagedKV,
+    cache: KVCache,
     plan: Tensor,
     *,
     num_heads: int,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
 from asyncllm.errors import UnsupportedModel
-from asyncllm.kernels import DecodePlan, PagedKV, PrefillPlan, Rotation
+from asyncllm.kernels import DecodePlan, KVCache, PrefillPlan, Rotation
 from asyncllm.layers.cache_spec import CacheSpec, PagedKVSpec
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.layer_norm import HeadsLayerNorm
@@ -136,7 +136,7 @@ class Attention(Layer):
         out: Tensor = self.out(attended.flatten(1), step)
         return out
 
-    def _project(self, x: Tensor, step: StepInputs, cache: PagedKV) -> Tensor:
+    def _project(self, x: Tensor, step: StepInputs, cache: KVCache) -> Tensor:
         """Write the tokens' keys and values, return their queries [T, H, D]."""
         rotation = None if self.rope is None else step.rotations[self.rope]
         plan = self._cache_write(step, cache)
@@ -153,7 +153,7 @@ class Attention(Layer):
             q = (q * step.query_scale).to(q.dtype)
         return q
 
-    def _rotate(self, qkv: Tensor, rotation: Rotation | None, cache: PagedKV, plan: Tensor) -> Tensor:
+    def _rotate(self, qkv: Tensor, rotation: Rotation | None, cache: KVCache, plan: Tensor) -> Tensor:
         """Normalise and rotate the packed heads, write keys and values, return the queries [T, H, D]."""
         if rotation is None or self.qk_norm == "turned":
             return self._fill(self._normed(qkv, rotation), cache, plan)
@@ -188,7 +188,7 @@ class Attention(Layer):
         q, k = self.q_norm(q), self.k_norm(k)
         return torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], -1)
 
-    def _fill(self, qkv: Tensor, cache: PagedKV, plan: Tensor) -> Tensor:
+    def _fill(self, qkv: Tensor, cache: KVCache, plan: Tensor) -> Tensor:
         """Write keys and values as they are, return the queries [T, H, D]."""
         heads = qkv.view(len(qkv), -1, self.head_dim)
         kernels.fill_kv_cache(heads[:, self.num_heads :], cache, plan)
@@ -199,7 +199,7 @@ class Attention(Layer):
         heads = qkv.view(len(qkv), -1, self.head_dim)
         return torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
 
-    def _attend(self, q: Tensor, step: StepInputs, cache: PagedKV) -> Tensor:
+    def _attend(self, q: Tensor, step: StepInputs, cache: KVCache) -> Tensor:
         """q [T, H, D] -> [T, H, D], new and contiguous."""
         decode, prefill = self._plans(step, cache)
         sinks = None if self.sinks is None else self.sinks.logits
@@ -215,14 +215,14 @@ class Attention(Layer):
         assert attended is not None
         return attended
 
-    def _cache_write(self, step: StepInputs, cache: PagedKV) -> Tensor:
+    def _cache_write(self, step: StepInputs, cache: KVCache) -> Tensor:
         """Return where the step's tokens go, found by the first layer with as many KV heads."""
         plan = step.cache_writes.get(self.num_kv_heads)
         if plan is None:
             plan = step.cache_writes[self.num_kv_heads] = kernels.plan_cache_write(step.places, cache)
         return plan
 
-    def _plans(self, step: StepInputs, cache: PagedKV) -> tuple[DecodePlan | None, PrefillPlan | None]:
+    def _plans(self, step: StepInputs, cache: KVCache) -> tuple[DecodePlan | None, PrefillPlan | None]:
         """The step's plans for this window, made by the first layer that needs them; None where there are no rows."""
         plans = step.attention_plans.get(self.window)
         if plans is None:
@@ -234,7 +234,7 @@ class Attention(Layer):
             )
         return plans
 
-    def _plan_decode(self, step: StepInputs, cache: PagedKV, count: int) -> DecodePlan:
+    def _plan_decode(self, step: StepInputs, cache: KVCache, count: int) -> DecodePlan:
         """The first `count` rows."""
         return kernels.plan_decode_attention(
             step.block_tables[:count],
@@ -244,7 +244,7 @@ class Attention(Layer):
             window=self.window,
         )
 
-    def _plan_prefill(self, step: StepInputs, cache: PagedKV, first: int) -> PrefillPlan:
+    def _plan_prefill(self, step: StepInputs, cache: KVCache, first: int) -> PrefillPlan:
         """The rows from `first` on."""
         return kernels.plan_prefill_attention(
             step.block_tables[first:],

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.distributed.group import RankGroup
-from asyncllm.kernels import PagedKV, Rotation
+from asyncllm.kernels import KVCache, Rotation
 from asyncllm.layers.linear_method import Activation, Shard, Weighted
 from asyncllm.layers.step_inputs import StepInputs
 
@@ -102,7 +102,7 @@ class QKVLinear(MergedLinear):
         copies = group.size // self.num_kv_heads if part != "q" and group.size % self.num_kv_heads == 0 else 1
         return self._slice(size, group.rank // max(1, copies), group.size // max(1, copies))
 
-    def rope_fill_kv(self, x: Tensor, rotation: Rotation, cache: PagedKV, plan: Tensor) -> Tensor | None:
+    def rope_fill_kv(self, x: Tensor, rotation: Rotation, cache: KVCache, plan: Tensor) -> Tensor | None:
         """As `kernels.rope_fill_kv` of the product, if that is one op; else None, with nothing written."""
         if self.adapters is not None:
             return None

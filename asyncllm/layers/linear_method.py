@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
 from asyncllm.errors import UnsupportedModel
-from asyncllm.kernels import ActivationKind, PagedKV, Rotation
+from asyncllm.kernels import ActivationKind, KVCache, Rotation
 from asyncllm.layers.layer import Layer
 
 __all__ = [
@@ -266,7 +266,7 @@ class LinearMethod(ABC):
         layer: Weighted,
         x: Tensor,
         rotation: Rotation,
-        cache: PagedKV,
+        cache: KVCache,
         plan: Tensor,
         *,
         num_heads: int,
@@ -354,7 +354,7 @@ class Unquantized(LinearMethod):
         layer: Weighted,
         x: Tensor,
         rotation: Rotation,
-        cache: PagedKV,
+        cache: KVCache,
         plan: Tensor,
         *,
         num_heads: int,

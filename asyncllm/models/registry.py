@@ -119,12 +119,14 @@ def open_model(
     hf_overrides: Mapping[str, Any] | None = None,
     model_format: str | None = None,
     group: RankGroup | None = None,
+    accept: Callable[[DecoderLM], object] = lambda model: None,
 ) -> DecoderLM:
     """Build the model of folder `path` and fill it from the folder's safetensors files.
 
     A longrope model takes its long divisors iff session_len exceeds the original context. rope_scaling_factor > 0 asks
     for dynamic NTK scaling by that factor. hf_overrides replaces entries of config.json. `model_format` as in
-    `quant.scheme_of`. With a group of several ranks the model is this rank's share.
+    `quant.scheme_of`. With a group of several ranks the model is this rank's share. `accept` gets the model before its
+    weights are read, and raises to refuse it.
 
     Raises:
         InvalidCheckpoint: a file is missing, malformed or inconsistent with the others.
@@ -150,6 +152,7 @@ def open_model(
         )
     if group is not None:
         divide(model, group)
+    accept(model)
     model.allocate(dtype, device)
     load(model, checkpoint, model.weight_map)
     model.config = msgspec.structs.replace(model.config, num_parameters=num_parameters)

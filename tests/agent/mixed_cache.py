@@ -34,7 +34,7 @@ class LatentSpec:
     def parts(self, block_size: int, dtype: torch.dtype) -> tuple[BlockPart, ...]:
         return BlockPart(1, (block_size, self.width), torch.uint8), BlockPart(1, (block_size, 1), torch.float32)
 
-    def cache(self, tensors: Sequence[Tensor]) -> Latents:
+    def cache(self, tensors: Sequence[Tensor], block_size: int) -> Latents:
         return Latents(*tensors)
 
 

@@ -38,7 +38,7 @@ def _case(kind: str, config: Any, head_dim: int, itemsize: int, extra: str, **co
     return Case(
         name=f"{kind}-{'fp32' if itemsize == 4 else 'bf16'}-{head_dim}{number}{extra}",
         kernel=decode_attention_kernel if decode else prefill_attention_kernel,
-        signature=dict.fromkeys(("q", "k", "v", "out"), dtype) | OWN[kind] | SHARED,
+        signature=dict.fromkeys(("q", "k", "v", "k_ranges", "v_ranges", "out"), dtype) | OWN[kind] | SHARED,
         constexprs={
             "Q_STRIDE": 8 * GROUP * head_dim,
             "OUT_STRIDE": 8 * GROUP * head_dim,
@@ -47,6 +47,7 @@ def _case(kind: str, config: Any, head_dim: int, itemsize: int, extra: str, **co
             "D": head_dim,
             "PADDED": triton.next_power_of_2(head_dim),
             "PAGE": PAGE,
+            "FORMAT": "",
             "TILE": config.tile,
             "USE_PDL": True,
             **dict.fromkeys(("HAS_WINDOW", "SOFTCAP", "SINKS", "ALIBI"), False),

@@ -32,7 +32,7 @@ def _layer_norm(name: str, size: int, *, add: bool) -> Case:
 
 
 def _rope(name: str, heads: int, kv_heads: int, head_dim: int, pairs: int, **flags: Any) -> Case:
-    pointers = ("qkv", "cos", "sin", "place", "k", "v", "q_norm", "k_norm", "q")
+    pointers = ("qkv", "cos", "sin", "place", "k", "v", "k_range", "v_range", "q_norm", "k_norm", "q")
     types = {"cos": "*fp32", "sin": "*fp32", "place": "*i64"}
     signature = {f"{pointer}_ptr": types.get(pointer, "*bf16") for pointer in pointers}
     rest = head_dim - 2 * pairs
@@ -44,6 +44,7 @@ def _rope(name: str, heads: int, kv_heads: int, head_dim: int, pairs: int, **fla
         "BLOCK": 1 << (pairs - 1).bit_length(),
         "REST": 1 << (rest - 1).bit_length() if rest else 0,
         "BLOCK_SIZE": 64,
+        "FORMAT": "",
         "NORM": False,
         "INTERLEAVED": False,
         "ROWS": rotary.ROWS,

@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncllm.agent.cache.layout import CacheLayout
+from asyncllm.kernels import KVFormat
+from asyncllm.layers.quantized_cache import quantized
 from asyncllm.layers.rotary import ROPE_LENS
 from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.decoder import DecoderLM
@@ -247,11 +249,18 @@ class Runner:
     """A model and its paged caches, which start full of garbage: no test may depend on what a fresh block holds."""
 
     def __init__(
-        self, model: DecoderLM, block_size: int, num_blocks: int = 64, dtype: torch.dtype = torch.float32
+        self,
+        model: DecoderLM,
+        block_size: int,
+        num_blocks: int = 64,
+        dtype: torch.dtype = torch.float32,
+        form: KVFormat | None = None,
     ) -> None:
+        """`form`: that of a quantized cache."""
         self.model, self.block_size = model, block_size
         # One block group: rows have one block table.
-        layout = CacheLayout(model.cache_specs, block_size, dtype, longest=1)
+        specs = model.cache_specs if form is None else [quantized(spec, form) for spec in model.cache_specs]
+        layout = CacheLayout(specs, block_size, dtype, longest=1)
         signs = torch.tensor([1e3, -1e3], dtype=dtype)
         self.caches = layout.caches(
             [

@@ -206,9 +206,11 @@ E4M3 = np.array([code / 512 if code < 8 else (8 + code % 8) * 2.0 ** (code // 8 
 
 
 def to_e4m3(numbers: np.ndarray) -> np.ndarray:
-    """The codes of the nearest numbers."""
-    codes = np.searchsorted((E4M3[1:] + E4M3[:-1]) / 2, np.abs(numbers))
-    return (codes + 128 * (numbers < 0)).astype(np.uint8)
+    """The codes of the nearest numbers, to even ones in the middle between two."""
+    middles = (E4M3[1:] + E4M3[:-1]) / 2
+    codes = np.searchsorted(middles, np.abs(numbers))
+    codes += (codes % 2 == 1) & (np.append(middles, np.inf)[codes] == np.abs(numbers))
+    return (codes + 128 * np.signbit(numbers)).astype(np.uint8)
 
 
 def from_e4m3(codes: np.ndarray) -> np.ndarray:

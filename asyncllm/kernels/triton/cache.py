@@ -7,12 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.kernels.cache import PagedKV
+from asyncllm.kernels.cache import KVCache
+from asyncllm.kernels.quantized_kv import QuantizedKV
 from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 from asyncllm.kernels.triton.page import line_of
+from asyncllm.kernels.triton.quantized_kv import pack_halves, quantize_halves
 
-__all__ = ["check_cache", "copy_blocks", "fill_kv_cache", "plan_cache_write"]
+__all__ = ["check_cache", "copy_blocks", "fill_kv_cache", "fill_quantized", "plan_cache_write", "store_line"]
 
 LINES = 16
 """Lines (heads of a token's key or value) of a program: with heads of 128, two loads of 16 bytes, 26 registers."""
@@ -21,13 +23,14 @@ CHUNK = 8192
 """Numbers of a program that copies: 16 KiB of bfloat16, eight loads of 16 bytes per thread in flight, 46 registers."""
 
 
-def check_cache(cache: PagedKV, dtype: torch.dtype) -> None:
-    """Raises ValueError unless the cache has `dtype` and its blocks lie one behind the other."""
-    if cache.k.dtype != dtype or not cache.lines.is_contiguous():
+def check_cache(cache: KVCache, dtype: torch.dtype) -> None:
+    """Raises ValueError unless the cache takes `dtype` and its blocks lie one behind the other."""
+    takes = isinstance(cache, QuantizedKV) or cache.k.dtype == dtype
+    if not takes or not cache.lines.is_contiguous():
         raise ValueError(f"{dtype} keys and values need a contiguous cache of {dtype}, not of {cache.k.dtype}")
 
 
-def plan_cache_write(places: Tensor, cache: PagedKV) -> Tensor:
+def plan_cache_write(places: Tensor, cache: KVCache) -> Tensor:
     return places.contiguous()
 
 
@@ -64,13 +67,15 @@ def fill_kv_cache_kernel(
     tl.store(v_ptr + offsets, kv, mask=inside & (head >= NUM_KV_HEADS)[:, None])
 
 
-def fill_kv_cache(kv: Tensor, cache: PagedKV, plan: Tensor) -> None:
+def fill_kv_cache(kv: Tensor, cache: KVCache, plan: Tensor) -> None:
     """See `asyncllm.kernels.cache.fill_kv_cache`. kv may have any stride between tokens."""
     check_cache(cache, kv.dtype)
     tokens, lines, head_dim = kv.shape
     if kv.stride()[1:] != (head_dim, 1):
         kv = kv.contiguous()
-    if tokens:
+    if tokens and isinstance(cache, QuantizedKV):
+        fill_quantized(kv[:, : lines // 2], kv[:, lines // 2 :], cache, plan)
+    elif tokens:
         launch(
             fill_kv_cache_kernel,
             (-(-tokens * lines // LINES), 1, 1),
@@ -83,6 +88,83 @@ def fill_kv_cache(kv: Tensor, cache: PagedKV, plan: Tensor) -> None:
             BLOCK_SIZE=cache.k.shape[2],
             LINES=LINES,
         )
+
+
+@triton.jit
+def store_line(first, second, inside, code_ptr, range_ptr, HALF: tl.constexpr, FORMAT: tl.constexpr):
+    """Round lines and store them where inside [R]. first, second [R, B] float32: numbers j and j + HALF; code_ptr [R]
+    points to the lines' codes, range_ptr [R] to their ranges."""
+    feature = tl.arange(0, first.shape[1])[None, :]
+    within = feature < HALF
+    first_codes, second_codes, ranges = quantize_halves(first, second, within, FORMAT)
+    dtype: tl.constexpr = code_ptr.dtype.element_ty
+    mask = inside[:, None] & within
+    into = code_ptr[:, None] + feature
+    if FORMAT == "int4":
+        tl.store(into, pack_halves(first_codes, second_codes, dtype), mask=mask)
+    else:
+        tl.store(into, first_codes.to(dtype), mask=mask)
+        tl.store(into + HALF, second_codes.to(dtype), mask=mask)
+    tl.store(range_ptr, ranges, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["place_ptr"])
+def fill_quantized_kernel(
+    keys_ptr,
+    values_ptr,
+    place_ptr,
+    k_ptr,
+    v_ptr,
+    k_range_ptr,
+    v_range_ptr,
+    tokens,
+    STRIDE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    LINES: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Program (i, 0) writes keys, (i, 1) values. STRIDE is how far apart tokens lie; BLOCK is HALF padded to a power of
+    two."""
+    WIDTH: tl.constexpr = HALF if FORMAT == "int4" else 2 * HALF
+    row = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    token, kv_head = row // NUM_KV_HEADS, row % NUM_KV_HEADS
+    feature = tl.arange(0, BLOCK)[None, :]
+    if tl.program_id(1) == 0:
+        source_ptr, code_ptr, range_ptr = keys_ptr, k_ptr, k_range_ptr
+    else:
+        source_ptr, code_ptr, range_ptr = values_ptr, v_ptr, v_range_ptr
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    place = tl.load(place_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
+    inside = place >= 0
+    mask = inside[:, None] & (feature < HALF)
+    source = source_ptr + (token.to(tl.int64) * STRIDE + kv_head * (2 * HALF))[:, None] + feature
+    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    line = line_of(place, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+    store_line(first, second, inside, code_ptr + line * WIDTH, range_ptr + line, HALF, FORMAT)
+
+
+def fill_quantized(k: Tensor, v: Tensor, cache: QuantizedKV, places: Tensor) -> None:
+    """Write keys and values [T, kv_heads, head_dim] each, of equal strides, to the tokens' places. T is not 0."""
+    tokens, num_kv_heads, head_dim = k.shape
+    launch(
+        fill_quantized_kernel,
+        (-(-tokens * num_kv_heads // LINES), 2, 1),
+        (k, v, places, cache.k, cache.v, cache.k_ranges, cache.v_ranges),
+        (tokens,),
+        STRIDE=k.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        BLOCK=triton.next_power_of_2(head_dim // 2),
+        BLOCK_SIZE=cache.k.shape[2],
+        FORMAT=cache.format.name,
+        LINES=LINES,
+    )
 
 
 @triton.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["source_ptr", "destination_ptr"])

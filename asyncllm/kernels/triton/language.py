@@ -21,7 +21,17 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRET", "PDL", "dot", "release_consumers", "round_to", "wait_for_producers"]
+__all__ = [
+    "INTERPRET",
+    "PDL",
+    "dot",
+    "e4m3_bits",
+    "e4m3_value",
+    "nearest_integer",
+    "release_consumers",
+    "round_to",
+    "wait_for_producers",
+]
 
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -54,6 +64,35 @@ def round_to(x, dtype: tl.constexpr):
         return tl.where(x == x, rounded, quiet).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(dtype)
+
+
+@triton.jit
+def nearest_integer(x):
+    """To even, for magnitudes below 2^22: such a sum has no room for a fraction."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def e4m3_bits(x):
+    """float32 within 448 -> the byte of the nearest number of e4m3, to even."""
+    bits = x.to(tl.uint32, bitcast=True)
+    exponent = tl.maximum(((bits >> 23) & 255).to(tl.int32) - 127, -6)
+    # Three bits of fraction: the magnitude in steps of 2^(exponent - 3) is below 16, and below 8 if it is subnormal.
+    per_step = ((130 - exponent) << 23).to(tl.float32, bitcast=True)
+    steps = nearest_integer(tl.where(x == x, tl.abs(x), 0.0) * per_step).to(tl.int32)
+    code = ((exponent + 7) << 3) + steps - 8
+    return tl.where(x == x, code | ((bits >> 31) << 7).to(tl.int32), 0x7F).to(tl.uint8)
+
+
+@triton.jit
+def e4m3_value(code):
+    """The float32 of a byte of e4m3."""
+    magnitude = (code & 127).to(tl.int32)
+    exponent = magnitude >> 3
+    steps = tl.where(exponent > 0, 8 + (magnitude & 7), magnitude & 7).to(tl.float32)
+    step = ((tl.maximum(exponent, 1) + 117) << 23).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude == 127, float("nan"), steps * step)
+    return tl.where(code >= 128, -value, value)
 
 
 @triton.jit

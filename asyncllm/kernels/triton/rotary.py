@@ -8,15 +8,17 @@ whatever the batch.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.kernels.cache import PagedKV
+from asyncllm.kernels.cache import KVCache, PagedKV
+from asyncllm.kernels.quantized_kv import QuantizedKV
 from asyncllm.kernels.rotary import Rotation
-from asyncllm.kernels.triton.cache import check_cache
+from asyncllm.kernels.triton.cache import check_cache, fill_quantized, store_line
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured, launch
 from asyncllm.kernels.triton.page import line_of
@@ -129,6 +131,8 @@ def rope_fill_kv_kernel(
     place_ptr,
     k_ptr,
     v_ptr,
+    k_range_ptr,
+    v_range_ptr,
     q_norm_ptr,
     k_norm_ptr,
     q_ptr,
@@ -141,12 +145,15 @@ def rope_fill_kv_kernel(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    FORMAT: tl.constexpr,
     NORM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """PAIRS pairs of features are turned; REST is HEAD_DIM - 2 * PAIRS, padded to a power of two, or 0."""
+    """PAIRS pairs of features are turned; REST is HEAD_DIM - 2 * PAIRS, padded to a power of two, or 0. FORMAT is that
+    of a quantized cache, for which whole heads are turned, and not interleaved; else it is empty, and ranges are not
+    written."""
     HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = row // HEADS, row % HEADS
@@ -202,12 +209,19 @@ def rope_fill_kv_kernel(
     q_row_ptr = q_ptr + out_row[:, None] * HEAD_DIM
     kv_head = tl.where(is_k, head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS)
     line = line_of(place, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-    k_row_ptr = k_ptr + line[:, None] * HEAD_DIM
-    v_row_ptr = v_ptr + line[:, None] * HEAD_DIM
     to_q, to_k, to_v = inside & is_q, written & is_k, written & (head >= NUM_HEADS + NUM_KV_HEADS)
     store_pairs(q_row_ptr, new_first, new_second, to_q, PAIRS, INTERLEAVED)
-    store_pairs(k_row_ptr, new_first, new_second, to_k, PAIRS, INTERLEAVED)
-    store_pairs(v_row_ptr, new_first, new_second, to_v, PAIRS, INTERLEAVED)
+    if FORMAT != "":
+        WIDTH: tl.constexpr = PAIRS if FORMAT == "int4" else HEAD_DIM
+        code_ptr = tl.where(is_k, k_ptr + line * WIDTH, v_ptr + line * WIDTH)
+        range_ptr = tl.where(is_k, k_range_ptr + line, v_range_ptr + line)
+        turned_first, turned_second = new_first.to(tl.float32), new_second.to(tl.float32)
+        store_line(turned_first, turned_second, to_k | to_v, code_ptr, range_ptr, PAIRS, FORMAT)
+    else:
+        k_row_ptr = k_ptr + line[:, None] * HEAD_DIM
+        v_row_ptr = v_ptr + line[:, None] * HEAD_DIM
+        store_pairs(k_row_ptr, new_first, new_second, to_k, PAIRS, INTERLEAVED)
+        store_pairs(v_row_ptr, new_first, new_second, to_v, PAIRS, INTERLEAVED)
     if REST:
         kept = round_to(unturned, dtype)
         within = (rest < HEAD_DIM)[None, :]
@@ -219,7 +233,7 @@ def rope_fill_kv_kernel(
 def rope_fill_kv(
     qkv: Tensor,
     rotation: Rotation,
-    cache: PagedKV,
+    cache: KVCache,
     plan: Tensor,
     *,
     num_heads: int,
@@ -237,8 +251,27 @@ def rope_fill_kv(
     if not tokens:
         return q
     cos, sin = rotation
+    form, ranges = "", (cache.k, cache.v)
+    if isinstance(cache, QuantizedKV):
+        if interleaved or cos.shape[-1] < head_dim:
+            return _rope_then_fill(
+                qkv,
+                rotation,
+                cache,
+                plan,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                q_norm=q_norm,
+                k_norm=k_norm,
+                eps=eps,
+                interleaved=interleaved,
+            )
+        form, ranges = cache.format.name, (cache.k_ranges, cache.v_ranges)
     norm = q_norm is not None and k_norm is not None
-    kernel = _configured(num_heads, num_kv_heads, head_dim, cos.shape[-1] // 2, cache.k.shape[2], norm, interleaved)
+    kernel = _configured(
+        num_heads, num_kv_heads, head_dim, cos.shape[-1] // 2, cache.k.shape[2], form, norm, interleaved
+    )
     tensors = (
         qkv,
         cos,
@@ -246,6 +279,7 @@ def rope_fill_kv(
         plan,
         cache.k,
         cache.v,
+        *ranges,
         qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm,
         q,
@@ -254,9 +288,29 @@ def rope_fill_kv(
     return q
 
 
+def _rope_then_fill(
+    qkv: Tensor, rotation: Rotation, cache: QuantizedKV, plan: Tensor, *, num_kv_heads: int, head_dim: int, **more: Any
+) -> Tensor:
+    """The halves of a line are not those of its turned pairs: keys and values are written as they are, to blocks of one
+    token, and from there to the cache."""
+    tokens = qkv.shape[0]
+    both = PagedKV.over(qkv.new_empty(2, tokens, num_kv_heads, 1, head_dim))
+    own = torch.arange(tokens, device=qkv.device)
+    q = rope_fill_kv(qkv, rotation, both, own, num_kv_heads=num_kv_heads, head_dim=head_dim, **more)
+    fill_quantized(both.k[:, :, 0], both.v[:, :, 0], cache, plan)
+    return q
+
+
 @functools.cache
 def _configured(
-    num_heads: int, num_kv_heads: int, head_dim: int, pairs: int, block_size: int, norm: bool, interleaved: bool
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    pairs: int,
+    block_size: int,
+    form: str,
+    norm: bool,
+    interleaved: bool,
 ) -> Configured:
     rest = head_dim - 2 * pairs
     return Configured(
@@ -268,6 +322,7 @@ def _configured(
         BLOCK=triton.next_power_of_2(pairs),
         REST=triton.next_power_of_2(rest) if rest else 0,
         BLOCK_SIZE=block_size,
+        FORMAT=form,
         NORM=norm,
         INTERLEAVED=interleaved,
         ROWS=ROWS,

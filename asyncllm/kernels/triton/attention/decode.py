@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.kernels.cache import PagedKV
+from asyncllm.kernels.cache import KVCache
 from asyncllm.kernels.triton.attention.launch import Variant, launch_attention, variant_of
 from asyncllm.kernels.triton.attention.plan import (
     ENTRY,
@@ -20,7 +20,13 @@ from asyncllm.kernels.triton.attention.plan import (
     key_tile,
     padded_head_dim,
 )
-from asyncllm.kernels.triton.attention.tile import FLOOR, LOG2_E, attend_keys, last_factor
+from asyncllm.kernels.triton.attention.quantized import (
+    attend_quantized_keys,
+    factor_of,
+    load_queries,
+    store_halves,
+)
+from asyncllm.kernels.triton.attention.tile import FLOOR, LOG2_E, attend_keys
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured
 from asyncllm.kernels.triton.page import page_entry, tile_start
@@ -75,6 +81,8 @@ def decode_attention_kernel(
     q,
     k,
     v,
+    k_ranges,
+    v_ranges,
     block_tables,
     out,
     sinks,
@@ -96,12 +104,16 @@ def decode_attention_kernel(
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
+    FORMAT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     ALIBI: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    """FORMAT is that of a quantized cache, where k_ranges and v_ranges are read, or empty. PADDED is WIDTH padded."""
+    # A line of the cache, in what is stored. In 4 bits it has both halves of a head.
+    WIDTH: tl.constexpr = D // 2 if FORMAT == "int4" else D
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     block = tl.program_id(0)
@@ -120,8 +132,8 @@ def decode_attention_kernel(
     heads = tl.arange(0, HEADS)
     dims = tl.arange(0, PADDED)
     tokens = tl.arange(0, TILE)
-    key_offsets = tokens[:, None] * D + dims[None, :]
-    value_offsets = tokens[None, :] * D + dims[:, None]
+    key_offsets = tokens[:, None] * WIDTH + dims[None, :]
+    value_offsets = tokens[None, :] * WIDTH + dims[:, None]
     while left > 0:
         taken = tl.minimum(per_head - tile, left)
         begin = first_tile + tile
@@ -138,41 +150,70 @@ def decode_attention_kernel(
 
         query_heads = kv_head * GROUP + heads
         grouped = heads < GROUP
-        kept = grouped[None, :] & (dims < D)[:, None]
+        kept = grouped[None, :] & (dims < WIDTH)[:, None]
         # A decode step has few rows: 32 bits do, and with 64 the kernel spills registers at head_dim 80.
         lines = q + row * Q_STRIDE + query_heads[None, :] * D + dims[:, None]
-        query = tl.load(lines, mask=kept, other=0.0)
+        query, query_high, query_sum = load_queries(lines, kept, 0, WIDTH, FORMAT)
         slopes = tl.zeros([HEADS], tl.float32)
         if ALIBI:
             slopes = tl.load(alibi + query_heads, mask=grouped, other=0.0) * (LOG2_E / steepness)
 
         acc = tl.zeros([PADDED, HEADS], tl.float32)
+        acc_high = acc
         weight_sum = tl.zeros([HEADS], tl.float32)
         maximum = tl.full([HEADS], FLOOR, tl.float32)
         table = block_tables + row.to(tl.int64) * table_stride
         # The block id of a tile is loaded one iteration ahead: only then can the loads of K and V run ahead as well.
         for index in range(begin, end):
             first_key = index * TILE
-            base = tile_start(page, first_key, kv_head, NUM_KV_HEADS, PAGE, D)
+            block_id = page
+            base = tile_start(page, first_key, kv_head, NUM_KV_HEADS, PAGE, WIDTH)
             page = tl.load(page_entry(table, tl.minimum(index + 1, end - 1), TILE, PAGE))
-            acc, weight_sum, maximum = attend_keys(
-                query,
-                k + base + key_offsets,
-                v + base + value_offsets,
-                acc,
-                weight_sum,
-                maximum,
-                first_key + tokens,
-                length,
-                window,
-                slopes,
-                squeeze,
-                steepness,
-                D,
-                HAS_WINDOW,
-                SOFTCAP,
-                ALIBI,
-            )
+            if FORMAT == "":
+                acc, weight_sum, maximum = attend_keys(
+                    query,
+                    k + base + key_offsets,
+                    v + base + value_offsets,
+                    acc,
+                    weight_sum,
+                    maximum,
+                    first_key + tokens,
+                    length,
+                    window,
+                    slopes,
+                    squeeze,
+                    steepness,
+                    D,
+                    HAS_WINDOW,
+                    SOFTCAP,
+                    ALIBI,
+                )
+            else:
+                ranges = tile_start(block_id, first_key, kv_head, NUM_KV_HEADS, PAGE, 1) + tokens
+                acc, acc_high, weight_sum, maximum = attend_quantized_keys(
+                    query,
+                    query_high,
+                    query_sum,
+                    k + base + key_offsets,
+                    v + base + value_offsets,
+                    k_ranges + ranges,
+                    v_ranges + ranges,
+                    acc,
+                    acc_high,
+                    weight_sum,
+                    maximum,
+                    first_key + tokens,
+                    length,
+                    window,
+                    slopes,
+                    squeeze,
+                    steepness,
+                    WIDTH,
+                    FORMAT,
+                    HAS_WINDOW,
+                    SOFTCAP,
+                    ALIBI,
+                )
         exponent = maximum * steepness
         next_table = block_tables + next_row.to(tl.int64) * table_stride
         page = tl.load(page_entry(next_table, next_first_tile, TILE, PAGE), mask=more & (next_length > 0), other=0)
@@ -183,13 +224,13 @@ def decode_attention_kernel(
         num_parts = (place + num_tiles - 1) // share - first_block + 1
         target = out + row.to(tl.int64) * OUT_STRIDE + kv_head * (GROUP * D)
         if num_parts == 1:
-            factor = last_factor(weight_sum, exponent, sinks, query_heads, grouped, SINKS)
-            result = round_to(acc * factor[None, :], out.dtype.element_ty)
-            tl.store(target + heads[None, :] * D + dims[:, None], result, mask=kept)
+            factor = factor_of(weight_sum, exponent, sinks, query_heads, grouped, SINKS, FORMAT)[None, :]
+            into = target + heads[None, :] * D + dims[:, None]
+            store_halves(into, acc * factor, acc_high * factor, kept, WIDTH, FORMAT)
         else:
             # A block has at most one part that starts its row and head, and at most one that does not.
             partial = (2 * block + (tile == 0).to(tl.int32)) * GROUP + heads
-            tl.store(partials + partial[None, :] * D + dims[:, None], acc, mask=kept)
+            store_halves(partials + partial[None, :] * D + dims[:, None], acc, acc_high, kept, WIDTH, FORMAT)
             states = partials + 2 * tl.num_programs(0) * GROUP * D + partial * 2
             tl.store(states, exponent, mask=grouped)
             tl.store(states + 1, weight_sum, mask=grouped)
@@ -198,15 +239,19 @@ def decode_attention_kernel(
             counter = work + HEADER + ENTRY * tl.num_programs(0) + first_block
             ticket = tl.atomic_add(counter, 1, sem="acq_rel")
             if ticket == num_parts - 1:
+                # Halves lie side by side in the parts.
+                ALL: tl.constexpr = PADDED * 2 if FORMAT == "int4" else PADDED
                 merged, merged_sum, merged_exponent = _merge(
-                    partials, first_block, num_parts, GROUP, GROUP_BLOCK, D, PADDED, PARTS
+                    partials, first_block, num_parts, GROUP, GROUP_BLOCK, D, ALL, PARTS
                 )
                 own = tl.arange(0, GROUP_BLOCK)
                 owned = own < GROUP
-                factor = last_factor(merged_sum, merged_exponent, sinks, kv_head * GROUP + own, owned, SINKS)
+                own_heads = kv_head * GROUP + own
+                factor = factor_of(merged_sum, merged_exponent, sinks, own_heads, owned, SINKS, FORMAT)
                 result = round_to(merged * factor[None, :], out.dtype.element_ty)
-                inside = owned[None, :] & (dims < D)[:, None]
-                tl.store(target + own[None, :] * D + dims[:, None], result, mask=inside)
+                all_dims = tl.arange(0, ALL)
+                inside = owned[None, :] & (all_dims < D)[:, None]
+                tl.store(target + own[None, :] * D + all_dims[:, None], result, mask=inside)
                 # The next layer finds the counter as this one did.
                 tl.store(counter, 0)
 
@@ -222,7 +267,7 @@ def decode_attention_kernel(
 
 def paged_decode_attention(
     q: Tensor,
-    cache: PagedKV,
+    cache: KVCache,
     plan: DecodeWork,
     *,
     scale: float,

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from asyncllm.kernels.cache import PagedKV
-from asyncllm.kernels.triton.attention.plan import AttentionShape, DecodeWork, PrefillTiles, padded_head_dim
+from asyncllm.kernels.cache import KVCache
+from asyncllm.kernels.quantized_kv import QuantizedKV
+from asyncllm.kernels.triton.attention.plan import AttentionShape, DecodeWork, PrefillTiles, padded_line
 from asyncllm.kernels.triton.attention.tile import LOG2_E
 from asyncllm.kernels.triton.launch import Configured
 
@@ -34,8 +35,9 @@ class Variant(NamedTuple):
             "NUM_KV_HEADS": self.shape.num_kv_heads,
             "GROUP": self.shape.group,
             "D": self.shape.head_dim,
-            "PADDED": padded_head_dim(self.shape.head_dim),
+            "PADDED": padded_line(self.shape),
             "PAGE": self.shape.block_size,
+            "FORMAT": self.shape.format,
             "HAS_WINDOW": self.has_window,
             "SOFTCAP": self.softcap,
             "SINKS": self.sinks,
@@ -78,7 +80,7 @@ def launch_attention(
     grid: tuple[int, int, int],
     own: tuple[Tensor, ...],
     q: Tensor,
-    cache: PagedKV,
+    cache: KVCache,
     plan: DecodeWork | PrefillTiles,
     scale: float,
     softcap: float | None,
@@ -87,10 +89,13 @@ def launch_attention(
     out: Tensor,
 ) -> None:
     """Launch a kernel; `own` are the pointers that only this one takes."""
+    k_ranges, v_ranges = (cache.k_ranges, cache.v_ranges) if isinstance(cache, QuantizedKV) else (cache.k, cache.v)
     pointers = (
         q,
         cache.k,
         cache.v,
+        k_ranges,
+        v_ranges,
         plan.block_tables,
         out,
         q if sinks is None else sinks,

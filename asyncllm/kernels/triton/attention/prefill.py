@@ -15,11 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.kernels.cache import PagedKV
+from asyncllm.kernels.cache import KVCache
 from asyncllm.kernels.triton.attention.launch import Variant, launch_attention, variant_of
 from asyncllm.kernels.triton.attention.plan import PrefillConfig, PrefillTiles, key_tile
-from asyncllm.kernels.triton.attention.tile import FLOOR, LOG2_E, attend_tile, last_factor
-from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
+from asyncllm.kernels.triton.attention.quantized import (
+    attend_quantized_tile,
+    factor_of,
+    load_queries,
+    store_halves,
+)
+from asyncllm.kernels.triton.attention.tile import FLOOR, LOG2_E, attend_tile
+from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured
 from asyncllm.kernels.triton.page import page_entry, tile_start
 
@@ -29,10 +35,15 @@ __all__ = ["paged_prefill_attention", "prefill_attention_kernel"]
 @triton.jit
 def _attend_tiles(
     query,
+    query_high,
+    query_sum,
     k,
     v,
+    k_ranges,
+    v_ranges,
     table,
     acc,
+    acc_high,
     weight_sum,
     maximum,
     begin,
@@ -45,9 +56,10 @@ def _attend_tiles(
     squeeze,
     steepness,
     NUM_KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
+    WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    FORMAT: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -56,35 +68,65 @@ def _attend_tiles(
     """Tiles begin to end - 1 of the row's keys."""
     tokens = tl.arange(0, TILE)
     dims = tl.arange(0, acc.shape[1])
-    key_offsets = tokens[None, :] * D + dims[:, None]
-    value_offsets = tokens[:, None] * D + dims[None, :]
+    key_offsets = tokens[None, :] * WIDTH + dims[:, None]
+    value_offsets = tokens[:, None] * WIDTH + dims[None, :]
     # The block id of a tile is loaded one iteration ahead: only then can the loads of K and V run ahead as well.
     page = tl.load(page_entry(table, begin, TILE, PAGE), mask=begin < end, other=0)
     for index in range(begin, end):
         first_key = index * TILE
-        base = tile_start(page, first_key, kv_head, NUM_KV_HEADS, PAGE, D)
+        block_id = page
+        base = tile_start(page, first_key, kv_head, NUM_KV_HEADS, PAGE, WIDTH)
         page = tl.load(page_entry(table, tl.minimum(index + 1, end - 1), TILE, PAGE))
-        acc, weight_sum, maximum = attend_tile(
-            query,
-            k + base + key_offsets,
-            v + base + value_offsets,
-            acc,
-            weight_sum,
-            maximum,
-            first_key + tokens,
-            query_positions,
-            kv_end,
-            window,
-            slopes,
-            squeeze,
-            steepness,
-            D,
-            MASKED,
-            HAS_WINDOW,
-            SOFTCAP,
-            ALIBI,
-        )
-    return acc, weight_sum, maximum
+        if FORMAT == "":
+            acc, weight_sum, maximum = attend_tile(
+                query,
+                k + base + key_offsets,
+                v + base + value_offsets,
+                acc,
+                weight_sum,
+                maximum,
+                first_key + tokens,
+                query_positions,
+                kv_end,
+                window,
+                slopes,
+                squeeze,
+                steepness,
+                WIDTH,
+                MASKED,
+                HAS_WINDOW,
+                SOFTCAP,
+                ALIBI,
+            )
+        else:
+            ranges = tile_start(block_id, first_key, kv_head, NUM_KV_HEADS, PAGE, 1) + tokens
+            acc, acc_high, weight_sum, maximum = attend_quantized_tile(
+                query,
+                query_high,
+                query_sum,
+                k + base + key_offsets,
+                v + base + value_offsets,
+                k_ranges + ranges,
+                v_ranges + ranges,
+                acc,
+                acc_high,
+                weight_sum,
+                maximum,
+                first_key + tokens,
+                query_positions,
+                kv_end,
+                window,
+                slopes,
+                squeeze,
+                steepness,
+                WIDTH,
+                FORMAT,
+                MASKED,
+                HAS_WINDOW,
+                SOFTCAP,
+                ALIBI,
+            )
+    return acc, acc_high, weight_sum, maximum
 
 
 @triton.jit(do_not_specialize=["window", "table_stride"], do_not_specialize_on_alignment=["block_tables"])
@@ -92,6 +134,8 @@ def prefill_attention_kernel(
     q,
     k,
     v,
+    k_ranges,
+    v_ranges,
     block_tables,
     out,
     sinks,
@@ -110,12 +154,15 @@ def prefill_attention_kernel(
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    FORMAT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     ALIBI: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    """As `decode_attention_kernel`, of which what depends on FORMAT is said."""
+    WIDTH: tl.constexpr = D // 2 if FORMAT == "int4" else D
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     number = tl.program_id(0)
@@ -134,15 +181,17 @@ def prefill_attention_kernel(
     queries = rows // GROUP
     query_heads = kv_head * GROUP + rows % GROUP
     owned = queries < count
-    kept = owned[:, None] & (dims < D)[None, :]
+    kept = owned[:, None] & (dims < WIDTH)[None, :]
     lines = (first_query + queries).to(tl.int64)
-    query = tl.load(q + (lines * Q_STRIDE + query_heads * D)[:, None] + dims[None, :], mask=kept, other=0.0)
+    own = q + (lines * Q_STRIDE + query_heads * D)[:, None] + dims[None, :]
+    query, query_high, query_sum = load_queries(own, kept, 1, WIDTH, FORMAT)
     query_positions = position + queries
     slopes = tl.zeros([ROWS], tl.float32)
     if ALIBI:
         slopes = tl.load(alibi + query_heads, mask=owned, other=0.0) * (LOG2_E / steepness)
 
     acc = tl.zeros([ROWS, PADDED], tl.float32)
+    acc_high = acc
     weight_sum = tl.zeros([ROWS], tl.float32)
     maximum = tl.full([ROWS], FLOOR, tl.float32)
     table = block_tables + row.to(tl.int64) * table_stride
@@ -155,12 +204,17 @@ def prefill_attention_kernel(
         begin = tl.maximum(position + 1 - window, 0) // TILE
         whole_begin = tl.minimum(tl.cdiv(tl.maximum(kv_end - window, 0), TILE), end)
         whole_end = tl.maximum(whole_begin, whole_end)
-        acc, weight_sum, maximum = _attend_tiles(
+        acc, acc_high, weight_sum, maximum = _attend_tiles(
             query,
+            query_high,
+            query_sum,
             k,
             v,
+            k_ranges,
+            v_ranges,
             table,
             acc,
+            acc_high,
             weight_sum,
             maximum,
             begin,
@@ -173,20 +227,26 @@ def prefill_attention_kernel(
             squeeze,
             steepness,
             NUM_KV_HEADS,
-            D,
+            WIDTH,
             PAGE,
             TILE,
+            FORMAT,
             True,
             HAS_WINDOW,
             SOFTCAP,
             ALIBI,
         )
-    acc, weight_sum, maximum = _attend_tiles(
+    acc, acc_high, weight_sum, maximum = _attend_tiles(
         query,
+        query_high,
+        query_sum,
         k,
         v,
+        k_ranges,
+        v_ranges,
         table,
         acc,
+        acc_high,
         weight_sum,
         maximum,
         whole_begin,
@@ -199,20 +259,26 @@ def prefill_attention_kernel(
         squeeze,
         steepness,
         NUM_KV_HEADS,
-        D,
+        WIDTH,
         PAGE,
         TILE,
+        FORMAT,
         False,
         HAS_WINDOW,
         SOFTCAP,
         ALIBI,
     )
-    acc, weight_sum, maximum = _attend_tiles(
+    acc, acc_high, weight_sum, maximum = _attend_tiles(
         query,
+        query_high,
+        query_sum,
         k,
         v,
+        k_ranges,
+        v_ranges,
         table,
         acc,
+        acc_high,
         weight_sum,
         maximum,
         whole_end,
@@ -225,22 +291,23 @@ def prefill_attention_kernel(
         squeeze,
         steepness,
         NUM_KV_HEADS,
-        D,
+        WIDTH,
         PAGE,
         TILE,
+        FORMAT,
         True,
         HAS_WINDOW,
         SOFTCAP,
         ALIBI,
     )
-    factor = last_factor(weight_sum, maximum * steepness, sinks, query_heads, owned, SINKS)
-    result = round_to(acc * factor[:, None], out.dtype.element_ty)
-    tl.store(out + (lines * OUT_STRIDE + query_heads * D)[:, None] + dims[None, :], result, mask=kept)
+    factor = factor_of(weight_sum, maximum * steepness, sinks, query_heads, owned, SINKS, FORMAT)[:, None]
+    into = out + (lines * OUT_STRIDE + query_heads * D)[:, None] + dims[None, :]
+    store_halves(into, acc * factor, acc_high * factor, kept, WIDTH, FORMAT)
 
 
 def paged_prefill_attention(
     q: Tensor,
-    cache: PagedKV,
+    cache: KVCache,
     plan: PrefillTiles,
     *,
     scale: float,

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from asyncllm.kernels.triton.language import dot, round_to
 
-__all__ = ["FLOOR", "LOG2_E", "attend_keys", "attend_tile", "last_factor"]
+__all__ = ["FLOOR", "LOG2_E", "attend_keys", "attend_tile", "last_factor", "weigh_keys", "weigh_tile"]
 
 FLOOR: tl.constexpr = tl.constexpr(-1e30)
 """Where running maxima start, in raw scores and in exponents of 2."""
@@ -51,12 +51,58 @@ def attend_tile(
 
     q [M, P], key_pointers [P, N], value_pointers [N, P] with head_dim D padded to P; acc [M, P], weight_sum and maximum
     [M]; key_positions [N], query_positions [M]; keys from kv_end on belong to no row; slopes [M] in raw units.
-    Each product-and-sum is spelled out as one operation, so that a masked and an unmasked tile round alike.
     """
     PADDED: tl.constexpr = acc.shape[1]
     dims = tl.arange(0, PADDED)
     k = tl.load(key_pointers) if PADDED == D else tl.load(key_pointers, mask=(dims < D)[:, None], other=0.0)
     raw = dot(q, k, tl.zeros([acc.shape[0], key_pointers.shape[1]], tl.float32))
+    weights, fade, weight_sum, new_maximum = weigh_tile(
+        raw,
+        weight_sum,
+        maximum,
+        key_positions,
+        query_positions,
+        window,
+        slopes,
+        squeeze,
+        steepness,
+        MASKED,
+        HAS_WINDOW,
+        SOFTCAP,
+        ALIBI,
+    )
+    # Keys and values of no row may be NaN, and 0 times NaN is NaN: such values are replaced, not just given no weight.
+    if MASKED and PADDED == D:
+        v = tl.load(value_pointers, mask=(key_positions < kv_end)[:, None], other=0.0)
+    elif MASKED:
+        v = tl.load(value_pointers, mask=(key_positions < kv_end)[:, None] & (dims < D)[None, :], other=0.0)
+    elif PADDED == D:
+        v = tl.load(value_pointers)
+    else:
+        v = tl.load(value_pointers, mask=(dims < D)[None, :], other=0.0)
+    acc = dot(round_to(weights, v.dtype), v, acc * fade[:, None])
+    return acc, weight_sum, new_maximum
+
+
+@triton.jit
+def weigh_tile(
+    raw,
+    weight_sum,
+    maximum,
+    key_positions,
+    query_positions,
+    window,
+    slopes,
+    squeeze,
+    steepness,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+):
+    """raw products [M, N] of queries and keys -> the weights [M, N], what earlier ones fade by [M], the new sum and
+    maximum [M]. Each product-and-sum is spelled out as one operation, so that a masked and an unmasked tile
+    round alike."""
     if SOFTCAP:
         # 1 - 2 / (e^2x + 1) is tanh(x); e^2x may overflow to infinity, which gives 1.
         raw = 1.0 - 2.0 / (tl.exp2(raw * (squeeze * (2.0 * LOG2_E))) + 1.0)
@@ -74,17 +120,7 @@ def attend_tile(
     weights = tl.exp2(tl.fma(raw, tl.zeros_like(raw) + steepness, offset))
     fade = tl.exp2((maximum - new_maximum) * steepness)
     weight_sum = tl.fma(weight_sum, fade, tl.sum(weights, 1))
-    # Keys and values of no row may be NaN, and 0 times NaN is NaN: such values are replaced, not just given no weight.
-    if MASKED and PADDED == D:
-        v = tl.load(value_pointers, mask=(key_positions < kv_end)[:, None], other=0.0)
-    elif MASKED:
-        v = tl.load(value_pointers, mask=(key_positions < kv_end)[:, None] & (dims < D)[None, :], other=0.0)
-    elif PADDED == D:
-        v = tl.load(value_pointers)
-    else:
-        v = tl.load(value_pointers, mask=(dims < D)[None, :], other=0.0)
-    acc = dot(round_to(weights, v.dtype), v, acc * fade[:, None])
-    return acc, weight_sum, new_maximum
+    return weights, fade, weight_sum, new_maximum
 
 
 @triton.jit
@@ -115,8 +151,45 @@ def attend_keys(
     there = key_positions < kv_end
     k = tl.load(key_pointers) if PADDED == D else tl.load(key_pointers, mask=(dims < D)[None, :], other=0.0)
     raw = dot(k, q, tl.zeros([key_pointers.shape[0], acc.shape[1]], tl.float32))
+    weights, fade, weight_sum, new_maximum = weigh_keys(
+        raw,
+        weight_sum,
+        maximum,
+        key_positions,
+        kv_end,
+        window,
+        slopes,
+        squeeze,
+        steepness,
+        HAS_WINDOW,
+        SOFTCAP,
+        ALIBI,
+    )
+    kept = there[None, :] if PADDED == D else there[None, :] & (dims < D)[:, None]
+    v = tl.load(value_pointers, mask=kept, other=0.0)
+    acc = dot(v, round_to(weights, v.dtype), acc * fade[None, :])
+    return acc, weight_sum, new_maximum
+
+
+@triton.jit
+def weigh_keys(
+    raw,
+    weight_sum,
+    maximum,
+    key_positions,
+    kv_end,
+    window,
+    slopes,
+    squeeze,
+    steepness,
+    HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+):
+    """`weigh_tile` turned on its side: raw and weights [N, H], fade, sum and maximum [H]."""
     if SOFTCAP:
         raw = 1.0 - 2.0 / (tl.exp2(raw * (squeeze * (2.0 * LOG2_E))) + 1.0)
+    there = key_positions < kv_end
     distance = key_positions - (kv_end - 1)
     if ALIBI:
         raw += distance.to(tl.float32)[:, None] * slopes[None, :]
@@ -126,10 +199,7 @@ def attend_keys(
     weights = tl.exp2((raw - new_maximum[None, :]) * steepness)
     fade = tl.exp2((maximum - new_maximum) * steepness)
     weight_sum = weight_sum * fade + tl.sum(weights, 0)
-    kept = there[None, :] if PADDED == D else there[None, :] & (dims < D)[:, None]
-    v = tl.load(value_pointers, mask=kept, other=0.0)
-    acc = dot(v, round_to(weights, v.dtype), acc * fade[None, :])
-    return acc, weight_sum, new_maximum
+    return weights, fade, weight_sum, new_maximum
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.kernels.cache import PagedKV
+from asyncllm.kernels.cache import KVCache, PagedKV
 from asyncllm.kernels.rotary import Rotation
 from asyncllm.kernels.triton.cache import check_cache
 from asyncllm.kernels.triton.language import PDL, dot, release_consumers, round_to, wait_for_producers
@@ -122,7 +122,7 @@ def linear_rope_fill_kv(
     x: Tensor,
     weight: Tensor,
     rotation: Rotation,
-    cache: PagedKV,
+    cache: KVCache,
     plan: Tensor,
     *,
     num_heads: int,
@@ -131,7 +131,8 @@ def linear_rope_fill_kv(
 ) -> Tensor:
     table = _table(x.device)
     config = choose(table, x, weight) if table and x.dtype.itemsize == 2 else None
-    if config is None or rotation.cos.shape[-1] != head_dim or head_dim % config.rows:
+    # A line is rounded by its largest number, and a tile here may have a part of it.
+    if config is None or not isinstance(cache, PagedKV) or rotation.cos.shape[-1] != head_dim or head_dim % config.rows:
         return rope_fill_kv(
             linear(x, weight),
             rotation,

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from asyncllm.kernels.linear import check_out
 from asyncllm.kernels.scaled import GROUP, LARGEST, ScaledWeight
-from asyncllm.kernels.triton.language import INTERPRET, release_consumers, wait_for_producers
+from asyncllm.kernels.triton.language import (
+    INTERPRET,
+    e4m3_bits,
+    e4m3_value,
+    nearest_integer,
+    release_consumers,
+    wait_for_producers,
+)
 from asyncllm.kernels.triton.launch import launch
 from asyncllm.kernels.triton.linear.tiles import Tile, choose_tile, finish, split
 
@@ -28,35 +35,6 @@ TILES = (
 """By tokens. The first three are near the best of a small search on an H200 with the same tiles, without the rounding
 of activations and with sums left to the tensor cores: 66 us for the four products of a Llama-3-8B layer with one token,
 68 with 16, 76 with 64, where cuBLAS in bfloat16 takes 122, 121 and 128. As they are here, nothing is measured."""
-
-
-@triton.jit
-def _nearest_integer(x):
-    """To even, for magnitudes below 2^22: such a sum has no room for a fraction."""
-    return (x + 12582912.0) - 12582912.0
-
-
-@triton.jit
-def _e4m3_bits(x):
-    """float32 within 448 -> the byte of the nearest number of e4m3, to even."""
-    bits = x.to(tl.uint32, bitcast=True)
-    exponent = tl.maximum(((bits >> 23) & 255).to(tl.int32) - 127, -6)
-    # Three bits of fraction: the magnitude in steps of 2^(exponent - 3) is below 16, and below 8 if it is subnormal.
-    per_step = ((130 - exponent) << 23).to(tl.float32, bitcast=True)
-    steps = _nearest_integer(tl.where(x == x, tl.abs(x), 0.0) * per_step).to(tl.int32)
-    code = ((exponent + 7) << 3) + steps - 8
-    return tl.where(x == x, code | ((bits >> 31) << 7).to(tl.int32), 0x7F).to(tl.uint8)
-
-
-@triton.jit
-def _e4m3_value(code):
-    """The float32 of a byte of e4m3."""
-    magnitude = (code & 127).to(tl.int32)
-    exponent = magnitude >> 3
-    steps = tl.where(exponent > 0, 8 + (magnitude & 7), magnitude & 7).to(tl.float32)
-    step = ((tl.maximum(exponent, 1) + 117) << 23).to(tl.float32, bitcast=True)
-    value = tl.where(magnitude == 127, float("nan"), steps * step)
-    return tl.where(code >= 128, -value, value)
 
 
 @triton.jit
@@ -91,9 +69,9 @@ def round_rows_kernel(
         clipped = tl.where(x > LARGEST_CODE, LARGEST_CODE, tl.where(x < -LARGEST_CODE, -LARGEST_CODE, x))
         if INTEGER:
             # What is not a number is in the scale.
-            codes = _nearest_integer(tl.where(clipped == clipped, clipped, 0.0)).to(tl.int8)
+            codes = nearest_integer(tl.where(clipped == clipped, clipped, 0.0)).to(tl.int8)
         else:
-            codes = _e4m3_bits(clipped)
+            codes = e4m3_bits(clipped)
         tl.store(codes_ptr + row * K + start + columns, codes, mask=inside)
     tl.store(scales_ptr + row * tl.num_programs(1) + group, scale)
 
@@ -108,7 +86,7 @@ def _products(w, x, acc, INTEGER: tl.constexpr):
             return tl.dot(w, x, acc, out_dtype=tl.int32)
     else:
         if INTERPRET:
-            return acc + tl.dot(_e4m3_value(w), _e4m3_value(x), input_precision="ieee")
+            return acc + tl.dot(e4m3_value(w), e4m3_value(x), input_precision="ieee")
         else:
             return acc + tl.dot(w, x)
 

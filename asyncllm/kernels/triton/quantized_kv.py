@@ -1,0 +1,115 @@
+"""Lines of a quantized cache in registers: from numbers to codes and back (`asyncllm.kernels.quantized_kv`).
+
+A format is its name; "" is none. A line is in two halves, as a byte has one code of each in 4 bits. Codes are turned
+into numbers of the type that products are taken in; scale and middle are left to what is made of the products:
+q k = scale * (q code) + (middle - scale * centre) * sum of q, and likewise for sums of values.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from asyncllm.kernels.quantized_kv import FORMATS
+from asyncllm.kernels.triton.language import INTERPRET, e4m3_bits, e4m3_value, nearest_integer
+
+__all__ = ["INT4_CENTRE", "INT8_CENTRE", "middles_of", "numbers_of", "pack_halves", "quantize_halves", "scales_of"]
+
+INT8_CENTRE: tl.constexpr = tl.constexpr(FORMATS["int8"].centre)
+INT4_CENTRE: tl.constexpr = tl.constexpr(FORMATS["int4"].centre)
+_PER_INT8: tl.constexpr = tl.constexpr(1 / FORMATS["int8"].reach)
+_PER_INT4: tl.constexpr = tl.constexpr(1 / FORMATS["int4"].reach)
+_PER_FP8: tl.constexpr = tl.constexpr(1 / FORMATS["fp8"].reach)
+_SMALLEST: tl.constexpr = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def scales_of(ranges):
+    """int32 -> float32."""
+    return (ranges << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def middles_of(ranges):
+    """int32 -> float32."""
+    return (ranges & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def numbers_of(codes, FORMAT: tl.constexpr, HIGH: tl.constexpr, dtype: tl.constexpr):
+    """Stored codes -> numbers of `dtype`, or of float32 under the interpreter. HIGH: in 4 bits, the upper half of the
+    bytes."""
+    if FORMAT == "int4":
+        codes = ((codes >> 4) if HIGH else (codes & 15)).to(tl.int8)
+    if FORMAT == "fp8":
+        if INTERPRET:
+            return e4m3_value(codes)
+        else:
+            return codes.to(tl.float8e4nv, bitcast=True).to(dtype)
+    elif INTERPRET:
+        return codes.to(tl.float32)
+    else:
+        return codes.to(dtype)
+
+
+@triton.jit
+def _to_bfloat16(x):
+    """float32 -> the nearest number of bfloat16, to even, as float32."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def quantize_halves(first, second, within, FORMAT: tl.constexpr):
+    """Lines first and second [R, B] float32, numbers where within [1, B] -> codes of both, int32 or bytes of e4m3, and
+    ranges int32 [R]. As `kernels.quantized_kv.quantize_lines`."""
+    if FORMAT == "fp8":
+        middle = tl.zeros([first.shape[0]], tl.float32)
+    else:
+        far = float("inf")
+        low = tl.minimum(tl.min(tl.where(within, first, far), 1), tl.min(tl.where(within, second, far), 1))
+        high = tl.maximum(tl.max(tl.where(within, first, -far), 1), tl.max(tl.where(within, second, -far), 1))
+        middle = _to_bfloat16(low * 0.5 + high * 0.5)
+    first = tl.where(within, first - middle[:, None], 0.0)
+    second = tl.where(within, second - middle[:, None], 0.0)
+    largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+    # A maximum may pass over NaN, a sum does not; and 0 times infinity is NaN.
+    odd = tl.sum(first * 0.0, 1) + tl.sum(second * 0.0, 1)
+    finite = odd == 0.0
+    bits = tl.where(finite, _per_reach(largest, FORMAT), 0.0).to(tl.uint32, bitcast=True)
+    scale = ((bits + 0xFFFF) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    usable = finite & (scale >= _SMALLEST)
+    inverse = tl.where(usable, 1.0 / tl.where(usable, scale, 1.0), 0.0)
+    first = tl.where(finite[:, None], first, 0.0) * inverse[:, None]
+    second = tl.where(finite[:, None], second, 0.0) * inverse[:, None]
+    upper = tl.where(finite, middle, 0.0).to(tl.int32, bitcast=True)
+    lower = tl.where(finite, (scale.to(tl.uint32, bitcast=True) >> 16).to(tl.int32), 0x7FC0)
+    return _code(first, FORMAT), _code(second, FORMAT), upper | lower
+
+
+@triton.jit
+def _per_reach(largest, FORMAT: tl.constexpr):
+    if FORMAT == "int8":
+        return largest * _PER_INT8
+    elif FORMAT == "int4":
+        return largest * _PER_INT4
+    else:
+        return largest * _PER_FP8
+
+
+@triton.jit
+def _code(steps, FORMAT: tl.constexpr):
+    if FORMAT == "int8":
+        codes = nearest_integer(steps + INT8_CENTRE)
+        return tl.minimum(tl.maximum(codes, -128.0), 127.0).to(tl.int32)
+    elif FORMAT == "int4":
+        codes = nearest_integer(steps + INT4_CENTRE)
+        return tl.minimum(tl.maximum(codes, 0.0), 15.0).to(tl.int32)
+    else:
+        return e4m3_bits(tl.minimum(tl.maximum(steps, -448.0), 448.0)).to(tl.int32)
+
+
+@triton.jit
+def pack_halves(first, second, dtype: tl.constexpr):
+    """Codes of 4 bits of both halves -> bytes."""
+    return (first | (second << 4)).to(dtype)
