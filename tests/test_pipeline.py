@@ -308,7 +308,7 @@ class TestFactory:
     @pytest.mark.parametrize(
         ("arguments", "error"),
         [
-            ({"vision_config": object()}, UnsupportedFeature),
+            ({"vision_config": object()}, InvalidParameter),
             ({"backend": "other"}, InvalidParameter),
             ({"tp": 0}, InvalidParameter),
             ({"instance_num": 0}, InvalidParameter),
