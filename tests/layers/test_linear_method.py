@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from asyncllm import kernels
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.linear_method import LinearMethod, PartKey, Weighted
+from asyncllm.layers.short_convolution import StateLayer
 from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.decoder import DecoderLM
@@ -169,11 +170,13 @@ def test_every_layer_of_every_family_says_how_it_may_be_divided(family: str) -> 
     model = open_case(Case(family, "default"))
     layers = layers_of(model)
     latent = hasattr(model.layers[0].attn, "kv")
+    whole = {f"layers.{n}.attn" for n, block in enumerate(model.layers) if isinstance(block.attn, StateLayer)}
     projections = {"attn.q", "attn.kv"} if latent else {"attn.qkv"}
     inner = "mlp.gate_up" if model.config.gated else "mlp.up"
     assert {"attn.out", "mlp.down", *projections, inner} <= {name.split(".", 2)[-1] for name in layers}
     for name, layer in layers.items():
-        assert layer.shard == SHARDS[name.split(".", 2)[-1]], name
+        in_whole = name.rpartition(".")[0] in whole
+        assert layer.shard == ("replicated" if in_whole else SHARDS[name.split(".", 2)[-1]]), name
         divided = (
             [layer.in_features] if layer.shard == "row" else [rows.stop - rows.start for rows in layer.rows.values()]
         )
@@ -185,7 +188,7 @@ def test_every_layer_of_every_family_says_how_it_may_be_divided(family: str) -> 
             assert attn.kv.unit == attn.nope_dim + attn.out.unit
             assert attn.q.out_features // heads == attn.kv.out_features // attn.kv.unit
             assert attn.q.out_features // heads == attn.out.in_features // attn.out.unit
-        else:
+        elif not isinstance(attn, StateLayer):
             assert attn.qkv.unit == attn.out.unit == heads
             assert attn.qkv.rows["q"].stop == attn.out.in_features
         if model.config.gated:
@@ -193,7 +196,11 @@ def test_every_layer_of_every_family_says_how_it_may_be_divided(family: str) -> 
         else:
             assert block.mlp.up.out_features == block.mlp.down.in_features
     owned = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
+    # A rank has a layer with a state whole.
     owned |= {id(block.attn.sinks.logits) for block in model.layers if getattr(block.attn, "sinks", None) is not None}
+    owned |= {
+        id(each) for block in model.layers if isinstance(block.attn, StateLayer) for each in block.attn.parameters()
+    }
     others = [name for name, parameter in model.named_parameters() if id(parameter) not in owned]
     assert all(name.rsplit(".", 2)[-2].endswith(("norm", "correction")) for name in others), (
         "which every rank has whole"
