@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelNotFound, short
 
-__all__ = ["BUNDLED", "locate"]
+__all__ = ["BUNDLED", "locate", "locate_adapter"]
 
 BUNDLED = ("tiny-chat",)
 """Models inside the package, under `asyncllm/assets`."""
@@ -77,6 +77,29 @@ def locate(
     return _checked(_download(name, revision, download_dir))
 
 
+def locate_adapter(adapter: str | os.PathLike[str], *, download_dir: str | Path | None = None) -> Path:
+    """Return the folder of a PEFT adapter, downloaded from the hub if need be: an existing folder, or a hub id.
+
+    Raises InvalidParameter, ModelNotFound and InvalidCheckpoint as `locate` does.
+    """
+    name = adapter if isinstance(adapter, str) else os.fspath(adapter)
+    if not isinstance(name, str) or not name.strip() or "\0" in name:
+        raise InvalidParameter(f"The path of an adapter is {short(name)}. Give a folder or a hub id.", "adapters")
+    try:
+        folder = Path(name).expanduser()
+        is_folder = folder.is_dir()
+    except (OSError, RuntimeError) as error:
+        raise ModelNotFound(f"{short(name)} cannot be looked up ({error}). Check the spelling.") from error
+    if is_folder:
+        return _checked(folder.absolute(), "adapter_config.json")
+    if not _HUB_ID.fullmatch(name) or ".." in name or Path(name).parent.is_dir():
+        raise ModelNotFound(
+            f"There is no folder {short(name)}, and it is no hub id of the form 'owner/name'. Check the "
+            f"spelling, or download the adapter first."
+        )
+    return _checked(_download(name, None, download_dir), "adapter_config.json")
+
+
 def _refuse_revision(name: str, revision: str | None, why: str) -> None:
     if revision is not None:
         raise InvalidParameter(
@@ -84,10 +107,10 @@ def _refuse_revision(name: str, revision: str | None, why: str) -> None:
         )
 
 
-def _checked(folder: Path) -> Path:
-    if not (folder / "config.json").is_file():
+def _checked(folder: Path, config: str = "config.json") -> Path:
+    if not (folder / config).is_file():
         raise InvalidCheckpoint(
-            f"{folder} has no config.json, which says what the weights are. Give the folder of a whole model."
+            f"{folder} has no {config}, which says what the weights are. Give the folder with all files."
         )
     return folder
 

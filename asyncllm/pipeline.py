@@ -297,6 +297,19 @@ class Pipeline:
         """Replace weights in place, by their names in the checkpoint, as `AsyncEngine.update_weights`."""
         self._loop.call(self._engine.update_weights(weights))
 
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Name -> path of the LoRA adapters that prompts may name."""
+        return self._engine.adapters
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter, as `AsyncEngine.load_adapter`."""
+        self._loop.call(self._engine.load_adapter(name, path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Let no prompt name a LoRA adapter any more, as `AsyncEngine.unload_adapter`."""
+        self._loop.call(self._engine.unload_adapter(name))
+
     def sleep(self, level: int = 1) -> None:
         """Give the device's memory back until `wake`, as `AsyncEngine.sleep`."""
         self._loop.call(self._engine.sleep(level))

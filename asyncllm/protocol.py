@@ -25,6 +25,7 @@ __all__ = [
     "Grammar",
     "ImageProcessor",
     "Limits",
+    "LoadAdapter",
     "PrefillRow",
     "Progress",
     "PromptImage",
@@ -38,6 +39,7 @@ __all__ = [
     "StepOutput",
     "SwapPlan",
     "TokenLogprobs",
+    "UnloadAdapter",
     "UpdateWeights",
     "Wake",
 ]
@@ -171,6 +173,10 @@ class SlotStart(msgspec.Struct, frozen=True, kw_only=True):
     """The known tokens when `params.needs_history`, else empty."""
     position_shift: int = 0
     """How far the positions of tokens behind all images are from their numbers (`PromptImage.shift`)."""
+    adapter: int = 0
+    """The number of the LoRA adapter that its tokens are computed with, and"""
+    adapter_slot: int = -1
+    """where on the device that has to lie from this step on; -1: without an adapter."""
 
 
 class PrefillRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -282,22 +288,38 @@ class UpdateWeights(msgspec.Struct, frozen=True):
     """Tensor by its name in a checkpoint. The caller leaves them alone until the command is carried out."""
 
 
-class Sleep(msgspec.Struct, frozen=True):
+class Sleep(msgspec.Struct, tag=True, frozen=True):
     """Give the device's memory back. KV is lost, on the device and in host memory."""
 
     level: int
     """1: weights go to host memory; 2: they are lost."""
 
 
-class Wake(msgspec.Struct, frozen=True):
+class Wake(msgspec.Struct, tag=True, frozen=True):
     """Take the memory of these parts again; what is there already stays."""
 
     parts: frozenset[ResidentPart]
 
 
-Command = UpdateWeights | Sleep | Wake
-"""What is asked of a model as a whole, between two steps. No slot and no block keeps its content beyond one that
-succeeds."""
+class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Read a LoRA adapter into host memory. Slots and blocks keep their content."""
+
+    number: int
+    """What `SlotStart.adapter` will name it by."""
+    name: str
+    path: str
+    """Its folder."""
+
+
+class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Forget a LoRA adapter, which no sequence has or will have. Slots and blocks keep their content."""
+
+    number: int
+
+
+Command = UpdateWeights | Sleep | Wake | LoadAdapter | UnloadAdapter
+"""What is asked of a model as a whole, between two steps. No slot and no block keeps its content beyond new weights and
+a sleep."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -331,6 +353,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of the state tables: at least `max_batch_size`, more when rows in flight need a grace period."""
     num_host_blocks: int = 0
     """Blocks in host memory, of the same size, to copy to and from."""
+    num_adapter_slots: int = 0
+    """Adapters that steps may use at a time."""
     min_copied_tokens: int = 1
     """A cached beginning on the host that is shorter is computed again, as that is faster than to copy it."""
     max_steps_in_flight: int = 2

@@ -26,7 +26,6 @@ from asyncllm import (
     ModelNotFound,
     SessionBusy,
     SessionNotFound,
-    UnsupportedFeature,
     pipeline,
 )
 from asyncllm.testing import FakePipeline
@@ -79,7 +78,7 @@ class TestCall:
     def test_bad_input_raises_before_anything_starts(self, pipe: FakePipeline) -> None:
         with pytest.raises(InvalidMessage):
             pipe(["ping", 5])
-        with pytest.raises(UnsupportedFeature, match="LoRA"):
+        with pytest.raises(InvalidParameter, match="no adapter of that name"):
             pipe("ping", adapter_name="mine")
         assert pipe.stats().requests_finished == 0
         assert pipe("ping").text == "pong"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -53,6 +54,9 @@ _FEW_BLOCKS = 2
 
 _FORWARD, _SAMPLE, _MIXED = "forward", "sample", "mixed"
 """Captured parts: the two of a decode step, and what is captured of a step that has prompt tokens."""
+
+_ADAPTED = {_FORWARD: "forward with adapters", _MIXED: "mixed with adapters"}
+"""The same of steps in which a token has an adapter, so that all others cost nothing more."""
 
 OUT_OF_MEMORY = (
     "The device had no memory left to compute or score this prompt, even in parts. Lower max_prefill_token_num or "
@@ -102,7 +106,6 @@ class ModelAgent:
         self._layout = CacheLayout(
             opened.cache_specs, config.tokens_per_block, self._dtype, longest=opened.max_position
         )
-        self._placement = ModelPlacement(opened)
         tower = self.model.vision
         self._images = None if tower is None else ImageFeatures(tower, config.vision_max_batch_size)
         self._in_group = group is not None
@@ -110,6 +113,7 @@ class ModelAgent:
         # A whole batch may end while the next one, in other slots, is in flight already.
         num_slots = 2 * config.max_batch_size
         with torch.inference_mode(), self._streams.computing():
+            self._placement = ModelPlacement(opened, config)
             self._allocate_state(config, opened, num_slots, max_rows=max(self._decode_sizes[-1], config.max_batch_size))
             num_blocks = pool_blocks(
                 config,
@@ -125,7 +129,8 @@ class ModelAgent:
             times.lap("pool")
             self._graphs = self._capture()
             if self._streams.on_gpu:
-                warm_up_mlps(self.model, config.prefill_budget + config.max_batch_size)
+                for adapted in (False, True) if self._placement.adapters else (False,):
+                    warm_up_mlps(self.model, config.prefill_budget + config.max_batch_size, adapted=adapted)
         self.limits: Limits = opened.limits(
             num_blocks,
             config.tokens_per_block,
@@ -133,6 +138,7 @@ class ModelAgent:
             windows=self._layout.windows,
             keeps_state=self._layout.keeps_state,
             num_host_blocks=num_host_blocks,
+            num_adapter_slots=0 if self._placement.adapters is None else self._placement.adapters.num_slots,
             min_copied_tokens=MIN_COPIED_TOKENS if self._streams.on_gpu else 1,
             token_tile=_TOKEN_TILE if self._streams.on_gpu else 1,
             tokens_beside_decode=LARGEST_MIXED if self._streams.on_gpu else None,
@@ -221,6 +227,7 @@ class ModelAgent:
             caches=self._tables.caches,
             columns=self.model.step_columns,
             batch_invariant=config.batch_invariant,
+            adapted=self._placement.adapters is not None,
             device=self._device,
         )
         reserve = measure_reserve(self.model, step, self._captured_parts(), self._streams.stream)
@@ -231,11 +238,16 @@ class ModelAgent:
 
     def _captured_parts(self) -> list[CapturedPart]:
         """Return what becomes graphs, of which sizes."""
-        return [
+        parts = [
             CapturedPart(_MIXED, self._mixed_residual, self._mixed_sizes, self._tables.empty_mixed),
             CapturedPart(_FORWARD, self._decode_logits, self._decode_sizes),
             CapturedPart(_SAMPLE, self._decode_tokens, self._decode_sizes),
         ]
+        if self._placement.adapters is not None:
+            mixed, forward = partial(self._mixed_residual, adapted=True), partial(self._decode_logits, adapted=True)
+            parts += [replace(parts[0], name=_ADAPTED[_MIXED], launch=mixed)]
+            parts += [replace(parts[1], name=_ADAPTED[_FORWARD], launch=forward)]
+        return parts
 
     def _capture(self) -> StepGraphs | None:
         """Return parts of steps over the whole pool as graphs; None where there are no graphs."""
@@ -250,12 +262,15 @@ class ModelAgent:
     def _warm_up(self, max_tokens: int) -> None:
         """Run steps of all sizes that ask for everything, so that nothing is compiled later, in the event loop."""
         limits = self.limits
-        for batch in warm_up_batches(limits.num_blocks, limits.block_size, max_tokens, limits.max_position):
-            if self._swaps is not None:
-                batch.swaps = SwapPlan(swap_out=[(0, 0)], swap_in=[(0, 0)])
-            pending = self.launch(batch)
-            pending.wait()
-            pending.output()
+        for slot in (-1,) if self._placement.adapters is None else (-1, 0):
+            for batch in warm_up_batches(
+                limits.num_blocks, limits.block_size, max_tokens, limits.max_position, adapter_slot=slot
+            ):
+                if self._swaps is not None:
+                    batch.swaps = SwapPlan(swap_out=[(0, 0)], swap_in=[(0, 0)])
+                pending = self.launch(batch)
+                pending.wait()
+                pending.output()
 
     def launch(self, batch: Batch) -> PendingStep:
         """Launch a step. A row that fails is named in its `StepOutput.errors`; what raises here or in `output` concerns
@@ -290,6 +305,8 @@ class ModelAgent:
 
     def _launch(self, batch: Batch, pending: PendingStep) -> None:
         for start in batch.starts:
+            if start.adapter_slot >= 0 and self._placement.adapters is not None:
+                self._placement.adapters.put(start.adapter, start.adapter_slot)
             self._tables.start(start)
             self.sampler.start(start)
         for slot, group, index, blocks in batch.new_blocks:
@@ -347,10 +364,11 @@ class ModelAgent:
     def _launch_decode(self, batch: Batch, pending: PendingStep, graphs: StepGraphs) -> None:
         """Launch a step of decode rows alone, out of the graphs."""
         num_rows = len(batch.decode)
-        rows = self._tables.advance_decode(batch).rows
+        arrays = self._tables.advance_decode(batch)
+        rows = arrays.rows
         pending.slots = rows.slots
         size = smallest_for(num_rows, self._decode_sizes)
-        graphs.replay(_FORWARD, size)
+        graphs.replay(_ADAPTED[_FORWARD] if arrays.adapted else _FORWARD, size)
 
         def sample() -> None:
             # The host may still be fetching what this overwrites.
@@ -373,9 +391,9 @@ class ModelAgent:
 
         self._sample_when_possible(pending, sample)
 
-    def _decode_logits(self, num_rows: int) -> None:
+    def _decode_logits(self, num_rows: int, *, adapted: bool = False) -> None:
         """Compute the fixed rows up to their logits. Captured."""
-        hidden = self.model(self._tables.decode_inputs(num_rows))
+        hidden = self.model(self._tables.decode_inputs(num_rows, adapted=adapted))
         self.model.logits(hidden, self._logits[:num_rows])
 
     def _decode_tokens(self, num_rows: int) -> None:
@@ -387,9 +405,9 @@ class ModelAgent:
         results = self._results[: 2 * num_rows].view(2, num_rows)
         kernels.record_tokens(tokens, flags, slots, self._tables.last_tokens, results)
 
-    def _mixed_residual(self, size: MixedSize) -> None:
+    def _mixed_residual(self, size: MixedSize, *, adapted: bool = False) -> None:
         """Compute all layers but the last one of a step with prompt tokens. Captured."""
-        inputs = self._tables.mixed_inputs(size)
+        inputs = self._tables.mixed_inputs(size, adapted=adapted)
         self.model.before_last(inputs, self._residual[: size.tokens])
 
     def _launch_mixed(self, batch: Batch, pending: PendingStep, graphs: StepGraphs | None) -> None:
@@ -410,7 +428,7 @@ class ModelAgent:
         rows = step.arrays.rows
         pending.slots = rows.slots
         if step.size is not None and graphs is not None:
-            graphs.replay(_MIXED, step.size)
+            graphs.replay(_ADAPTED[_MIXED] if step.inputs.adapted else _MIXED, step.size)
         hidden, stream = self._forward(step, pending, whole=whole)
         unsound = self._no_flags
         if batch.prefill:

@@ -16,13 +16,15 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from asyncllm.agent.adapters import AdapterPool
 from asyncllm.agent.cache.pool import available_memory
 from asyncllm.agent.open_model import OpenedModel
+from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidParameter, ModelError
 from asyncllm.layers.layer import settle
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.weights import load, plan_update
-from asyncllm.protocol import Command, ResidentPart, Sleep, UpdateWeights, Wake
+from asyncllm.protocol import Command, LoadAdapter, ResidentPart, Sleep, UnloadAdapter, UpdateWeights, Wake
 
 __all__ = ["CacheHolder", "ModelPlacement"]
 
@@ -42,12 +44,19 @@ class CacheHolder(Protocol):
 class ModelPlacement:
     """Where the parts of one model are. Written by the thread that carries out commands, while no step runs."""
 
-    def __init__(self, opened: OpenedModel) -> None:
-        """The weights are on the device, the cache is taken."""
+    def __init__(self, opened: OpenedModel, config: EngineConfig) -> None:
+        """The weights are on the device, the cache is taken. Reads the adapters of `config`, and raises as they do."""
         self._model, self._device, self._dtype = opened.model, opened.device, opened.dtype
         self._path = opened.path
         self._weights: Literal["device", "host", "lost"] = "device"
         self._has_cache = True
+        self.adapters = AdapterPool(config, opened) if config.num_adapter_slots else None
+        """None: the engine asks for none."""
+
+    @property
+    def _loaded_adapters(self) -> AdapterPool:
+        assert self.adapters is not None, "an engine without slots loads none"
+        return self.adapters
 
     def carry_out(self, command: Command, holder: CacheHolder) -> None:
         """Carry out a command. Raises InvalidParameter for tensors that do not fit and for a cache that is to wake
@@ -61,6 +70,10 @@ class ModelPlacement:
                     self._sleep(level, holder)
                 case Wake(parts):
                     self._wake(parts, holder)
+                case LoadAdapter(number, _, path):
+                    self._loaded_adapters.load(number, path)
+                case UnloadAdapter(number):
+                    self._loaded_adapters.unload(number)
         finally:
             self._wait_for_device()
 
@@ -82,6 +95,8 @@ class ModelPlacement:
         elif self._weights == "device":
             self._leave_device()
         holder.release_cache()
+        if self.adapters is not None:
+            self.adapters.release()
         self._has_cache = False
 
     def _leave_device(self) -> None:
@@ -107,8 +122,12 @@ class ModelPlacement:
             self._bring_weights()
         if "kv_cache" in parts and not self._has_cache:
             try:
+                if self.adapters is not None:
+                    self.adapters.allocate()
                 holder.take_cache()
             except BaseException as error:
+                if self.adapters is not None:
+                    self.adapters.release()
                 if where != "device":
                     self._put(before)
                     self._weights = where

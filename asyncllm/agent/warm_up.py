@@ -29,6 +29,7 @@ def largest_step(
     caches: Sequence[Any],
     columns: Sequence[Column],
     batch_invariant: bool = False,
+    adapted: bool = False,
     device: torch.device,
 ) -> StepInputs:
     """Return a step of `num_decode` decode rows, then prompts of `prefill_lens` tokens, over a pool of few blocks.
@@ -55,6 +56,7 @@ def largest_step(
             )
             for column in columns
         },
+        adapted=adapted,
         batch_invariant=batch_invariant,
     )
 
@@ -120,12 +122,14 @@ def _free_bytes() -> int:
     return free
 
 
-def warm_up_batches(num_blocks: int, block_size: int, max_tokens: int, max_position: int) -> Iterator[Batch]:
+def warm_up_batches(
+    num_blocks: int, block_size: int, max_tokens: int, max_position: int, *, adapter_slot: int = -1
+) -> Iterator[Batch]:
     """Yield steps in slots 0 and 1 that between them launch each variant of each kernel outside the graphs.
 
     Which variant a kernel takes depends on how many tokens a step has, in steps of powers of two, on how long the
     longest prompt is, and on what the rows' parameters ask for. Compiling one takes a second, in which a running event
-    loop would stand still.
+    loop would stand still. `adapter_slot`: of all rows' adapter, which adds nothing.
     """
     edited = SamplingParams(
         temperature=0.8,
@@ -144,7 +148,14 @@ def warm_up_batches(num_blocks: int, block_size: int, max_tokens: int, max_posit
         params = SamplingParams() if step % 2 else edited
         known = [0] * length
         starts = [
-            SlotStart(slot=slot, params=params, num_prompt=length, num_tokens=length, token_ids=known)
+            SlotStart(
+                slot=slot,
+                params=params,
+                num_prompt=length,
+                num_tokens=length,
+                token_ids=known,
+                adapter_slot=adapter_slot,
+            )
             for slot in (0, 1)
         ]
         rows = [PrefillRow(slot=slot, tokens=known, position=0, sample=True) for slot in (0, 1)]
@@ -164,12 +175,12 @@ def mlp_sizes(max_tokens: int) -> list[int]:
 
 
 @torch.inference_mode()
-def warm_up_mlps(model: DecoderLM, max_tokens: int) -> None:
+def warm_up_mlps(model: DecoderLM, max_tokens: int, *, adapted: bool = False) -> None:
     """Compile what an MLP takes in steps of several prompts, which have more tokens than a session may."""
     device = next(model.parameters()).device
     kinds: dict[type, Any] = {type(block.mlp): block.mlp for block in model.layers}
     for size in mlp_sizes(max_tokens):
-        step = largest_step(0, [size], size, 1, caches=(), columns=model.step_columns, device=device)
+        step = largest_step(0, [size], size, 1, caches=(), columns=model.step_columns, adapted=adapted, device=device)
         x = model.embed(step.input_ids, step)
         for mlp in kinds.values():
             mlp(x, step)

@@ -105,6 +105,7 @@ def _parser() -> flags.Parser:
 
 def _add_settings(parser: flags.Parser) -> None:
     add_model_settings(parser)
+    parser.add_argument("--adapter-name", metavar="NAME", help="Which of --adapters answers. Default: none.")
     flags.add(parser.add_argument_group("answers"), GenerationConfig, leave_out=("n", "logprobs", "prompt_logprobs"))
 
 
@@ -121,7 +122,9 @@ def _run(options: argparse.Namespace) -> int:
     pipe, generation = _open(options, model)
     asked = (prompt, options.image) if options.image else prompt
     with pipe:
-        ending = print_answer(pipe.stream_infer(asked, generation, separate_reasoning=False))
+        ending = print_answer(
+            pipe.stream_infer(asked, generation, adapter_name=options.adapter_name, separate_reasoning=False)
+        )
     print()
     if ending == "length":
         complain(f"(cut after {generation.max_new_tokens} tokens; see --max-new-tokens)")
@@ -145,7 +148,7 @@ def _model_and_prompt(options: argparse.Namespace) -> tuple[str, str]:
 def _chat(options: argparse.Namespace) -> int:
     pipe, generation = _open(options, options.model)
     with pipe:
-        converse(pipe.model_name, LocalConversation(pipe, generation))
+        converse(pipe.model_name, LocalConversation(pipe, generation, options.adapter_name))
     return 0
 
 

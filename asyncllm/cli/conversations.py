@@ -26,8 +26,9 @@ class _Piece(NamedTuple):
 class LocalConversation:
     """A conversation with a model in this process."""
 
-    def __init__(self, pipe: Pipeline, generation: GenerationConfig) -> None:
+    def __init__(self, pipe: Pipeline, generation: GenerationConfig, adapter_name: str | None = None) -> None:
         self._pipe = pipe
+        self._adapter_name = adapter_name
         self._generation = generation
         self._session = pipe.session()
         self._images: list[Image] = []
@@ -36,7 +37,11 @@ class LocalConversation:
     def answer(self, text: str) -> Generator[Chunk, None, None]:
         images, self._images = self._images, []
         answer: Generator[Chunk, None, None] = self._session.chat(
-            (text, images) if images else text, self._generation, stream_response=True, separate_reasoning=False
+            (text, images) if images else text,
+            self._generation,
+            adapter_name=self._adapter_name,
+            stream_response=True,
+            separate_reasoning=False,
         )
         return answer
 

@@ -10,9 +10,11 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from asyncllm.config.settings import MAX_COUNT, Settings
-from asyncllm.errors import InvalidParameter, UnsupportedFeature
+from asyncllm.errors import InvalidParameter, UnsupportedFeature, short
 
-__all__ = ["SERVED_QUEUE", "EngineConfig", "PytorchEngineConfig", "TurbomindEngineConfig"]
+__all__ = ["SERVED_QUEUE", "EngineConfig", "PytorchEngineConfig", "TurbomindEngineConfig", "check_adapter_name"]
+
+_MAX_ADAPTER_NAME = 256
 
 SERVED_QUEUE: Mapping[str, int] = MappingProxyType({"max_queued_requests": 2048, "max_queued_tokens": 2**22})
 """What `asyncllm serve` has in place of the engine's unbounded queue, where strangers queue: room for a crowd of 2,000
@@ -183,8 +185,27 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     ] = 0.0
     use_logn_attn: Annotated[bool, Meta(description="Log-n attention scaling; not implemented, refused.")] = False
     adapters: Annotated[
-        dict[str, str] | None, Meta(description="LoRA adapters, name to path; not implemented, refused.")
+        dict[str, str] | None,
+        Meta(description="LoRA adapters that are loaded at start: name to a folder of PEFT's, or a hub id."),
     ] = None
+    max_loras: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=4096,
+            description="Adapters that are on the device at a time; the others wait in host memory. 0: as many as "
+            "adapters.",
+        ),
+    ] = 0
+    max_lora_rank: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1024,
+            description="Highest rank of an adapter, which slots on the device are made for. 0: the highest of "
+            "adapters, or 16.",
+        ),
+    ] = 0
     hf_overrides: Annotated[
         dict[str, Any] | None, Meta(description="Entries that replace those of the checkpoint's config.json.")
     ] = None
@@ -207,6 +228,11 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     def prefill_budget(self) -> int:
         """max_prefill_token_num, under whichever of its two names it was given."""
         return self.num_tokens_per_iter or self.max_prefill_token_num
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """Adapters that are on the device at a time."""
+        return self.max_loras or len(self.adapters or {})
 
     @property
     def uses_host_blocks(self) -> bool:
@@ -235,15 +261,31 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
                 f"and without a prefix cache nothing else is kept. Use eviction_type='copy' or num_cpu_blocks=0.",
                 "num_cpu_blocks",
             )
+        for adapter in self.adapters or {}:
+            check_adapter_name(adapter, "adapters")
+        if self.model_name and self.model_name in (self.adapters or {}):
+            raise InvalidParameter(
+                f"adapters name one {self.model_name!r}, which is the model's own name. Choose another.", "adapters"
+            )
+        if self.max_lora_rank and not self.num_adapter_slots:
+            raise InvalidParameter("max_lora_rank is for adapters: set adapters or max_loras too.", "max_lora_rank")
         if 0 < self.rope_scaling_factor < 1:
             raise InvalidParameter("rope_scaling_factor must be 0 (off) or at least 1.", "rope_scaling_factor")
         refused = {
             "use_logn_attn": (self.use_logn_attn, "log-n attention", "False"),
-            "adapters": (bool(self.adapters), "LoRA", "None"),
         }
         for name, (asked, what, instead) in refused.items():
             if asked:
                 raise UnsupportedFeature(f"{name}: {what} is not implemented yet. Use {name}={instead}.", name)
+
+
+def check_adapter_name(name: Any, param: str) -> None:
+    """Raise InvalidParameter for what cannot be the name of an adapter."""
+    if not isinstance(name, str) or not name.strip() or len(name) > _MAX_ADAPTER_NAME or not name.isprintable():
+        raise InvalidParameter(
+            f"The name of an adapter is a text of 1 to {_MAX_ADAPTER_NAME} printable characters, not {short(name)}.",
+            param,
+        )
 
 
 PytorchEngineConfig = EngineConfig

@@ -30,6 +30,13 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
         str | None,
         Meta(description="File with one key a line for /sleep and /wakeup, which a server without it does not have."),
     ] = None
+    adapters_folder: Annotated[
+        str | None,
+        Meta(
+            description="Folder below which the owner's key may load LoRA adapters while the server runs, by "
+            "/v1/load_lora_adapter and /v1/unload_lora_adapter; None: a server without these routes."
+        ),
+    ] = None
     insecure_no_auth: Annotated[
         bool,
         Meta(description="Listen beyond this machine without a key: every client that reaches the port may use it."),

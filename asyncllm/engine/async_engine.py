@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
+import msgspec
+
 from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords, checked
 from asyncllm.engine.control import sleep_of, update_of, wake_of
 from asyncllm.engine.lifecycle import Lifecycle
@@ -279,6 +281,7 @@ class AsyncEngine:
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
+        adapter_name: str | None = None,
         **options: Unpack[RequestKeywords],
     ) -> Embedding | list[Embedding]:
         """Return the embedding of one prompt (a text or token ids), or of a list of them in order.
@@ -291,10 +294,10 @@ class AsyncEngine:
         self.check_running()
         defaults = self._lifecycle.files.embedding
         form = EmbeddingForm(pooling, normalize, dimensions, self.limits.hidden_size, defaults)
-        return await pool(self._lifecycle, prompts, form, options)
+        return await pool(self._lifecycle, prompts, form, options, adapter_name)
 
     async def classify(
-        self, prompts: EmbeddingInput, **options: Unpack[RequestKeywords]
+        self, prompts: EmbeddingInput, *, adapter_name: str | None = None, **options: Unpack[RequestKeywords]
     ) -> SequenceScores | list[SequenceScores]:
         """Return the scores that the model's head gives one prompt (a text or token ids), or each of a list in order.
 
@@ -303,7 +306,7 @@ class AsyncEngine:
         call. Raises InvalidRequest, RequestFailed, EngineError.
         """
         self.check_running()
-        return await pool(self._lifecycle, prompts, ScoreForm(self.limits), options)
+        return await pool(self._lifecycle, prompts, ScoreForm(self.limits), options, adapter_name)
 
     async def get_reward_score(self, input_ids: Sequence[int], **options: Unpack[RequestKeywords]) -> float:
         """Return how good the last token's head finds a sequence: of models with one score. Raises InvalidRequest,
@@ -352,24 +355,37 @@ class AsyncEngine:
         one of the threads that encode long prompts, so that the event loop stays free. Raises EngineClosed."""
         return await self._lifecycle.encoder.offload(call, size)
 
-    async def get_logits(self, input_ids: Sequence[int], **options: Unpack[RequestKeywords]) -> Any:
+    async def get_logits(
+        self, input_ids: Sequence[int], *, adapter_name: str | None = None, **options: Unpack[RequestKeywords]
+    ) -> Any:
         """Return the logits after each token: a float32 CPU tensor [tokens, vocab]. Nothing is generated."""
         from asyncllm.agent.prompt_outputs import concatenate
 
-        return concatenate((await self._scored("logits", input_ids, options)).logits)
+        return concatenate((await self._scored("logits", input_ids, adapter_name, options)).logits)
 
-    async def get_ppl(self, input_ids: Sequence[int], **options: Unpack[RequestKeywords]) -> float:
+    async def get_ppl(
+        self, input_ids: Sequence[int], *, adapter_name: str | None = None, **options: Unpack[RequestKeywords]
+    ) -> float:
         """Return the mean cross-entropy of the tokens after the first, in nats: the logarithm of the perplexity."""
         self.check_running()
         if isinstance(input_ids, Sequence) and len(input_ids) < 2:
             raise InvalidParameter("Perplexity needs at least 2 tokens: the first has nothing before it.", "input_ids")
-        chunk = await self._scored("scores", input_ids, options)
+        chunk = await self._scored("scores", input_ids, adapter_name, options)
         entries = [entry for entry in chunk.prompt_logprobs or [] if entry is not None]
         return -sum(next(iter(entry.values())) for entry in entries) / len(entries)
 
-    async def _scored(self, wanted: Wanted, input_ids: Sequence[int], options: RequestKeywords) -> Chunk:
+    async def _scored(
+        self, wanted: Wanted, input_ids: Sequence[int], adapter_name: str | None, options: RequestKeywords
+    ) -> Chunk:
         """Return the one chunk of a prompt that nothing follows. Raises InvalidRequest, EngineError."""
-        call = Call(wanted=wanted, input_ids=input_ids, do_preprocess=False, streaming=False, options=options)
+        call = Call(
+            wanted=wanted,
+            input_ids=input_ids,
+            do_preprocess=False,
+            streaming=False,
+            adapter_name=adapter_name,
+            options=options,
+        )
         async with Generation(self._lifecycle, call) as generation:
             return await generation.only_chunk()
 
@@ -383,6 +399,38 @@ class AsyncEngine:
         leave the tensors alone until a next call of these methods has returned. Raises EngineError.
         """
         await self.running().change(update_of(weights))
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Name -> path of the LoRA adapters that requests may name."""
+        return self._lifecycle.adapters.paths
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter from a folder of PEFT's, or from the hub, for requests with `adapter_name=name`.
+
+        It is read between two steps. One of its name must be unloaded first; what is loaded again under its name shares
+        no cached prefix with it. The engine needs room: `EngineConfig.adapters` or `max_loras`. Raises ModelError,
+        InvalidParameter, UnsupportedFeature, EngineError; nothing has changed then.
+        """
+        loop = self.running()
+        if name == self.model_name:
+            raise InvalidParameter(f"{name!r} is the model's own name. Choose another.", "name")
+        if not isinstance(path, str):
+            raise InvalidParameter(f"path must be a str, not {type(path).__name__}.", "path")
+        command = loop.adapters.begin(name, path)
+        try:
+            folder = await self._lifecycle.files.find_adapter(path)
+            await loop.change(msgspec.structs.replace(command, path=folder))
+        finally:
+            loop.adapters.end(command)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let no request name a LoRA adapter any more. Open ones keep it, and its memory goes with the last of them.
+
+        Raises InvalidParameter, EngineError.
+        """
+        loop = self.running()
+        loop.drop(loop.adapters.remove(name))
 
     async def sleep(self, level: int = 1) -> None:
         """Give the device's memory back between two steps, until `wake`. Asleep already: nothing, or the deeper level.

@@ -1,6 +1,6 @@
-"""Control: what is asked of the model as a whole, new weights, sleep and waking up, between two steps.
+"""Control: what is asked of the model as a whole, new weights, adapters, sleep and waking up, between two steps.
 
-    asked ──> no step is launched ──> those in flight have been read ──> the executor carries it out ──> KV is forgotten
+    asked ──> no step is launched ──> those in flight have been read ──> the executor carries it out ──> what follows
 
 A sleeping model is a change that no step follows until everything is awake again. Requests wait meanwhile: they may
 come, be aborted or reach their deadlines as ever.
@@ -13,9 +13,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
+from asyncllm.engine.adapters import AdapterTable
 from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, InvalidParameter, short
-from asyncllm.protocol import Command, Executor, ResidentPart, Sleep, UpdateWeights, Wake
+from asyncllm.protocol import (
+    Command,
+    Executor,
+    LoadAdapter,
+    ResidentPart,
+    Sleep,
+    UnloadAdapter,
+    UpdateWeights,
+    Wake,
+)
 
 __all__ = ["PARTS", "Control", "sleep_of", "update_of", "wake_of"]
 
@@ -25,11 +35,14 @@ PARTS: frozenset[ResidentPart] = frozenset(get_args(ResidentPart))
 class Control:
     """Commands in the order of the calls, one at a time. Written by the engine's turns, the inbox of `ask` apart."""
 
-    def __init__(self, executor: Executor, scheduler: Scheduler, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, executor: Executor, scheduler: Scheduler, wake: Callable[[], None], adapters: AdapterTable
+    ) -> None:
         """`wake` has the engine take a turn."""
         self._executor = executor
         self._scheduler = scheduler
         self._wake = wake
+        self._adapters = adapters
         self._event_loop = asyncio.get_running_loop()
         self._asked: deque[tuple[Command, asyncio.Future[None]]] = deque()
         """Inbox of `ask`, with the futures that wait. A cancelled future withdraws what is not begun."""
@@ -97,6 +110,10 @@ class Control:
                 self._scheduler.forget()
             case Wake(parts):
                 self._awaken(parts)
+            case LoadAdapter():
+                self._adapters.add(command)
+            case UnloadAdapter(number):
+                self._scheduler.adapters.forget(number)
 
     def _awaken(self, parts: frozenset[ResidentPart]) -> None:
         self.asleep -= parts

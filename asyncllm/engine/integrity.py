@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from asyncllm.engine.schedule.scheduler import Scheduler
@@ -15,6 +16,8 @@ def check_integrity(scheduler: Scheduler, requests: Iterable[Request] = ()) -> N
     running = scheduler._running
     scheduler.blocks.check_integrity(sequence.blocks for sequence in running)
     scheduler.host.check_integrity()
+    adapters = [sequence.request.adapter for sequence in running]
+    scheduler.adapters.check_integrity(Counter(each.number for each in adapters if each is not None))
     slots = [sequence.slot for sequence in running]
     slots += scheduler._free_slots
     slots += [slot for _, slot in scheduler._fenced_slots]

@@ -9,6 +9,7 @@ import asyncio
 import weakref
 from collections.abc import Callable
 
+from asyncllm.engine.adapters import AdapterTable
 from asyncllm.engine.loop import Death, EngineLoop
 from asyncllm.engine.model_files import ModelFiles
 from asyncllm.engine.requests.grammars import Grammars, compiler_of
@@ -45,6 +46,8 @@ class Lifecycle:
         self._make_scheduler = make_scheduler
         self._name = name
         self._state = "new"
+        self.adapters = AdapterTable(0, {})
+        """The loaded ones, once the engine runs."""
         self._loop: EngineLoop | None = None
         self._executor: Executor | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -86,6 +89,12 @@ class Lifecycle:
                     "eviction_type='recompute'.",
                     "eviction_type",
                 )
+            if config.num_adapter_slots > self.limits.num_adapter_slots:
+                raise InvalidParameter(
+                    f"adapters need {config.num_adapter_slots} slots on the device, and the executor has "
+                    f"{self.limits.num_adapter_slots}. Give it as many, or leave adapters and max_loras out.",
+                    "adapters",
+                )
             self.encoder = PromptEncoder(tokenizer, template, self.limits, config, self.files.images)
             grammars = Grammars(await in_thread(lambda: compiler_of(tokenizer, template, self.limits)))
             scheduler = (self._make_scheduler or Scheduler)(
@@ -105,11 +114,19 @@ class Lifecycle:
         self._executor = executor
         bounds = Backpressure(config.max_queued_requests, config.max_queued_tokens)
         name = f"asyncllm-engine-{self._name}"
-        self._loop = EngineLoop(scheduler, executor, bounds, stall_timeout=config.stall_timeout, name=name)
+        self.adapters = AdapterTable(self.limits.num_adapter_slots, self.files.config.adapters or {})
+        self._loop = EngineLoop(
+            scheduler, executor, bounds, adapters=self.adapters, stall_timeout=config.stall_timeout, name=name
+        )
         self._loop.observers = self.observers
         self.sessions = SessionTable(self._loop, tokenizer)
         self.inputs = InputProcessor(
-            self.encoder, self.sessions, grammars, has_head=self.limits.has_head, quality=quality
+            self.encoder,
+            self.sessions,
+            grammars,
+            has_head=self.limits.has_head,
+            quality=quality,
+            adapters=self.adapters,
         )
         self._state = "running"
         _live.add(self)

@@ -26,8 +26,10 @@ from collections.abc import Callable
 from itertools import islice
 from typing import NamedTuple
 
+from asyncllm.engine.adapters import AdapterTable
 from asyncllm.engine.control import Control
 from asyncllm.engine.integrity import check_idle
+from asyncllm.engine.schedule.adapter_slots import Adapter
 from asyncllm.engine.schedule.backpressure import Backpressure
 from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.engine.schedule.sequence import Request, Sequence
@@ -43,7 +45,7 @@ from asyncllm.errors import (
     detached,
 )
 from asyncllm.event_loop.surroundings import Process
-from asyncllm.protocol import Command, Executor, StepDropped, StepFailed, StepOutput
+from asyncllm.protocol import Command, Executor, StepDropped, StepFailed, StepOutput, UnloadAdapter
 from asyncllm.types import Chunk, FinishReason, RequestRecord
 
 __all__ = ["Death", "EngineLoop"]
@@ -74,6 +76,7 @@ class EngineLoop:
         executor: Executor,
         bounds: Backpressure | None = None,
         *,
+        adapters: AdapterTable | None = None,
         stall_timeout: float = 0.0,
         name: str,
     ) -> None:
@@ -112,7 +115,8 @@ class EngineLoop:
         self._ended: asyncio.Future[None] = self._event_loop.create_future()
         """Done when there are no more turns."""
         self._process = Process()
-        self._control = Control(executor, scheduler, self._wake)
+        self.adapters = adapters if adapters is not None else AdapterTable(0, {})
+        self._control = Control(executor, scheduler, self._wake, self.adapters)
         self._stall_timeout = stall_timeout
         self._watchdog = Watchdog(self._event_loop, stall_timeout, self._note_stall)
         self._fatal: Exception | None = None
@@ -171,6 +175,8 @@ class EngineLoop:
         request.times.queued = time.monotonic()
         timer = None if deadline is None else self._event_loop.call_at(deadline, self._time_is_over, request)
         self._open[request] = timer
+        if request.adapter is not None:
+            request.adapter.num_requests += 1
         self._arrived.append(request)
         self._arrived_tokens += len(request.prompt_ids)
         self._started += 1
@@ -180,6 +186,9 @@ class EngineLoop:
     def _check_place(self, request: Request) -> None:
         """Raise what `open` raises."""
         self.check_running()
+        if request.adapter is not None and request.adapter.retired:
+            # Unloaded while the prompt was encoded: says so.
+            self.adapters.find(request.adapter.name)
         now, deadline = self._event_loop.time(), request.policy.deadline
         if deadline is not None and deadline <= now:
             self._started += 1
@@ -214,6 +223,11 @@ class EngineLoop:
         """
         self.check_running()
         await self._control.ask(command)
+
+    def drop(self, adapter: Adapter) -> None:
+        """Have the executor forget an adapter that was unloaded, unless an open request has it, whose end does this."""
+        if adapter.retired and not adapter.num_requests and self._state == "running":
+            self._control.ask(UnloadAdapter(adapter.number)).add_done_callback(_retrieve)
 
     def abandon(self, request: Request) -> None:
         """End a request whose reader has left, at the loop's next turn."""
@@ -378,6 +392,9 @@ class EngineLoop:
         if timer is not None:
             timer.cancel()
         self._bounds.request_ended(self._event_loop.time())
+        if request.adapter is not None:
+            request.adapter.num_requests -= 1
+            self.drop(request.adapter)
         self.scheduler.waiting.deadlines.ended(request, error)
         if self.observers:
             self._observe(request, failed=error is not None)
@@ -554,7 +571,7 @@ class EngineLoop:
         check_idle(self.scheduler, len(self._open), num_in_flight=len(self._in_flight))
 
 
-def _retrieve(step: asyncio.Future[StepOutput]) -> None:
-    """Take notice of a step's error that no caller awaits, or the event loop would report it."""
+def _retrieve(step: asyncio.Future[StepOutput] | asyncio.Future[None]) -> None:
+    """Take notice of an error that no caller awaits, or the event loop would report it."""
     if not step.cancelled():
         step.exception()

@@ -6,6 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from asyncllm.config import ChatTemplateConfig, EngineConfig
 from asyncllm.event_loop.in_thread import in_thread
 from asyncllm.protocol import Executor, ImageProcessor, Limits
@@ -40,13 +42,19 @@ class ModelFiles:
 
         def open_model() -> Executor:
             from asyncllm.agent.executor import open_executor
-            from asyncllm.locate import locate
+            from asyncllm.locate import locate, locate_adapter
             from asyncllm.ranks.executor import RankExecutor
 
             config = self.config
             self._folder = locate(self.model_path, revision=config.revision, download_dir=config.download_dir)
             if self.executor is not None:
                 return self.executor
+            if config.adapters:
+                found = {
+                    name: str(locate_adapter(path, download_dir=config.download_dir))
+                    for name, path in config.adapters.items()
+                }
+                self.config = config = msgspec.structs.replace(config, adapters=found)
             if config.isolated or config.tp > 1:
                 return RankExecutor(config, self._folder)
             return open_executor(config, self._folder)
@@ -68,6 +76,16 @@ class ModelFiles:
             if not starting.cancelled():
                 starting.exception()
             raise
+
+    async def find_adapter(self, path: str) -> str:
+        """Return the folder of a LoRA adapter. Raises ModelError, InvalidParameter."""
+
+        def find() -> str:
+            from asyncllm.locate import locate_adapter
+
+            return str(locate_adapter(path, download_dir=self.config.download_dir))
+
+        return await in_thread(find)
 
     def texts(self) -> tuple[Tokenizer, ChatTemplate]:
         """Return what turns messages into token ids and back, after `load`."""

@@ -27,6 +27,7 @@ from asyncllm.kernels.linear import (
     linear_invariant,
     linear_silu_mul,
 )
+from asyncllm.kernels.lora import LoRAWeights, add_lora
 from asyncllm.kernels.moe import Routing, fused_experts, fused_experts_invariant, route
 from asyncllm.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from asyncllm.kernels.packed import PackedWeight, linear_packed, packed_experts
@@ -43,6 +44,7 @@ __all__ = [
     "KVCache",
     "KVFormat",
     "LatentKV",
+    "LoRAWeights",
     "PackedWeight",
     "PagedKV",
     "PrefillPlan",
@@ -54,6 +56,7 @@ __all__ = [
     "States",
     "activate",
     "add_layer_norm",
+    "add_lora",
     "add_rms_norm",
     "apply_rotary",
     "copy_blocks",

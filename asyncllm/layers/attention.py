@@ -141,7 +141,7 @@ class Attention(Layer):
         rotation = None if self.rope is None else step.rotations[self.rope]
         plan = self._cache_write(step, cache)
         q = None
-        if rotation is not None and self.qk_norm is None and self.qkv_clip is None:
+        if rotation is not None and self.qk_norm is None and self.qkv_clip is None and not self.qkv.adds(step):
             q = self.qkv.rope_fill_kv(x, rotation, cache, plan)
         if q is None:
             qkv = self.qkv(x, step)

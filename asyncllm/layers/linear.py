@@ -5,7 +5,7 @@ The method stores the weight and multiplies (`layers.linear_method`, where a qua
 A shard is what `divide`, on the meta device, leaves to a rank, by `shard`, `unit` and the parts in `rows`; where it is
 a part of the input features, the ranks' results are added up.
 
-Adapters are chosen by row, from the step. With any in `adapters`, no op takes the product together with what follows.
+Adapters are chosen by row, from the step. Where a step has any, no op takes the product together with what follows.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from torch import Tensor
 from asyncllm.distributed.group import RankGroup
 from asyncllm.kernels import KVCache, Rotation
 from asyncllm.layers.linear_method import Activation, Shard, Weighted
-from asyncllm.layers.step_inputs import StepInputs
+from asyncllm.layers.step_inputs import Column, StepInputs
 
 __all__ = ["Linear", "MergedLinear", "QKVLinear", "RowAdapters"]
 
 
 class RowAdapters(Protocol):
     """What the rows of a step add to the product of one layer, each by the adapter that it asks for."""
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """What they read of a step."""
 
     def add(self, y: Tensor, x: Tensor, step: StepInputs) -> Tensor:
         """Return the products y [..., out] of x [..., in] with the rows' own added, in y's memory or new."""
@@ -39,9 +43,21 @@ class Linear(Weighted):
     def __init__(self, in_features: int, out_features: int, *, shard: Shard, unit: int = 1, bias: bool = False) -> None:
         super().__init__(in_features, out_features, shard=shard, unit=unit, bias=bias)
 
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """As `DecoderLM.step_columns` collects them."""
+        return () if self.adapters is None else self.adapters.columns
+
+    def adds(self, step: StepInputs) -> bool:
+        """Return whether adapters may add to the step's products, so that no op may take these with what follows."""
+        return self.adapters is not None and step.adapted
+
     def forward(self, x: Tensor, step: StepInputs) -> Tensor:
-        y = self.summed(self.method.product(self, x))
-        return y if self.adapters is None else self.adapters.add(y, x, step)
+        y = self.method.product(self, x)
+        if self.adapters is not None and step.adapted:
+            # Ahead of the sum: what the ranks' shares of the input features add is a part of it as well.
+            y = self.adapters.add(y, x, step)
+        return self.summed(y)
 
 
 class MergedLinear(Linear):
@@ -50,9 +66,11 @@ class MergedLinear(Linear):
     def __init__(self, in_features: int, parts: Mapping[str, int], *, unit: int = 1, bias: bool = False) -> None:
         Weighted.__init__(self, in_features, parts, shard="column", unit=unit, bias=bias)
 
-    def gated(self, x: Tensor, activation: Activation) -> Tensor | None:
+    def gated(self, x: Tensor, activation: Activation, step: StepInputs) -> Tensor | None:
         """Return activation(gate) * up, of parts gate and up, if that is one op; else None."""
-        return self.method.product_gated(self, x, activation) if self.adapters is None else None
+        if self.adds(step):
+            return None
+        return self.method.product_gated(self, x, activation)
 
 
 class QKVLinear(MergedLinear):
@@ -81,10 +99,8 @@ class QKVLinear(MergedLinear):
         self.head_dim = head_dim
         self.paired = paired
 
-    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        if self.paired and part in ("q", "k"):
-            tensor = self._halved(tensor)
-        super().load_part(suffix, part, index, tensor)
+    def in_order(self, part: str | None, tensor: Tensor) -> Tensor:
+        return self._halved(tensor) if self.paired and part in ("q", "k") else tensor
 
     def _halved(self, tensor: Tensor) -> Tensor:
         """Rows by head, with the first features of all pairs before the second ones."""
@@ -104,8 +120,6 @@ class QKVLinear(MergedLinear):
 
     def rope_fill_kv(self, x: Tensor, rotation: Rotation, cache: KVCache, plan: Tensor) -> Tensor | None:
         """As `kernels.rope_fill_kv` of the product, if that is one op; else None, with nothing written."""
-        if self.adapters is not None:
-            return None
         return self.method.product_rope_fill_kv(
             self,
             x,

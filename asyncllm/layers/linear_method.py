@@ -98,6 +98,8 @@ class Weighted(Layer):
         for name, size in ({None: parts} if isinstance(parts, int) else parts).items():
             self.rows[name] = slice(self.out_features, self.out_features + size)
             self.out_features += size
+        self.whole_shapes = {name: (rows.stop - rows.start, in_features) for name, rows in self.rows.items()}
+        """[out, in] of each part before ranks divide it."""
         self.shard: Shard = shard
         self.unit = unit
         self.has_bias = bias
@@ -158,10 +160,24 @@ class Weighted(Layer):
         return self.method.expected_parts(self) if self._share is None else self._share.whole
 
     def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        tensor = self.in_order(part, tensor)
         if self._share is not None and self.group is not None:
             rows = self._share.taken[part if self.shard == "column" else None]
             tensor = self.method.share(self, suffix, tensor, rows, first=self.group.rank == 0)
         self.method.load_part(self, suffix, part, index, tensor)
+
+    def in_order(self, part: str | None, tensor: Tensor) -> Tensor:
+        """Return a part's tensor of a checkpoint [out, ...] with its output features in the layer's order."""
+        return tensor
+
+    def share_of_factors(self, part: str | None, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what this rank has of two matrices a [r, in] and b [out, r] whose product is added to a part of the
+        weight."""
+        b = self.in_order(part, b)
+        if self._share is None:
+            return a, b
+        taken = self._share.taken[part if self.shard == "column" else None]
+        return (a, b[taken]) if self.shard == "column" else (a[:, taken], b)
 
     def summed(self, y: Tensor) -> Tensor:
         """Return the ranks' results of a weight divided by its input features added up, in y's memory."""

@@ -29,7 +29,7 @@ class GatedMLP(Layer):
         self.activation: Activation = activation
 
     def forward(self, x: Tensor, step: StepInputs) -> Tensor:
-        gated = self.gate_up.gated(x, self.activation)
+        gated = self.gate_up.gated(x, self.activation, step)
         if gated is None:
             gated = _GATES[self.activation](self.gate_up(x, step))
         out: Tensor = self.down(gated, step)

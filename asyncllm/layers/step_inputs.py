@@ -124,6 +124,8 @@ class StepInputs:
     """Tokens of each prefill row, and of its context, where the host knows them: a captured step serves others."""
     image_features: Tensor | None = None
     """[F, hidden]: the features of the step's image tokens, in order. `layers.images` has each token's row."""
+    adapted: bool = False
+    """Whether a token has an adapter, so that layers with adapters have to add theirs."""
     batch_invariant: bool = False
     """Whether a row's result may depend on nothing but the row: attention then takes the same steps for every row."""
     rotations: tuple[Rotation, ...] = field(default=(), init=False)

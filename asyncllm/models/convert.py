@@ -20,7 +20,7 @@ from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelNotFound, 
 from asyncllm.models.checkpoint import INDEX_NAME, WEIGHTS_NAME, Checkpoint
 from asyncllm.models.output_folder import MAX_SHARD_BYTES, check_free, copy_companions, output_folder, write_shards
 
-__all__ = ["ConvertReport", "convert"]
+__all__ = ["ConvertReport", "convert", "load_pickle"]
 
 PICKLE_NAME = "pytorch_model.bin"
 PICKLE_INDEX_NAME = "pytorch_model.bin.index.json"
@@ -126,7 +126,7 @@ def _tensors(pickles: list[Path], tied: bool, dropped: list[str]) -> Iterator[tu
     """Every (name, tensor), one pickle at a time, less heads that repeat the tied embedding, which go to `dropped`."""
     seen: dict[str, Path] = {}
     for file in pickles:
-        state = _load(file)
+        state = load_pickle(file)
         groups: dict[tuple[Any, ...], int] = {}
         for tensor in state.values():
             groups[_identity(tensor)] = groups.get(_identity(tensor), 0) + 1
@@ -144,7 +144,8 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _load(file: Path) -> dict[str, Tensor]:
+def load_pickle(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a `.bin` file. Raises InvalidCheckpoint for one that is damaged or holds anything else."""
     try:
         # Only the zip layout can be memory-mapped; the one before torch 1.6 is read whole.
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file) or None)

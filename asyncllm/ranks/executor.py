@@ -24,7 +24,19 @@ from asyncllm.agent.step_thread import dead, set_exception, set_result, set_seen
 from asyncllm.config import EngineConfig
 from asyncllm.errors import AsyncLLMError, EngineClosed, ModelError
 from asyncllm.event_loop.in_thread import in_thread
-from asyncllm.protocol import Batch, Command, Limits, Sleep, StepDropped, StepFailed, StepOutput, UpdateWeights, Wake
+from asyncllm.protocol import (
+    Batch,
+    Command,
+    Limits,
+    LoadAdapter,
+    Sleep,
+    StepDropped,
+    StepFailed,
+    StepOutput,
+    UnloadAdapter,
+    UpdateWeights,
+    Wake,
+)
 from asyncllm.ranks.channel import Channel
 from asyncllm.ranks.messages import (
     CarriedOut,
@@ -166,10 +178,8 @@ class RankExecutor:
             return future
         self._command = _Command(future, self.num_ranks)
         match command:
-            case Sleep():
-                self._send_all(encode(CarryOut(sleep=command)))
-            case Wake():
-                self._send_all(encode(CarryOut(wake=command)))
+            case Sleep() | Wake() | LoadAdapter() | UnloadAdapter():
+                self._send_all(encode(CarryOut(command)))
             case UpdateWeights(weights):
                 self._share(partial(share_tensors, weights))
         return future

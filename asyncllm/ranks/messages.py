@@ -14,7 +14,17 @@ import msgspec
 from asyncllm import errors
 from asyncllm.config import EngineConfig
 from asyncllm.errors import AsyncLLMError, InvalidParameter, UnsupportedFeature
-from asyncllm.protocol import Batch, Limits, Sleep, StepDropped, StepFailed, StepOutput, Wake
+from asyncllm.protocol import (
+    Batch,
+    Limits,
+    LoadAdapter,
+    Sleep,
+    StepDropped,
+    StepFailed,
+    StepOutput,
+    UnloadAdapter,
+    Wake,
+)
 
 __all__ = [
     "CarriedOut",
@@ -62,8 +72,7 @@ class RunStep(msgspec.Struct, tag=True, frozen=True):
 class CarryOut(msgspec.Struct, tag=True, frozen=True):
     """Carry out a command, while no step is in flight."""
 
-    sleep: Sleep | None = None
-    wake: Wake | None = None
+    command: Sleep | Wake | LoadAdapter | UnloadAdapter
 
 
 class TakeWeights(msgspec.Struct, tag=True, frozen=True):

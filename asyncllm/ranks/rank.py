@@ -106,9 +106,7 @@ class Rank:
                 self._started.set_result(start)
             case RunStep(batch):
                 self._answer(lambda: self._running().submit(batch), partial(_step_done, batch.step))
-            case CarryOut(sleep, wake):
-                command = sleep if sleep is not None else wake
-                assert command is not None
+            case CarryOut(command):
                 self._answer(lambda: self._running().carry_out(command), _carried_out)
             case TakeWeights(tensors):
                 assert self._channel is not None

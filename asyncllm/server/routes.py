@@ -13,11 +13,15 @@ from asyncllm.server.http.routing import Route
 from asyncllm.server.lmdeploy.administration import (
     LEVEL,
     TAGS,
+    LoadAdapterRequest,
     Sleeping,
     Terminating,
+    UnloadAdapterRequest,
     is_sleeping,
+    load_adapter,
     sleep,
     terminate,
+    unload_adapter,
     wakeup,
 )
 from asyncllm.server.lmdeploy.generate import generate
@@ -242,6 +246,26 @@ ROUTES: tuple[Route, ...] = (
         query={"tags": TAGS},
         answer=Sleeping,
         work=False,
+    ),
+    Route(
+        method="POST",
+        path="/v1/load_lora_adapter",
+        handler=load_adapter,
+        auth=Auth.ADMIN,
+        body=LoadAdapterRequest,
+        content_type="text/plain",
+        work=False,
+        only_with="adapters_folder",
+    ),
+    Route(
+        method="POST",
+        path="/v1/unload_lora_adapter",
+        handler=unload_adapter,
+        auth=Auth.ADMIN,
+        body=UnloadAdapterRequest,
+        content_type="text/plain",
+        work=False,
+        only_with="adapters_folder",
     ),
     Route(method="GET", path="/is_sleeping", handler=is_sleeping, auth=Auth.KEY, answer=Sleeping, work=False),
     Route(

@@ -112,14 +112,18 @@ class Service:
                 self.idle.set()
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 unless the model is the one that is served; None stands for it."""
-        if name is not None and name != self.engine.model_name:
+        """Raise ApiError 404 unless the model is the one that is served, or one of its adapters; None stands for it."""
+        if name is not None and name != self.engine.model_name and name not in self.engine.adapters:
             raise ApiError(
                 404,
                 f"The model {name[:128]!r} does not exist. GET /v1/models lists what is served.",
                 code="model_not_found",
                 param="model",
             )
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """Return the adapter that a request's `model` stands for; None: the model itself."""
+        return None if name == self.engine.model_name else name
 
 
 SERVICE = web.AppKey("SERVICE", Service)

@@ -12,11 +12,13 @@ from asyncllm.protocol import (
     Batch,
     Command,
     Limits,
+    LoadAdapter,
     PrefillRow,
     Sleep,
     SlotStart,
     StepOutput,
     TokenLogprobs,
+    UnloadAdapter,
     UpdateWeights,
     Wake,
 )
@@ -32,11 +34,12 @@ class StepViolation(AssertionError):
 
 
 def hash_oracle(vocab_size: int) -> Oracle:
-    """Return the hash of the row's whole history as the next token, and of its seed unless it is greedy."""
+    """Return the hash of the row's whole history as the next token, and of its adapter, and its seed unless it is
+    greedy."""
 
     def next_token(history: list[int], start: SlotStart) -> int:
         seed = 0 if start.params.greedy else start.params.seed
-        return zlib.crc32(array("q", history).tobytes(), seed & 0xFFFFFFFF) % vocab_size
+        return zlib.crc32(array("q", history).tobytes(), (seed ^ start.adapter) & 0xFFFFFFFF) % vocab_size
 
     return next_token
 
@@ -101,9 +104,11 @@ class _Slot:
         self.start = start
         self.tables: list[list[int | None]] = [[] for _ in range(num_groups)]
         """By block group; None: the block of a position that no window reaches, or that another position has now."""
+        self.root: _Past | None = (-start.adapter, None) if start.adapter else None
+        """The past of its first token: keys and values depend on the adapter."""
         self.history: list[int] = []
         """The tokens at positions 0.., as this slot first saw or wrote them."""
-        self.past: _Past | None = None
+        self.past: _Past | None = self.root
         """Of the last of them."""
         self.serials: list[list[int]] = [[] for _ in range(num_groups)]
         """By block group, which write put each of them there."""
@@ -150,6 +155,7 @@ class FakeDevice:
         min_copied_tokens: int = 1,
         windows: Sequence[int | None] = (None,),
         keeps_state: bool = False,
+        num_adapter_slots: int = 0,
         oracle: Oracle | None = None,
         row_failure: Callable[[list[int]], str | None] | None = None,
     ) -> None:
@@ -172,6 +178,7 @@ class FakeDevice:
             max_steps_in_flight=max_steps_in_flight,
             num_host_blocks=num_host_blocks,
             min_copied_tokens=min_copied_tokens,
+            num_adapter_slots=num_adapter_slots,
             device="fake",
             architecture="Fake",
         )
@@ -184,6 +191,9 @@ class FakeDevice:
         """Of each host block that was copied to."""
         self._serial = 0
         self._slots: dict[int, _Slot] = {}
+        self.adapters: set[int] = set()
+        """Numbers of the loaded adapters; a test may add some."""
+        self._in_adapter_slots: dict[int, int] = {}
         self._last_step = -1
         self.awake = True
         self.weights: dict[str, Any] = {}
@@ -191,8 +201,14 @@ class FakeDevice:
 
     def carry_out(self, command: Command) -> None:
         """Treat what was written so far as if it never was, so that a step which reads it is a violation; except for
-        Wake, before which no step may run."""
+        Wake, before which no step may run, and for adapters, which change nothing of that."""
         match command:
+            case LoadAdapter(number):
+                self.adapters.add(number)
+                return
+            case UnloadAdapter(number):
+                self.adapters.remove(number)
+                return
             case UpdateWeights(weights):
                 self.weights |= weights
             case Sleep():
@@ -221,6 +237,7 @@ class FakeDevice:
             raise StepViolation(f"step {batch.step}: comes while the model sleeps")
         self._check_shape(batch)
         for start in batch.starts:
+            self._put_adapter(batch.step, start)
             self._slots[start.slot] = _Slot(start, len(self.limits.windows))
         for slot, group, index, ids in batch.new_blocks:
             self._set_blocks(batch.step, slot, group, index, ids)
@@ -249,6 +266,16 @@ class FakeDevice:
         self.num_steps += 1
         self.num_tokens += batch.num_tokens
         return output
+
+    def _put_adapter(self, step: int, start: SlotStart) -> None:
+        """Put a sequence's adapter where it belongs from now on."""
+        if (start.adapter > 0) != (start.adapter_slot >= 0):
+            raise self._violation(step, start.slot, "has an adapter or a slot for one, and not both")
+        if not start.adapter:
+            return
+        if start.adapter_slot >= self.limits.num_adapter_slots or start.adapter not in self.adapters:
+            raise self._violation(step, start.slot, f"asks for adapter {start.adapter} in slot {start.adapter_slot}")
+        self._in_adapter_slots[start.adapter_slot] = start.adapter
 
     def _check_shape(self, batch: Batch) -> None:
         if batch.step <= self._last_step:
@@ -367,9 +394,11 @@ class FakeDevice:
                 serials.append(self._cells[block].serials[offset])
                 state.past = past
         past = state.past
-        while past is not None:
+        while past is not None and past[0] >= 0:
             state.history.append(past[0])
             past = past[1]
+        if past != state.root:
+            raise self._violation(step, slot, "finds what was computed with another adapter")
         state.history.reverse()
         known = state.start.token_ids
         if known and state.history != known[: row.position]:
@@ -384,6 +413,9 @@ class FakeDevice:
         state = self._slot(step, slot)
         if position + len(tokens) > self.limits.max_position:
             raise self._violation(step, slot, f"writes past max_position {self.limits.max_position}")
+        start = state.start
+        if start.adapter and self._in_adapter_slots.get(start.adapter_slot) != start.adapter:
+            raise self._violation(step, slot, f"has lost adapter {start.adapter} from slot {start.adapter_slot}")
         for index, token in enumerate(tokens):
             self._check_state(step, slot, position + index)
             if not 0 <= token < self.limits.vocab_size:

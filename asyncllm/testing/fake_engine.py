@@ -79,10 +79,15 @@ class FakeTemplate(ChatTemplate):
 
 
 def fake_parts(
-    answers: Answers = None, *, delay_per_token: float = 0.0, faults: FaultPlan | None = None, **device: Any
+    answers: Answers = None,
+    *,
+    config: EngineConfig | None = None,
+    delay_per_token: float = 0.0,
+    faults: FaultPlan | None = None,
+    **device: Any,
 ) -> dict[str, Any]:
     """Return the `executor`, `tokenizer` and `chat_template` of a fake engine, and what `faults` stand in front of
-    besides. `device`: arguments of FakeExecutor."""
+    besides. The adapters of `config` are taken for loaded. `device`: arguments of FakeExecutor."""
     tokenizer, template = ByteTokenizer(), FakeTemplate()
 
     def answer(prompt_ids: list[int]) -> list[int]:
@@ -95,7 +100,14 @@ def fake_parts(
             text = answers(question) if answers is not None else question
         return tokenizer.encode(text, add_bos=False, parse_special=False)
 
-    settings = {"oracle": script_oracle(answer, tokenizer.eos_token_ids[0]), "num_blocks": 1024, "num_slots": 256}
+    settings: dict[str, Any] = {
+        "oracle": script_oracle(answer, tokenizer.eos_token_ids[0]),
+        "num_blocks": 1024,
+        "num_slots": 256,
+    }
+    if config is not None:
+        adapters = range(1, len(config.adapters or ()) + 1)
+        settings |= {"num_adapter_slots": config.num_adapter_slots, "adapters": adapters}
     if faults is not None:
         settings["wrap"] = faults.agent
     executor = FakeExecutor(**{**settings, "latency": delay_per_token, **device})
@@ -125,7 +137,7 @@ class FakeEngine(AsyncEngine):
         **device: Any,
     ) -> None:
         """`delay_per_token` in seconds. `device`: arguments of FakeExecutor, such as num_blocks or fail_at."""
-        parts = fake_parts(answers, delay_per_token=delay_per_token, faults=faults, **device)
+        parts = fake_parts(answers, config=backend_config, delay_per_token=delay_per_token, faults=faults, **device)
         self.executor: FakeExecutor = parts["executor"]
         super().__init__("fake", backend_config, **parts)
 
@@ -141,6 +153,6 @@ class FakePipeline(Pipeline):
         delay_per_token: float = 0.0,
         **device: Any,
     ) -> None:
-        parts = fake_parts(answers, delay_per_token=delay_per_token, **device)
+        parts = fake_parts(answers, config=backend_config, delay_per_token=delay_per_token, **device)
         self.executor: FakeExecutor = parts["executor"]
         super().__init__("fake", backend_config, **parts)

@@ -43,6 +43,8 @@ class FakeExecutor:
         num_host_blocks: int = 0,
         min_copied_tokens: int = 1,
         windows: Sequence[int | None] = (None,),
+        num_adapter_slots: int = 0,
+        adapters: Sequence[int] = (),
         oracle: Oracle | None = None,
         row_failure: Callable[[list[int]], str | None] | None = None,
         latency: float = 0.0,
@@ -67,9 +69,11 @@ class FakeExecutor:
             num_host_blocks=num_host_blocks,
             min_copied_tokens=min_copied_tokens,
             windows=windows,
+            num_adapter_slots=num_adapter_slots,
             oracle=oracle,
             row_failure=row_failure,
         )
+        self.device.adapters.update(adapters)
         self._agent: Agent = self.device if wrap is None else wrap(self.device)
         self._lost = LostSteps()
         self.latency = latency

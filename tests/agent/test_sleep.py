@@ -199,7 +199,8 @@ class Holder:
 def test_weights_leave_their_device_only_if_the_host_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's device without memory in the place of a GPU."""
     model, meta = tiny_llama(), torch.device("meta")
-    placed = ModelPlacement(OpenedModel(model, meta, torch.float32, 1, Path("tiny")))
+    opened = OpenedModel(model, meta, torch.float32, model.cache_specs, 1, Path("tiny"))
+    placed = ModelPlacement(opened, EngineConfig())
     with monkeypatch.context() as patch:
         patch.setattr(sleep, "available_memory", lambda device: 1000)
         with pytest.raises(ModelError, match=r"0 MiB are free\. Free some, or use sleep\(level=2\)"):

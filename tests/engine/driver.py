@@ -14,6 +14,7 @@ from asyncllm.engine.integrity import check_integrity
 from asyncllm.engine.requests.delivery import Answer, Delivery
 from asyncllm.engine.requests.input_processor import Call, InputProcessor
 from asyncllm.engine.requests.prompt_encoder import DEFAULT_OPTIONS
+from asyncllm.engine.schedule.adapter_slots import Adapter
 from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.engine.schedule.sequence import ORDINARY, Request, RequestPolicy, SequenceState
 from asyncllm.engine.schedule.sequence import Sequence as Row
@@ -39,11 +40,14 @@ def expected_answer(
     seed: int | None = None,
     stop_ids: Sequence[int] = (),
     oracle: Oracle | None = None,
+    adapter: Adapter | None = None,
 ) -> list[int]:
     """What a request's answer must be, from the request alone."""
     next_token = oracle or hash_oracle(VOCAB)
     params = SamplingParams(temperature=0.0 if seed is None else 1.0, seed=seed or 0)
-    start = SlotStart(slot=0, params=params, num_prompt=len(prompt), num_tokens=len(prompt), token_ids=[])
+    number = 0 if adapter is None else adapter.number
+    known = len(prompt)
+    start = SlotStart(slot=0, params=params, num_prompt=known, num_tokens=known, token_ids=[], adapter=number)
     history = list(prompt)
     while len(history) < len(prompt) + max_new_tokens:
         history.append(next_token(history, start))
@@ -81,6 +85,8 @@ class Driver:
         keeps_state: bool = False,
         swapping: bool = True,
         waiting: WaitingQueue | None = None,
+        num_adapter_slots: int = 0,
+        adapters: Sequence[int] = (),
     ) -> None:
         """`swapping`: whether preempted rows go to the host, if it has blocks."""
         self.device = FakeDevice(
@@ -95,7 +101,9 @@ class Driver:
             min_copied_tokens=min_copied_tokens,
             windows=windows,
             keeps_state=keeps_state,
+            num_adapter_slots=num_adapter_slots,
         )
+        self.device.adapters.update(adapters)
         self.max_batch_size = max_batch_size
         self.budget = budget
         self.tokens_beside_decode = tokens_beside_decode
@@ -145,6 +153,7 @@ class Driver:
         policy: RequestPolicy = ORDINARY,
         pooling: Pooling | None = None,
         delivery: Delivery | None = None,
+        adapter: Adapter | None = None,
     ) -> Request:
         """Queue a request with one answer for each seed; None is greedy. It is streamed if `delivery` is not given."""
         return self.add(
@@ -157,6 +166,7 @@ class Driver:
                 policy=policy,
                 pooling=pooling,
                 delivery=delivery,
+                adapter=adapter,
             )
         )
 
@@ -171,6 +181,7 @@ class Driver:
         policy: RequestPolicy = ORDINARY,
         pooling: Pooling | None = None,
         delivery: Delivery | None = None,
+        adapter: Adapter | None = None,
     ) -> Request:
         """A request that is not queued yet."""
         return Request(
@@ -192,6 +203,7 @@ class Driver:
             prompt_logprobs=prompt_logprobs,
             policy=policy,
             pooling=pooling,
+            adapter=adapter,
         )
 
     def add(self, request: Request) -> Request:
@@ -392,6 +404,7 @@ class Inputs(InputProcessor):
         self._driver = driver
         self._space = room
         self.policy: RequestPolicy
+        self.adapter: Adapter | None = None
 
     def _policy(self, options: object) -> RequestPolicy:
         return self.policy
@@ -406,7 +419,7 @@ class Inputs(InputProcessor):
 
     def _build(self, call: Call, asked: Any, prompt_ids: list[int], delivery: Delivery, **turn: Any) -> Request:
         max_new = min(asked.config.max_new_tokens, self._space - len(prompt_ids))
-        request = self._driver.build(prompt_ids, max_new, policy=asked.policy, delivery=delivery)
+        request = self._driver.build(prompt_ids, max_new, policy=asked.policy, delivery=delivery, adapter=self.adapter)
         request.session_id, request.history_len = turn["session_id"], turn["history_len"]
         return request
 

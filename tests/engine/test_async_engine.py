@@ -16,7 +16,6 @@ from asyncllm.errors import (
     InvalidMessage,
     InvalidParameter,
     RequestFailed,
-    UnsupportedFeature,
 )
 from asyncllm.protocol import Batch, Limits, StepOutput
 from asyncllm.testing import ByteTokenizer, FakeEngine, FakeExecutor, FakeTemplate, hash_oracle
@@ -224,7 +223,7 @@ class TestBadInput:
             ({"input_ids": []}, InvalidMessage),
             ({"messages": "a", "step": 3}, InvalidParameter),
             ({"messages": "a", "sequence_end": False}, InvalidParameter),
-            ({"messages": "a", "adapter_name": "lora"}, UnsupportedFeature),
+            ({"messages": "a", "adapter_name": "lora"}, InvalidParameter),
             ({"messages": "a", "gen_config": {"n": 2}}, InvalidParameter),
             ({"messages": "a", "gen_config": GenerationConfig(top_p=2)}, InvalidParameter),
             ({"messages": "a", "gen_config": GenerationConfig(stop_token_ids=[9999])}, InvalidParameter),

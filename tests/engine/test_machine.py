@@ -32,6 +32,7 @@ from asyncllm.config import GenerationConfig
 from asyncllm.engine.cache.block_groups import pool_tokens
 from asyncllm.engine.requests.delivery import Delivery
 from asyncllm.engine.requests.input_processor import Call
+from asyncllm.engine.schedule.adapter_slots import Adapter
 from asyncllm.engine.schedule.backpressure import Backpressure
 from asyncllm.engine.schedule.quality_of_service import QualityOfService
 from asyncllm.engine.schedule.sequence import Request, RequestPolicy, Sequence, SequenceState
@@ -45,11 +46,14 @@ from tests.engine.policies import Clock, policy_of
 EXAMPLES = int(os.environ.get("ASYNCLLM_MACHINE_EXAMPLES", "150"))
 MAX_DEPTH = 6
 
+ADAPTERS = [Adapter(number, f"adapter {number}", "") for number in (1, 2, 3)]
+
 GROUPS = {"Gold": {"boss": 100}, "Silver": {"ann": 70, "bob": 30, "idle": 0}}
 USERS = ["boss", "ann", "bob", "idle"]
 
 # One choice each: with lists and their elements as choices of their own, choosing takes longer than all that is tested.
 prompts = st.integers(2, 2**10 - 1).map(lambda number: [int(bit) for bit in f"{number:b}"[1:]])
+adapters = st.sampled_from([None, None, None, *ADAPTERS])
 several_seeds = st.sampled_from([[None], [None], [1], [2], [None, 1], [1, 1], [None, 1, 2], [2, None, None]])
 
 
@@ -66,8 +70,10 @@ class Asked:
     ) -> None:
         self.request = request
         self.stop_ids = stop_ids
-        prompt = request.prompt_ids
-        self.answers = [expected_answer(prompt, max_new, seed=seed, stop_ids=stop_ids) for seed in seeds]
+        prompt, adapter = request.prompt_ids, request.adapter
+        self.answers = [
+            expected_answer(prompt, max_new, seed=seed, stop_ids=stop_ids, adapter=adapter) for seed in seeds
+        ]
         self.ends_early = False
         """Whether it was cancelled, or its time was over."""
         self.fails_after: list[int | None] = [None] * len(seeds)
@@ -104,6 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         with_quality=st.booleans(),
         failing=st.booleans(),
         max_queued=st.sampled_from([(0, 0), (0, 0), (2, 0), (0, 12), (3, 20)]),
+        num_adapter_slots=st.integers(1, 3),
     )
     def begin(
         self,
@@ -123,6 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         with_quality: bool,
         failing: bool,
         max_queued: tuple[int, int],
+        num_adapter_slots: int,
     ) -> None:
         self.depth, self.failing = depth, failing
         self.clock = Clock()
@@ -145,6 +153,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             keeps_state=keeps_state,
             waiting=self.queue,
             row_failure=row_failure if failing else None,
+            num_adapter_slots=num_adapter_slots,
+            adapters=[adapter.number for adapter in ADAPTERS],
         )
         self.room = min(pool_tokens(self.driver.device.limits), 60)
         self.asked: dict[Request, Asked] = {}
@@ -172,6 +182,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         timeout=st.sampled_from([None, None, 1.0, 50.0]),
         salt=st.sampled_from([None, None, "a", "b"]),
         streaming=st.booleans(),
+        adapter=adapters,
     )
     def submit(
         self,
@@ -185,6 +196,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         timeout: float | None,
         salt: str | None,
         streaming: bool,
+        adapter: Adapter | None,
     ) -> Any:
         prompt = prompt[: self.room - 1]
         max_new = min(max_new, self.room - len(prompt))
@@ -198,6 +210,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt_logprobs=1 if scored and max_new % 2 else None,
             policy=self.policy(user, priority, timeout, salt),
             delivery=Delivery(streaming=streaming),
+            adapter=adapter,
         )
         self.expect(request, max_new, seeds, stop_ids)
         return request
@@ -246,12 +259,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_new=st.integers(1, 8),
         user=st.sampled_from(USERS),
         salt=st.sampled_from([None, None, "a"]),
+        adapter=adapters,
     )
-    def turn(self, session: Conversation, prompt: list[int], max_new: int, user: str, salt: str | None) -> Any:
+    def turn(
+        self,
+        session: Conversation,
+        prompt: list[int],
+        max_new: int,
+        user: str,
+        salt: str | None,
+        adapter: Adapter | None,
+    ) -> Any:
         """The next turn, after a rewind if the conversation has become too long."""
         if session.closed:
             return multiple()
         delivery = Delivery(streaming=True)
+        self.inputs.adapter = adapter
         if session.busy:
             with pytest.raises(SessionBusy):
                 self.prepare(session, delivery, prompt, 0, max_new, self.policy(user))

@@ -1,4 +1,4 @@
-"""What attaches to linear layers: methods that store weights otherwise, adapters by row, and shards by declaration."""
+"""What attaches to linear layers: methods that store weights otherwise, and shards by declaration."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
-from asyncllm.layers.linear import Linear
 from asyncllm.layers.linear_method import LinearMethod, PartKey, Weighted
 from asyncllm.layers.short_convolution import StateLayer
-from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.weights import load, plan_update
-from tests.agent.tiny_model import GREEDY, Driver, prompt_of, tiny_agent, tiny_llama
 from tests.models.parity import FAMILIES, Case, Runner, folder_of, open_case, random_tokens
 
 
@@ -109,39 +106,6 @@ def test_another_method_attaches_to_every_layer_and_no_one_else_notices(family: 
     plan_update(model, tensors, model.weight_map)()
     name, layer = next((name, layer) for name, layer in layers_of(model).items() if name.endswith("attn.out"))
     torch.testing.assert_close(method.whole(layer), -own[name].weight)
-
-
-class Doubling:
-    """Adapters that add the product itself, and remember the steps."""
-
-    def __init__(self, factor: float) -> None:
-        self.factor, self.seen = factor, 0
-
-    def add(self, y: Tensor, x: Tensor, step: StepInputs) -> Tensor:
-        assert len(x) == len(y) == len(step.input_ids), "the step of these rows, in the last layer too"
-        self.seen += 1
-        return y + self.factor * y
-
-
-def test_adapters_add_to_every_linear_layer_rows_of_their_own_step() -> None:
-    model, changed = tiny_llama(attention_bias=False, mlp_bias=False), tiny_llama(attention_bias=False, mlp_bias=False)
-    linear = [layer for layer in layers_of(model).values() if isinstance(layer, Linear)]
-    idle, doubling = Doubling(0.0), Doubling(1.0)
-    prompt = prompt_of(9)
-    plain = Driver(tiny_agent(model)).generate(0, prompt, 5, GREEDY)
-    for layer in linear:
-        layer.adapters = idle
-    assert Driver(tiny_agent(model)).generate(0, prompt, 5, GREEDY) == plain
-    assert idle.seen == 5 * len(linear) == 5 * 4 * model.config.num_layers
-    with torch.no_grad():
-        for layer in layers_of(changed).values():
-            if isinstance(layer, Linear):
-                layer.weight.mul_(2)
-    for layer in linear:
-        layer.adapters = doubling
-    assert Driver(tiny_agent(model)).generate(0, prompt, 5, GREEDY) == Driver(tiny_agent(changed)).generate(
-        0, prompt, 5, GREEDY
-    )
 
 
 SHARDS = {

@@ -238,6 +238,7 @@ class Row:
     blocks: list[int]
     prompt_len: int = PROMPT
     computed: int = 0
+    adapter_slot: int = -1
     logits: list[Tensor] = field(default_factory=list)
 
     @property
@@ -296,6 +297,8 @@ class Runner:
             lens.append(row.computed)
         width = max(len(row.blocks) for row, _ in chunks)
         tables = [row.blocks + [0] * (width - len(row.blocks)) for row, _ in chunks]
+        asked = [column for column in self.model.step_columns if column.name == "adapter_slots"]
+        adapter_slots = [row.adapter_slot for row, count in chunks for _ in range(count)]
         rope_lens = [row.prompt_len for row, count in chunks for _ in range(count)]
         inputs = StepInputs(
             input_ids=torch.tensor(ids),
@@ -308,7 +311,11 @@ class Runner:
             max_q_len=max(count for _, count in chunks),
             caches=self.caches,
             prompts=[(count, row.computed) for row, count in chunks[num_decode:]],
-            more={ROPE_LENS: torch.tensor(rope_lens)},
+            more={
+                ROPE_LENS: torch.tensor(rope_lens),
+                **dict.fromkeys(asked, torch.tensor(adapter_slots, dtype=torch.int32)),
+            },
+            adapted=max(adapter_slots) >= 0,
         )
         with torch.inference_mode():
             logits = self.model.logits(self.model(inputs))

@@ -113,7 +113,11 @@ PREPARE = (
             "a session that chat was given ends with its first turn",
         ),
         ("        if call.step and not call.is_turn:", "        if False:", "step without a session is ignored"),
-        ("        if call.adapter_name is not None:", "        if False:", "adapter_name is ignored"),
+        (
+            "adapter = None if call.adapter_name is None else self._adapters.find(call.adapter_name)",
+            "adapter = None",
+            "adapter_name is ignored",
+        ),
         (
             "return past.token_ids + await self._encoder.given_ids(call.input_ids, name)",
             "return await self._encoder.given_ids(call.input_ids, name)",

@@ -201,9 +201,14 @@ SCHEDULER = mutants(
 SEQUENCE = mutants(
     "engine/schedule/sequence.py",
     (
-        "        return PrefixRoot(cache_salt=self.policy.cache_salt)",
-        "        return PrefixRoot()",
+        "return PrefixRoot(cache_salt=self.policy.cache_salt, adapter=adapter)",
+        "return PrefixRoot(adapter=adapter)",
         "cache salts are ignored",
+    ),
+    (
+        "return PrefixRoot(cache_salt=self.policy.cache_salt, adapter=adapter)",
+        "return PrefixRoot(cache_salt=self.policy.cache_salt)",
+        "adapters share blocks",
     ),
     ("        self.logits.clear()", "        pass", "logits are doubled by a preemption"),
     ("        self.pooled = None", "        pass", "hidden states are added twice after a preemption"),

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncllm.layers.lora import ADAPTER_SLOTS
 from asyncllm.layers.step_inputs import INPUT_IDS, KV_LENS, POSITIONS, Column, places_of
 from asyncllm.protocol import Batch, SlotStart
 
@@ -69,6 +70,12 @@ class StepArrays:
     @property
     def num_tokens(self) -> int:
         return len(self.columns[INPUT_IDS])
+
+    @property
+    def adapted(self) -> bool:
+        """Whether a token has an adapter."""
+        slots = self.columns.get(ADAPTER_SLOTS)
+        return slots is not None and bool((slots >= 0).any())
 
     @property
     def prompts(self) -> list[tuple[int, int]]:

@@ -150,9 +150,9 @@ class SlotTables:
         self._apply(entries, ids)
         return arrays
 
-    def decode_inputs(self, num_rows: int) -> StepInputs:
+    def decode_inputs(self, num_rows: int, *, adapted: bool) -> StepInputs:
         """Return the decode step of the first `num_rows` fixed rows; made of device state alone, so that it can be
-        captured.
+        captured. `adapted`: some of them may have adapters.
 
         Launches the kernel that gathers it.
         """
@@ -174,6 +174,7 @@ class SlotTables:
             more_groups=[GroupTables(inputs.places, inputs.block_tables) for inputs in others],
             layer_groups=self._layer_groups,
             more={column: values[:num_rows] for column, values in self._decode_more.items()},
+            adapted=adapted,
             batch_invariant=self._batch_invariant,
         )
 
@@ -199,7 +200,7 @@ class SlotTables:
             self._gather(uploaded, placed, input_ids, block_tables)
         else:
             input_ids, block_tables = self._mixed_tokens[: size.tokens], self._mixed_tables[:, : size.rows]
-        inputs = self._inputs_of(uploaded, placed, input_ids, block_tables)
+        inputs = self._inputs_of(uploaded, placed, input_ids, block_tables, adapted=arrays.adapted)
         if size is None:
             inputs.prompts = arrays.prompts
         return StepTensors(
@@ -208,7 +209,7 @@ class SlotTables:
             inputs=inputs,
             slots=slots[: len(rows.slots)],
             positions=lens[: len(rows.slots)],
-            sampled=self._sampled_rows(slots, lens, *indices) if indices else None,
+            sampled=self._sampled_rows(slots, lens, *indices, adapted=arrays.adapted) if indices else None,
             prefill_offsets=inputs.q_offsets[inputs.num_decode :],
         )
 
@@ -236,9 +237,9 @@ class SlotTables:
         """Make the fixed tensors a step of padding alone, so that what reads them may be launched."""
         upload_together(_laid_out(self._empty(size)), self._device, self._mixed_bytes)
 
-    def mixed_inputs(self, size: MixedSize) -> StepInputs:
+    def mixed_inputs(self, size: MixedSize, *, adapted: bool) -> StepInputs:
         """Return the step that was brought up last, in this size; made of device state alone, so that it can be
-        captured.
+        captured. `adapted`: some of its tokens may have adapters.
 
         Launches what gathers it.
         """
@@ -246,10 +247,16 @@ class SlotTables:
         shared = views(_laid_out(placed), self._mixed_bytes)
         input_ids, block_tables = self._mixed_tokens[: size.tokens], self._mixed_tables[:, : size.rows]
         self._gather(shared, placed, input_ids, block_tables)
-        return self._inputs_of(shared, placed, input_ids, block_tables)
+        return self._inputs_of(shared, placed, input_ids, block_tables, adapted=adapted)
 
     def _inputs_of(
-        self, shared: Sequence[Tensor], arrays: StepArrays, input_ids: Tensor, block_tables: Tensor
+        self,
+        shared: Sequence[Tensor],
+        arrays: StepArrays,
+        input_ids: Tensor,
+        block_tables: Tensor,
+        *,
+        adapted: bool,
     ) -> StepInputs:
         """Return the inputs of a step, which is on the device as `_laid_out`; the last two are what `_gather` fills."""
         _, q_offsets, *values = shared
@@ -268,6 +275,7 @@ class SlotTables:
             more_groups=groups[1:],
             layer_groups=self._layer_groups,
             more={column: columns[column] for column in self._columns},
+            adapted=adapted,
             batch_invariant=self._batch_invariant,
         )
 
@@ -283,7 +291,9 @@ class SlotTables:
         latest = self.last_tokens.index_select(0, ids.bitwise_not().clamp_(min=0))
         torch.where(ids < 0, latest, ids, out=input_ids)
 
-    def _sampled_rows(self, slots: Tensor, kv_lens: Tensor, indices: Tensor, *more: Tensor) -> SampledRows:
+    def _sampled_rows(
+        self, slots: Tensor, kv_lens: Tensor, indices: Tensor, *more: Tensor, adapted: bool
+    ) -> SampledRows:
         """Return the step's tokens at `indices` [R], of `slots` [R] int32, as rows that see `kv_lens` [R] int32
         tokens."""
         num_rows = len(indices)
@@ -301,6 +311,7 @@ class SlotTables:
             more_groups=groups[1:],
             layer_groups=self._layer_groups,
             more=dict(zip(self._columns, more, strict=True)),
+            adapted=adapted,
             batch_invariant=self._batch_invariant,
         )
         return SampledRows(indices=indices, inputs=inputs)

@@ -25,6 +25,8 @@ class PrefixRoot(NamedTuple):
     cache_salt: str | None = None
     rope_len: int | None = None
     """The prompt's length, where the rotary base follows from it."""
+    adapter: int | None = None
+    """The number of its LoRA adapter, which is another one when it is loaded again."""
 
     def key(self) -> bytes:
         """Return the parent of a chain's first block."""

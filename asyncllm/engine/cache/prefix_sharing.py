@@ -69,13 +69,13 @@ class PrefixSharing:
     def _of_sibling(self, sibling: Sequence, last_block: int, offset: int) -> Found | None:
         """Return what a sibling still has of the prompt, if that is enough: the full blocks, of one that is not full a
         copy, unless it holds a state."""
-        tables = []
+        tables, copies = [], offset > 0 and not self._keeps_state
         for group, table in enumerate(sibling.tables):
-            first = self._groups.first_needed(group, last_block * self._block_size + offset)
+            first = self._groups.first_needed(group, last_block * self._block_size + (offset if copies else 0))
             if table.first > first:
                 return None
             tables.append(BlockTable(first, table.between(first, last_block)))
-        if not offset or self._keeps_state:
+        if not copies:
             return Found(last_block, tables)
         return Found(last_block, tables, [table.between(last_block, last_block + 1)[0] for table in sibling.tables])
 

@@ -81,12 +81,17 @@ class Form(Protocol[_Made]):
 
 
 async def pool(
-    engine: Lifecycle, prompts: EmbeddingInput, form: Form[_Made], options: RequestKeywords
+    engine: Lifecycle,
+    prompts: EmbeddingInput,
+    form: Form[_Made],
+    options: RequestKeywords,
+    adapter_name: str | None = None,
 ) -> _Made | list[_Made]:
     """Return what the form makes of one prompt, or of each one of a list in order. The first error ends all of them."""
     single = _is_single(prompts)
     items: list[Any] = [prompts] if single else list(prompts)
-    requests = [Generation(engine, _call(item, form.pooling, options)) for item in items]
+    same: dict[str, Any] = {"pooling": form.pooling, "adapter_name": adapter_name, "options": options}
+    requests = [Generation(engine, _call(item, **same)) for item in items]
     made: list[_Made] = []
     try:
         for request in requests:
@@ -101,9 +106,9 @@ async def pool(
     return made[0] if single else made
 
 
-def _call(item: Any, pooling: Pooled, options: RequestKeywords) -> Call:
+def _call(item: Any, **same: Any) -> Call:
     given: Any = {"prompt": item} if isinstance(item, str) else {"input_ids": item}
-    return Call(wanted="embedding", pooling=pooling, do_preprocess=False, streaming=False, options=options, **given)
+    return Call(wanted="embedding", do_preprocess=False, streaming=False, **given, **same)
 
 
 def _is_single(prompts: EmbeddingInput) -> bool:

@@ -16,10 +16,12 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from asyncllm.config import GenerationConfig, RequestKeywords, RequestOptions, checked
+from asyncllm.engine.adapters import AdapterTable
 from asyncllm.engine.requests.delivery import Answer, Delivery
 from asyncllm.engine.requests.grammars import Grammars
 from asyncllm.engine.requests.prompt_encoder import DEFAULT_OPTIONS, PromptEncoder
 from asyncllm.engine.requests.split_answer import SplitAnswer, Splitting
+from asyncllm.engine.schedule.adapter_slots import Adapter
 from asyncllm.engine.schedule.quality_of_service import QualityOfService
 from asyncllm.engine.schedule.sequence import ORDINARY, Request, RequestPolicy
 from asyncllm.engine.sessions.history import History
@@ -97,6 +99,7 @@ class _Asked(NamedTuple):
     config: GenerationConfig
     options: RequestOptions
     policy: RequestPolicy
+    adapter: Adapter | None
 
 
 class _Words(NamedTuple):
@@ -118,6 +121,7 @@ class InputProcessor:
         *,
         has_head: bool = True,
         quality: QualityOfService | None = None,
+        adapters: AdapterTable | None = None,
     ) -> None:
         """`grammars`: None where answers are held to nothing. `has_head`: the model gives logits."""
         self._encoder = encoder
@@ -125,6 +129,7 @@ class InputProcessor:
         self._sessions = sessions
         self._has_head = has_head
         self._quality = quality
+        self._adapters = adapters if adapters is not None else AdapterTable(0, {})
         self._known_words: OrderedDict[tuple[Any, ...], _Words] = OrderedDict()
         """Of the latest requests. The prompts of one share them."""
         self._next_id = 0
@@ -170,17 +175,13 @@ class InputProcessor:
         """Check what does not depend on the prompt. Raises InvalidRequest."""
         options = self._encoder.options(call.options, renders=call.renders)
         policy = self._policy(options)
-        if call.adapter_name is not None:
-            raise UnsupportedFeature(
-                f"adapter_name={call.adapter_name!r}: LoRA adapters are not implemented yet. Leave adapter_name out.",
-                "adapter_name",
-            )
+        adapter = None if call.adapter_name is None else self._adapters.find(call.adapter_name)
         if call.wanted == "answer":
             check_one_prompt(call.prompt, call.input_ids)
         config = checked(GenerationConfig, call.config, "gen_config")
         if call.step and not call.is_turn:
             raise InvalidParameter("step continues a session: it needs sequence_start=False.", "step")
-        return _Asked(config, options, policy)
+        return _Asked(config, options, policy, adapter)
 
     def _policy(self, options: RequestOptions) -> RequestPolicy:
         """Return how the request stands among the others; its time begins now. Raises InvalidParameter."""
@@ -282,6 +283,7 @@ class InputProcessor:
             prompt_logprobs=0 if call.wanted == "scores" else config.prompt_logprobs,
             output_logits=call.wanted == "logits",
             policy=asked.policy,
+            adapter=asked.adapter,
             pooling=call.pooling,
             images=images,
         )

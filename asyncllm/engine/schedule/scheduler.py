@@ -20,6 +20,7 @@ from asyncllm.engine.cache.block_manager import BlockManager
 from asyncllm.engine.cache.host_blocks import HostBlocks
 from asyncllm.engine.cache.prefix_cache import PrefixCache
 from asyncllm.engine.cache.prefix_sharing import PrefixSharing
+from asyncllm.engine.schedule.adapter_slots import AdapterSlots
 from asyncllm.engine.schedule.admission_plan import AdmissionPlan
 from asyncllm.engine.schedule.counts import SchedulerCounts
 from asyncllm.engine.schedule.in_flight import StepInFlight
@@ -57,6 +58,7 @@ class Scheduler:
         self.sharing = PrefixSharing(self.prefix_cache, self.groups, limits)
         self.blocks = BlockManager(limits.num_blocks, self.prefix_cache)
         self.host = HostBlocks(limits, self.groups, self.blocks, swapping=swapping)
+        self.adapters = AdapterSlots(limits.num_adapter_slots)
         self.counts = SchedulerCounts()
         self.admitted: list[Request] = []
         """Requests whose first sequence has got a row by the last `schedule()`."""
@@ -211,6 +213,8 @@ class Scheduler:
         """Return whether a waiting sequence can be admitted once the steps in flight have been read."""
         if len(self._running) == self._max_running or not (self._free_slots or self._fenced_slots):
             return False
+        if sequence.request.adapter is not None and not self.adapters.has_room(sequence.request.adapter):
+            return False
         return self._missing_blocks(self._plan_admission(sequence)) <= self.blocks.num_fenced
 
     def let_go(self) -> None:
@@ -259,6 +263,8 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         """Take a running sequence out of its row."""
         del self._running[sequence]
+        if sequence.request.adapter is not None:
+            self.adapters.give_back(sequence.request.adapter)
         if sequence.state is SequenceState.PREFILL:
             self._prefilling.remove(sequence)
         self.blocks.retire(sequence.blocks, sequence.last_step, self._last_read)
@@ -339,6 +345,8 @@ class Scheduler:
         if sequence is None or sequence.last_step > self._last_read:
             # Preempted while a step was in flight: neither its last token is known yet, nor whether it failed.
             return False
+        if sequence.request.adapter is not None and not self.adapters.has_room(sequence.request.adapter):
+            return False
         plan = self._plan_admission(sequence)
         if self._missing_blocks(plan) > 0:
             return False
@@ -357,6 +365,8 @@ class Scheduler:
         self.waiting.admit(sequence, known - cached)
         sequence.tables, sequence.capacity = tables, self.groups.capacity(tables)
         sequence.slot = self._free_slots.pop()
+        if sequence.request.adapter is not None:
+            sequence.adapter_slot = self.adapters.take(sequence.request.adapter)
         sequence.num_computed = cached
         sequence.committed = plan.num_found
         sequence.state = SequenceState.PREFILL

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from asyncllm.engine.cache.block_groups import BlockTable
 from asyncllm.engine.cache.prefix_cache import PrefixRoot
 from asyncllm.engine.requests.delivery import Answer, Delivery
+from asyncllm.engine.schedule.adapter_slots import Adapter
 from asyncllm.engine.schedule.quality_of_service import User
 from asyncllm.errors import DeadlineExceeded
 from asyncllm.protocol import PrefillRow, PromptImage, SamplingParams, SlotStart, StepOutput, TokenLogprobs
@@ -69,6 +70,7 @@ class Request:
     """One call, checked. Written once by `InputProcessor`, except for the fields marked otherwise."""
 
     __slots__ = (
+        "adapter",
         "block_hashes",
         "cached_tokens",
         "delivery",
@@ -109,10 +111,13 @@ class Request:
         policy: RequestPolicy = ORDINARY,
         pooling: Pooled | None = None,
         images: Items[PromptImage] = (),
+        adapter: Adapter | None = None,
     ) -> None:
         self.id = id
         """Rises in the order of arrival."""
         self.policy = policy
+        self.adapter = adapter
+        """The LoRA adapter that its tokens are computed with."""
         self.times = RequestTimes()
         self.prompt_ids = prompt_ids
         self.images = images
@@ -174,7 +179,8 @@ class Request:
     @property
     def prefix_root(self) -> PrefixRoot:
         """What its prompt's keys stand for besides tokens, but for what follows from the prompt's length."""
-        return PrefixRoot(cache_salt=self.policy.cache_salt)
+        adapter = None if self.adapter is None else self.adapter.number
+        return PrefixRoot(cache_salt=self.policy.cache_salt, adapter=adapter)
 
     @property
     def finished(self) -> bool:
@@ -215,6 +221,7 @@ class Sequence:
     `keeps_row`."""
 
     __slots__ = (
+        "adapter_slot",
         "answer",
         "capacity",
         "cause",
@@ -282,6 +289,8 @@ class Sequence:
         """Whether it was admitted for having waited so long, so that it counts as of the highest class. Written by the
         waiting queue."""
         self.slot = -1
+        self.adapter_slot = -1
+        """Where its adapter is on the device while it has a row."""
         self.last_step = -1
         """The newest step that may write to the blocks: they return to the pool when it has been read."""
         self.logprobs: TokenLogprobs | None = None
@@ -315,6 +324,8 @@ class Sequence:
             num_tokens=len(self.token_ids),
             token_ids=list(self.token_ids) if self.params.needs_history else [],
             position_shift=sum(image.shift for image in self.request.images),
+            adapter=0 if self.request.adapter is None else self.request.adapter.number,
+            adapter_slot=self.adapter_slot,
         )
 
     def next_chunk(self, length: int) -> PrefillRow:

@@ -81,10 +81,11 @@ async def create_message(request: web.Request) -> web.StreamResponse:
         await with_images(request, messages_of(body.system, body.messages)),
         sampled_config(body, service.defaults, **fields),
         stream_response=bool(body.stream),
+        adapter_name=service.adapter_of(body.model),
         **(request_options(request, body) | options_of(body, service.engine.chat_template)),
     )
     await generation.start()
-    model, message_id = service.engine.model_name, f"msg_{uuid.uuid4().hex}"
+    model, message_id = body.model or service.engine.model_name, f"msg_{uuid.uuid4().hex}"
     if body.stream:
         begun = MessageObject(id=message_id, model=model, content=[], usage=_usage(len(generation.prompt_token_ids), 0))
         events = _MessageEvents(begun)

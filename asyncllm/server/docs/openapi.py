@@ -360,7 +360,7 @@ def _bound(name: str, field: Schema, hint: Any, service: Service, kind: type[msg
     limits, config = service.engine.limits, service.config
     token: Schema = {"type": "integer", "minimum": 0, "maximum": limits.vocab_size - 1}
     if name == "model":
-        field["anyOf"] = [{"enum": [service.engine.model_name]}, {"type": "null"}]
+        field["anyOf"] = [{"enum": [service.engine.model_name, *service.engine.adapters]}, {"type": "null"}]
     elif name in STRUCTURE and not limits.takes_grammars:
         plain: Schema = {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]}
         field["anyOf"] = [*([plain] if name == "response_format" else []), {"type": "null"}]

@@ -32,6 +32,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         input_ids=body.input_ids,
         session_id=label_of(request, body.session_id),
         stream_response=body.stream,
+        adapter_name=service.adapter_of(body.model),
         **request_options(request, body),
     )
     await generation.start()

@@ -57,6 +57,14 @@ async def _cancel(request: web.Request, service: Service, body: InteractiveReque
 
 async def _turn(request: web.Request, service: Service, body: InteractiveRequest) -> web.StreamResponse:
     config = interactive_config(body)
+    adapter = service.adapter_of(body.model)
+    if body.adapter_name is not None:
+        if adapter not in (None, body.adapter_name):
+            raise ApiError(
+                400, "model and adapter_name name two adapters. Send one.", code="invalid_value", param="adapter_name"
+            )
+        service.check_model(body.adapter_name)
+        adapter = service.adapter_of(body.adapter_name)
     options: RequestKeywords = {**request_options(request, body), "separate_reasoning": False}
     kept = None
     if body.session_id != -1:
@@ -69,6 +77,7 @@ async def _turn(request: web.Request, service: Service, body: InteractiveRequest
         sequence_end=not body.interactive_mode,
         step=body.step,
         stream_response=body.stream,
+        adapter_name=adapter,
         **options,
     )
     ends = False

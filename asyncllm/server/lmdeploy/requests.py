@@ -47,6 +47,8 @@ class InteractiveRequest(LMDeployFields, kw_only=True):
     """Stop what runs under session_id; the conversation stays."""
     request_output_len: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
     """Most new tokens. LMDeploy's client sends 0 to end a session."""
+    adapter_name: str | None = None
+    """The adapter that the turn is for, as `model` names it on all routes."""
 
 
 class TokenizeRequest(Body, kw_only=True):

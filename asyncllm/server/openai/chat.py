@@ -40,6 +40,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         session_id=label_of(request, body.session_id),
         do_preprocess=body.do_preprocess is not False,
         stream_response=bool(body.stream),
+        adapter_name=service.adapter_of(body.model),
         **(
             request_options(request, body)
             | template_options(body, service.engine.chat_template, body.reasoning_effort)
@@ -48,7 +49,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         ),
     )
     await generation.start()
-    identity = AnswerIdentity("chatcmpl-", service.engine.model_name, body.request_id)
+    identity = AnswerIdentity("chatcmpl-", body.model or service.engine.model_name, body.request_id)
     if body.stream:
         return await stream(request, service, [generation], _ChatEvents(identity, body, generation, service))
     try:

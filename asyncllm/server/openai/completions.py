@@ -45,11 +45,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
             input_ids=None if isinstance(prompt, str) else prompt,
             session_id=label_of(request, body.session_id),
             stream_response=bool(body.stream),
+            adapter_name=service.adapter_of(body.model),
             **options,
         )
         generation.index = index
         generations.append(generation)
-    identity = AnswerIdentity("cmpl-", service.engine.model_name, body.request_id)
+    identity = AnswerIdentity("cmpl-", body.model or service.engine.model_name, body.request_id)
     try:
         for generation in generations:
             await generation.start()

@@ -29,7 +29,11 @@ async def embeddings(request: web.Request) -> web.Response:
     body = await read_request(request, EmbeddingRequest)
     inputs: Any = prompts_of(body.input, service.config, "input")
     found = await service.engine.embed(
-        inputs, pooling=body.pooling, dimensions=body.dimensions, **request_options(request, body)
+        inputs,
+        pooling=body.pooling,
+        dimensions=body.dimensions,
+        adapter_name=service.adapter_of(body.model),
+        **request_options(request, body),
     )
     vectors: Sequence[types.Embedding] = found if isinstance(found, list) else [found]
     tokens = sum(each.input_token_len for each in vectors)
@@ -38,7 +42,7 @@ async def embeddings(request: web.Request) -> web.Response:
             Embedding(index=index, embedding=_packed(each.values) if body.encoding_format == "base64" else each.values)
             for index, each in enumerate(vectors)
         ],
-        model=service.engine.model_name,
+        model=body.model or service.engine.model_name,
         usage=EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens),
     )
     return json_response(answer)

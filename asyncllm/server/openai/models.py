@@ -12,27 +12,30 @@ from asyncllm.server.service import Service, service_of
 __all__ = ["list_models", "show_model"]
 
 
-def _model(service: Service) -> Model:
-    name = service.engine.model_name
+def _model(service: Service, name: str) -> Model:
+    adapted = service.adapter_of(name) is not None
     return Model(
         id=name,
         created=service.created,
         root=name,
+        parent=service.engine.model_name if adapted else None,
         permission=[ModelPermission(id=f"modelperm-{name}", created=service.created)],
         max_model_len=service.engine.session_len,
     )
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """All models: the one that the server was started with."""
-    return json_response(ModelList(data=[_model(service_of(request))]))
+    """All models: the one that the server was started with, then its adapters."""
+    service = service_of(request)
+    names = [service.engine.model_name, *service.engine.adapters]
+    return json_response(ModelList(data=[_model(service, name) for name in names]))
 
 
 async def show_model(request: web.Request) -> web.Response:
-    """One model by its name."""
+    """One model or adapter by its name."""
     service = service_of(request)
     name = without_slashes(request.match_info["id"]).removeprefix("/")
     if not name:
         return await list_models(request)
     service.check_model(name)
-    return json_response(_model(service))
+    return json_response(_model(service, name))

@@ -249,6 +249,7 @@ class Model(msgspec.Struct, kw_only=True):
     root: str
     """The model that this one was made from, which is itself."""
     parent: str | None = None
+    """Of an adapter: the model that it is for."""
     permission: list[ModelPermission]
     max_model_len: int
     """Most tokens of prompt and answer together."""

@@ -51,7 +51,7 @@ async def score(request: web.Request) -> web.Response:
     scores, tokens = await _scores_of_pairs(request, body, service, pairs)
     data = [Score(index=index, score=value) for index, value in enumerate(scores)]
     usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
-    return json_response(ScoreResponse(data=data, model=service.engine.model_name, usage=usage))
+    return json_response(ScoreResponse(data=data, model=body.model or service.engine.model_name, usage=usage))
 
 
 async def rerank(request: web.Request) -> web.Response:
@@ -72,7 +72,7 @@ async def rerank(request: web.Request) -> web.Response:
     ]
     usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
     answer = RerankResponse(
-        id=f"rerank-{uuid.uuid4().hex}", results=results, model=service.engine.model_name, usage=usage
+        id=f"rerank-{uuid.uuid4().hex}", results=results, model=body.model or service.engine.model_name, usage=usage
     )
     return json_response(answer)
 
@@ -90,7 +90,7 @@ async def classify(request: web.Request) -> web.Response:
         data.append(LabelProbabilities(index=index, label=f"LABEL_{best}", probs=probs, num_classes=len(probs)))
     tokens = sum(each.input_token_len for each in found)
     usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
-    return json_response(ClassifyResponse(data=data, model=service.engine.model_name, usage=usage))
+    return json_response(ClassifyResponse(data=data, model=body.model or service.engine.model_name, usage=usage))
 
 
 async def pooling(request: web.Request) -> web.Response:
@@ -102,7 +102,7 @@ async def pooling(request: web.Request) -> web.Response:
     tokens = sum(each.input_token_len for each in found)
     answer = PoolingResponse(
         data=[Reward(index=index, data=each.values) for index, each in enumerate(found)],
-        model=service.engine.model_name,
+        model=body.model or service.engine.model_name,
         usage=EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens),
     )
     return json_response(answer)
@@ -116,7 +116,9 @@ def _texts(given: str | Sequence[str], service: Service, name: str) -> list[str]
 async def _classified(
     request: web.Request, body: PolicyFields, service: Service, inputs: list[str] | list[list[int]]
 ) -> list[SequenceScores]:
-    found = await service.engine.classify(inputs, **request_options(request, body))
+    found = await service.engine.classify(
+        inputs, adapter_name=service.adapter_of(body.model), **request_options(request, body)
+    )
     return found if isinstance(found, list) else [found]
 
 

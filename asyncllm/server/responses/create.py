@@ -112,6 +112,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         [*front, *before, *said],
         config,
         stream_response=bool(body.stream),
+        adapter_name=service.adapter_of(body.model),
         **(
             request_options(request, body)
             | thinking_options(service.engine.chat_template, effort, body.chat_template_kwargs, "reasoning")
@@ -177,7 +178,7 @@ class _Answer:
             id=f"resp_{uuid.uuid4().hex}",
             created_at=int(time.time()),
             status="in_progress",
-            model=service.engine.model_name,
+            model=body.model or service.engine.model_name,
             output=self._output.items,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,

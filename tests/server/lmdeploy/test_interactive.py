@@ -305,7 +305,6 @@ async def test_sampling_has_lmdeploys_defaults_and_takes_the_fields() -> None:
         ({"cancel": True}, "prompt", "invalid_value"),
         ({"stop": True}, "stop", "invalid_value"),
         ({"image_url": "http://x/y.png"}, "image_url", "unsupported_parameter"),
-        ({"adapter_name": "lora"}, "adapter_name", "unsupported_parameter"),
         ({"request_output_len": 0}, "request_output_len", "invalid_value"),
         ({"max_tokens": 5}, "max_tokens", "unknown_parameter"),
         ({"user_id": "alice"}, "user_id", "invalid_value"),

@@ -1,0 +1,82 @@
+"""AdapterSlots: which LoRA adapters are on the device, where at most so many have room."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+__all__ = ["Adapter", "AdapterSlots"]
+
+
+class Adapter:
+    """A loaded adapter. One that is loaded again under the same name is another one."""
+
+    def __init__(self, number: int, name: str, path: str) -> None:
+        self.number = number
+        """What the agent and cached prefixes know it by; given out once."""
+        self.name = name
+        self.path = path
+        self.num_requests = 0
+        """Open ones that it was asked for by. Written by the engine loop."""
+        self.retired = False
+        """Whether it was unloaded, and goes with the last of them. Written by `AdapterTable`."""
+
+
+class AdapterSlots:
+    """A slot of the device holds an adapter for as long as a running sequence has it, and then until another adapter
+    needs the room: of those without sequences the one that has been without the longest. Written by the scheduler.
+
+    Steps run in the order in which they are scheduled, so a slot may change hands at once: the steps in flight read
+    what was there before the step that brings the next one up.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._slot_of: dict[int, int] = {}
+        """Number of an adapter -> its slot."""
+        self._running: Counter[int] = Counter()
+        """Number of an adapter -> running sequences that have it."""
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Numbers of those with a slot and without sequences, the least recently used first."""
+
+    @property
+    def resident(self) -> dict[int, int]:
+        """Number of each adapter on the device -> its slot."""
+        return dict(self._slot_of)
+
+    def has_room(self, adapter: Adapter) -> bool:
+        """Return whether a sequence with this adapter may be admitted."""
+        return adapter.number in self._slot_of or bool(self._free or self._idle)
+
+    def take(self, adapter: Adapter) -> int:
+        """Count one more running sequence, and return the slot of its adapter, for which there is room."""
+        number = adapter.number
+        if number not in self._slot_of:
+            self._slot_of[number] = self._free.pop() if self._free else self._evict()
+        self._idle.pop(number, None)
+        self._running[number] += 1
+        return self._slot_of[number]
+
+    def give_back(self, adapter: Adapter) -> None:
+        """Count one running sequence less."""
+        self._running[adapter.number] -= 1
+        if not self._running[adapter.number]:
+            del self._running[adapter.number]
+            self._idle[adapter.number] = None
+
+    def forget(self, number: int) -> None:
+        """Free the slot of an adapter that no sequence will have any more."""
+        if number in self._idle:
+            del self._idle[number]
+            self._free.append(self._slot_of.pop(number))
+
+    def _evict(self) -> int:
+        number, _ = self._idle.popitem(last=False)
+        return self._slot_of.pop(number)
+
+    def check_integrity(self, running: Counter[int]) -> None:
+        """Raise AssertionError unless slots are held by the adapters of the `running` sequences, or idle."""
+        assert self._running == running, f"slots are held for {self._running}, and {running} run"
+        assert set(self._slot_of) == set(self._running) | set(self._idle), "an adapter's slot is neither held nor idle"
+        assert not set(self._running) & set(self._idle), "an adapter with sequences is idle"
+        slots = [*self._slot_of.values(), *self._free]
+        assert len(set(slots)) == len(slots), f"adapter slots are doubled: {slots}"

@@ -1,0 +1,165 @@
+"""LoRA by row: a product with A [rank, in] that shrinks a row, and one with B [out, rank] that expands it.
+
+Rows are not sorted. A program has a tile of rows and takes the adapters that are present there one after the other, in
+the order of their slots: each is multiplied by the whole tile, and a row keeps its own adapter's result alone. A tile
+of a prompt has one adapter, one of decode rows as many as it has rows at most. Nothing is added across adapters, so a
+row's bits do not depend on its neighbours' (zero times infinity is no zero).
+
+Reading A of one row is all that takes time where there are few rows, so the sum over the input features is split among
+programs; `expand_kernel` adds up their parts in order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.kernels.lora import MAX_PARTS, LoRAWeights
+from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
+from asyncllm.kernels.triton.launch import launch
+
+__all__ = ["BLOCK_K", "FEW_ROWS", "add_lora", "expand_kernel", "rows_and_splits", "shrink_kernel"]
+
+FEW_ROWS = 64
+"""Up to so many rows reading A and B is all that takes time."""
+
+BLOCK_K = 128
+"""Input features that a program of `shrink_kernel` multiplies at a time."""
+
+_SPAN = 512
+"""Input features of a program where there are few rows."""
+
+_MOST_SPLITS = 32
+
+_NO_SLOT = tl.constexpr(2**30)
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr", "ranks_ptr"])
+def shrink_kernel(
+    x_ptr, slots_ptr, a_ptr, ranks_ptr, h_ptr, tokens,
+    K: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, SLOT_STRIDE: tl.constexpr, RANKS_STRIDE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """x [tokens, K] times A of each row's adapter, transposed -> h [SPLITS, tokens, WIDTH] float32, to be added up.
+
+    a: [slots, WIDTH, K], slots SLOT_STRIDE apart. WIDTH: RANK for each part of the output. h of rows without an
+    adapter is not written.
+    """
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    first = tl.program_id(1) * BLOCK_R
+    split = tl.program_id(2)
+    slots = tl.load(slots_ptr + rows, mask=rows < tokens, other=-1)
+    columns = tl.arange(0, BLOCK_K)
+    x_rows = x_ptr + rows[:, None].to(tl.int64) * K
+    features = first + tl.arange(0, BLOCK_R)
+    h = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
+    slot = tl.min(tl.where(slots >= 0, slots, _NO_SLOT), 0)
+    while slot < _NO_SLOT:
+        own = slots == slot
+        if tl.load(ranks_ptr + slot * RANKS_STRIDE) > first % RANK:
+            a_rows = a_ptr + slot.to(tl.int64) * SLOT_STRIDE + features[:, None] * K
+            acc = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
+            for step in range(STEPS * split // SPLITS, STEPS * (split + 1) // SPLITS):
+                k = step * BLOCK_K + columns
+                inside = (k < K)[None, :]
+                x = tl.load(x_rows + k[None, :], mask=own[:, None] & inside, other=0.0)
+                a = tl.load(a_rows + k[None, :], mask=inside, other=0.0)
+                acc = dot(x, tl.trans(a), acc)
+            h = tl.where(own[:, None], acc, h)
+        slot = tl.min(tl.where(slots > slot, slots, _NO_SLOT), 0)
+    places = (split.to(tl.int64) * tokens + rows[:, None]) * WIDTH + features[None, :]
+    tl.store(h_ptr + places, h, mask=(slots >= 0)[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr", "ranks_ptr"])
+def expand_kernel(
+    h_ptr, slots_ptr, b_ptr, ranks_ptr, y_ptr, tokens,
+    SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, SIZE_2: tl.constexpr, SIZE_3: tl.constexpr,
+    WIDTH: tl.constexpr, RANK: tl.constexpr, SLOT_STRIDE: tl.constexpr, RANKS_STRIDE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """y [tokens, N] += h, added up over SPLITS and rounded to y's type, times B of each row's adapter, transposed.
+
+    b: [slots, N, RANK], slots SLOT_STRIDE apart. N is the sum of SIZE_0 to SIZE_3, the parts' features; a program has
+    a block of one part.
+    """
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    END_1: tl.constexpr = SIZE_0 + SIZE_1
+    END_2: tl.constexpr = END_1 + SIZE_2
+    N: tl.constexpr = END_2 + SIZE_3
+    BLOCKS_0: tl.constexpr = (SIZE_0 + BLOCK_N - 1) // BLOCK_N
+    BLOCKS_1: tl.constexpr = BLOCKS_0 + (SIZE_1 + BLOCK_N - 1) // BLOCK_N
+    BLOCKS_2: tl.constexpr = BLOCKS_1 + (SIZE_2 + BLOCK_N - 1) // BLOCK_N
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    block = tl.program_id(1)
+    part = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32) + (block >= BLOCKS_2).to(tl.int32)
+    start = tl.where(part == 0, 0, tl.where(part == 1, SIZE_0, tl.where(part == 2, END_1, END_2)))
+    end = tl.where(part == 0, SIZE_0, tl.where(part == 1, END_1, tl.where(part == 2, END_2, N)))
+    block -= tl.where(part == 0, 0, tl.where(part == 1, BLOCKS_0, tl.where(part == 2, BLOCKS_1, BLOCKS_2)))
+    features = start + block * BLOCK_N + tl.arange(0, BLOCK_N)
+    slots = tl.load(slots_ptr + rows, mask=rows < tokens, other=-1)
+    h_rows = h_ptr + rows[:, None].to(tl.int64) * WIDTH + part * RANK
+    total = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
+    slot = tl.min(tl.where(slots >= 0, slots, _NO_SLOT), 0)
+    while slot < _NO_SLOT:
+        own = slots == slot
+        rank = tl.load(ranks_ptr + slot * RANKS_STRIDE)
+        b_rows = b_ptr + slot.to(tl.int64) * SLOT_STRIDE + features[:, None] * RANK
+        acc = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
+        for first in range(0, rank, BLOCK_R):
+            r = first + tl.arange(0, BLOCK_R)[None, :]
+            h = tl.load(h_rows + r, mask=own[:, None], other=0.0)
+            for split in range(1, SPLITS):
+                h += tl.load(h_rows + split * tokens * WIDTH + r, mask=own[:, None], other=0.0)
+            b = tl.load(b_rows + r, mask=(features < end)[:, None], other=0.0)
+            acc = dot(round_to(h, dtype), tl.trans(b), acc)
+        total = tl.where(own[:, None], acc, total)
+        slot = tl.min(tl.where(slots > slot, slots, _NO_SLOT), 0)
+    places = y_ptr + rows[:, None].to(tl.int64) * N + features[None, :]
+    mask = (slots >= 0)[:, None] & (features < end)[None, :]
+    y = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+    tl.store(places, round_to(y + total, dtype), mask=mask)
+
+
+def rows_and_splits(tokens: int, features: int, *, batch_invariant: bool) -> tuple[int, int]:
+    """Return how many rows a tile has, and among how many programs the sum over the input `features` is split."""
+    splits = max(1, min(_MOST_SPLITS, features // _SPAN))
+    if tokens <= FEW_ROWS or batch_invariant:
+        return 16, splits
+    return 64, min(4, splits) if tokens <= 8 * FEW_ROWS else 1
+
+
+def add_lora(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights, *, batch_invariant: bool = False) -> Tensor:
+    y, x = y.contiguous(), x.contiguous()
+    (tokens, k), rank, width = x.shape, lora.b.shape[-1], lora.a.shape[1]
+    if not tokens:
+        return y
+    block_t, splits = rows_and_splits(tokens, k, batch_invariant=batch_invariant)
+    block_r, block_n = min(rank, 64), 64 if block_t == 16 else 128
+    tiles = -(-tokens // block_t)
+    h = torch.empty(splits, tokens, width, dtype=torch.float32, device=x.device)
+    same: dict[str, Any] = {
+        "WIDTH": width,
+        "RANK": rank,
+        "RANKS_STRIDE": lora.ranks.stride(0),
+        "BLOCK_T": block_t,
+        "BLOCK_R": block_r,
+        "SPLITS": splits,
+    }
+    shrink = {"K": k, "SLOT_STRIDE": lora.a.stride(0), "BLOCK_K": BLOCK_K, **same}
+    launch(shrink_kernel, (tiles, width // block_r, splits), (x, slots, lora.a, lora.ranks, h), (tokens,), **shrink)
+    sizes = (*lora.sizes, *[0] * (MAX_PARTS - len(lora.sizes)))
+    blocks = sum(-(-size // block_n) for size in sizes)
+    expand: dict[str, Any] = {f"SIZE_{part}": size for part, size in enumerate(sizes)}
+    expand |= {"SLOT_STRIDE": lora.b.stride(0), "BLOCK_N": block_n, **same}
+    launch(expand_kernel, (tiles, blocks, 1), (h, slots, lora.b, lora.ranks, y), (tokens,), **expand)
+    return y

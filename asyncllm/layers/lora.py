@@ -1,0 +1,33 @@
+"""LoRA adapters of a linear layer: each token's own, by the slot that its sequence's adapter has on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncllm import kernels
+from asyncllm.kernels import LoRAWeights
+from asyncllm.layers.step_inputs import Column, StepInputs
+
+__all__ = ["ADAPTER_SLOTS", "LayerAdapters"]
+
+ADAPTER_SLOTS = Column(
+    name="adapter_slots",
+    dtype=torch.int32,
+    per="token",
+    padding=-1,
+    of_slot=lambda start: start.adapter_slot,
+)
+"""-1 is a token without an adapter."""
+
+
+class LayerAdapters:
+    """The slots of one layer, as views of the memory that `agent.adapters` writes: RowAdapters of a `Linear`."""
+
+    columns = (ADAPTER_SLOTS,)
+
+    def __init__(self, weights: LoRAWeights) -> None:
+        self.weights = weights
+
+    def add(self, y: Tensor, x: Tensor, step: StepInputs) -> Tensor:
+        return kernels.add_lora(y, x, step[ADAPTER_SLOTS], self.weights, batch_invariant=step.batch_invariant)

@@ -1,0 +1,282 @@
+"""LoRA adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors, or .bin, in one folder.
+
+A tensor is called `base_model.model.<module of the checkpoint>.lora_A.weight`, so the family's weight table says which
+layer and which part of it the module is. Which modules there are follows from the tensors; the config says how they are
+scaled. What PEFT can ask for beyond that and is not implemented is refused by the name of its entry, never left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from asyncllm.errors import InvalidCheckpoint, ModelError, ModelNotFound, UnsupportedModel, short
+from asyncllm.kernels.lora import MAX_PARTS
+from asyncllm.layers.linear import Linear
+from asyncllm.layers.moe import ExactRouter
+from asyncllm.models.checkpoint import Checkpoint, read_header
+from asyncllm.models.convert import load_pickle
+from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.fused import LAYOUTS
+
+__all__ = ["MAX_RANK", "AdapterFiles", "Factors", "takes_adapters"]
+
+CONFIG_NAME, WEIGHTS_NAME, PICKLE_NAME = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+
+MAX_RANK = 1024
+
+_MAX_CONFIG_BYTES = 2**20
+
+_PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+_FREE = frozenset(
+    {
+        *("auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "task_type"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout"),
+        *("megatron_core", "qalora_group_size", "loftq_config", "eva_config", "fan_in_fan_out"),
+    }
+)
+"""Entries that change nothing here: about training, about which modules have tensors, about how a base weight lies."""
+
+_READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias"})
+
+_REASONS: Mapping[str, str] = {
+    "use_dora": "DoRA scales every output by the norm of the merged weight; merge it into its base model",
+    "modules_to_save": "whole modules of an adapter's own would be copies for each adapter; merge it into its base",
+    "lora_bias": "biases of B are not added; merge it into its base model",
+    "layer_replication": "the model would have other layers than its base",
+    "trainable_token_indices": "embeddings are the base model's; merge it into its base model",
+    "target_parameters": "parameters that belong to no linear layer, such as stacked experts, have no adapters",
+}
+
+_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Ways to initialise that change the base's weights as well."""
+
+_ENDS: Mapping[str, str] = {
+    ".lora_magnitude_vector": "use_dora: " + _REASONS["use_dora"],
+    ".lora_magnitude_vector.weight": "use_dora: " + _REASONS["use_dora"],
+    ".lora_embedding_A": "embeddings have no adapters; merge it into its base model",
+    ".lora_embedding_B": "embeddings have no adapters; merge it into its base model",
+    ".lora_B.bias": "lora_bias: " + _REASONS["lora_bias"],
+    ".trainable_tokens_delta": "trainable_token_indices: " + _REASONS["trainable_token_indices"],
+}
+
+_PATTERN = re.compile(r"(?:[\w.\-^$|()\[\]\\]|\.[*+]|\\d[*+])*")
+"""Patterns that no name of a module keeps a search busy with: files come from anywhere."""
+
+_MAX_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """What an adapter adds to one part of a layer: `b` @ `a`, the scale in `b`. This rank's share, in float32."""
+
+    part: str | None
+    a: Tensor
+    """[r, in]"""
+    b: Tensor
+    """[out, r]"""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """An adapter that fits its model, read."""
+
+    layers: Mapping[str, list[Factors]]
+    """By the path of a `Linear` in the model."""
+
+    @property
+    def rank(self) -> int:
+        """The highest of its layers'."""
+        return max(len(factors.a) for parts in self.layers.values() for factors in parts)
+
+    @staticmethod
+    def read(folder: Path, model: DecoderLM) -> AdapterFiles:
+        """Read the adapter in `folder` for `model`.
+
+        Raises ModelNotFound where there is none, InvalidCheckpoint for what is malformed or belongs to another model,
+        and UnsupportedModel for what is not implemented.
+        """
+        if not folder.is_dir():
+            raise ModelNotFound(f"{folder} is not a folder. Give the folder that holds {CONFIG_NAME} and the weights.")
+        config = _Config(folder / CONFIG_NAME)
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in _tensors(folder):
+            end = _A if name.endswith(_A) else _B
+            if not (name.endswith(end) and name.startswith(_PREFIX)):
+                raise _refusal(folder, name)
+            if not tensor.is_floating_point() or tensor.dim() != 2:
+                raise InvalidCheckpoint(f"{folder}: {short(name)} is not a matrix of floats. Download it again.")
+            # The source is a view of a file.
+            found.setdefault(name.removesuffix(end), {})[end] = tensor.to(torch.float32, copy=True)
+        layers: dict[str, list[Factors]] = {}
+        for module, pair in found.items():
+            if set(pair) != {_A, _B}:
+                raise InvalidCheckpoint(
+                    f"{folder}: {short(module)} has no {', '.join({_A, _B} - set(pair))}. Download it again."
+                )
+            name = module.removeprefix(_PREFIX)
+            scale = config.scale(name, len(pair[_A]))
+            path, parts = _placed(folder, model, name, pair[_A], pair[_B] * scale)
+            layers.setdefault(path, []).extend(parts)
+        if not layers:
+            raise InvalidCheckpoint(f"{folder} holds no tensor of an adapter. Download it again.")
+        for path, parts in layers.items():
+            if len({factors.part for factors in parts}) < len(parts):
+                raise InvalidCheckpoint(f"{folder}: two modules of the adapter are the same part of {path}.")
+        return AdapterFiles(layers)
+
+
+def takes_adapters(layer: object, path: str) -> TypeGuard[Linear]:
+    """Return whether rows may have adapters in the module at `path`: in a linear layer of a decoder's block."""
+    linear = isinstance(layer, Linear) and not isinstance(layer, ExactRouter) and len(layer.rows) <= MAX_PARTS
+    return linear and path.startswith("layers.")
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    if (folder / WEIGHTS_NAME).is_file():
+        yield from Checkpoint(folder, read_header(folder / WEIGHTS_NAME).values()).read()
+    elif (folder / PICKLE_NAME).is_file():
+        yield from load_pickle(folder / PICKLE_NAME).items()
+    else:
+        raise InvalidCheckpoint(f"{folder} has neither {WEIGHTS_NAME} nor {PICKLE_NAME}. Download the adapter again.")
+
+
+def _refusal(folder: Path, name: str) -> ModelError:
+    """Return what is to be said of a tensor that is neither lora_A nor lora_B."""
+    for end, why in _ENDS.items():
+        if name.endswith(end):
+            return UnsupportedModel(f"{folder}: {short(name)} is not implemented: {why}.")
+    if name.startswith(_PREFIX):
+        return UnsupportedModel(
+            f"{folder}: {short(name)} is a weight of its own (modules_to_save or bias), and adapters consist of lora_A "
+            f"and lora_B here. Merge the adapter into its base model."
+        )
+    return InvalidCheckpoint(f"{folder}: {short(name)} is not a tensor of PEFT's, whose names begin with {_PREFIX}")
+
+
+def _placed(folder: Path, model: DecoderLM, name: str, a: Tensor, b: Tensor) -> tuple[str, list[Factors]]:
+    """Return which layer the module `name` of a checkpoint is, or is parts of, and what is added to them."""
+    try:
+        target = model.weight_map.resolve(name + ".weight")
+        layer = None if target is None else model.get_submodule(target.module)
+    except (InvalidCheckpoint, AttributeError):
+        raise InvalidCheckpoint(
+            f"{folder}: the model has no module {short(name)}. Check that the adapter was trained on this model."
+        ) from None
+    of_expert = target is not None and any(expert is not None for _, _, expert in target.keys)
+    if target is None or of_expert or not takes_adapters(layer, target.module):
+        raise UnsupportedModel(
+            f"{folder}: {short(name)} takes no adapter. Linear layers of attention and MLPs do; experts, routers in "
+            f"float32, embeddings, heads, vision towers and kv_b_proj of latent attention do not. Merge "
+            f"the adapter into its base model."
+        )
+    names = [part for _, part, _ in target.keys]
+    shapes = [layer.whole_shapes[part] for part in names]
+    out = sum(shape[0] for shape in shapes)
+    if len(a) != b.shape[1] or a.shape[1] != shapes[0][1] or len(b) != out or not len(a):
+        raise InvalidCheckpoint(
+            f"{folder}: {short(name)} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, and the model's layer is "
+            f"[{out}, {shapes[0][1]}]. Check that the adapter was trained on this model."
+        )
+    if len(a) > MAX_RANK:
+        raise UnsupportedModel(f"{folder}: {short(name)} has rank {len(a)}, and the highest is {MAX_RANK}.")
+    split: Callable[..., list[Tensor]] = LAYOUTS[target.layout or "flat"]
+    pieces = split(b, [shape[0] for shape in shapes], layer)
+    shares = [layer.share_of_factors(part, a, piece) for part, piece in zip(names, pieces, strict=True)]
+    return target.module, [Factors(part, *share) for part, share in zip(names, shares, strict=True)]
+
+
+class _Config:
+    """adapter_config.json, checked."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        entries = self._read()
+        if entries.get("peft_type") != "LORA":
+            raise UnsupportedModel(f"{file}: peft_type is {short(entries.get('peft_type'))}, and LORA is implemented.")
+        for name, value in entries.items():
+            if value and name not in _FREE | _READ:
+                self._check_other(name, value)
+        if entries.get("bias", "none") != "none":
+            raise UnsupportedModel(
+                f"{file}: bias is {short(entries['bias'])}, and adapters have no biases here ('none'). Merge "
+                f"the adapter into its base model."
+            )
+        self._rank = self._number("r", entries.get("r"), whole=True)
+        self._alpha = self._number("lora_alpha", entries.get("lora_alpha"))
+        self._rslora = entries.get("use_rslora") is True
+        self._ranks = self._patterns("rank_pattern", entries.get("rank_pattern"), whole=True)
+        self._alphas = self._patterns("alpha_pattern", entries.get("alpha_pattern"))
+        targets = entries.get("target_modules")
+        self._targets = targets if isinstance(targets, list) else None
+        """Names; None where a pattern or "all-linear" stands for what the tensors tell as well."""
+
+    def _read(self) -> dict[str, Any]:
+        file = self._file
+        try:
+            if file.stat().st_size > _MAX_CONFIG_BYTES:
+                raise InvalidCheckpoint(f"{file} is larger than {_MAX_CONFIG_BYTES} bytes: it is not PEFT's.")
+            entries = json.loads(file.read_bytes())
+        except FileNotFoundError:
+            raise InvalidCheckpoint(f"{file.parent} has no {file.name}. Give the folder of a PEFT adapter.") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise InvalidCheckpoint(f"{file} cannot be read as JSON ({error}). Download it again.") from error
+        if not isinstance(entries, dict):
+            raise InvalidCheckpoint(f"{file} is not a JSON object. Download it again.")
+        return entries
+
+    def _check_other(self, name: str, value: Any) -> None:
+        if name == "init_lora_weights" and not (isinstance(value, str) and value.lower().startswith(_CHANGED_BASE)):
+            return
+        why = _REASONS.get(name, "it is not known here")
+        if name == "init_lora_weights":
+            why = "the base's weights were changed with it. Let PEFT convert it when it is saved"
+        raise UnsupportedModel(f"{self._file}: {short(name)} = {short(value)} is not implemented: {why}.")
+
+    def _number(self, name: str, value: Any, *, whole: bool = False) -> float:
+        sound = type(value) is int or (type(value) is float and math.isfinite(value) and not whole)
+        if not sound or (whole and value < 1):
+            raise InvalidCheckpoint(f"{self._file}: {name} is {short(value)}, which is no number for it.")
+        return float(value)
+
+    def _patterns(self, name: str, value: Any, *, whole: bool = False) -> list[tuple[re.Pattern[str], float]]:
+        if not isinstance(value or {}, dict):
+            raise InvalidCheckpoint(f"{self._file}: {name} is {short(value)}, and has to be an object.")
+        patterns = []
+        for key, number in (value or {}).items():
+            if not _PATTERN.fullmatch(key) or len(re.findall(r"[*+]", key)) > _MAX_REPEATS:
+                raise UnsupportedModel(
+                    f"{self._file}: the pattern {short(key)} of {name} is too involved to be searched."
+                )
+            try:
+                patterns.append((re.compile(rf"(.*\.)?({key})$"), self._number(name, number, whole=whole)))
+            except re.error as error:
+                raise InvalidCheckpoint(f"{self._file}: {short(key)} in {name} is no pattern ({error}).") from None
+        return patterns
+
+    def scale(self, module: str, rank: int) -> float:
+        """Return what multiplies the product of a module's factors, whose tensors have this rank."""
+        if self._targets is not None and not any(
+            module == name or (isinstance(name, str) and module.endswith(f".{name}")) for name in self._targets
+        ):
+            raise InvalidCheckpoint(
+                f"{self._file}: target_modules {short(self._targets)} do not name {short(module)}, which has tensors."
+            )
+        expected = next((number for pattern, number in self._ranks if pattern.match(module)), self._rank)
+        if rank != expected:
+            raise InvalidCheckpoint(
+                f"{self._file}: {short(module)} is of rank {expected:g} by r and rank_pattern, and its tensors "
+                f"are of rank {rank}."
+            )
+        alpha = next((number for pattern, number in self._alphas if pattern.match(module)), self._alpha)
+        return alpha / (math.sqrt(rank) if self._rslora else rank)

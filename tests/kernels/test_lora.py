@@ -1,0 +1,106 @@
+"""LoRA by row: the reference against merged weights, the kernels against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncllm.kernels import LoRAWeights, add_lora
+from asyncllm.kernels.triton import lora as launchers
+from tests.kernels import offline
+from tests.kernels.device import DEVICE, assert_repeatable, fresh_seed, poison, random
+
+RANKS = [5, 16, 0, 32, 1]
+"""Of the adapters in five slots; one has nothing for the layer."""
+
+
+def weights(seed: int, sizes: tuple[int, ...], k: int, *, rank: int = 32, dtype: torch.dtype) -> LoRAWeights:
+    """Adapters in slots that are views of one tensor, at odd places, with NaN in between."""
+    out = sum(sizes)
+    flat = torch.full((len(RANKS), 8 + (len(sizes) * k + out) * rank), torch.nan, dtype=dtype, device=DEVICE)
+    a = flat[:, 8 : 8 + len(sizes) * rank * k].view(len(RANKS), -1, k)
+    b = flat[:, 8 + len(sizes) * rank * k :].view(len(RANKS), out, rank)
+    a.zero_()
+    b.zero_()
+    for slot, own in enumerate(RANKS):
+        for part in range(len(sizes)):
+            a[slot, part * rank :][:own] = random(own, k, seed=seed + slot, dtype=dtype)
+        b[slot, :, :own] = random(out, own, seed=seed + 10 + slot, dtype=dtype)
+    ranks = torch.full((len(RANKS), 3), 99, dtype=torch.int32, device=DEVICE)
+    ranks[:, 1] = torch.tensor(RANKS)
+    return LoRAWeights(a, b, ranks[:, 1], sizes)
+
+
+def slots_of(tokens: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-1, len(RANKS), (tokens,), generator=generator).to(torch.int32).to(DEVICE)
+
+
+def test_the_reference_is_the_product_with_merged_weights() -> None:
+    sizes, k, tokens = (24, 8, 8), 40, 13
+    lora = weights(1, sizes, k, dtype=torch.float32)
+    base, x, slots = random(sum(sizes), k), random(tokens, k, seed=2), slots_of(tokens, 3)
+    y = x @ base.t()
+    expected = []
+    for row, slot in enumerate(slots.tolist()):
+        merged = base.clone()
+        if slot >= 0:
+            for part, rows in enumerate((slice(0, 24), slice(24, 32), slice(32, 40))):
+                merged[rows] += lora.b[slot, rows] @ lora.a[slot, part * 32 : part * 32 + 32]
+        expected.append(x[row] @ merged.t())
+    found = add_lora.reference(y, x, slots, lora)
+    assert found is y
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "k", "dtype", "batch_invariant"),
+    [
+        (1, (24,), 40, torch.float32, False),
+        (21, (72, 8, 8, 3), 1100, torch.bfloat16, False),
+        (70, (150, 150), 130, torch.bfloat16, False),
+        (70, (33,), 1030, torch.float16, True),
+    ],
+)
+def test_the_kernels_do_as_the_reference(
+    tokens: int, sizes: tuple[int, ...], k: int, dtype: torch.dtype, batch_invariant: bool
+) -> None:
+    seed = fresh_seed()
+    lora = weights(seed, sizes, k, dtype=dtype)
+    x, y, slots = random(tokens, k, seed=seed, dtype=dtype), random(tokens, sum(sizes), seed=1, dtype=dtype), None
+    slots = slots_of(tokens, seed)
+    _, splits = launchers.rows_and_splits(tokens, k, batch_invariant=batch_invariant)
+
+    def run() -> Tensor:
+        poison((splits, tokens, len(sizes) * 32), dtype=torch.float32)
+        return launchers.add_lora(y.clone(), x, slots, lora, batch_invariant=batch_invariant)
+
+    found, expected = assert_repeatable(run), add_lora.reference(y.clone(), x, slots, lora)
+    tolerance = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-1}[dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * k**0.5)
+    assert torch.equal(found[slots == -1], y[slots == -1]), "rows without an adapter are not touched"
+    assert not torch.equal(found, y) or not (slots >= 0).any()
+
+
+@pytest.mark.parametrize("add", [add_lora.reference, launchers.add_lora])
+def test_a_row_is_what_it_is_whatever_stands_beside_it(add: object) -> None:
+    """Also where a neighbour's adapter is broken."""
+    assert callable(add)
+    lora = weights(5, (48,), 600, dtype=torch.float32)
+    lora.a[3].fill_(torch.nan)
+    x, y = random(9, 600), random(9, 48, seed=1)
+    slots = torch.full((9,), -1, dtype=torch.int32, device=DEVICE)
+    slots[4] = 1
+    alone = add(y.clone(), x, slots, lora)
+    slots[:4], slots[6:8] = 3, 0
+    beside = add(y.clone(), x, slots, lora)
+    assert torch.equal(beside[[4, 5, 8]], alone[[4, 5, 8]])
+    assert beside[0].isnan().all()
+
+
+def test_compiled() -> None:
+    found = offline.compiled("compile_lora")
+    assert {name: case.spilled_bytes for name, case in found.items()} == dict.fromkeys(found, 0)
+    assert all(case.wgmma or case.mma for case in found.values()), "tensor cores multiply"
+    assert all(case.shared_bytes <= offline.MAX_SHARED_BYTES for case in found.values())

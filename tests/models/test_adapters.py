@@ -1,0 +1,294 @@
+"""LoRA adapters as PEFT writes them: equal to merged weights in every kind of layer, refused where they cannot be."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from asyncllm.agent.adapters import AdapterPool
+from asyncllm.agent.open_model import OpenedModel
+from asyncllm.config import EngineConfig
+from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelError, ModelNotFound, UnsupportedModel
+from asyncllm.layers.lora import ADAPTER_SLOTS
+from asyncllm.layers.step_inputs import StepInputs
+from asyncllm.models.adapter_files import AdapterFiles
+from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.registry import open_model
+from tests.adapters import delta, merge, shapes_of, write_adapter
+from tests.checkpoints import build_checkpoint
+from tests.models.parity import Case, Runner, hub_model, open_case, random_tokens
+from tests.models.test_shares import in_ranks, open_share
+
+LLAMA = Case("llama", "default")
+PROMPT, TOKENS = 30, 33
+
+
+@contextmanager
+def pooled(model: DecoderLM, **settings: Any) -> Iterator[AdapterPool]:
+    """The adapters of a model that others use as well."""
+    opened = OpenedModel(model, torch.device("cpu"), torch.float32, model.cache_specs, 256, Path())
+    pool = AdapterPool(EngineConfig(**settings), opened)
+    try:
+        yield pool
+    finally:
+        pool.release()
+
+
+def run(model: DecoderLM, tokens: list[list[int]], slots: list[int]) -> list[torch.Tensor]:
+    """Logits of sequences beside one another, each with the adapter of its slot."""
+    runner = Runner(model, block_size=8)
+    rows = [runner.row(each, prompt_len=PROMPT) for each in tokens]
+    for row, slot in zip(rows, slots, strict=True):
+        row.adapter_slot = slot
+    runner.step(*((row, PROMPT) for row in rows))
+    for _ in range(TOKENS - PROMPT):
+        runner.step(*((row, 1) for row in rows))
+    return [row.result for row in rows]
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "gpt_neox", "gptj", "phi3", "falcon", "gemma2", "glm", "deepseek_v2", "qwen3_moe"]
+)
+def test_an_adapter_is_the_model_with_merged_weights(family: str, tmp_path: Path) -> None:
+    """Whatever the family's files call its modules, and however its layers join and order their parts."""
+    case = Case(family, "default")
+    model, oracle = open_case(case), hub_model(case)
+    shapes = {
+        name: shape
+        for name, shape in shapes_of(oracle).items()
+        if "layers." in name or ".h." in name
+        if "expert" not in name and not name.endswith("kv_b_proj")
+    }
+    assert len(shapes) >= 2 * 2, "the layers of two blocks"
+    folder = write_adapter(tmp_path, shapes)
+    tokens = random_tokens(3, TOKENS)
+    with torch.inference_mode():
+        base, expected = (
+            oracle(torch.tensor([tokens])).logits[0],
+            merge(oracle, shapes)(torch.tensor([tokens])).logits[0],
+        )
+    with pooled(model, adapters={"a": str(folder)}) as pool:
+        pool.put(1, 0)
+        plain, adapted = run(model, [tokens, tokens], [-1, 0])
+    torch.testing.assert_close(plain, base, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(adapted, expected, rtol=1e-4, atol=2e-4)
+    assert (base - expected).abs().max() > 0.05, "the adapter changes something"
+
+
+def llama_shapes(*ends: str) -> dict[str, tuple[int, int]]:
+    return {name: shape for name, shape in shapes_of(hub_model(LLAMA), *ends).items() if "layers." in name}
+
+
+Q = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        ({}, 2.0),
+        ({"lora_alpha": 3}, 0.75),
+        ({"use_rslora": True}, 4.0),
+        ({"alpha_pattern": {"q_proj": 6}}, 1.5),
+        ({"alpha_pattern": {"layers.0.self_attn.q_proj": 6, r"layers\.\d+\.self_attn.q_proj": 10}}, 2.5),
+        ({"target_modules": "all-linear"}, 2.0),
+        ({"target_modules": r".*\.(q_proj|k_proj)"}, 2.0),
+        ({"fan_in_fan_out": True, "init_lora_weights": "gaussian", "lora_dropout": 0.5}, 2.0),
+        ({"pickled": True, "dtype": torch.bfloat16}, 2.0),
+    ],
+)
+def test_scales_and_spellings(tmp_path: Path, config: dict[str, Any], scale: float) -> None:
+    model, shapes = open_case(LLAMA), llama_shapes("q_proj", "down_proj")
+    files = AdapterFiles.read(write_adapter(tmp_path, shapes, **config), model)
+    assert set(files.layers) == {f"layers.{layer}.{name}" for layer in (0, 1) for name in ("attn.qkv", "mlp.down")}
+    (factors,) = files.layers["layers.1.attn.qkv"]
+    assert factors.part == "q"
+    tolerance = 2e-2 if "dtype" in config else 1e-5
+    torch.testing.assert_close(factors.b @ factors.a, delta(Q, shapes[Q], scale=scale), rtol=tolerance, atol=tolerance)
+
+
+def test_ranks_differ_by_module_and_by_adapter(tmp_path: Path) -> None:
+    """Each row has its own adapter's result, and none that of one which had the slot before."""
+    model, shapes = open_case(LLAMA), llama_shapes()
+    write_adapter(tmp_path / "a", shapes, rank=19, ranks={Q: 3}, seed=1)
+    write_adapter(tmp_path / "b", {Q: shapes[Q]}, rank=5, seed=2)
+    tokens = [random_tokens(seed, TOKENS) for seed in range(4)]
+    with pooled(model, adapters={name: str(tmp_path / name) for name in "ab"}) as pool:
+        pool.put(2, 0)
+        pool.put(1, 1)
+        together = run(model, tokens, [0, -1, 1, 0])
+        pool.put(1, 0)
+        pool.put(2, 1)
+        exchanged = run(model, tokens, [1, -1, 0, 1])
+        pool.put(2, 0)
+        (alone,) = run(model, tokens[:1], [0])
+    for first, second in zip(together, exchanged, strict=True):
+        assert torch.equal(first, second), "in whichever slot"
+    torch.testing.assert_close(together[0], alone, rtol=1e-4, atol=1e-4)
+    with pooled(model, max_loras=1):
+        plain = run(model, tokens, [-1] * 4)
+    assert torch.equal(plain[1], together[1]), "base rows are what they are beside base rows"
+    assert not any(torch.allclose(plain[row], together[row], atol=1e-2) for row in (0, 2, 3))
+
+
+REFUSED: list[tuple[dict[str, Any], type[ModelError], str]] = [
+    ({"use_dora": True}, UnsupportedModel, "use_dora"),
+    ({"modules_to_save": ["lm_head"]}, UnsupportedModel, "modules_to_save"),
+    ({"bias": "lora_only"}, UnsupportedModel, "bias"),
+    ({"lora_bias": True}, UnsupportedModel, "lora_bias"),
+    ({"peft_type": "IA3"}, UnsupportedModel, "peft_type"),
+    ({"layer_replication": [[0, 2]]}, UnsupportedModel, "layer_replication"),
+    ({"trainable_token_indices": [1]}, UnsupportedModel, "trainable_token_indices"),
+    ({"target_parameters": ["experts.gate"]}, UnsupportedModel, "target_parameters"),
+    ({"init_lora_weights": "pissa_niter_4"}, UnsupportedModel, "init_lora_weights"),
+    ({"alora_invocation_tokens": [5]}, UnsupportedModel, "alora_invocation_tokens"),
+    ({"some_new_feature": {"a": 1}}, UnsupportedModel, "some_new_feature"),
+    ({"r": 0}, InvalidCheckpoint, "r is 0"),
+    ({"r": 8}, InvalidCheckpoint, "rank 8"),
+    ({"r": True}, InvalidCheckpoint, "r is"),
+    ({"lora_alpha": "16"}, InvalidCheckpoint, "lora_alpha"),
+    ({"lora_alpha": math.nan}, InvalidCheckpoint, "lora_alpha"),
+    ({"rank_pattern": [1]}, InvalidCheckpoint, "rank_pattern"),
+    ({"alpha_pattern": {"(a+)+": 1}}, UnsupportedModel, "alpha_pattern"),
+    ({"alpha_pattern": {"(a": 1}}, InvalidCheckpoint, "alpha_pattern"),
+    ({"target_modules": ["v_proj"]}, InvalidCheckpoint, "target_modules"),
+]
+
+
+@pytest.mark.parametrize(("config", "kind", "named"), REFUSED)
+def test_what_is_not_implemented_is_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], kind: type[ModelError], named: str
+) -> None:
+    folder = write_adapter(tmp_path, {Q: (64, 48)}, **config)
+    with pytest.raises(kind, match=named):
+        AdapterFiles.read(folder, open_case(LLAMA))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", UnsupportedModel),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", UnsupportedModel),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", UnsupportedModel),
+        ("base_model.model.lm_head.weight", UnsupportedModel),
+        ("model.layers.0.self_attn.q_proj.lora_A.weight", InvalidCheckpoint),
+        ("base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight", InvalidCheckpoint),
+    ],
+)
+def test_tensors_that_are_not_understood_are_refused(tmp_path: Path, tensor: str, kind: type[ModelError]) -> None:
+    folder = write_adapter(tmp_path, {Q: (64, 48)})
+    file = folder / "adapter_model.safetensors"
+    save_file({**load_file(file), tensor: torch.ones(4, 48)}, file)
+    with pytest.raises(kind):
+        AdapterFiles.read(folder, open_case(LLAMA))
+
+
+def test_modules_that_take_no_adapter_are_refused(tmp_path: Path) -> None:
+    llama, latent, experts = (
+        open_case(LLAMA),
+        open_case(Case("deepseek_v2", "default")),
+        open_case(Case("qwen3_moe", "default")),
+    )
+    cases = [
+        (llama, "model.embed_tokens", UnsupportedModel),
+        (llama, "lm_head", UnsupportedModel),
+        (llama, "model.layers.7.self_attn.q_proj", InvalidCheckpoint),
+        (llama, "model.layers.0.self_attn.w_proj", InvalidCheckpoint),
+        (latent, "model.layers.0.self_attn.kv_b_proj", UnsupportedModel),
+        (experts, "model.layers.1.mlp.experts.0.gate_proj", UnsupportedModel),
+    ]
+    for index, (model, module, kind) in enumerate(cases):
+        with pytest.raises(kind, match=module.rpartition(".")[2]):
+            AdapterFiles.read(write_adapter(tmp_path / str(index), {module: (64, 48)}), model)
+
+
+def test_files_that_are_not_there_or_broken_are_refused(tmp_path: Path) -> None:
+    model = open_case(LLAMA)
+    with pytest.raises(ModelNotFound):
+        AdapterFiles.read(tmp_path / "nowhere", model)
+    with pytest.raises(InvalidCheckpoint, match=r"adapter_config\.json"):
+        AdapterFiles.read(tmp_path, model)
+    folder = write_adapter(tmp_path / "a", {Q: (64, 48)})
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(InvalidCheckpoint, match="adapter_model"):
+        AdapterFiles.read(folder, model)
+    (folder / "adapter_config.json").write_text(json.dumps([]))
+    with pytest.raises(InvalidCheckpoint, match="object"):
+        AdapterFiles.read(folder, model)
+    with pytest.raises(InvalidCheckpoint, match="lora_A"):
+        AdapterFiles.read(write_adapter(tmp_path / "b", {Q: (64, 40)}), model)
+
+
+def test_slots_take_what_they_were_made_for(tmp_path: Path) -> None:
+    model, shapes = open_case(LLAMA), llama_shapes()
+    high = write_adapter(tmp_path / "high", shapes, rank=17)
+    narrow = write_adapter(tmp_path / "narrow", {Q: shapes[Q]}, rank=2)
+    with (
+        pytest.raises(InvalidParameter, match="max_lora_rank=17"),
+        pooled(model, adapters={"a": str(high)}, max_lora_rank=16),
+    ):
+        pass
+    with pooled(model, adapters={"a": str(narrow)}) as pool:
+        with pytest.raises(InvalidParameter, match="max_lora_rank=17"):
+            pool.load(2, str(high))
+        with pytest.raises(UnsupportedModel, match="slots were made"):
+            pool.load(2, str(write_adapter(tmp_path / "wide", shapes, rank=2)))
+        pool.load(3, str(narrow))
+        assert [path for path, layer in model.named_modules() if getattr(layer, "adapters", None)] == [
+            "layers.1.attn.qkv"
+        ], "no other layer does more than before"
+
+
+def test_ranks_have_shares_of_adapters(tmp_path: Path) -> None:
+    """What they add up to is the whole model's: of rows of qkv with fewer key heads than ranks, and of input features,
+    whose sums go the way of the weights' own."""
+    shapes = llama_shapes()
+    folder = write_adapter(tmp_path, shapes, rank=6)
+    tokens = [random_tokens(seed, TOKENS) for seed in range(2)]
+
+    def share(group: Any) -> list[torch.Tensor]:
+        model = open_share(LLAMA, group)
+        with pooled(model, adapters={"a": str(folder)}) as pool:
+            pool.put(1, 0)
+            return run(model, tokens, [0, -1])
+
+    (whole,) = [share(None)]
+    for found in in_ranks(2, share):
+        for mine, expected in zip(found, whole, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_quantized_weights_take_adapters(tmp_path: Path) -> None:
+    """A layer's method multiplies, and what is added is the same."""
+    folder = build_checkpoint("llama", tmp_path / "model", hidden_size=128, intermediate_size=256)
+    opened = {
+        name: open_model(folder, dtype=torch.float32, device=torch.device("cpu"), model_format=name)
+        for name in (None, "fp8")
+    }
+    names = {
+        name.removesuffix(".weight"): tuple(tensor.shape)
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if name.endswith("q_proj.weight")
+    }
+    adapter = write_adapter(tmp_path / "a", names)
+    x, step = torch.randn(3, 128), StepInputs.__new__(StepInputs)
+    step.adapted, step.batch_invariant = True, False
+    step.more = {ADAPTER_SLOTS: torch.tensor([0, -1, 0], dtype=torch.int32)}
+    for name, model in opened.items():
+        qkv = model.layers[0].attn.qkv
+        plain = qkv(x, step)
+        assert (qkv.method.name == "fp8") == (name == "fp8")
+        with pooled(model, adapters={"a": str(adapter)}) as pool:
+            pool.put(1, 0)
+            added = qkv(x, step) - plain
+        module = "model.layers.0.self_attn.q_proj"
+        expected = torch.zeros_like(plain)
+        expected[::2, qkv.rows["q"]] = x[::2] @ delta(module, names[module]).t()
+        torch.testing.assert_close(added, expected, rtol=1e-4, atol=1e-4)
