@@ -193,9 +193,9 @@ def document_of(routes: Iterable[Route], service: Service) -> Schema:
     names: set[str] = set()
     paths: Schema = {}
     for route in routes:
-        name = route.handler.__name__
-        if name in names:
-            name = "_".join(re.findall(r"\w+", route.path))
+        words = re.findall(r"\w+", route.path)
+        candidates = (route.handler.__name__, "_".join(words), "_".join([route.method.lower(), *words]))
+        name = next(each for each in candidates if each not in names)
         names.add(name)
         operations = paths.setdefault(PATH_PARAMETER.sub(r"{\1}", route.path), {})
         operations[route.method.lower()] = _operation(route, name, service)

@@ -39,7 +39,11 @@ def validator(whole: dict[str, Any], name: str) -> jsonschema.Draft202012Validat
 @pytest.mark.parametrize("keys", [None, ["secret"]], ids=["open", "with a key"])
 async def test_the_document_is_valid_and_has_every_route(keys: Any, tmp_path: Path) -> None:
     (tmp_path / "admin").write_text("owner", encoding="utf-8")
-    everything = {"admin_key_file": str(tmp_path / "admin"), "allow_terminate_by_client": True}
+    everything = {
+        "adapters_folder": str(tmp_path),
+        "admin_key_file": str(tmp_path / "admin"),
+        "allow_terminate_by_client": True,
+    }
     async with serving(FakeEngine(), api_keys=keys, **(everything if keys else {})) as served:
         whole = await document(served)
     OpenAPIV31SpecValidator(whole).validate()

@@ -77,7 +77,7 @@ async def test_encode_takes_one_text_or_several() -> None:
         ("/detokenize", {"tokens": ["a"]}, "tokens", "invalid_type"),
         ("/v1/encode", {"input": []}, "input", "invalid_value"),
         ("/v1/encode", {"input": ["a"] * 257}, "input", "invalid_value"),
-        ("/v1/encode", {"input": "a", "prompt": "a"}, "prompt", "unknown_parameter"),
+        ("/v1/encode", {"input": "a", "prompt": "a"}, "prompt", "unsupported_parameter"),
     ],
     ids=str,
 )
