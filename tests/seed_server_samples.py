@@ -3,7 +3,7 @@ them. Those with images, gradio, the proxy and quantized checkpoints are left to
 
 from __future__ import annotations
 
-__all__ = ["API_CLIENT", "COMMANDS", "CURL", "OPENAI", "REFUSED_COMMANDS", "SERVE"]
+__all__ = ["API_CLIENT", "COMMANDS", "CURL", "OPENAI", "SERVE"]
 
 OPENAI = {
     "chat": """
@@ -175,8 +175,5 @@ COMMANDS = [
     "lmdeploy serve api_server ./workspace --server-name ${server_ip} --server-port ${server_port} --tp 1",
     "lmdeploy serve api_server internlm/internlm-chat-7b --server-port 8000 --qos-config-path qos_config.json",
     "lmdeploy serve api_server ./internlm2-chat-7b-4bit --backend turbomind --model-format awq",
-]
-
-REFUSED_COMMANDS = [
     "lmdeploy serve api_server internlm/internlm2-chat-7b --quant-policy 8",
 ]

@@ -14,7 +14,7 @@ __all__ = ["AdapterTable"]
 
 
 class AdapterTable:
-    """Written by the engine's calls, and by `Control` when an adapter has been loaded."""
+    """Written by the engine's calls, and by `Control` when a command is over."""
 
     def __init__(self, num_slots: int, adapters: Mapping[str, str]) -> None:
         """`adapters`: name -> path of those that the executor has loaded at start, in the order of their numbers, which
@@ -42,7 +42,7 @@ class AdapterTable:
         return adapter
 
     def begin(self, name: Any, path: str) -> LoadAdapter:
-        """Return the command that loads an adapter, under a number of its own; `end` takes it back. Raises
+        """Return the command that loads an adapter, under a number of its own. The name is taken until `end`. Raises
         InvalidParameter, and UnsupportedFeature where the device has no room for adapters."""
         if not self._num_slots:
             raise UnsupportedFeature(
@@ -53,14 +53,14 @@ class AdapterTable:
         check_adapter_name(name, "name")
         if name in self._by_name or name in self._loading:
             raise InvalidParameter(
-                f"An adapter {short(name)} is loaded already. Unload it first, or choose another name.", "name"
+                f"An adapter {short(name)} is loaded, or about to be. Unload it first, or choose another name.", "name"
             )
         self._loading.add(name)
         self._next_number += 1
         return LoadAdapter(self._next_number - 1, name, path)
 
     def end(self, command: LoadAdapter) -> None:
-        """A call that began with `begin` is over."""
+        """Free the name of a command that is over, or was never given to the executor."""
         self._loading.discard(command.name)
 
     def add(self, command: LoadAdapter) -> None:

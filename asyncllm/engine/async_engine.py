@@ -420,9 +420,10 @@ class AsyncEngine:
         command = loop.adapters.begin(name, path)
         try:
             folder = await self._lifecycle.files.find_adapter(path)
-            await loop.change(msgspec.structs.replace(command, path=folder))
-        finally:
+        except BaseException:
             loop.adapters.end(command)
+            raise
+        await loop.change(msgspec.structs.replace(command, path=folder))
 
     async def unload_adapter(self, name: str) -> None:
         """Let no request name a LoRA adapter any more. Open ones keep it, and its memory goes with the last of them.

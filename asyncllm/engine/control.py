@@ -75,6 +75,7 @@ class Control:
                 command, done = self._asked[0]
                 if done.cancelled():
                     self._asked.popleft()
+                    self._is_over(command)
                     continue
                 if quiet:
                     self._carried_out = self._executor.carry_out(command)
@@ -86,6 +87,7 @@ class Control:
 
     def _finish(self, command: Command, done: asyncio.Future[None], error: BaseException | None) -> None:
         """Tell the caller, if it still waits, how the executor carried the command out."""
+        self._is_over(command)
         if error is None:
             self._take_in(command)
             if not done.done():
@@ -95,6 +97,11 @@ class Control:
             done.set_exception(error)
         if not isinstance(error, AsyncLLMError):
             raise error
+
+    def _is_over(self, command: Command) -> None:
+        """Free the name of an adapter: also when the call has been cancelled and its command was not."""
+        if isinstance(command, LoadAdapter):
+            self._adapters.end(command)
 
     def _take_in(self, command: Command) -> None:
         match command:

@@ -436,7 +436,7 @@ def test_short_steps_are_launched_further_ahead(monkeypatch: pytest.MonkeyPatch)
     size = sum(parameter.nbytes for parameter in model.parameters())
     for steps, expected in ((1, 2), (2, 2), (3.5, 4), (5, 5), (100, MAX_STEPS_IN_FLIGHT)):
         monkeypatch.setattr(open_model, "_LOOK_AHEAD_BYTES", steps * size)
-        opened = OpenedModel(model, torch.device("cpu"), torch.float32, 128, Path())
+        opened = OpenedModel(model, torch.device("cpu"), torch.float32, [], 128, Path())
         assert opened.steps_ahead() == expected
 
 

@@ -147,7 +147,7 @@ async def test_loading_and_unloading_while_answers_run(
         assert engine.adapters == {}
         await engine.load_adapter("x", str(folders["a"]))
         assert engine.adapters == {"x": str(folders["a"])}
-        with pytest.raises(InvalidParameter, match="loaded already"):
+        with pytest.raises(InvalidParameter, match="is loaded, or about to be"):
             await engine.load_adapter("x", str(folders["b"]))
         running = [
             engine.generate(input_ids=prompt, gen_config=GREEDY, adapter_name="x", stream_response=False)

@@ -24,9 +24,10 @@ SETTINGS = GenerationConfig(max_new_tokens=6, random_seed=3, top_k=0)
 LONG = GenerationConfig(max_new_tokens=60)
 
 
-def new_engine(**device: Any) -> FakeEngine:
+def new_engine(*, max_loras: int = 0, **device: Any) -> FakeEngine:
     settings = {"oracle": hash_oracle(256), "num_blocks": 128, "block_size": 4, **device}
-    return FakeEngine(backend_config=EngineConfig(max_batch_size=6, max_prefill_token_num=8), **settings)
+    config = EngineConfig(max_batch_size=6, max_prefill_token_num=8, max_loras=max_loras)
+    return FakeEngine(backend_config=config, **settings)
 
 
 async def by_break(engine: FakeEngine) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 import asyncllm
 import asyncllm.agent.prompt_outputs  # so that no coroutine is the first to import torch
+import asyncllm.locate
 from asyncllm.config import GenerationConfig
 from asyncllm.errors import EngineClosed
 from asyncllm.pipeline import _gather
@@ -29,6 +30,12 @@ pytestmark = pytest.mark.anyio
 Body = Coroutine[Any, Any, Any]
 LIMIT_S = 5.0
 """What takes longer hangs."""
+
+
+@pytest.fixture(autouse=True)
+def _no_adapter_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake device reads no files."""
+    monkeypatch.setattr(asyncllm.locate, "locate_adapter", lambda path, **_: path)
 
 
 async def striking_at(body: Body, points: Collection[int], seen: list[int], strike: Callable[[], object]) -> Any:
@@ -229,6 +236,29 @@ async def changed_model(engine: FakeEngine) -> Any:
     return await whole_answer(engine)
 
 
+async def changed_adapters(engine: FakeEngine) -> Any:
+    await engine.load_adapter("x", "folder")
+    answer = await engine.generate("Hi", SETTINGS, adapter_name="x")
+    await engine.unload_adapter("x")
+    return len(answer.token_ids)  # which tokens depends on how often it has been loaded
+
+
+async def awake(engine: FakeEngine) -> None:
+    await engine.wake()
+
+
+async def without_adapters(engine: FakeEngine) -> None:
+    await engine.update_weights({})  # what was asked before is over then
+    if engine.adapters:
+        await engine.unload_adapter("x")
+
+
+CHANGES: dict[Callable[[FakeEngine], Body], Callable[[FakeEngine], Body]] = {
+    changed_model: awake,
+    changed_adapters: without_adapters,
+}
+"""Changes of the model, and what is enough after they were cut off."""
+
 TARGETS: list[Callable[[FakeEngine], Body]] = [
     whole_answer,
     streamed_answer,
@@ -298,26 +328,28 @@ async def test_cancelled_at_every_suspension(
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("target", CHANGES, ids=lambda target: target.__name__)
 async def test_changes_of_the_model_cancelled_at_every_suspension(
-    way: Callable[[Body, int, list[int]], Body], count_points: Callable[[int], None]
+    target: Callable[[FakeEngine], Body],
+    way: Callable[[Body, int, list[int]], Body],
+    count_points: Callable[[int], None],
 ) -> None:
-    """Wherever they were cut off, waking it is enough."""
-    async with new_engine(latency=0.0002) as engine:
-        expected = await changed_model(engine)
+    async with new_engine(latency=0.0002, max_loras=1) as engine:
+        expected = await target(engine)
         neighbour_expects = (await engine.generate("neighbour", LONG)).token_ids
         for point in range(1000):
             neighbour = asyncio.create_task(engine.generate("neighbour", LONG).response())
             seen: list[int] = []
-            task = asyncio.create_task(way(changed_model(engine), point, seen))
+            task = asyncio.create_task(way(target(engine), point, seen))
             await asyncio.wait([task], timeout=LIMIT_S)
             assert task.done(), f"it hangs when cancelled at suspension {point}"
-            await engine.wake()
+            await CHANGES[target](engine)
             assert (await neighbour).token_ids == neighbour_expects
             if len(seen) <= point:
                 assert task.result() == expected
                 break
             check_outcome(task, way, point, expected)
-        assert point > 5
+        assert point > 1
         count_points(point)
         await settle(engine)
 
@@ -388,8 +420,8 @@ async def test_no_public_coroutine_is_left_out() -> None:
 
     async def swept() -> None:
         await life(FakeEngine("ok"))
-        async with new_engine(max_position=8192, num_blocks=2048) as engine:
-            for target in (*TARGETS, changed_model):
+        async with new_engine(max_position=8192, num_blocks=2048, max_loras=1) as engine:
+            for target in (*TARGETS, *CHANGES):
                 await target(engine)
 
     before = sys.getprofile()

@@ -100,12 +100,18 @@ async def test_while_the_model_is_loaded_everything_answers_that_it_is_not_there
     listener = bind(service.config)
     url = "http://{}:{}".format(*listener.getsockname())
     async with listening(service, listener, None), aiohttp.ClientSession() as http:
+        anthropic = {route.path for route in ROUTES if route.errors == "anthropic"}
         for method, path in [*((route.method, route.path) for route in ROUTES), ("GET", "/no/such/route")]:
             async with http.request(method, url + path, json={"messages": PING}) as response:
                 assert response.status == 503, path
                 assert 1 <= int(response.headers["Retry-After"]) <= 120
                 body = await response.json()
-                assert body["status"] == "starting" if path in ALL else body["error"]["code"] == "model_loading"
+                if path in ALL:
+                    assert body["status"] == "starting"
+                elif path in anthropic:
+                    assert body["error"]["type"] == "overloaded_error"
+                else:
+                    assert body["error"]["code"] == "model_loading"
         async with http.get(url, headers={"Host": "evil.example"}) as response:
             assert response.status == 403
         async with service.supervisor, http.post(f"{url}/v1/chat/completions", json={"messages": PING}) as response:
