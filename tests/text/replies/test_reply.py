@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from asyncllm.text.replies.formats import ALIASES, TOOL_FORMATS
@@ -70,6 +71,7 @@ def test_any_text_in_any_pieces_gives_the_same_events(case: tuple[Sample, list[s
 @given(st.sampled_from(NAMES), st.text(alphabet="<tool_call>{}[]\"'\\/ \nabfunctions=:,1é|", max_size=60))
 def test_what_holds_no_marker_comes_back_as_it_is(name: str, text: str) -> None:
     sample = SAMPLES[name]
+    assume("harmony" not in name or not re.search(r"<\||assistant", text))  # its markers and roles have these letters
     found = said(events_of(sample._replace(inside=False), list(text)))
     if not found.calls and not found.thought:
         assert found.text == text
