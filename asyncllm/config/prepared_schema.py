@@ -35,7 +35,7 @@ OBJECT = {"properties", "required"}
 
 
 def prepared_schema(schema: Any) -> Any:
-    """Return the schema; what is none, such as a boolean, as it is.
+    """Return the schema in words of the grammar library; a boolean is returned unchanged.
 
     An object that names its properties has no others, unless the schema says something of them: models that may go on
     do, and neither the callers' types nor the peers' grammars know others.

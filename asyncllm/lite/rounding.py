@@ -49,8 +49,8 @@ class Grid:
         return self.group_size
 
     def place(self, groups: Tensor, shrink: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
-        """groups [..., g] float32 -> scales and zero points [..., 1] float32, as they are stored, for the range of each
-        group times `shrink` [..., 1]."""
+        """Return the stored scales and zero points [..., 1] float32 of groups [..., g] float32, the range of each group
+        multiplied by `shrink` [..., 1]."""
         if self.symmetric:
             scales = groups.abs().amax(-1, keepdim=True) * shrink / (self.top / 2)
             zeros = torch.full_like(scales, (self.top + 1) // 2)

@@ -437,8 +437,8 @@ def _check_tied(plan: LoadPlan, tensors: Mapping[str, Tensor], table: WeightMap)
             head = tensors[name].to(embedding.device)
             if head.shape != embedding.shape or not torch.equal(head.float(), embedding.float()):
                 raise InvalidParameter(
-                    f"No weight was changed: {short(name)} differs from the token embedding, and the model, as it was "
-                    f"loaded, has one tensor for both. Load a checkpoint whose head is its own.",
+                    f"No weight was changed: {short(name)} differs from the token embedding, and the loaded model has "
+                    f"one tensor for both. Load a checkpoint whose head is its own.",
                     "weights",
                 )
 

@@ -110,7 +110,7 @@ class Faults:
             if (fault.request is not None and not found) or not fault._fires(self._dice):
                 continue
             if fault.action == "raise":
-                raise fault.error or InjectedFault(f"a fault at {point}, as it was planned")
+                raise fault.error or InjectedFault(f"a planned fault at {point}")
             if fault.action == "sleep":
                 _take(fault.seconds)
             elif found:

@@ -220,7 +220,7 @@ class _StepFaults:
 
     def after(self, output: StepOutput) -> StepOutput:
         """Return what the step gives with these faults. Raises what is planned at "sample"."""
-        output.errors |= dict.fromkeys(self._spoilt, "its logits are not finite, as it was planned")
+        output.errors |= dict.fromkeys(self._spoilt, "a planned fault made its logits not finite")
         if output.slots:
             index = self._reach("sample", output.slots)
             if index is not None:

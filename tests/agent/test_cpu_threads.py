@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A machine on which nobody has set a number of threads."""
+    """Return a function that simulates a machine where the number of threads is unset."""
 
     def make(cores: int = 8, *, host: int | None = None, load: float = 0.0, quota: float | None = None) -> None:
         for variable in cpu_threads.VARIABLES:

@@ -177,7 +177,7 @@ async def test_readers_run_between_two_steps_that_are_over_at_once() -> None:
 
 @pytest.mark.anyio
 async def test_turns_take_place_in_no_request_s_context() -> None:
-    who: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
+    who: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="unset")
     seen = set()
     async with FakeEngine("x" * 20) as engine:
         engine.observers.append(lambda _: seen.add(who.get()))
@@ -186,4 +186,4 @@ async def test_turns_take_place_in_no_request_s_context() -> None:
         generation = engine.generate("Hi")
         await generation.start()
         await generation.aclose()
-    assert seen == {"nobody"}
+    assert seen == {"unset"}

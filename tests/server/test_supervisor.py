@@ -157,7 +157,7 @@ async def test_too_many_deaths_end_the_server(caplog: pytest.LogCaptureFixture) 
     with pytest.raises(EngineDead, match="max_restarts is 2"):
         await serve()
     assert len(engines.made) == 3
-    assert "as it was planned" in caplog.text
+    assert "a planned fault at" in caplog.text
 
 
 async def test_deaths_long_ago_do_not_count() -> None:
