@@ -27,6 +27,7 @@ __all__ = [
     "FLOATS",
     "UNQUANTIZED",
     "Activation",
+    "BatchInvariant",
     "LinearMethod",
     "PartKey",
     "Shard",

@@ -70,6 +70,7 @@ class Stack(NamedTuple):
 
 STACKS: Mapping[str, Stack] = {
     "stacked": Stack(),
+    "stacked_alternating": Stack(alternating=True),
     "stacked_transposed": Stack(transposed=True),
     "stacked_pairs": Stack(transposed=True, alternating=True),
     "joined": Stack(joined=True),

@@ -18,7 +18,7 @@ _YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings"
 _EXPERTS = "model.layers.{i}.mlp.experts"
 
 
-@register(GptOssForCausalLM="gpt-oss-20b, gpt-oss-120b, in bfloat16")
+@register(GptOssForCausalLM="gpt-oss-20b, gpt-oss-120b, in bfloat16 and MXFP4")
 class GptOss(DecoderLM):
     weights = LLAMA_WEIGHTS.replaced(
         {
@@ -26,6 +26,10 @@ class GptOss(DecoderLM):
             "model.layers.{i}.mlp.router": "layers.{i}.mlp.router",
             f"{_EXPERTS}.gate_up_proj": "layers.{i}.mlp.gate_up:weight[gate+up:stacked_pairs]",
             f"{_EXPERTS}.gate_up_proj_bias": "layers.{i}.mlp.gate_up:bias[gate+up:stacked_pairs]",
+            f"{_EXPERTS}.gate_up_proj_blocks": "layers.{i}.mlp.gate_up:blocks[gate+up:stacked_alternating]",
+            f"{_EXPERTS}.gate_up_proj_scales": "layers.{i}.mlp.gate_up:scales[gate+up:stacked_alternating]",
+            f"{_EXPERTS}.down_proj_blocks": "layers.{i}.mlp.down:blocks[:stacked]",
+            f"{_EXPERTS}.down_proj_scales": "layers.{i}.mlp.down:scales[:stacked]",
             f"{_EXPERTS}.down_proj": "layers.{i}.mlp.down:weight[:stacked_transposed]",
             f"{_EXPERTS}.down_proj_bias": "layers.{i}.mlp.down:bias[:stacked]",
         }

@@ -68,7 +68,11 @@ def _modules(model: DecoderLM, checkpoint: Checkpoint) -> Mapping[str, Mapping[s
             continue
         if target is not None:
             suffix = target.keys[0][0]
-            found[target.module][entry.name.removesuffix(f".{suffix}")][suffix] = Header(entry.dtype, entry.shape)
+            module = entry.name.removesuffix(f".{suffix}")
+            if module == entry.name:
+                # A row of its own names it: experts.down_proj_blocks is one of the tensors of `experts`.
+                module = entry.name.rpartition(".")[0]
+            found[target.module][module][suffix] = Header(entry.dtype, entry.shape)
     return found
 
 
