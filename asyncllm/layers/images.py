@@ -53,5 +53,14 @@ class ImageMerge(Layer):
         if step.image_features is None:
             return x
         rows = step[IMAGE_ROWS]
-        features = step.image_features.index_select(0, rows.clamp(min=0))
+        features = step.image_features[:, : x.shape[1]].index_select(0, rows.clamp(min=0))
         return torch.where((rows >= 0)[:, None], features, x)
+
+    def behind(self, layer: int, residual: Tensor, step: StepInputs) -> Tensor:
+        """Add what features have for the outputs of `layer`, if they go on behind the embeddings' width."""
+        features, size = step.image_features, residual.shape[1]
+        if features is None or features.shape[1] < (layer + 2) * size:
+            return residual
+        rows = step[IMAGE_ROWS]
+        own = features[:, (layer + 1) * size : (layer + 2) * size].index_select(0, rows.clamp(min=0))
+        return residual + own * (rows >= 0)[:, None]

@@ -60,8 +60,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """longrope: the short or the long set, R/2 numbers."""
     attention_factor: float = 1.0
     """yarn, longrope: multiplies cosines and sines."""
-    sections: tuple[int, ...] = ()
-    """Positions have axes, time, rows and columns: how many pairs in a row turn by each. Empty: by the one position."""
+    axes: tuple[int, ...] = ()
+    """Positions have axes, time, rows and columns: by which each of the R/2 pairs turns. Empty: by the one position."""
 
 
 class QueryScaling(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,10 +87,9 @@ class RotaryEmbedding(Layer):
         super().__init__()
         self.config = config
         self.columns = (ROPE_LENS,) if config.kind == "dynamic" else ()
-        if config.sections:
+        if config.axes:
             self.columns = (*self.columns, *AXIS_COLUMNS)
-            axes = torch.repeat_interleave(torch.arange(len(config.sections)), torch.tensor(config.sections))
-            self.register_buffer("axes", axes.to(device), persistent=False)
+            self.register_buffer("axes", torch.tensor(config.axes, device=device), persistent=False)
             self.axes: Tensor
         exponents = torch.arange(0, config.dim, 2, dtype=torch.float32, device=device) / config.dim
         self.register_buffer("exponents", exponents, persistent=False)
@@ -101,7 +100,7 @@ class RotaryEmbedding(Layer):
     def forward(self, step: StepInputs) -> Rotation:
         config = self.config
         frequencies = self._dynamic_frequencies(step[ROPE_LENS]) if config.kind == "dynamic" else self.inv_freq
-        if config.sections:
+        if config.axes:
             # Each pair turns by a position of its own, which goes into its frequency.
             along = axis_positions(step)[self.axes].T
             return kernels.rotation(torch.ones_like(step.positions), along * frequencies, config.attention_factor)

@@ -123,7 +123,8 @@ class StepInputs:
     prompts: Sequence[tuple[int, int]] | None = None
     """Tokens of each prefill row, and of its context, where the host knows them: a captured step serves others."""
     image_features: Tensor | None = None
-    """[F, hidden]: the features of the step's image tokens, in order. `layers.images` has each token's row."""
+    """[F, hidden]: the features of the step's image tokens, in order; several times as wide where layers add theirs.
+    `layers.images` has each token's row."""
     adapted: bool = False
     """Whether a token has an adapter, so that layers with adapters have to add theirs."""
     batch_invariant: bool = False

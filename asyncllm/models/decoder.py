@@ -242,8 +242,10 @@ class DecoderLM(nn.Module):
         self.place(step)
         residual = self.embedded(step)
         branch: Tensor | None = None
-        for block in islice(self.layers, count):
+        for layer, block in enumerate(islice(self.layers, count)):
             branch, residual = block(branch, residual, step)
+            if self.vision is not None:
+                residual = self.vision.merge.behind(layer, residual, step)
         if branch is None:
             raise ValueError("a decoder needs at least one layer")
         return branch, residual

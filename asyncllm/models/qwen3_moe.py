@@ -45,7 +45,14 @@ def qwen_experts(
 
 @register(Qwen3MoeForCausalLM="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder")
 class Qwen3MoE(DecoderLM):
-    weights = QWEN3_WEIGHTS.replaced(QWEN_EXPERTS)
+    weights = QWEN3_WEIGHTS.replaced(
+        {
+            **QWEN_EXPERTS,
+            # So they are where the decoder is Qwen3-VL's.
+            "model.layers.{i}.mlp.experts.gate_up_proj": "layers.{i}.mlp.gate_up:weight[gate+up:stacked_transposed]",
+            "model.layers.{i}.mlp.experts.down_proj": "layers.{i}.mlp.down:weight[:stacked_transposed]",
+        }
+    )
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "qwen3_moe",
         "vocab_size": 320,

@@ -26,7 +26,8 @@ from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.head import SCORING, settle_head
 from asyncllm.models.quantized import attach
 from asyncllm.models.stream import FLOAT_DTYPES
-from asyncllm.models.vision_language import VISION_MODELS, Composed, composed
+from asyncllm.models.vision.parts import Composed
+from asyncllm.models.vision_language import REFUSED_MODELS, VISION_MODELS, composed
 from asyncllm.models.weights import expected_numbers, load
 from asyncllm.quant.scheme import Scheme, scheme_of
 
@@ -210,6 +211,12 @@ def _configure(
             f"{hf.source}: architectures must be a list of names, for example ['LlamaForCausalLM']. Correct the file."
         )
     for name in names:
+        if name in REFUSED_MODELS and name not in families():
+            refused = REFUSED_MODELS[name]
+            raise UnsupportedModel(
+                f"{hf.source}: {name} ({refused.models}) is not implemented: {refused.why}. The nearest that is: "
+                f"{refused.nearest}."
+            )
         parts = composed(hf, name)
         if parts is not None:
             decoder, config = _composed_config(parts, name)
@@ -231,10 +238,10 @@ def _composed_config(parts: Composed, architecture: str) -> tuple[type[DecoderLM
         raise UnsupportedModel(f"{parts.text.source}: a decoder of {short(parts.decoder)} is not implemented.")
     config = family.configure(parts.text, name)
     rope = config.rope
-    if parts.sections and rope is not None:
-        if 2 * sum(parts.sections) != rope.dim:
+    if parts.axes and rope is not None:
+        if 2 * len(parts.axes) != rope.dim:
             parts.text.invalid("rope_scaling", f"whose mrope_section does not add up to half of {rope.dim} features")
-        rope = msgspec.structs.replace(rope, sections=parts.sections)
+        rope = msgspec.structs.replace(rope, axes=parts.axes)
     return family, msgspec.structs.replace(config, architecture=architecture, vision=parts.vision, rope=rope)
 
 

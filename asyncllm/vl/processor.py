@@ -144,4 +144,6 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "LlavaNextForConditionalGeneration": _llava_next,
     "Qwen2VLForConditionalGeneration": _qwen,
     "Qwen2_5_VLForConditionalGeneration": _qwen,
+    "Qwen3VLForConditionalGeneration": _qwen,
+    "Qwen3VLMoeForConditionalGeneration": _qwen,
 }

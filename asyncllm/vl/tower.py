@@ -24,7 +24,10 @@ class VisionTower(Layer):
 
     @abstractmethod
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
-        """Return the features of each image, [length, hidden] of the model's type, on its device."""
+        """Return the features of each image, [length, hidden] of the model's type, on its device.
+
+        Where they are wider, what follows is added to the outputs of the decoder's first layers, one after the other,
+        but not of its last."""
 
 
 class TowerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncllm import Response
@@ -135,6 +136,43 @@ def _qwen2_5_vl() -> tuple[Any, dict[str, Any], list[str], str | None]:
     return config, pictures, _QWEN_TOKENS, None
 
 
+def _qwen3_vl() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import Qwen3VLConfig
+
+    return Qwen3VLConfig(**_qwen3_fields({**_TEXT, "num_hidden_layers": 4})), _QWEN3_PICTURES, _QWEN_TOKENS, None
+
+
+def _qwen3_vl_moe() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import Qwen3VLMoeConfig
+
+    text = {**_TEXT, "num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return Qwen3VLMoeConfig(**_qwen3_fields(text)), _QWEN3_PICTURES, _QWEN_TOKENS, None
+
+
+_QWEN3_PICTURES = {**_QWEN_PICTURES, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+
+
+def _qwen3_fields(text: dict[str, Any]) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]}
+    return {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 44,
+            "out_hidden_size": 32,
+            "depth": 4,
+            "num_heads": 2,
+            "patch_size": 4,
+            "num_position_embeddings": 25,
+            "deepstack_visual_indexes": [0, 2],
+        },
+        "text_config": {**text, "rope_parameters": rope},
+        "image_token_id": IMAGE_ID,
+        "vision_start_token_id": IMAGE_ID + 1,
+        "vision_end_token_id": IMAGE_ID + 2,
+        "video_token_id": 319,
+    }
+
+
 _INTERN_TOKENS = ["<IMG_CONTEXT>", "<img>", "</img>"]
 
 
@@ -196,11 +234,23 @@ KINDS: dict[str, Callable[[], tuple[Any, dict[str, Any], list[str], str | None]]
     "llava_next": _llava_next,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
     "deepseek_vl": _deepseek_vl,
     "internvl": _internvl,
     "internvl_6b": _internvl_6b,
 }
 """Config, preprocessor_config.json, special tokens and chat template of each."""
+
+
+def _transposed_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor for name, tensor in tensors.items()
+    }
+
+
+_AS_PUBLISHED: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {"qwen3_vl_moe": _transposed_experts}
+"""Where published files have other tensors than transformers writes, and reads both."""
 
 
 def build_vlm(kind: str, folder: Path, seed: int = 0) -> Path:
@@ -213,6 +263,9 @@ def build_vlm(kind: str, folder: Path, seed: int = 0) -> Path:
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     perturb(model, seed)
     model.save_pretrained(folder)
+    if kind in _AS_PUBLISHED:
+        file = folder / "model.safetensors"
+        save_file(_AS_PUBLISHED[kind](load_file(file)), file, metadata={"format": "pt"})
     (folder / "preprocessor_config.json").write_text(json.dumps(pictures))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3]}))
     write_tokenizer(folder, _TEXT["vocab_size"], more=tokens, template=template)

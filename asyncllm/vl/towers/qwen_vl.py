@@ -21,7 +21,7 @@ from asyncllm.protocol import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, TowerActivation
 
-__all__ = ["QwenVLConfig", "QwenVLTower"]
+__all__ = ["EPS", "PatchBlock", "QwenVLConfig", "QwenVLTower", "pixels_of", "square_places", "square_rotation"]
 
 EPS = 1e-6
 THETA = 10000.0
@@ -75,57 +75,79 @@ class QwenVLTower(VisionTower):
         size, square = config.hidden_size, config.hidden_size * config.merge**2
         norm: type[Norm] = RMSNorm if config.gated else LayerNorm
         self.patches = PatchEmbedding((config.frames, config.patch_size, config.patch_size), size, bias=False)
-        self.layers = nn.ModuleList(_Block(config, norm) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            PatchBlock(
+                size,
+                config.intermediate_size,
+                config.num_heads,
+                norm=norm,
+                activation=config.activation,
+                gated=config.gated,
+            )
+            for _ in range(config.num_layers)
+        )
         self.norm = norm(size, EPS)
         self.merger_1 = Dense(square, square)
         self.merger_2 = Dense(square, hidden_size)
 
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         device = self.merger_1.weight.device
-        config, square = self.config, self.config.merge**2
+        config, size, square = self.config, self.config.hidden_size, self.config.merge**2
         grids = [image.grid for image in images if image.grid is not None]
-        pixels = torch.cat([torch.from_numpy(image.pixels) for image in images]).to(device)
-        frames = pixels[:, :, None].expand(-1, -1, config.frames, -1)
+        frames = pixels_of(images, config.frames).to(device)
         order, windows = _windows(grids, config.window)
-        x = self.patches(frames.flatten(1)).view(-1, square, config.hidden_size)[order.to(device)].flatten(0, 1)
-        rotation = self._rotation(grids, order, device)
+        x = self.patches(frames).view(-1, square, size)[order.to(device)].flatten(0, 1)
+        rotation = square_rotation(square_places(grids, config.merge)[order].to(device), size // config.num_heads)
         whole = [rows * columns * square for rows, columns in grids]
         parts = [count * square for count in windows]
         for number, layer in enumerate(self.layers):
             within = whole if config.window is None or number in config.full_layers else parts
             x = layer(x, rotation, within)
-        merged = self.merger_2(F.gelu(self.merger_1(self.norm(x).view(-1, square * config.hidden_size))))
+        merged = self.merger_2(F.gelu(self.merger_1(self.norm(x).view(-1, square * size))))
         ordered = torch.empty_like(merged)
         ordered[order.to(device)] = merged
         return list(torch.split(ordered, [rows * columns for rows, columns in grids]))
 
-    def _rotation(self, grids: Sequence[tuple[int, int]], order: Tensor, device: torch.device) -> Rotation:
-        """Return how far each patch is turned: half of the pairs by its row, half by its column."""
-        merge, size = self.config.merge, self.config.hidden_size // self.config.num_heads
-        places = []
-        for rows, columns in grids:
-            row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-            inner = torch.arange(merge)
-            inner_row, inner_column = inner.repeat_interleave(merge), inner.repeat(merge)
-            of_row = row.flatten()[:, None] * merge + inner_row
-            of_column = column.flatten()[:, None] * merge + inner_column
-            places.append(torch.stack([of_row, of_column], -1))
-        positions = torch.cat(places)[order].flatten(0, 1).to(device)
-        exponents = torch.arange(0, size // 2, 2, dtype=torch.float32, device=device) / (size // 2)
-        angles = (positions[..., None].float() / THETA**exponents).flatten(1)[:, None]
-        return Rotation(torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1))
+
+def pixels_of(images: Sequence[PromptImage], frames: int) -> Tensor:
+    """Return the patches of all images, each as many equal frames [T, 3 * frames * patch * patch]."""
+    pixels = torch.cat([torch.from_numpy(image.pixels) for image in images])
+    return pixels[:, :, None].expand(-1, -1, frames, -1).flatten(1)
 
 
-class _Block(Layer):
-    def __init__(self, config: QwenVLConfig, norm: type[Norm]) -> None:
+def square_places(grids: Sequence[tuple[int, int]], merge: int) -> Tensor:
+    """Return the row and column of each patch, in the order of squares of merged ones: [squares, merge * merge, 2]."""
+    inner = torch.arange(merge)
+    inner_row, inner_column = inner.repeat_interleave(merge), inner.repeat(merge)
+    places = []
+    for rows, columns in grids:
+        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        of_row = row.flatten()[:, None] * merge + inner_row
+        of_column = column.flatten()[:, None] * merge + inner_column
+        places.append(torch.stack([of_row, of_column], -1))
+    return torch.cat(places)
+
+
+def square_rotation(places: Tensor, head_dim: int) -> Rotation:
+    """Return how far patches at these places [..., 2] are turned: half of the pairs by the row, half by the column."""
+    exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=places.device) / (head_dim // 2)
+    angles = (places.flatten(0, -2)[..., None].float() / THETA**exponents).flatten(1)[:, None]
+    return Rotation(torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1))
+
+
+class PatchBlock(Layer):
+    """A block over patches that are turned by their places, norms first. `gated`: of its MLP."""
+
+    def __init__(
+        self, size: int, inner: int, num_heads: int, *, norm: type[Norm], activation: TowerActivation, gated: bool
+    ) -> None:
         super().__init__()
-        size, inner = config.hidden_size, config.intermediate_size
-        self.num_heads = config.num_heads
+        self.num_heads = num_heads
         self.attn_norm, self.mlp_norm = norm(size, EPS), norm(size, EPS)
         self.qkv, self.out = Dense(size, 3 * size), Dense(size, size)
-        self.gate = Dense(size, inner) if config.gated else None
+        self.gate = Dense(size, inner) if gated else None
         self.up, self.down = Dense(size, inner), Dense(inner, size)
-        self._activation = ACTIVATIONS[config.activation]
+        self._activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor, rotation: Rotation, lengths: Sequence[int]) -> Tensor:
         """x [T, hidden], of segments of these lengths that attend to themselves -> the same."""

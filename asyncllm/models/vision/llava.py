@@ -1,0 +1,57 @@
+"""LLaVA and LLaVA-NeXT, and DeepSeek-VL, whose tower is of the same parts."""
+
+from __future__ import annotations
+
+import msgspec
+
+from asyncllm.models.config import HFConfig
+from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, clip_of, text_of
+from asyncllm.vl.towers.llava import LlavaConfig
+
+__all__ = ["read_deepseek_vl", "read_llava"]
+
+
+def read_llava(hf: HFConfig, *, tiled: bool = False) -> Composed:
+    text, model_type = text_of(hf)
+    encoder = clip_of(hf)
+    hf.expect("projector_hidden_act", *TOWER_ACTIVATIONS)
+    hf.expect("vision_feature_select_strategy", "default", "full")
+    layers = hf.fields.get("vision_feature_layer", -2)
+    chosen = layers if isinstance(layers, list) else [layers]
+    if not chosen or not all(type(each) is int and -encoder.num_layers <= each < 0 for each in chosen):
+        hf.unsupported("vision_feature_layer", "Supported: layers counted from the end, below 0.")
+    vision = LlavaConfig(
+        encoder=encoder,
+        feature_layers=tuple(encoder.num_layers + 1 + each for each in chosen),
+        drops_class_token=hf.fields.get("vision_feature_select_strategy", "default") == "default",
+        bias=hf.flag("multimodal_projector_bias", True),
+        activation=TOWER_ACTIVATIONS[hf.fields.get("projector_hidden_act", "gelu")],
+        pinpoints=_pinpoints(hf, encoder.image_size) if tiled else (),
+    )
+    return Composed(text, model_type, vision)
+
+
+def read_deepseek_vl(hf: HFConfig) -> Composed:
+    text, decoder = text_of(hf)
+    encoder = msgspec.structs.replace(clip_of(hf), final_norm=True)
+    vision = LlavaConfig(
+        encoder=encoder,
+        feature_layers=(encoder.num_layers,),
+        drops_class_token=encoder.has_class_token,
+        bias=True,
+        activation="gelu",
+        source="vision_model",
+    )
+    return Composed(text, decoder, vision)
+
+
+def _pinpoints(hf: HFConfig, side: int) -> tuple[tuple[int, int], ...]:
+    default = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+    shapes = hf.fields.get("image_grid_pinpoints", default)
+    fits = isinstance(shapes, list) and all(
+        isinstance(each, list) and len(each) == 2 and all(type(n) is int and n > 0 and n % side == 0 for n in each)
+        for each in shapes
+    )
+    if not fits or not shapes:
+        hf.invalid("image_grid_pinpoints", f"where pairs of multiples of {side} belong")
+    return tuple((height, width) for height, width in shapes)

@@ -1,0 +1,147 @@
+"""What config.json says of the two parts of a vision-language model, as most families have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from asyncllm.models.config import HFConfig
+from asyncllm.vl.tower import TowerConfig
+from asyncllm.vl.towers.clip import ClipConfig
+from asyncllm.vl.towers.parts import ACTIVATIONS, TowerActivation
+
+__all__ = ["TOWER_ACTIVATIONS", "Composed", "axes_of", "clip_of", "part_of", "square_of", "text_of"]
+
+TOWER_ACTIVATIONS: Mapping[str, TowerActivation] = {
+    **{name: name for name in ACTIVATIONS},
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+_TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+    },
+    "mistral": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+    },
+}
+"""What transformers' classes have where a text_config leaves it out, as those of LLaVA's hub files do."""
+
+
+MAX_PAIRS = 1024
+"""Of features of a head."""
+
+
+class Composed(NamedTuple):
+    """What config.json describes of a vision-language model."""
+
+    text: HFConfig
+    """That of the decoder alone."""
+    decoder: str
+    """Its architecture, or its model type."""
+    vision: TowerConfig
+    axes: tuple[int, ...] = ()
+    """By which of time, rows and columns each pair turns (`RopeConfig.axes`)."""
+
+
+def part_of(hf: HFConfig, key: str, defaults: Mapping[str, Any] | None = None) -> HFConfig:
+    """Return an object of config.json as a config of its own."""
+    value = hf.fields.get(key)
+    if not isinstance(value, dict):
+        hf.invalid(key, "where an object belongs")
+    known = {name: each for name, each in value.items() if each is not None}
+    return HFConfig(
+        {**(defaults or {}), **known},
+        source=f"{hf.source}: {key}",
+        session_len=hf.session_len,
+        rope_scaling_factor=hf.rope_scaling_factor,
+    )
+
+
+def text_of(hf: HFConfig) -> tuple[HFConfig, str]:
+    """Return the decoder's part, which inherits what is said of the whole, and its model type."""
+    part = part_of(hf, "text_config")
+    model_type = part.fields.get("model_type", "llama")
+    if not isinstance(model_type, str):
+        part.invalid("model_type", "where a name belongs")
+    part = part_of(hf, "text_config", _TEXT_DEFAULTS.get(model_type))
+    own = {key: part.fields.get(key, hf.fields.get(key)) for key in ("dtype", "torch_dtype", "quantization_config")}
+    # Where either part says that they are tied they may be; `registry` looks whether there is a head.
+    own["tie_word_embeddings"] = any(each.fields.get("tie_word_embeddings", False) for each in (part, hf))
+    return part.changed({key: value for key, value in own.items() if value is not None}), model_type
+
+
+def clip_of(hf: HFConfig) -> ClipConfig:
+    """Return the encoder that `vision_config` describes. The defaults are those of transformers' classes."""
+    part = part_of(hf, "vision_config")
+    part.expect("model_type", "clip_vision_model", "siglip_vision_model")
+    clip = part.fields.get("model_type", "clip_vision_model") == "clip_vision_model"
+    activation = part.fields.get("hidden_act", "quick_gelu" if clip else "gelu_pytorch_tanh")
+    part.changed({"hidden_act": activation}).expect("hidden_act", *TOWER_ACTIVATIONS)
+    part.expect("num_channels", 3)
+    size, patch = part.integer("image_size", 224), part.integer("patch_size", 32 if clip else 16)
+    hidden, heads = part.integer("hidden_size", 768), part.integer("num_attention_heads", 12)
+    if size % patch or hidden % heads:
+        part.invalid(
+            "patch_size" if size % patch else "num_attention_heads", "which does not divide what it is a part of"
+        )
+    return ClipConfig(
+        hidden_size=hidden,
+        intermediate_size=part.integer("intermediate_size", 3072),
+        num_layers=part.integer("num_hidden_layers", 12),
+        num_heads=heads,
+        image_size=size,
+        patch_size=patch,
+        eps=part.number("layer_norm_eps", 1e-5 if clip else 1e-6),
+        activation=TOWER_ACTIVATIONS[activation],
+        has_class_token=clip,
+    )
+
+
+def square_of(part: HFConfig, key: str, default: int) -> int:
+    """Return the side of a square that is given by one number, or by two equal ones."""
+    value = part.fields.get(key, default)
+    if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
+        value = value[0]
+    return part.changed({key: value}).integer(key)
+
+
+def axes_of(text: HFConfig, *, interleaved: bool = False) -> tuple[HFConfig, tuple[int, ...]]:
+    """Return the decoder's part with plain rotary entries, and by which axis of positions each pair turns.
+
+    Pairs of time, rows and columns follow one another; or they take turns, until the latter two run out. Raises
+    InvalidCheckpoint, UnsupportedModel.
+    """
+    key = "rope_parameters" if text.fields.get("rope_parameters") is not None else "rope_scaling"
+    rope = text.fields.get(key)
+    if not isinstance(rope, dict):
+        text.invalid(key, "where an object with mrope_section belongs")
+    default = [24, 20, 20] if interleaved else [16, 24, 24]
+    sections = rope.get("mrope_section", default)
+    whole = isinstance(sections, list) and len(sections) == 3 and all(type(each) is int for each in sections)
+    if not whole or min(sections) < 1 or sum(sections) > MAX_PAIRS or text.rope_scaling_factor:
+        text.unsupported(key, "Supported: mrope_section, of three numbers, without another scaling.")
+    if rope.get("mrope_interleaved", interleaved) is not interleaved:
+        text.unsupported(key, f"Supported: mrope_interleaved = {interleaved} for this model.")
+    axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    if interleaved:
+        if 3 * max(sections[1:]) > len(axes):
+            text.invalid(key, "whose mrope_section has more rows or columns than time")
+        axes = [0] * len(axes)
+        for axis in (1, 2):
+            axes[axis : 3 * sections[axis] : 3] = [axis] * sections[axis]
+    plain = {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
+    for name in ("type", "rope_type"):
+        if plain.get(name) == "mrope":
+            plain[name] = "default"
+    return text.changed({key: plain}), tuple(axes)

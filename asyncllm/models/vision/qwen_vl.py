@@ -1,0 +1,91 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+
+from __future__ import annotations
+
+import math
+
+from asyncllm.models.config import HFConfig
+from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, axes_of, part_of, square_of, text_of
+from asyncllm.vl.towers.qwen3_vl import Qwen3VLConfig
+from asyncllm.vl.towers.qwen_vl import QwenVLConfig
+
+__all__ = ["read_qwen3_vl", "read_qwen_vl"]
+
+
+def read_qwen_vl(hf: HFConfig, *, gated: bool = False) -> Composed:
+    if hf.fields.get("text_config") is None:
+        # Published files have the decoder's entries beside the tower's.
+        kept = {key: value for key, value in hf.fields.items() if key != "vision_config"}
+        hf = hf.changed({"text_config": {**kept, "model_type": "qwen2"}})
+    text, _ = text_of(hf)
+    text, axes = axes_of(text)
+    part = part_of(hf, "vision_config")
+    hidden = part.integer("hidden_size" if gated else "embed_dim", 1280)
+    heads, patch, merge = (
+        part.integer("num_heads", 16),
+        part.integer("patch_size", 14),
+        part.integer("spatial_merge_size", 2),
+    )
+    if hidden % heads or hidden // heads % 4:
+        part.invalid("num_heads", "which leaves heads of a size that is no multiple of 4")
+    activation = part.fields.get("hidden_act", "silu" if gated else "quick_gelu")
+    part.changed({"hidden_act": activation}).expect("hidden_act", *TOWER_ACTIVATIONS)
+    for key in ("in_channels", "in_chans"):
+        part.expect(key, 3)
+    depth = part.integer("depth", 32)
+    full = part.fields.get("fullatt_block_indexes", [7, 15, 23, 31])
+    if not isinstance(full, list) or not all(type(each) is int for each in full):
+        part.invalid("fullatt_block_indexes", "where a list of layers belongs")
+    vision = QwenVLConfig(
+        hidden_size=hidden,
+        intermediate_size=part.integer("intermediate_size", 3420) if gated else hidden * part.integer("mlp_ratio", 4),
+        num_layers=depth,
+        num_heads=heads,
+        patch_size=patch,
+        frames=part.integer("temporal_patch_size", 2),
+        merge=merge,
+        activation=TOWER_ACTIVATIONS[activation],
+        gated=gated,
+        window=part.integer("window_size", 112) // merge // patch if gated else None,
+        full_layers=frozenset(full),
+    )
+    if vision.window == 0:
+        part.invalid("window_size", "which is smaller than a square of patches")
+    return Composed(text, "Qwen2ForCausalLM", vision, axes)
+
+
+def read_qwen3_vl(hf: HFConfig, *, sparse: bool = False) -> Composed:
+    text, _ = text_of(hf)
+    text, axes = axes_of(text, interleaved=True)
+    if sparse:
+        text.expect("norm_topk_prob", True)
+        text = text.changed({"norm_topk_prob": True})
+    part = part_of(hf, "vision_config")
+    hidden, heads = part.integer("hidden_size", 1152), part.integer("num_heads", 16)
+    if hidden % heads or hidden // heads % 4:
+        part.invalid("num_heads", "which leaves heads of a size that is no multiple of 4")
+    part.expect("in_channels", 3)
+    part.expect("hidden_act", *TOWER_ACTIVATIONS)
+    depth, positions = part.integer("depth", 27), part.integer("num_position_embeddings", 2304)
+    side = math.isqrt(positions)
+    if side * side != positions:
+        part.invalid("num_position_embeddings", "which is not the number of places of a square")
+    deep = part.fields.get("deepstack_visual_indexes", [8, 16, 24])
+    if not isinstance(deep, list) or deep != sorted({each for each in deep if type(each) is int and 0 <= each < depth}):
+        part.invalid("deepstack_visual_indexes", f"where layers below {depth} belong, in order")
+    if len(deep) >= text.integer("num_hidden_layers"):
+        part.unsupported("deepstack_visual_indexes", "Supported: fewer of them than the decoder has layers.")
+    part.expect("out_hidden_size", text.integer("hidden_size"))
+    vision = Qwen3VLConfig(
+        hidden_size=hidden,
+        intermediate_size=part.integer("intermediate_size", 4304),
+        num_layers=depth,
+        num_heads=heads,
+        patch_size=square_of(part, "patch_size", 16),
+        frames=part.integer("temporal_patch_size", 2),
+        merge=part.integer("spatial_merge_size", 2),
+        activation=TOWER_ACTIVATIONS[part.fields.get("hidden_act", "gelu_pytorch_tanh")],
+        side=side,
+        deep_layers=tuple(deep),
+    )
+    return Composed(text, "Qwen3MoeForCausalLM" if sparse else "Qwen3ForCausalLM", vision, axes)

@@ -1,0 +1,133 @@
+"""The tower of Qwen3-VL: Qwen2-VL's patches with learned positions besides, and what several of its layers see.
+
+The decoder's first layers get the features of inner layers added to their outputs (DeepStack: Meng et al., 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer_norm import LayerNorm
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table, TowerActivation
+from asyncllm.vl.towers.qwen_vl import EPS, PatchBlock, pixels_of, square_places, square_rotation
+
+__all__ = ["Qwen3VLConfig", "Qwen3VLTower"]
+
+
+class Qwen3VLConfig(TowerConfig, frozen=True, kw_only=True):
+    """A transformer over patches, and mergers of squares of them."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    frames: int
+    """Of a patch; an image is as many equal ones."""
+    merge: int
+    """Patches along a side of the square that becomes a token."""
+    activation: TowerActivation
+    side: int
+    """Of the square grid of learned positions, which is stretched over an image."""
+    deep_layers: tuple[int, ...]
+    """Layers whose outputs the decoder's first layers see, in their order."""
+
+    def build(self, hidden_size: int) -> Qwen3VLTower:
+        return Qwen3VLTower(self, hidden_size)
+
+    @property
+    def weights(self) -> Mapping[str, str]:
+        block, own = "visual.blocks.{i}", "vision.layers.{i}"
+        mergers = {"visual.merger": "vision.merger", "visual.deepstack_merger_list.{i}": "vision.deep_mergers.{i}"}
+        names = {"norm": "norm", "linear_fc1": "first", "linear_fc2": "second"}
+        return {
+            "visual.patch_embed.proj": "vision.patches",
+            "visual.pos_embed": "vision.positions",
+            f"{block}.norm1": f"{own}.attn_norm",
+            f"{block}.norm2": f"{own}.mlp_norm",
+            f"{block}.attn.qkv": f"{own}.qkv",
+            f"{block}.attn.proj": f"{own}.out",
+            f"{block}.mlp.linear_fc1": f"{own}.up",
+            f"{block}.mlp.linear_fc2": f"{own}.down",
+            **{f"{row}.{name}": f"{target}.{names[name]}" for row, target in mergers.items() for name in names},
+        }
+
+
+class Qwen3VLTower(VisionTower):
+    """Its features have the decoder's width several times: what is merged, and what each first layer adds."""
+
+    def __init__(self, config: Qwen3VLConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        size, square = config.hidden_size, config.merge**2
+        self.patches = PatchEmbedding((config.frames, config.patch_size, config.patch_size), size, bias=True)
+        self.positions = Table(config.side**2, size)
+        self.layers = nn.ModuleList(
+            PatchBlock(
+                size,
+                config.intermediate_size,
+                config.num_heads,
+                norm=LayerNorm,
+                activation=config.activation,
+                gated=False,
+            )
+            for _ in range(config.num_layers)
+        )
+        self.merger = _Merger(size, square, hidden_size, joined=False)
+        self.deep_mergers = nn.ModuleList(_Merger(size, square, hidden_size, joined=True) for _ in config.deep_layers)
+
+    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
+        device = self.positions.weight.device
+        config = self.config
+        grids = [image.grid for image in images if image.grid is not None]
+        places = square_places(grids, config.merge).to(device)
+        lengths = [rows * columns * config.merge**2 for rows, columns in grids]
+        x = self.patches(pixels_of(images, config.frames).to(device))
+        x = x + self._positions(places.flatten(0, 1), grids, lengths).to(x.dtype)
+        rotation = square_rotation(places, config.hidden_size // config.num_heads)
+        deep: list[Tensor] = []
+        for number, layer in enumerate(self.layers):
+            x = layer(x, rotation, lengths)
+            if number in config.deep_layers:
+                deep.append(self.deep_mergers[config.deep_layers.index(number)](x))
+        features = torch.cat([self.merger(x), *deep], -1)
+        return list(torch.split(features, [rows * columns for rows, columns in grids]))
+
+    def _positions(self, places: Tensor, grids: Sequence[tuple[int, int]], lengths: Sequence[int]) -> Tensor:
+        """Return learned positions of the patches [T, hidden], between the four nearest of the stretched grid."""
+        side, merge = self.config.side, self.config.merge
+        sizes = torch.tensor(grids, device=places.device).repeat_interleave(
+            torch.tensor(lengths, device=places.device), 0
+        )
+        exact = places.float() * (side - 1) / (sizes * merge - 1).clamp(min=1)
+        low = exact.floor()
+        share, low = exact - low, low.long()
+        high = (low + 1).clamp(max=side - 1)
+        table = self.positions()
+        total = torch.zeros(len(places), table.shape[1], dtype=torch.float32, device=places.device)
+        for row, row_share in ((low[:, 0], 1 - share[:, 0]), (high[:, 0], share[:, 0])):
+            for column, column_share in ((low[:, 1], 1 - share[:, 1]), (high[:, 1], share[:, 1])):
+                total += table[row * side + column] * (row_share * column_share)[:, None]
+        return total
+
+
+class _Merger(Layer):
+    """x [T, hidden] -> a token for each square [T / square, out]. `joined`: the norm is of whole squares."""
+
+    def __init__(self, size: int, square: int, out_features: int, *, joined: bool) -> None:
+        super().__init__()
+        self._width, self._joined = size * square, joined
+        self.norm = LayerNorm(self._width if joined else size, EPS)
+        self.first, self.second = Dense(self._width, self._width), Dense(self._width, out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x.view(-1, self._width)) if self._joined else self.norm(x).view(-1, self._width)
+        merged: Tensor = self.second(F.gelu(self.first(x)))
+        return merged

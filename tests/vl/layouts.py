@@ -1,0 +1,117 @@
+"""Other names for what is in the checkpoints of `tests/vl/checkpoints.py`: those of older files, and authors' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["LAYOUTS", "Fields", "Tensors", "classes_of"]
+
+Fields = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+
+def flat_qwen(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    text = fields.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text["rope_theta"] = rope["rope_theta"]
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    fields["torch_dtype"] = fields.pop("dtype")
+    return {**text, **fields}, tensors
+
+
+def moved_llava(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    """The names within a running model of transformers 5."""
+
+    def moved(name: str) -> str:
+        name = name.replace("language_model.lm_head", "lm_head").replace("language_model.model.", "language_model.")
+        return name if name.startswith("lm_head") else f"model.{name}"
+
+    return fields, {moved(name): tensor for name, tensor in tensors.items()}
+
+
+def old_llava(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    return fields, {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in tensors.items()
+    }
+
+
+_INTERN_NAMES = {
+    "vision_tower.embeddings.cls_token": "vision_model.embeddings.class_embedding",
+    "vision_tower.embeddings.patch_embeddings.projection": "vision_model.embeddings.patch_embedding",
+    "vision_tower.embeddings.position_embeddings": "vision_model.embeddings.position_embedding",
+    "vision_tower.encoder.layer.": "vision_model.encoder.layers.",
+    "attention.projection_layer": "attn.proj",
+    "attention.q_norm": "attn.q_norm",
+    "attention.k_norm": "attn.k_norm",
+    "layernorm_before": "norm1",
+    "layernorm_after": "norm2",
+    "lambda_1": "ls1",
+    "lambda_2": "ls2",
+    "multi_modal_projector.layer_norm": "mlp1.0",
+    "multi_modal_projector.linear_1": "mlp1.1",
+    "multi_modal_projector.linear_2": "mlp1.3",
+}
+
+
+def remote_intern(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    tower, renamed = fields["vision_config"], dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        stem, dot, suffix = name.rpartition(".")
+        if "attention.k_proj" in name or "attention.v_proj" in name:
+            continue
+        if "attention.q_proj" in name:
+            parts = [tensors[f"{stem.removesuffix('q_proj')}{part}_proj{dot}{suffix}"] for part in "qkv"]
+            name, tensor = f"{stem.replace('attention.q_proj', 'attn.qkv')}{dot}{suffix}", torch.cat(parts)
+        for theirs, own in _INTERN_NAMES.items():
+            name = name.replace(theirs, own)
+        renamed[name] = tensor.contiguous()
+    vision = {
+        "architectures": ["InternVisionModel"],
+        "model_type": "intern_vit_6b",
+        **{key: tower[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
+        "image_size": 28,
+        "patch_size": 7,
+        "norm_type": tower["norm_type"],
+        "qkv_bias": tower["attention_bias"],
+        "qk_normalization": tower["use_qk_norm"],
+        "layer_norm_eps": tower["layer_norm_eps"],
+        "hidden_act": "gelu",
+    }
+    text = {**fields["text_config"], "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
+    return {
+        "architectures": ["InternVLChatModel"],
+        "model_type": "internvl_chat",
+        "auto_map": {"AutoModel": "modeling_internvl_chat.InternVLChatModel"},
+        "downsample_ratio": 0.5,
+        "dynamic_image_size": True,
+        "force_image_size": 28,
+        "llm_config": text,
+        "max_dynamic_patch": 6,
+        "min_dynamic_patch": 1,
+        "ps_version": "v2",
+        "select_layer": fields["vision_feature_layer"],
+        "template": "internvl2_5",
+        "torch_dtype": "float32",
+        "use_thumbnail": True,
+        "vision_config": vision,
+    }, renamed
+
+
+LAYOUTS: list[tuple[str, Callable[[Fields, Tensors], tuple[Fields, Tensors]], str | None]] = [
+    ("qwen2_vl", flat_qwen, None),
+    ("qwen2_5_vl", flat_qwen, None),
+    ("llava", moved_llava, None),
+    ("llava", old_llava, None),
+    ("internvl", remote_intern, "InternVLChatModel"),
+    ("internvl_6b", remote_intern, "InternVLChatModel"),
+]
+"""Kind, what config.json and the tensors become, and the class that the file names, if it is another."""
+
+
+def classes_of(kind: str) -> list[str]:
+    """Return the classes under which a kind is held to its oracle besides its own."""
+    return list(dict.fromkeys(name for own, _, name in LAYOUTS if own == kind and name is not None))

@@ -1,0 +1,52 @@
+"""The table of docs/vision.md, made from the readers of config.json and from what the tests take:
+`python -m tests.vl.table`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncllm.models.vision_language import REFUSED_MODELS, VISION_MODELS
+from tests.vl.checkpoints import KINDS
+from tests.vl.layouts import classes_of
+
+__all__ = ["PAGE", "renewed"]
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "vision.md"
+
+BEGIN, END = "<!-- made by python -m tests.vl.table -->\n", "<!-- end -->\n"
+
+
+def renewed(page: str) -> str:
+    """Return the page with its generated part as it has to be."""
+    head, _, rest = page.partition(BEGIN)
+    return f"{head}{BEGIN}\n{''.join(_lines())}\n{END}{rest.partition(END)[2]}"
+
+
+def _lines() -> Iterator[str]:
+    checked = _checked()
+    yield "| class | models | checked as | oracle in transformers |\n| --- | --- | --- | --- |\n"
+    for architecture, models in VISION_MODELS.items():
+        kinds, oracles = zip(*checked[architecture], strict=True)
+        own = ", ".join(f"`{kind}`" for kind in kinds)
+        yield f"| `{architecture}` | {models} | {own} | {', '.join(f'`{each}`' for each in dict.fromkeys(oracles))} |\n"
+    yield "\nRefused, with the reason and the nearest that works:\n\n"
+    yield "| class | models | why | nearest |\n| --- | --- | --- | --- |\n"
+    for architecture, each in REFUSED_MODELS.items():
+        yield f"| `{architecture}` | {each.models} | {each.why} | {each.nearest} |\n"
+
+
+def _checked() -> dict[str, list[tuple[str, str]]]:
+    """Return, by architecture, the kinds of checkpoints that are held to an oracle, and the oracle's class."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as CLASSES
+
+    checked: dict[str, list[tuple[str, str]]] = {}
+    for kind, make in KINDS.items():
+        oracle = CLASSES[make()[0].model_type]
+        for architecture in (oracle, *classes_of(kind)):
+            checked.setdefault(architecture, []).append((kind, oracle))
+    return checked
+
+
+if __name__ == "__main__":
+    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
