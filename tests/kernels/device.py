@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+interpreted = pytest.mark.skipif(DEVICE.type != "cpu", reason="small sizes are for the interpreter")
+"""Tests of references and of interpreted kernels, beside which others try the compiled kernels at sizes of models."""
 
 
 def fresh_seed() -> int:

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.kernels import LatentKV, latent
-from tests.kernels.device import DEVICE, random
+from tests.kernels.device import DEVICE, interpreted, random
 from tests.kernels.latent_cases import LatentCase
+
+pytestmark = interpreted
 
 SCALE = 0.3
 CASES = [

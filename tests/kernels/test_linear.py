@@ -16,6 +16,7 @@ from asyncllm.kernels.triton.linear import invariant as linear_invariant
 from asyncllm.kernels.triton.linear import product as launchers
 from asyncllm.kernels.triton.linear.small import GemvConfig, NarrowConfig, SkinnyConfig, gemv, skinny
 from tests.kernels import offline
+from tests.kernels.device import interpreted
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
@@ -36,6 +37,7 @@ def assert_close(actual: Tensor, wanted: Tensor) -> None:
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
+@interpreted
 @DTYPES
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
@@ -45,6 +47,7 @@ def test_without_tensor_cores(tokens: int, with_bias: bool, dtype: torch.dtype) 
     assert_close(gemv(x, weight, bias, config=GemvConfig(4, 32)), expected(x, weight, bias))
 
 
+@interpreted
 @DTYPES
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
@@ -62,6 +65,7 @@ def test_with_tensor_cores(tokens: int, config: SkinnyConfig, with_bias: bool, d
     assert_close(skinny(x, weight, bias, config=config), expected(x, weight, bias))
 
 
+@interpreted
 @DTYPES
 @pytest.mark.parametrize(
     ("tokens", "config"),
@@ -79,6 +83,7 @@ def test_the_gate_behind_the_product(tokens: int, config: SkinnyConfig, dtype: t
     assert_close(y, F.silu(gate) * up)
 
 
+@interpreted
 def test_a_split_sum_leaves_its_counters_at_zero_and_repeats() -> None:
     x, weight = random(3, 256, dtype=torch.bfloat16), random(48, 256, seed=1, dtype=torch.bfloat16)
     config = SkinnyConfig(rows=16, columns=32, splits=3)
@@ -87,6 +92,7 @@ def test_a_split_sum_leaves_its_counters_at_zero_and_repeats() -> None:
     assert torch.equal(skinny(x, weight, config=config), first)
 
 
+@interpreted
 @pytest.mark.parametrize(
     "product", [kernels.linear, launchers.linear, kernels.linear_invariant, launchers.linear_invariant]
 )
@@ -101,6 +107,7 @@ def test_a_product_in_a_given_tensor(product: Any) -> None:
             product(x, weight, out=wrong)
 
 
+@interpreted
 def test_the_table_decides_by_shape_and_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {(16, 64): ((2, GemvConfig(4, 32)), (20, SkinnyConfig(rows=16, columns=32)))}
     monkeypatch.setattr(launchers, "_table", lambda device: table)
@@ -148,6 +155,7 @@ def test_invariant_reference(dtype: torch.dtype) -> None:
     assert kernels.linear_invariant(x[:0], weight).shape == (0, 3, 7)
 
 
+@interpreted
 @pytest.mark.parametrize(("tokens", "n", "k"), [(1, 64, 128), (5, 70, 40), (33, 130, 96), (140, 33, 24)])
 def test_invariant_kernel_on_odd_shapes(tokens: int, n: int, k: int) -> None:
     x, weight = random(tokens, k, dtype=torch.bfloat16), (random(n, k, seed=1) / 8).bfloat16()
@@ -156,6 +164,7 @@ def test_invariant_kernel_on_odd_shapes(tokens: int, n: int, k: int) -> None:
     assert_close(launchers.linear_invariant(x, weight), expected(x, weight))
 
 
+@interpreted
 def test_invariant_kernel_takes_any_leading_axes() -> None:
     x, weight = random(2, 8, 32)[:, ::4], random(5, 32, seed=1)
     assert_close(launchers.linear_invariant(x, weight), expected(x, weight))

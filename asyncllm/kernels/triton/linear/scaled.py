@@ -65,7 +65,7 @@ def round_rows_kernel(
         scale = tl.where(found < 1e-12, 1e-12, found) / LARGEST_CODE
     for start in range(group * SIZE, end, BLOCK):
         inside = start + columns < end
-        x = tl.load(x_row + start + columns, mask=inside, other=0.0).to(tl.float32) / scale
+        x = tl.div_rn(tl.load(x_row + start + columns, mask=inside, other=0.0).to(tl.float32), scale)
         clipped = tl.where(x > LARGEST_CODE, LARGEST_CODE, tl.where(x < -LARGEST_CODE, -LARGEST_CODE, x))
         if INTEGER:
             # What is not a number is in the scale.
@@ -121,8 +121,8 @@ def scaled_kernel(
             w = tl.load(w_ptrs + first, eviction_policy="evict_first")
             x = tl.load(x_ptrs + first)
         else:
-            w = tl.load(w_ptrs + first, mask=(first + lane < K)[None, :], other=0)
-            x = tl.load(x_ptrs + first, mask=(first + lane < K)[None, :], other=0)
+            w = tl.load(w_ptrs + first, mask=(first + lane < K)[None, :], other=0.0)
+            x = tl.load(x_ptrs + first, mask=(first + lane < K)[None, :], other=0.0)
         if GROUPS > 1:
             none = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32 if INTEGER else tl.float32)
             scales = tl.load(scales_ptr + step * N + read)
