@@ -323,6 +323,21 @@ LAYOUTS: dict[str, Layout] = {
             "multi_modal_projector.mm_soft_emb_norm.weight": torch.ones(8),
         },
     ),
+    "llama4_vision": Layout(
+        "llama4",
+        "llama4",
+        "llama4_text",
+        "Llama4ForConditionalGeneration",
+        # As the published files have them.
+        extra={"attn_temperature_tuning": 4, "no_rope_layers": []},
+        native={"attn_temperature_tuning": True},
+        nested="text_config",
+        rename=lambda tensors, fields: {
+            **{f"language_model.{name}": tensor for name, tensor in tensors.items()},
+            "vision_model.layernorm_pre.weight": torch.ones(8),
+            "multi_modal_projector.linear_1.weight": torch.ones(8, 8),
+        },
+    ),
     "internlm": Layout(
         "llama",
         "internlm",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -17,14 +17,14 @@ from asyncllm.layers.layer import Layer
 from asyncllm.layers.layer_norm import HeadsLayerNorm
 from asyncllm.layers.linear import Linear, QKVLinear
 from asyncllm.layers.linear_method import PartKey, Shard
-from asyncllm.layers.norm import RMSNorm
+from asyncllm.layers.norm import RMSNorm, UnitNorm
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
 __all__ = ["Attention", "QKNormKind", "Sinks"]
 
-QKNormKind = Literal["head", "heads", "whole", "turned"]
-"""Norms of queries and keys: of each head, by one weight for all; of each by its own (layer norms); of all heads
-together; or of each head behind the rotation."""
+QKNormKind = Literal["head", "heads", "unit", "whole", "turned"]
+"""Norms of queries and keys: of each head, by one weight for all; of each by its own (layer norms); of each without a
+weight; of all heads together; or of each head behind the rotation."""
 
 
 class Sinks(Layer):
@@ -91,6 +91,8 @@ class Attention(Layer):
         if qk_norm == "heads":
             self.q_norm = HeadsLayerNorm(num_heads, head_dim, norm_eps, paired=paired)
             self.k_norm = HeadsLayerNorm(num_kv_heads, head_dim, norm_eps, paired=paired)
+        elif qk_norm == "unit":
+            self.q_norm, self.k_norm = UnitNorm(head_dim, norm_eps), UnitNorm(head_dim, norm_eps)
         elif qk_norm is not None:
             self.q_norm = norm_class(q_size * head_dim, norm_eps)
             self.k_norm = norm_class(k_size * head_dim, norm_eps)
@@ -123,6 +125,11 @@ class Attention(Layer):
     def cache_spec(self) -> CacheSpec:
         """What the layer keeps of its tokens."""
         return PagedKVSpec(self.num_kv_heads, self.head_dim, self.window)
+
+    @property
+    def kind(self) -> Hashable:
+        """What layers that share a step's plans have in common."""
+        return self.window
 
     def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
         """`sampled`: attend for these rows only -> [R, hidden]; keys and values of all tokens are written."""
@@ -223,12 +230,12 @@ class Attention(Layer):
         return plan
 
     def _plans(self, step: StepInputs, cache: KVCache) -> tuple[DecodePlan | None, PrefillPlan | None]:
-        """The step's plans for this window, made by the first layer that needs them; None where there are no rows."""
-        plans = step.attention_plans.get(self.window)
+        """The step's plans for this kind, made by the first layer that needs them; None where there are no rows."""
+        plans = step.attention_plans.get(self.kind)
         if plans is None:
             # The order of sums in decode attention depends on the batch.
             decode = 0 if step.batch_invariant else step.num_decode
-            plans = step.attention_plans[self.window] = (
+            plans = step.attention_plans[self.kind] = (
                 self._plan_decode(step, cache, decode) if decode else None,
                 self._plan_prefill(step, cache, decode) if decode < step.kv_lens.shape[0] else None,
             )

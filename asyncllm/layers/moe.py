@@ -46,7 +46,8 @@ class Correction(Layer):
 class MoE(Layer):
     """x [T, hidden] -> [T, hidden]: each token's experts, chosen and weighted by `routing`, plus what they share.
 
-    `corrected`: a `Correction` has a part in the choice. `shared_size`: inner features of an MLP for all tokens;
+    `corrected`: a `Correction` has a part in the choice. `scaled_inputs`: the weights multiply what experts read, and
+    what they give is added up as it is. `shared_size`: inner features of an MLP for all tokens;
     `shared_gate`: each token weighs it by the sigmoid of one more product. `bias`:
     of router and experts; `limit`: of the experts' gate, as in `kernels.fused_experts`.
     """
@@ -60,6 +61,7 @@ class MoE(Layer):
         routing: Routing,
         corrected: bool = False,
         exact_router: bool = False,
+        scaled_inputs: bool = False,
         shared_size: int = 0,
         shared_gate: bool = False,
         bias: bool = False,
@@ -75,16 +77,28 @@ class MoE(Layer):
         self.shared = GatedMLP(hidden_size, shared_size) if shared_size else None
         self.shared_gate = Linear(hidden_size, 1, shard="replicated") if shared_gate else None
         self.routing = routing
+        self.scaled_inputs = scaled_inputs
         self.limit = limit
 
     def forward(self, x: Tensor, step: StepInputs) -> Tensor:
         correction = None if self.correction is None else self.correction.bias
         weights, expert_ids = kernels.route(self.router(x, step), self.routing, correction)
-        experts = self.gate_up.method.experts
-        chosen = self.down.summed(experts(self.gate_up, self.down, x, weights, expert_ids, limit=self.limit))
+        chosen = self.down.summed(self._chosen(x, weights, expert_ids))
         if self.shared is None:
             return chosen
         shared = self.shared(x, step)
         if self.shared_gate is not None:
             shared = shared * self.shared_gate(x, step).sigmoid()
         return chosen.add_(shared)
+
+    def _chosen(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+        """The weighted sum of each token's experts. x [T, hidden], weights and expert_ids [T, k]."""
+        experts = self.gate_up.method.experts
+        if not self.scaled_inputs:
+            return experts(self.gate_up, self.down, x, weights, expert_ids, limit=self.limit)
+        scaled = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
+        ids = expert_ids.reshape(-1, 1)
+        each = experts(
+            self.gate_up, self.down, scaled, torch.ones_like(ids, dtype=torch.float32), ids, limit=self.limit
+        )
+        return each if expert_ids.shape[1] == 1 else each.view(*expert_ids.shape, -1).sum(1)

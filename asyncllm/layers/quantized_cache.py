@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from asyncllm.errors import UnsupportedFeature
 from asyncllm.kernels import KVFormat, QuantizedKV
 from asyncllm.layers.cache_spec import BlockPart, CacheSpec, PagedKVSpec, StateSpec
+from asyncllm.layers.chunked_attention import ChunkedSpec
 
 __all__ = ["QuantizedKVSpec", "quantized"]
 
@@ -41,6 +42,8 @@ def quantized(spec: CacheSpec, form: KVFormat) -> CacheSpec:
     """
     if isinstance(spec, StateSpec):
         return spec
+    if isinstance(spec, ChunkedSpec):
+        return replace(spec, kept=quantized(spec.kept, form))
     if not isinstance(spec, PagedKVSpec):
         raise UnsupportedFeature(
             "quant_policy: the model keeps one latent per token for the keys and values of all heads, and a rotated "

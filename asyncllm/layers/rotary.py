@@ -66,14 +66,17 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class QueryScaling(msgspec.Struct, frozen=True, kw_only=True):
     """How queries grow with their position, counted from 0, so that scores of long contexts do not flatten out: by
-    1 + weight * log of 1 + floor(position / length) (Llama 4)."""
+    1 + weight * log of 1 + floor((position + ahead) / length) (Llama 4)."""
 
     length: int
     weight: float
+    ahead: int = 0
+    unturned: bool = False
+    """Only layers whose queries and keys are not turned scale them."""
 
     def scales(self, positions: Tensor) -> Tensor:
         """positions [T] -> [T, 1, 1] float32."""
-        steps = positions.div(self.length, rounding_mode="floor")
+        steps = (positions + self.ahead).div(self.length, rounding_mode="floor")
         return steps.float().log1p_().mul_(self.weight).add_(1.0)[:, None, None]
 
 
@@ -136,7 +139,8 @@ def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
     """Divide wavelengths above original / low_freq_factor, keep those below original / high_freq_factor, else blend."""
     rotations = config.original_max_position * frequencies / (2 * math.pi)
     kept = (rotations - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-    kept = kept.clamp(0, 1)
+    # Where the bounds are one, nothing lies between them.
+    kept = kept.clamp(0, 1).nan_to_num(0.0)
     return (1 - kept) * frequencies / config.factor + kept * frequencies
 
 

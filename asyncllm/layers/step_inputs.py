@@ -169,7 +169,7 @@ class StepInputs:
             places, block_tables = self.more_groups[group - 1]
             step = dataclasses.replace(self, places=places, block_tables=block_tables, more_groups=(), layer_groups=())
             self.group_steps[group] = step
-        step.rotations = self.rotations
+        step.rotations, step.query_scale = self.rotations, self.query_scale
         return step
 
     def select(

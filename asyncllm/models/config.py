@@ -346,8 +346,8 @@ class HFConfig:
         factor = scaling.number("factor", max(1.0, trained / original))
         if kind == "llama3":
             low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-            if low >= high:
-                scaling.invalid("low_freq_factor", f"which must be below high_freq_factor = {high}")
+            if low > high:
+                scaling.invalid("low_freq_factor", f"which must not be above high_freq_factor = {high}")
             rope = RopeConfig(
                 kind=kind,
                 theta=theta,

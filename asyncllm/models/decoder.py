@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from asyncllm.layers.attention import Attention
 from asyncllm.layers.block import AnyAttention, AnyBlock, Block, ParallelBlock
 from asyncllm.layers.cache_spec import CacheSpec
+from asyncllm.layers.chunked_attention import ChunkedAttention
 from asyncllm.layers.embedding import Embedding, OutputEmbedding, PositionEmbedding, TiedOutputEmbedding
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.linear_method import Weighted
@@ -97,7 +99,9 @@ class DecoderLM(nn.Module):
     def attention(self, layer: int) -> AnyAttention:
         config = self.config
         rope = config.layer_ropes[layer] if config.layer_ropes else config.rope
-        return Attention(
+        chunk, scaling = config.chunks[layer] if config.chunks else None, config.query_scaling
+        kind = Attention if chunk is None else partial(ChunkedAttention, chunk=chunk)
+        return kind(
             layer,
             config.hidden_size,
             num_heads=config.num_heads,
@@ -112,8 +116,8 @@ class DecoderLM(nn.Module):
             softcap=config.score_softcap,
             sinks=config.sinks,
             qkv_clip=config.qkv_clip,
-            scale_queries=config.query_scaling is not None,
-            qk_norm=config.qk_norm,
+            scale_queries=scaling is not None and (rope is None or not scaling.unturned),
+            qk_norm=None if config.qk_norm == "unit" and rope is None else config.qk_norm,
             norm_class=self.norm_class,
             norm_eps=config.norm_eps,
             alibi=config.alibi,
@@ -133,6 +137,7 @@ class DecoderLM(nn.Module):
             routing=experts.routing,
             corrected=experts.corrected,
             exact_router=experts.exact_router,
+            scaled_inputs=experts.scaled_inputs,
             shared_size=experts.shared_size,
             shared_gate=experts.shared_gate,
             bias=experts.bias,

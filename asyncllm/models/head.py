@@ -43,7 +43,7 @@ def settle_head(
             )
             return msgspec.structs.replace(config, tied=False)
         return config
-    saved_bare = not any(name.startswith(family.base_prefix) for name in checkpoint.tensors)
+    saved_bare = not any(f".{family.base_prefix}" in f".{name}" for name in checkpoint.tensors)
     if base_class or (saved_bare and not config.tied):
         return msgspec.structs.replace(config, has_head=False)
     return config

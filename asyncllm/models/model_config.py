@@ -27,6 +27,8 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the checkpoint holds a correction of the scores by which they are chosen."""
     exact_router: bool = False
     """Whether the router's weight and logits are float32 in a model of 16 bits."""
+    scaled_inputs: bool = False
+    """Whether the weights multiply what experts read, not what they give."""
     shared_size: int = 0
     """Inner features of an MLP that all tokens take besides; 0: none."""
     shared_gate: bool = False
@@ -80,6 +82,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Each query head's slope: what a key's score loses with each position that lies between."""
     windows: tuple[int | None, ...]
     """Per layer, how many latest positions a query sees; None: all."""
+    chunks: tuple[int | None, ...] = ()
+    """Per layer, the length of the chunks within which tokens see each other; None: all do. Empty: in no layer."""
     qkv_bias: bool = False
     out_bias: bool = False
     """Of attention's output projection."""

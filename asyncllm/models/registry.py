@@ -48,6 +48,7 @@ _BY_MODEL_TYPE: Mapping[str, str] = {
     "internlm": "InternLMForCausalLM",
     "internlm3": "InternLM3ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
+    "llama4": "Llama4ForConditionalGeneration",
     "minicpm": "MiniCPMForCausalLM",
     "ministral": "MinistralForCausalLM",
     "seed_oss": "SeedOssForCausalLM",

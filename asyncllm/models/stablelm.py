@@ -36,10 +36,9 @@ class StableLM(DecoderLM):
             {"norm_eps": "rms_norm_eps", "layer_norm_eps": "rms_norm_eps", "rope_pct": "partial_rotary_factor"}
         )
         hf.expect("hidden_act", "silu")
-        if hf.flag("qk_layernorm", False):
-            hf.unsupported("qk_layernorm", "Norms of queries and keys by head are not. Use a smaller StableLM 2.")
         return ModelConfig(
             **hf.decoder(architecture, max_position=4096, norm_eps=1e-5, partial_rotary=0.25),
             qkv_bias=hf.flag("use_qkv_bias", False),
+            qk_norm="heads" if hf.flag("qk_layernorm", False) else None,
             parallel_norms=1 if hf.flag("use_parallel_residual", False) else None,
         )

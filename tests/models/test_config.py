@@ -269,7 +269,7 @@ INVALID = [
     ("rope_scaling", {"type": "longrope", "long_factor": [0.0] * 8, "original_max_position_embeddings": 8}),
     ("rope_scaling", {"type": "longrope", "long_factor": ["1"] * 8, "original_max_position_embeddings": 8}),
     ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
-    ("rope_scaling", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}),
+    ("rope_scaling", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 5.0, "high_freq_factor": 4.0}),
     ("rope_scaling", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0}),
     ("rope_scaling", {"type": "yarn", "factor": 4.0, "truncate": "yes"}),
     ("architectures", []),

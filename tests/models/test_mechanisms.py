@@ -53,6 +53,8 @@ def attributes(model: DecoderLM) -> Iterator[Mechanism]:
     wrong: list[tuple[str, str, Any, Any]] = [
         ("attn", "window", None, None),
         ("attn", "window", None, lambda window: window and window + 1),
+        ("attn", "chunk", None, 1024),
+        ("attn", "chunk", None, lambda chunk: chunk and chunk - 16),
         ("attn", "softcap", None, None),
         ("attn", "qkv_clip", None, None),
         ("attn", "scale_queries", False, None),
@@ -68,10 +70,12 @@ def attributes(model: DecoderLM) -> Iterator[Mechanism]:
         if all(getattr(owner, name, absent) is absent for owner in owners):
             continue
 
-        def change(model: DecoderLM, place: str = place, name: str = name, other: Any = other) -> None:
+        def change(
+            model: DecoderLM, place: str = place, name: str = name, absent: Any = absent, other: Any = other
+        ) -> None:
             owners = [layer.attn for layer in model.layers] if place == "attn" else [getattr(model, place)]
             for owner in owners:
-                setattr(owner, name, other(getattr(owner, name)) if callable(other) else other)
+                setattr(owner, name, other(getattr(owner, name, absent)) if callable(other) else other)
 
         yield f"{place}.{name} {'changed' if callable(other) else 'dropped'}", change
 
@@ -194,6 +198,8 @@ def experts(model: DecoderLM) -> Iterator[Mechanism]:
     else:
         yield "weights that add up, or do not", routed_by(renormalize=not routing.renormalize)
     yield "other scores", routed_by(scores="softmax" if routing.scores == "sigmoid" else "sigmoid")
+    if one.scaled_inputs:
+        yield "weights of what experts give", with_experts(scaled_inputs=False)
     yield "fewer experts", routed_by(top_k=routing.top_k - 1)
     if routing.scale != 1:
         yield "weights of no scale", routed_by(scale=1.0)

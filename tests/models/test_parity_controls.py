@@ -141,6 +141,12 @@ def pair_halves(model: DecoderLM) -> None:
         heads.copy_(heads.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).clone())
 
 
+def count_positions_from_0(model: DecoderLM) -> None:
+    model.config = msgspec.structs.replace(
+        model.config, query_scaling=msgspec.structs.replace(model.config.query_scaling, ahead=0)
+    )
+
+
 def swap_query_heads(model: DecoderLM) -> None:
     """What reading a grouped wqkv as flat q, k, v does to the heads, in small."""
     head_dim = model.config.head_dim
@@ -189,6 +195,8 @@ def swap_query_heads(model: DecoderLM) -> None:
         ("granite", forget_logit_scale),
         ("granite", set_attribute("scale", 16**-0.5)),
         ("hunyuan", set_attribute("qk_norm", "head")),
+        ("llama4", set_attribute("q_norm", None)),
+        ("llama4", count_positions_from_0),
         ("minicpm", forget_branch_scale),
         ("minicpm", forget_logit_scale),
         ("olmo2", set_attribute("q_norm", None)),

@@ -1,0 +1,96 @@
+"""Attention within chunks of the context (Llama 4): a query sees its chunk up to itself, and nothing before it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncllm import kernels
+from asyncllm.errors import InvalidParameter
+from asyncllm.kernels import DecodePlan, KVCache, PrefillPlan
+from asyncllm.layers.attention import Attention
+from asyncllm.layers.cache_spec import BlockPart, CacheSpec
+from asyncllm.layers.step_inputs import StepInputs
+
+__all__ = ["ChunkedAttention", "ChunkedSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedSpec:
+    """A cache of `kept`, whose tokens are not needed once their chunk of `chunk` tokens is over."""
+
+    kept: CacheSpec
+    chunk: int
+
+    @property
+    def window(self) -> int:
+        """A chunk at most."""
+        return self.chunk
+
+    def parts(self, block_size: int, dtype: torch.dtype) -> tuple[BlockPart, ...]:
+        """Raises InvalidParameter for blocks that a chunk does not end with."""
+        if self.chunk % block_size:
+            raise InvalidParameter(
+                f"block_size is {block_size}, and the model attends within chunks of {self.chunk} tokens, each of which "
+                f"has to begin with a block. Choose a block_size that divides {self.chunk}.",
+                "block_size",
+            )
+        return self.kept.parts(block_size, dtype)
+
+    def cache(self, tensors: Sequence[Tensor], block_size: int) -> Any:
+        return self.kept.cache(tensors, block_size)
+
+
+class ChunkedAttention(Attention):
+    """To the ops every chunk is a row of its own, whose block table begins where the chunk does."""
+
+    def __init__(self, *args: Any, chunk: int, **options: Any) -> None:
+        """`chunk`: tokens. The rest as for `Attention`."""
+        super().__init__(*args, **options)
+        self.chunk = chunk
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        return ChunkedSpec(super().cache_spec, self.chunk)
+
+    @property
+    def kind(self) -> Hashable:
+        return "chunk", self.chunk
+
+    def _plan_decode(self, step: StepInputs, cache: KVCache, count: int) -> DecodePlan:
+        lengths = step.kv_lens[:count]
+        begins = (lengths - 1).clamp_(min=0).div(self.chunk, rounding_mode="floor").mul_(self.chunk)
+        tables = self._tables(step.block_tables[:count], begins[:, None], cache)
+        return kernels.plan_decode_attention(tables, lengths - begins, cache, num_heads=self.num_heads)
+
+    def _plan_prefill(self, step: StepInputs, cache: KVCache, first: int) -> PrefillPlan:
+        """As many chunks for each row as there can be. Those behind its last one are rows without queries."""
+        lengths, offsets = step.kv_lens[first:, None], step.q_offsets[first:]
+        counts = offsets.diff()[:, None]
+        starts = (lengths - counts).clamp_(min=0)
+        most = 1 + (step.max_q_len + self.chunk - 2) // self.chunk
+        chunks = starts.div(self.chunk, rounding_mode="floor") + torch.arange(
+            most, dtype=starts.dtype, device=starts.device
+        )
+        begins = chunks * self.chunk
+        queries = torch.minimum((begins - starts).clamp_(min=0), counts)
+        return kernels.plan_prefill_attention(
+            self._tables(step.block_tables[first:], begins, cache),
+            torch.cat([(offsets[:-1, None] + queries).flatten(), offsets[-1:]]),
+            (lengths - begins).clamp_(min=0, max=self.chunk).flatten(),
+            cache,
+            num_heads=self.num_heads,
+            max_q_len=min(step.max_q_len, self.chunk),
+            invariant=step.batch_invariant,
+        )
+
+    def _tables(self, block_tables: Tensor, begins: Tensor, cache: KVCache) -> Tensor:
+        """block_tables [B, N], begins [B, C] -> the block tables of chunks that begin there [B * C, M]."""
+        block_size = cache.k.shape[2]
+        blocks = torch.arange(min(self.chunk // block_size, block_tables.shape[1]), device=begins.device)
+        places = (begins.long().div(block_size, rounding_mode="floor")[..., None] + blocks).flatten(1)
+        return block_tables.gather(1, places.clamp_(max=block_tables.shape[1] - 1)).view(-1, len(blocks))
