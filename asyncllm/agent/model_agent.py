@@ -32,6 +32,7 @@ from asyncllm.agent.image_features import ImageFeatures
 from asyncllm.agent.open_model import OpenedModel
 from asyncllm.agent.pending_step import PendingStep, abandon
 from asyncllm.agent.prompt_outputs import PooledHidden, PromptScores
+from asyncllm.agent.sampling.rank_rows import RankRows
 from asyncllm.agent.sampling.sampler import Sampler
 from asyncllm.agent.sleep import ModelPlacement
 from asyncllm.agent.step.graph_sizes import LARGEST_MIXED, MixedSize, mixed_sizes
@@ -108,6 +109,7 @@ class ModelAgent:
         )
         tower = self.model.vision
         self._images = None if tower is None else ImageFeatures(tower, config.vision_max_batch_size)
+        self._ranks = None if group is None else RankRows(group)
         self._in_group = group is not None
         """Whether other ranks take part in each step, so that this one alone may not compute it otherwise."""
         # A whole batch may end while the next one, in other slots, is in flight already.
@@ -163,17 +165,18 @@ class ModelAgent:
             layer_groups=self._layout.layer_groups,
         )
         vocab_size = self.model.config.vocab_size
-        self.sampler = Sampler(num_slots, vocab_size, self._device)
+        self.sampler = Sampler(num_slots, vocab_size, self._device, ranks=self._ranks)
         self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=self._device)
         self._drawn_positions = torch.zeros(max_rows, dtype=torch.int32, device=self._device)
         self._flags = torch.zeros(max_rows, dtype=torch.int32, device=self._device)
         self._results = torch.zeros(2 * max_rows, dtype=torch.int32, device=self._device)
         self._no_flags = torch.zeros(0, dtype=torch.int32, device=self._device)
         # A model with a final softcap gives float32.
-        logits = self.model.logits(
+        logits = self.model.rank_logits(
             torch.zeros(1, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
         )
-        self._logits = torch.zeros(max_rows, vocab_size, dtype=logits.dtype, device=self._device)
+        count = max_rows if self._ranks is None else self._ranks.count(max_rows)
+        self._logits = torch.zeros(count, vocab_size, dtype=logits.dtype, device=self._device)
         most = max((size.tokens for size in self._mixed_sizes), default=0)
         self._residual = torch.zeros(most, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
 
@@ -375,18 +378,15 @@ class ModelAgent:
             self._streams.wait_for_downloads()
             graphs.replay(_SAMPLE, size)
             slots, tokens, flags = self._tables.decode_slots[:size], self._tokens[:size], self._flags[:size]
-            results, logits = self._results[: 2 * size].view(2, size), self._logits[:num_rows]
+            results, logits = self._results[: 2 * size].view(2, size), self._rank_logits(size)
+            # All rows of the graph: by their number ranks divide them.
+            host_slots, host_positions = np.full(size, -1), np.zeros(size, np.int64)
+            host_slots[:num_rows], host_positions[:num_rows] = rows.slots, rows.positions
             if self.sampler.edit_and_redraw(
-                logits,
-                rows.slots,
-                rows.positions,
-                slots[:num_rows],
-                self._drawn_positions[:num_rows],
-                tokens[:num_rows],
-                flags[:num_rows],
+                logits, host_slots, host_positions, slots, self._drawn_positions[:size], tokens, flags
             ):
                 kernels.record_tokens(tokens, flags, slots, self._tables.last_tokens, results)
-            pending.logprobs = self.sampler.logprobs(logits, rows.slots, tokens[:num_rows])
+            pending.logprobs = self.sampler.logprobs(logits, host_slots, tokens)
             pending.download([results, self._no_flags])
 
         self._sample_when_possible(pending, sample)
@@ -394,14 +394,18 @@ class ModelAgent:
     def _decode_logits(self, num_rows: int, *, adapted: bool = False) -> None:
         """Compute the fixed rows up to their logits. Captured."""
         hidden = self.model(self._tables.decode_inputs(num_rows, adapted=adapted))
-        self.model.logits(hidden, self._logits[:num_rows])
+        self.model.rank_logits(hidden, self._rank_logits(num_rows))
+
+    def _rank_logits(self, num_rows: int) -> Tensor:
+        """Return where the logits of this rank's share of `num_rows` fixed rows are."""
+        return self._logits[: num_rows if self._ranks is None else self._ranks.count(num_rows)]
 
     def _decode_tokens(self, num_rows: int) -> None:
         """Draw the fixed rows' tokens. Captured."""
         slots, positions = self._tables.decode_slots[:num_rows], self._tables.decode_positions[:num_rows]
         tokens, flags = self._tokens[:num_rows], self._flags[:num_rows]
         drawn = torch.add(positions, 1, out=self._drawn_positions[:num_rows])
-        self.sampler.draw(self._logits[:num_rows], slots, drawn, tokens, flags)
+        self.sampler.draw(self._rank_logits(num_rows), slots, drawn, tokens, flags)
         results = self._results[: 2 * num_rows].view(2, num_rows)
         kernels.record_tokens(tokens, flags, slots, self._tables.last_tokens, results)
 
@@ -436,12 +440,12 @@ class ModelAgent:
             unsound = kernels.segments_finite(stream, step.prefill_offsets)
         for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
             if row.scored and row.slot not in pending.failed:
-                score = partial(PromptScores, row, stream[first : first + len(row.tokens)], self.model.logits)
+                score = partial(PromptScores, row, stream[first : first + len(row.tokens)], self.model, self._ranks)
                 self._launch_extra(pending, [row], score)
         pooled = [row for row in batch.prefill if row.pooling is not None]
         if pooled:
             self._launch_extra(pending, pooled, partial(PooledHidden, batch, rows, stream, hidden, self.model.score))
-        logits = self.model.logits(hidden[: len(rows.slots)])
+        logits = self.model.rank_logits(hidden[: len(rows.slots)])
 
         def sample() -> None:
             count = len(rows.slots)

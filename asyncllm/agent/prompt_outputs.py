@@ -16,8 +16,10 @@ from asyncllm.agent.device.streams import fetch
 from asyncllm.agent.device.upload import upload
 from asyncllm.agent.sampling.logprobs import list_logprobs
 from asyncllm.agent.sampling.params import NOT_FINITE
+from asyncllm.agent.sampling.rank_rows import RankRows
 from asyncllm.agent.step.slots import StepRows
 from asyncllm.kernels import sampling
+from asyncllm.models.decoder import DecoderLM
 from asyncllm.protocol import Batch, PrefillRow, StepOutput
 
 __all__ = ["PooledHidden", "PromptScores", "concatenate"]
@@ -30,8 +32,9 @@ class PromptScores:
     """Log-probabilities and logits that one prefill row asks for. Made in inference mode on the computing stream, which
     also brings the results to the host; `write` may be called when the stream has come so far."""
 
-    def __init__(self, row: PrefillRow, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
-        """`hidden` [chunk, H] are the row's hidden states, `logits` turns some of them into logits."""
+    def __init__(self, row: PrefillRow, hidden: Tensor, model: DecoderLM, ranks: RankRows | None = None) -> None:
+        """`hidden` [chunk, H] are the row's hidden states, of which `model` makes logits, whole ones on all `ranks` if
+        the row asks for them."""
         self._row = row
         self._finite: list[Tensor] = []
         self._logits: list[Tensor] = []
@@ -40,7 +43,11 @@ class PromptScores:
         successors = row.tokens[1:] if row.next_token is None else [*row.tokens[1:], row.next_token]
         length = len(hidden) if row.output_logits else len(successors)
         for begin in range(0, length, _SCORED_POSITIONS):
-            piece = logits(hidden[begin : begin + _SCORED_POSITIONS])
+            if ranks is not None and not row.output_logits:
+                some = hidden[begin : begin + _SCORED_POSITIONS]
+                self._score_own(model.rank_logits(some), successors[begin : begin + len(some)], ranks)
+                continue
+            piece = model.logits(hidden[begin : begin + _SCORED_POSITIONS])
             self._finite.append(fetch(piece.amax().isfinite()))
             if row.output_logits:
                 # In the model's type: pinned memory is dear, and the host widens them without loss.
@@ -51,6 +58,16 @@ class PromptScores:
                 ranked = sampling.token_logprobs(piece[: len(known)].float(), tokens, row.prompt_logprobs)
                 chosen, top, ids = (fetch(part) for part in ranked)
                 self._ranked.append((known, chosen, top, ids))
+
+    def _score_own(self, logits: Tensor, known: list[int], ranks: RankRows) -> None:
+        """Score the `known` tokens, each by the rank that has its row of logits."""
+        self._finite.append(fetch(ranks.collect(logits.amax().isfinite().view(1).to(torch.int32)).amin()))
+        if self._row.prompt_logprobs is not None:
+            tokens = ranks.own(upload(np.array(known, np.int64), logits.device))
+            ranked = sampling.token_logprobs(logits.float(), tokens, self._row.prompt_logprobs)
+            whole = ranks.collect_scores(ranks.scored(np.arange(len(known)), len(known)), ranked)
+            chosen, top, ids = (fetch(part) for part in whole)
+            self._ranked.append((known, chosen, top, ids))
 
     def write(self, output: StepOutput) -> None:
         """Put the scores where the engine looks for them."""

@@ -98,7 +98,7 @@ def measure_reserve(
     before = torch.cuda.memory_allocated()
     num_rows = len(step.kv_lens)
     rows = torch.arange(num_rows, device="cuda")
-    model.logits(kernels.gather_rows(model(step), rows))
+    model.rank_logits(kernels.gather_rows(model(step), rows))
     stream.synchronize()
     step_bytes = torch.cuda.max_memory_allocated() - before
 

@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Meeting", "RankGroup", "TorchGroup"]
+__all__ = ["Meeting", "RankGroup", "TorchGroup", "rows_of"]
 
 _PATIENCE = timedelta(seconds=120)
 """For the others at the start, when each reads its part of the weights."""
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""The first name is newer than the oldest torch that is supported."""
 
 
 class Meeting(NamedTuple):
@@ -33,11 +36,21 @@ class RankGroup(Protocol):
     def add_up(self, x: Tensor) -> Tensor:
         """Return the sum of the ranks' x, in x's memory."""
 
-    def join(self, x: Tensor) -> Tensor:
-        """x [..., n], of equal shape on all ranks -> [..., size * n], in the order of the ranks."""
+    def collect(self, x: Tensor) -> Tensor:
+        """Return every rank's x, of equal shape on all: [size, *x.shape]."""
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """x [size, ...], of equal shape on all ranks: what this one has for each -> what each has for this one."""
 
     def least(self, value: int) -> int:
         """Return the smallest of the ranks' values."""
+
+
+def rows_of(group: RankGroup, num_rows: int) -> slice:
+    """Return which of `num_rows` rows the group's rank takes where they are divided: as many as every other one, of
+    which the last ranks' may be beyond the end."""
+    each = -(-num_rows // group.size)
+    return slice(group.rank * each, (group.rank + 1) * each)
 
 
 class TorchGroup:
@@ -61,10 +74,15 @@ class TorchGroup:
         dist.all_reduce(x)
         return x
 
-    def join(self, x: Tensor) -> Tensor:
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts, -1)
+    def collect(self, x: Tensor) -> Tensor:
+        whole = x.new_empty(self.size, *x.shape)
+        _all_gather(whole.view(self.size * x.shape[0], *x.shape[1:]), x.contiguous())
+        return whole
+
+    def exchange(self, x: Tensor) -> Tensor:
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x.contiguous())
+        return received
 
     def least(self, value: int) -> int:
         agreed = torch.tensor(value, device=self._device)

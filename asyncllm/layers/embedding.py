@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from asyncllm.distributed.group import RankGroup
+from asyncllm.distributed.group import RankGroup, rows_of
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.step_inputs import StepInputs
@@ -73,14 +73,33 @@ class OutputEmbedding(Weighted):
     def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
         if self.group is not None:
             missing = self.out_features * self.group.size - len(tensor)
-            tensor = torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if missing else tensor
+            tensor = pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if missing else tensor
         super().load_part(suffix, part, index, tensor)
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if self.group is None:
             return _logits(self, x, self.scale, self.softcap, out)
-        logits = self.group.join(_logits(self, x, self.scale, self.softcap, None))[..., : self.vocab_size]
-        return logits if out is None else out.copy_(logits)
+        return self._put_together(self.group.collect(_logits(self, x, self.scale, self.softcap, None)), out)
+
+    def of_rank(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [R, hidden] -> the logits of the rows that `rows_of` gives to this rank [ceil(R / ranks), vocab], in `out`
+        if given. Those of rows beyond R mean nothing."""
+        group = self.group
+        if group is None:
+            return self(x, out)
+        rest = -len(x) % group.size
+        logits = _logits(self, pad(x, (0, 0, 0, rest)) if rest else x, self.scale, self.softcap, None)
+        if not len(x):
+            return logits.new_empty(0, self.vocab_size)
+        return self._put_together(group.exchange(logits.unflatten(0, (group.size, -1))), out)
+
+    def _put_together(self, parts: Tensor, out: Tensor | None) -> Tensor:
+        """[ranks, R, vocab / ranks, rounded up] -> [R, vocab], in `out` if given."""
+        logits = parts.new_empty(parts.shape[1], self.vocab_size) if out is None else out
+        for index, part in enumerate(parts):
+            there = logits[:, index * part.shape[1] : (index + 1) * part.shape[1]]
+            there.copy_(part[:, : there.shape[1]])
+        return logits
 
 
 class TiedOutputEmbedding(Layer):
@@ -92,7 +111,18 @@ class TiedOutputEmbedding(Layer):
         self._embedding = (embedding,)
         self.scale = scale
         self.softcap = softcap
+        self._group: RankGroup | None = None
+
+    def divide(self, group: RankGroup) -> None:
+        self._group = group
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """As `OutputEmbedding.forward`."""
         return _logits(self._embedding[0], x, self.scale, self.softcap, out)
+
+    def of_rank(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """As `OutputEmbedding.of_rank`."""
+        if self._group is None:
+            return self(x, out)
+        rest = -len(x) % self._group.size
+        return self((pad(x, (0, 0, 0, rest)) if rest else x)[rows_of(self._group, len(x))], out)

@@ -261,6 +261,11 @@ class DecoderLM(nn.Module):
         logits: Tensor = self.head(hidden, out)
         return logits
 
+    def rank_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """The logits of this rank's rows alone, as `OutputEmbedding.of_rank`; without ranks those of all."""
+        logits: Tensor = self.head.of_rank(hidden, out)  # type: ignore[operator]
+        return logits
+
 
 def allocate(tree: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Replace the parameters of a module and all below it by uninitialised ones, as `DecoderLM.allocate` does."""

@@ -25,7 +25,8 @@ from asyncllm.models.registry import open_model
 from tests.adapters import delta, merge, shapes_of, write_adapter
 from tests.checkpoints import build_checkpoint
 from tests.models.parity import Case, Runner, hub_model, open_case, random_tokens
-from tests.models.test_shares import in_ranks, open_share
+from tests.models.test_shares import open_share
+from tests.ranks.threads import in_ranks
 
 LLAMA = Case("llama", "default")
 PROMPT, TOKENS = 30, 33

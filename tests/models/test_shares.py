@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,53 +13,10 @@ from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import open_model
 from tests.checkpoints import tiny_fields
 from tests.models.parity import FAMILIES, Case, Runner, folder_of, open_case, random_tokens
+from tests.ranks.threads import ThreadGroup, in_ranks
 
 PROMPT = 21
 STEPS = 3
-
-Result = TypeVar("Result")
-
-
-class ThreadGroup:
-    """A rank in a thread. `meet` is shared by all of them, and so is `said`."""
-
-    def __init__(self, rank: int, meet: threading.Barrier, said: list[Any]) -> None:
-        self.rank, self.size = rank, meet.parties
-        self._meet, self._said = meet, said
-
-    def _exchange(self, value: Any) -> list[Any]:
-        self._said[self.rank] = value
-        self._meet.wait(30)
-        said = list(self._said)
-        self._meet.wait(30)
-        return said
-
-    def add_up(self, x: Tensor) -> Tensor:
-        parts = self._exchange(x.clone())
-        return x.copy_(torch.stack(parts).sum(0))
-
-    def join(self, x: Tensor) -> Tensor:
-        return torch.cat(self._exchange(x), -1)
-
-    def least(self, value: int) -> int:
-        return min(self._exchange(value))
-
-
-def in_ranks(size: int, call: Callable[[ThreadGroup], Result]) -> list[Result]:
-    """What the call returns in each of so many ranks."""
-    meet: threading.Barrier = threading.Barrier(size)
-    said: list[Any] = [None] * size
-
-    def run(rank: int) -> Result:
-        try:
-            with torch.inference_mode():
-                return call(ThreadGroup(rank, meet, said))
-        except BaseException:
-            meet.abort()
-            raise
-
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(run, range(size)))
 
 
 def open_share(case: Case, group: ThreadGroup | None, **options: Any) -> DecoderLM:

@@ -1,0 +1,79 @@
+"""RankRows: the sampled rows of a step among ranks. Each draws for its own, and all get to know what was drawn.
+
+The head is divided along the vocabulary, and its logits change hands once (`OutputEmbedding.of_rank`): what all ranks
+have of a row goes to the one whose row it is, which then draws as if it were alone. So a row's logits are whole on one
+rank only, whatever its owner asks for, and a draw has the bits that it has without ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from asyncllm.agent.device.upload import upload
+from asyncllm.distributed.group import RankGroup, rows_of
+
+__all__ = ["RankRows", "Scored"]
+
+
+class Scored(NamedTuple):
+    """Rows that every rank has some of, at most `most`."""
+
+    own: NDArray[np.int64]
+    """[most]: among the rank's rows, 0 where it has fewer."""
+    places: NDArray[np.int64]
+    """Where they are in what `RankRows.collect` returns, in the order of the rows."""
+
+
+class RankRows:
+    """The part of this rank. Every rank makes the same calls in the same order."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+
+    def count(self, num_rows: int) -> int:
+        """Return how many of `num_rows` rows each rank has, some of the last ones beyond the end."""
+        return -(-num_rows // self._group.size)
+
+    def own(self, values: Tensor, fill: int = 0) -> Tensor:
+        """Return the entries of `values` [R] that belong to this rank's rows, as many on every rank; `fill` stands for
+        rows beyond R."""
+        rest = -len(values) % self._group.size
+        return (pad(values, (0, rest), value=fill) if rest else values)[rows_of(self._group, len(values))]
+
+    def own_indices(self, rows: NDArray[np.int64], num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return those of the rising `rows`, of `num_rows`, that are this rank's, and their places among its own."""
+        mine = rows_of(self._group, num_rows)
+        own = rows[(rows >= mine.start) & (rows < mine.stop)]
+        return own, own - mine.start
+
+    def publish(self, own_tokens: Tensor, own_flags: Tensor, tokens: Tensor, flags: Tensor) -> None:
+        """Fill `tokens` [R] int64 and `flags` [R] int32 from what each rank has found for its own rows."""
+        found = self.collect(torch.stack([own_tokens, own_flags.to(torch.int64)], -1))
+        tokens.copy_(found[: len(tokens), 0])
+        flags.copy_(found[: len(flags), 1])
+
+    def scored(self, rows: NDArray[np.int64], num_rows: int) -> Scored:
+        """Return how the ranks divide the rising `rows`, of `num_rows`."""
+        counts = np.bincount(rows // self.count(num_rows), minlength=self._group.size)
+        most = int(counts.max())
+        own = np.zeros(most, np.int64)
+        _, found = self.own_indices(rows, num_rows)
+        own[: len(found)] = found
+        return Scored(own, np.flatnonzero(np.arange(most) < counts[:, None]))
+
+    def collect(self, own: Tensor) -> Tensor:
+        """Return every rank's rows [n, ...], of equal shape on all, in the order of the ranks: [ranks * n, ...]."""
+        return self._group.collect(own).flatten(0, 1)
+
+    def collect_scores(self, scored: Scored, ranked: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `sampling.token_logprobs` gives for all rows from what it gave for each rank's own."""
+        chosen, top, ids = ranked
+        places = upload(scored.places, chosen.device)
+        logprobs = self.collect(torch.cat([chosen.unsqueeze(-1), top], -1))[places]
+        return logprobs[:, 0], logprobs[:, 1:], self.collect(ids)[places]

@@ -1,0 +1,60 @@
+"""Ranks as threads of one process, for tests of what they compute."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["ThreadGroup", "in_ranks"]
+
+Result = TypeVar("Result")
+
+
+class ThreadGroup:
+    """A rank in a thread. `meet` is shared by all of them, and so is `said`."""
+
+    def __init__(self, rank: int, meet: threading.Barrier, said: list[Any]) -> None:
+        self.rank, self.size = rank, meet.parties
+        self._meet, self._said = meet, said
+
+    def _say(self, value: Any) -> list[Any]:
+        self._said[self.rank] = value
+        self._meet.wait(30)
+        said = list(self._said)
+        self._meet.wait(30)
+        return said
+
+    def add_up(self, x: Tensor) -> Tensor:
+        parts = self._say(x.clone())
+        return x.copy_(torch.stack(parts).sum(0))
+
+    def collect(self, x: Tensor) -> Tensor:
+        return torch.stack(self._say(x))
+
+    def exchange(self, x: Tensor) -> Tensor:
+        return torch.stack([each[self.rank] for each in self._say(x)])
+
+    def least(self, value: int) -> int:
+        return min(self._say(value))
+
+
+def in_ranks(size: int, call: Callable[[ThreadGroup], Result]) -> list[Result]:
+    """What the call returns in each of so many ranks."""
+    meet: threading.Barrier = threading.Barrier(size)
+    said: list[Any] = [None] * size
+
+    def run(rank: int) -> Result:
+        try:
+            with torch.inference_mode():
+                return call(ThreadGroup(rank, meet, said))
+        except BaseException:
+            meet.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, range(size)))
