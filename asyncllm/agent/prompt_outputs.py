@@ -44,7 +44,7 @@ class PromptScores:
         length = len(hidden) if row.output_logits else len(successors)
         for begin in range(0, length, _SCORED_POSITIONS):
             if ranks is not None and not row.output_logits:
-                some = hidden[begin : begin + _SCORED_POSITIONS]
+                some = hidden[begin : min(begin + _SCORED_POSITIONS, length)]
                 self._score_own(model.rank_logits(some), successors[begin : begin + len(some)], ranks)
                 continue
             piece = model.logits(hidden[begin : begin + _SCORED_POSITIONS])

@@ -86,12 +86,12 @@ class OutputEmbedding(Weighted):
         if given. Those of rows beyond R mean nothing."""
         group = self.group
         if group is None:
-            return self(x, out)
+            return self.forward(x, out)
         rest = -len(x) % group.size
         logits = _logits(self, pad(x, (0, 0, 0, rest)) if rest else x, self.scale, self.softcap, None)
         if not len(x):
             return logits.new_empty(0, self.vocab_size)
-        return self._put_together(group.exchange(logits.unflatten(0, (group.size, -1))), out)
+        return self._put_together(group.exchange(logits.view(group.size, -1, logits.shape[-1])), out)
 
     def _put_together(self, parts: Tensor, out: Tensor | None) -> Tensor:
         """[ranks, R, vocab / ranks, rounded up] -> [R, vocab], in `out` if given."""
@@ -123,6 +123,6 @@ class TiedOutputEmbedding(Layer):
     def of_rank(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """As `OutputEmbedding.of_rank`."""
         if self._group is None:
-            return self(x, out)
+            return self.forward(x, out)
         rest = -len(x) % self._group.size
-        return self((pad(x, (0, 0, 0, rest)) if rest else x)[rows_of(self._group, len(x))], out)
+        return self.forward((pad(x, (0, 0, 0, rest)) if rest else x)[rows_of(self._group, len(x))], out)

@@ -20,8 +20,13 @@ from tests.ranks.engines import LONG, ranks, settings, soon
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
-GREEDY = GenerationConfig(max_new_tokens=10, temperature=0.0)
-DRAWN = GenerationConfig(max_new_tokens=10, top_k=0, temperature=0.9, random_seed=3, logprobs=1)
+WAYS = [
+    GenerationConfig(max_new_tokens=8, temperature=0.0),
+    GenerationConfig(max_new_tokens=8, top_k=0, temperature=0.9, random_seed=3, logprobs=3),
+    GenerationConfig(max_new_tokens=8, top_k=0, top_p=0.9, min_p=0.01, random_seed=4, repetition_penalty=1.2),
+    GenerationConfig(max_new_tokens=8, top_k=30, top_p=0.8, random_seed=5, logit_bias={7: 2.0}, prompt_logprobs=1),
+]
+"""Of sampling: each rank draws some of the rows."""
 
 
 @pytest.fixture
@@ -36,12 +41,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [build_checkpoint("llama", root / str(seed), seed=seed, vocab_size=321) for seed in (0, 1)]
 
 
-async def tokens_of(engine: AsyncEngine) -> list[list[int]]:
-    prompts = [[7, 8, 9, 200, 31] * count for count in (1, 4, 9)]
+async def tokens_of(engine: AsyncEngine, counts: tuple[int, ...] = (1, 4, 9)) -> list[list[int]]:
+    prompts = [[7, 8, 9, 200, 31] * count for count in counts]
     tasks = [
         asyncio.create_task(engine.generate(input_ids=prompt, gen_config=config).response())
         for prompt in prompts
-        for config in (GREEDY, DRAWN)
+        for config in WAYS
     ]
     return [(await task).token_ids for task in tasks]
 
@@ -66,6 +71,14 @@ async def test_answers_are_those_of_one_rank(folders: list[Path]) -> None:
     torch.testing.assert_close(found[0][2], found[1][2], rtol=1e-4, atol=1e-4)
     assert found[0][3] == pytest.approx(found[1][3], rel=1e-5)
     assert ranks() == []
+
+
+async def test_four_ranks_of_two_key_heads_give_the_tokens_of_one(folders: list[Path]) -> None:
+    found = []
+    for tp in (1, 4):
+        async with AsyncEngine(str(folders[0]), settings(isolated=False, tp=tp)) as engine:
+            found.append(await tokens_of(engine, (2,)))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
