@@ -32,7 +32,6 @@ from asyncllm.agent.image_features import ImageFeatures
 from asyncllm.agent.open_model import OpenedModel
 from asyncllm.agent.pending_step import PendingStep, abandon
 from asyncllm.agent.prompt_outputs import PooledHidden, PromptScores
-from asyncllm.agent.sampling.rank_rows import RankRows
 from asyncllm.agent.sampling.sampler import Sampler
 from asyncllm.agent.sleep import ModelPlacement
 from asyncllm.agent.step.graph_sizes import LARGEST_MIXED, MixedSize, mixed_sizes
@@ -109,7 +108,6 @@ class ModelAgent:
         )
         tower = self.model.vision
         self._images = None if tower is None else ImageFeatures(tower, config.vision_max_batch_size)
-        self._ranks = None if group is None else RankRows(group)
         self._in_group = group is not None
         """Whether other ranks take part in each step, so that this one alone may not compute it otherwise."""
         # A whole batch may end while the next one, in other slots, is in flight already.
@@ -165,7 +163,7 @@ class ModelAgent:
             layer_groups=self._layout.layer_groups,
         )
         vocab_size = self.model.config.vocab_size
-        self.sampler = Sampler(num_slots, vocab_size, self._device, ranks=self._ranks)
+        self.sampler = Sampler(num_slots, vocab_size, self._device, group=opened.group)
         self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=self._device)
         self._drawn_positions = torch.zeros(max_rows, dtype=torch.int32, device=self._device)
         self._flags = torch.zeros(max_rows, dtype=torch.int32, device=self._device)
@@ -175,7 +173,7 @@ class ModelAgent:
         logits = self.model.rank_logits(
             torch.zeros(1, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
         )
-        count = max_rows if self._ranks is None else self._ranks.count(max_rows)
+        count = max_rows if self.sampler.ranks is None else self.sampler.ranks.count(max_rows)
         self._logits = torch.zeros(count, vocab_size, dtype=logits.dtype, device=self._device)
         most = max((size.tokens for size in self._mixed_sizes), default=0)
         self._residual = torch.zeros(most, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
@@ -398,7 +396,7 @@ class ModelAgent:
 
     def _rank_logits(self, num_rows: int) -> Tensor:
         """Return where the logits of this rank's share of `num_rows` fixed rows are."""
-        return self._logits[: num_rows if self._ranks is None else self._ranks.count(num_rows)]
+        return self._logits[: num_rows if self.sampler.ranks is None else self.sampler.ranks.count(num_rows)]
 
     def _decode_tokens(self, num_rows: int) -> None:
         """Draw the fixed rows' tokens. Captured."""
@@ -440,7 +438,9 @@ class ModelAgent:
             unsound = kernels.segments_finite(stream, step.prefill_offsets)
         for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
             if row.scored and row.slot not in pending.failed:
-                score = partial(PromptScores, row, stream[first : first + len(row.tokens)], self.model, self._ranks)
+                score = partial(
+                    PromptScores, row, stream[first : first + len(row.tokens)], self.model, self.sampler.ranks
+                )
                 self._launch_extra(pending, [row], score)
         pooled = [row for row in batch.prefill if row.pooling is not None]
         if pooled:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncllm.agent.sampling.rank_rows import RankRows
 from asyncllm.agent.sampling.sampler import Sampler
 from asyncllm.distributed.group import rows_of
 from asyncllm.layers.embedding import Embedding, OutputEmbedding, TiedOutputEmbedding
@@ -40,8 +39,7 @@ def step_logits(step: int) -> Tensor:
 
 def run(group: ThreadGroup | None) -> list[Any]:
     """Tokens, log-probabilities and errors of a few steps, whose rows come in an order that changes."""
-    ranks = None if group is None else RankRows(group)
-    sampler = Sampler(2 * len(WANTED), VOCAB_SIZE, torch.device("cpu"), ranks=ranks)
+    sampler = Sampler(2 * len(WANTED), VOCAB_SIZE, torch.device("cpu"), group=group)
     for slot, params in enumerate(WANTED):
         settings = SamplingParams(**params)
         known = [slot, 7, 6]

@@ -18,6 +18,7 @@ from asyncllm.agent.sampling.logprobs import PendingLogprobs
 from asyncllm.agent.sampling.params import GRAMMAR, LONG_BAD_WORDS, PENALTIES, SlotParams
 from asyncllm.agent.sampling.rank_rows import RankRows
 from asyncllm.agent.sampling.token_history import TokenHistory
+from asyncllm.distributed.group import RankGroup
 from asyncllm.kernels import sampling
 from asyncllm.protocol import SlotStart
 
@@ -31,12 +32,15 @@ class Sampler:
 
     In all methods a slot of -1 marks a row that only fills up the batch; the other slots of a batch are distinct.
 
-    With `ranks`, logits are those of this rank's rows, and everything else is about all rows.
+    In a `group`, logits are those of this rank's rows, and everything else is about all rows.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, *, ranks: RankRows | None = None) -> None:
+    def __init__(
+        self, num_slots: int, vocab_size: int, device: torch.device, *, group: RankGroup | None = None
+    ) -> None:
         self._device = device
-        self._ranks = ranks
+        self.ranks = None if group is None else RankRows(group)
+        """How ranks divide the rows."""
         self._params = SlotParams(num_slots, vocab_size)
         self._history = TokenHistory(num_slots, vocab_size, device)
         self._settings = torch.zeros(num_slots, sampling.NUM_SETTINGS, dtype=torch.int64, device=device)
@@ -64,18 +68,18 @@ class Sampler:
 
         `positions` [R] int32 or int64 are those of the tokens to be drawn. See `sampling.sample`.
         """
-        if self._ranks is None:
+        if self.ranks is None:
             sampling.sample(logits, self._settings, slots, positions, tokens, flags)
             return
-        own_slots, own_positions = self._ranks.own(slots, -1), self._ranks.own(positions)
+        own_slots, own_positions = self.ranks.own(slots, -1), self.ranks.own(positions)
         drawn, found = torch.empty_like(own_slots, dtype=torch.int64), torch.empty_like(own_slots, dtype=torch.int32)
         sampling.sample(logits, self._settings, own_slots, own_positions, drawn, found)
-        self._ranks.publish(drawn, found, tokens, flags)
+        self.ranks.publish(drawn, found, tokens, flags)
 
     def take_largest(self, logits: Tensor, slots: NDArray[np.int64], tokens: Tensor, flags: Tensor) -> bool:
         """Draw as `draw` does, on a CPU, where the largest logits [R, V] of `slots` are all there is to find: no edits
         and no log-probabilities are asked for either. False if it is not so, and nothing has been drawn."""
-        if logits.is_cuda or self._ranks is not None or not self._params.plain[slots].all():
+        if logits.is_cuda or self.ranks is not None or not self._params.plain[slots].all():
             return False
         maxima, largest = logits.max(dim=-1)
         if not np.isfinite(maxima.float().numpy()).all():
@@ -102,10 +106,10 @@ class Sampler:
         rows = np.flatnonzero((slots >= 0) & (self._params.edits[slots] != 0))
         if not len(rows):
             return False
-        own, places = (rows, rows) if self._ranks is None else self._ranks.own_indices(rows, len(slots))
+        own, places = (rows, rows) if self.ranks is None else self.ranks.own_indices(rows, len(slots))
         if len(own):
             index, owners = upload(own, self._device), slots[own]
-            found = upload(places, self._device) if self._ranks is not None else index
+            found = upload(places, self._device) if self.ranks is not None else index
             processed = logits[found].to(torch.float32)
             edit_logits(processed, owners, positions[own], self._params, self._history)
             redrawn = torch.empty(len(own), dtype=torch.int64, device=self._device)
@@ -115,8 +119,8 @@ class Sampler:
             usable = flags[index] == 0
             tokens[index] = torch.where(usable, redrawn, 0)
             flags[index] = torch.where(usable, failed, sampling.NOT_FINITE)
-        if self._ranks is not None:
-            self._ranks.publish(self._ranks.own(tokens), self._ranks.own(flags), tokens, flags)
+        if self.ranks is not None:
+            self.ranks.publish(self.ranks.own(tokens), self.ranks.own(flags), tokens, flags)
         self._history.count(slots, tokens)
         return True
 
@@ -140,15 +144,15 @@ class Sampler:
             return None
         num_top = asked[rows].tolist()
         drawn = tokens[upload(rows, self._device)]
-        if self._ranks is None:
+        if self.ranks is None:
             chosen = logits[upload(rows, self._device)].to(torch.float32)
             ranked = sampling.token_logprobs(chosen, drawn, max(num_top))
         else:
-            scored = self._ranks.scored(rows, len(slots))
+            scored = self.ranks.scored(rows, len(slots))
             own = upload(scored.own, self._device)
-            known = self._ranks.own(tokens)[own]
+            known = self.ranks.own(tokens)[own]
             found = sampling.token_logprobs(logits[own].to(torch.float32), known, max(num_top))
-            ranked = self._ranks.collect_scores(scored, found)
+            ranked = self.ranks.collect_scores(scored, found)
         return PendingLogprobs(slots[rows].tolist(), num_top, (drawn, *ranked))
 
     def errors(self, slots: NDArray[np.int64], flags: NDArray[np.int32]) -> dict[int, str]:
