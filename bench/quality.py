@@ -4,11 +4,14 @@
     python bench/quality.py --json result.json
     python bench/quality.py --noise 0.05 --seed 0
     python bench/quality.py --config '{"quant_policy": 4}'
+    python bench/quality.py --vision
 
 Each question has one right answer, which has to be met to the letter, greedily; a story only has to end as stories do
 and to use no words from elsewhere. The skills are mixed, from some that a sound model never misses to some with thin
 margins. `--noise` asks the same questions again of a copy of the model in which every weight was multiplied by
 1 + noise * N(0, 1): if that made no difference, the questions could not tell a sound model from a damaged one.
+`--vision` asks `tiny-vlm` about images, and what it has learned without them; it ends with exit code 1 if a skill falls
+short of its goal.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 from train_tiny_chat.noise import perturbed
 from train_tiny_chat.questions import OPEN_SKILL, Question, held_out, quality_set
+from train_tiny_vlm.evaluation import text_questions, visual_questions
+from train_tiny_vlm.skills import GOALS, VisualQuestion
 
 MAX_NEW_TOKENS = 160
 """More than the longest right answer, so that only an answer that does not end is cut."""
@@ -41,16 +46,23 @@ Accuracies = dict[str, tuple[int, int]]
 """Skill -> right answers, questions; the last is the total."""
 
 
-def ask(model: str, questions: Sequence[Question], engine: EngineConfig) -> list[str]:
+def prompt_of(question: Question | VisualQuestion) -> Any:
+    """A question as a pipeline takes it."""
+    if isinstance(question, VisualQuestion):
+        return question.question, list(question.images)
+    return [dict(message) for message in question.messages]
+
+
+def ask(model: str, questions: Sequence[Question | VisualQuestion], engine: EngineConfig) -> list[str]:
     """The answers of `model`, a name or folder."""
     config = GenerationConfig(top_k=1, max_new_tokens=MAX_NEW_TOKENS)
     with pipeline(model, backend_config=engine) as pipe:
-        responses = pipe([[dict(message) for message in question.messages] for question in questions], config)
+        responses = pipe([prompt_of(question) for question in questions], config)
     assert isinstance(responses, list)  # as a list was asked
     return [response.text for response in responses]
 
 
-def count_right(questions: Sequence[Question], answers: Sequence[str]) -> Accuracies:
+def count_right(questions: Sequence[Question | VisualQuestion], answers: Sequence[str]) -> Accuracies:
     """Right answers per skill, in the order of the questions."""
     marks: dict[str, list[bool]] = {}
     for question, answer in zip(questions, answers, strict=True):
@@ -66,7 +78,9 @@ def write_perturbed(model: str, folder: Path, noise: float, seed: int) -> None:
         save_file(perturbed(load_file(path), noise, seed), path, metadata={"format": "pt"})
 
 
-def measure(model: str, questions: Sequence[Question], engine: EngineConfig) -> tuple[Accuracies, float]:
+def measure(
+    model: str, questions: Sequence[Question | VisualQuestion], engine: EngineConfig
+) -> tuple[Accuracies, float]:
     """Right answers per skill, and the seconds that it took to load the model and to answer."""
     start = time.perf_counter()
     answers = ask(model, questions, engine)
@@ -81,9 +95,23 @@ def print_table(columns: dict[str, Accuracies]) -> None:
         print(f"{skill:15}{asked:10}" + "".join(f"{share:14.1%}" for share in shares))
 
 
+def asked_questions(vision: bool, count: int, seed: int) -> list[Question | VisualQuestion]:
+    """The questions of a run, so many of each skill."""
+    if vision:
+        return [*visual_questions(count, seed), *text_questions(count, seed)]
+    return [*quality_set(count, seed), *held_out(OPEN_SKILL, count, seed)]
+
+
+def missed_goals(accuracies: Accuracies) -> list[str]:
+    """The skills of images that fall short of their goals."""
+    shares = {skill: right / asked for skill, (right, asked) in accuracies.items()}
+    return [skill for skill, goal in GOALS.items() if shares[skill] < goal]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny-chat", help="name or folder (default: %(default)s)")
+    parser.add_argument("--model", help="name or folder (default: tiny-chat, with --vision tiny-vlm)")
+    parser.add_argument("--vision", action="store_true", help="ask about images")
     parser.add_argument("--config", default="{}", metavar="JSON", help="EngineConfig fields")
     parser.add_argument("--count", type=int, default=60, help="questions per skill (default: %(default)s)")
     parser.add_argument("--questions-seed", type=int, default=0, help="another seed, other questions")
@@ -93,20 +121,20 @@ def main() -> None:
     arguments = parser.parse_args()
 
     engine = EngineConfig.from_dict(json.loads(arguments.config)).checked()
-    questions = quality_set(arguments.count, arguments.questions_seed)
-    questions += held_out(OPEN_SKILL, arguments.count, arguments.questions_seed)
+    model = arguments.model or ("tiny-vlm" if arguments.vision else "tiny-chat")
+    questions = asked_questions(arguments.vision, arguments.count, arguments.questions_seed)
     columns: dict[str, Accuracies] = {}
     seconds: dict[str, float] = {}
-    columns["accuracy"], seconds["accuracy"] = measure(arguments.model, questions, engine)
+    columns["accuracy"], seconds["accuracy"] = measure(model, questions, engine)
     if arguments.noise:
         name = f"noise {arguments.noise:g}"
         with tempfile.TemporaryDirectory() as folder:
-            write_perturbed(arguments.model, Path(folder), arguments.noise, arguments.seed)
+            write_perturbed(model, Path(folder), arguments.noise, arguments.seed)
             columns[name], seconds[name] = measure(folder, questions, engine)
     print_table(columns)
     if arguments.json is not None:
         figures: dict[str, Any] = {
-            "model": arguments.model,
+            "model": model,
             "config": json.loads(arguments.config),
             "count": arguments.count,
             "questions_seed": arguments.questions_seed,
@@ -116,6 +144,8 @@ def main() -> None:
             "right_and_asked": columns,
         }
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    if arguments.vision and (missed := missed_goals(columns["accuracy"])):
+        sys.exit(f"short of the goal: {', '.join(missed)}")
 
 
 if __name__ == "__main__":

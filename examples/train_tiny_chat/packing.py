@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from random import Random
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from .conversation import document
 
 Tokens = npt.NDArray[np.uint16]
 Kinds = npt.NDArray[np.uint8]
+Shard = TypeVar("Shard")
 
 _OPEN_ROWS = 48
 _FULL_ENOUGH = 12
@@ -32,10 +34,10 @@ class Row:
     kinds: list[int]
 
 
-def _encoded_documents(tokenizer: Tokenizer, random: Random, room: int) -> Iterator[Row]:
+def _encoded_documents(tokenizer: Tokenizer, random: Random, room: int, name: str) -> Iterator[Row]:
     while True:
         documents = [document(random, room) for _ in range(_DOCUMENTS_PER_BATCH)]
-        texts = [segment.text for segments in documents for segment in segments]
+        texts = [segment.text.replace("tiny-chat", name) for segments in documents for segment in segments]
         encodings = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         for segments in documents:
             row = Row([], [])
@@ -49,14 +51,15 @@ def _encoded_documents(tokenizer: Tokenizer, random: Random, room: int) -> Itera
             yield row
 
 
-def pack(tokenizer: Tokenizer, seed: str, rows: int, length: int) -> tuple[Tokens, Kinds]:
-    """Builds ``rows`` rows of whole documents: no document is cut, the rest of a row is padding."""
+def pack(tokenizer: Tokenizer, seed: str, rows: int, length: int, name: str = "tiny-chat") -> tuple[Tokens, Kinds]:
+    """Builds ``rows`` rows of whole documents: no document is cut, the rest of a row is padding. ``name`` is what the
+    model calls itself."""
     random = Random(seed)
     tokens = np.zeros((rows, length), np.uint16)
     kinds = np.zeros((rows, length), np.uint8)
     open_rows: list[Row] = []
     done = 0
-    for encoded in _encoded_documents(tokenizer, random, length):
+    for encoded in _encoded_documents(tokenizer, random, length, name):
         if len(encoded.tokens) > length:
             continue
         for row in open_rows:
@@ -87,19 +90,21 @@ def _start_worker(tokenizer_json: str) -> None:
     _worker_tokenizer = Tokenizer.from_str(tokenizer_json)
 
 
-def _pack_in_worker(seed: str, rows: int, length: int) -> tuple[Tokens, Kinds]:
+def _make_in_worker(make: Callable[..., Shard], seed: str, sizes: tuple[Any, ...]) -> Shard:
     assert _worker_tokenizer is not None
-    return pack(_worker_tokenizer, seed, rows, length)
+    return make(_worker_tokenizer, seed, *sizes)
 
 
-class ShardStream:
-    """An endless, seeded stream of packed shards that worker processes keep ahead of the trainer.
+class ShardStream(Generic[Shard]):
+    """An endless, seeded stream of shards that worker processes keep ahead of the trainer.
 
     Shards come in the order of their numbers whatever the timing of the workers, so the data depend on
     the seed alone and no question is seen more often than it is drawn.
     """
 
-    def __init__(self, tokenizer: Tokenizer, seed: int, workers: int) -> None:
+    def __init__(self, make: Callable[..., Shard], tokenizer: Tokenizer, seed: int, workers: int) -> None:
+        """``make`` is a function of a module, called as ``make(tokenizer, seed, *sizes)``, such as ``pack``."""
+        self._make = make
         self._seed = seed
         self._ahead = 2 * workers
         self._pool = ProcessPoolExecutor(
@@ -109,15 +114,15 @@ class ShardStream:
             initargs=(tokenizer.to_str(),),
         )
 
-    def shards(self, stage: str, rows: int, length: int) -> Iterator[tuple[Tokens, Kinds]]:
-        """Yields the shards of one stage, each of ``rows`` rows of ``length`` tokens."""
-        pending: deque[Future[tuple[Tokens, Kinds]]] = deque()
+    def shards(self, stage: str, *sizes: Any) -> Iterator[Shard]:
+        """Yields the shards of one stage; ``sizes`` are those that ``make`` takes, as rows and their length."""
+        pending: deque[Future[Shard]] = deque()
         number = 0
         try:
             while True:
                 while len(pending) < self._ahead:
                     seed = f"{self._seed}/{stage}/{number}"
-                    pending.append(self._pool.submit(_pack_in_worker, seed, rows, length))
+                    pending.append(self._pool.submit(_make_in_worker, self._make, seed, sizes))
                     number += 1
                 yield pending.popleft().result()
         finally:

@@ -24,7 +24,7 @@ from train_tiny_chat.evaluation import accuracy_by_skill
 from train_tiny_chat.export import export_checkpoint, rounded_weights
 from train_tiny_chat.network import Network, Shape
 from train_tiny_chat.noise import perturbed
-from train_tiny_chat.packing import Kinds, ShardStream, Tokens
+from train_tiny_chat.packing import Kinds, ShardStream, Tokens, pack
 from train_tiny_chat.questions import Question, quality_set
 from train_tiny_chat.tokenizer import build_tokenizer
 
@@ -131,7 +131,7 @@ class Trainer:
             flush=True,
         )
 
-    def stage(self, stream: ShardStream, name: str, length: int, until: float) -> None:
+    def stage(self, stream: ShardStream[tuple[Tokens, Kinds]], name: str, length: int, until: float) -> None:
         """Trains on rows of one length until the given share of the training is done."""
         rows = self.arguments.rows
         for tokens, kinds in stream.shards(name, 16 * rows, length):
@@ -179,7 +179,7 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     arguments = _arguments()
     trainer = Trainer(arguments)
-    stream = ShardStream(trainer.tokenizer, arguments.seed, arguments.workers)
+    stream = ShardStream(pack, trainer.tokenizer, arguments.seed, arguments.workers)
     try:
         trainer.stage(stream, "short", SHORT_LENGTH, LONG_ROWS_FROM)
         trainer.stage(stream, "long", LONG_LENGTH, 1.0)
