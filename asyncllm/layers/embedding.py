@@ -76,6 +76,10 @@ class OutputEmbedding(Weighted):
             tensor = pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if missing else tensor
         super().load_part(suffix, part, index, tensor)
 
+    def load_own(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        missing = self.out_features - len(tensor)
+        super().load_own(suffix, part, index, pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)))
+
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if self.group is None:
             return _logits(self, x, self.scale, self.softcap, out)

@@ -167,6 +167,17 @@ class Weighted(Layer):
             tensor = self.method.share(self, suffix, tensor, rows, first=self.group.rank == 0)
         self.method.load_part(self, suffix, part, index, tensor)
 
+    def own_part(self, suffix: str, part: str | None) -> tuple[int, slice] | None:
+        """Return which features of a part's tensor this rank has, and along which axis, so that no more of it need be
+        read and `load_own` takes it; None where `load_part` has to have all of it."""
+        if self._share is None or (self.shard == "row" and suffix != "weight"):
+            return None
+        return (0, self._share.taken[part]) if self.shard == "column" else (1, self._share.taken[None])
+
+    def load_own(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        """Take what `own_part` names of a tensor, as `load_part` takes the whole."""
+        self.method.load_part(self, suffix, part, index, self.in_order(part, tensor))
+
     def in_order(self, part: str | None, tensor: Tensor) -> Tensor:
         """Return a part's tensor of a checkpoint [out, ...] with its output features in the layer's order."""
         return tensor

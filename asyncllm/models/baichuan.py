@@ -31,6 +31,9 @@ class NormalizedOutputEmbedding(OutputEmbedding):
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         super().load_part(suffix, part, index, nn.functional.normalize(wide))
 
+    def own_part(self, suffix: str, part: str | None) -> tuple[int, slice] | None:
+        return None
+
 
 @register(BaichuanForCausalLM="Baichuan 13B, Baichuan2 7B and 13B", BaiChuanForCausalLM="Baichuan 7B")
 class Baichuan(Llama):

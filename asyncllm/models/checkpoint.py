@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -61,6 +61,24 @@ class TensorEntry:
     """Where the header ends in the file."""
     start: int
     end: int
+    stride: int = 0
+    """Of some columns of a matrix: bytes from one of their rows to the next. Else nothing lies between."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its numbers."""
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+    def part(self, axis: int, taken: slice) -> TensorEntry:
+        """Return the entry of some rows (axis 0) or columns (1) of this matrix, or of some numbers of a vector."""
+        shape = list(self.shape)
+        row = (self.end - self.start) // shape[0]
+        shape[axis] = len(range(shape[axis])[taken])
+        if axis == 0:
+            start = self.start + min(taken.start, self.shape[0]) * row
+            return replace(self, shape=tuple(shape), start=start, end=start + shape[0] * row)
+        start = self.start + taken.start * row // self.shape[1]
+        return replace(self, shape=tuple(shape), start=start, stride=row)
 
 
 class Checkpoint:

@@ -169,7 +169,7 @@ def _receive(traffic: _Traffic, device: torch.device, take: Take, threads: int) 
 def _hand_over(span: _Span, memory: Tensor, take: Take) -> None:
     begin = span.entries[0].start
     for entry in span.entries:
-        stored = memory[entry.start - begin : entry.end - begin]
+        stored = memory[entry.start - begin :][: entry.num_bytes]
         take(entry, stored.view(DTYPES[entry.dtype]).view(entry.shape))
 
 
@@ -195,11 +195,12 @@ def _plan(entries: Iterable[TensorEntry], most: int, open_file: Callable[[Path],
         for entry in wanted:
             begin = span.entries[0].start if span else 0
             joins = span is not None and entry.start == begin + span.num_bytes and entry.end - begin <= most
+            joins = joins and span is not None and not entry.stride and not span.entries[-1].stride
             if span is None or not joins or (entry.start - begin) % ALIGNMENT:
                 span = _Span(descriptor, entry.data_start + entry.start, [])
                 spans.append(span)
             span.entries.append(entry)
-            span.num_bytes += entry.end - entry.start
+            span.num_bytes += entry.num_bytes
             span.missing = span.num_bytes
     return spans
 
@@ -281,8 +282,20 @@ def _read(traffic: _Traffic) -> None:
 
 
 def _fill(view: memoryview, chunk: _Chunk) -> None:
-    file = chunk.span.entries[0].file
-    position, read = chunk.span.start + chunk.offset, 0
+    entry = chunk.span.entries[0]
+    if not entry.stride:
+        _read_at(view, chunk, chunk.span.start + chunk.offset)
+        return
+    run, read = entry.num_bytes // entry.shape[0], 0
+    while read < len(view):
+        row, passed = divmod(chunk.offset + read, run)
+        count = min(run - passed, len(view) - read)
+        _read_at(view[read : read + count], chunk, chunk.span.start + row * entry.stride + passed)
+        read += count
+
+
+def _read_at(view: memoryview, chunk: _Chunk, position: int) -> None:
+    file, read = chunk.span.entries[0].file, 0
     while read < len(view):
         try:
             count = os.preadv(chunk.span.descriptor, [view[read:]], position + read)

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedModel, short
 from asyncllm.layers.linear_method import FLOATS, PartKey, Stored, Weighted
-from asyncllm.models.checkpoint import Checkpoint
+from asyncllm.models.checkpoint import Checkpoint, TensorEntry
 from asyncllm.models.fused import LAYOUTS, STACKS, Stack
 from asyncllm.models.stream import DTYPES, stream
 
@@ -50,6 +50,7 @@ __all__ = [
     "load",
     "plan_load",
     "plan_update",
+    "stream_to",
 ]
 
 logger = logging.getLogger("asyncllm")
@@ -60,6 +61,9 @@ _FORMAT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _IN_MEMORY = "update_weights"
 """The source of tensors that come from no file."""
+
+_LEAST_RUN = 4096
+"""Bytes of a row of a rank's columns that are worth a read of their own, which takes some 2 us."""
 
 _MAX_REFUSED = 5
 """Tensors that an error message tells about."""
@@ -300,6 +304,27 @@ class LoadPlan:
             f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
         )
 
+    def wanted(self, entry: TensorEntry) -> TensorEntry:
+        """Return what has to be read of a tensor: where ranks divide it, this one's part. All of it where several parts
+        of a layer are one tensor, or the rank's columns are so few that each row is a read of its own for nothing."""
+        target = self.targets[entry.name]
+        owner = self._owners[target.module]
+        if not isinstance(owner, Weighted) or target.layout is not None or len(target.keys) > 1:
+            return entry
+        suffix, part, _ = target.keys[0]
+        own = owner.own_part(suffix, part)
+        if own is None:
+            return entry
+        some = entry.part(*own)
+        return entry if some.stride and some.num_bytes < _LEAST_RUN * some.shape[0] else some
+
+    def copy_own(self, name: str, tensor: Tensor) -> None:
+        """Copy what `wanted` names of a tensor to its place."""
+        target = self.targets[name]
+        owner = self._owners[target.module]
+        assert isinstance(owner, Weighted), "of other layers all is wanted"
+        owner.load_own(*target.keys[0], tensor)
+
     def copy(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor to its place, which it does not outlive."""
         target = self.targets[name]
@@ -376,11 +401,17 @@ def load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> None:
             for name, tensor in tensors:
                 plan.copy(name, tensor)
     else:
-        stream(
-            [checkpoint.tensors[name] for name in plan.targets],
-            device,
-            lambda entry, tensor: plan.copy(entry.name, tensor),
-        )
+        stream_to(plan, checkpoint, device)
+
+
+def stream_to(plan: LoadPlan, checkpoint: Checkpoint, device: torch.device, **settings: int) -> None:
+    """Read what a plan wants of a checkpoint to `device`, and copy it to its place. `settings`: of `stream`."""
+
+    def take(entry: TensorEntry, tensor: Tensor) -> None:
+        whole = entry.shape == checkpoint.tensors[entry.name].shape
+        (plan.copy if whole else plan.copy_own)(entry.name, tensor)
+
+    stream([plan.wanted(checkpoint.tensors[name]) for name in plan.targets], device, take, **settings)
 
 
 def plan_update(
