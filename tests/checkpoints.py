@@ -164,7 +164,7 @@ def perturb(model: torch.nn.Module, seed: int = 0, *, offset: float = 1.0) -> No
         for name, parameter in model.named_parameters():
             parameter.copy_(_perturbed(name, parameter, offset, seed))
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "act_fn.beta")):
                 buffer.copy_(_perturbed(name, buffer, offset, seed))
 
 

@@ -5,6 +5,7 @@ The oracle is the native model; what is renamed here is written from what is kno
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +86,18 @@ def _fuse(tensors: Tensors, into: str) -> Tensors:
         elif "k_proj" not in name and "v_proj" not in name:
             fused[name] = tensor
     return fused
+
+
+def _scale_queries(model: nn.Module) -> None:
+    """Qwen's queries behind 32 tokens, by the logarithm to that base of their place."""
+
+    def scale(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        places = torch.arange(1, output.shape[1] + 1)
+        return output * (places.log() / math.log(32)).clamp(min=1)[:, None]
+
+    for name, module in model.named_modules():
+        if name.endswith("q_proj"):
+            module.register_forward_hook(scale)
 
 
 def _group(tensors: Tensors, fields: Fields) -> Tensors:
@@ -421,10 +434,13 @@ LAYOUTS: dict[str, Layout] = {
         words={
             "kv_channels": "head_dim",
             "layer_norm_epsilon": "rms_norm_eps",
-            "seq_length": "max_position_embeddings",
         },
         rope=lambda fields: {"rope_theta": fields["rotary_emb_base"]},
         rename=lambda tensors, fields: _renamed(_QWEN)(_fuse(tensors, "attn.c_attn"), fields),
+        patch=_scale_queries,
+    ),
+    "opt_350m": Layout(
+        "opt", "opt", "opt", "OPTForCausalLM", extra={"word_embed_proj_dim": 40, "do_layer_norm_before": False}
     ),
     "phi_plain": Layout("phi", "phi", "phi", "PhiForCausalLM", dropped=("qk_layernorm",)),
     "seed_oss": Layout(
@@ -436,6 +452,13 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "stablelm_parallel": Layout(
         "stablelm", "stablelm", "stablelm", "StableLmForCausalLM", extra={"use_parallel_residual": True}
+    ),
+    "stablelm_12b": Layout(
+        "stablelm",
+        "stablelm",
+        "stablelm",
+        "StableLmForCausalLM",
+        extra={"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": False},
     ),
     "yi": Layout(
         "llama",

@@ -14,7 +14,7 @@ from asyncllm.errors import UnsupportedModel
 from asyncllm.kernels import DecodePlan, KVCache, PrefillPlan, Rotation
 from asyncllm.layers.cache_spec import CacheSpec, PagedKVSpec
 from asyncllm.layers.layer import Layer
-from asyncllm.layers.layer_norm import HeadsLayerNorm
+from asyncllm.layers.layer_norm import HeadsLayerNorm, ListedHeadsLayerNorm
 from asyncllm.layers.linear import Linear, QKVLinear
 from asyncllm.layers.linear_method import PartKey, Shard
 from asyncllm.layers.norm import RMSNorm, UnitNorm
@@ -22,9 +22,9 @@ from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
 __all__ = ["Attention", "QKNormKind", "Sinks"]
 
-QKNormKind = Literal["head", "heads", "unit", "whole", "turned"]
-"""Norms of queries and keys: of each head, by one weight for all; of each by its own (layer norms); of each without a
-weight; of all heads together; or of each head behind the rotation."""
+QKNormKind = Literal["head", "heads", "listed", "unit", "whole", "turned"]
+"""Norms of queries and keys: of each head, by one weight for all; of each by its own (layer norms), stored in one
+tensor or listed in one for each; of each without a weight; of all heads together; or of each behind the rotation."""
 
 
 class Sinks(Layer):
@@ -88,9 +88,10 @@ class Attention(Layer):
         q_size, k_size = (num_heads, num_kv_heads) if qk_norm == "whole" else (1, 1)
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
-        if qk_norm == "heads":
-            self.q_norm = HeadsLayerNorm(num_heads, head_dim, norm_eps, paired=paired)
-            self.k_norm = HeadsLayerNorm(num_kv_heads, head_dim, norm_eps, paired=paired)
+        if qk_norm in ("heads", "listed"):
+            kind = HeadsLayerNorm if qk_norm == "heads" else ListedHeadsLayerNorm
+            self.q_norm = kind(num_heads, head_dim, norm_eps, paired=paired)
+            self.k_norm = kind(num_kv_heads, head_dim, norm_eps, paired=paired)
         elif qk_norm == "unit":
             self.q_norm, self.k_norm = UnitNorm(head_dim, norm_eps), UnitNorm(head_dim, norm_eps)
         elif qk_norm is not None:

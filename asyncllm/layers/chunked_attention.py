@@ -35,8 +35,8 @@ class ChunkedSpec:
         """Raises InvalidParameter for blocks that a chunk does not end with."""
         if self.chunk % block_size:
             raise InvalidParameter(
-                f"block_size is {block_size}, and the model attends within chunks of {self.chunk} tokens, each of which "
-                f"has to begin with a block. Choose a block_size that divides {self.chunk}.",
+                f"block_size is {block_size}, and the model attends within chunks of {self.chunk} tokens, each of "
+                f"which has to begin with a block. Choose a block_size that divides {self.chunk}.",
                 "block_size",
             )
         return self.kept.parts(block_size, dtype)

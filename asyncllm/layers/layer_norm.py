@@ -13,7 +13,7 @@ from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear_method import PartKey
 from asyncllm.layers.norm import Norm
 
-__all__ = ["HeadsLayerNorm", "LayerNorm", "OffsetLayerNorm"]
+__all__ = ["HeadsLayerNorm", "LayerNorm", "ListedHeadsLayerNorm", "OffsetLayerNorm"]
 
 
 class LayerNorm(Norm):
@@ -62,3 +62,15 @@ class HeadsLayerNorm(Layer):
         turned, rest = tensor[:, : self.paired], tensor[:, self.paired :]
         halves = torch.cat([turned[:, 0::2], turned[:, 1::2], rest], 1)
         self.weight.copy_(halves[self._first :][: len(self.weight)])
+
+
+class ListedHeadsLayerNorm(HeadsLayerNorm):
+    """The same, each head's weight in a tensor of its own (StableLM 2 12B)."""
+
+    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
+        return {("weight", None, head): (self.weight.shape[1],) for head in range(self._num_heads)}
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        own = (index or 0) - self._first
+        if 0 <= own < len(self.weight):
+            self.weight[own].copy_(tensor)

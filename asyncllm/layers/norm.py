@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from asyncllm import kernels
 from asyncllm.layers.layer import Layer
 
-__all__ = ["Norm", "OffsetRMSNorm", "RMSNorm", "UnitNorm"]
+__all__ = ["NoNorm", "Norm", "OffsetRMSNorm", "RMSNorm", "UnitNorm"]
 
 
 class Norm(Layer):
@@ -52,6 +52,20 @@ class RMSNorm(Norm):
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return kernels.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class NoNorm(Norm):
+    """x as it is, in the place of a norm."""
+
+    def __init__(self) -> None:
+        Layer.__init__(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = residual + x
+        return total, total
 
 
 class UnitNorm(Layer):

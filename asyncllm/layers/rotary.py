@@ -7,6 +7,7 @@ multiplies cosines and sines:
     dynamic   theta grows with the prompt's length L beyond max_position (NTK-aware):
               theta * (factor * L / max - (factor - 1)) ^ (R / (R - 2)).
               A sequence keeps the base of its prompt, as its cached keys do.
+    qwen      the same by steps: the growth is 2^ceil(log2(L / max) + 1) - 1, at least 1 (Qwen's first generation)
     yarn      high frequencies kept, low ones divided, a ramp between (Peng et al., 2023)
     llama3    the same idea with wavelength bounds (Llama 3.1's reference code)
     longrope  searched divisors per frequency, one set for short and one for long contexts (Ding et al., 2024)
@@ -15,7 +16,7 @@ multiplies cosines and sines:
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 import torch
@@ -27,12 +28,12 @@ from asyncllm.layers.axis_positions import AXIS_COLUMNS, axis_positions
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.step_inputs import Column, StepInputs
 
-__all__ = ["ROPE_LENS", "QueryScaling", "RopeConfig", "RopeKind", "RotaryEmbedding"]
+__all__ = ["ROPE_LENS", "LogScaling", "QueryScaling", "RopeConfig", "RopeKind", "RotaryEmbedding"]
 
 ROPE_LENS = Column(name="rope_lens", dtype=torch.int64, per="token", padding=1, of_slot=lambda start: start.num_prompt)
 """The prompt length of each token's sequence, which fixes its dynamic NTK base."""
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "qwen", "yarn", "llama3", "longrope"]
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +46,7 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     factor: float = 1.0
     """linear, dynamic, yarn, llama3."""
     original_max_position: int = 0
-    """dynamic: where growth begins; yarn, llama3, longrope: the context before extension."""
+    """dynamic, qwen: where growth begins; yarn, llama3, longrope: the context before extension."""
     low_freq_factor: float = 1.0
     """llama3."""
     high_freq_factor: float = 4.0
@@ -62,6 +63,23 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """yarn, longrope: multiplies cosines and sines."""
     axes: tuple[int, ...] = ()
     """Positions have axes, time, rows and columns: by which each of the R/2 pairs turns. Empty: by the one position."""
+
+    @property
+    def by_prompt(self) -> bool:
+        """Whether the length of its prompt has a part in how a sequence is turned."""
+        return self.kind in ("dynamic", "qwen")
+
+
+class LogScaling(msgspec.Struct, frozen=True, kw_only=True):
+    """Queries behind the first `length` tokens are scaled by the logarithm of their place to that base (Su, 2021)."""
+
+    length: int
+    unturned: ClassVar[bool] = False
+    """As in `QueryScaling`."""
+
+    def scales(self, positions: Tensor) -> Tensor:
+        """positions [T], counted from 0 -> [T, 1, 1] float32."""
+        return ((positions + 1).log() / math.log(self.length)).clamp_(min=1.0)[:, None, None]
 
 
 class QueryScaling(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +107,7 @@ class RotaryEmbedding(Layer):
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         super().__init__()
         self.config = config
-        self.columns = (ROPE_LENS,) if config.kind == "dynamic" else ()
+        self.columns = (ROPE_LENS,) if config.by_prompt else ()
         if config.axes:
             self.columns = (*self.columns, *AXIS_COLUMNS)
             self.register_buffer("axes", torch.tensor(config.axes, device=device), persistent=False)
@@ -102,7 +120,7 @@ class RotaryEmbedding(Layer):
 
     def forward(self, step: StepInputs) -> Rotation:
         config = self.config
-        frequencies = self._dynamic_frequencies(step[ROPE_LENS]) if config.kind == "dynamic" else self.inv_freq
+        frequencies = self._dynamic_frequencies(step[ROPE_LENS]) if config.by_prompt else self.inv_freq
         if config.axes:
             # Each pair turns by a position of its own, which goes into its frequency.
             along = axis_positions(step)[self.axes].T
@@ -113,7 +131,10 @@ class RotaryEmbedding(Layer):
         """[T] -> [T, R/2]. The base is computed in float64, as an integer length divided by an integer is in Python."""
         config = self.config
         lengths = rope_lens.double().clamp_(min=config.original_max_position)
-        growth = config.factor * lengths / config.original_max_position - (config.factor - 1)
+        if config.kind == "qwen":
+            growth = torch.exp2(torch.ceil(torch.log2(lengths / config.original_max_position) + 1)) - 1
+        else:
+            growth = config.factor * lengths / config.original_max_position - (config.factor - 1)
         bases = (config.theta * growth ** (config.dim / (config.dim - 2))).float()
         return 1.0 / bases[:, None] ** self.exponents
 

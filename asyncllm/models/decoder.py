@@ -59,12 +59,12 @@ class DecoderLM(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = Embedding(config.vocab_size, config.hidden_size, scale=config.embedding_scale)
+        self.embed = self.embedding()
         self.vision = None if config.vision is None else config.vision.build(config.hidden_size)
         self.positions = self.position_embedding()
         self.embed_norm = self.make_norm() if config.embedding_norm else None
         self.layers = nn.ModuleList(self.block(layer) for layer in range(config.num_layers))
-        self.norm = self.make_norm()
+        self.norm = self.last_norm()
         self.head = self.output()
         self.score = self.score_head()
         self.rotaries: nn.ModuleList
@@ -89,6 +89,15 @@ class DecoderLM(nn.Module):
         if issubclass(self.norm_class, LayerNorm):
             return self.norm_class(config.hidden_size, config.norm_eps, bias=config.norm_bias)
         return self.norm_class(config.hidden_size, config.norm_eps)
+
+    def last_norm(self) -> Norm:
+        """Make the norm behind the last block."""
+        return self.make_norm()
+
+    def embedding(self) -> nn.Module:
+        """Make the embedding of the tokens."""
+        config = self.config
+        return Embedding(config.vocab_size, config.hidden_size, scale=config.embedding_scale)
 
     def position_embedding(self) -> PositionEmbedding | None:
         config = self.config
@@ -147,6 +156,7 @@ class DecoderLM(nn.Module):
     def output(self) -> nn.Module:
         config = self.config
         if config.tied or not config.has_head:
+            assert isinstance(self.embed, Embedding), "a family with another embedding has another output too"
             return TiedOutputEmbedding(self.embed, scale=config.logit_scale, softcap=config.logit_softcap)
         return OutputEmbedding(
             config.hidden_size,

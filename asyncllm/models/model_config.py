@@ -7,7 +7,7 @@ import msgspec
 from asyncllm.kernels import Routing
 from asyncllm.layers.attention import QKNormKind
 from asyncllm.layers.linear_method import Activation
-from asyncllm.layers.rotary import QueryScaling, RopeConfig
+from asyncllm.layers.rotary import LogScaling, QueryScaling, RopeConfig
 from asyncllm.vl.tower import TowerConfig
 
 __all__ = ["ExpertsConfig", "ModelConfig", "ScoreHeadConfig"]
@@ -106,7 +106,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Norms of queries and keys."""
     qkv_clip: float | None = None
     """Bounds queries, keys and values on both sides."""
-    query_scaling: QueryScaling | None = None
+    query_scaling: QueryScaling | LogScaling | None = None
     sinks: bool = False
     """A logit for each query head that takes part in its softmax."""
     score_scale: float | None = None
@@ -131,4 +131,4 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def dynamic_rope_from(self) -> int | None:
         """The length of prompts above which a sequence's rotary base depends on it; None: for none."""
-        return self.rope.original_max_position if self.rope is not None and self.rope.kind == "dynamic" else None
+        return self.rope.original_max_position if self.rope is not None and self.rope.by_prompt else None

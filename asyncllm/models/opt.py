@@ -1,10 +1,16 @@
-"""OPT: learned positions behind an offset of 2, layer norms, ReLU."""
+"""OPT: learned positions behind an offset of 2, layer norms, ReLU; 350M has a narrow table and norms of the stream."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from torch import nn
+
+from asyncllm.layers.block import AnyBlock
 from asyncllm.layers.layer_norm import LayerNorm
+from asyncllm.layers.norm import NoNorm, Norm
+from asyncllm.layers.projected_embedding import ProjectedEmbedding, ProjectedOutputEmbedding
+from asyncllm.layers.stream_norm_block import StreamNormBlock
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import register
@@ -12,9 +18,23 @@ from asyncllm.models.weights import WeightMap
 
 __all__ = ["OPT"]
 
+_PROJECTIONS = {
+    "model.decoder.embed_tokens": "embed.table",
+    "model.decoder.project_in": "embed.project",
+    "model.decoder.project_out": "head.project",
+}
 
-@register(OPTForCausalLM="OPT 125M, 1.3B to 66B")
+
+class OPTConfig(ModelConfig, frozen=True, kw_only=True):
+    embedding_size: int
+    """Width of the tokens' table."""
+    norms_stream: bool
+    """Norms are behind the additions, not in front of the branches."""
+
+
+@register(OPTForCausalLM="OPT 125M to 66B")
 class OPT(DecoderLM):
+    config: OPTConfig
     weights = WeightMap(
         {
             "model.decoder.embed_tokens": "embed",
@@ -44,21 +64,53 @@ class OPT(DecoderLM):
     }
 
     @staticmethod
-    def configure(hf: HFConfig, architecture: str) -> ModelConfig:
+    def configure(hf: HFConfig, architecture: str) -> OPTConfig:
         hf = hf.named({"ffn_dim": "intermediate_size"})
         hf.expect("layer_norm_elementwise_affine", True)
         hf.expect("_remove_final_layer_norm", False)
-        if hf.fields.get("word_embed_proj_dim", hf.integer("hidden_size")) != hf.integer("hidden_size"):
-            hf.unsupported("word_embed_proj_dim", "Embeddings are as wide as layers. Use another size than OPT-350M.")
-        if not hf.flag("do_layer_norm_before", True):
-            hf.unsupported("do_layer_norm_before", "Norms are before each branch. Use another size than OPT-350M.")
         bias = hf.flag("enable_bias", True)
-        return ModelConfig(
-            **hf.decoder(architecture, norm_eps=1e-5, tied=True, rotary=False),
+        fields = hf.decoder(architecture, norm_eps=1e-5, tied=True, rotary=False)
+        embedding_size = hf.integer("word_embed_proj_dim", fields["hidden_size"])
+        if embedding_size != fields["hidden_size"] and not fields["tied"]:
+            hf.unsupported("tie_word_embeddings", "A narrow table of tokens is the output embedding too.")
+        return OPTConfig(
+            **fields,
             position_offset=2,
             qkv_bias=bias,
             out_bias=bias,
             mlp_bias=bias,
             gated=False,
             activation=hf.activation("activation_function", "relu"),
+            embedding_size=embedding_size,
+            norms_stream=not hf.flag("do_layer_norm_before", True),
         )
+
+    @property
+    def projects(self) -> bool:
+        """Whether the tokens' table is of another width than the model."""
+        return self.config.embedding_size != self.config.hidden_size
+
+    @property
+    def weight_map(self) -> WeightMap:
+        table = super().weight_map
+        return table.replaced(_PROJECTIONS) if self.projects else table
+
+    def embedding(self) -> nn.Module:
+        config = self.config
+        if not self.projects:
+            return super().embedding()
+        return ProjectedEmbedding(config.vocab_size, config.embedding_size, config.hidden_size)
+
+    def output(self) -> nn.Module:
+        if isinstance(self.embed, ProjectedEmbedding):
+            return ProjectedOutputEmbedding(self.embed, self.config.hidden_size)
+        return super().output()
+
+    def block(self, layer: int) -> AnyBlock:
+        if not self.config.norms_stream:
+            return super().block(layer)
+        norms = self.make_norm(), self.make_norm()
+        return StreamNormBlock(attn_norm=norms[0], attn=self.attention(layer), mlp_norm=norms[1], mlp=self.mlp(layer))
+
+    def last_norm(self) -> Norm:
+        return NoNorm() if self.config.norms_stream else super().last_norm()

@@ -1,14 +1,14 @@
-"""Qwen, the first generation: Qwen2's computation under other names, within the length it was trained for.
-
-Beyond that length it scales queries by the logarithm of their position and rotary bases by powers of two, which are not
-implemented: `seq_length` is all the positions there are.
-"""
+"""Qwen, the first generation: Qwen2's computation under other names, with its own ways beyond `seq_length`: queries
+scaled by the logarithm of their position, and rotary bases that grow with the prompt by powers of two."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from asyncllm.models.config import HFConfig, ModelConfig
+import msgspec
+
+from asyncllm.layers.rotary import LogScaling
+from asyncllm.models.config import MAX_POSITION, HFConfig, ModelConfig
 from asyncllm.models.qwen2 import Qwen2
 from asyncllm.models.registry import register
 from asyncllm.models.weights import WeightMap
@@ -41,7 +41,8 @@ class Qwen(Qwen2):
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "kv_channels": 24,
-        "seq_length": 128,
+        "seq_length": 32,
+        "max_position_embeddings": 128,
         "layer_norm_epsilon": 1e-5,
         "rotary_emb_base": 5000.0,
         "use_dynamic_ntk": True,
@@ -57,6 +58,9 @@ class Qwen(Qwen2):
             hf.unsupported("visual", "Images are not read. Use a text model.")
         if hf.rope_scaling_factor:
             hf.unsupported("seq_length", "The positions of this model cannot be scaled: use rope_scaling_factor=0.")
+        positions = hf.integer("max_position_embeddings", 8192, maximum=MAX_POSITION)
+        trained = hf.integer("seq_length", positions, maximum=MAX_POSITION)
+        grows = hf.flag("use_dynamic_ntk", True)
         fields = {
             "vocab_size": hf.fields.get("vocab_size"),
             "hidden_size": hf.integer("hidden_size"),
@@ -65,14 +69,19 @@ class Qwen(Qwen2):
             "num_hidden_layers": hf.fields.get("num_hidden_layers"),
             "num_attention_heads": hf.integer("num_attention_heads"),
             "head_dim": hf.optional_integer("kv_channels", 128),
-            "max_position_embeddings": hf.fields.get("seq_length", hf.fields.get("max_position_embeddings")),
+            "max_position_embeddings": trained,
             "rms_norm_eps": hf.number("layer_norm_epsilon", 1e-6),
             "rope_theta": hf.number("rotary_emb_base", 10000.0),
             "tie_word_embeddings": hf.flag("tie_word_embeddings", False),
             "dtype": _dtype(hf),
         }
         inner = HFConfig(fields, source=hf.source, session_len=hf.session_len)
-        return ModelConfig(**inner.decoder(architecture, max_position=8192), qkv_bias=True)
+        read = inner.decoder(architecture)
+        if grows:
+            read["rope"] = msgspec.structs.replace(read["rope"], kind="qwen", original_max_position=trained)
+            read["max_position"] = max(trained, positions)
+        scaled = hf.flag("use_logn_attn", True) and trained > 1
+        return ModelConfig(**read, qkv_bias=True, query_scaling=LogScaling(length=trained) if scaled else None)
 
 
 def _dtype(hf: HFConfig) -> Any:

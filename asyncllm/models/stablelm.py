@@ -1,4 +1,4 @@
-"""StableLM: Llama with layer norms and a part of each head turned; 12B has attention and MLP side by side."""
+"""StableLM: Llama with layer norms and a part of each head turned; 12B has norms by head, and parallel branches."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from asyncllm.models.registry import register
 __all__ = ["StableLM"]
 
 
-@register(StableLmForCausalLM="StableLM 3B, 2-1.6B, Zephyr", StableLMEpochForCausalLM="the first files of StableLM")
+@register(
+    StableLmForCausalLM="StableLM 3B, 2-1.6B, 2-12B, Zephyr", StableLMEpochForCausalLM="the first files of StableLM"
+)
 class StableLM(DecoderLM):
-    weights = LLAMA_WEIGHTS
+    weights = LLAMA_WEIGHTS.replaced(
+        {
+            f"model.layers.{{i}}.self_attn.{each}_layernorm.norms.{{h}}": f"layers.{{i}}.attn.{each}_norm[{{h}}]"
+            for each in ("q", "k")
+        }
+    )
     norm_class = LayerNorm
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "stablelm",
@@ -39,6 +46,6 @@ class StableLM(DecoderLM):
         return ModelConfig(
             **hf.decoder(architecture, max_position=4096, norm_eps=1e-5, partial_rotary=0.25),
             qkv_bias=hf.flag("use_qkv_bias", False),
-            qk_norm="heads" if hf.flag("qk_layernorm", False) else None,
+            qk_norm="listed" if hf.flag("qk_layernorm", False) else None,
             parallel_norms=1 if hf.flag("use_parallel_residual", False) else None,
         )

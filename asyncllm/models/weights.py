@@ -522,7 +522,7 @@ def _check(
             )
     known = [shape for shape in shapes if shape is not None]
     wanted = list(known[0])
-    if stored.axis is not None:
+    if stored.axis is not None and wanted:
         wanted[stored.axis] = sum(shape[stored.axis] for shape in known)
     if target.transposed:
         wanted.reverse()

@@ -166,6 +166,6 @@ def test_every_layer_of_every_family_says_how_it_may_be_divided(family: str) -> 
         id(each) for block in model.layers if isinstance(block.attn, StateLayer) for each in block.attn.parameters()
     }
     others = [name for name, parameter in model.named_parameters() if id(parameter) not in owned]
-    assert all(name.rsplit(".", 2)[-2].endswith(("norm", "correction")) for name in others), (
+    assert all(name.rsplit(".", 2)[-2].endswith(("norm", "correction", "act")) for name in others), (
         "which every rank has whole"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import math
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -90,7 +91,7 @@ SCALINGS_OF = {
 """Families that are tested under more than their own rotary embedding. Others add what no scaling meets."""
 
 
-UNROTATED = {"baichuan_13b", "bloom", "falcon_rw", "gpt2", "gpt_bigcode", "mpt", "opt"}
+UNROTATED = {"baichuan_13b", "bloom", "falcon_rw", "gpt2", "gpt_bigcode", "mpt", "opt", "opt_350m"}
 """They know positions by other means."""
 
 FIXED_ROTATION = {"codegen", "gptj"}
@@ -99,6 +100,9 @@ FIXED_ROTATION = {"codegen", "gptj"}
 ATTENTION = {"falcon_rw": "sdpa"}
 """What transformers computes attention by, where that is not "eager": there it adds Falcon's ALiBi twice."""
 
+
+OWN_LENGTH = {"qwen"}
+"""Their tiny files say how long a context they were trained for."""
 
 LEGACY_OF_THEIR_OWN = {"falcon"}
 """Their first files have entries that transformers does not read."""
@@ -126,7 +130,7 @@ class Case:
 
     @property
     def overrides(self) -> dict[str, Any]:
-        if self.family in UNROTATED | FIXED_ROTATION:
+        if self.family in UNROTATED | FIXED_ROTATION | OWN_LENGTH:
             return {}
         rope = dict(SCALINGS[self.scaling])
         if rope["rope_type"] == "longrope":
@@ -198,6 +202,11 @@ def _oracle(case: Case, prompt_len: int) -> Any:
         dim = int(case.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
         base = rope["rope_theta"] * growth ** (dim / (dim - 2))
         config.rope_parameters = {**config.rope_parameters, "rope_type": "default", "rope_theta": base}
+    if case.family == "qwen":
+        # By powers of two beyond the trained length, and at the base of the prompt too.
+        growth = max(2 ** math.ceil(math.log2(prompt_len / 32) + 1) - 1, 1)
+        base = 5000.0 * growth ** (case.head_dim / (case.head_dim - 2))
+        config.rope_parameters = {**config.rope_parameters, "rope_theta": base}
     patch = LAYOUTS[case.family].patch if case.family in LAYOUTS else None
     if patch is not None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")

@@ -211,9 +211,14 @@ def test_falcon_40b_of_the_first_files(tmp_path: Path) -> None:
     assert (small.num_kv_heads, small.parallel_norms) == (1, 1)
 
 
-def test_qwen_ends_where_its_training_did(tmp_path: Path) -> None:
-    config = read(tmp_path, {"max_position_embeddings": 32768, "fp16": True}, tiny("QWenLMHeadModel"))
-    assert (config.max_position, config.intermediate_size, config.dtype) == (128, 96, "float16")
+def test_qwen_ends_where_its_training_did_unless_it_grows(tmp_path: Path) -> None:
+    changes = {"max_position_embeddings": 32768, "fp16": True}
+    config = read(tmp_path, changes, tiny("QWenLMHeadModel"))
+    assert (config.max_position, config.intermediate_size, config.dtype) == (32768, 96, "float16")
+    assert (config.dynamic_rope_from, config.query_scaling.length) == (32, 32)
+    changes |= {"use_dynamic_ntk": False, "use_logn_attn": False}
+    config = read(tmp_path, changes, tiny("QWenLMHeadModel"))
+    assert (config.max_position, config.dynamic_rope_from, config.query_scaling) == (32, None, None)
     with pytest.raises(UnsupportedModel, match="rope_scaling_factor=0"):
         read(tmp_path, {}, tiny("QWenLMHeadModel"), rope_scaling_factor=2.0)
 
@@ -329,8 +334,7 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path, key: str, value: Any
         ("GPTJForCausalLM", "tie_word_embeddings", True),
         ("MptForCausalLM", "logit_scale", 0.5),
         ("MptForCausalLM", "no_bias", False),
-        ("OPTForCausalLM", "do_layer_norm_before", False),
-        ("OPTForCausalLM", "word_embed_proj_dim", 32),
+        ("OPTForCausalLM", "layer_norm_elementwise_affine", False),
         ("QWenLMHeadModel", "visual", {"heads": 16}),
         ("QWenLMHeadModel", "no_bias", False),
     ],
