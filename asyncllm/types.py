@@ -106,6 +106,10 @@ class Chunk(msgspec.Struct, kw_only=True):
     """Tokens of the session before this turn."""
     cached_token_len: int = 0
     """Prompt and history tokens that came from the prefix cache."""
+    num_images: int = 0
+    """Images of the prompt and the history."""
+    image_token_len: int = 0
+    """Tokens that stand for them."""
     prompt_logprobs: list[dict[int, float] | None] | None = None
     """On the first chunk, if asked for: one entry per prompt token; None for the first, which nothing precedes."""
     logits: Any = None
@@ -142,6 +146,8 @@ class Response(msgspec.Struct, kw_only=True):
     generate_token_len: int = 0
     history_token_len: int = 0
     cached_token_len: int = 0
+    num_images: int = 0
+    image_token_len: int = 0
     error_message: str | None = None
     """Why this request failed, with finish_reason 'error'."""
     choices: tuple[Response, ...] = ()
@@ -187,6 +193,8 @@ class Response(msgspec.Struct, kw_only=True):
         self.generate_token_len = chunk.generate_token_len
         self.history_token_len = chunk.history_token_len
         self.cached_token_len = chunk.cached_token_len
+        self.num_images = chunk.num_images
+        self.image_token_len = chunk.image_token_len
 
     @staticmethod
     def collect(chunks: Iterable[Chunk]) -> Response:

@@ -508,6 +508,8 @@ class EngineLoop:
                 generate_token_len=num_generated,
                 history_token_len=request.history_len,
                 cached_token_len=request.cached_tokens,
+                num_images=len(request.images),
+                image_token_len=request.image_tokens,
             )
             if answer.splits:
                 answer.complete(chunk)

@@ -16,6 +16,7 @@ __all__ = [
     "IMAGE_PARTS",
     "IMAGE_TOKEN",
     "MAX_IMAGES",
+    "OPTIONS",
     "ImageSource",
     "holds_images",
     "parts_of",

@@ -11,7 +11,8 @@ from asyncllm.types import Message
 __all__ = ["ROLES", "as_messages", "checked_messages", "checked_prompt"]
 
 ROLES = ("system", "user", "assistant", "tool")
-MEDIA_PARTS = frozenset({"image_url", "image", "image_data", "video_url", "video", "audio_url", "audio", "input_audio"})
+MEDIA_PARTS = frozenset({"image_url", "image", "image_data", "video_url", "video"})
+AUDIO_PARTS = frozenset({"audio_url", "audio", "input_audio"})
 EXTRA_KEYS = {"name": str, "tool_calls": list, "tool_call_id": str, "reasoning_content": str}
 """Keys beside role and content that a checkpoint's own template may read, with their types."""
 
@@ -81,6 +82,12 @@ def _text(content: object, where: str) -> str:
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in AUDIO_PARTS:
+            raise UnsupportedFeature(
+                f"{where}.content[{index}] is of type {kind!r}, and no model is given audio here. Send what is said as "
+                f"text.",
+                "messages",
+            )
         if isinstance(kind, str) and kind in MEDIA_PARTS:
             raise UnsupportedFeature(
                 f"{where}.content[{index}] is of type {kind!r}, but this model takes only text, or images "

@@ -124,6 +124,40 @@ async def test_a_session_keeps_its_images(kind: str) -> None:
             assert worst_difference(kind, ids, [picture(1), picture(2)], fourth) < 1e-4
 
 
+async def test_images_are_counted() -> None:
+    async with AsyncEngine(str(folder_of("llava")), config()) as engine, engine.session() as session:
+        text = await engine.generate("say", GREEDY)
+        assert (text.num_images, text.image_token_len) == (0, 0)
+        two = GenerationConfig(n=2, max_new_tokens=2, temperature=1.0, ignore_eos=True)
+        several = await engine.generate(("say", [picture(1), picture(2)]), two)
+        assert [(each.num_images, each.image_token_len) for each in several.choices] == [(2, 32)] * 2
+        await session.chat(("say", picture(1)), GREEDY)
+        second = await session.chat(("and this", picture(2)), GREEDY)
+        assert (second.num_images, second.image_token_len) == (2, 32), "those of the history too"
+
+
+async def test_a_request_says_how_its_images_are_prepared() -> None:
+    image = picture(1, 120, 60)
+    async with AsyncEngine(str(folder_of("internvl")), config()) as engine:
+
+        async def tokens(options: Any, part: Any = None) -> int:
+            shown = {"type": "image", "image": {"data": image, **(part or {})}}
+            prompt = [{"role": "user", "content": [shown, {"type": "text", "text": "what?"}]}]
+            encoded = await engine.encode([prompt], mm_processor_kwargs=options)  # type: ignore[list-item]
+            answer = await engine.generate(prompt, GREEDY, mm_processor_kwargs=options)
+            assert answer.input_token_len == len(encoded[0])  # type: ignore[arg-type]
+            return answer.image_token_len
+
+        usual = await tokens(None)
+        assert await tokens({"max_dynamic_patch": 1}) == await tokens({"detail": "low"}) == 4 < usual
+        assert await tokens({}) == await tokens({"detail": "low"}, {"detail": "high"}) == usual
+        for options, says in (({"size": 3}, "entry 'size'"), ({"min_pixels": 3}, "no such choice")):
+            with pytest.raises(InvalidParameter, match=says):
+                await engine.generate(("what?", image), GREEDY, mm_processor_kwargs=options)
+        assert (await engine.generate("what?", GREEDY, mm_processor_kwargs={"detail": "low"})).text
+        engine.check_idle()
+
+
 async def test_a_session_is_not_cut_within_an_image(engine: AsyncEngine) -> None:
     keep: dict[str, Any] = {"session_id": 7, "sequence_end": False}
     await engine.generate(("what?", picture(1)), GREEDY, **keep)
@@ -166,6 +200,11 @@ async def test_every_spelling_of_an_image(engine: AsyncEngine, tmp_path: Any) ->
         (("what?", picture(1), picture(2)), InvalidMessage, "tuple of two"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], InvalidMessage, "names no image"),
         ([{"role": "user", "content": [{"type": "video_url", "video_url": "x"}]}], UnsupportedFeature, "video_url"),
+        (
+            [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": ""}}]}],
+            UnsupportedFeature,
+            "'input_audio', and no model is given audio",
+        ),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x", "size": 1}}]}],
             InvalidParameter,

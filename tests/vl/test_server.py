@@ -48,6 +48,12 @@ async def test_a_chat_with_images(tmp_path: Path) -> None:
         assert status == 200, body
         assert body["choices"][0]["message"]["content"] == expected.text
         assert body["usage"]["prompt_tokens"] == expected.input_token_len
+        details = body["usage"]["prompt_tokens_details"]
+        assert (details["images"], details["image_tokens"]) == (2, 32)
+        status, body = await server.post(
+            "/v1/chat/completions", question(data_url(1)) | {"mm_processor_kwargs": {"a": 1}}
+        )
+        assert (status, body["error"]["param"]) == (400, "mm_processor_kwargs")
         refused = {
             str(tmp_path / "x.png"): "Files of the server",
             f"file://{tmp_path}/x.png": "Files of the server",

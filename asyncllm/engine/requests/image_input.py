@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
-from asyncllm.errors import InvalidMessage, UnsupportedFeature
+from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature, short
 from asyncllm.protocol import ImageProcessor, PromptImage
-from asyncllm.text.image_marks import IMAGE_MARK, holds_images, take_images
+from asyncllm.text.image_marks import IMAGE_MARK, OPTIONS, holds_images, take_images
 
 __all__ = ["ImageInput"]
 
@@ -34,11 +34,15 @@ class ImageInput:
         self._offload = offload
         self._encodes = encodes
 
-    async def take(self, prompt: Any, owner: Hashable = None) -> tuple[Any, list[PromptImage]]:
+    async def take(
+        self, prompt: Any, options: Mapping[str, int | str] | None = None, owner: Hashable = None
+    ) -> tuple[Any, list[PromptImage]]:
         """Return a prompt with marks in place of its images, and these as the model is to be shown them, in order.
 
+        `options` (`RequestOptions.mm_processor_kwargs`) is for all of them; what an image's own part says goes first.
         Each is loaded in a thread, at the owner's turn. Raises InvalidRequest, EngineError.
         """
+        usual = self._checked(options)
         if not holds_images(prompt):
             return prompt, []
         if self._processor is None:
@@ -56,9 +60,28 @@ class ImageInput:
         marked, sources = take_images(prompt)
         prepare = self._processor.prepare
         images = [
-            await self._offload(partial(prepare, source.image, source.options), IMAGE_SIZE, owner) for source in sources
+            await self._offload(partial(prepare, source.image, {**usual, **source.options}), IMAGE_SIZE, owner)
+            for source in sources
         ]
         return marked, images
+
+    def _checked(self, options: Mapping[str, int | str] | None) -> Mapping[str, int | str]:
+        """Return a request's options of images. Raises InvalidParameter."""
+        if not options:
+            return {}
+        if self._processor is None:
+            raise InvalidParameter(
+                "mm_processor_kwargs says how images are prepared, and this model takes only text. Leave it out.",
+                "mm_processor_kwargs",
+            )
+        unknown = sorted(map(str, options.keys() - OPTIONS))
+        if unknown:
+            raise InvalidParameter(
+                f"mm_processor_kwargs has the unknown entry {short(unknown[0])}. Its entries are: "
+                f"{', '.join(sorted(OPTIONS))}.",
+                "mm_processor_kwargs",
+            )
+        return options
 
     def written(self, text: str) -> str:
         """Return a text with what the family writes for an image in place of the marks."""

@@ -195,7 +195,7 @@ class PromptEncoder:
     ) -> tuple[list[int], Sequence[PromptImage]]:
         """Return the token ids of what was said before and of the prompt that follows, as `prompt_ids`, and the images
         among them."""
-        prompt, images = await self.images.take(prompt, owner)
+        prompt, images = await self.images.take(prompt, options.mm_processor_kwargs, owner)
         if not past.turns or not do_preprocess:
             rendering: Any = {"do_preprocess": do_preprocess, "options": options, "owner": owner, "whole": whole}
             added = await self.prompt_ids(prompt, add_bos=not past.token_ids, **rendering)
@@ -236,7 +236,7 @@ class PromptEncoder:
             if is_token_ids(prompt):
                 encoded.append(await self.given_ids(prompt))
             else:
-                marked, images = await self.images.take(prompt)
+                marked, images = await self.images.take(prompt, options.mm_processor_kwargs)
                 ids = await self.prompt_ids(
                     marked, do_preprocess=do_preprocess, options=options, add_bos=add_bos, bounded=bounded
                 )

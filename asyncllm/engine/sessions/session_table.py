@@ -115,6 +115,8 @@ class Conversation:
             generate_token_len=sequence.num_generated,
             history_token_len=request.history_len,
             cached_token_len=request.cached_tokens,
+            num_images=len(request.images),
+            image_token_len=request.image_tokens,
         )
         answer.fill(self.response)
         self._root = request.prefix_root

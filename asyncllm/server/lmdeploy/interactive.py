@@ -10,7 +10,13 @@ from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.responses import encode, json_response
 from asyncllm.server.lmdeploy.requests import InteractiveRequest
 from asyncllm.server.lmdeploy.responses import InteractiveResponse
-from asyncllm.server.request.arguments import engine_session_id, interactive_config, label_of, request_options
+from asyncllm.server.request.arguments import (
+    engine_session_id,
+    image_options,
+    interactive_config,
+    label_of,
+    request_options,
+)
 from asyncllm.server.request.decode import read_request
 from asyncllm.server.request.history import normalised
 from asyncllm.server.service import Service, service_of
@@ -65,7 +71,7 @@ async def _turn(request: web.Request, service: Service, body: InteractiveRequest
             )
         service.check_model(body.adapter_name)
         adapter = service.adapter_of(body.adapter_name)
-    options: RequestKeywords = {**request_options(request, body), "separate_reasoning": False}
+    options: RequestKeywords = {**request_options(request, body), **image_options(body), "separate_reasoning": False}
     kept = None
     if body.session_id != -1:
         kept = service.sessions.enter(request[KEY], body.session_id, start=body.interactive_mode)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from asyncllm.config import MAX_COUNT
-from asyncllm.server.request.fields import MAX_MESSAGES, Body, NewTokens, SamplingFields, Variables
+from asyncllm.server.request.fields import MAX_MESSAGES, Body, ImageOptions, NewTokens, SamplingFields, Variables
 
 __all__ = ["DetokenizeRequest", "EncodeRequest", "GenerateRequest", "InteractiveRequest", "TokenizeRequest"]
 
@@ -47,6 +47,8 @@ class InteractiveRequest(LMDeployFields, kw_only=True):
     """Stop what runs under session_id; the conversation stays."""
     request_output_len: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
     """Most new tokens. LMDeploy's client sends 0 to end a session."""
+    mm_processor_kwargs: ImageOptions | None = None
+    """How images are prepared: min_pixels, max_pixels, max_dynamic_patch, detail."""
     adapter_name: str | None = None
     """The adapter that the turn is for, as `model` names it on all routes."""
 

@@ -63,8 +63,8 @@ class UsageCount:
     """
 
     def __init__(self) -> None:
-        self._prompts: dict[int, tuple[int, int]] = {}
-        """By prompt: its tokens, and those of them that were cached."""
+        self._prompts: dict[int, Chunk | Response] = {}
+        """By prompt: a piece of an answer to it, which says how long it is."""
         self._generated: dict[tuple[int, int], int] = {}
         """By prompt and choice."""
         self._reasoning: dict[tuple[int, int], int] = {}
@@ -72,7 +72,7 @@ class UsageCount:
 
     def begin(self, chunk: Chunk) -> None:
         """Take in the prompt of a choice's first chunk, before any of its tokens."""
-        self._prompts[chunk.index] = (chunk.history_token_len + chunk.input_token_len, chunk.cached_token_len)
+        self._prompts[chunk.index] = chunk
 
     def add(self, chunk: Chunk) -> None:
         """Take in a chunk; the newest of a choice holds its sum."""
@@ -83,7 +83,7 @@ class UsageCount:
 
     def add_response(self, response: Response, prompt: int) -> None:
         """Take in a whole answer with all of its choices."""
-        self._prompts[prompt] = (response.history_token_len + response.input_token_len, response.cached_token_len)
+        self._prompts[prompt] = response
         for choice, answer in enumerate(response.choices or (response,)):
             self._generated[prompt, choice] = answer.generate_token_len
             if answer.reasoning_token_len:
@@ -91,16 +91,18 @@ class UsageCount:
 
     def usage(self, *, generated: bool = True) -> Usage:
         """Return the sums so far. `generated=False`: what was computed for an echo is not the caller's."""
-        prompt = sum(tokens for tokens, _ in self._prompts.values())
+        prompts = self._prompts.values()
+        prompt = sum(piece.history_token_len + piece.input_token_len for piece in prompts)
         completion = sum(self._generated.values()) if generated else 0
         usage = Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
-            prompt_tokens_details=PromptTokensDetails(
-                cached_tokens=sum(cached for _, cached in self._prompts.values())
-            ),
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(piece.cached_token_len for piece in prompts)),
         )
+        if images := sum(piece.num_images for piece in prompts):
+            usage.prompt_tokens_details.images = images
+            usage.prompt_tokens_details.image_tokens = sum(piece.image_token_len for piece in prompts)
         if self._reasoning:
             usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=sum(self._reasoning.values()))
         return usage

@@ -15,6 +15,7 @@ from asyncllm.server.openai.responses import CalledFunction, ChatChoice, ChatRes
 from asyncllm.server.request.arguments import (
     budget_options,
     chat_config,
+    image_options,
     label_of,
     request_options,
     template_options,
@@ -44,6 +45,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         **(
             request_options(request, body)
             | template_options(body, service.engine.chat_template, body.reasoning_effort)
+            | image_options(body)
             | tool_options(body)
             | budget_options(body)
         ),

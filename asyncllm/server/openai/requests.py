@@ -13,6 +13,7 @@ from msgspec import Meta
 from asyncllm.config import MAX_COUNT, MAX_LOGPROBS, Choices, FrequencyPenalty, LogitBias, PresencePenalty, Tools
 from asyncllm.server.request.fields import (
     MAX_MESSAGES,
+    ImageOptions,
     Label,
     NewTokens,
     PolicyFields,
@@ -106,6 +107,8 @@ class ChatRequest(OpenAIFields, kw_only=True):
     """Most tokens of reasoning."""
     thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
     """vLLM's name of it."""
+    mm_processor_kwargs: ImageOptions | None = None
+    """How images are prepared: min_pixels, max_pixels, max_dynamic_patch, detail."""
     include_reasoning: bool | None = None
     """false: leave out what the model thinks (vLLM's)."""
     separate_reasoning: bool | None = None

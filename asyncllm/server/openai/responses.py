@@ -44,6 +44,10 @@ __all__ = [
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int
     """Prompt tokens that the prefix cache had."""
+    image_tokens: int | UnsetType = UNSET
+    """Prompt tokens that stand for images, where there are any, and"""
+    images: int | UnsetType = UNSET
+    """how many of these there are."""
 
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True):

@@ -16,7 +16,7 @@ from asyncllm.server.http.access import KEY
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.lmdeploy.requests import GenerateRequest, InteractiveRequest
 from asyncllm.server.openai.requests import ChatRequest, CompletionRequest, OpenAIFields
-from asyncllm.server.request.fields import PolicyFields, SamplingFields, Variables
+from asyncllm.server.request.fields import ImageOptions, PolicyFields, SamplingFields, Variables
 from asyncllm.server.request.structure import response_format_of
 from asyncllm.server.service import service_of
 from asyncllm.text.chat_template import ChatTemplate
@@ -30,6 +30,7 @@ __all__ = [
     "defaults_of",
     "engine_session_id",
     "generate_config",
+    "image_options",
     "interactive_config",
     "label_of",
     "request_options",
@@ -233,6 +234,17 @@ def request_options(request: web.Request, body: PolicyFields) -> RequestKeywords
     if salt is not None:
         options["cache_salt"] = salt
     return options
+
+
+class WithImages(Protocol):
+    """A body with the field about images."""
+
+    mm_processor_kwargs: ImageOptions | None
+
+
+def image_options(body: WithImages) -> RequestKeywords:
+    """Return how the images of its messages are prepared."""
+    return {} if body.mm_processor_kwargs is None else {"mm_processor_kwargs": body.mm_processor_kwargs}
 
 
 def template_options(body: Templated, template: ChatTemplate, effort: str | None = None) -> RequestKeywords:

@@ -26,6 +26,9 @@ MAX_MESSAGES = 4096
 Variables = dict[str, str | int | float | bool | None]
 """Of a chat template."""
 
+ImageOptions = dict[str, int | str]
+"""How images are prepared."""
+
 Prompt = str | list[str | int | list[int]]
 """A text, texts, token ids, or several lists of them; a list is of one kind."""
 
