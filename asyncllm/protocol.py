@@ -122,7 +122,7 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     position: int = 0
     """That of its first token, absolute."""
     length: int
-    """Tokens, one for each row of features."""
+    """Tokens, from its first to its last."""
     digest: bytes
     """Of all that the features depend on."""
     pixels: Any
@@ -131,10 +131,33 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     """Rows and columns of its tokens, where these have positions in two dimensions; None: they follow one another."""
     size: tuple[int, int] = (0, 0)
     """Height and width before preprocessing."""
+    text: str = ""
+    """What stands for it in a prompt's text, if not the family's placeholder."""
+    slots: tuple[int, ...] = ()
+    """Rows of features of each place that the text has; () for one place with a row for each token."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """From which of its tokens to before which there are features, place by place; what is between them is text.
+    Written where it gets its position; () for all."""
+    joint: bool = False
+    """The tokens of a place see each other, so that they are computed in one step."""
 
     @property
     def end(self) -> int:
         return self.position + self.length
+
+    def joint_around(self, position: int) -> tuple[int, int] | None:
+        """Return from where to where, absolute, tokens see each other of which one is before `position` and one is not;
+        None: there are none."""
+        if self.joint and self.position < position < self.end:
+            for start, stop in self.spans or ((0, self.length),):
+                if self.position + start < position < self.position + stop:
+                    return self.position + start, self.position + stop
+        return None
+
+    @property
+    def num_features(self) -> int:
+        """Rows of features."""
+        return sum(self.slots) or self.length
 
     @property
     def shift(self) -> int:
@@ -152,6 +175,8 @@ class ImageProcessor(Protocol):
     before: Sequence[int]
     """Tokens that are put in front of those."""
     after: Sequence[int]
+    joint: int
+    """Most tokens of a place whose tokens see each other; 0: a chunk of a prompt may end in any image."""
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         """Load an image and return what the tower is to be shown of it. Takes milliseconds to seconds.

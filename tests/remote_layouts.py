@@ -324,18 +324,6 @@ LAYOUTS: dict[str, Layout] = {
     "gpt_neox_sequential": Layout(
         "gpt_neox", "gpt_neox", "gpt_neox", "GPTNeoXForCausalLM", extra={"use_parallel_residual": False}
     ),
-    "gemma3_vision": Layout(
-        "gemma3",
-        "gemma3",
-        "gemma3_text",
-        "Gemma3ForConditionalGeneration",
-        nested="text_config",
-        rename=lambda tensors, fields: {
-            **{f"language_model.{name}": tensor for name, tensor in tensors.items()},
-            "vision_tower.vision_model.post_layernorm.weight": torch.ones(8),
-            "multi_modal_projector.mm_soft_emb_norm.weight": torch.ones(8),
-        },
-    ),
     "llama4_vision": Layout(
         "llama4",
         "llama4",

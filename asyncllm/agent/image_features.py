@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from asyncllm.layers.images import image_parts
+from asyncllm.layers.step_inputs import JointTokens
 from asyncllm.protocol import Batch, PromptImage
 from asyncllm.vl.tower import VisionTower
 
-__all__ = ["ImageFeatures"]
+__all__ = ["ImageFeatures", "joint_tokens"]
 
 MAX_CACHED_BYTES = 2**28
 """Of features beyond those of the step: 32,000 tokens of 4,096 numbers in 16 bits."""
@@ -35,10 +36,10 @@ class ImageFeatures:
         parts = [part for row in batch.prefill if row.images for part in image_parts(row)]
         if not parts:
             return None
-        missing = {image.digest: image for image, _, _ in parts if image.digest not in self._cached}
+        missing = {image.digest: image for image, *_ in parts if image.digest not in self._cached}
         encoded = self._encoded(list(missing.values()))
         found = []
-        for image, first, last in parts:
+        for image, _, first, last in parts:
             features = encoded.get(image.digest)
             if features is None:
                 features = self._cached[image.digest]
@@ -51,7 +52,7 @@ class ImageFeatures:
 
     def counts(self, batch: Batch) -> dict[int, int]:
         """Return, by slot, how many image tokens each row of a step has, of those that have any."""
-        counts = {row.slot: sum(last - first for _, first, last in image_parts(row)) for row in batch.prefill}
+        counts = {row.slot: sum(part.last - part.first for part in image_parts(row)) for row in batch.prefill}
         return {slot: count for slot, count in counts.items() if count}
 
     def clear(self) -> None:
@@ -64,8 +65,10 @@ class ImageFeatures:
         for start in range(0, len(images), self._max_batch_size):
             some = images[start : start + self._max_batch_size]
             for image, features in zip(some, self._tower.encode(some), strict=True):
-                if len(features) != image.length:
-                    raise RuntimeError(f"an image of {image.length} tokens was given {len(features)} rows of features")
+                if len(features) != image.num_features:
+                    raise RuntimeError(
+                        f"an image of {image.num_features} features was given {len(features)} rows of features"
+                    )
                 encoded[image.digest] = features.clone()
         return encoded
 
@@ -75,3 +78,16 @@ class ImageFeatures:
         while self._num_bytes > MAX_CACHED_BYTES:
             _, oldest = self._cached.popitem(last=False)
             self._num_bytes -= oldest.nbytes
+
+
+def joint_tokens(batch: Batch) -> list[JointTokens]:
+    """Return the tokens of a step that see each other. Each place of such an image ends in the chunk that reaches
+    it."""
+    joint, start = [], len(batch.decode)
+    for number, row in enumerate(batch.prefill, len(batch.decode)):
+        for part in image_parts(row):
+            if part.image.joint:
+                first, count = start + part.position - row.position, part.last - part.first
+                joint.append(JointTokens(number, first, first + count, part.position + count))
+        start += len(row.tokens)
+    return joint

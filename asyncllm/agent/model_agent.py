@@ -28,7 +28,7 @@ from asyncllm.agent.cache.pool import allocate_pool, host_blocks, pool_blocks
 from asyncllm.agent.device.graphs import StepGraphs, bucket_sizes, smallest_for
 from asyncllm.agent.device.streams import MAX_STEPS_IN_FLIGHT, Streams
 from asyncllm.agent.device.upload import upload
-from asyncllm.agent.image_features import ImageFeatures
+from asyncllm.agent.image_features import ImageFeatures, joint_tokens
 from asyncllm.agent.open_model import OpenedModel
 from asyncllm.agent.pending_step import PendingStep, abandon
 from asyncllm.agent.prompt_outputs import PooledHidden, PromptScores
@@ -427,6 +427,7 @@ class ModelAgent:
         features = self._features(batch, pending)
         step = self._tables.advance(batch, captured=graphs is not None and not whole and features is None)
         step.inputs.image_features = features
+        step.inputs.joint = () if features is None else joint_tokens(batch)
         rows = step.arrays.rows
         pending.slots = rows.slots
         if step.size is not None and graphs is not None:
@@ -521,6 +522,8 @@ class ModelAgent:
         if num_decode:
             hidden[:num_decode] = self.model(decode_rows(step.inputs, num_decode))
         try:
+            if step.inputs.joint:
+                raise torch.OutOfMemoryError  # halves of what is computed together are no help
             for tokens, inputs in prefill_halves(step.arrays, step.inputs):
                 hidden[tokens] = self.model(inputs)
         except torch.OutOfMemoryError:

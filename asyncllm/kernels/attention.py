@@ -28,6 +28,7 @@ __all__ = [
     "DecodePlan",
     "PrefillPlan",
     "paged_decode_attention",
+    "paged_joint_attention",
     "paged_prefill_attention",
     "plan_decode_attention",
     "plan_prefill_attention",
@@ -267,6 +268,27 @@ def paged_prefill_attention(
     return output
 
 
+def paged_joint_attention(
+    q: Tensor,
+    cache: KVCache,
+    block_table: Tensor,
+    *,
+    kv_len: int,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+) -> Tensor:
+    """Attend with the last tokens of one row to the row's context and to each other, whichever comes first.
+
+    q [T, H, D], of tokens at positions kv_len - T to kv_len - 1; block_table [N] integers -> [T, H, D]. `window`, sinks
+    and alibi as in prefill: the window bounds what comes before a token. In plain torch, for the images of a prompt.
+    """
+    shape = _Shape(scale, softcap, sinks, alibi)
+    return _attend_row(q, cache, block_table, kv_len, len(q), window, shape, joint=True)
+
+
 def _attend_row(
     q: Tensor,
     cache: KVCache,
@@ -275,9 +297,11 @@ def _attend_row(
     q_len: int,
     window: int | None,
     shape: _Shape,
+    *,
+    joint: bool = False,
 ) -> Tensor:
     """Attend with the queries q [q_len, H, D] at positions kv_len - q_len to kv_len - 1 of one row, with its blocks
-    [N]."""
+    [N]. `joint`: they see each other."""
     num_kv_heads, block_size = cache.k.shape[1:3]
     lowest = 0 if window is None else max(0, kv_len - q_len - window + 1)
     first_page = lowest // block_size
@@ -288,21 +312,24 @@ def _attend_row(
         part.view(num_kv_heads, -1, part.shape[-1])[:, lowest - skipped : kv_len - skipped]
         for part in cache.read_pages(lines, q.dtype)
     )
-    return _attend_causally(q, k, v, kv_len - q_len - lowest, window, shape)
+    return _attend_keys(q, k, v, kv_len - q_len - lowest, window, shape, joint=joint)
 
 
-def _attend_causally(q: Tensor, k: Tensor, v: Tensor, first: int, window: int | None, shape: _Shape) -> Tensor:
+def _attend_keys(
+    q: Tensor, k: Tensor, v: Tensor, first: int, window: int | None, shape: _Shape, *, joint: bool
+) -> Tensor:
     """q [T, H, D] at positions first, first + 1, ... against k and v [K, S, D] at positions 0, 1, ... -> [T, H, D]."""
     tokens, num_heads, _ = q.shape
     num_kv_heads, length, _ = k.shape
     group = num_heads // num_kv_heads
     scale, softcap, sinks, alibi = shape
     plain = softcap is None and sinks is None and alibi is None
-    causal = plain and first == 0 and window is None
+    causal = plain and first == 0 and window is None and not joint
     visible = None
     if not causal:
         distance = torch.arange(first, first + tokens, device=q.device)[:, None] - torch.arange(length, device=q.device)
-        visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        visible = (distance >= 0) | joint
+        visible = visible if window is None else visible & (distance < window)
     if plain or visible is None:
         attended = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],

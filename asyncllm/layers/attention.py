@@ -221,6 +221,18 @@ class Attention(Layer):
                 q, cache, prefill, scale=self.scale, softcap=self.softcap, sinks=sinks, alibi=self.alibi, out=attended
             )
         assert attended is not None
+        for row, start, stop, kv_len in step.joint:
+            attended[start:stop] = kernels.paged_joint_attention(
+                q[start:stop],
+                cache,
+                step.block_tables[row],
+                kv_len=kv_len,
+                scale=self.scale,
+                softcap=self.softcap,
+                window=self.window,
+                sinks=sinks,
+                alibi=self.alibi,
+            )
         return attended
 
     def _cache_write(self, step: StepInputs, cache: KVCache) -> Tensor:

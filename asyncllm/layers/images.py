@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,27 +14,42 @@ from asyncllm.layers.layer import Layer
 from asyncllm.layers.step_inputs import Column, StepInputs
 from asyncllm.protocol import Batch, PrefillRow, PromptImage
 
-__all__ = ["IMAGE_ROWS", "ImageMerge", "image_parts"]
+__all__ = ["IMAGE_ROWS", "ImageMerge", "ImagePart", "image_parts"]
 
 
-def image_parts(row: PrefillRow) -> Iterator[tuple[PromptImage, int, int]]:
-    """Yield the images that reach into a chunk, each with which of its tokens, from one to before the other, are
-    there."""
+class ImagePart(NamedTuple):
+    """Tokens of a chunk that are an image's, one after the other."""
+
+    image: PromptImage
+    position: int
+    """Of the first, absolute."""
+    first: int
+    """The first one's row among the image's features, and"""
+    last: int
+    """the row behind the last one's."""
+
+
+def image_parts(row: PrefillRow) -> Iterator[ImagePart]:
+    """Yield what images have in a chunk."""
     end = row.position + len(row.tokens)
     for image in row.images:
-        first, last = max(row.position, image.position), min(end, image.end)
-        if first < last:
-            yield image, first - image.position, last - image.position
+        rows = 0
+        for start, stop in image.spans or ((0, image.length),):
+            start, stop = image.position + start, image.position + stop
+            first, last = max(row.position, start), min(end, stop)
+            if first < last:
+                yield ImagePart(image, first, rows + first - start, rows + last - start)
+            rows += stop - start
 
 
 def _image_rows(batch: Batch, positions: NDArray[Any]) -> NDArray[Any]:
     rows = np.full(len(positions), -1, np.int64)
     start, count = len(batch.decode), 0
     for row in batch.prefill:
-        for image, first, last in image_parts(row):
-            place = start + image.position + first - row.position
-            rows[place : place + last - first] = np.arange(count, count + last - first)
-            count += last - first
+        for part in image_parts(row):
+            place, length = start + part.position - row.position, part.last - part.first
+            rows[place : place + length] = np.arange(count, count + length)
+            count += length
         start += len(row.tokens)
     return rows
 

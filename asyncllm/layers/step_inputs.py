@@ -23,6 +23,7 @@ __all__ = [
     "POSITIONS",
     "Column",
     "GroupTables",
+    "JointTokens",
     "SampledRows",
     "StepInputs",
     "places_of",
@@ -72,6 +73,18 @@ BLOCK_TABLES = Column(name="block_tables", dtype=torch.int32, per="row", of_tabl
 def places_of(group: int) -> Column:
     """The places of the step's tokens in a block group."""
     return PLACES if group == 0 else dataclasses.replace(PLACES, name=f"places_{group}")
+
+
+class JointTokens(NamedTuple):
+    """Tokens of a prefill row, one after the other, of which each sees all; and what is before them."""
+
+    row: int
+    start: int
+    """The first one's index among the step's tokens, and"""
+    stop: int
+    """the index behind the last one's."""
+    kv_len: int
+    """Tokens of the row up to the last of them."""
 
 
 class GroupTables(NamedTuple):
@@ -125,6 +138,8 @@ class StepInputs:
     image_features: Tensor | None = None
     """[F, hidden]: the features of the step's image tokens, in order; several times as wide where layers add theirs.
     `layers.images` has each token's row."""
+    joint: Sequence[JointTokens] = ()
+    """Tokens that see each other, of images. Not of parts of the step that `select` gives."""
     adapted: bool = False
     """Whether a token has an adapter, so that layers with adapters have to add theirs."""
     batch_invariant: bool = False
@@ -201,6 +216,7 @@ class StepInputs:
             q_offsets=q_offsets,
             max_q_len=max_q_len,
             prompts=None,
+            joint=(),
         )
 
 

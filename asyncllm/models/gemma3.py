@@ -7,30 +7,17 @@ from typing import Any, ClassVar
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.gemma2 import Gemma2
 from asyncllm.models.registry import register
-from asyncllm.models.weights import WeightMap
 
 __all__ = ["Gemma3"]
 
 
-_TEXT = Gemma2.weights.replaced(
-    {
-        "model.layers.{i}.self_attn.q_norm": "layers.{i}.attn.q_norm",
-        "model.layers.{i}.self_attn.k_norm": "layers.{i}.attn.k_norm",
-    }
-).rows
-
-_VISION = ("vision_tower", "multi_modal_projector")
-
-
-@register(Gemma3ForCausalLM="Gemma 3, text", Gemma3ForConditionalGeneration="Gemma 3 4B, 12B, 27B, their text alone")
+@register(Gemma3ForCausalLM="Gemma 3, text")
 class Gemma3(Gemma2):
-    weights = WeightMap(
+    weights = Gemma2.weights.replaced(
         {
-            **_TEXT,
-            **{f"language_model.{pattern}": target for pattern, target in _TEXT.items()},
-            **{pattern.replace("model.", "model.language_model.", 1): target for pattern, target in _TEXT.items()},
-        },
-        aside=(*_VISION, *(f"model.{each}" for each in _VISION)),
+            "model.layers.{i}.self_attn.q_norm": "layers.{i}.attn.q_norm",
+            "model.layers.{i}.self_attn.k_norm": "layers.{i}.attn.k_norm",
+        }
     )
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "gemma3_text",
@@ -53,10 +40,6 @@ class Gemma3(Gemma2):
 
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
-        text = hf.fields.get("text_config")
-        if text is not None and not isinstance(text, dict):
-            hf.invalid("text_config", "where an object belongs")
-        hf = hf.changed(text or {})
         for key in ("hidden_activation", "hidden_act"):
             hf.expect(key, "gelu_pytorch_tanh")
         hf.expect("use_bidirectional_attention", False)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from asyncllm.models.config import HFConfig
+from asyncllm.models.vision.gemma3 import read_gemma3
 from asyncllm.models.vision.intern_vl import read_intern_vl
 from asyncllm.models.vision.llava import read_deepseek_vl, read_llava
 from asyncllm.models.vision.parts import Composed
@@ -46,6 +47,7 @@ def with_tower(table: WeightMap, vision: TowerConfig) -> WeightMap:
 
 _READERS: Mapping[str, Callable[[HFConfig], Composed]] = {
     "DeepseekVLForConditionalGeneration": read_deepseek_vl,
+    "Gemma3ForConditionalGeneration": read_gemma3,
     "InternVLChatModel": read_intern_vl,
     "InternVLForConditionalGeneration": read_intern_vl,
     "LlavaForConditionalGeneration": read_llava,
@@ -58,6 +60,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed]] = {
 
 VISION_MODELS: Mapping[str, str] = {
     "DeepseekVLForConditionalGeneration": "DeepSeek-VL 1.3B, as transformers has it",
+    "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B",
     "InternVLChatModel": "InternVL-Chat 1.5, InternVL2, InternVL2.5 and InternVL3, as their authors published them",
     "InternVLForConditionalGeneration": "the same, as transformers has them",
     "LlavaForConditionalGeneration": "LLaVA 1.5, as llava-hf has it",
@@ -96,7 +99,6 @@ REFUSED_MODELS: Mapping[str, Refused] = {
         "InternLM-XComposer2 and 2.5", "weights of their own for images' tokens in every layer", "InternVLChatModel"
     ),
     "KimiVLForConditionalGeneration": Refused("Kimi-VL", _OWN_TOWER, "Qwen2_5_VLForConditionalGeneration"),
-    "Llama4ForConditionalGeneration": Refused("Llama 4", "its decoder is not written yet", _NEAREST_LLAVA),
     "LlavaOnevisionForConditionalGeneration": Refused("LLaVA-OneVision", _OWN_TOWER, _NEAREST_LLAVA),
     "MiniCPMV": Refused("MiniCPM-V", _OWN_TOWER, "InternVLChatModel"),
     "Mistral3ForConditionalGeneration": Refused("Mistral Small 3.1 and 3.2", _OWN_TOWER, _NEAREST_LLAVA),

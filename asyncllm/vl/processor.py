@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.protocol import ImageProcessor
 from asyncllm.text.checkpoint_files import read_json_object
 from asyncllm.vl.processing.clip import AnyresProcessor, CenterProcessor, SquareProcessor
+from asyncllm.vl.processing.gemma3 import Gemma3Processor
 from asyncllm.vl.processing.qwen import DynamicProcessor
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.tiles import TileProcessor
@@ -78,6 +81,16 @@ def _qwen(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
+def _gemma3(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    vision = {"image_size": 224, **(fields.get("vision_config") or {})}
+    return Gemma3Processor(
+        PictureSettings(settings, where, mean=HALVES, std=HALVES, resample=Image.Resampling.BILINEAR),
+        token_id=_image_token(fields, 262144),
+        tokens=fields.get("mm_tokens_per_image") or 256,
+        side=vision["image_size"],
+    )
+
+
 def _deepseek(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     vision = {"image_size": 384, "patch_size": 16, **(fields.get("vision_config") or {})}
     return SquareProcessor(
@@ -125,6 +138,7 @@ def _token_of(folder: Path, text: str) -> int:
     return int(known[text])
 
 
+HALVES = (0.5, 0.5, 0.5)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PINPOINTS = [(336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)]
 
@@ -138,6 +152,7 @@ def _image_token(fields: _Fields, default: int) -> int:
 
 _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "DeepseekVLForConditionalGeneration": _deepseek,
+    "Gemma3ForConditionalGeneration": _gemma3,
     "InternVLChatModel": _intern,
     "InternVLForConditionalGeneration": _intern,
     "LlavaForConditionalGeneration": _llava,

@@ -73,8 +73,9 @@ class Variant:
         return extras
 
 
-def oracle(q: Tensor, k: Tensor, v: Tensor, first: int, variant: Variant) -> Tensor:
-    """q [T, H, D] at positions first, first + 1, ... against k and v [S, K, D], in float64."""
+def oracle(q: Tensor, k: Tensor, v: Tensor, first: int, variant: Variant, *, joint: bool = False) -> Tensor:
+    """q [T, H, D] at positions first, first + 1, ... against k and v [S, K, D], in float64. `joint`: they see each
+    other."""
     tokens, num_heads, _ = q.shape
     extras = variant.extras(num_heads, str(q.device))
     k, v = (part.double().repeat_interleave(num_heads // k.shape[1], 1) for part in (k, v))
@@ -84,7 +85,8 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, first: int, variant: Variant) -> Ten
     distance = torch.arange(len(k), device=q.device) - torch.arange(first, first + tokens, device=q.device)[:, None]
     if variant.alibi:
         scores = scores + extras["alibi"].double()[:, None] * distance[:, None]
-    hidden = distance > 0 if variant.window is None else (distance > 0) | (distance <= -variant.window)
+    hidden = (distance > 0) & (not joint)
+    hidden = hidden if variant.window is None else hidden | (distance <= -variant.window)
     scores = scores.masked_fill(hidden[:, None], float("-inf"))
     if variant.sinks:
         sinks = extras["sinks"].double()[None, :, None].expand(tokens, num_heads, 1)

@@ -17,6 +17,7 @@ from tests.kernels.attention_cases import (
     expected_prefill,
     generator,
     offsets_of,
+    oracle,
 )
 
 
@@ -138,6 +139,19 @@ def test_prefill(
     q = torch.randn(sum(counts), num_heads, HEAD_DIM, generator=generator(7))
     expected = expected_prefill(q, pages, counts, variant)
     torch.testing.assert_close(prefill(q, pages, counts, variant).double(), expected, atol=2e-6, rtol=1e-5)
+
+
+@VARIANTS
+@pytest.mark.parametrize(("length", "count"), [(9, 9), (23, 4), (40, 13)])
+def test_tokens_that_see_each_other(length: int, count: int, variant: Variant) -> None:
+    pages = Pages([3, length], 5, 2)
+    q = torch.randn(count, 4, HEAD_DIM, generator=generator(8))
+    extras = variant.extras(4)
+    attended = kernels.paged_joint_attention(
+        q, pages.cache, pages.block_tables[1], kv_len=length, window=variant.window, **extras
+    )
+    expected = oracle(q, *pages.contexts[1], length - count, variant, joint=True)
+    torch.testing.assert_close(attended.double(), expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -211,6 +211,53 @@ def _internvl_6b() -> tuple[Any, dict[str, Any], list[str], str | None]:
     return config, pictures, tokens, template
 
 
+def _gemma3() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    """Windows that are shorter than an image, so that they bound what its tokens see."""
+    from transformers import Gemma3Config
+
+    tower = {**_CLIP, "model_type": "siglip_vision_model"}
+    del tower["projection_dim"]
+    text = {
+        **_TEXT,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 3,
+        "sliding_window": 6,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 20,
+    }
+    config = Gemma3Config(
+        vision_config={**tower, "image_size": 56},
+        text_config=text,
+        mm_tokens_per_image=16,
+        image_token_index=IMAGE_ID,
+        boi_token_index=IMAGE_ID + 1,
+        eoi_token_index=IMAGE_ID + 2,
+    )
+    pictures = {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": 56, "width": 56},
+        "resample": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    return config, pictures, _GEMMA_TOKENS, None
+
+
+def _gemma3_scan() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    """Long images come with crops of them."""
+    config, pictures, tokens, template = _gemma3()
+    scan = {
+        "do_pan_and_scan": True,
+        "pan_and_scan_min_crop_size": 20,
+        "pan_and_scan_max_num_crops": 3,
+        "pan_and_scan_min_ratio_to_activate": 1.2,
+    }
+    return config, {**pictures, **scan}, tokens, template
+
+
+_GEMMA_TOKENS = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
+
+
 def _deepseek_vl() -> tuple[Any, dict[str, Any], list[str], str | None]:
     from transformers import DeepseekVLConfig
 
@@ -237,6 +284,8 @@ KINDS: dict[str, Callable[[], tuple[Any, dict[str, Any], list[str], str | None]]
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "deepseek_vl": _deepseek_vl,
+    "gemma3": _gemma3,
+    "gemma3_scan": _gemma3_scan,
     "internvl": _internvl,
     "internvl_6b": _internvl_6b,
 }
@@ -261,7 +310,7 @@ def build_vlm(kind: str, folder: Path, seed: int = 0) -> Path:
     disable_progress_bar()
     config, pictures, tokens, template = KINDS[kind]()
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    perturb(model, seed)
+    perturb(model, seed, offset=0.0 if kind.startswith("gemma") else 1.0)
     model.save_pretrained(folder)
     if kind in _AS_PUBLISHED:
         file = folder / "model.safetensors"
@@ -285,6 +334,8 @@ def oracle_of(folder: Path) -> Callable[[Sequence[int], Sequence[Image.Image]], 
         inputs = torch.tensor([list(ids)])
         if "image_grid_thw" in pictures:
             pictures["mm_token_type_ids"] = (inputs == IMAGE_ID).int()
+        if pictures.pop("num_crops", None) is not None:
+            pictures["token_type_ids"] = (inputs == IMAGE_ID).int()
         result: Tensor = model(input_ids=inputs, **pictures).logits[0]
         return result
 

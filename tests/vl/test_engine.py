@@ -272,3 +272,35 @@ async def test_a_text_model_refuses_images(tiny_checkpoint: Any) -> None:
         for prompt in (("what?", picture(1)), message("what?", picture(1))):
             with pytest.raises(UnsupportedFeature, match="only text"):
                 await engine.generate(prompt)
+
+
+@pytest.mark.parametrize(("budget", "blocks", "caching"), [(17, 90, True), (40, 44, False), (16, 60, False)])
+async def test_no_chunk_cuts_tokens_that_see_each_other(budget: int, blocks: int, caching: bool) -> None:
+    """Prompts in a pool with little room beside the window and an image, some of which the prefix cache has up to
+    within an image."""
+    prompts = [(f"{'long words ' * n}and then?", [picture(n), picture(n + 1, 90, 31)]) for n in (0, 1, 2, 3, 1)]
+    long = GenerationConfig(max_new_tokens=20, temperature=0, ignore_eos=True, logprobs=1)
+    tight = config(max_prefill_token_num=budget, num_gpu_blocks=blocks, enable_prefix_caching=caching)
+    async with AsyncEngine(str(folder_of("gemma3")), tight) as engine:
+        for _ in range(2):
+            responses = await engine.batch_infer(prompts, long)  # type: ignore[arg-type]
+            assert isinstance(responses, list)
+            for prompt, response in zip(prompts, responses, strict=True):
+                ids = await engine.encode(prompt)  # type: ignore[arg-type]
+                assert worst_difference("gemma3", ids, prompt[1], response) < 1e-4  # type: ignore[arg-type]
+        engine.check_idle()
+
+
+async def test_a_cut_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptImage, "joint_around", lambda self, position: None)
+    async with AsyncEngine(str(folder_of("gemma3")), config(max_prefill_token_num=16)) as engine:
+        response = await engine.generate(("what?", picture(1)), GREEDY)
+        ids = await engine.encode(("what?", picture(1)))
+    with pytest.raises(AssertionError):
+        assert worst_difference("gemma3", ids, [picture(1)], response) < 1e-4  # type: ignore[arg-type]
+
+
+async def test_a_step_has_room_for_what_is_computed_in_one() -> None:
+    with pytest.raises(InvalidParameter, match="Give it 16 or more"):
+        async with AsyncEngine(str(folder_of("gemma3")), config(max_prefill_token_num=15)):
+            pass

@@ -142,10 +142,11 @@ def blocks_in_window(window: int, block_size: int) -> int:
     return -(-(window - 1) // block_size) + 1
 
 
-def pool_tokens(limits: Limits) -> int:
-    """Return how many tokens the longest sequence may have, so that the pool holds all that it needs at one time."""
+def pool_tokens(limits: Limits, joint: int = 0) -> int:
+    """Return how many tokens the longest sequence may have, so that the pool holds all that it needs at one time.
+    `joint`: most tokens that have to be computed in one step."""
     num_whole = limits.windows.count(None)
-    most = [blocks_in_window(window, limits.block_size) for window in limits.windows if window is not None]
+    most = [blocks_in_window(window + joint, limits.block_size) for window in limits.windows if window is not None]
     if not num_whole and sum(most) <= limits.num_blocks:
         return max(limits.max_position, limits.num_blocks * limits.block_size)
     needed = (num_whole * end + sum(min(end, blocks) for blocks in most) for end in range(1, limits.num_blocks + 2))

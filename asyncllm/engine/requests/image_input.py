@@ -83,9 +83,13 @@ class ImageInput:
             )
         return options
 
-    def written(self, text: str) -> str:
+    def written(self, text: str, images: Sequence[PromptImage]) -> str:
         """Return a text with what the family writes for an image in place of the marks."""
-        return text if self._processor is None else text.replace(IMAGE_MARK, self._processor.placeholder)
+        if self._processor is None or IMAGE_MARK not in text:
+            return text
+        usual, pieces = self._processor.placeholder, text.split(IMAGE_MARK)
+        texts = [image.text or usual for image in images] + [usual] * (len(pieces) - 1 - len(images))
+        return "".join([pieces[0], *(each for pair in zip(texts, pieces[1:], strict=False) for each in pair)])
 
     def placed(
         self, known: Sequence[int], ids: Sequence[int], images: Sequence[PromptImage]
@@ -99,16 +103,23 @@ class ImageInput:
             token_ids.extend(ids)
             return token_ids, []
         places = [index for index, token in enumerate(ids) if token == processor.token_id]
-        if len(places) != len(images):
+        wanted = sum(len(image.slots) or 1 for image in images)
+        if len(places) != wanted:
             raise InvalidMessage(
-                f"The prompt has {len(places)} places for images and {len(images)} images. Give each image one place, "
-                f"or leave the places to the chat template."
+                f"The prompt has {len(places)} places for images and {len(images)} images, which take {wanted}. Give "
+                f"each image its own, or leave the places to the chat template."
             )
-        start, placed = 0, []
-        for place, image in zip(places, images, strict=True):
-            token_ids += [*ids[start:place], *processor.before]
-            placed.append(msgspec.structs.replace(image, position=len(token_ids)))
-            token_ids += [*[processor.token_id] * image.length, *processor.after]
-            start = place + 1
+        start, placed, place = 0, [], iter(places)
+        for image in images:
+            spans: list[tuple[int, int]] = []
+            for length in image.slots or (image.length,):
+                end = next(place)
+                token_ids += [*ids[start:end], *processor.before]
+                spans.append((len(token_ids), len(token_ids) + length))
+                token_ids += [*[processor.token_id] * length, *processor.after]
+                start = end + 1
+            first = spans[0][0]
+            within = tuple((begin - first, stop - first) for begin, stop in spans)
+            placed.append(msgspec.structs.replace(image, position=first, length=within[-1][1], spans=within))
         token_ids.extend(ids[start:])
         return token_ids, placed

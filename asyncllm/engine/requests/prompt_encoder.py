@@ -69,7 +69,7 @@ class PromptEncoder:
         self.vocab_size = limits.vocab_size
         self.session_len = min(limits.max_position, config.session_len or limits.max_position)
         """Most tokens of prompt, history and answer together."""
-        self._pool_tokens = pool_tokens(limits)
+        self._pool_tokens = pool_tokens(limits, 0 if processor is None else processor.joint)
         pieces = [] if tokenizer.table is None else tokenizer.table.pieces
         self._longest_piece = max((len(piece) for piece in pieces if piece), default=0)
         """Bytes of the longest token; 0 where that is not known."""
@@ -114,8 +114,9 @@ class PromptEncoder:
         *,
         do_preprocess: bool,
         options: RequestOptions = DEFAULT_OPTIONS,
+        images: Sequence[PromptImage] = (),
     ) -> Rendered:
-        """Return the prompt's text. Raises InvalidRequest."""
+        """Return the prompt's text, with what stands for its images. Raises InvalidRequest."""
         if not isinstance(messages, Sequence):
             raise InvalidMessage(
                 f"A prompt is a str or a list of messages, not {type(messages).__name__}. "
@@ -125,7 +126,7 @@ class PromptEncoder:
             if not messages:
                 raise InvalidMessage("The prompt is empty: there is nothing to read. Pass at least one character.")
             if not do_preprocess:
-                return Rendered(self.images.written(messages))
+                return Rendered(self.images.written(messages, images))
             messages = as_messages(messages)
         elif not do_preprocess:
             raise InvalidMessage("do_preprocess=False takes the prompt as it is: it must be a str, not messages.")
@@ -136,11 +137,11 @@ class PromptEncoder:
             continue_final_message=options.continues,
             variables=literals.mark_values(options.variables()),
         )
-        return self._restored(literals, text)
+        return self._restored(literals, text, images)
 
-    def _restored(self, literals: Literals, text: str) -> Rendered:
+    def _restored(self, literals: Literals, text: str, images: Sequence[PromptImage]) -> Rendered:
         """Return a text that was rendered from marked messages, with its marks resolved."""
-        text, spans = literals.restore(self.images.written(text))
+        text, spans = literals.restore(self.images.written(text, images))
         # A prompt that no template frames is the user's own framing, special tokens and all.
         return Rendered(text, spans if self.template.capability == "chat" else ())
 
@@ -161,6 +162,7 @@ class PromptEncoder:
         add_bos: bool = True,
         whole: bool = False,
         bounded: bool = True,
+        images: Sequence[PromptImage] = (),
     ) -> list[int]:
         """Return the token ids of a text or of messages, rendered and encoded in a thread if they are long.
 
@@ -170,7 +172,7 @@ class PromptEncoder:
         """
 
         def encode() -> list[int]:
-            rendered = self.render(prompt, do_preprocess=do_preprocess, options=options)
+            rendered = self.render(prompt, do_preprocess=do_preprocess, options=options, images=images)
             return self.encode(rendered, add_bos=add_bos, whole=whole, bounded=bounded)
 
         await self._gate.enter()
@@ -198,7 +200,7 @@ class PromptEncoder:
         prompt, images = await self.images.take(prompt, options.mm_processor_kwargs, owner)
         if not past.turns or not do_preprocess:
             rendering: Any = {"do_preprocess": do_preprocess, "options": options, "owner": owner, "whole": whole}
-            added = await self.prompt_ids(prompt, add_bos=not past.token_ids, **rendering)
+            added = await self.prompt_ids(prompt, add_bos=not past.token_ids, images=images, **rendering)
             ids, placed = self.images.placed(past.token_ids, added, images)
             return ids, [*past.images, *placed]
         await self._gate.enter()
@@ -218,8 +220,9 @@ class PromptEncoder:
         if tail is None:
             conversation = [*before, {"role": "assistant", "content": answer}, *new]
             text = self.template.render(conversation, variables=variables)
-            return self.images.placed([], self.encode(self._restored(literals, text)), [*past.images, *images])
-        added = self.encode(self._restored(literals, tail), add_bos=False)
+            everything = [*past.images, *images]
+            return self.images.placed([], self.encode(self._restored(literals, text, everything)), everything)
+        added = self.encode(self._restored(literals, tail, images), add_bos=False)
         known = past.token_ids
         if known and known[-1] in self.tokenizer.eos_token_ids:
             # How a turn ends is for the template to say, usually by the same token.
@@ -238,7 +241,12 @@ class PromptEncoder:
             else:
                 marked, images = await self.images.take(prompt, options.mm_processor_kwargs)
                 ids = await self.prompt_ids(
-                    marked, do_preprocess=do_preprocess, options=options, add_bos=add_bos, bounded=bounded
+                    marked,
+                    do_preprocess=do_preprocess,
+                    options=options,
+                    add_bos=add_bos,
+                    bounded=bounded,
+                    images=images,
                 )
                 encoded.append(self.images.placed([], ids, images)[0])
             await asyncio.sleep(0)  # many prompts do not hold up the loop

@@ -39,4 +39,5 @@ class PrefillBudget:
         if total < _MIN_ROUNDED_TILES * tile or not excess:
             return chunks
         sequence, length = chunks[-1]
-        return [*chunks[:-1], (sequence, length - excess)] if length > excess else chunks
+        shorter = sequence.uncut(length - excess, length - excess) if length > excess else 0
+        return [*chunks[:-1], (sequence, shorter)] if shorter else chunks

@@ -131,8 +131,8 @@ class Scheduler:
             else:
                 self._decode_steps = 0
                 self._schedule_prefill(batch, sampled, prefill)
-        if not batch.decode and not batch.prefill and not self.host.plan:
-            assert not batch.new_blocks, "blocks were given to a row that is not in the step"
+        # Rows that wait for room for tokens which are computed in one step may get blocks in a step without tokens.
+        if not (batch.decode or batch.prefill or batch.starts or batch.new_blocks or self.host.plan):
             return None
         batch.swaps = self.host.take_plan(step)
         sampled.extend(sequence for sequence, row in prefill if row.sample)
@@ -153,10 +153,10 @@ class Scheduler:
         for sequence in rows:
             if sequence.state is not SequenceState.DECODE or sequence.remaining <= 0:
                 if windowed and sequence.state is SequenceState.PREFILL:
-                    self._has_room(batch, sequence)
+                    self._has_room(batch, sequence, sequence.next_end)
                 continue
             position = sequence.num_computed
-            if position == sequence.capacity and not self._has_room(batch, sequence):
+            if position == sequence.capacity and not self._has_room(batch, sequence, position + 1):
                 continue
             sequence.num_computed = position + 1
             sequence.pending += 1
@@ -166,10 +166,15 @@ class Scheduler:
             scheduled.append(sequence)
         return scheduled
 
-    def _has_room(self, batch: Batch, sequence: Sequence) -> bool:
-        """Make sure that there is room for a sequence's next token; False: not in this step."""
-        if sequence.num_computed < sequence.capacity:
-            return True
+    def _has_room(self, batch: Batch, sequence: Sequence, end: int) -> bool:
+        """Make sure that there is room for a sequence's tokens before `end`; False: not in this step."""
+        while sequence.capacity < end:
+            if not self._has_room_for_block(batch, sequence):
+                return False
+        return True
+
+    def _has_room_for_block(self, batch: Batch, sequence: Sequence) -> bool:
+        """Give a sequence one more block of each group; False: not in this step."""
         lacking = [table for table in sequence.tables if table.end * self._block_size == sequence.capacity]
         while self.blocks.num_available < len(lacking):
             if self.blocks.num_fenced or (self.groups.windowed and sequence.last_step > self._last_read):
@@ -289,12 +294,14 @@ class Scheduler:
             if len(chunks) + len(passed) == len(self._prefilling) and not self._admit(batch):
                 break
             sequence = self._prefilling[len(chunks) + len(passed)]
-            length = min(len(sequence.token_ids) - sequence.num_computed, budget)
-            if self.groups.windowed:
-                length = self._room_for_chunk(batch, sequence, length)
-                if not length:
-                    passed.append(sequence)
-                    continue
+            most = budget if chunks else self._prefill_budget.most
+            length = sequence.uncut(min(len(sequence.token_ids) - sequence.num_computed, budget), most)
+            if self.groups.windowed and length:
+                room = self._room_for_chunk(batch, sequence, length)
+                length = sequence.uncut(room, room)
+            if not length:
+                passed.append(sequence)
+                continue
             chunks.append((sequence, length))
             budget -= length
         if chunks and (decoding or self.waiting):

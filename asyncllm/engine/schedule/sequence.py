@@ -331,6 +331,26 @@ class Sequence:
             adapter_slot=self.adapter_slot,
         )
 
+    def joint_around(self, end: int) -> tuple[int, int] | None:
+        """Return from where to where tokens see each other that a chunk would cut which ends at `end`; None: there are
+        none."""
+        return next((span for image in self.request.images if (span := image.joint_around(end)) is not None), None)
+
+    def uncut(self, length: int, most: int) -> int:
+        """Return how many known tokens a chunk of about `length` has, so that it cuts no tokens that see each other:
+        fewer, or where they come first more, up to `most`; 0 if that is not enough."""
+        span = self.joint_around(self.num_computed + length)
+        if span is None:
+            return length
+        start, stop = (each - self.num_computed for each in span)
+        return start if start > 0 else stop if stop <= most else 0
+
+    @property
+    def next_end(self) -> int:
+        """Where the shortest chunk ends that may come next."""
+        span = self.joint_around(self.num_computed + 1)
+        return self.num_computed + 1 if span is None else span[1]
+
     def next_chunk(self, length: int) -> PrefillRow:
         """Return the row that computes its next `length` known tokens."""
         known, start, request = len(self.token_ids), self.num_computed, self.request

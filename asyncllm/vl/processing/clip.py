@@ -22,6 +22,7 @@ class CenterProcessor:
 
     before: Sequence[int] = ()
     after: Sequence[int] = ()
+    joint = 0
 
     def __init__(self, settings: PictureSettings, *, token_id: int, placeholder: str, length: int, side: int) -> None:
         """`length`: tokens of an image. `side`: of the tower's pictures in pixels."""

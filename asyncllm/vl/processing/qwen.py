@@ -43,6 +43,7 @@ class DynamicProcessor:
 
     before: Sequence[int] = ()
     after: Sequence[int] = ()
+    joint = 0
 
     def __init__(self, settings: PictureSettings, *, token_id: int, placeholder: str) -> None:
         self.settings, self.token_id, self.placeholder = settings, token_id, placeholder

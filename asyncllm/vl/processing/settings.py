@@ -30,16 +30,17 @@ class PictureSettings:
         *,
         mean: tuple[float, ...] = CLIP_MEAN,
         std: tuple[float, ...] = CLIP_STD,
+        resample: Image.Resampling = Image.Resampling.BICUBIC,
     ) -> None:
-        """`mean` and `std` are those of a file without any. Raises InvalidCheckpoint, UnsupportedModel."""
+        """`mean`, `std` and `resample` are those of a file without any. Raises InvalidCheckpoint, UnsupportedModel."""
         self.fields, self.where = fields, where
         for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
             if fields.get(key, True) not in (True, None):
                 raise UnsupportedModel(f"{where}: {key} = {short(fields[key])} is not implemented. Set it to true.")
-        resample = fields.get("resample", Image.Resampling.BICUBIC)
-        if resample not in list(Image.Resampling):
+        chosen = fields.get("resample", resample)
+        if chosen not in list(Image.Resampling):
             self._refuse("resample", "which is none of Pillow's filters")
-        self.resample = Image.Resampling(resample)
+        self.resample = Image.Resampling(chosen)
         scale = fields.get("rescale_factor", 1 / 255)
         if not isinstance(scale, float) or not 0 < scale <= 1:
             self._refuse("rescale_factor", "where a number up to 1 belongs")
@@ -62,10 +63,17 @@ class PictureSettings:
 
     def integer(self, key: str, default: int, *, maximum: int = 2**31) -> int:
         """Return a positive integer. Raises InvalidCheckpoint."""
-        value = self.fields.get(key, default)
+        value = default if self.fields.get(key) is None else self.fields[key]
         if type(value) is not int or not 1 <= value <= maximum:
             self._refuse(key, f"where an integer from 1 to {maximum} belongs")
         return int(value)
+
+    def number(self, key: str, default: float) -> float:
+        """Return a positive number. Raises InvalidCheckpoint."""
+        value = default if self.fields.get(key) is None else self.fields[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
+            self._refuse(key, "where a positive number belongs")
+        return float(value)
 
     def side(self, key: str, default: int) -> int:
         """Return the side of a square: a number, or an object with `shortest_edge` or equal `height` and `width`."""

@@ -39,6 +39,8 @@ def tile_grid(width: int, height: int, tile: int, least: int, most: int) -> tupl
 class TileProcessor:
     """Squares of the tower's size, row by row; behind several the whole image in one."""
 
+    joint = 0
+
     def __init__(
         self,
         settings: PictureSettings,

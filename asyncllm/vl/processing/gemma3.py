@@ -1,0 +1,66 @@
+"""Pictures for Gemma 3: all of an image squeezed into a square, and for long ones crops of it ("pan and scan")."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.loading import load_image
+from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+
+__all__ = ["Gemma3Processor"]
+
+PLACE = "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"
+WITH_CROPS = "Here is the original image {} and here are some crops to help you see better {}"
+
+
+class Gemma3Processor:
+    """A picture is as many tokens as any other, which see each other."""
+
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
+    placeholder = PLACE
+
+    def __init__(self, settings: PictureSettings, *, token_id: int, tokens: int, side: int) -> None:
+        """`tokens`: of a picture. `side`: of the tower's pictures in pixels."""
+        self.settings, self.token_id, self.joint = settings, token_id, tokens
+        self._edge = settings.side("size", side)
+        self._crops = settings.fields.get("do_pan_and_scan") is True
+        self._min_side = settings.integer("pan_and_scan_min_crop_size", 256)
+        self._most = settings.integer("pan_and_scan_max_num_crops", 4, maximum=64)
+        self._min_ratio = settings.number("pan_and_scan_min_ratio_to_activate", 1.2)
+
+    def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
+        refuse_options(options)
+        loaded = load_image(image)
+        crops = self._cropped(loaded) if self._crops else []
+        pictures = [resized(each, self._edge, self._edge, self.settings.resample) for each in (loaded, *crops)]
+        pixels = self.settings.numbers(np.stack([np.asarray(each) for each in pictures]))
+        return PromptImage(
+            length=self.joint,
+            digest=digest_of(pixels=pixels),
+            pixels=pixels,
+            size=(loaded.height, loaded.width),
+            text=WITH_CROPS.format(PLACE, " ".join([PLACE] * len(crops))) if crops else "",
+            slots=(self.joint,) * len(pictures),
+            joint=True,
+        )
+
+    def _cropped(self, image: Image.Image) -> list[Image.Image]:
+        """Return parts of an image along its longer side; none of one that is nearly square, or too small."""
+        long, short = max(image.size), min(image.size)
+        if long / short < self._min_ratio:
+            return []
+        count = min(max(2, min(long // self._min_side, math.floor(long / short + 0.5))), self._most)
+        step = math.ceil(long / count)
+        if min(step, short) < self._min_side:
+            return []
+        starts = [step * index for index in range(count)]
+        if image.width >= image.height:
+            return [image.crop((at, 0, min(at + step, image.width), image.height)) for at in starts]
+        return [image.crop((0, at, image.width, min(at + step, image.height))) for at in starts]

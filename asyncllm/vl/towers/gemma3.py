@@ -1,0 +1,58 @@
+"""The tower of Gemma 3 (Gemma Team, 2025): SigLIP, means of neighbouring patches, a norm and one product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncllm.layers.norm import OffsetRMSNorm
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
+from asyncllm.vl.towers.parts import Table
+
+__all__ = ["Gemma3TowerConfig", "Gemma3VisionTower"]
+
+
+class Gemma3TowerConfig(TowerConfig, frozen=True, kw_only=True):
+    """An encoder, and how many of its patches become a token."""
+
+    encoder: ClipConfig
+    pool: int
+    """Patches along a side of the square of which a token is the mean."""
+
+    def build(self, hidden_size: int) -> Gemma3VisionTower:
+        return Gemma3VisionTower(self, hidden_size)
+
+    @property
+    def weights(self) -> Mapping[str, str]:
+        return {
+            **clip_weights("vision_tower", "vision.encoder"),
+            **clip_weights("vision_tower.vision_model", "vision.encoder"),
+            "multi_modal_projector.mm_soft_emb_norm": "vision.norm",
+            "multi_modal_projector.mm_input_projection_weight": "vision.projection:weight",
+        }
+
+    @property
+    def unused(self) -> Sequence[str]:
+        return ("vision_tower.head", "vision_tower.vision_model.head")
+
+
+class Gemma3VisionTower(VisionTower):
+    def __init__(self, config: Gemma3TowerConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = ClipEncoder(config.encoder)
+        self.norm = OffsetRMSNorm(config.encoder.hidden_size, config.encoder.eps)
+        self.projection = Table(config.encoder.hidden_size, hidden_size)
+
+    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
+        table, side = self.projection(), self.config.encoder.side
+        pictures = [torch.from_numpy(image.pixels) for image in images]
+        x = self.encoder(torch.cat(pictures).to(table.device, table.dtype), self.config.encoder.num_layers)
+        x = F.avg_pool2d(x.transpose(1, 2).unflatten(2, (side, side)), self.config.pool).flatten(2).transpose(1, 2)
+        features = self.norm(x.contiguous()) @ table
+        return [part.flatten(0, 1) for part in torch.split(features, [len(each) for each in pictures])]
