@@ -223,7 +223,8 @@ def test_what_kernels_do_not_take_is_refused() -> None:
 
 @pytest.mark.timeout(180)
 def test_configs_compile_for_hopper() -> None:
-    """Few spilled registers (Triton 3.6 spills more than 3.7), lines pipelined as deep as the config says, and as many blocks per multiprocessor as
+    """Few spilled registers (Triton 3.6 spills more than 3.7), lines pipelined as deep as the config says, and as many
+    blocks per multiprocessor as
     the grid counts on."""
     from tests.kernels import compile_latent
 
