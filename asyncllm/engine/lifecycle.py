@@ -95,13 +95,6 @@ class Lifecycle:
                     f"{self.limits.num_adapter_slots}. Give it as many, or leave adapters and max_loras out.",
                     "adapters",
                 )
-            joint = 0 if self.files.images is None else self.files.images.joint
-            if joint > config.prefill_budget:
-                raise InvalidParameter(
-                    f"max_prefill_token_num={config.prefill_budget} is less than the {joint} tokens of a picture, "
-                    f"which see each other and are computed in one step. Give it {joint} or more.",
-                    "max_prefill_token_num",
-                )
             self.encoder = PromptEncoder(tokenizer, template, self.limits, config, self.files.images)
             grammars = Grammars(await in_thread(lambda: compiler_of(tokenizer, template, self.limits)))
             scheduler = (self._make_scheduler or Scheduler)(

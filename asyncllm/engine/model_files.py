@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from asyncllm.config import ChatTemplateConfig, EngineConfig
+from asyncllm.errors import InvalidParameter
 from asyncllm.event_loop.in_thread import in_thread
 from asyncllm.protocol import Executor, ImageProcessor, Limits
 from asyncllm.text.chat_template import ChatTemplate
@@ -99,5 +100,12 @@ class ModelFiles:
         assert self._folder is not None
         self.embedding = EmbeddingDefaults.read(self._folder)
         self.images = open_processor(self._folder, self.config.hf_overrides)
+        joint, most = 0 if self.images is None else self.images.joint, self.config.prefill_budget
+        if joint > most:
+            raise InvalidParameter(
+                f"max_prefill_token_num={most} is less than the {joint} tokens of a picture, which see each other and are "
+                f"computed in one step. Give it {joint} or more.",
+                "max_prefill_token_num",
+            )
         self.tokenizer = self.tokenizer or Tokenizer.from_folder(self._folder)
         self.chat_template = self.chat_template or ChatTemplate.open(self._folder, self.template_config)
