@@ -103,8 +103,8 @@ class ModelFiles:
         joint, most = 0 if self.images is None else self.images.joint, self.config.prefill_budget
         if joint > most:
             raise InvalidParameter(
-                f"max_prefill_token_num={most} is less than the {joint} tokens of a picture, which see each other and are "
-                f"computed in one step. Give it {joint} or more.",
+                f"max_prefill_token_num={most} is less than the {joint} tokens of a picture, which see each other and "
+                f"are computed in one step. Give it {joint} or more.",
                 "max_prefill_token_num",
             )
         self.tokenizer = self.tokenizer or Tokenizer.from_folder(self._folder)

@@ -123,7 +123,7 @@ class Request:
         self.prompt_ids = prompt_ids
         self.images = images
         """Those of the prompt, in order. They stay until the request ends, as a preempted prompt is computed again."""
-        self.image_tokens = sum(image.length for image in images)
+        self.image_tokens = sum(image.num_features for image in images)
         """Tokens of the prompt that stand for them."""
         self.named_stop_ids = named_stop_ids
         """Those of the stop ids that the caller named, reported as `stop_reason`."""
