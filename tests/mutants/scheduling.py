@@ -347,8 +347,8 @@ WAITING_QUEUE = mutants(
 PREFILL_BUDGET = mutants(
     "engine/schedule/prefill_budget.py",
     (
-        "(sequence, length - excess)] if length > excess else chunks",
-        "(sequence, length - excess)] if length >= excess else chunks",
+        "(sequence, shorter)] if shorter > 0 else chunks",
+        "(sequence, shorter)] if shorter >= 0 else chunks",
         "rounding to whole tiles leaves an empty chunk",
     ),
     (

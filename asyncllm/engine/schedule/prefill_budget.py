@@ -39,5 +39,5 @@ class PrefillBudget:
         if total < _MIN_ROUNDED_TILES * tile or not excess:
             return chunks
         sequence, length = chunks[-1]
-        shorter = sequence.uncut(length - excess, length - excess) if length > excess else 0
-        return [*chunks[:-1], (sequence, shorter)] if shorter else chunks
+        shorter = sequence.uncut(length - excess, length - excess)
+        return [*chunks[:-1], (sequence, shorter)] if shorter > 0 else chunks

@@ -295,7 +295,8 @@ class Scheduler:
                 break
             sequence = self._prefilling[len(chunks) + len(passed)]
             most = budget if chunks else self._prefill_budget.most
-            length = sequence.uncut(min(len(sequence.token_ids) - sequence.num_computed, budget), most)
+            length = min(len(sequence.token_ids) - sequence.num_computed, budget)
+            length = sequence.uncut(length, most)
             if self.groups.windowed and length:
                 room = self._room_for_chunk(batch, sequence, length)
                 length = sequence.uncut(room, room)
