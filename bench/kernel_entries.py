@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.kernels import KVCache, LatentKV, PagedKV, QuantizedKV, sampling
-from asyncllm.kernels.quantized_kv import FORMATS, quantize_lines
+from asyncllm.kernels.quantized_kv import FORMATS
 
 __all__ = ["LLAMA_3_8B", "Entry", "Shapes", "entries"]
 
@@ -160,15 +160,15 @@ def _paged(shapes: Shapes, lengths: Sequence[int], form: str = "") -> tuple[KVCa
     count = len(lengths) * width
     pages = _random(shapes, 2, count, shapes.kv_heads, shapes.block_size, shapes.head_dim)
     tables = torch.randperm(count, device=shapes.device).to(torch.int32).view(len(lengths), width)
-    cache = QuantizedKV.over(*quantize_lines(pages, FORMATS[form]), FORMATS[form]) if form else PagedKV.over(pages)
+    cache = QuantizedKV.of(*pages, FORMATS[form]) if form else PagedKV.over(pages)
     return cache, tables, torch.tensor(lengths, dtype=torch.int32, device=shapes.device)
 
 
 def _kv_bytes(shapes: Shapes, tokens: int, form: str = "") -> int:
-    line = shapes.head_dim * shapes.dtype.itemsize
+    both = 2 * shapes.head_dim * shapes.dtype.itemsize
     if form:
-        line = shapes.head_dim // FORMATS[form].per_byte + 4
-    return 2 * tokens * shapes.kv_heads * line
+        both = FORMATS[form].planes * shapes.head_dim + 2 * 4
+    return tokens * shapes.kv_heads * both
 
 
 def _label(name: str, form: str) -> str:

@@ -169,8 +169,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     quant_policy: Annotated[
         Literal[0, 4, 8, 16, "fp8"],
         Meta(
-            description="Type of keys and values in the cache. 0: the model's; 8: int8; 4: 4 bits; fp8, or LMDeploy's "
-            "16: e4m3. Each is rounded per token and head."
+            description="Type of keys and values in the cache. 0: the model's; 8: int8; 4: 5 bits of keys and 3 of "
+            "values; fp8, or LMDeploy's 16: e4m3. Each is rounded per token and head."
         ),
     ] = 0
     model_format: Annotated[
@@ -217,7 +217,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     @property
     def kv_format(self) -> str | None:
         """What keys and values are rounded to in the cache: a name of `kernels.quantized_kv`, or None."""
-        return {0: None, 4: "int4", 8: "int8", 16: "fp8", "fp8": "fp8"}[self.quant_policy]
+        return {0: None, 4: "k5v3", 8: "int8", 16: "fp8", "fp8": "fp8"}[self.quant_policy]
 
     @property
     def tokens_per_block(self) -> int:

@@ -43,11 +43,11 @@ class PagedKV(NamedTuple):
         return self.k.shape[-1]
 
     def write(self, lines: Tensor, kv: Tensor) -> None:
-        """Write kv [N, head_dim] to lines [N]."""
+        """Write kv [N, head_dim] to lines [N]: for each token its keys' heads, then its values'."""
         self.lines.index_copy_(0, lines, kv)
 
     def read(self, lines: Tensor, dtype: torch.dtype) -> Tensor:
-        """The numbers of lines [N] -> [N, head_dim]; `dtype` is the cache's own."""
+        """The numbers of lines [N] -> [N, head_dim] of its own dtype: of keys, or of keys and then as many values."""
         return self.lines.index_select(0, lines)
 
     def read_pages(self, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,10 @@ Of a line x of D numbers a code is kept for each, and a scale and a middle for a
 (asymmetric rounding, as LMDeploy's `quant_policy` 8 and 4 have it, whose zero point is another form of the same). Codes
 of e4m3 are x / scale; their middle is 0.
 
+Four bits a number are five for keys and three for values, since an error in a key changes weights, and those of values
+average out: of `tiny-chat`'s loss by four bits for both, all is that of its keys. One byte has the codes of a key's
+number and of the same number of the value.
+
 Scale and middle are bfloat16, as that has the range of every model's type. The middle is rounded first, and the scale
 up, so that no code is cut off. Both together are one int32, the line's *range*: the scale in its low half. Where a line
 has NaN or infinity its scale is NaN, and its codes are those of zeros.
@@ -17,37 +21,61 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["FORMATS", "KVFormat", "QuantizedKV", "dequantize_lines", "quantize_lines"]
+__all__ = ["FORMATS", "KVFormat", "QuantizedKV", "Rounding", "dequantize_lines", "quantize_lines"]
 
 _SMALLEST = 2.0**-126
 """A scale below this has no reciprocal: then codes are 0, and less than 2^-118 is lost."""
 
+_KEY_BITS = 5
+"""Of a byte that has two codes, from the lowest on."""
 
-class KVFormat(NamedTuple):
+
+class Rounding(NamedTuple):
     """How the numbers of a line are rounded."""
 
-    name: str
-    bits: int
     centre: float
-    """The code, if there were one, of the line's middle."""
+    """The code, if there were one, of the line's middle; 0 for e4m3."""
     reach: float
     """From the centre to the outermost codes."""
     dtype: torch.dtype
-    """Of what is stored. float8_e4m3fn is stored as its bytes; two codes of 4 bits are a byte: those of numbers j and
-    j + D / 2, the first in the low half."""
+    """Of codes. float8_e4m3fn is stored as its bytes."""
+
+
+class KVFormat(NamedTuple):
+    """How keys and values are rounded, and stored."""
+
+    name: str
+    keys: Rounding
+    values: Rounding
+    shared: bool = False
+    """A byte has the codes of a key and of a value."""
 
     @property
-    def per_byte(self) -> int:
-        """Codes of a byte."""
-        return 8 // self.bits
+    def planes(self) -> int:
+        """Tensors of codes, of one shape: keys' and values', or one for both."""
+        return 1 if self.shared else 2
 
+    def join(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Codes of both in shared bytes."""
+        return keys | values << _KEY_BITS
+
+    def key_codes(self, codes: Tensor) -> Tensor:
+        """Of what is stored."""
+        return codes & (1 << _KEY_BITS) - 1 if self.shared else codes
+
+    def value_codes(self, codes: Tensor) -> Tensor:
+        return codes >> _KEY_BITS if self.shared else codes
+
+
+_INT8 = Rounding(-0.5, 127.5, torch.int8)
+_E4M3 = Rounding(0.0, 448.0, torch.uint8)
 
 FORMATS = {
     each.name: each
     for each in (
-        KVFormat("int8", 8, -0.5, 127.5, torch.int8),
-        KVFormat("int4", 4, 7.5, 7.5, torch.uint8),
-        KVFormat("fp8", 8, 0.0, 448.0, torch.uint8),
+        KVFormat("int8", _INT8, _INT8),
+        KVFormat("k5v3", Rounding(15.5, 15.5, torch.uint8), Rounding(3.5, 3.5, torch.uint8), shared=True),
+        KVFormat("fp8", _E4M3, _E4M3),
     )
 }
 
@@ -56,91 +84,107 @@ class QuantizedKV(NamedTuple):
     """Keys and values of one layer in blocks, as `PagedKV`, in codes and ranges."""
 
     k: Tensor
-    """Codes [blocks, kv_heads, block_size, D / codes of a byte]."""
+    """Codes [blocks, kv_heads, block_size, D]."""
     v: Tensor
+    """The same; of a shared format the same memory."""
     k_ranges: Tensor
     """int32 [blocks, kv_heads, block_size]."""
     v_ranges: Tensor
     lines: Tensor
-    """[2 * blocks * kv_heads * block_size, D / codes of a byte]: the lines of k, then those of v, in the same
-    memory."""
+    """[planes * blocks * kv_heads * block_size, D]: the lines of k, then those of v, in the same memory."""
     ranges: Tensor
     """int32 [2 * blocks * kv_heads * block_size]."""
     format: KVFormat
 
     @staticmethod
     def over(codes: Tensor, ranges: Tensor, form: KVFormat) -> QuantizedKV:
-        """Return the cache in codes [2, blocks, kv_heads, block_size, bytes] and ranges [2, blocks, kv_heads,
+        """Return the cache in codes [planes, blocks, kv_heads, block_size, D] and ranges [2, blocks, kv_heads,
         block_size], contiguous: keys, then values."""
         lines = codes.view(-1, codes.shape[-1])
-        return QuantizedKV(codes[0], codes[1], ranges[0], ranges[1], lines, ranges.view(-1), form)
+        return QuantizedKV(codes[0], codes[-1], ranges[0], ranges[1], lines, ranges.view(-1), form)
+
+    @staticmethod
+    def of(k: Tensor, v: Tensor, form: KVFormat) -> QuantizedKV:
+        """Return a new cache of keys and values [blocks, kv_heads, block_size, D] each."""
+        (k_codes, k_ranges), (v_codes, v_ranges) = quantize_lines(k, form.keys), quantize_lines(v, form.values)
+        codes = form.join(k_codes, v_codes)[None] if form.shared else torch.stack([k_codes, v_codes])
+        return QuantizedKV.over(codes, torch.stack([k_ranges, v_ranges]), form)
 
     @property
     def head_dim(self) -> int:
-        return self.k.shape[-1] * self.format.per_byte
+        return self.k.shape[-1]
 
     def write(self, lines: Tensor, kv: Tensor) -> None:
-        """Write kv [N, D] to lines [N]."""
-        codes, ranges = quantize_lines(kv, self.format)
-        self.lines.index_copy_(0, lines, codes)
-        self.ranges.index_copy_(0, lines, ranges)
+        """Write kv [N, D] to lines [N]: for each token its keys' heads, then its values' (`plan_cache_write`)."""
+        by_token = lines.view(-1, 2, self.k.shape[1])
+        keys, values = kv.view(*by_token.shape, -1).unbind(1)
+        (k_codes, k_ranges), (v_codes, v_ranges) = (
+            quantize_lines(keys, self.format.keys),
+            quantize_lines(values, self.format.values),
+        )
+        self.ranges.index_copy_(0, lines, torch.stack([k_ranges, v_ranges], 1).view(-1))
+        if self.format.shared:
+            codes = self.format.join(k_codes, v_codes)
+            lines = by_token[:, 0].reshape(-1)
+        else:
+            codes = torch.stack([k_codes, v_codes], 1)
+        self.lines.index_copy_(0, lines, codes.view(-1, codes.shape[-1]))
 
     def read(self, lines: Tensor, dtype: torch.dtype) -> Tensor:
-        """The numbers of lines [N] -> [N, D]."""
-        codes, ranges = self.lines.index_select(0, lines), self.ranges.index_select(0, lines)
-        return dequantize_lines(codes, ranges, self.format).to(dtype)
+        """The numbers of lines [N] -> [N, D]: of keys, or of keys and then as many values."""
+        if int(lines[-1]) < len(self.ranges) // 2:
+            return self._numbers(lines, dtype, values=False)
+        keys, values = lines.chunk(2)
+        return torch.cat([self._numbers(keys, dtype, values=False), self._numbers(values, dtype, values=True)])
 
     def read_pages(self, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values of whole pages [N], counted head by head -> [N, block_size, D] each."""
-        keys, values = (
-            dequantize_lines(
-                codes.flatten(0, 1).index_select(0, pages), ranges.flatten(0, 1).index_select(0, pages), self.format
-            ).to(dtype)
-            for codes, ranges in ((self.k, self.k_ranges), (self.v, self.v_ranges))
+        form = self.format
+        k, v, k_ranges, v_ranges = (
+            part.flatten(0, 1).index_select(0, pages) for part in (self.k, self.v, self.k_ranges, self.v_ranges)
         )
-        return keys, values
+        keys = dequantize_lines(form.key_codes(k), k_ranges, form.keys)
+        return keys.to(dtype), dequantize_lines(form.value_codes(v), v_ranges, form.values).to(dtype)
 
     def weigh(self, lines: Tensor, weights: Tensor) -> Tensor:
-        """Sums of lines [L, S] by weights [L, G, S] -> [L * G, D]."""
-        values = self.read(lines.reshape(-1), weights.dtype)
+        """Sums of lines of values [L, S] by weights [L, G, S] -> [L * G, D]."""
+        values = self._numbers(lines.reshape(-1), weights.dtype, values=True)
         return torch.bmm(weights, values.view(*lines.shape, -1)).flatten(0, 1)
 
+    def _numbers(self, lines: Tensor, dtype: torch.dtype, *, values: bool) -> Tensor:
+        form = self.format
+        # Of a value in a shared byte, the line is that of its key.
+        there = lines - len(self.lines) if values and form.shared else lines
+        codes, ranges = self.lines.index_select(0, there), self.ranges.index_select(0, lines)
+        if values:
+            return dequantize_lines(form.value_codes(codes), ranges, form.values).to(dtype)
+        return dequantize_lines(form.key_codes(codes), ranges, form.keys).to(dtype)
 
-def quantize_lines(x: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
-    """Return codes [..., D / codes of a byte] and ranges int32 [...] of x [..., D], computed in float32. D is even."""
+
+def quantize_lines(x: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    """Return codes [..., D] and ranges int32 [...] of x [..., D], computed in float32."""
     x = x.float()
     middle = x.new_zeros(x.shape[:-1])
-    if form.centre:
+    if rounding.centre:
         low, high = x.aminmax(dim=-1)
         middle = (low * 0.5 + high * 0.5).bfloat16().float()
     offsets = x - middle[..., None]
-    scale = _round_up(offsets.abs().amax(-1) * (1 / form.reach))
+    scale = _round_up(offsets.abs().amax(-1) * (1 / rounding.reach))
     finite = scale.isfinite()
     middle = torch.where(finite, middle, 0.0)
     inverse = torch.where(finite & (scale >= _SMALLEST), 1.0 / scale, 0.0)
     steps = torch.where(finite[..., None], offsets, 0.0) * inverse[..., None]
     ranges = _bits(torch.where(finite, scale, torch.nan)) >> 16 & 0xFFFF | _bits(middle)
-    if form.name == "fp8":
-        return steps.clamp(-form.reach, form.reach).to(torch.float8_e4m3fn).view(form.dtype), ranges
-    lowest = form.centre - form.reach
-    codes = (steps + form.centre).round().clamp(lowest, lowest + 2 * form.reach).to(form.dtype)
-    if form.per_byte == 1:
-        return codes, ranges
-    first, second = codes.chunk(2, -1)
-    return first | second << 4, ranges
+    if not rounding.centre:
+        return steps.clamp(-rounding.reach, rounding.reach).to(torch.float8_e4m3fn).view(rounding.dtype), ranges
+    lowest = rounding.centre - rounding.reach
+    return (steps + rounding.centre).round().clamp(lowest, lowest + 2 * rounding.reach).to(rounding.dtype), ranges
 
 
-def dequantize_lines(codes: Tensor, ranges: Tensor, form: KVFormat) -> Tensor:
+def dequantize_lines(codes: Tensor, ranges: Tensor, rounding: Rounding) -> Tensor:
     """Return the numbers float32 [..., D] of what `quantize_lines` gave."""
-    if form.name == "fp8":
-        numbers = codes.view(torch.float8_e4m3fn).float()
-    elif form.per_byte == 2:
-        numbers = torch.cat([codes & 15, codes >> 4], -1).float()
-    else:
-        numbers = codes.float()
     scale, middle = (ranges << 16).view(torch.float32), (ranges & -65536).view(torch.float32)
-    if form.centre:
-        numbers = numbers.sub_(form.centre)
+    numbers = codes.float().sub_(rounding.centre) if rounding.centre else codes.view(torch.float8_e4m3fn).float()
     return numbers.mul_(scale[..., None]).add_(middle[..., None])
 
 

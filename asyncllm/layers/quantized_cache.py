@@ -27,7 +27,7 @@ class QuantizedKVSpec:
 
     def parts(self, block_size: int, dtype: torch.dtype) -> tuple[BlockPart, ...]:
         tokens = (self.num_kv_heads, block_size)
-        codes = BlockPart(2, (*tokens, self.head_dim // self.format.per_byte), self.format.dtype)
+        codes = BlockPart(self.format.planes, (*tokens, self.head_dim), self.format.keys.dtype)
         return codes, BlockPart(2, tokens, torch.int32)
 
     def cache(self, tensors: Sequence[Tensor], block_size: int) -> QuantizedKV:
@@ -49,12 +49,6 @@ def quantized(spec: CacheSpec, form: KVFormat) -> CacheSpec:
             "quant_policy: the model keeps one latent per token for the keys and values of all heads, and a rotated "
             "key of another range behind it. It is small already, and each error in it would be one of every head. Use "
             "quant_policy=0.",
-            "quant_policy",
-        )
-    if spec.head_dim % form.per_byte:
-        raise UnsupportedFeature(
-            f"quant_policy: two numbers of {form.bits} bits are one byte, and heads here have {spec.head_dim}. Use "
-            "quant_policy=8.",
             "quant_policy",
         )
     return QuantizedKVSpec(spec.num_kv_heads, spec.head_dim, form, spec.window)

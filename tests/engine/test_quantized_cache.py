@@ -14,12 +14,12 @@ from torch import Tensor
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
 from asyncllm.errors import UnsupportedFeature
 from asyncllm.kernels import quantized_kv
-from asyncllm.kernels.quantized_kv import FORMATS, KVFormat
+from asyncllm.kernels.quantized_kv import FORMATS, KVFormat, Rounding
 from tests.models.parity import PROMPT, TOKENS, Case, Runner, folder_of, open_case, random_tokens
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
-BOUNDS = {"int8": 0.02, "fp8": 0.1, "int4": 0.25}
+BOUNDS = {"int8": 0.02, "fp8": 0.1, "k5v3": 0.3}
 """Most that logits may be off on average, against their own spread."""
 
 PROMPTS = [random_tokens(seed, length) for seed, length in enumerate((9, 30, 4, 17))]
@@ -57,26 +57,26 @@ def test_logits_are_near_those_of_a_plain_cache(family: str) -> None:
         assert BOUNDS[name] / 20 < found < BOUNDS[name], (name, found)
 
 
-def _swapped(codes: Tensor, ranges: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
+def _swapped(codes: Tensor, ranges: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
     return codes, ranges.roll(16, -1)
 
 
-def _halves(codes: Tensor, ranges: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
+def _halves(codes: Tensor, ranges: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
     return codes, (ranges << 16) | (ranges >> 16 & 0xFFFF)
 
 
-def _heads(codes: Tensor, ranges: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
+def _heads(codes: Tensor, ranges: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
     return codes.roll(1, 0), ranges.roll(1, 0)
 
 
-def _nibbles(codes: Tensor, ranges: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
-    return (codes & 15) << 4 | codes >> 4, ranges
+def _zero_point(codes: Tensor, ranges: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    return codes + 1, ranges
 
 
 @pytest.mark.parametrize(
     ("damage", "name"),
-    [(_swapped, "int8"), (_swapped, "int4"), (_halves, "int8"), (_heads, "fp8"), (_nibbles, "int4")],
-    ids=["scale of another token", "the same in 4 bits", "scale for middle", "another line", "halves swapped"],
+    [(_swapped, "int8"), (_swapped, "k5v3"), (_halves, "int8"), (_heads, "fp8"), (_zero_point, "k5v3")],
+    ids=["scale of another token", "the same in 4 bits", "scale for middle", "another line", "off by one"],
 )
 def test_what_is_read_wrongly_is_seen(
     damage: Callable[..., tuple[Tensor, Tensor]], name: str, monkeypatch: pytest.MonkeyPatch
@@ -85,7 +85,9 @@ def test_what_is_read_wrongly_is_seen(
     monkeypatch.setattr(
         quantized_kv,
         "dequantize_lines",
-        lambda codes, ranges, form: right(*damage(codes, ranges, form), form).nan_to_num_(posinf=1e9, neginf=-1e9),
+        lambda codes, ranges, rounding: right(*damage(codes, ranges, rounding), rounding).nan_to_num_(
+            posinf=1e9, neginf=-1e9
+        ),
     )
     assert distance(logits_of("llama", FORMATS[name]), plain) > 1.5 * BOUNDS[name]
 
@@ -204,5 +206,5 @@ def test_saved_memory_is_more_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_way_to_say_it(tmp_path: Path) -> None:
     assert [EngineConfig(quant_policy=each).checked().kv_format for each in (0, 8, 4, 16, "fp8")] == [
-        None, "int8", "int4", "fp8", "fp8",
+        None, "int8", "k5v3", "fp8", "fp8",
     ]  # fmt: skip

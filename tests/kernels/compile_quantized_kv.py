@@ -11,8 +11,7 @@ from asyncllm.kernels.triton.attention.decode import decode_attention_kernel
 from asyncllm.kernels.triton.attention.plan import (
     QUANTIZED_DECODE_CONFIGS,
     QUANTIZED_PREFILL_CONFIGS,
-    AttentionShape,
-    padded_line,
+    padded_head_dim,
 )
 from asyncllm.kernels.triton.attention.prefill import prefill_attention_kernel
 from tests.kernels.compile_attention import EXTRAS, GROUP, OWN, PAGE, SHARED
@@ -39,7 +38,7 @@ def _attention(kind: str, config: Any, head_dim: int, form: str, extra: str, **c
             "NUM_KV_HEADS": KV_HEADS,
             "GROUP": GROUP,
             "D": head_dim,
-            "PADDED": padded_line(AttentionShape(KV_HEADS * GROUP, KV_HEADS, head_dim, PAGE, form)),
+            "PADDED": padded_head_dim(head_dim),
             "PAGE": PAGE,
             "FORMAT": form,
             "TILE": config.tile,
@@ -102,7 +101,7 @@ def _cases() -> list[Case]:
             cases.append(_attention("decode", config, padded, form, "-all" if padded == 128 else "", **own))
         for padded, (long, _) in QUANTIZED_PREFILL_CONFIGS.items():
             cases.append(_attention("prefill", long, padded, form, "-all" if padded == 128 else "", ROWS=long.rows))
-        cases += [_fill(form, 128), _rope(form, 128, norm=True)]
+        cases += [_fill(form, 128)] if FORMATS[form].shared else [_fill(form, 128), _rope(form, 128, norm=True)]
     return cases
 
 

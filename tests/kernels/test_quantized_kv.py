@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncllm import kernels
 from asyncllm.kernels import PagedKV, QuantizedKV
 from asyncllm.kernels.cache import fill_kv_cache, plan_cache_write
-from asyncllm.kernels.quantized_kv import FORMATS, KVFormat, dequantize_lines, quantize_lines
+from asyncllm.kernels.quantized_kv import FORMATS, KVFormat, Rounding, dequantize_lines, quantize_lines
 from asyncllm.kernels.rotary import Rotation
 from tests.kernels import offline
 from tests.kernels.attention_cases import (
@@ -36,7 +36,14 @@ if DEVICE.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
 
 ALL = Variant(window=100, softcap=2.0, sinks=True, alibi=True)
 FORMAT = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-BOUNDS = {"int8": 0.5 / 127.5, "int4": 0.5 / 7.5, "fp8": 1 / 16}
+ROUNDINGS = {
+    "int8": FORMATS["int8"].keys,
+    "k5": FORMATS["k5v3"].keys,
+    "v3": FORMATS["k5v3"].values,
+    "fp8": FORMATS["fp8"].values,
+}
+ROUNDING = pytest.mark.parametrize("name", ROUNDINGS)
+BOUNDS = {"int8": 0.5 / 127.5, "k5": 0.5 / 15.5, "v3": 0.5 / 3.5, "fp8": 1 / 16}
 """Largest error of a number, against the reach of its line (of e4m3, against the number)."""
 
 
@@ -48,9 +55,9 @@ def bfloat16(x: np.ndarray, up: bool = False) -> np.ndarray:
 
 
 def expected_codes(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Lines [N, D] -> (bytes stored, scales, middles, the numbers that these say), by the definition."""
+    """Lines [N, D] -> (codes, scales, middles, the numbers that these say), by the definition."""
     f = np.float32
-    centre, reach = {"int8": (-0.5, 127.5), "int4": (7.5, 7.5), "fp8": (0.0, 448.0)}[name]
+    centre, reach = {"int8": (-0.5, 127.5), "k5": (15.5, 15.5), "v3": (3.5, 3.5), "fp8": (0.0, 448.0)}[name]
     middle = np.zeros(len(x), f)
     if name != "fp8":
         middle = bfloat16(x.min(1) * f(0.5) + x.max(1) * f(0.5))
@@ -64,9 +71,7 @@ def expected_codes(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np
     else:
         codes = np.clip(np.rint(steps + f(centre)), centre - reach, centre + reach)
         numbers = codes.astype(f) - f(centre)
-        half = x.shape[1] // 2
-        codes = codes.astype(np.int32)
-        stored = codes.astype(np.int8) if name == "int8" else (codes[:, :half] | codes[:, half:] << 4).astype(np.uint8)
+        stored = codes.astype(np.int8 if name == "int8" else np.uint8)
     return stored, scale, middle, numbers * scale[:, None] + middle[:, None]
 
 
@@ -82,49 +87,52 @@ def lines_of(seed: int, dtype: torch.dtype, head_dim: int = 24) -> Tensor:
     return x.to(dtype)
 
 
-@FORMAT
+@ROUNDING
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_line_is_rounded_as_numpy_rounds_it(form: KVFormat, dtype: torch.dtype) -> None:
-    x = lines_of(fresh_seed() % 1000, dtype).cpu()
-    stored, scale, middle, numbers = expected_codes(x.float().numpy(), form.name)
-    codes, ranges = quantize_lines(x, form)
-    assert codes.shape[-1] == 24 * form.bits // 8
+def test_a_line_is_rounded_as_numpy_rounds_it(name: str, dtype: torch.dtype) -> None:
+    x, rounding = lines_of(fresh_seed() % 1000, dtype).cpu(), ROUNDINGS[name]
+    stored, scale, middle, numbers = expected_codes(x.float().numpy(), name)
+    codes, ranges = quantize_lines(x, rounding)
     assert np.array_equal(codes.numpy(), stored)
     assert np.array_equal(np.stack(split_ranges(ranges)), np.stack([scale, middle]))
-    back = dequantize_lines(codes, ranges, form)
+    back = dequantize_lines(codes, ranges, rounding)
     assert np.array_equal(back.numpy(), numbers)
     # And it is near what it was.
     error = (back - x.float()).abs()
     away = (x.float() - torch.from_numpy(middle)[:, None]).abs()
-    bound = BOUNDS[form.name] * (away if form.name == "fp8" else away.amax(1, keepdim=True))
+    bound = BOUNDS[name] * (away if name == "fp8" else away.amax(1, keepdim=True))
     # Scales are of eight bits, and numbers of float32 far from 0 are coarse themselves.
     smallest = torch.from_numpy(scale)[:, None] * 2.0**-10 + x.float().abs() * 2.0**-22
     assert (error <= bound * 1.01 + smallest + 1e-36).all()
     assert not back[3].any()
 
 
-@FORMAT
-def test_a_line_with_what_is_no_number_is_none(form: KVFormat) -> None:
+@ROUNDING
+def test_a_line_with_what_is_no_number_is_none(name: str) -> None:
+    rounding = ROUNDINGS[name]
     x = torch.randn(3, 16, generator=generator(1))
     x[0, 3], x[1, 9] = torch.nan, torch.inf
-    codes, ranges = quantize_lines(x, form)
-    back = dequantize_lines(codes, ranges, form)
+    codes, ranges = quantize_lines(x, rounding)
+    back = dequantize_lines(codes, ranges, rounding)
     assert back[:2].isnan().all()
     assert back[2].isfinite().all()
     # Codes are read whoever wrote them; ranges are masked.
-    assert dequantize_lines(codes, torch.full_like(ranges, 0x3F80), form).isfinite().all()
+    assert dequantize_lines(codes, torch.full_like(ranges, 0x3F80), rounding).isfinite().all()
 
 
 def quantized(pages: Pages, form: KVFormat, *, garbage: bool = True) -> QuantizedKV:
     """The pages in codes; contexts become what these say. What no row owns has NaN for a scale."""
-    both = torch.stack([pages.cache.k, pages.cache.v])
-    codes, ranges = quantize_lines(torch.where(both.isnan(), 1.0, both), form)
+    k, v = pages.cache.k, pages.cache.v
+    cache = QuantizedKV.of(torch.where(k.isnan(), 1.0, k), torch.where(v.isnan(), 1.0, v), form)
     if garbage:
-        ranges[both.isnan().any(-1)] = 0x7FC0
-    pages.contexts = [
-        tuple(dequantize_lines(*quantize_lines(part, form), form) for part in context) for context in pages.contexts
-    ]
-    return QuantizedKV.over(codes, ranges, form)
+        cache.ranges[torch.stack([k, v]).isnan().any(-1).view(-1)] = 0x7FC0
+    pages.contexts = [(said(keys, form.keys), said(values, form.values)) for keys, values in pages.contexts]
+    return cache
+
+
+def said(x: Tensor, rounding: Rounding) -> Tensor:
+    """What the codes of x say."""
+    return dequantize_lines(*quantize_lines(x, rounding), rounding)
 
 
 def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -219,7 +227,7 @@ def test_prefill_kernel(
 
 
 def test_a_query_gets_the_same_bits_however_its_prompt_is_cut() -> None:
-    form = FORMATS["int4"]
+    form = FORMATS["k5v3"]
     length, heads = 150, (4, 1)
     pages, cache, q = make(form, [length, 90], length, heads, 32, 64)
 
@@ -241,7 +249,7 @@ def test_a_query_gets_the_same_bits_however_its_prompt_is_cut() -> None:
 
 
 def empty(form: KVFormat, blocks: int, kv_heads: int, page: int, head_dim: int) -> QuantizedKV:
-    codes = torch.full((2, blocks, kv_heads, page, head_dim // form.per_byte), 7, dtype=form.dtype, device=DEVICE)
+    codes = torch.full((form.planes, blocks, kv_heads, page, head_dim), 7, dtype=form.keys.dtype, device=DEVICE)
     return QuantizedKV.over(codes, torch.full((2, blocks, kv_heads, page), 5, dtype=torch.int32, device=DEVICE), form)
 
 
@@ -251,12 +259,15 @@ def assert_same_cache(actual: QuantizedKV, expected: QuantizedKV) -> None:
     if DEVICE.type == "cpu":
         assert torch.equal(actual.lines, expected.lines)
         return
-    found, wanted = (
-        dequantize_lines(each.lines, torch.full_like(each.ranges, 0x3F80), each.format) for each in (actual, expected)
-    )
-    step = wanted.abs() / 7 + 2.0**-8 if actual.format.name == "fp8" else torch.ones_like(wanted)
-    assert ((found - wanted).abs() <= step).all()
-    assert (found != wanted).float().mean() < 1e-3
+    form, ones = actual.format, torch.full_like(actual.k_ranges, 0x3F80)
+    for found, wanted, rounding in (
+        (form.key_codes(actual.k), form.key_codes(expected.k), form.keys),
+        (form.value_codes(actual.v), form.value_codes(expected.v), form.values),
+    ):
+        numbers, near = (dequantize_lines(codes, ones, rounding) for codes in (found, wanted))
+        step = near.abs() / 7 + 2.0**-8 if form.name == "fp8" else torch.ones_like(near)
+        assert ((numbers - near).abs() <= step).all()
+        assert (numbers != near).float().mean() < 1e-3
 
 
 @FORMAT

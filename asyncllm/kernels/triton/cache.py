@@ -12,7 +12,7 @@ from asyncllm.kernels.quantized_kv import QuantizedKV
 from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 from asyncllm.kernels.triton.page import line_of
-from asyncllm.kernels.triton.quantized_kv import pack_halves, quantize_halves
+from asyncllm.kernels.triton.quantized_kv import join_codes, quantize_halves
 
 __all__ = ["check_cache", "copy_blocks", "fill_kv_cache", "fill_quantized", "plan_cache_write", "store_line"]
 
@@ -100,12 +100,15 @@ def store_line(first, second, inside, code_ptr, range_ptr, HALF: tl.constexpr, F
     dtype: tl.constexpr = code_ptr.dtype.element_ty
     mask = inside[:, None] & within
     into = code_ptr[:, None] + feature
-    if FORMAT == "int4":
-        tl.store(into, pack_halves(first_codes, second_codes, dtype), mask=mask)
-    else:
-        tl.store(into, first_codes.to(dtype), mask=mask)
-        tl.store(into + HALF, second_codes.to(dtype), mask=mask)
+    tl.store(into, first_codes.to(dtype), mask=mask)
+    tl.store(into + HALF, second_codes.to(dtype), mask=mask)
     tl.store(range_ptr, ranges, mask=inside)
+
+
+@triton.jit
+def _load_halves(pointers, mask, HALF: tl.constexpr):
+    first = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    return first, tl.load(pointers + HALF, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["place_ptr"])
@@ -127,26 +130,35 @@ def fill_quantized_kernel(
     LINES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Program (i, 0) writes keys, (i, 1) values. STRIDE is how far apart tokens lie; BLOCK is HALF padded to a power of
-    two."""
-    WIDTH: tl.constexpr = HALF if FORMAT == "int4" else 2 * HALF
+    """Program (i, 0) writes keys, (i, 1) values, unless they share bytes: then there is one for both. STRIDE is how far
+    apart tokens lie; BLOCK is HALF padded to a power of two."""
     row = tl.program_id(0) * LINES + tl.arange(0, LINES)
     token, kv_head = row // NUM_KV_HEADS, row % NUM_KV_HEADS
     feature = tl.arange(0, BLOCK)[None, :]
-    if tl.program_id(1) == 0:
-        source_ptr, code_ptr, range_ptr = keys_ptr, k_ptr, k_range_ptr
-    else:
-        source_ptr, code_ptr, range_ptr = values_ptr, v_ptr, v_range_ptr
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     place = tl.load(place_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
     inside = place >= 0
     mask = inside[:, None] & (feature < HALF)
-    source = source_ptr + (token.to(tl.int64) * STRIDE + kv_head * (2 * HALF))[:, None] + feature
-    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    source = (token.to(tl.int64) * STRIDE + kv_head * (2 * HALF))[:, None] + feature
     line = line_of(place, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-    store_line(first, second, inside, code_ptr + line * WIDTH, range_ptr + line, HALF, FORMAT)
+    if FORMAT == "k5v3":
+        first, second = _load_halves(keys_ptr + source, mask, HALF)
+        first_keys, second_keys, ranges = quantize_halves(first, second, feature < HALF, "k5")
+        tl.store(k_range_ptr + line, ranges, mask=inside)
+        first, second = _load_halves(values_ptr + source, mask, HALF)
+        first_values, second_values, ranges = quantize_halves(first, second, feature < HALF, "v3")
+        tl.store(v_range_ptr + line, ranges, mask=inside)
+        into = k_ptr + (line * (2 * HALF))[:, None] + feature
+        tl.store(into, join_codes(first_keys, first_values, into.dtype.element_ty), mask=mask)
+        tl.store(into + HALF, join_codes(second_keys, second_values, into.dtype.element_ty), mask=mask)
+    else:
+        if tl.program_id(1) == 0:
+            source_ptr, code_ptr, range_ptr = keys_ptr, k_ptr, k_range_ptr
+        else:
+            source_ptr, code_ptr, range_ptr = values_ptr, v_ptr, v_range_ptr
+        first, second = _load_halves(source_ptr + source, mask, HALF)
+        store_line(first, second, inside, code_ptr + line * (2 * HALF), range_ptr + line, HALF, FORMAT)
 
 
 def fill_quantized(k: Tensor, v: Tensor, cache: QuantizedKV, places: Tensor) -> None:
@@ -154,7 +166,7 @@ def fill_quantized(k: Tensor, v: Tensor, cache: QuantizedKV, places: Tensor) -> 
     tokens, num_kv_heads, head_dim = k.shape
     launch(
         fill_quantized_kernel,
-        (-(-tokens * num_kv_heads // LINES), 2, 1),
+        (-(-tokens * num_kv_heads // LINES), cache.format.planes, 1),
         (k, v, places, cache.k, cache.v, cache.k_ranges, cache.v_ranges),
         (tokens,),
         STRIDE=k.stride(0),

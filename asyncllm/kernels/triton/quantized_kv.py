@@ -1,7 +1,8 @@
 """Lines of a quantized cache in registers: from numbers to codes and back (`asyncllm.kernels.quantized_kv`).
 
-A format is its name; "" is none. A line is in two halves, as a byte has one code of each in 4 bits. Codes are turned
-into numbers of the type that products are taken in; scale and middle are left to what is made of the products:
+A format is its name, "" is none. A rounding has a name too: "k5" and "v3" are those of keys and values in "k5v3". A
+line is rounded in two halves, as rotations leave it. Codes are turned into numbers of the type that products are taken
+in; scale and middle are left to what is made of the products:
 q k = scale * (q code) + (middle - scale * centre) * sum of q, and likewise for sums of values.
 """
 
@@ -13,13 +14,24 @@ import triton.language as tl
 from asyncllm.kernels.quantized_kv import FORMATS
 from asyncllm.kernels.triton.language import INTERPRET, e4m3_bits, e4m3_value, nearest_integer
 
-__all__ = ["INT4_CENTRE", "INT8_CENTRE", "middles_of", "numbers_of", "pack_halves", "quantize_halves", "scales_of"]
+__all__ = [
+    "INT8_CENTRE",
+    "K5_CENTRE",
+    "V3_CENTRE",
+    "join_codes",
+    "middles_of",
+    "numbers_of",
+    "quantize_halves",
+    "scales_of",
+]
 
-INT8_CENTRE: tl.constexpr = tl.constexpr(FORMATS["int8"].centre)
-INT4_CENTRE: tl.constexpr = tl.constexpr(FORMATS["int4"].centre)
-_PER_INT8: tl.constexpr = tl.constexpr(1 / FORMATS["int8"].reach)
-_PER_INT4: tl.constexpr = tl.constexpr(1 / FORMATS["int4"].reach)
-_PER_FP8: tl.constexpr = tl.constexpr(1 / FORMATS["fp8"].reach)
+INT8_CENTRE: tl.constexpr = tl.constexpr(FORMATS["int8"].keys.centre)
+K5_CENTRE: tl.constexpr = tl.constexpr(FORMATS["k5v3"].keys.centre)
+V3_CENTRE: tl.constexpr = tl.constexpr(FORMATS["k5v3"].values.centre)
+_PER_INT8: tl.constexpr = tl.constexpr(1 / FORMATS["int8"].keys.reach)
+_PER_K5: tl.constexpr = tl.constexpr(1 / FORMATS["k5v3"].keys.reach)
+_PER_V3: tl.constexpr = tl.constexpr(1 / FORMATS["k5v3"].values.reach)
+_PER_FP8: tl.constexpr = tl.constexpr(1 / FORMATS["fp8"].keys.reach)
 _SMALLEST: tl.constexpr = tl.constexpr(2.0**-126)
 
 
@@ -36,11 +48,10 @@ def middles_of(ranges):
 
 
 @triton.jit
-def numbers_of(codes, FORMAT: tl.constexpr, HIGH: tl.constexpr, dtype: tl.constexpr):
-    """Stored codes -> numbers of `dtype`, or of float32 under the interpreter. HIGH: in 4 bits, the upper half of the
-    bytes."""
-    if FORMAT == "int4":
-        codes = ((codes >> 4) if HIGH else (codes & 15)).to(tl.int8)
+def numbers_of(codes, FORMAT: tl.constexpr, VALUES: tl.constexpr, dtype: tl.constexpr):
+    """Stored codes of keys or of VALUES -> numbers of `dtype`, or of float32 under the interpreter."""
+    if FORMAT == "k5v3":
+        codes = ((codes >> 5) if VALUES else (codes & 31)).to(tl.int8)
     if FORMAT == "fp8":
         if INTERPRET:
             return e4m3_value(codes)
@@ -60,10 +71,10 @@ def _to_bfloat16(x):
 
 
 @triton.jit
-def quantize_halves(first, second, within, FORMAT: tl.constexpr):
+def quantize_halves(first, second, within, ROUNDING: tl.constexpr):
     """Lines first and second [R, B] float32, numbers where within [1, B] -> codes of both, int32 or bytes of e4m3, and
     ranges int32 [R]. As `kernels.quantized_kv.quantize_lines`."""
-    if FORMAT == "fp8":
+    if ROUNDING == "fp8":
         middle = tl.zeros([first.shape[0]], tl.float32)
     else:
         far = float("inf")
@@ -76,7 +87,7 @@ def quantize_halves(first, second, within, FORMAT: tl.constexpr):
     # A maximum may pass over NaN, a sum does not; and 0 times infinity is NaN.
     odd = tl.sum(first * 0.0, 1) + tl.sum(second * 0.0, 1)
     finite = odd == 0.0
-    bits = tl.where(finite, _per_reach(largest, FORMAT), 0.0).to(tl.uint32, bitcast=True)
+    bits = tl.where(finite, _per_reach(largest, ROUNDING), 0.0).to(tl.uint32, bitcast=True)
     scale = ((bits + 0xFFFF) & 0xFFFF0000).to(tl.float32, bitcast=True)
     usable = finite & (scale >= _SMALLEST)
     inverse = tl.where(usable, 1.0 / tl.where(usable, scale, 1.0), 0.0)
@@ -84,32 +95,37 @@ def quantize_halves(first, second, within, FORMAT: tl.constexpr):
     second = tl.where(finite[:, None], second, 0.0) * inverse[:, None]
     upper = tl.where(finite, middle, 0.0).to(tl.int32, bitcast=True)
     lower = tl.where(finite, (scale.to(tl.uint32, bitcast=True) >> 16).to(tl.int32), 0x7FC0)
-    return _code(first, FORMAT), _code(second, FORMAT), upper | lower
+    return _code(first, ROUNDING), _code(second, ROUNDING), upper | lower
 
 
 @triton.jit
-def _per_reach(largest, FORMAT: tl.constexpr):
-    if FORMAT == "int8":
+def _per_reach(largest, ROUNDING: tl.constexpr):
+    if ROUNDING == "int8":
         return largest * _PER_INT8
-    elif FORMAT == "int4":
-        return largest * _PER_INT4
+    elif ROUNDING == "k5":
+        return largest * _PER_K5
+    elif ROUNDING == "v3":
+        return largest * _PER_V3
     else:
         return largest * _PER_FP8
 
 
 @triton.jit
-def _code(steps, FORMAT: tl.constexpr):
-    if FORMAT == "int8":
+def _code(steps, ROUNDING: tl.constexpr):
+    if ROUNDING == "int8":
         codes = nearest_integer(steps + INT8_CENTRE)
         return tl.minimum(tl.maximum(codes, -128.0), 127.0).to(tl.int32)
-    elif FORMAT == "int4":
-        codes = nearest_integer(steps + INT4_CENTRE)
-        return tl.minimum(tl.maximum(codes, 0.0), 15.0).to(tl.int32)
+    elif ROUNDING == "k5":
+        codes = nearest_integer(steps + K5_CENTRE)
+        return tl.minimum(tl.maximum(codes, 0.0), 31.0).to(tl.int32)
+    elif ROUNDING == "v3":
+        codes = nearest_integer(steps + V3_CENTRE)
+        return tl.minimum(tl.maximum(codes, 0.0), 7.0).to(tl.int32)
     else:
         return e4m3_bits(tl.minimum(tl.maximum(steps, -448.0), 448.0)).to(tl.int32)
 
 
 @triton.jit
-def pack_halves(first, second, dtype: tl.constexpr):
-    """Codes of 4 bits of both halves -> bytes."""
-    return (first | (second << 4)).to(dtype)
+def join_codes(keys, values, dtype: tl.constexpr):
+    """Codes of both -> shared bytes."""
+    return (keys | (values << 5)).to(dtype)

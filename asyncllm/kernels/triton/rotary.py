@@ -152,8 +152,8 @@ def rope_fill_kv_kernel(
     USE_PDL: tl.constexpr,
 ):
     """PAIRS pairs of features are turned; REST is HEAD_DIM - 2 * PAIRS, padded to a power of two, or 0. FORMAT is that
-    of a quantized cache, for which whole heads are turned, and not interleaved; else it is empty, and ranges are not
-    written."""
+    of a quantized cache, whose keys and values share no byte, and for which whole heads are turned, and not
+    interleaved; else it is empty, and ranges are not written."""
     HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = row // HEADS, row % HEADS
@@ -212,8 +212,7 @@ def rope_fill_kv_kernel(
     to_q, to_k, to_v = inside & is_q, written & is_k, written & (head >= NUM_HEADS + NUM_KV_HEADS)
     store_pairs(q_row_ptr, new_first, new_second, to_q, PAIRS, INTERLEAVED)
     if FORMAT != "":
-        WIDTH: tl.constexpr = PAIRS if FORMAT == "int4" else HEAD_DIM
-        code_ptr = tl.where(is_k, k_ptr + line * WIDTH, v_ptr + line * WIDTH)
+        code_ptr = tl.where(is_k, k_ptr + line * HEAD_DIM, v_ptr + line * HEAD_DIM)
         range_ptr = tl.where(is_k, k_range_ptr + line, v_range_ptr + line)
         turned_first, turned_second = new_first.to(tl.float32), new_second.to(tl.float32)
         store_line(turned_first, turned_second, to_k | to_v, code_ptr, range_ptr, PAIRS, FORMAT)
@@ -253,7 +252,7 @@ def rope_fill_kv(
     cos, sin = rotation
     form, ranges = "", (cache.k, cache.v)
     if isinstance(cache, QuantizedKV):
-        if interleaved or cos.shape[-1] < head_dim:
+        if cache.format.shared or interleaved or cos.shape[-1] < head_dim:
             return _rope_then_fill(
                 qkv,
                 rotation,
@@ -291,8 +290,8 @@ def rope_fill_kv(
 def _rope_then_fill(
     qkv: Tensor, rotation: Rotation, cache: QuantizedKV, plan: Tensor, *, num_kv_heads: int, head_dim: int, **more: Any
 ) -> Tensor:
-    """The halves of a line are not those of its turned pairs: keys and values are written as they are, to blocks of one
-    token, and from there to the cache."""
+    """The halves of a line are not those of its turned pairs, or a byte takes of a key and of a value, which are two
+    rows: they are written as they are, to blocks of one token, and from there to the cache."""
     tokens = qkv.shape[0]
     both = PagedKV.over(qkv.new_empty(2, tokens, num_kv_heads, 1, head_dim))
     own = torch.arange(tokens, device=qkv.device)

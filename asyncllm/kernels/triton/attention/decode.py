@@ -20,12 +20,7 @@ from asyncllm.kernels.triton.attention.plan import (
     key_tile,
     padded_head_dim,
 )
-from asyncllm.kernels.triton.attention.quantized import (
-    attend_quantized_keys,
-    factor_of,
-    load_queries,
-    store_halves,
-)
+from asyncllm.kernels.triton.attention.quantized import attend_quantized_keys, factor_of, load_queries
 from asyncllm.kernels.triton.attention.tile import FLOOR, LOG2_E, attend_keys
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured
@@ -111,9 +106,8 @@ def decode_attention_kernel(
     ALIBI: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """FORMAT is that of a quantized cache, where k_ranges and v_ranges are read, or empty. PADDED is WIDTH padded."""
+    """FORMAT is that of a quantized cache, where k_ranges and v_ranges are read, or empty. PADDED is D padded."""
     # A line of the cache, in what is stored. In 4 bits it has both halves of a head.
-    WIDTH: tl.constexpr = D // 2 if FORMAT == "int4" else D
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     block = tl.program_id(0)
@@ -132,8 +126,8 @@ def decode_attention_kernel(
     heads = tl.arange(0, HEADS)
     dims = tl.arange(0, PADDED)
     tokens = tl.arange(0, TILE)
-    key_offsets = tokens[:, None] * WIDTH + dims[None, :]
-    value_offsets = tokens[None, :] * WIDTH + dims[:, None]
+    key_offsets = tokens[:, None] * D + dims[None, :]
+    value_offsets = tokens[None, :] * D + dims[:, None]
     while left > 0:
         taken = tl.minimum(per_head - tile, left)
         begin = first_tile + tile
@@ -150,16 +144,15 @@ def decode_attention_kernel(
 
         query_heads = kv_head * GROUP + heads
         grouped = heads < GROUP
-        kept = grouped[None, :] & (dims < WIDTH)[:, None]
+        kept = grouped[None, :] & (dims < D)[:, None]
         # A decode step has few rows: 32 bits do, and with 64 the kernel spills registers at head_dim 80.
         lines = q + row * Q_STRIDE + query_heads[None, :] * D + dims[:, None]
-        query, query_high, query_sum = load_queries(lines, kept, 0, WIDTH, FORMAT)
+        query, query_sum = load_queries(lines, kept, 0, FORMAT)
         slopes = tl.zeros([HEADS], tl.float32)
         if ALIBI:
             slopes = tl.load(alibi + query_heads, mask=grouped, other=0.0) * (LOG2_E / steepness)
 
         acc = tl.zeros([PADDED, HEADS], tl.float32)
-        acc_high = acc
         weight_sum = tl.zeros([HEADS], tl.float32)
         maximum = tl.full([HEADS], FLOOR, tl.float32)
         table = block_tables + row.to(tl.int64) * table_stride
@@ -167,7 +160,7 @@ def decode_attention_kernel(
         for index in range(begin, end):
             first_key = index * TILE
             block_id = page
-            base = tile_start(page, first_key, kv_head, NUM_KV_HEADS, PAGE, WIDTH)
+            base = tile_start(page, first_key, kv_head, NUM_KV_HEADS, PAGE, D)
             page = tl.load(page_entry(table, tl.minimum(index + 1, end - 1), TILE, PAGE))
             if FORMAT == "":
                 acc, weight_sum, maximum = attend_keys(
@@ -190,16 +183,14 @@ def decode_attention_kernel(
                 )
             else:
                 ranges = tile_start(block_id, first_key, kv_head, NUM_KV_HEADS, PAGE, 1) + tokens
-                acc, acc_high, weight_sum, maximum = attend_quantized_keys(
+                acc, weight_sum, maximum = attend_quantized_keys(
                     query,
-                    query_high,
                     query_sum,
                     k + base + key_offsets,
                     v + base + value_offsets,
                     k_ranges + ranges,
                     v_ranges + ranges,
                     acc,
-                    acc_high,
                     weight_sum,
                     maximum,
                     first_key + tokens,
@@ -208,7 +199,7 @@ def decode_attention_kernel(
                     slopes,
                     squeeze,
                     steepness,
-                    WIDTH,
+                    D,
                     FORMAT,
                     HAS_WINDOW,
                     SOFTCAP,
@@ -226,11 +217,11 @@ def decode_attention_kernel(
         if num_parts == 1:
             factor = factor_of(weight_sum, exponent, sinks, query_heads, grouped, SINKS, FORMAT)[None, :]
             into = target + heads[None, :] * D + dims[:, None]
-            store_halves(into, acc * factor, acc_high * factor, kept, WIDTH, FORMAT)
+            tl.store(into, round_to(acc * factor, into.dtype.element_ty), mask=kept)
         else:
             # A block has at most one part that starts its row and head, and at most one that does not.
             partial = (2 * block + (tile == 0).to(tl.int32)) * GROUP + heads
-            store_halves(partials + partial[None, :] * D + dims[:, None], acc, acc_high, kept, WIDTH, FORMAT)
+            tl.store(partials + partial[None, :] * D + dims[:, None], acc, mask=kept)
             states = partials + 2 * tl.num_programs(0) * GROUP * D + partial * 2
             tl.store(states, exponent, mask=grouped)
             tl.store(states + 1, weight_sum, mask=grouped)
@@ -239,19 +230,16 @@ def decode_attention_kernel(
             counter = work + HEADER + ENTRY * tl.num_programs(0) + first_block
             ticket = tl.atomic_add(counter, 1, sem="acq_rel")
             if ticket == num_parts - 1:
-                # Halves lie side by side in the parts.
-                ALL: tl.constexpr = PADDED * 2 if FORMAT == "int4" else PADDED
                 merged, merged_sum, merged_exponent = _merge(
-                    partials, first_block, num_parts, GROUP, GROUP_BLOCK, D, ALL, PARTS
+                    partials, first_block, num_parts, GROUP, GROUP_BLOCK, D, PADDED, PARTS
                 )
                 own = tl.arange(0, GROUP_BLOCK)
                 owned = own < GROUP
                 own_heads = kv_head * GROUP + own
                 factor = factor_of(merged_sum, merged_exponent, sinks, own_heads, owned, SINKS, FORMAT)
                 result = round_to(merged * factor[None, :], out.dtype.element_ty)
-                all_dims = tl.arange(0, ALL)
-                inside = owned[None, :] & (all_dims < D)[:, None]
-                tl.store(target + own[None, :] * D + all_dims[:, None], result, mask=inside)
+                inside = owned[None, :] & (dims < D)[:, None]
+                tl.store(target + own[None, :] * D + dims[:, None], result, mask=inside)
                 # The next layer finds the counter as this one did.
                 tl.store(counter, 0)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asyncllm.kernels.cache import KVCache
 from asyncllm.kernels.quantized_kv import QuantizedKV
-from asyncllm.kernels.triton.attention.plan import AttentionShape, DecodeWork, PrefillTiles, padded_line
+from asyncllm.kernels.triton.attention.plan import AttentionShape, DecodeWork, PrefillTiles, padded_head_dim
 from asyncllm.kernels.triton.attention.tile import LOG2_E
 from asyncllm.kernels.triton.launch import Configured
 
@@ -35,7 +35,7 @@ class Variant(NamedTuple):
             "NUM_KV_HEADS": self.shape.num_kv_heads,
             "GROUP": self.shape.group,
             "D": self.shape.head_dim,
-            "PADDED": padded_line(self.shape),
+            "PADDED": padded_head_dim(self.shape.head_dim),
             "PAGE": self.shape.block_size,
             "FORMAT": self.shape.format,
             "HAS_WINDOW": self.has_window,

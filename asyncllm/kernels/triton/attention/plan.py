@@ -37,7 +37,6 @@ __all__ = [
     "decode_config",
     "key_tile",
     "padded_head_dim",
-    "padded_line",
     "plan_decode_attention",
     "plan_prefill_attention",
     "prefill_configs",
@@ -204,12 +203,6 @@ def padded_head_dim(head_dim: int) -> int:
             "Run this model on the CPU."
         )
     return 1 << max(4, (head_dim - 1).bit_length())
-
-
-def padded_line(shape: AttentionShape) -> int:
-    """Return the power of two that a line of the cache is padded to: a head, or in 4 bits half of one."""
-    width = shape.head_dim // 2 if shape.format == "int4" else shape.head_dim
-    return 1 << max(4, (width - 1).bit_length())
 
 
 def key_tile(block_size: int, most: int) -> int:

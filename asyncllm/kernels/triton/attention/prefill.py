@@ -18,14 +18,9 @@ from torch import Tensor
 from asyncllm.kernels.cache import KVCache
 from asyncllm.kernels.triton.attention.launch import Variant, launch_attention, variant_of
 from asyncllm.kernels.triton.attention.plan import PrefillConfig, PrefillTiles, key_tile
-from asyncllm.kernels.triton.attention.quantized import (
-    attend_quantized_tile,
-    factor_of,
-    load_queries,
-    store_halves,
-)
+from asyncllm.kernels.triton.attention.quantized import attend_quantized_tile, factor_of, load_queries
 from asyncllm.kernels.triton.attention.tile import FLOOR, LOG2_E, attend_tile
-from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
+from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured
 from asyncllm.kernels.triton.page import page_entry, tile_start
 
@@ -35,7 +30,6 @@ __all__ = ["paged_prefill_attention", "prefill_attention_kernel"]
 @triton.jit
 def _attend_tiles(
     query,
-    query_high,
     query_sum,
     k,
     v,
@@ -43,7 +37,6 @@ def _attend_tiles(
     v_ranges,
     table,
     acc,
-    acc_high,
     weight_sum,
     maximum,
     begin,
@@ -56,7 +49,7 @@ def _attend_tiles(
     squeeze,
     steepness,
     NUM_KV_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    D: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -68,14 +61,14 @@ def _attend_tiles(
     """Tiles begin to end - 1 of the row's keys."""
     tokens = tl.arange(0, TILE)
     dims = tl.arange(0, acc.shape[1])
-    key_offsets = tokens[None, :] * WIDTH + dims[:, None]
-    value_offsets = tokens[:, None] * WIDTH + dims[None, :]
+    key_offsets = tokens[None, :] * D + dims[:, None]
+    value_offsets = tokens[:, None] * D + dims[None, :]
     # The block id of a tile is loaded one iteration ahead: only then can the loads of K and V run ahead as well.
     page = tl.load(page_entry(table, begin, TILE, PAGE), mask=begin < end, other=0)
     for index in range(begin, end):
         first_key = index * TILE
         block_id = page
-        base = tile_start(page, first_key, kv_head, NUM_KV_HEADS, PAGE, WIDTH)
+        base = tile_start(page, first_key, kv_head, NUM_KV_HEADS, PAGE, D)
         page = tl.load(page_entry(table, tl.minimum(index + 1, end - 1), TILE, PAGE))
         if FORMAT == "":
             acc, weight_sum, maximum = attend_tile(
@@ -92,7 +85,7 @@ def _attend_tiles(
                 slopes,
                 squeeze,
                 steepness,
-                WIDTH,
+                D,
                 MASKED,
                 HAS_WINDOW,
                 SOFTCAP,
@@ -100,16 +93,14 @@ def _attend_tiles(
             )
         else:
             ranges = tile_start(block_id, first_key, kv_head, NUM_KV_HEADS, PAGE, 1) + tokens
-            acc, acc_high, weight_sum, maximum = attend_quantized_tile(
+            acc, weight_sum, maximum = attend_quantized_tile(
                 query,
-                query_high,
                 query_sum,
                 k + base + key_offsets,
                 v + base + value_offsets,
                 k_ranges + ranges,
                 v_ranges + ranges,
                 acc,
-                acc_high,
                 weight_sum,
                 maximum,
                 first_key + tokens,
@@ -119,14 +110,14 @@ def _attend_tiles(
                 slopes,
                 squeeze,
                 steepness,
-                WIDTH,
+                D,
                 FORMAT,
                 MASKED,
                 HAS_WINDOW,
                 SOFTCAP,
                 ALIBI,
             )
-    return acc, acc_high, weight_sum, maximum
+    return acc, weight_sum, maximum
 
 
 @triton.jit(do_not_specialize=["window", "table_stride"], do_not_specialize_on_alignment=["block_tables"])
@@ -162,7 +153,6 @@ def prefill_attention_kernel(
     USE_PDL: tl.constexpr,
 ):
     """As `decode_attention_kernel`, of which what depends on FORMAT is said."""
-    WIDTH: tl.constexpr = D // 2 if FORMAT == "int4" else D
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     number = tl.program_id(0)
@@ -181,17 +171,16 @@ def prefill_attention_kernel(
     queries = rows // GROUP
     query_heads = kv_head * GROUP + rows % GROUP
     owned = queries < count
-    kept = owned[:, None] & (dims < WIDTH)[None, :]
+    kept = owned[:, None] & (dims < D)[None, :]
     lines = (first_query + queries).to(tl.int64)
     own = q + (lines * Q_STRIDE + query_heads * D)[:, None] + dims[None, :]
-    query, query_high, query_sum = load_queries(own, kept, 1, WIDTH, FORMAT)
+    query, query_sum = load_queries(own, kept, 1, FORMAT)
     query_positions = position + queries
     slopes = tl.zeros([ROWS], tl.float32)
     if ALIBI:
         slopes = tl.load(alibi + query_heads, mask=owned, other=0.0) * (LOG2_E / steepness)
 
     acc = tl.zeros([ROWS, PADDED], tl.float32)
-    acc_high = acc
     weight_sum = tl.zeros([ROWS], tl.float32)
     maximum = tl.full([ROWS], FLOOR, tl.float32)
     table = block_tables + row.to(tl.int64) * table_stride
@@ -204,9 +193,8 @@ def prefill_attention_kernel(
         begin = tl.maximum(position + 1 - window, 0) // TILE
         whole_begin = tl.minimum(tl.cdiv(tl.maximum(kv_end - window, 0), TILE), end)
         whole_end = tl.maximum(whole_begin, whole_end)
-        acc, acc_high, weight_sum, maximum = _attend_tiles(
+        acc, weight_sum, maximum = _attend_tiles(
             query,
-            query_high,
             query_sum,
             k,
             v,
@@ -214,7 +202,6 @@ def prefill_attention_kernel(
             v_ranges,
             table,
             acc,
-            acc_high,
             weight_sum,
             maximum,
             begin,
@@ -227,7 +214,7 @@ def prefill_attention_kernel(
             squeeze,
             steepness,
             NUM_KV_HEADS,
-            WIDTH,
+            D,
             PAGE,
             TILE,
             FORMAT,
@@ -236,9 +223,8 @@ def prefill_attention_kernel(
             SOFTCAP,
             ALIBI,
         )
-    acc, acc_high, weight_sum, maximum = _attend_tiles(
+    acc, weight_sum, maximum = _attend_tiles(
         query,
-        query_high,
         query_sum,
         k,
         v,
@@ -246,7 +232,6 @@ def prefill_attention_kernel(
         v_ranges,
         table,
         acc,
-        acc_high,
         weight_sum,
         maximum,
         whole_begin,
@@ -259,7 +244,7 @@ def prefill_attention_kernel(
         squeeze,
         steepness,
         NUM_KV_HEADS,
-        WIDTH,
+        D,
         PAGE,
         TILE,
         FORMAT,
@@ -268,9 +253,8 @@ def prefill_attention_kernel(
         SOFTCAP,
         ALIBI,
     )
-    acc, acc_high, weight_sum, maximum = _attend_tiles(
+    acc, weight_sum, maximum = _attend_tiles(
         query,
-        query_high,
         query_sum,
         k,
         v,
@@ -278,7 +262,6 @@ def prefill_attention_kernel(
         v_ranges,
         table,
         acc,
-        acc_high,
         weight_sum,
         maximum,
         whole_end,
@@ -291,7 +274,7 @@ def prefill_attention_kernel(
         squeeze,
         steepness,
         NUM_KV_HEADS,
-        WIDTH,
+        D,
         PAGE,
         TILE,
         FORMAT,
@@ -302,7 +285,7 @@ def prefill_attention_kernel(
     )
     factor = factor_of(weight_sum, maximum * steepness, sinks, query_heads, owned, SINKS, FORMAT)[:, None]
     into = out + (lines * OUT_STRIDE + query_heads * D)[:, None] + dims[None, :]
-    store_halves(into, acc * factor, acc_high * factor, kept, WIDTH, FORMAT)
+    tl.store(into, round_to(acc * factor, into.dtype.element_ty), mask=kept)
 
 
 def paged_prefill_attention(

@@ -3,8 +3,6 @@
 Products are taken with codes, and sums with weights that the values' scales multiply; what the centre and the middles
 add is one number per key, and one per query and tile. Weights are scaled up by BOOST besides, which is taken back at
 the end: in float16, those of small values would be too small to be exact.
-
-In 4 bits q, and the sums, are in two halves; else the second halves pass through untouched.
 """
 
 from __future__ import annotations
@@ -14,9 +12,9 @@ import triton.language as tl
 
 from asyncllm.kernels.triton.attention.tile import last_factor, weigh_keys, weigh_tile
 from asyncllm.kernels.triton.language import dot, round_to
-from asyncllm.kernels.triton.quantized_kv import INT4_CENTRE, INT8_CENTRE, middles_of, numbers_of, scales_of
+from asyncllm.kernels.triton.quantized_kv import INT8_CENTRE, K5_CENTRE, V3_CENTRE, middles_of, numbers_of, scales_of
 
-__all__ = ["attend_quantized_keys", "attend_quantized_tile", "factor_of", "load_queries", "store_halves"]
+__all__ = ["attend_quantized_keys", "attend_quantized_tile", "factor_of", "load_queries"]
 
 BOOST: tl.constexpr = tl.constexpr(256.0)
 
@@ -25,20 +23,14 @@ _LARGEST: tl.constexpr = tl.constexpr(65504.0)
 
 
 @triton.jit
-def load_queries(pointers, kept, AXIS: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
-    """Queries, in 4 bits those of the first half; those of the second half; the sums of their numbers along AXIS.
-    Without a format the last two are of no use."""
+def load_queries(pointers, kept, AXIS: tl.constexpr, FORMAT: tl.constexpr):
+    """Queries, and the sums of their numbers along AXIS, which are of no use without a format."""
     query = tl.load(pointers, mask=kept, other=0.0)
     if FORMAT == "":
-        return query, query, 0.0
+        return query, 0.0
     else:
         query = _to_dot(query, FORMAT)
-        total = tl.sum(query.to(tl.float32), AXIS)
-        if FORMAT == "int4":
-            high = tl.load(pointers + WIDTH, mask=kept, other=0.0)
-            return query, high, total + tl.sum(high.to(tl.float32), AXIS)
-        else:
-            return query, query, total
+        return query, tl.sum(query.to(tl.float32), AXIS)
 
 
 @triton.jit
@@ -48,14 +40,6 @@ def factor_of(weight_sum, exponent, sinks, heads, mask, SINKS: tl.constexpr, FOR
     if FORMAT != "":
         factor *= 1.0 / BOOST
     return factor
-
-
-@triton.jit
-def store_halves(into, acc, acc_high, kept, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
-    """Store sums, in 4 bits those of both halves."""
-    tl.store(into, round_to(acc, into.dtype.element_ty), mask=kept)
-    if FORMAT == "int4":
-        tl.store(into + WIDTH, round_to(acc_high, into.dtype.element_ty), mask=kept)
 
 
 @triton.jit
@@ -88,7 +72,7 @@ def _offsets(scales, middles, FORMAT: tl.constexpr):
     if FORMAT == "int8":
         return middles - scales * INT8_CENTRE
     else:
-        return middles - scales * INT4_CENTRE
+        return middles - scales * K5_CENTRE
 
 
 @triton.jit
@@ -97,20 +81,18 @@ def _shares(weights, middles, scaled, FORMAT: tl.constexpr):
     if FORMAT == "int8":
         return weights * (middles * BOOST) - scaled.to(tl.float32) * INT8_CENTRE
     else:
-        return weights * (middles * BOOST) - scaled.to(tl.float32) * INT4_CENTRE
+        return weights * (middles * BOOST) - scaled.to(tl.float32) * V3_CENTRE
 
 
 @triton.jit
 def attend_quantized_tile(
     q,
-    q_high,
     q_sum,
     key_pointers,
     value_pointers,
     key_ranges,
     value_ranges,
     acc,
-    acc_high,
     weight_sum,
     maximum,
     key_positions,
@@ -120,24 +102,22 @@ def attend_quantized_tile(
     slopes,
     squeeze,
     steepness,
-    WIDTH: tl.constexpr,
+    D: tl.constexpr,
     FORMAT: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
 ):
-    """As `attend_tile`. q, q_high, acc and acc_high [M, P], q_sum [M]; lines are WIDTH bytes, padded to P; key_ranges
+    """As `attend_tile`. q and acc [M, P], q_sum [M]; lines are D bytes, padded to P; key_ranges
     and value_ranges point to [N]."""
     PADDED: tl.constexpr = acc.shape[1]
     dims = tl.arange(0, PADDED)
     there = key_positions < kv_end
-    codes = tl.load(key_pointers) if PADDED == WIDTH else tl.load(key_pointers, mask=(dims < WIDTH)[:, None], other=0)
+    codes = tl.load(key_pointers) if PADDED == D else tl.load(key_pointers, mask=(dims < D)[:, None], other=0)
     ranges = tl.load(key_ranges)
     raw = tl.zeros([acc.shape[0], key_pointers.shape[1]], tl.float32)
     raw = dot(q, numbers_of(codes, FORMAT, False, q.dtype), raw)
-    if FORMAT == "int4":
-        raw = dot(q_high, numbers_of(codes, FORMAT, True, q.dtype), raw)
     scales = scales_of(ranges)
     raw = raw * scales[None, :]
     if FORMAT != "fp8":
@@ -159,32 +139,24 @@ def attend_quantized_tile(
     )
     # Ranges of other rows may be NaN, and are masked; codes are always finite.
     ranges = tl.load(value_ranges, mask=there, other=0) if MASKED else tl.load(value_ranges)
-    if PADDED == WIDTH:
-        codes = tl.load(value_pointers)
-    else:
-        codes = tl.load(value_pointers, mask=(dims < WIDTH)[None, :], other=0)
+    codes = tl.load(value_pointers) if PADDED == D else tl.load(value_pointers, mask=(dims < D)[None, :], other=0)
     scaled = _scaled(weights * (scales_of(ranges) * BOOST)[None, :], q.dtype)
     acc = acc * fade[:, None]
     if FORMAT != "fp8":
-        share = tl.sum(_shares(weights, middles_of(ranges)[None, :], scaled, FORMAT), 1)[:, None]
-        acc += share
-    acc = dot(scaled, numbers_of(codes, FORMAT, False, q.dtype), acc)
-    if FORMAT == "int4":
-        acc_high = dot(scaled, numbers_of(codes, FORMAT, True, q.dtype), acc_high * fade[:, None] + share)
-    return acc, acc_high, weight_sum, new_maximum
+        acc += tl.sum(_shares(weights, middles_of(ranges)[None, :], scaled, FORMAT), 1)[:, None]
+    acc = dot(scaled, numbers_of(codes, FORMAT, True, q.dtype), acc)
+    return acc, weight_sum, new_maximum
 
 
 @triton.jit
 def attend_quantized_keys(
     q,
-    q_high,
     q_sum,
     key_pointers,
     value_pointers,
     key_ranges,
     value_ranges,
     acc,
-    acc_high,
     weight_sum,
     maximum,
     key_positions,
@@ -193,22 +165,20 @@ def attend_quantized_keys(
     slopes,
     squeeze,
     steepness,
-    WIDTH: tl.constexpr,
+    D: tl.constexpr,
     FORMAT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
 ):
-    """As `attend_keys`. q, q_high, acc and acc_high [P, H], q_sum [H]; the rest as in `attend_quantized_tile`."""
+    """As `attend_keys`. q and acc [P, H], q_sum [H]; the rest as in `attend_quantized_tile`."""
     PADDED: tl.constexpr = acc.shape[0]
     dims = tl.arange(0, PADDED)
     there = key_positions < kv_end
-    codes = tl.load(key_pointers) if PADDED == WIDTH else tl.load(key_pointers, mask=(dims < WIDTH)[None, :], other=0)
+    codes = tl.load(key_pointers) if PADDED == D else tl.load(key_pointers, mask=(dims < D)[None, :], other=0)
     ranges = tl.load(key_ranges)
     raw = tl.zeros([key_pointers.shape[0], acc.shape[1]], tl.float32)
     raw = dot(numbers_of(codes, FORMAT, False, q.dtype), q, raw)
-    if FORMAT == "int4":
-        raw = dot(numbers_of(codes, FORMAT, True, q.dtype), q_high, raw)
     scales = scales_of(ranges)
     raw = raw * scales[:, None]
     if FORMAT != "fp8":
@@ -228,16 +198,10 @@ def attend_quantized_keys(
         ALIBI,
     )
     ranges = tl.load(value_ranges, mask=there, other=0)
-    if PADDED == WIDTH:
-        codes = tl.load(value_pointers)
-    else:
-        codes = tl.load(value_pointers, mask=(dims < WIDTH)[:, None], other=0)
+    codes = tl.load(value_pointers) if PADDED == D else tl.load(value_pointers, mask=(dims < D)[:, None], other=0)
     scaled = _scaled(weights * (scales_of(ranges) * BOOST)[:, None], q.dtype)
     acc = acc * fade[None, :]
     if FORMAT != "fp8":
-        share = tl.sum(_shares(weights, middles_of(ranges)[:, None], scaled, FORMAT), 0)[None, :]
-        acc += share
-    acc = dot(numbers_of(codes, FORMAT, False, q.dtype), scaled, acc)
-    if FORMAT == "int4":
-        acc_high = dot(numbers_of(codes, FORMAT, True, q.dtype), scaled, acc_high * fade[None, :] + share)
-    return acc, acc_high, weight_sum, new_maximum
+        acc += tl.sum(_shares(weights, middles_of(ranges)[:, None], scaled, FORMAT), 0)[None, :]
+    acc = dot(numbers_of(codes, FORMAT, True, q.dtype), scaled, acc)
+    return acc, weight_sum, new_maximum
