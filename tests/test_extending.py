@@ -8,16 +8,17 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from asyncllm.models import registry
 from asyncllm.models.registry import open_model
-from tests.models.parity import Runner, random_tokens
+from tests.models.parity import Case, Runner, folder_of, random_tokens
 
 PAGE = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
-FAMILY, OP, LAUNCHER, TEST = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+FAMILY, MODULE, OP, LAUNCHER, TEST = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture
@@ -65,6 +66,12 @@ def test_model(add_file, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         expected = theirs(torch.tensor([row.tokens])).logits[0]
     assert (row.result - expected).abs().max() < 1e-4
     assert expected.std() > 0.1
+
+
+def test_one_module_beside_the_original() -> None:
+    names: dict[str, Any] = {}
+    exec(MODULE, names)
+    assert names["differ"](folder_of(Case("llama", "default"))) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -26,7 +26,7 @@ LEVELS = [
     {"quant"},
     {"vl"},
     {"models"},
-    {"agent", "lite"},
+    {"agent", "lite", "porting"},
     {"ranks"},
     {"engine"},
     {"pipeline", "server"},

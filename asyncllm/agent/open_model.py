@@ -19,6 +19,7 @@ from asyncllm.layers.cache_spec import CacheSpec
 from asyncllm.layers.quantized_cache import quantized
 from asyncllm.models.config import ModelConfig
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.plugins import load_plugins
 from asyncllm.models.registry import open_model, read_config
 from asyncllm.protocol import Limits, StartTimes
 
@@ -80,6 +81,7 @@ class OpenedModel(NamedTuple):
             # The device's context, which the first allocation makes.
             torch.empty(1, device=device)
         times.lap("device")
+        load_plugins(config.plugin or ())
         model_config = read_config(path, **asked) if model is None else model.config
         max_position = _max_position(config, model_config)
         dtype = _dtype(config, model_config, device)

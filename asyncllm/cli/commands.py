@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from asyncllm import __version__
-from asyncllm.cli import flags, lite
+from asyncllm.cli import debug, flags, lite
 from asyncllm.cli import serve as serve_command
 from asyncllm.cli.conversations import LocalConversation
-from asyncllm.cli.flags import DEFAULT_MODEL, MODEL_HELP, add_model_settings, load_template
+from asyncllm.cli.flags import DEFAULT_MODEL, MODEL_HELP, add_model_settings, add_plugin, load_plugins, load_template
 from asyncllm.cli.terminal import CHAT_HELP, converse, print_answer
 from asyncllm.config import EngineConfig, GenerationConfig
 from asyncllm.errors import AsyncLLMError, InvalidParameter
@@ -88,14 +88,17 @@ def _parser() -> flags.Parser:
 
     serve_command.add(commands)
     lite.add(commands)
+    debug.add(commands)
 
     about = "Say whether this machine can run it, and what to change."
     doctor = command("doctor", _doctor, about, aliases=["check_env"])
     doctor.add_argument("model", nargs="?", metavar="MODEL", help="Also look at this checkpoint's folder.")
     doctor.add_argument("--json", action="store_true", help="Print the verdicts as JSON.")
+    add_plugin(doctor)
 
     listing = command("list", _list, "Name the built-in chat templates and the model architectures.")
     listing.add_argument("--json", action="store_true", help="Print them as JSON.")
+    add_plugin(listing)
 
     convert = command("convert", _convert, "Turn a checkpoint of .bin files into safetensors.")
     convert.add_argument("source", metavar="SRC", help="Folder of the checkpoint.")
@@ -155,6 +158,7 @@ def _chat(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from asyncllm.cli import doctor
 
+    load_plugins(options)
     checks = doctor.examine(options.model)
     print(doctor.as_json(checks) if options.json else in_terminal(doctor.as_text(checks)))
     return 1 if any(check.verdict == "fail" for check in checks) else 0
@@ -164,6 +168,7 @@ def _list(options: argparse.Namespace) -> int:
     from asyncllm.models.registry import families
     from asyncllm.text import templates
 
+    load_plugins(options)
     names = {"chat_templates": templates.names(), "architectures": list(families())}
     if options.json:
         import json

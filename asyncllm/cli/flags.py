@@ -20,7 +20,18 @@ import msgspec
 from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, ServerConfig
 from asyncllm.errors import InvalidParameter
 
-__all__ = ["DEFAULT_MODEL", "MODEL_HELP", "Parser", "add", "add_model_settings", "load", "load_template", "refuse"]
+__all__ = [
+    "DEFAULT_MODEL",
+    "MODEL_HELP",
+    "Parser",
+    "add",
+    "add_model_settings",
+    "add_plugin",
+    "load",
+    "load_plugins",
+    "load_template",
+    "refuse",
+]
 
 DEFAULT_MODEL = "tiny-chat"
 MODEL_HELP = f"A folder, a bundled model or a hub id. Default: {DEFAULT_MODEL}."
@@ -181,3 +192,18 @@ def load_template(options: argparse.Namespace) -> ChatTemplateConfig:
         config = ChatTemplateConfig(model_name=choice)
     given = {name: value for name, value in vars(options).items() if name in ("meta_instruction", "capability")}
     return msgspec.structs.replace(config, **given)
+
+
+def add_plugin(parser: argparse.ArgumentParser) -> None:
+    """Give a command without an engine the engine's option of this name."""
+    every = [name for name in EngineConfig.__struct_fields__ if name != "plugin"]
+    add(parser, EngineConfig, leave_out=every)
+
+
+def load_plugins(options: argparse.Namespace) -> None:
+    """Run the files of `add_plugin`. Raises ModelError."""
+    files = getattr(options, "plugin", None)
+    if files:
+        from asyncllm.models import plugins
+
+        plugins.load_plugins(files)

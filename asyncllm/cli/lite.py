@@ -43,11 +43,13 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
         left_out = [field for field in LiteConfig.__struct_fields__ if field not in tool.options]
         flags.add(parser, LiteConfig, leave_out=left_out, defaults=tool.defaults)
+        flags.add_plugin(parser)
 
 
 def _run(options: argparse.Namespace) -> int:
     from asyncllm.lite import TOOLS, QuantizeReport
 
+    flags.load_plugins(options)
     given = {name: value for name, value in vars(options).items() if name in LiteConfig.__struct_fields__}
     report = TOOLS[options.tool](options.model, progress=_show if sys.stderr.isatty() else None, **given)
     if not isinstance(report, QuantizeReport):

@@ -206,6 +206,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             "adapters, or 16.",
         ),
     ] = 0
+    plugin: Annotated[
+        list[str] | None,
+        Meta(description="Python files of your own that register families of models. They are run."),
+    ] = None
     hf_overrides: Annotated[
         dict[str, Any] | None, Meta(description="Entries that replace those of the checkpoint's config.json.")
     ] = None

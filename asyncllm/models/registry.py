@@ -6,7 +6,8 @@ import importlib
 import math
 import pkgutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -31,7 +32,15 @@ from asyncllm.models.vision_language import REFUSED_MODELS, VISION_MODELS, compo
 from asyncllm.models.weights import expected_numbers, load
 from asyncllm.quant.scheme import Scheme, scheme_of
 
-__all__ = ["described", "families", "open_model", "open_unfilled", "read_config", "register"]
+__all__ = [
+    "described",
+    "families",
+    "open_model",
+    "open_unfilled",
+    "read_config",
+    "register",
+    "register_all_or_nothing",
+]
 
 Family = TypeVar("Family", bound=type[DecoderLM])
 
@@ -73,6 +82,20 @@ def register(*architectures: str, **models: str) -> Callable[[Family], Family]:
         return family
 
     return enter
+
+
+@contextmanager
+def register_all_or_nothing() -> Iterator[None]:
+    """Have what is registered inside be found afterwards, and forgotten if the block raises."""
+    kept, models = dict(_FAMILIES), dict(_MODELS)
+    try:
+        yield
+    except BaseException:
+        for now, before in ((_FAMILIES, kept), (_MODELS, models)):
+            now.clear()
+            now.update(before)  # type: ignore[arg-type]
+        raise
+    families.cache_clear()
 
 
 @cache

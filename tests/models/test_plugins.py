@@ -10,8 +10,11 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 
+from asyncllm.models.mistral import Mistral
+from asyncllm.models.registry import described, families, register, register_all_or_nothing
 from tests.models.parity import Case, folder_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "family_plugin"
@@ -53,14 +56,19 @@ def opened(folder: Path, packages: Path) -> str:
     return done.stdout.strip()
 
 
-def test_the_example_package(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
+def plain_qwen(folder: Path) -> Path:
+    """A checkpoint of the example's class."""
     shutil.copytree(folder_of(Case("qwen2", "default")), folder)
     file = folder / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("proj.bias")}
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["PlainQwenForCausalLM"]}))
+    return folder
+
+
+def test_the_example_package(tmp_path: Path) -> None:
+    folder = plain_qwen(tmp_path / "model")
     assert opened(folder, install(EXAMPLE, tmp_path / "packages")) == "plain_qwen PlainQwen False"
     assert "PlainQwenForCausalLM" in opened(folder, tmp_path / "none")
     broken = tmp_path / "broken"
@@ -69,3 +77,36 @@ def test_the_example_package(tmp_path: Path) -> None:
     found = opened(folder, broken)
     assert "plain_qwen" in found
     assert "not_there" in found
+
+
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "asyncllm", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_a_file_that_commands_are_given(tmp_path: Path) -> None:
+    folder, plugin = plain_qwen(tmp_path / "model"), EXAMPLE / "plain_qwen.py"
+    answer = ("run", folder, "hi", "--max-new-tokens", "3", "--ignore-eos", "--device-type", "cpu", "--isolated")
+    done = command(*answer, "--plugin", plugin)
+    assert (done.returncode, done.stdout.strip() != "") == (0, True), done.stderr
+    done = command("list", "--json", "--plugin", plugin, "--plugin", plugin)
+    assert "PlainQwenForCausalLM" in json.loads(done.stdout)["architectures"]
+    (tmp_path / "broken.py").write_text("import not_there")
+    for name, why in (("broken.py", "not_there"), ("none.py", "No such file"), ("none.txt", "not a Python file")):
+        done = command("list", "--plugin", tmp_path / name)
+        assert done.returncode == 1
+        assert name in done.stderr
+        assert why in done.stderr
+
+
+def test_what_fails_registers_nothing() -> None:
+    before = dict(families()), dict(described())
+
+    def enter() -> None:
+        with register_all_or_nothing():
+            register(NewForCausalLM="a new one")(type("New", (Mistral,), {}))
+            register("LlamaForCausalLM")(type("Other", (Mistral,), {}))
+
+    with pytest.raises(ValueError, match="LlamaForCausalLM is registered by"):
+        enter()
+    families.cache_clear()
+    assert (dict(families()), dict(described())) == before

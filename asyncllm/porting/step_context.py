@@ -1,0 +1,94 @@
+"""A step for a layer, or a model, that runs without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from asyncllm.errors import InvalidParameter, UnsupportedFeature
+from asyncllm.layers.cache_spec import CacheSpec, PagedKVSpec
+from asyncllm.layers.rotary import ROPE_LENS, RopeConfig, RotaryEmbedding
+from asyncllm.layers.step_inputs import StepInputs
+from asyncllm.models.decoder import DecoderLM
+
+__all__ = ["continuous_tensor", "make_step_context"]
+
+
+def make_step_context(
+    input_ids: Tensor,
+    seq_length: Tensor | Sequence[int] | None = None,
+    *,
+    model: DecoderLM | None = None,
+    num_key_value_heads: int = 32,
+    head_size: int = 128,
+    num_layers: int = 1,
+    kv_cache_dtype: torch.dtype = torch.float16,
+    block_size: int = 64,
+    rope: RopeConfig | None = None,
+) -> StepInputs:
+    """Return the step of prompts that nothing stands before, with empty caches and on the device of `input_ids`.
+
+    input_ids [B, S] or [S] integers, padded on the right; `seq_length`: tokens of each row, S unless given. With a
+    `model` its layers say what they cache, and the tokens' rotations are there; without, there are `num_layers` caches
+    of these sizes, and a rotation if `rope` is given. Raises InvalidParameter for lengths that do not fit, and
+    UnsupportedFeature for a model that reads images.
+    """
+    rows = input_ids if input_ids.ndim == 2 else input_ids[None]
+    lens = _lengths(rows, seq_length)
+    device, dtype = rows.device, kv_cache_dtype
+    specs: Sequence[CacheSpec] = [PagedKVSpec(num_key_value_heads, head_size)] * num_layers
+    if model is not None:
+        if model.vision is not None:
+            raise UnsupportedFeature("model: one that reads images cannot run on a context of tokens alone.", "model")
+        specs = model.cache_specs
+        parameter = next(each for each in model.parameters() if each.is_floating_point())
+        device, dtype = parameter.device, parameter.dtype
+    counts = lens.to(device)
+    ends = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    widths = -(-counts // block_size)
+    first = torch.cat([widths.new_zeros(1), widths.cumsum(0)])[:-1]
+    positions = torch.arange(int(ends[-1]), device=device) - ends[:-1].repeat_interleave(counts)
+    tables = first[:, None] + torch.arange(int(widths.max()), device=device)
+    caches = []
+    for spec in specs:
+        parts = spec.parts(block_size, dtype)
+        tensors = [
+            torch.zeros(part.planes, int(widths.sum()), *part.shape, dtype=part.dtype, device=device) for part in parts
+        ]
+        caches.append(spec.cache(tensors, block_size))
+    step = StepInputs(
+        input_ids=continuous_tensor(rows, lens).to(device).long(),
+        positions=positions,
+        places=positions + first.repeat_interleave(counts) * block_size,
+        num_decode=0,
+        q_offsets=ends.int(),
+        kv_lens=counts.int(),
+        block_tables=tables.clamp(max=int(widths.sum()) - 1).int(),
+        max_q_len=int(lens.max()),
+        caches=caches,
+        prompts=[(length, length) for length in lens.tolist()],
+        more={ROPE_LENS: counts.repeat_interleave(counts)},
+    )
+    if model is not None:
+        model.place(step)
+    elif rope is not None:
+        step.rotations = (RotaryEmbedding(rope, device)(step),)
+    return step
+
+
+def continuous_tensor(padded: Tensor, seq_length: Tensor | Sequence[int]) -> Tensor:
+    """Return the rows of [B, S, ...] without their padding, one after the other: [T, ...], as layers take them."""
+    lens = _lengths(padded, seq_length)
+    return torch.cat([row[:length] for row, length in zip(padded, lens.tolist(), strict=True)])
+
+
+def _lengths(rows: Tensor, seq_length: Tensor | Sequence[int] | None) -> Tensor:
+    """int64 [B], on the CPU."""
+    lens = torch.as_tensor([rows.shape[1]] * len(rows) if seq_length is None else seq_length).cpu().long()
+    if lens.shape != (len(rows),) or not len(lens) or not bool(((lens > 0) & (lens <= rows.shape[1])).all()):
+        raise InvalidParameter(
+            f"seq_length is {lens.tolist()}, where {len(rows)} lengths from 1 to {rows.shape[1]} belong.", "seq_length"
+        )
+    return lens
