@@ -28,6 +28,7 @@ from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.protocol import Executor, Limits
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.prompts import Prompts, is_single, is_token_ids, longest_first, pair_with_configs
+from asyncllm.text.replies.reply import ReplyFormat
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import (
     Chunk,
@@ -112,6 +113,11 @@ class AsyncEngine:
     @property
     def chat_template(self) -> ChatTemplate:
         return self._lifecycle.encoder.template
+
+    @property
+    def reply_format(self) -> ReplyFormat:
+        """How the model writes reasoning and calls of tools, as far as it is known."""
+        return self._lifecycle.encoder.splitter.form
 
     @property
     def limits(self) -> Limits:

@@ -42,6 +42,33 @@ from asyncllm.server.lmdeploy.responses import (
 )
 from asyncllm.server.lmdeploy.tokens import detokenize, encode_texts, tokenize
 from asyncllm.server.observe.probes import Health, health, live, metrics, ready
+from asyncllm.server.ollama.answers import OllamaChatAnswer, OllamaGenerateAnswer
+from asyncllm.server.ollama.generate import (
+    OllamaEmbedding,
+    OllamaEmbeddings,
+    embed,
+    embed_one,
+    ollama_chat,
+    ollama_generate,
+)
+from asyncllm.server.ollama.models import (
+    OllamaModels,
+    OllamaShown,
+    OllamaVersion,
+    RunningModels,
+    ps,
+    refuse_change,
+    show,
+    tags,
+    version,
+)
+from asyncllm.server.ollama.requests import (
+    EmbeddingsRequest,
+    EmbedRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ShowRequest,
+)
 from asyncllm.server.openai.chat import chat_completions
 from asyncllm.server.openai.completions import completions
 from asyncllm.server.openai.embeddings import embeddings
@@ -117,6 +144,69 @@ _RERANK = Route(
     method="POST", path="/v1/rerank", handler=rerank, auth=Auth.KEY, body=RerankRequest, answer=RerankResponse
 )
 
+_OLLAMA_ANSWER = Route(
+    method="POST",
+    path="/api/chat",
+    handler=ollama_chat,
+    auth=Auth.KEY,
+    body=OllamaChatRequest,
+    answer=OllamaChatAnswer,
+    streams=True,
+    stream_type=NDJSON.content_type,
+    errors="ollama",
+)
+_OLLAMA_CHANGE = Route(
+    method="POST", path="/api/pull", handler=refuse_change, auth=Auth.KEY, work=False, errors="ollama"
+)
+_OLLAMA_LIST = Route(
+    method="GET", path="/api/tags", handler=tags, auth=Auth.KEY, answer=OllamaModels, work=False, errors="ollama"
+)
+
+_OLLAMA = (
+    _OLLAMA_ANSWER,
+    replace(
+        _OLLAMA_ANSWER,
+        path="/api/generate",
+        handler=ollama_generate,
+        body=OllamaGenerateRequest,
+        answer=OllamaGenerateAnswer,
+    ),
+    Route(
+        method="POST",
+        path="/api/embed",
+        handler=embed,
+        auth=Auth.KEY,
+        body=EmbedRequest,
+        answer=OllamaEmbeddings,
+        errors="ollama",
+    ),
+    Route(
+        method="POST",
+        path="/api/embeddings",
+        handler=embed_one,
+        auth=Auth.KEY,
+        body=EmbeddingsRequest,
+        answer=OllamaEmbedding,
+        errors="ollama",
+    ),
+    _OLLAMA_LIST,
+    replace(_OLLAMA_LIST, path="/api/ps", handler=ps, answer=RunningModels),
+    replace(_OLLAMA_LIST, path="/api/version", handler=version, answer=OllamaVersion),
+    Route(
+        method="POST",
+        path="/api/show",
+        handler=show,
+        auth=Auth.KEY,
+        body=ShowRequest,
+        answer=OllamaShown,
+        work=False,
+        errors="ollama",
+    ),
+    _OLLAMA_CHANGE,
+    *(replace(_OLLAMA_CHANGE, path=f"/api/{name}") for name in ("push", "create", "copy")),
+    replace(_OLLAMA_CHANGE, method="DELETE", path="/api/delete"),
+)
+
 ROUTES: tuple[Route, ...] = (
     *_GENERATING,
     # LMDeploy's names of the routes that serve users by quota: here every route does.
@@ -173,6 +263,7 @@ ROUTES: tuple[Route, ...] = (
         answer=TokenCount,
         errors="anthropic",
     ),
+    *_OLLAMA,
     Route(
         method="POST",
         path="/v1/embeddings",

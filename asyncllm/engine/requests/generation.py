@@ -142,14 +142,27 @@ class Generation:
     @property
     def prompt_token_ids(self) -> list[int]:
         """The prompt as the model gets it, history included. Raises EngineError before `start`."""
+        return self._known().prompt_ids
+
+    def _known(self) -> Request:
         if self._request is None:
-            raise EngineError("The prompt's token ids are known once the generation has started.")
-        return self._request.prompt_ids
+            raise EngineError("What is known of the request is known once the generation has started.")
+        return self._request
 
     @property
     def splits(self) -> bool:
         """Whether reasoning and calls are split off its text. False before `start`."""
         return self._request is not None and self._request.sequences[0].answer.splits
+
+    @property
+    def arrived(self) -> float:
+        """When it was first awaited, in seconds of `time.monotonic`. Raises EngineError before `start`."""
+        return self._known().times.arrived
+
+    @property
+    def prefilled(self) -> float | None:
+        """When its prompt had been computed; None: it has not. Raises EngineError before `start`."""
+        return self._known().times.prefilled
 
     @property
     def ended(self) -> bool:

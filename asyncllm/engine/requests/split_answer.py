@@ -54,7 +54,8 @@ class Splitter:
         parser = config.tool_call_parser
         self._tokenizer = tokenizer
         self._reads_tools = template.reads_tools
-        self._form = reply_format(source, tokenizer, tool_parser=parser, reasoning=config.reasoning_parser)
+        self.form = reply_format(source, tokenizer, tool_parser=parser, reasoning=config.reasoning_parser)
+        """How replies are written, as far as it is known."""
         self._unsplit = reply_format(source, tokenizer, tool_parser=parser, reasoning=NO_PARSER)
         """For those who want reasoning to stay in the text."""
 
@@ -66,7 +67,7 @@ class Splitter:
                 "or give its template for tools by ChatTemplateConfig(chat_template=...).",
                 "tools",
             )
-        if self._form.tools is None and options.choice is not None:
+        if self.form.tools is None and options.choice is not None:
             raise UnsupportedFeature(
                 f"It is not known how the model writes calls of tools. Set tool_call_parser to one of: "
                 f"{', '.join(sorted(TOOL_PARSERS))}.",
@@ -80,7 +81,7 @@ class Splitter:
         """
         if messages is None:
             return None
-        form = self._form if options.separate_reasoning else self._unsplit
+        form = self.form if options.separate_reasoning else self._unsplit
         tools = schemas_of(options.tools) if options.tools and options.choice is not None else None
         if tools is None and not (form.splits and options.separate_reasoning):
             return None
@@ -93,12 +94,12 @@ class Splitter:
             return False
         choice = options.choice
         if choice is None:
-            return content is not None and self._form.tools is not None and self._form.tools.whole is not None
+            return content is not None and self.form.tools is not None and self.form.tools.whole is not None
         return content is not None or is_held(choice, options.tools or ())
 
     def held(self, options: RequestOptions, content: GrammarSpec | None) -> GrammarSpec:
         """Return what such a reply is held to. Raises InvalidParameter, UnsupportedFeature."""
-        form, choice = self._form.tools, options.choice
+        form, choice = self.form.tools, options.choice
         assert form is not None
         tools = () if choice is None else options.tools or ()
         many = options.parallel_tool_calls is not False
@@ -109,7 +110,7 @@ class Splitter:
 
         `messages`: the prompt as it was given; None for one that no template wrote.
         """
-        thinking = self._form.thinking
+        thinking = self.form.thinking
         if messages is None or thinking is None:
             return GrammarStart()
         opens, closes = (self._tokenizer.token_id(mark.strip()) for mark in thinking)
@@ -121,8 +122,8 @@ class Splitter:
                 field,
             )
         begins = None
-        if options.choice is not None and self._form.tools is not None:
-            grammar = call_grammar(self._form.tools, self._tokenizer)
+        if options.choice is not None and self.form.tools is not None:
+            grammar = call_grammar(self.form.tools, self._tokenizer)
             begins = None if grammar is None else self._first_token(grammar.opener)
         if inside:
             return GrammarStart(True, None, closes, begins)
@@ -142,7 +143,7 @@ class Splitter:
             continued = content if isinstance(content, str) else ""
         tail = prompt_ids[-PROMPT_END - len(continued or "") :]
         text = self._tokenizer.decode(tail, skip_special_tokens=False)
-        return text, self._form.begins_inside(text, continued)
+        return text, self.form.begins_inside(text, continued)
 
 
 class SplitAnswer(Answer):

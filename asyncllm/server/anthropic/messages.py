@@ -5,7 +5,6 @@ Documented at https://docs.anthropic.com/en/api/messages and /messages-streaming
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +17,7 @@ from asyncllm.server.anthropic.blocks import messages_of
 from asyncllm.server.anthropic.requests import CountTokensRequest, MessagesRequest, options_of
 from asyncllm.server.http.errors import ApiError, fields_of
 from asyncllm.server.http.responses import built_response, encode, json_response
-from asyncllm.server.openai.answers import size_of
+from asyncllm.server.openai.answers import arguments_of, size_of
 from asyncllm.server.request.arguments import request_options, sampled_config
 from asyncllm.server.request.decode import read_request
 from asyncllm.server.request.media import with_images
@@ -120,7 +119,7 @@ def _whole(message_id: str, model: str, response: Response) -> MessageObject:
     if response.text or not (response.tool_calls or response.reasoning):
         content.append({"type": "text", "text": response.text})
     for call in response.tool_calls:
-        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)})
+        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments_of(call.arguments)})
     return MessageObject(
         id=message_id,
         model=model,
@@ -139,15 +138,6 @@ def _stop(answer: Chunk | Response) -> dict[str, Any]:
     if isinstance(answer.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
     return {"stop_reason": REASONS.get(answer.finish_reason or "", "end_turn"), "stop_sequence": None}
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call; of one that is cut or no JSON object, their text below a key."""
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": arguments}
 
 
 class _MessageEvents:

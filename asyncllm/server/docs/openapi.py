@@ -39,6 +39,7 @@ DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 GROUPS = {
     "v1": "Answers and models",
+    "api": "Ollama",
     "health": "Watching",
     "is_sleeping": "Watching",
     "metrics": "Watching",
@@ -93,6 +94,16 @@ ANTHROPIC_ERROR: Schema = {
     },
 }
 """Of Anthropic's routes."""
+
+OLLAMA_ERROR: Schema = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": ERROR["properties"]["error"]["properties"]["message"]},
+}
+"""Of Ollama's routes."""
+
+OWN_ERRORS = {"anthropic": ("AnthropicError", ANTHROPIC_ERROR), "ollama": ("OllamaError", OLLAMA_ERROR)}
+"""Names and schemas of errors by their form, where that is a route's own."""
 
 GIVEN: Schema = {"not": {"type": "null"}}
 
@@ -187,8 +198,7 @@ def document_of(routes: Iterable[Route], service: Service) -> Schema:
         if kind.__name__ in components:
             _describe(components[kind.__name__], kind, service)
     components["Error"] = FLAT_ERROR if service.config.error_format == "lmdeploy" else ERROR
-    if any(route.errors == "anthropic" for route in routes):
-        components["AnthropicError"] = ANTHROPIC_ERROR
+    components |= dict(OWN_ERRORS[route.errors] for route in routes if route.errors in OWN_ERRORS)
     components["Message"] = MESSAGE
     names: set[str] = set()
     paths: Schema = {}
@@ -256,7 +266,7 @@ def _responses(route: Route, service: Service) -> Schema:
         content[route.content_type] = {"schema": {"type": "string"} if "json" not in route.content_type else {}}
     if route.streams:
         content[route.stream_type] = {"schema": {"description": STREAMS[route.stream_type]}}
-    error_name = "AnthropicError" if route.errors == "anthropic" else "Error"
+    error_name, _ = OWN_ERRORS.get(route.errors or "", ("Error", ERROR))
     error = {"application/json": {"schema": {"$ref": REF.format(name=error_name)}}}
     statuses = {"403"}
     if route.body is not None:

@@ -1,6 +1,6 @@
 """What a client gets when something is wrong: `{"error": {"message", "type", "param", "code"}}` and a status; with
 `error_format="lmdeploy"`, `{"object": "error", "message", "type", "param", "code"}`, whose code is the status.
-Anthropic's routes have `{"type": "error", "error": {"type", "message"}}`.
+Anthropic's routes have `{"type": "error", "error": {"type", "message"}}`, and Ollama's `{"error": message}`.
 
     400 invalid_request_error     the request cannot be served as it stands
     401 authentication_error      no key, or a wrong one
@@ -48,7 +48,7 @@ __all__ = ["ApiError", "as_api_error", "event_of"]
 
 logger = logging.getLogger("asyncllm.server")
 
-ErrorFormat = Literal["openai", "lmdeploy", "anthropic"]
+ErrorFormat = Literal["openai", "lmdeploy", "anthropic", "ollama"]
 
 TYPES = {
     401: "authentication_error",
@@ -119,6 +119,8 @@ def fields_of(error: ApiError, error_format: ErrorFormat) -> dict[str, Any]:
     if error_format == "anthropic":
         kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": error.message}}
+    if error_format == "ollama":
+        return {"error": error.message}
     fields: dict[str, Any] = {"message": error.message, "type": error.type, "param": error.param}
     if error_format == "lmdeploy":
         return {"object": "error", **fields, "code": error.status}

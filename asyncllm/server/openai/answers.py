@@ -6,9 +6,11 @@ What all chunks of an answer share is encoded once, so that a token costs one st
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 from asyncllm.server.http.responses import encode
 from asyncllm.server.openai.requests import OpenAIFields
@@ -24,7 +26,7 @@ from asyncllm.server.openai.responses import (
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Chunk, Logprobs, Response
 
-__all__ = ["AnswerIdentity", "Tail", "UsageCount", "chat_logprobs", "completion_logprobs", "size_of"]
+__all__ = ["AnswerIdentity", "Tail", "UsageCount", "arguments_of", "chat_logprobs", "completion_logprobs", "size_of"]
 
 
 class AnswerIdentity:
@@ -113,6 +115,15 @@ def size_of(piece: Chunk | Response) -> int:
     listed = (piece.logprobs, piece.prompt_logprobs)
     # All entries of a list have about as many.
     return len(piece.token_ids) + sum(len(each) * (1 + len(each[-1] or ())) for each in listed if each)
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object; of one that is cut or no JSON object, their text below a key."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}
 
 
 def _ranked(entry: dict[int, float], count: int) -> list[tuple[int, float]]:

@@ -23,6 +23,7 @@ from asyncllm.text.chat_template import ChatTemplate
 
 __all__ = [
     "OPENAI_DEFAULTS",
+    "SWITCHES",
     "Templated",
     "budget_options",
     "chat_config",

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from asyncllm.server.http.body import read_body
 from asyncllm.server.http.errors import ApiError
-from asyncllm.server.request.fields import Body
+from asyncllm.server.request.fields import Body, FurtherFields
 from asyncllm.server.request.neutral import NEUTRAL, check_neutral
 from asyncllm.server.service import service_of
 
@@ -120,7 +120,7 @@ def _known(
                 value = msgspec.Raw(_joined(_known(_fields_in(value), nested, unknown, name)))
             if value != NULL:
                 kept[name] = value
-        elif name in NEUTRAL and not inside:
+        elif name in NEUTRAL and (not inside or issubclass(kind, FurtherFields)):
             check_neutral(name, msgspec.json.decode(value))
         else:
             unknown.append((inside, name))

@@ -12,7 +12,18 @@ from msgspec import Meta
 
 from asyncllm.config import MAX_COUNT, MinP, RepetitionPenalty, Temperature, TopP
 
-__all__ = ["MAX_MESSAGES", "Body", "Label", "NewTokens", "PolicyFields", "Prompt", "SamplingFields", "Variables"]
+__all__ = [
+    "MAX_MESSAGES",
+    "Body",
+    "FurtherFields",
+    "Label",
+    "NewTokens",
+    "PolicyFields",
+    "Prompt",
+    "SamplingFields",
+    "Stop",
+    "Variables",
+]
 
 Words = Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=64)]
 Stop = Annotated[str, Meta(max_length=256)] | Words | bool | None
@@ -37,6 +48,10 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A JSON object. A name that is not a field is refused."""
 
     model: str | None = None
+
+
+class FurtherFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An object within a body whose names are fields or neutral ones, as the body's own are."""
 
 
 class PolicyFields(Body, kw_only=True):

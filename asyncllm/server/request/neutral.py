@@ -61,6 +61,7 @@ _STATES = "Hidden states are not sent. Leave it out."
 _CONTEXT = "A context that is full is not shifted. Leave it out."
 _TIMINGS = "Timings are in /metrics. Leave it out."
 _ELSEWHERE = "The route does not implement it. Leave it out, or use /v1/chat/completions or /v1/completions."
+_MACHINE = "It is about the machine, which the server's owner has set up, and changes no answer."
 _RECORDS = "It is for the provider's own records."
 _CACHES = "A prefix cache changes no answer."
 _SPACES = "Between special tokens stands what the tokenizer's own rule says, as with transformers' fast tokenizers."
@@ -199,6 +200,30 @@ NEUTRAL: Mapping[str, Neutral] = {
     "typical_p": Neutral("llama.cpp", (1.0,), _SAMPLER),
     "xtc_probability": Neutral("llama.cpp", (0.0,), _SAMPLER),
     "xtc_threshold": Neutral("llama.cpp", (0.1,), _SAMPLER),
+    # Ollama
+    "context": Neutral("Ollama", ([],), "Send the messages to /api/chat. Leave it out."),
+    "template": Neutral("Ollama", ("",), "The server's owner chooses the template. Leave it out."),
+    "truncate": Neutral("Ollama", (False,), _TRUNCATED),
+    "width": Neutral("Ollama", (0,), _ANSWERS),
+    "height": Neutral("Ollama", (0,), _ANSWERS),
+    "steps": Neutral("Ollama", (0,), _ANSWERS),
+    # Ollama's options
+    "num_ctx": Neutral("Ollama", None, "The context is the server's own, and a prompt that does not fit is refused."),
+    "num_keep": Neutral("Ollama", None, "A context that is full is not shifted, so nothing has to be kept."),
+    "num_batch": Neutral("Ollama", None, _MACHINE),
+    "num_gpu": Neutral("Ollama", None, _MACHINE),
+    "main_gpu": Neutral("Ollama", None, _MACHINE),
+    "num_thread": Neutral("Ollama", None, _MACHINE),
+    "numa": Neutral("Ollama", None, _MACHINE),
+    "low_vram": Neutral("Ollama", None, _MACHINE),
+    "f16_kv": Neutral("Ollama", None, _MACHINE),
+    "use_mmap": Neutral("Ollama", None, _MACHINE),
+    "use_mlock": Neutral("Ollama", None, _MACHINE),
+    "logits_all": Neutral("Ollama", (False,), "Send logprobs instead."),
+    "vocab_only": Neutral("Ollama", (False,), "The model is loaded whole. Leave it out."),
+    "embedding_only": Neutral("Ollama", (False,), "The model is loaded whole. Leave it out."),
+    "penalize_newline": Neutral("Ollama", (True,), "Penalties count line ends as any token. Leave it out."),
+    "tfs_z": Neutral("Ollama", (1.0,), _SAMPLER),
     # Implemented, though not by every route.
     "echo": Neutral("OpenAI, vLLM", (False,), _ELSEWHERE),
     "frequency_penalty": Neutral("OpenAI, vLLM, SGLang", (0.0,), _ELSEWHERE),

@@ -141,10 +141,12 @@ class TestKeys:
                         answer = await wire.answer(to_head=method == "HEAD")
                         assert answer.status == 401, (method, path)
                         bodies.add(answer.body)
-            # Two forms of errors, OpenAI's and Anthropic's, that say the same.
+            # Three forms of errors, OpenAI's, Anthropic's and Ollama's, that say the same.
             errors = [json.loads(body)["error"] for body in bodies - {b""}]
-            assert len(errors) == 2
-            assert len({(error["type"], error["message"]) for error in errors}) == 1
+            assert len(errors) == 3
+            told = [error for error in errors if isinstance(error, dict)]
+            assert len({(error["type"], error["message"]) for error in told}) == 1
+            assert [error for error in errors if error not in told] == [told[0]["message"]]
             for method, path in public:
                 async with served.http.request(method, served.url + path) as response:
                     assert response.status == 200
@@ -325,6 +327,8 @@ class TestContents:
                     assert answer.status == 415
                     if route.errors == "anthropic":
                         assert answer.json["error"]["type"] == "invalid_request_error"
+                    elif route.errors == "ollama":
+                        assert answer.json["error"].startswith("The body must be JSON")
                     else:
                         assert answer.json["error"]["code"] == "unsupported_media_type"
                     assert await wire.closed() == b""

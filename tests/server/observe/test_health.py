@@ -100,7 +100,7 @@ async def test_while_the_model_is_loaded_everything_answers_that_it_is_not_there
     listener = bind(service.config)
     url = "http://{}:{}".format(*listener.getsockname())
     async with listening(service, listener, None), aiohttp.ClientSession() as http:
-        anthropic = {route.path for route in ROUTES if route.errors == "anthropic"}
+        forms = {route.path: route.errors for route in ROUTES}
         for method, path in [*((route.method, route.path) for route in ROUTES), ("GET", "/no/such/route")]:
             async with http.request(method, url + path, json={"messages": PING}) as response:
                 assert response.status == 503, path
@@ -108,8 +108,10 @@ async def test_while_the_model_is_loaded_everything_answers_that_it_is_not_there
                 body = await response.json()
                 if path in ALL:
                     assert body["status"] == "starting"
-                elif path in anthropic:
+                elif forms.get(path) == "anthropic":
                     assert body["error"]["type"] == "overloaded_error"
+                elif forms.get(path) == "ollama":
+                    assert body["error"].startswith("The model is")
                 else:
                     assert body["error"]["code"] == "model_loading"
         async with http.get(url, headers={"Host": "evil.example"}) as response:

@@ -1,0 +1,1 @@
+"""Ollama's routes over the same engine."""

@@ -1,0 +1,232 @@
+"""GET /api/tags, /api/ps and /api/version, POST /api/show: what is served, as Ollama tells it. And a refusal for the
+routes by which Ollama fetches, makes and deletes models."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from asyncllm import __version__
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.http.responses import json_response
+from asyncllm.server.ollama.answers import now
+from asyncllm.server.ollama.requests import ShowRequest
+from asyncllm.server.request.decode import read_request
+from asyncllm.server.service import Service, service_of
+from asyncllm.text.checkpoint_files import read_json_object
+
+__all__ = [
+    "OllamaModels",
+    "OllamaShown",
+    "OllamaVersion",
+    "RunningModels",
+    "ps",
+    "refuse_change",
+    "show",
+    "tags",
+    "version",
+]
+
+NEVER = "9999-12-31T23:59:59Z"
+"""When a model that stays loaded expires."""
+WEIGHTS = (".safetensors", ".bin")
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+"""Ollama's names."""
+
+
+class ModelDetails(msgspec.Struct, kw_only=True):
+    """What kind of model it is."""
+
+    parent_model: str = ""
+    """Of an adapter: the model."""
+    format: str = "safetensors"
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+    """BF16, F16 or F32, or the checkpoint's method with its bits."""
+
+
+class OllamaModel(msgspec.Struct, kw_only=True):
+    """One model or adapter."""
+
+    name: str
+    model: str
+    modified_at: str
+    """When the server was started."""
+    size: int
+    """Bytes of its files of weights; 0 where there are none, as of fakes."""
+    digest: str
+    """Another one when a file of weights has another name, size or time."""
+    details: ModelDetails
+
+
+class RunningModel(OllamaModel, kw_only=True):
+    """One model or adapter that runs."""
+
+    expires_at: str = NEVER
+    size_vram: int
+    """Its size, on a GPU."""
+    context_length: int
+
+
+class OllamaModels(msgspec.Struct, kw_only=True):
+    """What is served."""
+
+    models: list[OllamaModel]
+
+
+class RunningModels(msgspec.Struct, kw_only=True):
+    """What runs."""
+
+    models: list[RunningModel]
+
+
+class OllamaShown(msgspec.Struct, kw_only=True):
+    """What is known of a model."""
+
+    modified_at: str
+    details: ModelDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    """Of completion, tools, thinking, vision, embedding."""
+
+
+class OllamaVersion(msgspec.Struct, kw_only=True):
+    """The server's version, which is asyncllm's."""
+
+    version: str
+
+
+async def tags(request: web.Request) -> web.Response:
+    """The model and its adapters, as Ollama lists them."""
+    service = service_of(request)
+    fields = await asyncio.to_thread(_fields, service)
+    return json_response(OllamaModels(models=[OllamaModel(**each) for each in fields]))
+
+
+async def ps(request: web.Request) -> web.Response:
+    """The same models, all of which run."""
+    service = service_of(request)
+    fields = await asyncio.to_thread(_fields, service)
+    on_gpu = service.engine.limits.device != "cpu"
+    length = service.engine.session_len
+    return json_response(
+        RunningModels(
+            models=[
+                RunningModel(size_vram=each["size"] if on_gpu else 0, context_length=length, **each) for each in fields
+            ]
+        )
+    )
+
+
+async def show(request: web.Request) -> web.Response:
+    """The kind of model that it is, and what it can do."""
+    service = service_of(request)
+    body = await read_request(request, ShowRequest)
+    wanted = body.model or service.engine.model_name
+    fields = next(each for each in await asyncio.to_thread(_fields, service) if each["name"] == wanted)
+    limits, details = service.engine.limits, fields["details"]
+    return json_response(
+        OllamaShown(
+            modified_at=fields["modified_at"],
+            details=details,
+            model_info={
+                "general.architecture": details.family,
+                "general.parameter_count": limits.num_parameters,
+                f"{details.family}.context_length": service.engine.session_len,
+                f"{details.family}.embedding_length": limits.hidden_size,
+            },
+            capabilities=_capabilities(service),
+        )
+    )
+
+
+async def version(request: web.Request) -> web.Response:
+    """The version of asyncllm."""
+    return json_response(OllamaVersion(version=__version__))
+
+
+async def refuse_change(request: web.Request) -> web.Response:
+    """Refuse to fetch, make, copy, send or delete a model: the server's owner chooses what is served."""
+    raise ApiError(
+        400,
+        f"{request.path} is not implemented: the server's owner chooses the model when it is started, and adapters by "
+        f"/v1/load_lora_adapter. GET /api/tags lists what there is.",
+        code="unsupported_route",
+    )
+
+
+def _capabilities(service: Service) -> list[str]:
+    engine = service.engine
+    found = []
+    if engine.limits.has_head:
+        found.append("completion")
+        if engine.chat_template.reads_tools and engine.reply_format.tools is not None:
+            found.append("tools")
+        if engine.reply_format.splits:
+            found.append("thinking")
+        if engine.limits.takes_images:
+            found.append("vision")
+    else:
+        found.append("embedding")
+    return found
+
+
+def _fields(service: Service) -> list[dict[str, Any]]:
+    """Return what is said of the model, and then of each of its adapters. Looks at files."""
+    engine = service.engine
+    limits, folder = engine.limits, Path(engine.limits.model_path) if engine.limits.model_path else None
+    config = {} if folder is None else read_json_object(folder / "config.json")
+    family = config.get("model_type") or limits.architecture or "unknown"
+    size, digest = _files(folder)
+    found = []
+    for name, path in {engine.model_name: None, **engine.adapters}.items():
+        adapted = path is not None
+        own_size, own_digest = _files(Path(path)) if path is not None else (size, digest)
+        details = ModelDetails(
+            parent_model=engine.model_name if adapted else "",
+            family=family,
+            families=[family],
+            parameter_size=_rounded(limits.num_parameters),
+            quantization_level=_level(config, limits.dtype),
+        )
+        found.append(
+            {
+                "name": name,
+                "model": name,
+                "modified_at": now(service.created),
+                "size": own_size,
+                "digest": own_digest,
+                "details": details,
+            }
+        )
+    return found
+
+
+def _files(folder: Path | None) -> tuple[int, str]:
+    """Return the size of a folder's weights, and a digest of their names, sizes and times."""
+    files = [] if folder is None or not folder.is_dir() else sorted(folder.iterdir())
+    stats = [(file.name, file.stat()) for file in files if file.suffix in WEIGHTS]
+    listed = repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+    return sum(stat.st_size for _, stat in stats), hashlib.sha256(listed.encode()).hexdigest()
+
+
+def _rounded(number: int) -> str:
+    for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= unit:
+            return f"{number / unit:.1f}{letter}"
+    return str(number)
+
+
+def _level(config: dict[str, Any], dtype: str) -> str:
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        return DTYPES.get(dtype, dtype)
+    bits = quantization.get("bits", quantization.get("w_bit"))
+    return f"{quantization.get('quant_method', 'unknown')}{'' if bits is None else f'-{bits}'}"
