@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 from asyncllm.models.config import HFConfig
 from asyncllm.models.vision.gemma3 import read_gemma3
+from asyncllm.models.vision.idefics3 import read_idefics3
 from asyncllm.models.vision.intern_vl import read_intern_vl
-from asyncllm.models.vision.llava import read_deepseek_vl, read_llava
+from asyncllm.models.vision.llava import read_deepseek_vl, read_llava, read_onevision
 from asyncllm.models.vision.parts import Composed
+from asyncllm.models.vision.pixtral import read_mistral3
 from asyncllm.models.vision.qwen_vl import read_qwen3_vl, read_qwen_vl
 from asyncllm.models.weights import WeightMap
 from asyncllm.vl.tower import TowerConfig
@@ -35,7 +37,7 @@ def with_tower(table: WeightMap, vision: TowerConfig) -> WeightMap:
 
     def prefixed(pattern: str) -> list[str]:
         inner = pattern.removeprefix("model.")
-        moved = [f"model.language_model.{inner}"] if inner != pattern else []
+        moved = [f"model.{part}_model.{inner}" for part in ("language", "text")] if inner != pattern else []
         return [pattern, f"language_model.{pattern}", *moved]
 
     rows = {each: target for pattern, target in table.rows.items() for each in prefixed(pattern)}
@@ -48,27 +50,35 @@ def with_tower(table: WeightMap, vision: TowerConfig) -> WeightMap:
 _READERS: Mapping[str, Callable[[HFConfig], Composed]] = {
     "DeepseekVLForConditionalGeneration": read_deepseek_vl,
     "Gemma3ForConditionalGeneration": read_gemma3,
+    "Idefics3ForConditionalGeneration": read_idefics3,
     "InternVLChatModel": read_intern_vl,
     "InternVLForConditionalGeneration": read_intern_vl,
     "LlavaForConditionalGeneration": read_llava,
     "LlavaNextForConditionalGeneration": lambda hf: read_llava(hf, tiled=True),
+    "LlavaOnevisionForConditionalGeneration": read_onevision,
+    "Mistral3ForConditionalGeneration": read_mistral3,
     "Qwen2VLForConditionalGeneration": read_qwen_vl,
     "Qwen3VLForConditionalGeneration": read_qwen3_vl,
     "Qwen3VLMoeForConditionalGeneration": lambda hf: read_qwen3_vl(hf, sparse=True),
+    "SmolVLMForConditionalGeneration": read_idefics3,
     "Qwen2_5_VLForConditionalGeneration": lambda hf: read_qwen_vl(hf, gated=True),
 }
 
 VISION_MODELS: Mapping[str, str] = {
     "DeepseekVLForConditionalGeneration": "DeepSeek-VL 1.3B, as transformers has it",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B",
+    "Idefics3ForConditionalGeneration": "Idefics3",
     "InternVLChatModel": "InternVL-Chat 1.5, InternVL2, InternVL2.5 and InternVL3, as their authors published them",
     "InternVLForConditionalGeneration": "the same, as transformers has them",
-    "LlavaForConditionalGeneration": "LLaVA 1.5, as llava-hf has it",
+    "LlavaForConditionalGeneration": "LLaVA 1.5, as llava-hf has it; Pixtral 12B, as transformers has it",
     "LlavaNextForConditionalGeneration": "LLaVA 1.6 (NeXT), as llava-hf has it",
+    "LlavaOnevisionForConditionalGeneration": "LLaVA-OneVision, as llava-hf has it",
+    "Mistral3ForConditionalGeneration": "Mistral Small 3.1 and 3.2",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL",
     "Qwen3VLForConditionalGeneration": "Qwen3-VL, dense",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
+    "SmolVLMForConditionalGeneration": "SmolVLM, SmolVLM2, of images",
 }
 """Architecture -> the models that come under it."""
 
@@ -94,21 +104,16 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     ),
     "DeepseekVLV2ForCausalLM": Refused("DeepSeek-VL2", _OWN_TOWER, "DeepseekVLForConditionalGeneration"),
     "Glm4vForConditionalGeneration": Refused("GLM-4.1V", _OWN_TOWER, "Qwen2_5_VLForConditionalGeneration"),
-    "Idefics3ForConditionalGeneration": Refused("Idefics3", _OWN_TOWER, "InternVLForConditionalGeneration"),
     "InternLMXComposer2ForCausalLM": Refused(
         "InternLM-XComposer2 and 2.5", "weights of their own for images' tokens in every layer", "InternVLChatModel"
     ),
     "KimiVLForConditionalGeneration": Refused("Kimi-VL", _OWN_TOWER, "Qwen2_5_VLForConditionalGeneration"),
-    "LlavaOnevisionForConditionalGeneration": Refused("LLaVA-OneVision", _OWN_TOWER, _NEAREST_LLAVA),
     "MiniCPMV": Refused("MiniCPM-V", _OWN_TOWER, "InternVLChatModel"),
-    "Mistral3ForConditionalGeneration": Refused("Mistral Small 3.1 and 3.2", _OWN_TOWER, _NEAREST_LLAVA),
     "MllamaForConditionalGeneration": Refused(
         "Llama 3.2 Vision", "its layers of cross attention keep images in a cache of another kind", _NEAREST_LLAVA
     ),
     "MolmoForCausalLM": Refused("Molmo", _OWN_TOWER, _NEAREST_LLAVA),
     "Phi3VForCausalLM": Refused("Phi-3-vision, Phi-3.5-vision", _OWN_TOWER, _NEAREST_LLAVA),
     "Phi4MMForCausalLM": Refused("Phi-4-multimodal", _OWN_TOWER, _NEAREST_LLAVA),
-    "PixtralForConditionalGeneration": Refused("Pixtral", _OWN_TOWER, _NEAREST_LLAVA),
-    "SmolVLMForConditionalGeneration": Refused("SmolVLM", _OWN_TOWER, "InternVLForConditionalGeneration"),
 }
 """Architecture -> what is said of it."""

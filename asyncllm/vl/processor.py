@@ -13,6 +13,8 @@ from asyncllm.protocol import ImageProcessor
 from asyncllm.text.checkpoint_files import read_json_object
 from asyncllm.vl.processing.clip import AnyresProcessor, CenterProcessor, SquareProcessor
 from asyncllm.vl.processing.gemma3 import Gemma3Processor
+from asyncllm.vl.processing.idefics3 import SplitProcessor
+from asyncllm.vl.processing.pixtral import RowsProcessor
 from asyncllm.vl.processing.qwen import DynamicProcessor
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.tiles import TileProcessor
@@ -49,6 +51,8 @@ def open_processor(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
 
 def _llava(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     vision = {"image_size": 336, "patch_size": 14, **(fields.get("vision_config") or {})}
+    if vision.get("model_type") == "pixtral":
+        return _pixtral(fields, settings, where)
     side = vision["image_size"] // vision["patch_size"]
     extra = fields.get("vision_feature_select_strategy", "default") == "full" and "siglip" not in str(vision)
     return CenterProcessor(
@@ -70,6 +74,44 @@ def _llava_next(fields: _Fields, settings: _Fields, where: str) -> ImageProcesso
         side=vision["image_size"],
         patches=vision["image_size"] // vision["patch_size"],
         pinpoints=[(height, width) for height, width in pinpoints],
+    )
+
+
+def _onevision(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    vision = {"image_size": 384, "patch_size": 14, **(fields.get("vision_config") or {})}
+    steps = [vision["image_size"] * number for number in range(1, 7)]
+    patches = vision["image_size"] // vision["patch_size"]
+    tiles = str(fields.get("vision_aspect_ratio") or "anyres_max_9").removeprefix("anyres_max_")
+    return AnyresProcessor(
+        PictureSettings({"do_center_crop": False, **settings}, where),
+        token_id=_image_token(fields, 151646),
+        placeholder="<image>\n",
+        side=vision["image_size"],
+        patches=patches,
+        pinpoints=fields.get("image_grid_pinpoints") or [(rows, columns) for rows in steps for columns in steps],
+        most=int(tiles) * patches**2,
+    )
+
+
+def _pixtral(fields: _Fields, settings: _Fields, where: str, merge: int = 1) -> ImageProcessor:
+    vision = {"patch_size": 16, **(fields.get("vision_config") or {})}
+    return RowsProcessor(
+        PictureSettings(settings, where),
+        token_id=_image_token(fields, 10),
+        step=vision["patch_size"] * merge,
+    )
+
+
+def _mistral3(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    return _pixtral(fields, settings, where, fields.get("spatial_merge_size") or 2)
+
+
+def _idefics3(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    vision = {"image_size": 224, "patch_size": 32, **(fields.get("vision_config") or {})}
+    return SplitProcessor(
+        PictureSettings(settings, where, mean=HALVES, std=HALVES, resample=Image.Resampling.LANCZOS),
+        token_id=_image_token(fields, 128257),
+        tokens=(vision["image_size"] // vision["patch_size"] // (fields.get("scale_factor") or 2)) ** 2,
     )
 
 
@@ -153,12 +195,16 @@ def _image_token(fields: _Fields, default: int) -> int:
 _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "DeepseekVLForConditionalGeneration": _deepseek,
     "Gemma3ForConditionalGeneration": _gemma3,
+    "Idefics3ForConditionalGeneration": _idefics3,
     "InternVLChatModel": _intern,
     "InternVLForConditionalGeneration": _intern,
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": _llava_next,
+    "LlavaOnevisionForConditionalGeneration": _onevision,
+    "Mistral3ForConditionalGeneration": _mistral3,
     "Qwen2VLForConditionalGeneration": _qwen,
     "Qwen2_5_VLForConditionalGeneration": _qwen,
     "Qwen3VLForConditionalGeneration": _qwen,
     "Qwen3VLMoeForConditionalGeneration": _qwen,
+    "SmolVLMForConditionalGeneration": _idefics3,
 }

@@ -258,6 +258,115 @@ def _gemma3_scan() -> tuple[Any, dict[str, Any], list[str], str | None]:
 _GEMMA_TOKENS = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
 
 
+def _onevision() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    """So few patches of all tiles that those of large images are shrunk."""
+    from transformers import LlavaOnevisionConfig
+
+    tower = {**_CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
+    del tower["projection_dim"]
+    pinpoints = [[28 * rows, 28 * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
+    config = LlavaOnevisionConfig(
+        vision_config=tower,
+        text_config={**_TEXT, "model_type": "qwen2"},
+        image_token_index=IMAGE_ID,
+        image_grid_pinpoints=pinpoints,
+        vision_aspect_ratio="anyres_max_2",
+    )
+    pictures = {
+        "image_processor_type": "LlavaOnevisionImageProcessor",
+        "size": {"height": 28, "width": 28},
+        "image_grid_pinpoints": pinpoints,
+        "image_mean": _CLIP_PICTURES["image_mean"],
+        "image_std": _CLIP_PICTURES["image_std"],
+        "resample": 3,
+        "do_pad": True,
+    }
+    return config, pictures, ["<image>"], None
+
+
+_PIXTRAL_TOWER = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 64,
+    "patch_size": 7,
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+}
+_PIXTRAL_TOKENS = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+_PIXTRAL_PICTURES = {
+    "image_processor_type": "PixtralImageProcessor",
+    "size": {"longest_edge": 60},
+    "patch_size": {"height": 7, "width": 7},
+    "image_mean": _CLIP_PICTURES["image_mean"],
+    "image_std": _CLIP_PICTURES["image_std"],
+}
+
+
+def _pixtral() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import LlavaConfig
+
+    config = LlavaConfig(
+        vision_config=_PIXTRAL_TOWER,
+        text_config={**_TEXT, "model_type": "mistral", "sliding_window": None},
+        image_token_index=IMAGE_ID,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    return config, _PIXTRAL_PICTURES, _PIXTRAL_TOKENS, None
+
+
+def _mistral3() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import Mistral3Config
+
+    config = Mistral3Config(
+        vision_config=_PIXTRAL_TOWER,
+        text_config={**_TEXT, "model_type": "mistral", "sliding_window": None},
+        image_token_index=IMAGE_ID,
+    )
+    return config, {**_PIXTRAL_PICTURES, "patch_size": {"height": 14, "width": 14}}, _PIXTRAL_TOKENS, None
+
+
+def _idefics3() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import Idefics3Config
+
+    return Idefics3Config(**_idefics3_fields()), _IDEFICS3_PICTURES, _IDEFICS3_TOKENS, None
+
+
+def _smolvlm() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import SmolVLMConfig
+
+    pictures = {**_IDEFICS3_PICTURES, "image_processor_type": "SmolVLMImageProcessor"}
+    return SmolVLMConfig(**_idefics3_fields()), pictures, _IDEFICS3_TOKENS, None
+
+
+_IDEFICS3_TOKENS = [
+    *("<image>", "<fake_token_around_image>", "<global-img>"),
+    *(f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)),
+]
+_IDEFICS3_PICTURES = {
+    "image_processor_type": "Idefics3ImageProcessor",
+    "size": {"longest_edge": 84},
+    "max_image_size": {"longest_edge": 42},
+    "resample": 1,
+    "do_image_splitting": True,
+    "do_pad": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+
+
+def _idefics3_fields() -> dict[str, Any]:
+    tower = {key: value for key, value in _CLIP.items() if key not in ("model_type", "projection_dim")}
+    return {
+        "vision_config": {**tower, "image_size": 42},
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "image_token_id": IMAGE_ID,
+        "scale_factor": 2,
+    }
+
+
 def _deepseek_vl() -> tuple[Any, dict[str, Any], list[str], str | None]:
     from transformers import DeepseekVLConfig
 
@@ -279,6 +388,11 @@ def _deepseek_vl() -> tuple[Any, dict[str, Any], list[str], str | None]:
 KINDS: dict[str, Callable[[], tuple[Any, dict[str, Any], list[str], str | None]]] = {
     "llava": _llava,
     "llava_next": _llava_next,
+    "onevision": _onevision,
+    "pixtral": _pixtral,
+    "mistral3": _mistral3,
+    "idefics3": _idefics3,
+    "smolvlm": _smolvlm,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,

@@ -1,4 +1,4 @@
-"""LLaVA and LLaVA-NeXT, and DeepSeek-VL, whose tower is of the same parts."""
+"""LLaVA, LLaVA-NeXT, LLaVA-OneVision, and DeepSeek-VL, whose tower is of the same parts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import msgspec
 
 from asyncllm.models.config import HFConfig
 from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, clip_of, text_of
+from asyncllm.models.vision.pixtral import read_pixtral
 from asyncllm.vl.towers.llava import LlavaConfig
 
-__all__ = ["read_deepseek_vl", "read_llava"]
+__all__ = ["read_deepseek_vl", "read_llava", "read_onevision"]
+
+MAX_TILES = 1024
 
 
 def read_llava(hf: HFConfig, *, tiled: bool = False) -> Composed:
+    tower = hf.fields.get("vision_config")
+    if isinstance(tower, dict) and tower.get("model_type") == "pixtral":
+        return read_pixtral(hf)
     text, model_type = text_of(hf)
     encoder = clip_of(hf)
     hf.expect("projector_hidden_act", *TOWER_ACTIVATIONS)
@@ -29,6 +35,25 @@ def read_llava(hf: HFConfig, *, tiled: bool = False) -> Composed:
         pinpoints=_pinpoints(hf, encoder.image_size) if tiled else (),
     )
     return Composed(text, model_type, vision)
+
+
+def read_onevision(hf: HFConfig) -> Composed:
+    usual = {
+        "projector_hidden_act": "gelu",
+        "vision_feature_select_strategy": "full",
+        "vision_feature_layer": -1,
+        "image_grid_pinpoints": [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)],
+        "vision_aspect_ratio": "anyres_max_9",
+    }
+    hf = hf.changed({key: value for key, value in usual.items() if hf.fields.get(key) is None})
+    ratio = hf.fields["vision_aspect_ratio"]
+    tiles = ratio.removeprefix("anyres_max_") if isinstance(ratio, str) else ""
+    if not tiles.isdecimal() or not 1 <= int(tiles) <= MAX_TILES:
+        hf.unsupported("vision_aspect_ratio", "Supported: anyres_max_9, or another number.")
+    parts = read_llava(hf, tiled=True)
+    vision = parts.vision
+    assert isinstance(vision, LlavaConfig)
+    return parts._replace(vision=msgspec.structs.replace(vision, most=int(tiles) * vision.encoder.side**2))
 
 
 def read_deepseek_vl(hf: HFConfig) -> Composed:

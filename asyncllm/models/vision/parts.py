@@ -81,11 +81,12 @@ def text_of(hf: HFConfig) -> tuple[HFConfig, str]:
     return part.changed({key: value for key, value in own.items() if value is not None}), model_type
 
 
-def clip_of(hf: HFConfig) -> ClipConfig:
-    """Return the encoder that `vision_config` describes. The defaults are those of transformers' classes."""
-    part = part_of(hf, "vision_config")
-    part.expect("model_type", "clip_vision_model", "siglip_vision_model")
-    clip = part.fields.get("model_type", "clip_vision_model") == "clip_vision_model"
+def clip_of(hf: HFConfig, *others: str, usual: Mapping[str, Any] | None = None) -> ClipConfig:
+    """Return the encoder that `vision_config` describes. The defaults are those of transformers' classes, or `usual`.
+    `others`: model types that are SigLIP's besides."""
+    part = part_of(hf, "vision_config", usual)
+    part.expect("model_type", "clip_vision_model", "siglip_vision_model", *others)
+    clip = part.fields.get("model_type", "clip_vision_model") == "clip_vision_model" and not others
     activation = part.fields.get("hidden_act", "quick_gelu" if clip else "gelu_pytorch_tanh")
     part.changed({"hidden_act": activation}).expect("hidden_act", *TOWER_ACTIVATIONS)
     part.expect("num_channels", 3)

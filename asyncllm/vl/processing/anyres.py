@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["best_resolution", "fitted", "grid_of", "num_tokens", "unpadded"]
+__all__ = ["best_resolution", "fitted", "grid_of", "num_tokens", "shrunk", "unpadded"]
 
 Size = tuple[int, int]
 """Height and width."""
@@ -46,8 +46,15 @@ def unpadded(size: Size, grid: Size) -> tuple[int, int, int, int]:
     return 0, padding, rows, columns - 2 * padding
 
 
-def num_tokens(size: Size, pinpoints: Sequence[Size], tile: int, side: int) -> int:
-    """Return the tokens of an image: those of the whole, and those of the tiles with one more for each row."""
+def shrunk(grid: Size, most: int | None) -> Size:
+    """Return the rows and columns that a grid of patches becomes which has more than about `most` (LLaVA-OneVision)."""
+    ratio = 0.0 if most is None else math.sqrt(grid[0] * grid[1] / most)
+    return (int(grid[0] // ratio), int(grid[1] // ratio)) if ratio > 1.1 else grid
+
+
+def num_tokens(size: Size, pinpoints: Sequence[Size], tile: int, side: int, most: int | None = None) -> int:
+    """Return the tokens of an image: those of the whole, and those of the tiles with one more for each row. `most`: as
+    in `shrunk`."""
     rows, columns = grid_of(size, pinpoints, tile)
-    _, _, height, width = unpadded(size, (rows * side, columns * side))
+    height, width = shrunk(unpadded(size, (rows * side, columns * side))[2:], most)
     return side * side + height * (width + 1)

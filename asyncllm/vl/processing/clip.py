@@ -80,9 +80,11 @@ class AnyresProcessor(CenterProcessor):
         side: int,
         patches: int,
         pinpoints: Sequence[tuple[int, int]],
+        most: int | None = None,
     ) -> None:
-        """`patches`: along a side of the tower's pictures."""
+        """`patches`: along a side of the tower's pictures. `most`: patches of all tiles, as in `anyres.shrunk`."""
         super().__init__(settings, token_id=token_id, placeholder=placeholder, length=0, side=side)
+        self._most = most
         self._tile, self._patches, self._pinpoints = side, patches, pinpoints
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
@@ -103,7 +105,7 @@ class AnyresProcessor(CenterProcessor):
         ]
         pixels = self.settings.numbers(np.stack([np.asarray(self.squared(each)) for each in (whole, *tiles)]))
         return PromptImage(
-            length=num_tokens(size, self._pinpoints, self._tile, self._patches),
+            length=num_tokens(size, self._pinpoints, self._tile, self._patches, self._most),
             digest=digest_of(size, pixels=pixels),
             pixels=pixels,
             size=size,

@@ -68,6 +68,14 @@ class PictureSettings:
             self._refuse(key, f"where an integer from 1 to {maximum} belongs")
         return int(value)
 
+    def longest(self, key: str, default: int) -> int:
+        """Return the length of an image's longer side, which an object has as `longest_edge`."""
+        value = self.fields.get(key)
+        value = default if value is None else value.get("longest_edge") if isinstance(value, dict) else value
+        if type(value) is not int or not 1 <= value <= 2**14:
+            self._refuse(key, "where the length of the longer side belongs")
+        return int(value)
+
     def number(self, key: str, default: float) -> float:
         """Return a positive number. Raises InvalidCheckpoint."""
         value = default if self.fields.get(key) is None else self.fields[key]

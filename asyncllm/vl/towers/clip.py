@@ -61,13 +61,13 @@ class ClipEncoder(Layer):
         )
         self.last_norm = LayerNorm(size, config.eps) if config.final_norm else None
 
-    def forward(self, pixels: Tensor, num_layers: int) -> Tensor:
+    def forward(self, pixels: Tensor, num_layers: int, places: Tensor | None = None) -> Tensor:
         """Return the hidden states [N, tokens, hidden] after so many layers, the class token's first if there is
-        one."""
+        one. `places` [tokens]: which of the learned positions each has, if not its own."""
         x: Tensor = self.patches.of_images(pixels)
         if self.class_token is not None:
             x = torch.cat([self.class_token().expand(len(x), 1, -1), x], 1)
-        x = x + self.positions()
+        x = x + (self.positions() if places is None else self.positions()[places])
         if self.first_norm is not None:
             x = self.first_norm(x)
         for layer in self.layers[:num_layers]:

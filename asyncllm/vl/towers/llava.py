@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.protocol import PromptImage
-from asyncllm.vl.processing.anyres import grid_of, unpadded
+from asyncllm.vl.processing.anyres import grid_of, shrunk, unpadded
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, Table, TowerActivation
@@ -33,6 +34,8 @@ class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
     """The checkpoint's module of the encoder."""
     pinpoints: tuple[tuple[int, int], ...] = ()
     """Heights and widths of tiled images, of LLaVA-NeXT; empty for LLaVA."""
+    most: int | None = None
+    """Patches of all tiles, as in `anyres.shrunk`."""
 
     def build(self, hidden_size: int) -> LlavaTower:
         return LlavaTower(self, hidden_size)
@@ -98,5 +101,9 @@ class LlavaTower(VisionTower):
         picture = tiles.transpose(1, 2).reshape(rows * side, columns * side, -1)
         top, left, height, width = unpadded(image.size, (rows * side, columns * side))
         picture = picture[top : top + height, left : left + width]
+        size = shrunk((height, width), self.config.most)
+        if size != (height, width):
+            stretched = F.interpolate(picture.permute(2, 0, 1)[None], size, mode="bilinear")
+            picture = stretched[0].permute(1, 2, 0)
         newline = self.newline().expand(len(picture), 1, -1)
         return torch.cat([whole, torch.cat([picture, newline], 1).flatten(0, 1)])

@@ -52,7 +52,7 @@ class Qwen3VLConfig(TowerConfig, frozen=True, kw_only=True):
             "visual.pos_embed": "vision.positions",
             f"{block}.norm1": f"{own}.attn_norm",
             f"{block}.norm2": f"{own}.mlp_norm",
-            f"{block}.attn.qkv": f"{own}.qkv",
+            f"{block}.attn.qkv": f"{own}.qkv[q+k+v]",
             f"{block}.attn.proj": f"{own}.out",
             f"{block}.mlp.linear_fc1": f"{own}.up",
             f"{block}.mlp.linear_fc2": f"{own}.down",

@@ -19,6 +19,7 @@ from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.norm import Norm, RMSNorm
 from asyncllm.protocol import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.towers.block import JoinedQKV
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, TowerActivation
 
 __all__ = ["EPS", "PatchBlock", "QwenVLConfig", "QwenVLTower", "pixels_of", "square_places", "square_rotation"]
@@ -59,7 +60,7 @@ class QwenVLConfig(TowerConfig, frozen=True, kw_only=True):
             "visual.patch_embed.proj": "vision.patches",
             f"{block}.norm1": f"{own}.attn_norm",
             f"{block}.norm2": f"{own}.mlp_norm",
-            f"{block}.attn.qkv": f"{own}.qkv",
+            f"{block}.attn.qkv": f"{own}.qkv[q+k+v]",
             f"{block}.attn.proj": f"{own}.out",
             **{f"{block}.mlp.{name}": f"{own}.{our}" for name, our in zip(names, ours, strict=True)},
             "visual.merger.ln_q": "vision.norm",
@@ -139,14 +140,23 @@ class PatchBlock(Layer):
     """A block over patches that are turned by their places, norms first. `gated`: of its MLP."""
 
     def __init__(
-        self, size: int, inner: int, num_heads: int, *, norm: type[Norm], activation: TowerActivation, gated: bool
+        self,
+        size: int,
+        inner: int,
+        num_heads: int,
+        *,
+        norm: type[Norm],
+        activation: TowerActivation,
+        gated: bool,
+        bias: bool = True,
+        eps: float = EPS,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.attn_norm, self.mlp_norm = norm(size, EPS), norm(size, EPS)
-        self.qkv, self.out = Dense(size, 3 * size), Dense(size, size)
-        self.gate = Dense(size, inner) if gated else None
-        self.up, self.down = Dense(size, inner), Dense(inner, size)
+        self.attn_norm, self.mlp_norm = norm(size, eps), norm(size, eps)
+        self.qkv, self.out = JoinedQKV(size, 3 * size, bias=bias), Dense(size, size, bias=bias)
+        self.gate = Dense(size, inner, bias=bias) if gated else None
+        self.up, self.down = Dense(size, inner, bias=bias), Dense(inner, size, bias=bias)
         self._activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor, rotation: Rotation, lengths: Sequence[int]) -> Tensor:

@@ -1,0 +1,54 @@
+"""Pixtral, as transformers has it, and Mistral Small 3.1 and later."""
+
+from __future__ import annotations
+
+from asyncllm.models.config import HFConfig
+from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, part_of, square_of, text_of
+from asyncllm.vl.towers.pixtral import PixtralConfig
+
+__all__ = ["read_mistral3", "read_pixtral"]
+
+
+def read_pixtral(hf: HFConfig) -> Composed:
+    hf.expect("vision_feature_select_strategy", "full")
+    return _read(hf, layer=-2, bias=True, merge=1)
+
+
+def read_mistral3(hf: HFConfig) -> Composed:
+    return _read(hf, layer=-1, bias=False, merge=hf.integer("spatial_merge_size", 2))
+
+
+def _read(hf: HFConfig, *, layer: int, bias: bool, merge: int) -> Composed:
+    """`layer`, `bias`: where the file says nothing."""
+    text, decoder = text_of(hf)
+    part = part_of(hf, "vision_config")
+    part.expect("model_type", "pixtral")
+    part.expect("num_channels", 3)
+    part.expect("hidden_act", *TOWER_ACTIVATIONS)
+    hf.expect("projector_hidden_act", *TOWER_ACTIVATIONS)
+    hidden, heads = part.integer("hidden_size", 1024), part.integer("num_attention_heads", 16)
+    if hidden % heads or hidden // heads % 4:
+        part.invalid("num_attention_heads", "which leaves heads of a size that is no multiple of 4")
+    part.expect("head_dim", hidden // heads)
+    layers, last = part.integer("num_hidden_layers", 24), hf.fields.get("vision_feature_layer", layer)
+    if type(last) is not int or not -layers <= last < 0:
+        hf.unsupported("vision_feature_layer", "Supported: a layer counted from the end, below 0.")
+    rope = part.fields.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or rope.get("rope_type", "axial") not in ("axial", "default"):
+        part.unsupported("rope_parameters", "Supported: rope_type = 'axial'.")
+    theta = part.changed({"rope_theta": rope.get("rope_theta", part.fields.get("rope_theta", 10000.0))})
+    vision = PixtralConfig(
+        hidden_size=hidden,
+        intermediate_size=part.integer("intermediate_size", 4096),
+        num_layers=layers,
+        read_layers=layers + 1 + last,
+        num_heads=heads,
+        patch_size=square_of(part, "patch_size", 16),
+        theta=theta.number("rope_theta"),
+        activation=TOWER_ACTIVATIONS[part.fields.get("hidden_act", "gelu")],
+        merge=merge,
+        merge_eps=text.number("rms_norm_eps", 1e-6) if hf.fields.get("model_type") == "mistral3" else None,
+        bias=hf.flag("multimodal_projector_bias", bias),
+        projector_activation=TOWER_ACTIVATIONS[hf.fields.get("projector_hidden_act", "gelu")],
+    )
+    return Composed(text, decoder, vision)

@@ -1,0 +1,46 @@
+"""Pictures for Pixtral and Mistral 3: scaled down to a longest side, and up to whole patches; rows end in a token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.loading import load_image
+from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+
+__all__ = ["RowsProcessor"]
+
+
+class RowsProcessor:
+    """One picture [1, 3, height, width]. Each row of tokens is a place of its own in the prompt."""
+
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
+    joint = 0
+    placeholder = "[IMG]"
+
+    def __init__(self, settings: PictureSettings, *, token_id: int, step: int) -> None:
+        """`step`: side in pixels of the square that becomes a token."""
+        self.settings, self.token_id, self._step = settings, token_id, step
+        self._most = settings.longest("size", 1024)
+
+    def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
+        refuse_options(options)
+        loaded = load_image(image)
+        step = self._step
+        ratio = max(1.0, max(loaded.size) / self._most)
+        columns, rows = (max(math.ceil(math.floor(each / ratio) / step), 1) for each in loaded.size)
+        scaled = resized(loaded, rows * step, columns * step, self.settings.resample)
+        pixels = self.settings.numbers(np.asarray(scaled)[None])
+        return PromptImage(
+            length=rows * columns,
+            digest=digest_of(pixels=pixels),
+            pixels=pixels,
+            size=(loaded.height, loaded.width),
+            text="[IMG][IMG_BREAK]" * (rows - 1) + "[IMG][IMG_END]",
+            slots=(columns,) * rows,
+        )

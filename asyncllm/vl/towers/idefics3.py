@@ -1,0 +1,59 @@
+"""The tower of Idefics3 and SmolVLM (Laurençon et al., 2024): SigLIP, squares of patches folded into one, a product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
+from asyncllm.vl.towers.parts import Dense
+
+__all__ = ["Idefics3TowerConfig", "Idefics3VisionTower"]
+
+
+class Idefics3TowerConfig(TowerConfig, frozen=True, kw_only=True):
+    """An encoder, and how many of its patches become a token."""
+
+    encoder: ClipConfig
+    fold: int
+    """Patches along a side of the square that becomes a token."""
+
+    def build(self, hidden_size: int) -> Idefics3VisionTower:
+        return Idefics3VisionTower(self, hidden_size)
+
+    @property
+    def weights(self) -> Mapping[str, str]:
+        return {
+            **clip_weights("vision_model", "vision.encoder"),
+            "connector.modality_projection.proj": "vision.projector",
+        }
+
+
+class Idefics3VisionTower(VisionTower):
+    def __init__(self, config: Idefics3TowerConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = ClipEncoder(config.encoder)
+        self.projector = Dense(config.encoder.hidden_size * config.fold**2, hidden_size, bias=False)
+
+    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
+        weight, encoder, fold = self.projector.weight, self.config.encoder, self.config.fold
+        tiles = [torch.from_numpy(image.pixels) for image in images]
+        pixels = torch.cat(tiles).to(weight.device, weight.dtype)
+        x = self.encoder(pixels, encoder.num_layers, self._places().to(weight.device))
+        side = encoder.side // fold
+        squares = x.view(len(x), side, fold, side, fold, -1).permute(0, 1, 3, 2, 4, 5).reshape(len(x), side * side, -1)
+        return [part.flatten(0, 1) for part in torch.split(self.projector(squares), [len(each) for each in tiles])]
+
+    def _places(self) -> Tensor:
+        """Return the position that each patch has among the learned ones: that of its share of the picture's side, as
+        float32 rounds it, which is not its own everywhere."""
+        side = self.config.encoder.side
+        edges = torch.arange(1 / side, 1.0, 1 / side)
+        shares = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))).clamp(max=1.0 - 1e-6)
+        index = torch.bucketize(shares, edges, right=True)
+        return (index[:, None] * side + index).flatten()

@@ -1,0 +1,121 @@
+"""The tower of Pixtral (Agrawal et al., 2024) and of Mistral 3: images of any size, whose patches are turned by their
+row and column. Mistral 3 makes one token of a square of patches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm.kernels import Rotation
+from asyncllm.layers.norm import RMSNorm
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, TowerActivation
+from asyncllm.vl.towers.qwen_vl import PatchBlock
+
+__all__ = ["PixtralConfig", "PixtralTower"]
+
+EPS = 1e-5
+
+
+class PixtralConfig(TowerConfig, frozen=True, kw_only=True):
+    """A transformer over patches, and a projector."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    read_layers: int
+    """After how many layers the hidden states are read."""
+    num_heads: int
+    patch_size: int
+    theta: float
+    activation: TowerActivation
+    merge: int = 1
+    """Patches along a side of the square that becomes a token."""
+    merge_eps: float | None = None
+    """Of the norm in front of the merger; None: there are neither."""
+    bias: bool
+    projector_activation: TowerActivation
+
+    def build(self, hidden_size: int) -> PixtralTower:
+        return PixtralTower(self, hidden_size)
+
+    @property
+    def weights(self) -> Mapping[str, str]:
+        layer, own = "vision_tower.transformer.layers.{i}", "vision.layers.{i}"
+        return {
+            "vision_tower.patch_conv": "vision.patches",
+            "vision_tower.ln_pre": "vision.first_norm",
+            f"{layer}.attention_norm": f"{own}.attn_norm",
+            **{f"{layer}.attention.{name}_proj": f"{own}.qkv[{name}]" for name in ("q", "k", "v")},
+            f"{layer}.attention.o_proj": f"{own}.out",
+            f"{layer}.ffn_norm": f"{own}.mlp_norm",
+            **{f"{layer}.feed_forward.{name}_proj": f"{own}.{name}" for name in ("gate", "up", "down")},
+            "multi_modal_projector.norm": "vision.norm",
+            "multi_modal_projector.patch_merger.merging_layer": "vision.merger",
+            **{f"multi_modal_projector.linear_{n}": f"vision.projector_{n}" for n in (1, 2)},
+        }
+
+
+class PixtralTower(VisionTower):
+    def __init__(self, config: PixtralConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        size, merges = config.hidden_size, config.merge_eps is not None
+        self.patches = PatchEmbedding((config.patch_size, config.patch_size), size, bias=False)
+        self.first_norm = RMSNorm(size, EPS)
+        self.layers = nn.ModuleList(
+            PatchBlock(
+                size,
+                config.intermediate_size,
+                config.num_heads,
+                norm=RMSNorm,
+                activation=config.activation,
+                gated=True,
+                bias=False,
+                eps=EPS,
+            )
+            for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(size, config.merge_eps) if config.merge_eps is not None else None
+        self.merger = Dense(size * config.merge**2, size, bias=False) if merges else None
+        self.projector_1 = Dense(size, hidden_size, bias=config.bias)
+        self.projector_2 = Dense(hidden_size, hidden_size, bias=config.bias)
+
+    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
+        config, device = self.config, self.projector_1.weight.device
+        grids = [(len(image.slots) * config.merge, image.slots[0] * config.merge) for image in images]
+        pictures = [torch.from_numpy(image.pixels).to(device) for image in images]
+        x = self.first_norm(torch.cat([self.patches.of_images(each)[0] for each in pictures]))
+        rotation = self._rotation(grids, device)
+        lengths = [rows * columns for rows, columns in grids]
+        for layer in self.layers[: config.read_layers]:
+            x = layer(x, rotation, lengths)
+        if self.norm is not None and self.merger is not None:
+            x = self.merger(self._squares(self.norm(x), grids, lengths))
+        x = self.projector_2(ACTIVATIONS[config.projector_activation](self.projector_1(x)))
+        return list(torch.split(x, [image.num_features for image in images]))
+
+    def _squares(self, x: Tensor, grids: Sequence[tuple[int, int]], lengths: Sequence[int]) -> Tensor:
+        """x [T, hidden] -> [T / merge^2, hidden * merge^2], the patches of a square side by side in each feature."""
+        merge = self.config.merge
+        parts = [
+            part.view(rows // merge, merge, columns // merge, merge, -1).permute(0, 2, 4, 1, 3).flatten(0, 1).flatten(1)
+            for part, (rows, columns) in zip(torch.split(x, list(lengths)), grids, strict=True)
+        ]
+        return torch.cat(parts)
+
+    def _rotation(self, grids: Sequence[tuple[int, int]], device: torch.device) -> Rotation:
+        """Return how far each patch is turned: every other frequency is the row's, those between the column's."""
+        size = self.config.hidden_size // self.config.num_heads
+        exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
+        frequencies = 1.0 / self.config.theta**exponents
+        angles = []
+        for rows, columns in grids:
+            row = torch.arange(rows, dtype=torch.float32, device=device)[:, None] * frequencies[0::2]
+            column = torch.arange(columns, dtype=torch.float32, device=device)[:, None] * frequencies[1::2]
+            angles.append(torch.cat([row.repeat_interleave(columns, 0), column.repeat(rows, 1)], -1))
+        joined = torch.cat(angles)[:, None]
+        return Rotation(torch.cat([joined.cos()] * 2, -1), torch.cat([-joined.sin(), joined.sin()], -1))
