@@ -90,7 +90,10 @@ class OpenedModel(NamedTuple):
             return _cache_specs(config, model, dtype, device)
 
         if model is None:
-            model = open_model(path, dtype=dtype, device=device, group=group, accept=accept, **asked)
+            by_expert = config.ep > 1
+            model = open_model(
+                path, dtype=dtype, device=device, group=group, by_expert=by_expert, accept=accept, **asked
+            )
         settle_threads(config, model, device)
         times.lap("load")
         return OpenedModel(model, device, dtype, accept(model), max_position, path, group)

@@ -41,6 +41,15 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             "a GPU of its own.",
         ),
     ] = 1
+    ep: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Ranks among which the experts of a mixture are divided, whole ones to each: as many as tp. 1: "
+            "each rank has some features of every expert.",
+        ),
+    ] = 1
     isolated: Annotated[
         bool,
         Meta(
@@ -264,6 +273,12 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
                 f"num_cpu_blocks={self.num_cpu_blocks} would never be used: eviction_type='recompute' swaps nothing, "
                 f"and without a prefix cache nothing else is kept. Use eviction_type='copy' or num_cpu_blocks=0.",
                 "num_cpu_blocks",
+            )
+        if self.ep not in (1, self.tp):
+            raise InvalidParameter(
+                f"ep is {self.ep} and tp {self.tp}: the ranks that divide the experts are those that divide the rest. "
+                f"Use tp={self.ep}, or leave ep out.",
+                "ep",
             )
         for adapter in self.adapters or {}:
             check_adapter_name(adapter, "adapters")

@@ -54,12 +54,20 @@ def rows_of(group: RankGroup, num_rows: int) -> slice:
 
 
 class TorchGroup:
-    """The group of this process, by torch.distributed: NCCL between GPUs, gloo on CPUs."""
+    """The group of this process, by torch.distributed: NCCL between GPUs, gloo on CPUs.
+
+    Of NCCL there is one communicator, made here and bound to the device, and all calls come from the stream that
+    computes steps. What CUDA graphs capture has been called once outside of them, which sets connections up, and the
+    graphs are gone before `close`. A rank that waits for one that is dead is ended by the engine (`ranks.executor`).
+    """
 
     def __init__(self, meeting: Meeting, device: torch.device) -> None:
         """Wait for the others. Raises RuntimeError when they do not come."""
         self.rank, self.size = meeting.rank, meeting.size
         self._device = device
+        if device.type == "cuda":
+            # A device without a number is the current one; the communicator wants it spelled out.
+            device = torch.device("cuda", torch.cuda.current_device())
         store = dist.FileStore(meeting.file, meeting.size)  # type: ignore[attr-defined]
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",

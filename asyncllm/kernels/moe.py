@@ -98,17 +98,17 @@ def fused_experts(
     """Return the weighted sum of each token's experts, each a gated MLP.
 
     x [T, H], gate_up [E, 2I, H] (gate rows first), down [E, H, I], weights [T, k] float32, expert_ids [T, k] int64,
-    gate_up_bias [E, 2I] and down_bias [E, H], both or neither -> [T, H] in x's dtype. The gate is SwiGLU, or with a
+    gate_up_bias [E, 2I] and down_bias [E, H], both or neither -> [T, H] in x's dtype. An id of -1 stands for an expert
+    that is elsewhere, which has a weight of 0 and adds nothing. The gate is SwiGLU, or with a
     limit gpt-oss's: (up + 1) * gate * sigmoid(1.702 gate), where gate is at most the limit and up within it on both
     sides. Both products and the activation are rounded to x's dtype; the sum over experts is float32. A token's result
     depends on its own row only.
     """
     top_k = expert_ids.shape[1]
     order = expert_ids.flatten().argsort(stable=True)
-    counts = expert_ids.flatten().bincount(minlength=gate_up.shape[0]).tolist()
+    start, *counts = (expert_ids.flatten() + 1).bincount(minlength=gate_up.shape[0] + 1).tolist()
     rows = x.index_select(0, order.div(top_k, rounding_mode="floor"))
-    outputs = torch.empty_like(rows)
-    start = 0
+    outputs = torch.zeros_like(rows)
     for expert, count in enumerate(counts):
         if count:
             product = F.linear(rows[start : start + count], gate_up[expert], _row(gate_up_bias, expert))

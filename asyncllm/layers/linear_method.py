@@ -105,6 +105,11 @@ class Weighted(Layer):
         self.unit = unit
         self.has_bias = bias
         self.num_experts = num_experts
+        """Those that this rank has."""
+        self.stored_experts = num_experts
+        """Those of a checkpoint."""
+        self.own_experts: range | None = None
+        """Which of a checkpoint's they are, where ranks divide experts instead of features."""
         self.group: RankGroup | None = None
         """The ranks among which the weight is divided."""
         self._share: _Share | None = None
@@ -127,7 +132,7 @@ class Weighted(Layer):
         return self.method.stored(suffix)
 
     def divide(self, group: RankGroup) -> None:
-        if self.shard == "replicated":
+        if self.shard == "replicated" or self.own_experts is not None:
             return
         if not self.method.divisible:
             raise UnsupportedModel(f"{type(self.method).__name__} weights cannot be divided among ranks yet. Use tp=1.")
@@ -142,6 +147,23 @@ class Weighted(Layer):
                 start, self.out_features = self.out_features, self.out_features + rows.stop - rows.start
                 self.rows[part] = slice(start, self.out_features)
         self.group, self._share = group, _Share(whole, taken)
+        self.attach(self.method)
+
+    def divide_experts(self, group: RankGroup) -> None:
+        """Leave this layer, on the meta device, the experts of the group's rank, whole. Raises as `divide`, which
+        changes nothing afterwards."""
+        if not self.method.divisible:
+            raise UnsupportedModel(f"{type(self.method).__name__} weights cannot be divided among ranks yet. Use tp=1.")
+        assert self.num_experts is not None, "the layer has one weight"
+        count, rest = divmod(self.num_experts, group.size)
+        if rest:
+            raise UnsupportedModel(
+                f"ep={group.size}: {self.num_experts} experts cannot be divided evenly. Choose an ep that divides "
+                f"{self.num_experts}, or leave it out, which divides each expert's features."
+            )
+        self.group, self._share = group, _Share(self.expected_parts(), {})
+        self.own_experts = range(group.rank * count, (group.rank + 1) * count)
+        self.num_experts = count
         self.attach(self.method)
 
     def _slice_of_part(self, part: str | None, size: int, group: RankGroup) -> slice:
@@ -162,20 +184,28 @@ class Weighted(Layer):
 
     def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
         tensor = self.in_order(part, tensor)
+        if self.own_experts is not None:
+            if index is not None and index in self.own_experts:
+                self.method.load_part(self, suffix, part, self.own_experts.index(index), tensor)
+            return
         if self._share is not None and self.group is not None:
             rows = self._share.taken[part if self.shard == "column" else None]
             tensor = self.method.share(self, suffix, tensor, rows, first=self.group.rank == 0)
         self.method.load_part(self, suffix, part, index, tensor)
 
-    def own_part(self, suffix: str, part: str | None) -> tuple[int, slice] | None:
+    def own_part(self, suffix: str, part: str | None, index: int | None) -> tuple[int, slice] | None:
         """Return which features of a part's tensor this rank has, and along which axis, so that no more of it need be
         read and `load_own` takes it; None where `load_part` has to have all of it."""
+        if self.own_experts is not None:
+            return None if index in self.own_experts else (0, slice(0, 0))
         if self._share is None or (self.shard == "row" and suffix != "weight"):
             return None
         return (0, self._share.taken[part]) if self.shard == "column" else (1, self._share.taken[None])
 
     def load_own(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
         """Take what `own_part` names of a tensor, as `load_part` takes the whole."""
+        if self.own_experts is not None:
+            return
         self.method.load_part(self, suffix, part, index, self.in_order(part, tensor))
 
     def in_order(self, part: str | None, tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
+from asyncllm.distributed.group import RankGroup
 from asyncllm.kernels import Routing
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear
@@ -80,9 +81,21 @@ class MoE(Layer):
         self.scaled_inputs = scaled_inputs
         self.limit = limit
 
+    def divide_experts(self, group: RankGroup) -> None:
+        """Leave this layer, on the meta device, whole experts of the group's rank; to be called ahead of `divide`.
+        Raises UnsupportedModel where the numbers do not allow it."""
+        for weights in (self.gate_up, self.down):
+            weights.divide_experts(group)
+
     def forward(self, x: Tensor, step: StepInputs) -> Tensor:
         correction = None if self.correction is None else self.correction.bias
         weights, expert_ids = kernels.route(self.router(x, step), self.routing, correction)
+        own = self.gate_up.own_experts
+        if own is not None:
+            # All ranks have all tokens; those of other experts get nothing here, and the sum has each once.
+            elsewhere = (expert_ids < own.start) | (expert_ids >= own.stop)
+            weights = weights.masked_fill(elsewhere, 0.0)
+            expert_ids = (expert_ids - own.start).masked_fill_(elsewhere, -1)
         chosen = self.down.summed(self._chosen(x, weights, expert_ids))
         if self.shared is None:
             return chosen
@@ -98,7 +111,5 @@ class MoE(Layer):
             return experts(self.gate_up, self.down, x, weights, expert_ids, limit=self.limit)
         scaled = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
         ids = expert_ids.reshape(-1, 1)
-        each = experts(
-            self.gate_up, self.down, scaled, torch.ones_like(ids, dtype=torch.float32), ids, limit=self.limit
-        )
+        each = experts(self.gate_up, self.down, scaled, (ids >= 0).float(), ids, limit=self.limit)
         return each if expert_ids.shape[1] == 1 else each.view(*expert_ids.shape, -1).sum(1)

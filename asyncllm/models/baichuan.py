@@ -31,7 +31,7 @@ class NormalizedOutputEmbedding(OutputEmbedding):
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         super().load_part(suffix, part, index, nn.functional.normalize(wide))
 
-    def own_part(self, suffix: str, part: str | None) -> tuple[int, slice] | None:
+    def own_part(self, suffix: str, part: str | None, index: int | None) -> tuple[int, slice] | None:
         return None
 
 

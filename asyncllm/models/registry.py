@@ -21,6 +21,7 @@ from asyncllm.distributed.group import RankGroup
 from asyncllm.errors import InvalidCheckpoint, ModelError, UnsupportedModel, short
 from asyncllm.layers.layer import Layer, settle
 from asyncllm.layers.linear_method import Weighted
+from asyncllm.layers.moe import MoE
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
@@ -144,14 +145,15 @@ def open_model(
     hf_overrides: Mapping[str, Any] | None = None,
     model_format: str | None = None,
     group: RankGroup | None = None,
+    by_expert: bool = False,
     accept: Callable[[DecoderLM], object] = lambda model: None,
 ) -> DecoderLM:
     """Build the model of folder `path` and fill it from the folder's safetensors files.
 
     A longrope model takes its long divisors iff session_len exceeds the original context. rope_scaling_factor > 0 asks
     for dynamic NTK scaling by that factor. hf_overrides replaces entries of config.json. `model_format` as in
-    `quant.scheme_of`. With a group of several ranks the model is this rank's share. `accept` gets the model before its
-    weights are read, and raises to refuse it.
+    `quant.scheme_of`. With a group of several ranks the model is this rank's share; `by_expert`: of experts it has some
+    whole, else some features of each. `accept` gets the model before its weights are read, and raises to refuse it.
 
     Raises:
         InvalidCheckpoint: a file is missing, malformed or inconsistent with the others.
@@ -176,7 +178,7 @@ def open_model(
             f"config.json belongs to these weights and that no shard is missing."
         )
     if group is not None:
-        divide(model, group)
+        divide(model, group, by_expert=by_expert)
     accept(model)
     model.allocate(dtype, device)
     load(model, checkpoint, model.weight_map)
@@ -209,10 +211,17 @@ def _unfilled(family: type[DecoderLM], config: ModelConfig, checkpoint: Checkpoi
         return family(config)
 
 
-def divide(model: DecoderLM, group: RankGroup) -> None:
-    """Leave a model on the meta device the share of the group's rank. Raises UnsupportedModel where it has none."""
-    # Weights first: what is made of them asks them how many heads are left.
+def divide(model: DecoderLM, group: RankGroup, *, by_expert: bool = False) -> None:
+    """Leave a model on the meta device the share of the group's rank, as in `open_model`. Raises UnsupportedModel where
+    it has none."""
     modules = list(model.modules())
+    if by_expert:
+        mixtures = [module for module in modules if isinstance(module, MoE)]
+        if not mixtures:
+            raise UnsupportedModel(f"ep={group.size}: {model.config.architecture} has no experts. Leave ep out.")
+        for mixture in mixtures:
+            mixture.divide_experts(group)
+    # Weights first: what is made of them asks them how many heads are left.
     for module in sorted(modules, key=lambda module: not isinstance(module, Weighted)):
         if isinstance(module, Layer):
             module.divide(group)

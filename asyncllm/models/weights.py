@@ -267,8 +267,8 @@ class LoadPlan:
         if target is None:
             return
         owner = self._owners.get(target.module)
-        if target.stack is not None and isinstance(owner, Weighted) and owner.num_experts is not None:
-            target = target.of_experts(owner.num_experts)
+        if target.stack is not None and isinstance(owner, Weighted) and owner.stored_experts is not None:
+            target = target.of_experts(owner.stored_experts)
         _check(offer, target, self.expected, self.stored(target))
         for key in target.keys:
             other = self._filled.setdefault((target.module, key), offer.name)
@@ -311,8 +311,7 @@ class LoadPlan:
         owner = self._owners[target.module]
         if not isinstance(owner, Weighted) or target.layout is not None or len(target.keys) > 1:
             return entry
-        suffix, part, _ = target.keys[0]
-        own = owner.own_part(suffix, part)
+        own = owner.own_part(*target.keys[0])
         if own is None:
             return entry
         some = entry.part(*own)

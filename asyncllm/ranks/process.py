@@ -20,6 +20,10 @@ __all__ = ["RankProcess"]
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from asyncllm.ranks.rank import main; main({descriptor}, {parent})"
 
+_DEFAULTS = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+"""What a rank's environment has unless this process's says otherwise: no multicast over NVLink, which containers are
+often not allowed, where NCCL then fails at its start, and which two ranks gain nothing by."""
+
 
 class RankProcess:
     """A started child. `end` is the parent's end of the pair, which a `Channel` takes over."""
@@ -95,4 +99,4 @@ def _environment(rank: int) -> dict[str, str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = None if visible is None else [device for device in visible.split(",") if device]
     own = str(rank) if devices is None else devices[rank] if rank < len(devices) else ""
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": own}
+    return {**_DEFAULTS, **os.environ, "CUDA_VISIBLE_DEVICES": own}

@@ -130,6 +130,30 @@ def test_sparsemixer_weighs_each_choice_among_the_logits_near_it(ops: tuple) -> 
     torch.testing.assert_close(weights, torch.tensor([[first, 1.0]], device=DEVICE))
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_experts_that_are_elsewhere_add_nothing(ops: tuple, tokens: int) -> None:
+    """A token may have none, some or all of its experts here; what was never written has no part in the sum."""
+    num_experts, top_k = 8, 4
+    x, gate_up, down = random(tokens, 6), random(num_experts, 10, 6, seed=1), random(num_experts, 6, 5, seed=2)
+    biases = {"gate_up_bias": random(num_experts, 10, seed=7), "down_bias": random(num_experts, 6, seed=8)}
+    weights, expert_ids = ops[0](random(tokens, num_experts, seed=3), Routing(top_k))
+    whole = ops[1](x, gate_up, down, weights, expert_ids, **biases)
+    total = torch.zeros_like(whole)
+    for own in (range(2), range(2, 3), range(3, 8)):
+        here = slice(own.start, own.stop)
+        elsewhere = (expert_ids < own.start) | (expert_ids >= own.stop)
+        some = {name: bias[here].contiguous() for name, bias in biases.items()}
+        total += ops[1](
+            x,
+            gate_up[here].contiguous(),
+            down[here].contiguous(),
+            weights.masked_fill(elsewhere, 0.0),
+            (expert_ids - own.start).masked_fill(elsewhere, -1),
+            **some,
+        )
+    torch.testing.assert_close(total, whole, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(4, 2), (3, 3), (8, 1)])
 def test_fused_experts(ops: tuple, tokens: int, num_experts: int, top_k: int) -> None:

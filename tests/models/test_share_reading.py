@@ -20,7 +20,13 @@ CPU = torch.device("cpu")
 
 
 def bytes_read(
-    family: str, folder: Path, size: int, monkeypatch: pytest.MonkeyPatch, *, buffer_bytes: int
+    family: str,
+    folder: Path,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    buffer_bytes: int,
+    by_expert: bool = False,
 ) -> list[int]:
     """What each of so many ranks reads when its share is streamed; its parameters have to be those of a load."""
     preadv, counted = os.preadv, [0]
@@ -32,7 +38,7 @@ def bytes_read(
 
     monkeypatch.setattr(stream_module.os, "preadv", count)
     found = []
-    for share in in_ranks(size, lambda group: open_share(Case(family, "default"), group)):
+    for share in in_ranks(size, lambda group: open_share(Case(family, "default"), group, by_expert=by_expert)):
         expected = {name: parameter.clone() for name, parameter in share.named_parameters()}
         checkpoint, counted[0] = Checkpoint.open(folder), 0
         with torch.inference_mode():
@@ -59,6 +65,13 @@ def test_a_rank_reads_its_share_of_what_is_divided(size: int, monkeypatch: pytes
     divided = checkpoint.num_bytes - common - keys
     for count in bytes_read("llama", folder, size, monkeypatch, buffer_bytes=500):
         assert count == common + divided // size + keys // min(size, heads)
+
+
+def test_experts_of_other_ranks_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_module, "_LEAST_RUN", 1)
+    folder = folder_of(Case("mixtral", "default"))
+    shared = bytes_read("mixtral", folder, 2, monkeypatch, buffer_bytes=5000)
+    assert bytes_read("mixtral", folder, 2, monkeypatch, buffer_bytes=5000, by_expert=True) == shared
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 
 from asyncllm.errors import UnsupportedModel
+from asyncllm.layers.moe import MoE
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import open_model
 from tests.checkpoints import tiny_fields
 from tests.models.parity import FAMILIES, Case, Runner, folder_of, open_case, random_tokens
 from tests.ranks.threads import ThreadGroup, in_ranks
+
+SPARSE = (
+    *("deepseek", "deepseek_v2", "deepseek_v3", "ernie_moe", "glm4_moe", "hunyuan_moe", "llama4", "mixtral", "phimoe"),
+    *("qwen2_moe", "qwen3_moe", "qwen3_next"),
+)
+"""Families with an even number of experts."""
 
 PROMPT = 21
 STEPS = 3
@@ -62,6 +69,34 @@ def test_more_ranks_than_key_heads_have_the_same_ones() -> None:
     shares = in_ranks(4, lambda group: logits_of(open_share(case, group), tokens))
     assert all(torch.equal(shares[0], share) for share in shares)
     torch.testing.assert_close(shares[0], whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_ranks_with_whole_experts_give_the_logits_of_one(family: str) -> None:
+    case = Case(family, "default")
+    tokens = random_tokens(6, PROMPT + STEPS)
+    with torch.inference_mode():
+        whole = logits_of(open_case(case), tokens)
+
+    def share(group: ThreadGroup) -> tuple[Tensor, list[int]]:
+        model = open_share(case, group, by_expert=True)
+        counts = [module.gate_up.num_experts or 0 for module in model.modules() if isinstance(module, MoE)]
+        return logits_of(model, tokens), counts
+
+    shares = in_ranks(2, share)
+    experts = [module for module in open_case(case).modules() if isinstance(module, MoE)]
+    assert shares[0][1] == [(module.gate_up.num_experts or 0) // 2 for module in experts]
+    assert torch.equal(shares[0][0], shares[1][0])
+    torch.testing.assert_close(shares[0][0], whole, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="ep=2: LlamaForCausalLM has no experts"):
+        in_ranks(2, lambda group: open_share(Case("llama", "default"), group, by_expert=True))
+    count = tiny_fields("mixtral")["num_local_experts"]
+    overrides = {"num_local_experts": count}
+    with pytest.raises(UnsupportedModel, match=rf"ep=3: {count} experts .* Choose an ep that divides {count}"):
+        in_ranks(3, lambda group: open_share(Case("mixtral", "default"), group, by_expert=True, hf_overrides=overrides))
 
 
 def test_each_rank_has_the_slopes_of_its_heads() -> None:

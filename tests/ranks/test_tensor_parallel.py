@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncllm import AsyncEngine, GenerationConfig
-from asyncllm.errors import EngineDead, UnsupportedModel
+from asyncllm.errors import EngineDead, InvalidParameter, UnsupportedModel
 from asyncllm.ranks.messages import RemoteError
 from tests.checkpoints import build_checkpoint
 from tests.ranks.engines import LONG, ranks, settings, soon
@@ -79,6 +79,16 @@ async def test_four_ranks_of_two_key_heads_give_the_tokens_of_one(folders: list[
         async with AsyncEngine(str(folders[0]), settings(isolated=False, tp=tp)) as engine:
             found.append(await tokens_of(engine, (2,)))
     assert found[0] == found[1]
+
+
+async def test_ranks_with_whole_experts_give_the_tokens_of_one(tmp_path: Path) -> None:
+    folder, found = str(build_checkpoint("mixtral", tmp_path, vocab_size=321)), []
+    for fields in ({"isolated": False}, {"tp": 2, "ep": 2}):
+        async with AsyncEngine(folder, settings(**fields)) as engine:
+            found.append(await tokens_of(engine, (1, 4)))
+    assert found[0] == found[1]
+    with pytest.raises(InvalidParameter, match="ep is 4 and tp 2"):
+        AsyncEngine(folder, settings(tp=2, ep=4))
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -209,8 +209,8 @@ def group_kernel(
     for start in range(0, num_assignments, CHUNK):
         assignment = start + tl.arange(0, CHUNK)
         exists = assignment < num_assignments
-        ids = tl.load(expert_ids_ptr + assignment, mask=exists, other=0).to(tl.int32)
-        counts += tl.histogram(ids, PADDED_EXPERTS, mask=exists)
+        ids = tl.load(expert_ids_ptr + assignment, mask=exists, other=-1).to(tl.int32)
+        counts += tl.histogram(tl.maximum(ids, 0), PADDED_EXPERTS, mask=ids >= 0)
     blocks = (counts + BLOCK_TOKENS - 1) // BLOCK_TOKENS
     experts = tl.arange(0, PADDED_EXPERTS)
     first_block = tl.sum(tl.where(experts < expert, blocks, 0), 0)
@@ -363,7 +363,9 @@ def weighted_sum_kernel(
     for choice in tl.static_range(TOP_K):
         assignment = token * TOP_K + choice
         y = tl.load(y_ptr + assignment * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
-        total += tl.load(weights_ptr + assignment) * y
+        weight = tl.load(weights_ptr + assignment)
+        # Nothing has been written for an expert that is elsewhere.
+        total += weight * tl.where(weight == 0, 0.0, y)
     tl.store(out_ptr + token * WIDTH + column, round_to(total, out_ptr.dtype.element_ty), mask=exists)
 
 
