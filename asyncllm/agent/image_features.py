@@ -6,17 +6,21 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from asyncllm.layers.images import image_parts
 from asyncllm.layers.step_inputs import JointTokens
-from asyncllm.protocol import Batch, PromptImage
+from asyncllm.protocol import Batch, ImageProcessor, PromptImage
 from asyncllm.vl.tower import VisionTower
 
-__all__ = ["ImageFeatures", "joint_tokens"]
+__all__ = ["MAX_CACHED_BYTES", "ImageFeatures", "joint_tokens"]
 
 MAX_CACHED_BYTES = 2**28
 """Of features beyond those of the step: 32,000 tokens of 4,096 numbers in 16 bits."""
+
+_SIDES = ((64, 64), (336, 336), (672, 448), (1344, 1008))
+"""Width and height of the images that the tower is tried with before the first request, the largest last."""
 
 
 class ImageFeatures:
@@ -49,6 +53,20 @@ class ImageFeatures:
         for digest, features in encoded.items():
             self._keep(digest, features)
         return joined
+
+    def warm_up(self, processor: ImageProcessor) -> int:
+        """Compile the kernels that the tower launches, each of which would hold up the event loop for a second, and
+        return how many bytes of the device the largest batch of its takes at its peak: of whole screens, or of what the
+        family makes of these."""
+        for size in _SIDES[:-1]:
+            self._tower.encode([processor.prepare(Image.new("RGB", size), {})])
+        largest = processor.prepare(Image.new("RGB", _SIDES[-1]), {})
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self._tower.encode([largest] * self._max_batch_size)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
 
     def counts(self, batch: Batch) -> dict[int, int]:
         """Return, by slot, how many image tokens each row of a step has, of those that have any."""

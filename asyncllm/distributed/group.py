@@ -75,7 +75,8 @@ class TorchGroup:
             rank=meeting.rank,
             world_size=meeting.size,
             timeout=_PATIENCE,
-            device_id=device if device.type == "cuda" else None,
+            # By its index, which a rank's device has none of: it sees one alone.
+            device_id=torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None,
         )
 
     def add_up(self, x: Tensor) -> Tensor:

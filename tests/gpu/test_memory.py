@@ -14,6 +14,7 @@ from asyncllm import AsyncEngine, GenerationConfig
 from asyncllm.errors import RequestFailed
 from asyncllm.models.decoder import DecoderLM
 from tests.checkpoints import build_checkpoint
+from tests.engine.waits import until
 from tests.gpu.engines import DEVICE, answer_all, device_config, free_memory, random_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(180)]
@@ -101,25 +102,22 @@ async def test_a_chunk_that_does_not_fit_is_computed_in_halves(
 async def test_a_prompt_that_does_not_fit_in_halves_fails_alone(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 1,200 tokens, as a chunk of 1,024 or fewer is computed by a graph, which has its memory."""
+    """Of 1,200 tokens in one step, as a chunk of 1,024 or fewer is computed by a graph, which has its memory; beside
+    whole answers, as streams are not kept waiting for so many."""
     prompts = random_prompts(9, 5, 200, vocab_size=MARK)
     config = device_config(dtype="float32")
     async with AsyncEngine(checkpoint, config) as engine:
         expected = await answer_all(engine, prompts, GREEDY)
     async with AsyncEngine(checkpoint, config) as engine:
         failed = run_out_of_memory(monkeypatch, lambda ids: int((ids == MARK).sum()) > 50)
-        generations = [engine.generate(input_ids=prompt, gen_config=GREEDY) for prompt in prompts]
-        first_chunks = [await anext(generation) for generation in generations]
+        running = asyncio.create_task(answer_all(engine, prompts, GREEDY))
+        await until(lambda: engine.stats().prefill_tokens == sum(map(len, prompts)))
         # All prompts are computed; from here on they are decode rows beside the one that fails.
         with pytest.raises(RequestFailed, match="memory"):
             await engine.generate(input_ids=[MARK] * 1200, gen_config=GREEDY)
         assert len(failed) == 2
         assert failed[1] < failed[0]
-        answers = [
-            first.token_ids + (await generation.response()).token_ids
-            for first, generation in zip(first_chunks, generations, strict=True)
-        ]
-        assert answers == [each.token_ids for each in expected]
+        assert [each.token_ids for each in await running] == [each.token_ids for each in expected]
 
         # The engine and the failed prompt's blocks are of use again.
         monkeypatch.undo()

@@ -9,9 +9,9 @@ from tests.kernels.offline import Case
 _PDL = {"launch_pdl": True}
 
 
-def product_case(tile: Tile, *, integer: bool = False, grouped: bool = False) -> Case:
+def product_case(tile: Tile, *, integer: bool = False, grouped: bool = False, k: int = 4096) -> Case:
     constexprs = {
-        "N": 4096, "K": 4096, "GROUPS": 32 if grouped else 1, "INTEGER": integer, "BLOCK_M": tile.tokens,
+        "N": 4096, "K": k, "GROUPS": -(-k // 128) if grouped else 1, "INTEGER": integer, "BLOCK_M": tile.tokens,
         "BLOCK_N": tile.rows, "BLOCK_K": 128,
         "SPLITS": 4 if tile.programs > 1 else 1, "HAS_BIAS": False, "USE_PDL": True,
     }  # fmt: skip
@@ -20,7 +20,7 @@ def product_case(tile: Tile, *, integer: bool = False, grouped: bool = False) ->
         **dict.fromkeys(("x_scales_ptr", "scales_ptr", "partial_ptr"), "*fp32"),
         **{"bias_ptr": "*bf16", "out_ptr": "*bf16", "counter_ptr": "*i32", "tokens": "i32"},
     }
-    name = f"product-{tile.tokens}-{'int8' if integer else 'fp8'}{'-grouped' if grouped else ''}"
+    name = f"product-{tile.tokens}-{'int8' if integer else 'fp8'}{'-grouped' if grouped else ''}-{k}"
     return Case(name, scaled.scaled_kernel, signature, constexprs, tile.warps, tile.stages, options=_PDL)
 
 
@@ -40,5 +40,6 @@ CASES = [
     *(product_case(scaled.TILES[index]) for index in (0, 2, 3)),
     product_case(scaled.TILES[3], grouped=True),
     product_case(scaled.TILES[3], integer=True),
+    product_case(scaled.TILES[0], k=4000),
     round_case(integer=False),
 ]

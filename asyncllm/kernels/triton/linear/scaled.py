@@ -62,7 +62,7 @@ def round_rows_kernel(
             largest = tl.where(x == x, tl.maximum(largest, x), x + largest)
         found = tl.max(largest, 0)
         found = tl.where(tl.sum((largest != largest).to(tl.int32), 0) > 0, float("nan"), found)
-        scale = tl.where(found < 1e-12, 1e-12, found) / LARGEST_CODE
+        scale = tl.div_rn(tl.where(found < 1e-12, 1e-12, found), LARGEST_CODE)
     for start in range(group * SIZE, end, BLOCK):
         inside = start + columns < end
         x = tl.div_rn(tl.load(x_row + start + columns, mask=inside, other=0.0).to(tl.float32), scale)
