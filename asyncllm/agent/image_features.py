@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -11,10 +13,11 @@ from torch import Tensor
 
 from asyncllm.layers.images import image_parts
 from asyncllm.layers.step_inputs import JointTokens
-from asyncllm.protocol import Batch, ImageProcessor, PromptImage
+from asyncllm.protocol import Batch, PromptImage
+from asyncllm.vl.processor import open_processor
 from asyncllm.vl.tower import VisionTower
 
-__all__ = ["MAX_CACHED_BYTES", "ImageFeatures", "joint_tokens"]
+__all__ = ["ImageFeatures", "joint_tokens"]
 
 MAX_CACHED_BYTES = 2**28
 """Of features beyond those of the step: 32,000 tokens of 4,096 numbers in 16 bits."""
@@ -54,10 +57,15 @@ class ImageFeatures:
             self._keep(digest, features)
         return joined
 
-    def warm_up(self, processor: ImageProcessor) -> int:
-        """Compile the kernels that the tower launches, each of which would hold up the event loop for a second, and
-        return how many bytes of the device the largest batch of its takes at its peak: of whole screens, or of what the
-        family makes of these."""
+    def measure(self, folder: Path, overrides: Mapping[str, Any] | None) -> int:
+        """Return how many bytes of the device images take: those kept, and the largest batch of the tower at its peak,
+        of whole screens or of what the family makes of them. `folder` is the checkpoint's.
+
+        Compiles the kernels that the tower launches, each of which would hold up the event loop for a second.
+        """
+        processor = open_processor(folder, overrides)
+        if processor is None:
+            return 0
         for size in _SIDES[:-1]:
             self._tower.encode([processor.prepare(Image.new("RGB", size), {})])
         largest = processor.prepare(Image.new("RGB", _SIDES[-1]), {})
@@ -66,7 +74,7 @@ class ImageFeatures:
         before = torch.cuda.memory_allocated()
         self._tower.encode([largest] * self._max_batch_size)
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated() - before + MAX_CACHED_BYTES
 
     def counts(self, batch: Batch) -> dict[int, int]:
         """Return, by slot, how many image tokens each row of a step has, of those that have any."""

@@ -28,7 +28,7 @@ from asyncllm.agent.cache.pool import allocate_pool, host_blocks, pool_blocks
 from asyncllm.agent.device.graphs import StepGraphs, bucket_sizes, smallest_for
 from asyncllm.agent.device.streams import MAX_STEPS_IN_FLIGHT, Streams
 from asyncllm.agent.device.upload import upload
-from asyncllm.agent.image_features import MAX_CACHED_BYTES, ImageFeatures, joint_tokens
+from asyncllm.agent.image_features import ImageFeatures, joint_tokens
 from asyncllm.agent.open_model import OpenedModel
 from asyncllm.agent.pending_step import PendingStep, abandon
 from asyncllm.agent.prompt_outputs import PooledHidden, PromptScores
@@ -42,7 +42,6 @@ from asyncllm.config import EngineConfig
 from asyncllm.distributed.group import RankGroup
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.protocol import Batch, Command, Limits, PrefillRow, StartTimes, StepOutput, SwapPlan
-from asyncllm.vl.processor import open_processor
 
 __all__ = ["ModelAgent"]
 
@@ -233,9 +232,8 @@ class ModelAgent:
             device=self._device,
         )
         reserve = measure_reserve(self.model, step, self._captured_parts(), self._streams.stream)
-        processor = open_processor(opened.path, config.hf_overrides)
-        if self._images is not None and processor is not None:
-            reserve += self._images.warm_up(processor) + MAX_CACHED_BYTES
+        if self._images is not None:
+            reserve += self._images.measure(opened.path, config.hf_overrides)
         del step
         self.release_cache()
         torch.cuda.empty_cache()
