@@ -208,7 +208,10 @@ def _rewrite_as_legacy(file: Path) -> None:
     config = {names.get(key, key): value for key, value in config.items()}
     if kind == "longrope":
         config["original_max_position_embeddings"] = config["rope_scaling"].pop("original_max_position_embeddings")
-    if not by_layer and not {"no_rope_layers", "sliding_window_pattern"} & set(config):
+    if "mamba_n_heads" in config:
+        named = {"linear_attention": "mamba", "full_attention": "attention"}
+        config["layer_types"] = [named[kind] for kind in config["layer_types"]]
+    elif not by_layer and not {"no_rope_layers", "sliding_window_pattern"} & set(config):
         config.pop("layer_types", None)
     _write_json(file, config)
 

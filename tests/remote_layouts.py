@@ -339,6 +339,14 @@ LAYOUTS: dict[str, Layout] = {
             "multi_modal_projector.linear_1.weight": torch.ones(8, 8),
         },
     ),
+    "granite_4_dense": Layout(
+        "granite_hybrid",
+        "granitemoehybrid",
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        extra={"num_local_experts": 0, "mamba_proj_bias": False, "mamba_n_groups": 1, "mamba_d_head": "auto"},
+        dropped=("position_embedding_type",),
+    ),
     "internlm": Layout(
         "llama",
         "internlm",

@@ -33,7 +33,14 @@ from asyncllm.kernels.moe import Routing, fused_experts, fused_experts_invariant
 from asyncllm.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from asyncllm.kernels.packed import PackedWeight, linear_packed, packed_experts
 from asyncllm.kernels.quantized_kv import KVFormat, QuantizedKV
-from asyncllm.kernels.recurrent import StatePlan, States, gated_delta_rule, plan_states, short_convolution
+from asyncllm.kernels.recurrent import (
+    StatePlan,
+    States,
+    gated_delta_rule,
+    plan_states,
+    short_convolution,
+    state_space,
+)
 from asyncllm.kernels.rotary import Rotation, apply_rotary, linear_rope_fill_kv, rope_fill_kv, rotation
 from asyncllm.kernels.scaled import ScaledWeight, linear_scaled, scaled_experts
 from asyncllm.kernels.step import DecodeInputs, prepare_decode, record_tokens, segments_finite
@@ -103,4 +110,5 @@ __all__ = [
     "segments_finite",
     "short_convolution",
     "silu_mul",
+    "state_space",
 ]

@@ -1,4 +1,4 @@
-"""Layers whose tokens know of those before them by a state: a short convolution, and the gated delta rule.
+"""Layers whose tokens know of those before them by a state: a short convolution, the gated delta rule, state spaces.
 
 The state lies in the blocks of the cache. A block has the state after the latest token in it, and so, once it is full,
 the state at its border: what goes on behind a block needs no more than that block.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncllm.kernels.dispatch import op
 
-__all__ = ["StatePlan", "States", "gated_delta_rule", "plan_states", "short_convolution"]
+__all__ = ["StatePlan", "States", "gated_delta_rule", "plan_states", "short_convolution", "state_space"]
 
 
 class States(NamedTuple):
@@ -96,10 +96,37 @@ def gated_delta_rule(
     head h * Hk // H of q and k, whose vectors are divided by their lengths; queries are scaled by K^-0.5. `state`
     [blocks, H, K, V] float32.
     """
+    q, k = _unit(q.float()) * q.shape[2] ** -0.5, _unit(k.float())
+    return _recur(q, k, v, log_decay, beta, state, plan, delta=True)
+
+
+@op("recurrent:state_space")
+def state_space(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, sizes: Tensor, state: Tensor, plan: StatePlan
+) -> Tensor:
+    """The state of each head decays, and is written to by the outer product of k and a step of this size along v; then
+    q reads it (Mamba-2, arXiv 2405.21060, where q is C, k is B and v is x).
+
+    q, k [T, G, N], v [T, H, P], log_decay and sizes [T, H] float32 -> [T, H, P]. Heads h go with group h * G // H.
+    `state` [blocks, H, N, P] float32.
+    """
+    return _recur(q.float(), k.float(), v, log_decay, sizes, state, plan, delta=False)
+
+
+def _recur(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    weights: Tensor,
+    state: Tensor,
+    plan: StatePlan,
+    *,
+    delta: bool,
+) -> Tensor:
+    """Token by token. `delta`: what the memory says of the key already is taken from the value."""
     heads = v.shape[1] // k.shape[1]
-    size = k.shape[2]
-    q, k = (_unit(each.float()).repeat_interleave(heads, 1) for each in (q, k))
-    q, wide = q * size**-0.5, v.float()
+    q, k, wide = q.repeat_interleave(heads, 1), k.repeat_interleave(heads, 1), v.float()
     out = v.new_empty(v.shape)
     begin, end = plan.q_offsets[:-1].long(), plan.q_offsets[1:].long()
     memory = torch.where((plan.sources >= 0)[:, None, None, None], state[plan.sources.clamp(min=0)], 0)
@@ -107,7 +134,10 @@ def gated_delta_rule(
         rows = torch.nonzero(end - begin > step)[:, 0]
         token = begin[rows] + step
         held = memory[rows] * log_decay[token].exp()[..., None, None]
-        learned = (wide[token] - torch.einsum("bhkv,bhk->bhv", held, k[token])) * beta[token][..., None]
+        learned = wide[token]
+        if delta:
+            learned = learned - torch.einsum("bhkv,bhk->bhv", held, k[token])
+        learned = learned * weights[token][..., None]
         held += k[token][..., None] * learned[..., None, :]
         out[token] = torch.einsum("bhkv,bhk->bhv", held, q[token]).to(v.dtype)
         memory[rows] = held

@@ -151,17 +151,20 @@ CASES = [
         },
         {"SIZE": 2048, "KEPT": 3, "COLUMNS": recurrent.COLUMNS, **PDL},
     ),
-    Case(
-        "delta 128",
-        recurrent.delta_kernel,
-        {
-            **{"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "decay_ptr": "*fp32", "beta_ptr": "*fp32"},
-            **{"state_ptr": "*fp32", "offset_ptr": "*i32", "source_ptr": "*i64", "target_ptr": "*i64"},
-            "out_ptr": "*bf16",
-        },
-        {
-            **{"HEADS": 32, "SHARING": 2, "KEYS": 128, "ALL_VALUES": 128},
-            **{"KEY_TILE": 128, "VALUES": recurrent.VALUES, **PDL},
-        },
+    *(
+        Case(
+            name,
+            recurrent.delta_kernel,
+            {
+                **{"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "decay_ptr": "*fp32", "beta_ptr": "*fp32"},
+                **{"state_ptr": "*fp32", "offset_ptr": "*i32", "source_ptr": "*i64", "target_ptr": "*i64"},
+                "out_ptr": "*bf16",
+            },
+            {
+                **{"HEADS": 32, "SHARING": sharing, "KEYS": 128, "ALL_VALUES": values},
+                **{"KEY_TILE": 128, "VALUES": recurrent.VALUES, "DELTA": delta, **PDL},
+            },
+        )
+        for name, sharing, values, delta in (("delta 128", 2, 128, True), ("space 128", 32, 64, False))
     ),
 ]

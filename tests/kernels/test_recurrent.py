@@ -1,4 +1,4 @@
-"""Short convolutions and the gated delta rule: against loops over whole sequences, however these come in chunks."""
+"""Short convolutions, the gated delta rule and state spaces: against loops over whole sequences, however these come in chunks."""
 
 from __future__ import annotations
 
@@ -121,10 +121,42 @@ def test_gated_delta_rule(module: Any, dtype: torch.dtype, heads: int, key_heads
     torch.testing.assert_close(found.float(), expected, **tolerance(dtype))
 
 
+@MODULES
+@DTYPES
+@pytest.mark.parametrize(("heads", "groups", "size", "features"), [(4, 2, 12, 40), (2, 1, 16, 8)])
+def test_state_space(module: Any, dtype: torch.dtype, heads: int, groups: int, size: int, features: int) -> None:
+    seed = fresh_seed()
+    count = sum(LENS)
+    reads, writes = (random(count, groups, size, seed=seed + each, dtype=dtype) for each in range(2))
+    x = random(count, heads, features, seed=seed + 2, dtype=dtype)
+    decay, sizes = -random(count, heads, seed=seed + 3).abs(), random(count, heads, seed=seed + 4).abs()
+    expected = torch.zeros(count, heads, features, device=DEVICE)
+    first = 0
+    for length in LENS:
+        held = torch.zeros(heads, size, features, device=DEVICE)
+        for token in range(first, first + length):
+            for head in range(heads):
+                write, read = (each[token, head * groups // heads].float() for each in (writes, reads))
+                held[head] *= decay[token, head].exp()
+                held[head] += sizes[token, head] * torch.outer(write, x[token, head].float())
+                expected[token, head] = read @ held[head]
+        first += length
+    state = torch.full((4 * len(LENS), heads, size, features), 1e3, device=DEVICE)
+    found = torch.full_like(x, torch.nan)
+    for chunk in chunks(Random(seed)):
+        tokens, real = chunk.tokens.to(DEVICE), len(chunk.tokens) - 2
+        poison((len(tokens), heads, features), dtype=dtype)
+        given = (each[tokens] for each in (reads, writes, x, decay, sizes))
+        y = module.state_space(*given, state, chunk.plan)
+        assert y.isfinite().all()
+        found[tokens[:real]] = y[:real]
+    torch.testing.assert_close(found.float(), expected, **tolerance(dtype))
+
+
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
     return {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
 
 
-@pytest.mark.parametrize("name", ["convolution 2048", "inputs 2048", "delta 128"])
+@pytest.mark.parametrize("name", ["convolution 2048", "inputs 2048", "delta 128", "space 128"])
 def test_kernels_compile_for_hopper(name: str) -> None:
     assert offline.compiled("compile_pointwise")[name].spilled_bytes == 0

@@ -11,7 +11,7 @@ from asyncllm.kernels.recurrent import StatePlan
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 
-__all__ = ["gated_delta_rule", "short_convolution"]
+__all__ = ["gated_delta_rule", "short_convolution", "state_space"]
 
 COLUMNS = 512
 """Features of a program: 4 for each thread of 4 warps."""
@@ -153,6 +153,7 @@ def delta_kernel(
     ALL_VALUES: tl.constexpr,
     KEY_TILE: tl.constexpr,
     VALUES: tl.constexpr,
+    DELTA: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -174,10 +175,12 @@ def delta_kernel(
         k = tl.load(k_ptr + at_keys, mask=is_key, other=0.0).to(tl.float32)
         q = tl.load(q_ptr + at_keys, mask=is_key, other=0.0).to(tl.float32)
         v = tl.load(v_ptr + at_values, mask=is_value, other=0.0).to(tl.float32)
-        k /= tl.sqrt(tl.sum(k * k, 0) + 1e-6)
-        q /= tl.sqrt((tl.sum(q * q, 0) + 1e-6) * KEYS)
         memory *= tl.exp(tl.load(decay_ptr + token * HEADS + head))
-        learned = (v - tl.sum(memory * k[:, None], 0)) * tl.load(beta_ptr + token * HEADS + head)
+        if DELTA:
+            k /= tl.sqrt(tl.sum(k * k, 0) + 1e-6)
+            q /= tl.sqrt((tl.sum(q * q, 0) + 1e-6) * KEYS)
+            v -= tl.sum(memory * k[:, None], 0)
+        learned = v * tl.load(beta_ptr + token * HEADS + head)
         memory += k[:, None] * learned[None, :]
         out = tl.sum(memory * q[:, None], 0)
         tl.store(out_ptr + at_values, round_to(out, out_ptr.dtype.element_ty), mask=is_value)
@@ -187,6 +190,26 @@ def delta_kernel(
 
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, plan: StatePlan
+) -> Tensor:
+    return _recur(q, k, v, log_decay, beta, state, plan, delta=True)
+
+
+def state_space(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, sizes: Tensor, state: Tensor, plan: StatePlan
+) -> Tensor:
+    return _recur(q, k, v, log_decay, sizes, state, plan, delta=False)
+
+
+def _recur(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    plan: StatePlan,
+    *,
+    delta: bool,
 ) -> Tensor:
     q, k, v, log_decay, beta = (each.contiguous() for each in (q, k, v, log_decay, beta))
     out = torch.empty_like(v)
@@ -204,5 +227,6 @@ def gated_delta_rule(
             ALL_VALUES=values,
             KEY_TILE=triton.next_power_of_2(keys),
             VALUES=tile,
+            DELTA=delta,
         )
     return out

@@ -1,0 +1,128 @@
+"""Mamba-2: a state space that follows the tokens, in attention's place (Dao and Gu, arXiv 2405.21060)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from asyncllm import kernels
+from asyncllm.layers.cache_spec import StateSpec
+from asyncllm.layers.layer import Layer
+from asyncllm.layers.linear import Linear
+from asyncllm.layers.linear_method import PartKey
+from asyncllm.layers.short_convolution import CausalConvolution, StateLayer
+from asyncllm.layers.step_inputs import SampledRows, StepInputs
+
+__all__ = ["GroupedNorm", "Mamba2", "StateSpace"]
+
+
+class StateSpace(Layer):
+    """What each head has of its own. Always float32."""
+
+    parameter_dtype = torch.float32
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.log_rate = nn.Parameter(torch.empty(num_heads), requires_grad=False)
+        self.step_bias = nn.Parameter(torch.empty(num_heads), requires_grad=False)
+        self.skip = nn.Parameter(torch.empty(num_heads), requires_grad=False)
+
+    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
+        return {(name, None, None): tuple(each.shape) for name, each in self.named_parameters()}
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        self.get_parameter(suffix).copy_(tensor)
+
+    def forward(self, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """steps [T, H] -> (logarithms of what stays of the state, at most 0, and the steps' sizes), float32 [T, H]."""
+        sizes = functional.softplus(steps.float() + self.step_bias)
+        return -self.log_rate.exp() * sizes, sizes
+
+
+class GroupedNorm(Layer):
+    """Root mean square norm of each group of neighbouring features, of x [T, size] times silu of a gate."""
+
+    def __init__(self, size: int, groups: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.groups, self.eps = groups, eps
+
+    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
+        return {("weight", None, None): tuple(self.weight.shape)}
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        self.weight.copy_(tensor)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        grouped = (x.float() * functional.silu(gate.float())).view(len(x), self.groups, -1)
+        normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.view_as(x).to(x.dtype)
+
+
+class Mamba2(StateLayer):
+    """x [T, hidden] -> [T, hidden]: inputs, and what writes and reads the state, pass a short convolution, then
+    `kernels.state_space`, whose result is gated and normalised.
+
+    The state is the latest inputs of the convolution, in the model's type, and the memory [H, N, P], in float32.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        head_dim: int,
+        num_groups: int,
+        state_size: int,
+        conv_length: int,
+        conv_bias: bool,
+        bias: bool,
+        norm_eps: float,
+    ) -> None:
+        """`num_groups` of heads share what writes and reads their states, of `state_size` numbers for each of a head's
+        `head_dim` features."""
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_groups = num_heads, num_groups
+        self.head_dim, self.state_size = head_dim, state_size
+        inner, shared = num_heads * head_dim, num_groups * state_size
+        self.sizes = [inner, inner + 2 * shared, num_heads]
+        self.inputs = Linear(hidden_size, sum(self.sizes), shard="replicated", bias=bias)
+        self.conv = CausalConvolution(inner + 2 * shared, conv_length, bias=conv_bias)
+        self.space = StateSpace(num_heads)
+        self.norm = GroupedNorm(inner, num_groups, norm_eps)
+        self.out = Linear(inner, hidden_size, shard="replicated", bias=bias)
+        memory = (num_heads, state_size, head_dim)
+        self.cache_spec = StateSpec((self.conv.state_shape, memory), (None, torch.float32))
+
+    def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
+        """`sampled`: what these rows get -> [R, hidden]; the states of all tokens are written."""
+        step = step.of_layer(self.layer)
+        cache: kernels.States = step.caches[self.layer]
+        inputs, memory = cache.tensors
+        plan = step.states(cache)
+        gate, mixed, steps = self.inputs(x, step).split(self.sizes, -1)
+        mixed = self.conv(mixed, inputs, plan, silu=True)
+        inner, shared = self.sizes[0], self.num_groups * self.state_size
+        values, writes, reads = mixed.split([inner, shared, shared], -1)
+        values = values.view(len(x), self.num_heads, self.head_dim)
+        decay, sizes = self.space(steps)
+        y = kernels.state_space(
+            reads.view(len(x), self.num_groups, self.state_size),
+            writes.view(len(x), self.num_groups, self.state_size),
+            values,
+            decay,
+            sizes,
+            memory,
+            plan,
+        )
+        y = (y + self.space.skip[:, None] * values).to(x.dtype).flatten(1)
+        if sampled is not None:
+            y, gate = (kernels.gather_rows(each.contiguous(), sampled.indices) for each in (y, gate))
+            step = sampled.inputs
+        out: Tensor = self.out(self.norm(y, gate), step)
+        return out
