@@ -38,6 +38,7 @@ __all__ = [
     "StepFailed",
     "StepOutput",
     "SwapPlan",
+    "TakeVocabulary",
     "TokenLogprobs",
     "UnloadAdapter",
     "UpdateWeights",
@@ -96,7 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that may not be completed; a single id is banned outright."""
     grammar: Any = None
-    """A `Grammar` that the answer is held to. It does not leave the process (`Limits.takes_grammars`)."""
+    """A `Grammar` that the answer is held to (`Limits.takes_grammars`)."""
     logprobs: int | None = None
     """None: none. N >= 0: the chosen token's log-probability and those of the N most likely tokens."""
 
@@ -342,7 +343,14 @@ class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
-Command = UpdateWeights | Sleep | Wake | LoadAdapter | UnloadAdapter
+class TakeVocabulary(msgspec.Struct, tag=True, frozen=True):
+    """Make ready for grammars, which reach an executor in other processes as texts."""
+
+    ends: tuple[int, ...]
+    """Tokens that end an answer."""
+
+
+Command = UpdateWeights | Sleep | Wake | LoadAdapter | UnloadAdapter | TakeVocabulary
 """What is asked of a model as a whole, between two steps. No slot and no block keeps its content beyond new weights and
 a sleep."""
 
@@ -367,7 +375,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     """Entries of a hidden state."""
     takes_grammars: bool = False
-    """Whether `SamplingParams.grammar` is honoured: the sampler is in this process."""
+    """Whether `SamplingParams.grammar` is honoured; by an executor in other processes, behind `TakeVocabulary`."""
     takes_images: bool = False
     """Whether `PrefillRow.images` is honoured: the model has a vision tower, and it is in this process."""
     has_head: bool = True

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from asyncllm.engine.adapters import AdapterTable
 from asyncllm.engine.loop import Death, EngineLoop
 from asyncllm.engine.model_files import ModelFiles
-from asyncllm.engine.requests.grammars import Grammars, compiler_of
+from asyncllm.engine.requests.grammars import Grammars, ends_of
 from asyncllm.engine.requests.input_processor import InputProcessor
 from asyncllm.engine.requests.prompt_encoder import PromptEncoder
 from asyncllm.engine.schedule.backpressure import Backpressure
@@ -23,7 +23,10 @@ from asyncllm.engine.sessions.session_table import SessionTable
 from asyncllm.errors import EngineClosed, EngineError, InvalidParameter
 from asyncllm.event_loop.in_thread import in_thread
 from asyncllm.event_loop.surroundings import asyncio_loop
-from asyncllm.protocol import Executor, Limits
+from asyncllm.protocol import Executor, Limits, TakeVocabulary
+from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.grammars.bridge import GrammarCompiler
+from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import RequestRecord
 
 __all__ = ["Lifecycle"]
@@ -96,7 +99,7 @@ class Lifecycle:
                     "adapters",
                 )
             self.encoder = PromptEncoder(tokenizer, template, self.limits, config, self.files.images)
-            grammars = Grammars(await in_thread(lambda: compiler_of(tokenizer, template, self.limits)))
+            grammars = Grammars(await self._open_grammars(executor, tokenizer, template))
             scheduler = (self._make_scheduler or Scheduler)(
                 self.limits,
                 max_batch_size=config.max_batch_size,
@@ -130,6 +133,19 @@ class Lifecycle:
         )
         self._state = "running"
         _live.add(self)
+
+    async def _open_grammars(
+        self, executor: Executor, tokenizer: Tokenizer, template: ChatTemplate
+    ) -> GrammarCompiler | None:
+        """Return what compiles grammars; None where answers cannot be held to anything."""
+        ends = ends_of(tokenizer, template, self.limits)
+        if not ends:
+            return None
+        if executor.isolated:
+            await executor.carry_out(TakeVocabulary(ends))
+        vocab_size = self.limits.vocab_size
+        # It takes up to a second for a large vocabulary, and holds the interpreter meanwhile.
+        return await in_thread(lambda: GrammarCompiler(tokenizer, vocab_size, ends))
 
     def running(self) -> EngineLoop:
         """Return the engine's loop. Raises EngineClosed, EngineDead, or EngineError in another event loop."""

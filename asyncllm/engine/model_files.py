@@ -36,6 +36,9 @@ class ModelFiles:
     _folder: Path | None = None
     """Where what is missing is to be opened, once it is found."""
 
+    def __post_init__(self) -> None:
+        self._given_tokenizer = self.tokenizer is not None
+
     async def find(self) -> Executor:
         """Find the model. Return the executor that will run it, not started yet. Raises ModelError."""
         if self.executor is not None and self.tokenizer is not None and self.chat_template is not None:
@@ -70,13 +73,17 @@ class ModelFiles:
         try:
             if self._folder is not None:
                 await in_thread(self._open_text)
-            return await starting
+            limits = await starting
         except BaseException:
             starting.cancel()
             await asyncio.wait([starting])
             if not starting.cancelled():
                 starting.exception()
             raise
+        if self._given_tokenizer and self.executor.isolated:
+            # Ranks read the checkpoint's own.
+            return msgspec.structs.replace(limits, takes_grammars=False)
+        return limits
 
     async def find_adapter(self, path: str) -> str:
         """Return the folder of a LoRA adapter. Raises ModelError, InvalidParameter."""

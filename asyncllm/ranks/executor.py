@@ -33,6 +33,7 @@ from asyncllm.protocol import (
     StepDropped,
     StepFailed,
     StepOutput,
+    TakeVocabulary,
     UnloadAdapter,
     UpdateWeights,
     Wake,
@@ -114,8 +115,8 @@ class RankExecutor:
         if self._state != "starting":
             raise EngineClosed("The executor was closed while it was starting.")
         self._state = "running"
-        # Neither grammars nor images leave the process of the engine.
-        return msgspec.structs.replace(limits[0], takes_grammars=False, takes_images=False)
+        # Images do not leave the process of the engine.
+        return msgspec.structs.replace(limits[0], takes_images=False)
 
     async def _start_processes(self) -> None:
         """In a thread, as it takes milliseconds. It is waited for in any case, so that no process is lost."""
@@ -178,7 +179,7 @@ class RankExecutor:
             return future
         self._command = _Command(future, self.num_ranks)
         match command:
-            case Sleep() | Wake() | LoadAdapter() | UnloadAdapter():
+            case Sleep() | Wake() | LoadAdapter() | UnloadAdapter() | TakeVocabulary():
                 self._send_all(encode(CarryOut(command)))
             case UpdateWeights(weights):
                 self._share(partial(share_tensors, weights))

@@ -1,12 +1,13 @@
 """What the engine's process and a rank say to each other, as msgpack.
 
-A step's `Batch` and `StepOutput` travel as they are. Tensors among the results travel as their bytes; new weights lie
-in memory that both processes map (`ranks.shared_tensors`).
+A step's `Batch` and `StepOutput` travel as they are, grammars as the texts that they were made of. Tensors among the
+results travel as their bytes; new weights lie in memory that both processes map (`ranks.shared_tensors`).
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -22,9 +23,11 @@ from asyncllm.protocol import (
     StepDropped,
     StepFailed,
     StepOutput,
+    TakeVocabulary,
     UnloadAdapter,
     Wake,
 )
+from asyncllm.text.grammars.bridge import AnswerGrammar, GrammarStart, GrammarText
 
 __all__ = [
     "CarriedOut",
@@ -39,12 +42,16 @@ __all__ = [
     "TakeWeights",
     "ToRank",
     "decode_from_rank",
-    "decode_to_rank",
+    "decoder_to_rank",
     "encode",
 ]
 
 _TENSOR = 1
 """Extension type of msgpack: a float32 tensor on the host, as its shape and its bytes."""
+_GRAMMAR = 2
+"""The one of what an answer is held to: the grammar's text, and where in an answer it begins."""
+
+Told = tuple[GrammarText | None, GrammarStart]
 
 
 class RemoteError(RuntimeError):
@@ -72,7 +79,7 @@ class RunStep(msgspec.Struct, tag=True, frozen=True):
 class CarryOut(msgspec.Struct, tag=True, frozen=True):
     """Carry out a command, while no step is in flight."""
 
-    command: Sleep | Wake | LoadAdapter | UnloadAdapter
+    command: Sleep | Wake | LoadAdapter | UnloadAdapter | TakeVocabulary
 
 
 class TakeWeights(msgspec.Struct, tag=True, frozen=True):
@@ -155,6 +162,8 @@ FromRank = Ready | StepDone | CarriedOut
 
 def _pack(value: Any) -> Any:
     """Return what msgpack takes for a result's value that it does not know."""
+    if isinstance(value, AnswerGrammar):
+        return msgspec.msgpack.Ext(_GRAMMAR, msgspec.msgpack.encode(value.told()))
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         values = value.detach().to("cpu", torch.float32).contiguous()
@@ -179,7 +188,7 @@ def _unpack(code: int, data: memoryview) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
 _from_rank = msgspec.msgpack.Decoder(FromRank, ext_hook=_unpack)
-_to_rank = msgspec.msgpack.Decoder(ToRank)
+_told = msgspec.msgpack.Decoder(Told)
 
 
 def encode(message: ToRank | FromRank) -> bytes:
@@ -193,7 +202,12 @@ def decode_from_rank(data: bytes | memoryview) -> FromRank:
     return message
 
 
-def decode_to_rank(data: bytes | memoryview) -> ToRank:
-    """Return the message to a rank."""
-    message: ToRank = _to_rank.decode(data)
-    return message
+def decoder_to_rank(grammar: Callable[[GrammarText | None, GrammarStart], Any]) -> Callable[[memoryview], ToRank]:
+    """Return what decodes messages to a rank; `grammar` makes again what an answer is held to."""
+
+    def unpack(code: int, data: memoryview) -> Any:
+        if code != _GRAMMAR:
+            raise ValueError(f"extension type {code} is unknown")
+        return grammar(*_told.decode(data))
+
+    return msgspec.msgpack.Decoder(ToRank, ext_hook=unpack).decode

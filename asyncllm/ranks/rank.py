@@ -16,8 +16,9 @@ from typing import Any
 import uvloop
 
 from asyncllm.agent.executor import open_executor
-from asyncllm.protocol import Executor, StepOutput, UpdateWeights
+from asyncllm.protocol import Executor, StepOutput, TakeVocabulary, UpdateWeights
 from asyncllm.ranks.channel import Channel
+from asyncllm.ranks.grammars import RankGrammars
 from asyncllm.ranks.messages import (
     CarriedOut,
     CarryOut,
@@ -28,7 +29,7 @@ from asyncllm.ranks.messages import (
     Start,
     StepDone,
     TakeWeights,
-    decode_to_rank,
+    decoder_to_rank,
     encode,
 )
 from asyncllm.ranks.shared_tensors import map_tensors
@@ -68,6 +69,10 @@ class Rank:
         self._started: asyncio.Future[Start | None] | None = None
         """The first message, or None when there comes none."""
         self._over = asyncio.Event()
+        self._grammars = RankGrammars()
+        self._decode = decoder_to_rank(self._grammars.make)
+        self._model_path = Path()
+        self._vocab_size = 0
 
     async def run(self) -> None:
         """Load the model that the first message names, then run what the others say until the channel ends."""
@@ -82,13 +87,14 @@ class Rank:
             from asyncllm.distributed.group import Meeting
 
             meeting = Meeting(start.rank, start.num_ranks, start.meeting_file)
-        executor = open_executor(start.config, Path(start.model_path), meeting=meeting)
+        self._model_path = Path(start.model_path)
+        executor = open_executor(start.config, self._model_path, meeting=meeting)
         try:
             limits = await executor.start()
         except Exception as error:
             self._send(Ready(None, Failure.of(error)))
         else:
-            self._executor = executor
+            self._executor, self._vocab_size = executor, limits.vocab_size
             self._send(Ready(limits))
         await self._over.wait()
         await executor.close()
@@ -100,12 +106,14 @@ class Rank:
         self._over.set()
 
     def _take(self, data: memoryview) -> None:
-        match decode_to_rank(data):
+        match self._decode(data):
             case Start() as start:
                 assert self._started is not None
                 self._started.set_result(start)
             case RunStep(batch):
                 self._answer(lambda: self._running().submit(batch), partial(_step_done, batch.step))
+            case CarryOut(TakeVocabulary(ends)):
+                self._answer(lambda: self._grammars.open(self._model_path, self._vocab_size, ends), _carried_out)
             case CarryOut(command):
                 self._answer(lambda: self._running().carry_out(command), _carried_out)
             case TakeWeights(tensors):

@@ -17,7 +17,7 @@ from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.grammars.bridge import AnswerGrammar, CompiledGrammar, GrammarCompiler
 from asyncllm.text.tokenizer import Tokenizer
 
-__all__ = ["Grammars", "compiler_of"]
+__all__ = ["Grammars", "ends_of"]
 
 MAX_KEPT = 256
 """Compiled grammars; one takes up to 0.6 MB."""
@@ -29,17 +29,13 @@ PATIENCE = 2.0
 """Seconds for compiling a grammar, or waiting for it."""
 
 
-def compiler_of(tokenizer: Tokenizer, template: ChatTemplate, limits: Limits) -> GrammarCompiler | None:
-    """Return a compiler of grammars for one model; None where its answers cannot be held to anything.
-
-    It takes up to a second for a large vocabulary, and holds the interpreter meanwhile."""
+def ends_of(tokenizer: Tokenizer, template: ChatTemplate, limits: Limits) -> tuple[int, ...]:
+    """Return the tokens that end an answer; none where answers cannot be held to anything."""
     stops = (tokenizer.token_id(word) for word in template.stop_words)
     special = [token for token in stops if token is not None and token in tokenizer.special_token_ids]
     # A tokenizer may know more tokens than the model has embeddings.
     ends = [token for token in dict.fromkeys([*tokenizer.eos_token_ids, *special]) if token < limits.vocab_size]
-    if not limits.takes_grammars or tokenizer.table is None or not ends:
-        return None
-    return GrammarCompiler(tokenizer, limits.vocab_size, ends)
+    return tuple(ends) if limits.takes_grammars and tokenizer.table is not None else ()
 
 
 class Grammars:
@@ -116,8 +112,9 @@ class Grammars:
         if self._compiler is None:
             raise UnsupportedFeature(
                 f"This engine cannot hold answers to a response_format, nor to tools that are strict or have to be "
-                f"called, nor bound their reasoning: its model runs in another process or is a fake, or its tokenizer "
-                f"has no bytes for its tokens or no end-of-sequence token. Leave {field} out, or strict and "
+                f"called, nor bound their reasoning: its model is a fake, or runs in another process, which has "
+                f"another tokenizer than the one that was given, or its tokenizer has no bytes for its tokens or no "
+                f"end-of-sequence token. Leave {field} out, or strict and "
                 f"tool_choice.",
                 field,
             )

@@ -9,6 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from asyncllm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["AnswerGrammar", "CompiledGrammar", "GrammarCompiler", "GrammarProgress", "GrammarStart"]
+__all__ = ["AnswerGrammar", "CompiledGrammar", "GrammarCompiler", "GrammarProgress", "GrammarStart", "GrammarText"]
 
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 10_000,
@@ -101,8 +102,9 @@ class GrammarCompiler:
         self._ends = tuple(eos)
         self._spaced = tokenizer.table.leading is not LeadingSpace.KEEP
 
-    def compile(self, spec: GrammarSpec, *, spaced: bool) -> CompiledGrammar:
-        """Compile a grammar and try its first tokens. `spaced`: an answer may begin with white space.
+    def compile(self, spec: GrammarSpec, *, spaced: bool, tried: bool = False) -> CompiledGrammar:
+        """Compile a grammar and try its first tokens, unless they have been `tried` elsewhere. `spaced`: an answer may
+        begin with white space.
 
         Raises InvalidParameter."""
         from llguidance import LLMatcher
@@ -110,8 +112,9 @@ class GrammarCompiler:
         text = self._text(spec, spaced=spaced or self._spaced)
         matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
         self._check(matcher, spec.field)
-        self._walk(matcher.deep_copy(), spec.field)
-        return CompiledGrammar(matcher, self._words, self._ends)
+        if not tried:
+            self._walk(matcher.deep_copy(), spec.field)
+        return CompiledGrammar(matcher, self._words, self._ends, GrammarText(next(_numbers), spec, spaced))
 
     def _text(self, spec: GrammarSpec, *, spaced: bool) -> str:
         from llguidance import LLMatcher
@@ -178,11 +181,24 @@ class GrammarCompiler:
             self._check(matcher, field)
 
 
+_numbers = count()
+
+
+class GrammarText(NamedTuple):
+    """What another process compiles to have the same grammar."""
+
+    number: int
+    """Of the compiled grammar, in the process that has made it first."""
+    spec: GrammarSpec
+    spaced: bool
+
+
 class CompiledGrammar:
     """A grammar that has not been used; its copies share what they find out about it."""
 
-    def __init__(self, matcher: LLMatcher, words: int, ends: tuple[int, ...]) -> None:
+    def __init__(self, matcher: LLMatcher, words: int, ends: tuple[int, ...], text: GrammarText) -> None:
         self._matcher = matcher
+        self.text = text
         self.ends = ends
         """Tokens that end an answer."""
         self._lock = threading.Lock()
@@ -216,6 +232,10 @@ class AnswerGrammar:
         """`compiled`: None where the reasoning alone is bounded."""
         self._compiled = compiled
         self._start = start
+
+    def told(self) -> tuple[GrammarText | None, GrammarStart]:
+        """Return what another process makes the same of."""
+        return None if self._compiled is None else self._compiled.text, self._start
 
     def start(self, answer: Sequence[int]) -> GrammarProgress:
         """Return an answer's way through the grammar, behind the tokens that it has already."""
@@ -267,7 +287,13 @@ class GrammarProgress:
             self.error = self._matcher.get_error() or "the token is not allowed"
 
     def fill(self, words: NDArray[np.int32]) -> None:
-        """Write the bits of the tokens that may come next."""
+        """Write the bits of the tokens that may come next; none where the answer cannot go on, which every rank then
+        learns from the draw."""
+        self._fill(words)
+        if self.error is not None:
+            words[:] = 0
+
+    def _fill(self, words: NDArray[np.int32]) -> None:
         if self._free and self._left is not None and self._left <= 0:
             assert self._closes is not None
             words[:] = 0

@@ -156,6 +156,30 @@ def test_reasoning_is_free_and_what_follows_is_held(compiler: GrammarCompiler) -
     assert TOKENIZER.vocab_size - len(refused(words)) < 9
 
 
+def test_where_an_answer_cannot_go_on_no_token_is_allowed(compiler: GrammarCompiler) -> None:
+    progress = AnswerGrammar(compiler.compile(schema_spec(PERSON), spaced=False), GrammarStart()).start(())
+    words = np.full(-(-VOCAB // 32), -1, np.int32)
+    progress.consume(TOKENIZER.encode("x", add_bos=False)[0])
+    assert progress.error is not None
+    progress.fill(words)
+    assert not words.any()
+
+
+def test_the_text_of_a_grammar_gives_the_same_masks(compiler: GrammarCompiler) -> None:
+    first = compiler.compile(schema_spec(PERSON), spaced=True)
+    second = compiler.compile(schema_spec(PERSON), spaced=True)
+    assert first.text.number != second.text.number
+    again = compiler.compile(first.text.spec, spaced=first.text.spaced, tried=True)
+    answer = TOKENIZER.encode(' {"name": "A', add_bos=False)
+    masks = []
+    for compiled in (first, again):
+        words = np.zeros(-(-VOCAB // 32), np.int32)
+        AnswerGrammar(compiled, GrammarStart()).start(answer).fill(words)
+        masks.append(words.tolist())
+    assert masks[0] == masks[1]
+    assert any(masks[0])
+
+
 UNSUPPORTED: list[tuple[Any, str]] = [
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ({"not": {"type": "string"}}, "not"),

@@ -1,0 +1,99 @@
+"""Answers that are held to something, where the model runs in other processes: those of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from asyncllm import AsyncEngine, ChatTemplateConfig, EngineConfig, GenerationConfig, UnsupportedFeature
+from asyncllm.locate import locate
+from asyncllm.text.tokenizer import Tokenizer
+from tests.ranks.engines import ranks, settings
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TRIP: Any = {
+    "type": "function",
+    "function": {
+        "name": "trip",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"days": {"enum": [1, 2]}},
+            "required": ["days"],
+            "additionalProperties": False,
+        },
+    },
+}
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def anyio_backend() -> Any:
+    """Processes take seconds to start: one event loop, the one that users have."""
+    return ("asyncio", {"use_uvloop": True})
+
+
+def config_of(**fields: Any) -> EngineConfig:
+    return settings(**{"dtype": "float32", "tool_call_parser": "hermes", "session_len": 512, **fields})
+
+
+async def everything(engine: AsyncEngine) -> list[Any]:
+    """Held and free rows in the same steps."""
+    schema = {"type": "json_schema", "json_schema": {"schema": PERSON}}
+    asked = [
+        GenerationConfig(response_format=schema, temperature=1.1, top_k=0, random_seed=5, n=2, max_new_tokens=64),
+        GenerationConfig(response_format=schema, temperature=0.0, repetition_penalty=1.2, max_new_tokens=64),
+        GenerationConfig(response_format={"type": "choice", "choice": ["red", "blue"]}, random_seed=1, temperature=1.0),
+        GenerationConfig(response_format={"type": "regex", "regex": "[a-c]{3,5}"}, random_seed=2, logprobs=1),
+        GenerationConfig(temperature=0.0, max_new_tokens=12),
+    ]
+    tasks = [asyncio.create_task(engine.generate("Who are you?", config).response()) for config in asked]
+    forced = engine.generate("Hi", GenerationConfig(max_new_tokens=64), tools=[TRIP], tool_choice="required")
+    answers = [await task for task in tasks]
+    for answer in (*answers[0].choices, answers[1]):
+        assert set(json.loads(answer.text)) == {"name", "age"}
+    assert answers[2].text in ("red", "blue")
+    assert 3 <= len(answers[3].text) <= 5
+    (call, *_) = (await forced).tool_calls
+    assert call.name == "trip"
+    assert json.loads(call.arguments) in ({"days": 1}, {"days": 2})
+    return [[choice.token_ids for choice in answer.choices or (answer,)] for answer in answers]
+
+
+async def test_answers_are_those_of_one_process() -> None:
+    found = []
+    for fields in ({}, {"tp": 2}):
+        template = ChatTemplateConfig(chat_template=TEMPLATE)
+        async with AsyncEngine(
+            "tiny-chat", config_of(isolated=False, **fields), chat_template_config=template
+        ) as engine:
+            found.append(await everything(engine))
+            engine.check_idle()
+    assert found[0] == found[1]
+    assert ranks() == []
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(locate("tiny-chat"))
+
+
+async def test_with_a_tokenizer_of_the_callers_it_is_refused(tokenizer: Tokenizer) -> None:
+    async with AsyncEngine("tiny-chat", config_of(), tokenizer=tokenizer) as engine:
+        assert not engine.limits.takes_grammars
+        with pytest.raises(UnsupportedFeature, match="response_format"):
+            await engine.generate("Hi", GenerationConfig(response_format={"type": "json_object"}))
