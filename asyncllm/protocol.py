@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -42,6 +42,7 @@ __all__ = [
     "TokenLogprobs",
     "UnloadAdapter",
     "UpdateWeights",
+    "VideoProcessor",
     "Wake",
 ]
 
@@ -118,7 +119,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
-    """An image of a prompt: what the model's tower is shown, and the tokens whose embeddings its features are."""
+    """An image or a video of a prompt: what the model's tower is shown, and the tokens whose embeddings its features
+    are."""
 
     position: int = 0
     """That of its first token, absolute."""
@@ -130,6 +132,10 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     """A float32 numpy array, as the tower takes it."""
     grid: tuple[int, int] | None = None
     """Rows and columns of its tokens, where these have positions in two dimensions; None: they follow one another."""
+    steps: int = 1
+    """Grids that follow one another in time; a video has several."""
+    interval: float = 1.0
+    """Positions from one step to the next."""
     size: tuple[int, int] = (0, 0)
     """Height and width before preprocessing."""
     text: str = ""
@@ -162,8 +168,10 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shift(self) -> int:
-        """How far the tokens behind it are moved: in two dimensions it is as long as its longer side."""
-        return 0 if self.grid is None else max(self.grid) - self.length
+        """How far the tokens behind it are moved: with a grid it is as long as its longest side, or as its time."""
+        if self.grid is None:
+            return 0
+        return max(*self.grid, int((self.steps - 1) * self.interval) + 1) - self.length
 
 
 class ImageProcessor(Protocol):
@@ -184,6 +192,17 @@ class ImageProcessor(Protocol):
 
         Raises InvalidMessage for what is no image, InvalidParameter for options that the family does not have.
         """
+
+
+@runtime_checkable
+class VideoProcessor(ImageProcessor, Protocol):
+    """Of a family that takes videos too."""
+
+    video_token_id: int
+    """The token that a video's own take the place of."""
+
+    def prepare_video(self, frames: Sequence[Any], options: Mapping[str, Any]) -> PromptImage:
+        """Load a video's frames, as `prepare` does an image, and return what the tower is to be shown of them."""
 
 
 class SlotStart(msgspec.Struct, frozen=True, kw_only=True):

@@ -85,10 +85,10 @@ class RequestOptions(Settings, frozen=True, kw_only=True):
         | None
     ) = None
     mm_processor_kwargs: Annotated[
-        dict[str, int | str] | None,
+        dict[str, int | float | str] | None,
         Meta(
-            description="How images are prepared, unless their own part of a message says otherwise: min_pixels, "
-            "max_pixels, max_dynamic_patch, detail, those that the model's family has."
+            description="How images and videos are prepared, unless their own part of a message says otherwise: "
+            "min_pixels, max_pixels, max_dynamic_patch, detail, fps, those that the model's family has."
         ),
     ] = None
     separate_reasoning: Annotated[
@@ -158,5 +158,5 @@ class RequestKeywords(TypedDict, total=False):
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool | None
     thinking_budget: int | None
-    mm_processor_kwargs: Mapping[str, int | str] | None
+    mm_processor_kwargs: Mapping[str, int | float | str] | None
     separate_reasoning: bool

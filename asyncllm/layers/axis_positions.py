@@ -45,11 +45,19 @@ def _moved_in_row(axis: int, row: PrefillRow, positions: NDArray[Any]) -> NDArra
         if image.grid is not None:
             inside = (positions >= image.position) & (positions < image.end)
             place = positions[inside] - image.position
-            along = (np.zeros_like(place), place // image.grid[1], place % image.grid[1])[axis]
+            along = _along(axis, place, image.grid, image.interval)
             moved[inside] = before - total + along - place
         before += image.shift
         moved[positions >= image.end] = before - total
     return moved
+
+
+def _along(axis: int, place: NDArray[Any], grid: tuple[int, int], interval: float) -> NDArray[Any]:
+    """Return how far along an axis the tokens of an image or a video are, from their numbers in it."""
+    rows, columns = grid
+    if axis == 0:
+        return (place // (rows * columns) * interval).astype(np.int64)
+    return place % (rows * columns) // columns if axis == 1 else place % columns
 
 
 def _column(axis: int, name: str) -> Column:

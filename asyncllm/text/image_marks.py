@@ -1,25 +1,31 @@
-"""Images of a prompt: taken out of messages, with a mark in the text where each one was.
+"""Images and videos of a prompt: taken out of messages, with a mark in the text where each one was.
 
 Chat templates and tokenizers see the marks, which become what the model's family writes for an image.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from asyncllm.errors import InvalidMessage, InvalidParameter, short
+from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature, short
 
 __all__ = [
     "IMAGE_MARK",
     "IMAGE_PARTS",
     "IMAGE_TOKEN",
+    "MAX_FRAMES",
     "MAX_IMAGES",
     "OPTIONS",
+    "VIDEO_MARK",
+    "VIDEO_OPTIONS",
+    "VIDEO_PARTS",
     "ImageSource",
     "holds_images",
     "parts_of",
+    "split_marks",
     "take_images",
 ]
 
@@ -30,30 +36,42 @@ IMAGE_MARK = f"{secrets.randbits(128):039d}"
 """In a text, where an image is. Drawn for the process, so that no user can write it; digits, as templates leave those
 alone."""
 
+VIDEO_MARK = f"{secrets.randbits(128):039d}"
+"""In a text, where a video is."""
+
 MAX_IMAGES = 256
 """Of one prompt."""
+MAX_FRAMES = 768
+"""Of one video."""
 
 IMAGE_PARTS = ("image_url", "image_data", "image")
+VIDEO_PARTS = ("video_url", "video")
 OPTIONS = frozenset({"detail", "max_dynamic_patch", "min_pixels", "max_pixels"})
+VIDEO_OPTIONS = frozenset({"fps", "min_pixels", "max_pixels"})
 """What a part may say about its image besides where it is."""
 
 
+_MARKS = frozenset({IMAGE_MARK, VIDEO_MARK})
+_ANY_MARK = re.compile(f"{IMAGE_MARK}|{VIDEO_MARK}")
+
+
 class ImageSource(NamedTuple):
-    """An image as a prompt names it."""
+    """An image or a video as a prompt names it."""
 
     image: Any
-    """A path, a URL, bytes, or an image of PIL's."""
+    """A path, a URL, bytes, or an image of PIL's; of a video a list of these."""
     options: Mapping[str, Any]
+    is_video: bool = False
 
 
 def holds_images(prompt: Any) -> bool:
-    """Return whether a prompt is (text, images), or messages with an image among their parts."""
+    """Return whether a prompt is (text, images), or messages with an image or a video among their parts."""
     if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], str):
         return True
     if not isinstance(prompt, list | tuple):
         return False
     return any(
-        isinstance(part, dict) and part.get("type") in IMAGE_PARTS
+        isinstance(part, dict) and part.get("type") in (*IMAGE_PARTS, *VIDEO_PARTS)
         for message in prompt
         if isinstance(message, dict) and isinstance(message.get("content"), list)
         for part in message["content"]
@@ -80,15 +98,16 @@ def take_images(prompt: Any) -> tuple[Any, list[ImageSource]]:
     return marked, sources
 
 
+def split_marks(text: str) -> list[str]:
+    """Return what stands between the marks of images and videos."""
+    return _ANY_MARK.split(text)
+
+
 def parts_of(text: str) -> list[dict[str, str]]:
     """Return a marked text as parts, for a template that reads no other contents."""
-    parts: list[dict[str, str]] = []
-    for index, piece in enumerate(text.split(IMAGE_MARK)):
-        if index:
-            parts.append({"type": "image"})
-        if piece:
-            parts.append({"type": "text", "text": piece})
-    return parts
+    kinds = {IMAGE_MARK: "image", VIDEO_MARK: "video"}
+    pieces = re.split(f"({_ANY_MARK.pattern})", text)
+    return [{"type": kinds[each]} if each in kinds else {"type": "text", "text": each} for each in pieces if each]
 
 
 def _without_images(message: Any, where: str, sources: list[ImageSource]) -> Any:
@@ -98,14 +117,15 @@ def _without_images(message: Any, where: str, sources: list[ImageSource]) -> Any
     pieces: list[Any] = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in IMAGE_PARTS:
-            sources.append(_source(part, str(kind), f"{where}.content[{index}]"))
-            pieces.append(IMAGE_MARK)
+        if kind in IMAGE_PARTS or kind in VIDEO_PARTS:
+            source = _source(part, str(kind), f"{where}.content[{index}]")
+            sources.append(source)
+            pieces.append(VIDEO_MARK if source.is_video else IMAGE_MARK)
         elif kind == "text" and isinstance(part.get("text"), str):
-            pieces += ["\n", part["text"]] if pieces and pieces[-1] is not IMAGE_MARK else [part["text"]]
+            pieces += ["\n", part["text"]] if pieces and pieces[-1] not in _MARKS else [part["text"]]
         else:
             return message  # which the check of messages refuses by name
-    if IMAGE_MARK not in pieces:
+    if not any(piece in _MARKS for piece in pieces):
         return message
     if message.get("role") == "assistant":
         raise InvalidMessage(f"{where} is the assistant's and has an image. Images belong into messages of the user.")
@@ -119,6 +139,10 @@ def _placed(pieces: Sequence[str], where: str) -> str:
     asked = text.count(IMAGE_TOKEN)
     if not asked:
         return "".join(pieces)
+    if VIDEO_MARK in pieces:
+        raise InvalidMessage(
+            f"{where} has {IMAGE_TOKEN} beside a video. Put the images and videos where they belong as parts instead."
+        )
     if asked != count:
         raise InvalidMessage(
             f"{where} has {IMAGE_TOKEN} {asked} times and {count} images. Write it once for each image, or not at all."
@@ -130,14 +154,23 @@ def _source(part: Mapping[str, Any], kind: str, where: str) -> ImageSource:
     value = part.get(kind)
     options = {}
     if isinstance(value, dict):
-        options = {key: each for key, each in value.items() if key not in ("url", "data") and each is not None}
-        value = value.get("url", value.get("data"))
+        names = ("url", "data", "frames")
+        options = {key: each for key, each in value.items() if key not in names and each is not None}
+        value = next((value[name] for name in names if name in value), None)
     if value is None:
         raise InvalidMessage(f'{where} names no image. Give {{"type": "image_url", "image_url": {{"url": "..."}}}}.')
-    unknown = sorted(map(str, options.keys() - OPTIONS))
+    is_video = kind in VIDEO_PARTS
+    known = VIDEO_OPTIONS if is_video else OPTIONS
+    unknown = sorted(map(str, options.keys() - known))
     if unknown:
         raise InvalidParameter(
-            f"{where} has the unknown option {short(unknown[0])}. Its options are: {', '.join(sorted(OPTIONS))}.",
+            f"{where} has the unknown option {short(unknown[0])}. Its options are: {', '.join(sorted(known))}.",
             "messages",
         )
-    return ImageSource(value, options)
+    if is_video and (not isinstance(value, list | tuple) or not 1 <= len(value) <= MAX_FRAMES):
+        raise UnsupportedFeature(
+            f"{where} is a video, which is given as a list of 1 to {MAX_FRAMES} frames, each as an image is. Files of "
+            f"videos are not read: cut the video into frames.",
+            "messages",
+        )
+    return ImageSource(value, options, is_video)

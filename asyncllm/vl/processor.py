@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from asyncllm.vl.processing.pixtral import RowsProcessor
 from asyncllm.vl.processing.qwen import DynamicProcessor
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.tiles import TileProcessor
+from asyncllm.vl.processing.video import QwenVideoProcessor
 
 __all__ = ["open_processor"]
 
@@ -123,6 +125,25 @@ def _qwen(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
+def _qwen_with_videos(
+    fields: _Fields, settings: _Fields, where: str, *, tokens_per_second: bool = False
+) -> ImageProcessor:
+    file = Path(where).parent / "video_preprocessor_config.json"
+    own = read_json_object(file)
+    vision = fields.get("vision_config") or {}
+    return QwenVideoProcessor(
+        PictureSettings(settings, where),
+        token_id=_image_token(fields, 151655),
+        placeholder="<|vision_start|><|image_pad|><|vision_end|>",
+        video_settings=PictureSettings(own or settings, str(file) if own else where),
+        video_token_id=_token_id(fields, "video_token_id", 151656),
+        video_placeholder="<|vision_start|><|video_pad|><|vision_end|>",
+        tokens_per_second=PictureSettings(vision, "config.json").integer("tokens_per_second", 4)
+        if tokens_per_second
+        else None,
+    )
+
+
 def _gemma3(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     vision = {"image_size": 224, **(fields.get("vision_config") or {})}
     return Gemma3Processor(
@@ -186,9 +207,14 @@ PINPOINTS = [(336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)]
 
 
 def _image_token(fields: _Fields, default: int) -> int:
-    value = fields.get("image_token_id", fields.get("image_token_index", default))
+    key = "image_token_id" if "image_token_id" in fields else "image_token_index"
+    return _token_id(fields, key, default)
+
+
+def _token_id(fields: _Fields, key: str, default: int) -> int:
+    value = fields.get(key, default)
     if type(value) is not int or value < 0:
-        raise InvalidCheckpoint(f"config.json: image_token_index = {value!r} is no token id. Correct the file.")
+        raise InvalidCheckpoint(f"config.json: {key} = {value!r} is no token id. Correct the file.")
     return int(value)
 
 
@@ -202,8 +228,8 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "LlavaNextForConditionalGeneration": _llava_next,
     "LlavaOnevisionForConditionalGeneration": _onevision,
     "Mistral3ForConditionalGeneration": _mistral3,
-    "Qwen2VLForConditionalGeneration": _qwen,
-    "Qwen2_5_VLForConditionalGeneration": _qwen,
+    "Qwen2VLForConditionalGeneration": _qwen_with_videos,
+    "Qwen2_5_VLForConditionalGeneration": partial(_qwen_with_videos, tokens_per_second=True),
     "Qwen3VLForConditionalGeneration": _qwen,
     "Qwen3VLMoeForConditionalGeneration": _qwen,
     "SmolVLMForConditionalGeneration": _idefics3,

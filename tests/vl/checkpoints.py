@@ -105,7 +105,7 @@ _QWEN_PICTURES = {
     "image_std": _CLIP_PICTURES["image_std"],
 }
 _QWEN_TEXT = {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 3, 3]}}
-_QWEN_TOKENS = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"]
+_QWEN_TOKENS = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
 
 
 def _qwen2_vl() -> tuple[Any, dict[str, Any], list[str], str | None]:
@@ -113,7 +113,7 @@ def _qwen2_vl() -> tuple[Any, dict[str, Any], list[str], str | None]:
 
     tower = {"embed_dim": 32, "hidden_size": 32, "depth": 2, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}
     ids = {"image_token_id": IMAGE_ID, "vision_start_token_id": IMAGE_ID + 1, "vision_end_token_id": IMAGE_ID + 2}
-    config = Qwen2VLConfig(vision_config=tower, text_config=_QWEN_TEXT, **ids, video_token_id=319)
+    config = Qwen2VLConfig(vision_config=tower, text_config=_QWEN_TEXT, **ids, video_token_id=IMAGE_ID + 3)
     return config, _QWEN_PICTURES, _QWEN_TOKENS, None
 
 
@@ -131,7 +131,7 @@ def _qwen2_5_vl() -> tuple[Any, dict[str, Any], list[str], str | None]:
         "fullatt_block_indexes": [1],
     }
     ids = {"image_token_id": IMAGE_ID, "vision_start_token_id": IMAGE_ID + 1, "vision_end_token_id": IMAGE_ID + 2}
-    config = Qwen2_5_VLConfig(vision_config=tower, text_config=_QWEN_TEXT, **ids, video_token_id=319)
+    config = Qwen2_5_VLConfig(vision_config=tower, text_config=_QWEN_TEXT, **ids, video_token_id=IMAGE_ID + 3)
     pictures = {**_QWEN_PICTURES, "min_pixels": 8 * 8 * 2}
     return config, pictures, _QWEN_TOKENS, None
 

@@ -9,13 +9,16 @@ from typing import Any, Protocol
 import msgspec
 
 from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature, short
-from asyncllm.protocol import ImageProcessor, PromptImage
-from asyncllm.text.image_marks import IMAGE_MARK, OPTIONS, holds_images, take_images
+from asyncllm.protocol import ImageProcessor, PromptImage, VideoProcessor
+from asyncllm.text.image_marks import OPTIONS, VIDEO_OPTIONS, ImageSource, holds_images, split_marks, take_images
 
 __all__ = ["ImageInput"]
 
 IMAGE_SIZE = 2**16
 """Characters as which an image counts for the time that decoding and resizing take."""
+
+
+_Options = Mapping[str, int | float | str]
 
 
 class _Offload(Protocol):
@@ -35,7 +38,7 @@ class ImageInput:
         self._encodes = encodes
 
     async def take(
-        self, prompt: Any, options: Mapping[str, int | str] | None = None, owner: Hashable = None
+        self, prompt: Any, options: _Options | None = None, owner: Hashable = None
     ) -> tuple[Any, list[PromptImage]]:
         """Return a prompt with marks in place of its images, and these as the model is to be shown them, in order.
 
@@ -58,14 +61,25 @@ class ImageInput:
                 "messages",
             )
         marked, sources = take_images(prompt)
-        prepare = self._processor.prepare
-        images = [
-            await self._offload(partial(prepare, source.image, {**usual, **source.options}), IMAGE_SIZE, owner)
-            for source in sources
-        ]
-        return marked, images
+        return marked, [await self._prepared(source, usual, owner) for source in sources]
 
-    def _checked(self, options: Mapping[str, int | str] | None) -> Mapping[str, int | str]:
+    async def _prepared(self, source: ImageSource, usual: _Options, owner: Hashable) -> PromptImage:
+        processor = self._processor
+        assert processor is not None  # as `take` has seen
+        known = VIDEO_OPTIONS if source.is_video else OPTIONS
+        options = {**{name: value for name, value in usual.items() if name in known}, **source.options}
+        if not source.is_video:
+            return await self._offload(partial(processor.prepare, source.image, options), IMAGE_SIZE, owner)
+        if not isinstance(processor, VideoProcessor):
+            raise UnsupportedFeature(
+                "The prompt has a video, and this model's family is given images alone. Send some of its frames as "
+                "images.",
+                "messages",
+            )
+        prepare = partial(processor.prepare_video, source.image, options)
+        return await self._offload(prepare, IMAGE_SIZE * len(source.image), owner)
+
+    def _checked(self, options: _Options | None) -> _Options:
         """Return a request's options of images. Raises InvalidParameter."""
         if not options:
             return {}
@@ -74,20 +88,20 @@ class ImageInput:
                 "mm_processor_kwargs says how images are prepared, and this model takes only text. Leave it out.",
                 "mm_processor_kwargs",
             )
-        unknown = sorted(map(str, options.keys() - OPTIONS))
+        unknown = sorted(map(str, options.keys() - OPTIONS - VIDEO_OPTIONS))
         if unknown:
             raise InvalidParameter(
                 f"mm_processor_kwargs has the unknown entry {short(unknown[0])}. Its entries are: "
-                f"{', '.join(sorted(OPTIONS))}.",
+                f"{', '.join(sorted(OPTIONS | VIDEO_OPTIONS))}.",
                 "mm_processor_kwargs",
             )
         return options
 
     def written(self, text: str, images: Sequence[PromptImage]) -> str:
-        """Return a text with what the family writes for an image in place of the marks."""
-        if self._processor is None or IMAGE_MARK not in text:
+        """Return a text with what the family writes for an image or a video in place of the marks."""
+        if self._processor is None:
             return text
-        usual, pieces = self._processor.placeholder, text.split(IMAGE_MARK)
+        usual, pieces = self._processor.placeholder, split_marks(text)
         texts = [image.text or usual for image in images] + [usual] * (len(pieces) - 1 - len(images))
         return "".join([pieces[0], *(each for pair in zip(texts, pieces[1:], strict=False) for each in pair)])
 
@@ -102,7 +116,10 @@ class ImageInput:
         if processor is None:
             token_ids.extend(ids)
             return token_ids, []
-        places = [index for index, token in enumerate(ids) if token == processor.token_id]
+        kinds = {processor.token_id}
+        if isinstance(processor, VideoProcessor):
+            kinds.add(processor.video_token_id)
+        places = [index for index, token in enumerate(ids) if token in kinds]
         wanted = sum(len(image.slots) or 1 for image in images)
         if len(places) != wanted:
             raise InvalidMessage(
@@ -116,7 +133,7 @@ class ImageInput:
                 end = next(place)
                 token_ids += [*ids[start:end], *processor.before]
                 spans.append((len(token_ids), len(token_ids) + length))
-                token_ids += [*[processor.token_id] * length, *processor.after]
+                token_ids += [*[ids[end]] * length, *processor.after]
                 start = end + 1
             first = spans[0][0]
             within = tuple((begin - first, stop - first) for begin, stop in spans)

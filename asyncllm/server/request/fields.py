@@ -37,7 +37,7 @@ MAX_MESSAGES = 4096
 Variables = dict[str, str | int | float | bool | None]
 """Of a chat template."""
 
-ImageOptions = dict[str, int | str]
+ImageOptions = dict[str, int | float | str]
 """How images are prepared."""
 
 Prompt = str | list[str | int | list[int]]

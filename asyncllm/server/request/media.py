@@ -19,7 +19,7 @@ from yarl import URL
 
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.service import service_of
-from asyncllm.text.image_marks import IMAGE_PARTS, MAX_IMAGES
+from asyncllm.text.image_marks import IMAGE_PARTS, MAX_IMAGES, VIDEO_PARTS
 
 __all__ = ["MediaFetcher", "is_public", "with_images"]
 
@@ -44,6 +44,7 @@ def is_public(address: str) -> bool:
 async def with_images(request: web.Request, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with the bytes of images in place of their http(s) addresses; the others are data: URLs.
     Raises ApiError."""
+    _check_videos(messages)
     images = list(_images(messages))
     for _, _, url in images:
         if not isinstance(url, str) or not url.lower().startswith(("data:", "http://", "https://")):
@@ -167,6 +168,26 @@ def _images(messages: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], st
             if isinstance(kind, str) and kind in IMAGE_PARTS:
                 value = part.get(kind)
                 yield part, kind, value.get("url", value.get("data")) if isinstance(value, dict) else value
+
+
+def _check_videos(messages: list[dict[str, Any]]) -> None:
+    """Raise ApiError for a video with a frame that is no data: URL."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind in VIDEO_PARTS:
+                value = part.get(kind)
+                frames = value.get("url", value.get("frames")) if isinstance(value, dict) else value
+                if not isinstance(frames, list) or not all(_is_data(frame) for frame in frames):
+                    raise _refused(
+                        "A video is sent as a list of frames, each a URL of the form data:image/png;base64,... Videos "
+                        "are not fetched, and their files are not read."
+                    )
+
+
+def _is_data(url: object) -> bool:
+    return isinstance(url, str) and url.lower().startswith("data:")
 
 
 def _is_literal(host: str) -> bool:

@@ -47,8 +47,8 @@ class DynamicProcessor:
 
     def __init__(self, settings: PictureSettings, *, token_id: int, placeholder: str) -> None:
         self.settings, self.token_id, self.placeholder = settings, token_id, placeholder
-        self._patch = settings.integer("patch_size", 14, maximum=1024)
-        self._merge = settings.integer("merge_size", 2, maximum=64)
+        self.patch = settings.integer("patch_size", 14, maximum=1024)
+        self.merge = settings.integer("merge_size", 2, maximum=64)
         size = settings.fields.get("size") or {}
         least = size.get("shortest_edge", size.get("min_pixels", 56 * 56))
         most = size.get("longest_edge", size.get("max_pixels", 28 * 28 * 1280))
@@ -57,10 +57,9 @@ class DynamicProcessor:
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         refuse_options(options, "min_pixels", "max_pixels")
-        least = self._bound(options, "min_pixels", self._min_pixels)
-        most = self._bound(options, "max_pixels", self._max_pixels)
+        least, most = self.bounds(options)
         loaded = load_image(image)
-        patch, merge = self._patch, self._merge
+        patch, merge = self.patch, self.merge
         height, width = whole_squares(loaded.height, loaded.width, patch * merge, least, most)
         numbers = self.settings.numbers(np.asarray(resized(loaded, height, width, self.settings.resample)))
         rows, columns = height // patch // merge, width // patch // merge
@@ -72,6 +71,13 @@ class DynamicProcessor:
             pixels=pixels,
             grid=(rows, columns),
             size=(loaded.height, loaded.width),
+        )
+
+    def bounds(self, options: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the least and the most pixels. Raises InvalidParameter."""
+        return (
+            self._bound(options, "min_pixels", self._min_pixels),
+            self._bound(options, "max_pixels", self._max_pixels),
         )
 
     def _bound(self, options: Mapping[str, Any], name: str, usual: int) -> int:

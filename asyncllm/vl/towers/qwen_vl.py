@@ -22,7 +22,16 @@ from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.block import JoinedQKV
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, TowerActivation
 
-__all__ = ["EPS", "PatchBlock", "QwenVLConfig", "QwenVLTower", "pixels_of", "square_places", "square_rotation"]
+__all__ = [
+    "EPS",
+    "PatchBlock",
+    "QwenVLConfig",
+    "QwenVLTower",
+    "grids_of",
+    "pixels_of",
+    "square_places",
+    "square_rotation",
+]
 
 EPS = 1e-6
 THETA = 10000.0
@@ -94,7 +103,7 @@ class QwenVLTower(VisionTower):
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         device = self.merger_1.weight.device
         config, size, square = self.config, self.config.hidden_size, self.config.merge**2
-        grids = [image.grid for image in images if image.grid is not None]
+        grids = grids_of(images)
         frames = pixels_of(images, config.frames).to(device)
         order, windows = _windows(grids, config.window)
         x = self.patches(frames).view(-1, square, size)[order.to(device)].flatten(0, 1)
@@ -107,13 +116,22 @@ class QwenVLTower(VisionTower):
         merged = self.merger_2(F.gelu(self.merger_1(self.norm(x).view(-1, square * size))))
         ordered = torch.empty_like(merged)
         ordered[order.to(device)] = merged
-        return list(torch.split(ordered, [rows * columns for rows, columns in grids]))
+        return list(torch.split(ordered, [image.length for image in images]))
+
+
+def grids_of(images: Sequence[PromptImage]) -> list[tuple[int, int]]:
+    """Return rows and columns of all images; a video is as many as it has steps, as these do not see each other."""
+    return [image.grid for image in images if image.grid is not None for _ in range(image.steps)]
 
 
 def pixels_of(images: Sequence[PromptImage], frames: int) -> Tensor:
-    """Return the patches of all images, each as many equal frames [T, 3 * frames * patch * patch]."""
-    pixels = torch.cat([torch.from_numpy(image.pixels) for image in images])
-    return pixels[:, :, None].expand(-1, -1, frames, -1).flatten(1)
+    """Return the patches of all images [T, 3 * frames * patch * patch]. A patch of a video [3, frames, patch * patch]
+    goes through time; one of an image [3, patch * patch] is as many equal frames."""
+    return torch.cat([_in_time(torch.from_numpy(image.pixels), frames).flatten(1) for image in images])
+
+
+def _in_time(pixels: Tensor, frames: int) -> Tensor:
+    return pixels if pixels.ndim == 4 else pixels[:, :, None].expand(-1, -1, frames, -1)
 
 
 def square_places(grids: Sequence[tuple[int, int]], merge: int) -> Tensor:
