@@ -90,7 +90,6 @@ LITE_TOOLS: Mapping[str, LiteTool] = {
     "auto_gptq": LiteTool(
         "Weights of 2, 4 or 8 bits, by GPTQ.",
         (*_COMMON, *_TEXTS, *_FEW_BITS, "search_scale"),
-        {"w_sym": True, "search_scale": False},
     ),
     "smooth_quant": LiteTool(
         "Weights and activations in int8 or fp8, by SmoothQuant.",

@@ -71,7 +71,7 @@ class OutputEmbedding(Weighted):
         return slice(group.rank * rows, (group.rank + 1) * rows)
 
     def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        if self.group is not None:
+        if self.group is not None and self.method.by_row:
             missing = self.out_features * self.group.size - len(tensor)
             tensor = pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if missing else tensor
         super().load_part(suffix, part, index, tensor)

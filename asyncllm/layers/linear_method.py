@@ -134,8 +134,6 @@ class Weighted(Layer):
     def divide(self, group: RankGroup) -> None:
         if self.shard == "replicated" or self.own_experts is not None:
             return
-        if not self.method.divisible:
-            raise UnsupportedModel(f"{type(self.method).__name__} weights cannot be divided among ranks yet. Use tp=1.")
         whole = self.expected_parts()
         if self.shard == "row":
             taken: dict[str | None, slice] = {None: self._slice(self.in_features, group.rank, group.size)}
@@ -152,8 +150,11 @@ class Weighted(Layer):
     def divide_experts(self, group: RankGroup) -> None:
         """Leave this layer, on the meta device, the experts of the group's rank, whole. Raises as `divide`, which
         changes nothing afterwards."""
-        if not self.method.divisible:
-            raise UnsupportedModel(f"{type(self.method).__name__} weights cannot be divided among ranks yet. Use tp=1.")
+        if not self.method.by_row:
+            raise UnsupportedModel(
+                f"ep={group.size}: whole experts of quantized weights ({self.method.name}) are not given to ranks. Leave "
+                "ep out, which divides each expert's features."
+            )
         assert self.num_experts is not None, "the layer has one weight"
         count, rest = divmod(self.num_experts, group.size)
         if rest:
@@ -183,14 +184,15 @@ class Weighted(Layer):
         return self.method.expected_parts(self) if self._share is None else self._share.whole
 
     def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        tensor = self.in_order(part, tensor)
         if self.own_experts is not None:
-            if index is not None and index in self.own_experts:
-                self.method.load_part(self, suffix, part, self.own_experts.index(index), tensor)
-            return
-        if self._share is not None and self.group is not None:
-            rows = self._share.taken[part if self.shard == "column" else None]
-            tensor = self.method.share(self, suffix, tensor, rows, first=self.group.rank == 0)
+            if index is None or index not in self.own_experts:
+                return
+            index = self.own_experts.index(index)
+        if self.method.by_row:
+            tensor = self.in_order(part, tensor)
+            if self._share is not None and self._share.taken and self.group is not None:
+                rows = self._share.taken[part if self.shard == "column" else None]
+                tensor = self.method.share(self, suffix, tensor, rows, first=self.group.rank == 0)
         self.method.load_part(self, suffix, part, index, tensor)
 
     def own_part(self, suffix: str, part: str | None, index: int | None) -> tuple[int, slice] | None:
@@ -198,7 +200,7 @@ class Weighted(Layer):
         read and `load_own` takes it; None where `load_part` has to have all of it."""
         if self.own_experts is not None:
             return None if index in self.own_experts else (0, slice(0, 0))
-        if self._share is None or (self.shard == "row" and suffix != "weight"):
+        if self._share is None or not self.method.by_row or (self.shard == "row" and suffix != "weight"):
             return None
         return (0, self._share.taken[part]) if self.shard == "column" else (1, self._share.taken[None])
 
@@ -207,6 +209,27 @@ class Weighted(Layer):
         if self.own_experts is not None:
             return
         self.method.load_part(self, suffix, part, index, self.in_order(part, tensor))
+
+    def own_rows(self, part: str | None) -> Tensor | slice:
+        """Return which output features of a part, as a checkpoint has them, the layer has, in its order; int64 [rows]
+        unless they are all. Those of a share that there are not are the last one."""
+        size = self.whole_shapes[part][0]
+        rows = order = torch.arange(size)
+        if self._share is not None and self.shard == "column":
+            taken = self._share.taken[part]
+            rows = torch.arange(taken.start, taken.stop).clamp_(max=size - 1)
+        rows = self.in_order(part, order)[rows]
+        return slice(None) if torch.equal(rows, order) else rows
+
+    def own_columns(self) -> slice:
+        """Return which input features of a checkpoint's weight the layer has."""
+        divided = self._share is not None and self.shard == "row"
+        return self._share.taken[None] if divided and self._share is not None else slice(0, self.in_features)
+
+    def own_bias(self, part: str | None, tensor: Tensor) -> Tensor:
+        """Return what the layer has of a part's bias: zeros where another rank adds it."""
+        added = self.shard == "row" and self.group is not None and self.group.rank > 0
+        return torch.zeros_like(tensor) if added else tensor[self.own_rows(part)]
 
     def in_order(self, part: str | None, tensor: Tensor) -> Tensor:
         """Return a part's tensor of a checkpoint [out, ...] with its output features in the layer's order."""
@@ -240,8 +263,10 @@ class LinearMethod(ABC):
 
     name: ClassVar[str] = ""
     """Of the quantization, as config.json calls it; empty for none."""
-    divisible: ClassVar[bool] = False
-    """Whether ranks may divide its tensors, by `share`."""
+    by_row: ClassVar[bool] = False
+    """Whether a tensor's rows are output features, and those of `weight` have input features for columns. Then it comes
+    to `load_part` in the layer's order, and where ranks divide it, as this one's `share`. Else it comes whole, and the
+    method takes `own_rows` and `own_columns` of what it says."""
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
@@ -274,9 +299,9 @@ class LinearMethod(ABC):
         """Return a rank's share of a checkpoint's tensor: `taken` of the features by which the layer is divided.
 
         What is added once, such as a bias behind the ranks' sum, only the `first` rank has; the others have zeros.
-        Only a method that is `divisible` is asked.
+        Only a method that is `by_row` is asked.
         """
-        raise TypeError(f"{type(self).__name__} is not divisible")
+        raise TypeError(f"{type(self).__name__} does not divide its tensors by row")
 
     @abstractmethod
     def batch_invariant(self) -> LinearMethod:
@@ -338,7 +363,7 @@ class LinearMethod(ABC):
 class Unquantized(LinearMethod):
     """A parameter `weight` of the model's type, and `bias` if the layer has one, as checkpoints store them."""
 
-    divisible = True
+    by_row = True
 
     def create(self, layer: Weighted) -> None:
         stack = () if layer.num_experts is None else (layer.num_experts,)

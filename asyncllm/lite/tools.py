@@ -71,7 +71,7 @@ def auto_gptq(
     **options: Any,
 ) -> QuantizeReport:
     """Write a checkpoint of 2, 4 or 8 bits by GPTQ: weights that are rounded later make up for those before. As
-    `auto_awq`; without zero points unless `w_sym` is False, and with moved scales only if `search_scale` is True."""
+    `auto_awq`, but that without `search_scale` no scale is moved."""
     job = _Job.open("auto_gptq", model, work_dir, options)
     config = job.config
     if config.w_bits not in ((4, 8) if job.compressed else (2, 4, 8)):

@@ -6,6 +6,7 @@ A file format is a subclass that names its tensors and decodes those of a part. 
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,9 @@ from asyncllm.quant.settings import Header
 __all__ = ["INT32_COLUMNS", "INT32_ROWS", "INT32_WHOLE", "Decoded", "Packed", "pack", "scale_dtype", "unpack"]
 
 _SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+
+_LEAST_GROUP = 32
+"""Input features of a group: all that are read have a multiple of it."""
 
 _INT32 = frozenset({"I32"})
 INT32_ROWS = Stored(_INT32, axis=0)
@@ -52,6 +56,8 @@ class _Layer(Protocol):
     zeros: Tensor
     order: Tensor | None
     offset: Tensor | None
+    size: int
+    """Input features of a group."""
     pending: dict[tuple[str | None, int | None], dict[str, Tensor]]
     """Tensors of parts of which others have not come yet."""
     settled: dict[int | None, set[str | None]]
@@ -111,8 +117,9 @@ class Packed(LinearMethod):
             )
         stack = () if layer.num_experts is None else (layer.num_experts,)
         n, k = layer.out_features, layer.in_features
-        groups, chunks = self.groups(k), -(-k // chunk_of(self.stored_bits))
         own = cast(_Layer, layer)
+        own.size = self._size(layer)
+        groups, chunks = k // own.size, -(-k // chunk_of(self.stored_bits))
         own.words = _parameter(*stack, chunks, n, PLANE, dtype=torch.int16)
         own.scales = _parameter(*stack, groups, n, dtype=self.scale_dtype)
         own.zeros = _parameter(*stack, groups, n, dtype=torch.uint8)
@@ -132,14 +139,13 @@ class Packed(LinearMethod):
         return parts
 
     def load_part(self, layer: Weighted, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        own, rows = cast(_Layer, layer), layer.rows[part]
+        own, (size, columns) = cast(_Layer, layer), layer.whole_shapes[part]
         if suffix == "bias":
             if own.offset is not None:
-                (own.offset if index is None else own.offset[index])[rows] = tensor
+                _of(own.offset, index)[layer.rows[part]] = layer.own_bias(part, tensor)
             elif tensor.any():
                 raise InvalidCheckpoint("a bias for a layer that config.json builds without one, and it is not zero")
             return
-        size, columns = rows.stop - rows.start, layer.in_features
         waiting = own.pending.setdefault((part, index), {})
         waiting[suffix] = tensor.to(own.words.device, copy=True)
         if waiting.keys() >= self.tensors(size, columns).keys():
@@ -184,13 +190,40 @@ class Packed(LinearMethod):
 
     def weight(self, layer: Weighted) -> PackedWeight:
         """Return what the layer holds."""
-        own, k = cast(_Layer, layer), layer.in_features
-        size = k if self.group_size == -1 else self.group_size
-        return PackedWeight(own.words, own.scales, own.zeros, own.order, self.stored_bits, size, k)
+        own = cast(_Layer, layer)
+        return PackedWeight(own.words, own.scales, own.zeros, own.order, self.stored_bits, own.size, layer.in_features)
+
+    def _size(self, layer: Weighted) -> int:
+        """Return the size of the layer's groups: where ranks divide the input features, a group may be on two of them,
+        as several of one scale. Raises InvalidCheckpoint, UnsupportedModel."""
+        whole = next(columns for _, columns in layer.whole_shapes.values())
+        self.groups(whole)
+        k = layer.in_features
+        if k < whole and self.ordered:
+            raise UnsupportedModel(
+                "tp: the groups of these weights are of input features that are no neighbours (desc_act, actorder), so "
+                "that each rank would have a part of every group. Use tp=1, or a checkpoint without."
+            )
+        if self.group_size == -1:
+            return k
+        size = math.gcd(self.group_size, k)
+        if size % _LEAST_GROUP:
+            raise UnsupportedModel(
+                f"tp: of {whole} input features in groups of {self.group_size} a rank would have {k}, and its groups "
+                f"no multiple of {_LEAST_GROUP}. Use a smaller tp."
+            )
+        return size
 
     def _store(self, layer: Weighted, decoded: Decoded, part: str | None, index: int | None) -> None:
         own, rows = cast(_Layer, layer), layer.rows[part]
         codes, scales, zeros, group_of = decoded
+        taken, columns = layer.own_rows(part), layer.own_columns()
+        if isinstance(taken, Tensor):
+            taken = taken.to(codes.device)
+        codes, scales, zeros = codes[taken][:, columns], scales[:, taken], zeros[:, taken]
+        if self.group_size != -1:
+            groups = slice(columns.start // own.size, columns.stop // own.size)
+            scales, zeros = (each.repeat_interleave(self.group_size // own.size, 0)[groups] for each in (scales, zeros))
         if not scales.isfinite().all() or (scales < 0).any():
             raise InvalidCheckpoint("the scales of this weight are not all finite and at least 0; download it again")
         if group_of is not None:

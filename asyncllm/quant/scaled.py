@@ -73,6 +73,12 @@ class Scaled(LinearMethod):
             raise UnsupportedModel("Experts of 8 bits with biases are not implemented. Use the checkpoint in bfloat16.")
         stack = () if layer.num_experts is None else (layer.num_experts,)
         n, k = layer.out_features, layer.in_features
+        whole = next(columns for _, columns in layer.whole_shapes.values())
+        if self.layout == "block" and k < whole and k % GROUP:
+            raise UnsupportedModel(
+                f"tp: of {whole} input features in blocks of {GROUP} a rank would have {k}. Use a tp that leaves each "
+                f"a multiple of {GROUP}."
+            )
         own = cast(_Layer, layer)
         own.codes = _parameter(*stack, n, k, dtype=self.dtype)
         own.scales = _parameter(*stack, -(-k // GROUP) if self.layout == "block" else 1, n, dtype=torch.float32)
@@ -99,15 +105,17 @@ class Scaled(LinearMethod):
 
     def load_part(self, layer: Weighted, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
         own, rows = cast(_Layer, layer), layer.rows[part]
+        taken, columns = layer.own_rows(part), layer.own_columns()
         if suffix == "bias":
             assert own.offset is not None
-            _of(own.offset, index)[rows] = tensor
+            _of(own.offset, index)[rows] = layer.own_bias(part, tensor)
         elif suffix == "weight" and self.scale is None:
-            codes, scales = round_codes(tensor.to(own.codes.device).float(), self.dtype)
-            _of(own.codes, index)[rows] = codes
+            # The scale is that of a whole row, of which a rank may have a part.
+            codes, scales = round_codes(tensor[taken].to(own.codes.device).float(), self.dtype)
+            _of(own.codes, index)[rows] = codes[:, columns]
             _of(own.scales, index)[:, rows] = scales.t()
         elif suffix == "weight":
-            _of(own.codes, index)[rows] = tensor
+            _of(own.codes, index)[rows] = tensor[taken, columns]
         elif suffix == "input_scale":
             scale = float(_checked(tensor))
             if not scale:
@@ -116,12 +124,12 @@ class Scaled(LinearMethod):
             if own.input_scale is not None:
                 own.input_scale.fill_(max(own.input_scales.values()))
         else:
-            size = rows.stop - rows.start
             scales = _checked(tensor)
             if self.layout == "block":
-                scales = scales.repeat_interleave(GROUP, 0)[:size].t()
+                groups = slice(columns.start // GROUP, -(-columns.stop // GROUP))
+                scales = scales.repeat_interleave(GROUP, 0)[: layer.whole_shapes[part][0]][taken, groups].t()
             elif self.layout == "channel":
-                scales = scales.reshape(1, -1)
+                scales = scales.reshape(-1)[taken][None]
             _of(own.scales, index)[:, rows] = scales
 
     def batch_invariant(self) -> LinearMethod:

@@ -16,6 +16,7 @@ from asyncllm import AsyncEngine, GenerationConfig
 from asyncllm.errors import EngineDead, InvalidParameter, UnsupportedModel
 from asyncllm.ranks.messages import RemoteError
 from tests.checkpoints import build_checkpoint
+from tests.quant.formats import awq, write
 from tests.ranks.engines import LONG, ranks, settings, soon
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
@@ -89,6 +90,26 @@ async def test_ranks_with_whole_experts_give_the_tokens_of_one(tmp_path: Path) -
     assert found[0] == found[1]
     with pytest.raises(InvalidParameter, match="ep is 4 and tp 2"):
         AsyncEngine(folder, settings(tp=2, ep=4))
+
+
+@pytest.fixture
+def quantized(tmp_path: Path) -> str:
+    dense = build_checkpoint("llama", tmp_path / "dense", hidden_size=128, intermediate_size=128)
+    return str(write(dense, tmp_path / "model", awq(32)))
+
+
+async def test_quantized_weights_and_cache_give_the_tokens_of_one_rank(quantized: str) -> None:
+    found = []
+    for tp in (1, 2):
+        async with AsyncEngine(quantized, settings(isolated=False, tp=tp, quant_policy=4)) as engine:
+            before = await tokens_of(engine, (2,))
+            await engine.sleep(level=2)
+            await engine.wake()
+            assert await tokens_of(engine, (2,)) == before
+            with pytest.raises(InvalidParameter, match="quantized"):
+                await engine.update_weights({"model.layers.0.mlp.down_proj.weight": torch.zeros(128, 128)})
+            found.append(before)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
