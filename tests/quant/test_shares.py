@@ -15,7 +15,7 @@ from asyncllm.models.decoder import DecoderLM
 from tests.checkpoints import build_checkpoint
 from tests.quant.formats import Eight, Format, awq, eight, fp8, gptq, packed, smooth_quant, write
 from tests.quant.test_packed_weights import assert_as_read_by_numpy, logits_of, open_cpu
-from tests.ranks.threads import in_ranks
+from tests.ranks.threads import ThreadGroup, in_ranks
 
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 FORMATS: dict[str, Format | Eight] = {
@@ -89,6 +89,18 @@ def test_fused_tensors_turned_heads_and_experts(family: str, name: str, tmp_path
     if isinstance(FORMATS[name], Format):
         assert_as_read_by_numpy(folder)
     assert_shares_are_the_whole(folder)
+
+
+def test_whole_experts_for_ranks_are_refused(tmp_path: Path) -> None:
+    dense = build_checkpoint("qwen3_moe", tmp_path / "dense", **SIZES, moe_intermediate_size=256, head_dim=64)
+    model = open_cpu(write(dense, tmp_path / "model", awq(32)))
+    experts = next(module for module in model.modules() if isinstance(module, Weighted) and module.num_experts)
+
+    def divide(group: ThreadGroup) -> None:
+        experts.divide_experts(group)
+
+    with pytest.raises(UnsupportedModel, match="ep=2: whole experts of awq weights"):
+        in_ranks(2, divide)
 
 
 @pytest.mark.parametrize(
