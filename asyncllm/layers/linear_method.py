@@ -152,8 +152,8 @@ class Weighted(Layer):
         changes nothing afterwards."""
         if not self.method.by_row:
             raise UnsupportedModel(
-                f"ep={group.size}: whole experts of {self.method.name} weights are not given to ranks. Leave ep out, which "
-                "divides each expert's features."
+                f"ep={group.size}: whole experts of {self.method.name} weights are not given to ranks. Leave ep out: "
+                "then each expert's features are divided."
             )
         assert self.num_experts is not None, "the layer has one weight"
         count, rest = divmod(self.num_experts, group.size)

@@ -1,4 +1,5 @@
-"""Short convolutions, the gated delta rule and state spaces: against loops over whole sequences, however these come in chunks."""
+"""Short convolutions, the gated delta rule and state spaces: against loops over whole sequences, however
+these come in chunks."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_fused_tensors_turned_heads_and_experts(family: str, name: str, tmp_path
 
 
 def test_whole_experts_for_ranks_are_refused(tmp_path: Path) -> None:
-    dense = build_checkpoint("qwen3_moe", tmp_path / "dense", **SIZES, moe_intermediate_size=256, head_dim=64)
+    dense = build_checkpoint("qwen3_moe", tmp_path / "dense", **SIZES, moe_intermediate_size=256, mlp_only_layers=[])
     model = open_cpu(write(dense, tmp_path / "model", awq(32)))
     experts = next(module for module in model.modules() if isinstance(module, Weighted) and module.num_experts)
 
