@@ -12,6 +12,7 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 EXPECTED = {
+    "agent": "called add(",
     "async_generate": "stopped by its deadline",
     "stream_infer": "What is 17 + 25? -> ",
     "chat_session": "the fork has 3 turns, the conversation 2",
@@ -20,11 +21,14 @@ EXPECTED = {
     "nearest_sentence": "What is 17 + 25? -> ",
 }
 
+WITH_TINY_CHAT = {"agent"}
+"""Of the checkpoint with random weights half of all tokens end an answer, which is no way to write a call."""
+
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(example))["main"]
-    result = main(str(tiny_checkpoint))
+    result = main() if example.stem in WITH_TINY_CHAT else main(str(tiny_checkpoint))
     if inspect.iscoroutine(result):
         asyncio.run(result)
     assert EXPECTED[example.stem] in capsys.readouterr().out

@@ -27,6 +27,7 @@ from asyncllm.server.openai.answers import size_of
 from asyncllm.server.openai.completions import prompts_of
 from asyncllm.server.request.arguments import request_options
 from asyncllm.server.request.decode import read_request
+from asyncllm.server.request.fill_in import filled_in
 from asyncllm.server.request.media import with_images
 from asyncllm.server.service import Service, service_of
 from asyncllm.server.sse import NDJSON, stream
@@ -71,29 +72,32 @@ async def ollama_chat(request: web.Request) -> web.StreamResponse:
 
 
 async def ollama_generate(request: web.Request) -> web.StreamResponse:
-    """Answer a prompt as Ollama does, or continue it as it is (`raw`)."""
+    """Answer a prompt as Ollama does, or continue it as it is (`raw`), or say what stands between it and a `suffix`."""
     service = service_of(request)
     body = await read_request(request, OllamaGenerateRequest)
     if not body.prompt and not body.images:
         return _loaded(service, body, chats=False)
-    if body.raw:
-        for name in ("system", "images", "think"):
-            if getattr(body, name):
-                raise ApiError(
-                    400,
-                    f"{name} needs the chat template, which raw leaves out. Leave one of them out.",
-                    code="invalid_value",
-                    param=name,
-                )
+    plain, prompt, config = body.raw or bool(body.suffix), body.prompt or "", config_of(body, service.defaults)
+    for name in ("system", "images", "think") if plain else ():
+        if getattr(body, name):
+            raise ApiError(
+                400,
+                f"{name} needs the chat template, which has no part in a prompt that is raw or has a suffix. Leave one "
+                f"of them out.",
+                code="invalid_value",
+                param=name,
+            )
+    if body.suffix:
+        (prompt,), config = filled_in([prompt], body.suffix, config, service.engine.tokenizer)
     system = [said("system", body.system)] if body.system else []
-    messages: Any = [*system, said("user", body.prompt or "", body.images or ())]
+    messages: Any = [*system, said("user", prompt, body.images or ())]
     generation = service.engine.generate(
-        body.prompt if body.raw else await with_images(request, messages),
-        config_of(body, service.defaults),
-        do_preprocess=not body.raw,
+        prompt if plain else await with_images(request, messages),
+        config,
+        do_preprocess=not plain,
         stream_response=body.stream,
         adapter_name=service.adapter_of(body.model),
-        **(request_options(request, body) if body.raw else options_of(request, body, service)),
+        **(request_options(request, body) if plain else options_of(request, body, service)),
     )
     return await _answer(request, service, body, generation, chats=False)
 

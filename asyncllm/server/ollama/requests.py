@@ -104,6 +104,8 @@ class OllamaGenerateRequest(AnswerFields, kw_only=True):
 
     prompt: str | None = None
     """None or empty: the model is to be loaded, which it is."""
+    suffix: str | None = None
+    """What follows the text that is asked for, as in /v1/completions."""
     system: str | None = None
     images: list[str] | None = None
     """In base64."""

@@ -18,6 +18,7 @@ from asyncllm.server.openai.responses import CompletionChoice, CompletionLogprob
 from asyncllm.server.request.arguments import completion_config, label_of, request_options
 from asyncllm.server.request.decode import read_request
 from asyncllm.server.request.fields import Prompt
+from asyncllm.server.request.fill_in import filled_in
 from asyncllm.server.service import service_of
 from asyncllm.server.sse import stream
 from asyncllm.text.tokenizer import Tokenizer
@@ -33,6 +34,10 @@ async def completions(request: web.Request) -> web.StreamResponse:
     config = completion_config(body, service.config, service.defaults)
     prompts = prompts_of(body.prompt, service.config, "prompt")
     inputs: Any = prompts
+    if body.suffix:
+        if body.echo:
+            raise ApiError(400, "An echo has no place for a suffix. Send one.", code="invalid_value", param="suffix")
+        inputs, config = filled_in(prompts, body.suffix, config, service.engine.tokenizer)
     if body.add_special_tokens is False:
         inputs = await service.engine.encode(inputs, do_preprocess=False, add_bos=False, bounded=True)
     options = request_options(request, body)

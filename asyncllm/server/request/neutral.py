@@ -98,7 +98,7 @@ NEUTRAL: Mapping[str, Neutral] = {
     "image": Neutral("OpenAI", (), _ANSWERS),
     "access_programs": Neutral("OpenAI", ([],), "The server has no such programs. Leave it out."),
     "max_tool_calls": Neutral("OpenAI", None, "It counts calls of the provider's own tools, of which there are none."),
-    "suffix": Neutral("OpenAI, LMDeploy, vLLM", ("",), "Text cannot be inserted before a suffix. Leave it out."),
+    "suffix": Neutral("OpenAI, LMDeploy, vLLM", ("",), "Send it to /v1/completions, with a model that fills in."),
     "best_of": Neutral("OpenAI, vLLM", (1,), "Answers are not ranked. Ask for n answers instead."),
     # Anthropic
     "cache_control": Neutral("Anthropic", None, _CACHES),

@@ -232,6 +232,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/api/chat", {"messages": [{"role": "user", "content": ["Hi"]}]}, 400, "content"),
     ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "name"),
     ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+    ("/api/generate", {"prompt": "a", "suffix": "b", "system": "c"}, 400, "system"),
     ("/api/generate", {"prompt": "a", "context": [1]}, 400, "context"),
     ("/api/generate", {"prompt": "a", "template": "{{ .Prompt }}"}, 400, "template"),
     ("/api/generate", {"prompt": "a", "raw": True, "system": "b"}, 400, "system"),

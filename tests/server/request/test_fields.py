@@ -171,7 +171,7 @@ async def test_a_value_that_python_takes_for_a_neutral_one_is_refused() -> None:
             ("/generate", {"prompt": "ping"}, "preserve_cache", 2),
             ("/v1/completions", {"prompt": "ping"}, "best_of", True),
             ("/v1/completions", {"prompt": "ping"}, "best_of", 1.5),
-            ("/v1/completions", {"prompt": "ping"}, "suffix", 0),
+            ("/generate", {"prompt": "ping"}, "suffix", 0),
         ):
             status, answer = await served.post(path, {**body, name: value})
             assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "unsupported_parameter", name)

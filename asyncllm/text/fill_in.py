@@ -1,0 +1,77 @@
+"""Prompts for text between two others, in the forms that models of code were trained on ("fill in the middle").
+
+The forms are those of the models' cards and of arXiv 2207.14255. A tokenizer that has the marks of a form is one of
+such a model.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from asyncllm.text.tokenizer import Tokenizer
+
+__all__ = ["FillIn", "fill_in_of"]
+
+
+class FillIn(NamedTuple):
+    """One form of such prompts."""
+
+    form: str
+    """With {prefix} and {suffix}."""
+    marks: tuple[str, ...]
+    """Tokens that a tokenizer of such a model has; none of them belongs into an answer."""
+    ends: tuple[str, ...] = ()
+    """More tokens that end an answer, where the tokenizer has them."""
+
+    def prompt(self, prefix: str, suffix: str) -> str:
+        """Return the text that asks for what stands between the two."""
+        before, _, rest = self.form.partition("{prefix}")
+        if "{suffix}" in before:
+            start, _, between = before.partition("{suffix}")
+            return f"{start}{suffix}{between}{prefix}{rest}"
+        between, _, end = rest.partition("{suffix}")
+        return f"{before}{prefix}{between}{suffix}{end}"
+
+    def stop_words(self, tokenizer: Tokenizer) -> list[str]:
+        """Return the tokens that end an answer."""
+        return [each for each in (*self.marks, *self.ends) if tokenizer.token_id(each) is not None]
+
+
+FORMS = (
+    # Qwen2.5-Coder, Qwen3-Coder, CodeGemma.
+    FillIn(
+        "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",
+        ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+        ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>"),
+    ),
+    # StarCoder 1 and 2, Granite Code.
+    FillIn(
+        "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>",
+        ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+        ("<fim_pad>", "<file_sep>", "<repo_name>"),
+    ),
+    # SantaCoder.
+    FillIn(
+        "<fim-prefix>{prefix}<fim-suffix>{suffix}<fim-middle>",
+        ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+        ("<fim-pad>",),
+    ),
+    # DeepSeek-Coder, and V2 and V3, whose vocabulary has the same.
+    FillIn(
+        "<｜fim▁begin｜>{prefix}<｜fim▁hole｜>{suffix}<｜fim▁end｜>",
+        ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ),
+    # Seed-Coder.
+    FillIn(
+        "<[fim-suffix]>{suffix}<[fim-prefix]>{prefix}<[fim-middle]>",
+        ("<[fim-suffix]>", "<[fim-prefix]>", "<[fim-middle]>"),
+    ),
+    # Codestral and newer models of Mistral's.
+    FillIn("[SUFFIX]{suffix}[PREFIX]{prefix}", ("[SUFFIX]", "[PREFIX]"), ("[MIDDLE]",)),
+)
+
+
+def fill_in_of(tokenizer: Tokenizer) -> FillIn | None:
+    """Return the form of a model's prompts for text in the middle; None: its tokenizer has no marks of any."""
+    known = (form for form in FORMS if all(tokenizer.token_id(mark) is not None for mark in form.marks))
+    return next(known, None)
