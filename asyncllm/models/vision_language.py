@@ -14,6 +14,7 @@ from asyncllm.models.vision.gemma3 import read_gemma3
 from asyncllm.models.vision.idefics3 import read_idefics3
 from asyncllm.models.vision.intern_vl import read_intern_vl
 from asyncllm.models.vision.llava import read_deepseek_vl, read_llava, read_onevision
+from asyncllm.models.vision.llava_original import read_original_llava
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision.pixtral import read_mistral3
 from asyncllm.models.vision.qwen_vl import read_qwen3_vl, read_qwen_vl
@@ -54,6 +55,8 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed]] = {
     "InternVLChatModel": read_intern_vl,
     "InternVLForConditionalGeneration": read_intern_vl,
     "LlavaForConditionalGeneration": read_llava,
+    "LlavaLlamaForCausalLM": lambda hf: read_original_llava(hf, "llama"),
+    "LlavaMistralForCausalLM": lambda hf: read_original_llava(hf, "mistral"),
     "LlavaNextForConditionalGeneration": lambda hf: read_llava(hf, tiled=True),
     "LlavaOnevisionForConditionalGeneration": read_onevision,
     "Mistral3ForConditionalGeneration": read_mistral3,
@@ -71,6 +74,9 @@ VISION_MODELS: Mapping[str, str] = {
     "InternVLChatModel": "InternVL-Chat 1.5, InternVL2, InternVL2.5 and InternVL3, as their authors published them",
     "InternVLForConditionalGeneration": "the same, as transformers has them",
     "LlavaForConditionalGeneration": "LLaVA 1.5, as llava-hf has it; Pixtral 12B, as transformers has it",
+    "LlavaLlamaForCausalLM": "LLaVA 1.5 and 1.6 as their authors published them, with the tower among the weights; "
+    "Yi-VL",
+    "LlavaMistralForCausalLM": "LLaVA 1.6 with Mistral, as its authors published it",
     "LlavaNextForConditionalGeneration": "LLaVA 1.6 (NeXT), as llava-hf has it",
     "LlavaOnevisionForConditionalGeneration": "LLaVA-OneVision, as llava-hf has it",
     "Mistral3ForConditionalGeneration": "Mistral Small 3.1 and 3.2",
@@ -109,6 +115,13 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     ),
     "KimiVLForConditionalGeneration": Refused("Kimi-VL", _OWN_TOWER, "Qwen2_5_VLForConditionalGeneration"),
     "MiniCPMV": Refused("MiniCPM-V", _OWN_TOWER, "InternVLChatModel"),
+    "LlavaQwenForCausalLM": Refused(
+        "LLaVA-OneVision as its authors published it",
+        "its names are not read",
+        "LlavaOnevisionForConditionalGeneration",
+    ),
+    "MGMLlamaForCausalLM": Refused("MGM, Mini-Gemini", "a second tower, a ConvNeXt", "LlavaLlamaForCausalLM"),
+    "MiniGeminiLlamaForCausalLM": Refused("Mini-Gemini", "a second tower, a ConvNeXt", "LlavaLlamaForCausalLM"),
     "MllamaForConditionalGeneration": Refused(
         "Llama 3.2 Vision", "its layers of cross attention keep images in a cache of another kind", _NEAREST_LLAVA
     ),

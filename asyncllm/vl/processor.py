@@ -12,7 +12,8 @@ from PIL import Image
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.protocol import ImageProcessor
 from asyncllm.text.checkpoint_files import read_json_object
-from asyncllm.vl.processing.clip import AnyresProcessor, CenterProcessor, SquareProcessor
+from asyncllm.vl.known_towers import tower_fields, tower_settings
+from asyncllm.vl.processing.clip import AnyresProcessor, CenterProcessor, PaddedProcessor, SquareProcessor
 from asyncllm.vl.processing.gemma3 import Gemma3Processor
 from asyncllm.vl.processing.idefics3 import SplitProcessor
 from asyncllm.vl.processing.pixtral import RowsProcessor
@@ -43,6 +44,8 @@ def open_processor(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
         # A processor that is saved whole has the image processor's settings within its own.
         file = folder / "processor_config.json"
         settings = read_json_object(file).get("image_processor") or {}
+    if not settings and name in _OF_TOWER:
+        settings = {"image_processor_type": "CLIP", **tower_settings(folder, fields.get("mm_vision_tower"))}
     if not settings:
         raise InvalidCheckpoint(
             f"{folder} has no preprocessor_config.json, which says how images are scaled. Download it beside "
@@ -77,6 +80,24 @@ def _llava_next(fields: _Fields, settings: _Fields, where: str) -> ImageProcesso
         patches=vision["image_size"] // vision["patch_size"],
         pinpoints=[(height, width) for height, width in pinpoints],
     )
+
+
+def _original_llava(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    folder = Path(where).parent
+    vision = tower_fields(folder, fields.get("mm_vision_tower"))
+    patches, ratio = vision["image_size"] // vision["patch_size"], fields.get("image_aspect_ratio")
+    same: dict[str, Any] = {
+        "token_id": _stand_in(folder),
+        "placeholder": ("<image>" if "<image>" in _added(folder) else "<unk>") + "\n",
+        "side": vision["image_size"],
+    }
+    read = PictureSettings(settings, where)
+    if ratio == "anyres":
+        pinpoints = [(height, width) for width, height in fields.get("image_grid_pinpoints") or PINPOINTS]
+        return AnyresProcessor(read, patches=patches, pinpoints=pinpoints, **same)
+    extra = fields.get("mm_vision_select_feature") == "cls_patch"
+    kind = PaddedProcessor if ratio == "pad" else CenterProcessor
+    return kind(read, length=patches**2 + extra, **same)
 
 
 def _onevision(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
@@ -191,11 +212,23 @@ def _intern(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
-def _token_of(folder: Path, text: str) -> int:
-    """Return the id of an added token of the tokenizer. Raises InvalidCheckpoint."""
+def _added(folder: Path) -> Mapping[Any, Any]:
+    """Return the ids of the tokenizer's added tokens by their texts."""
     added = read_json_object(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
     known: dict[Any, Any] = {each.get("content"): number for number, each in added.items() if isinstance(each, dict)}
-    known |= read_json_object(folder / "added_tokens.json")
+    return known | read_json_object(folder / "added_tokens.json")
+
+
+def _stand_in(folder: Path) -> int:
+    """Return the id that stands for images where the authors' code has none: that of <image> or of <unk>, which is 0
+    in the tokenizers of Llama, Mistral and Yi."""
+    known = _added(folder)
+    return int(known.get("<image>", known.get("<unk>", 0)))
+
+
+def _token_of(folder: Path, text: str) -> int:
+    """Return the id of an added token of the tokenizer. Raises InvalidCheckpoint."""
+    known = _added(folder)
     if text not in known:
         raise InvalidCheckpoint(f"{folder}: the tokenizer has no token {text!r}, which stands for images. Download it.")
     return int(known[text])
@@ -225,6 +258,8 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "InternVLChatModel": _intern,
     "InternVLForConditionalGeneration": _intern,
     "LlavaForConditionalGeneration": _llava,
+    "LlavaLlamaForCausalLM": _original_llava,
+    "LlavaMistralForCausalLM": _original_llava,
     "LlavaNextForConditionalGeneration": _llava_next,
     "LlavaOnevisionForConditionalGeneration": _onevision,
     "Mistral3ForConditionalGeneration": _mistral3,
@@ -234,3 +269,6 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "Qwen3VLMoeForConditionalGeneration": _qwen,
     "SmolVLMForConditionalGeneration": _idefics3,
 }
+
+_OF_TOWER = ("LlavaLlamaForCausalLM", "LlavaMistralForCausalLM")
+"""Classes whose files say nothing of pictures, as their tower's do."""

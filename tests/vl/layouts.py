@@ -39,6 +39,42 @@ def old_llava(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
     }
 
 
+def original_llava(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    """LLaVA 1.6 of its authors. The tower's config lies in a folder of its own, as Yi-VL's does."""
+    names = {
+        "language_model.lm_head.": "lm_head.",
+        "language_model.model.": "model.",
+        "vision_tower.": "model.vision_tower.vision_tower.vision_model.",
+        "multi_modal_projector.linear_1.": "model.mm_projector.0.",
+        "multi_modal_projector.linear_2.": "model.mm_projector.2.",
+        "image_newline": "model.image_newline",
+    }
+
+    def renamed(name: str) -> str:
+        theirs = next(each for each in names if name.startswith(each))
+        return names[theirs] + name.removeprefix(theirs)
+
+    tiled = "image_grid_pinpoints" in fields
+    moved = {renamed(name): tensor for name, tensor in tensors.items()}
+    # Older files have it.
+    moved["model.vision_tower.vision_tower.vision_model.embeddings.position_ids"] = torch.arange(17)[None]
+    return {
+        **{key: value for key, value in fields["text_config"].items() if key not in ("architectures", "model_type")},
+        "architectures": ["LlavaMistralForCausalLM" if tiled else "LlavaLlamaForCausalLM"],
+        "model_type": "llava_mistral" if tiled else "llava",
+        "mm_vision_tower": "./vit/tiny",
+        "mm_projector_type": "mlp2x_gelu",
+        "mm_hidden_size": 24,
+        "mm_vision_select_layer": -2,
+        "mm_vision_select_feature": "patch",
+        "mm_use_im_start_end": False,
+        "tie_word_embeddings": False,
+        **({"image_aspect_ratio": "anyres", "mm_patch_merge_type": "spatial_unpad"} if tiled else {}),
+        **({"image_grid_pinpoints": [pair[::-1] for pair in fields["image_grid_pinpoints"]]} if tiled else {}),
+        "vit/tiny": fields["vision_config"],
+    }, moved
+
+
 _INTERN_NAMES = {
     "vision_tower.embeddings.cls_token": "vision_model.embeddings.class_embedding",
     "vision_tower.embeddings.patch_embeddings.projection": "vision_model.embeddings.patch_embedding",
@@ -106,6 +142,8 @@ LAYOUTS: list[tuple[str, Callable[[Fields, Tensors], tuple[Fields, Tensors]], st
     ("qwen2_5_vl", flat_qwen, None),
     ("llava", moved_llava, None),
     ("llava", old_llava, None),
+    ("llava", original_llava, "LlavaLlamaForCausalLM"),
+    ("llava_next", original_llava, "LlavaMistralForCausalLM"),
     ("internvl", remote_intern, "InternVLChatModel"),
     ("internvl_6b", remote_intern, "InternVLChatModel"),
 ]

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidCheckpoint, ModelError, UnsupportedModel
 from asyncllm.models.registry import open_model
 from asyncllm.models.vision_language import REFUSED_MODELS
+from asyncllm.vl.processor import open_processor
 from tests.vl import table
 from tests.vl.checkpoints import folder_of, picture
-from tests.vl.layouts import LAYOUTS, Fields, Tensors
+from tests.vl.layouts import LAYOUTS, Fields, Tensors, original_llava
 
 pytestmark = pytest.mark.anyio
 
@@ -31,6 +33,10 @@ def rewritten(kind: str, folder: Path, change: Callable[[Fields, Tensors], tuple
     shutil.copytree(folder_of(kind), folder, dirs_exist_ok=True)
     file = folder / "model.safetensors"
     fields, tensors = change(json.loads((folder / "config.json").read_text()), load_file(file))
+    tower = fields.pop("vit/tiny", None)
+    if tower is not None:
+        (folder / "vit/tiny").mkdir(parents=True)
+        (folder / "vit/tiny/config.json").write_text(json.dumps(tower))
     (folder / "config.json").write_text(json.dumps(fields))
     save_file(tensors, file, metadata={"format": "pt"})
     return folder
@@ -57,6 +63,13 @@ async def test_other_names_of_the_same(kind: str, change: Any, name: str | None,
         ("llava", {"vision_config": 3}, InvalidCheckpoint, "vision_config"),
         ("llava", {"vision_config": {"model_type": "dinov2"}}, UnsupportedModel, "model_type"),
         ("llava", {"text_config": {"model_type": "mamba"}}, UnsupportedModel, "decoder of 'mamba'"),
+        ("llava", {"architectures": ["LlavaLlamaForCausalLM"]}, UnsupportedModel, "mm_projector_type"),
+        (
+            "llava",
+            {"architectures": ["LlavaLlamaForCausalLM"], "mm_projector_type": "mlp2x_gelu", "mm_vision_tower": "../x"},
+            UnsupportedModel,
+            "mm_vision_tower",
+        ),
         ("llava_next", {"image_grid_pinpoints": [[30, 28]]}, InvalidCheckpoint, "multiples of 28"),
         ("internvl", {"downsample_ratio": 0.25}, UnsupportedModel, "downsample_ratio"),
         ("qwen2_vl", {"vision_config": {"num_heads": 5, "embed_dim": 32}}, InvalidCheckpoint, "num_heads"),
@@ -68,6 +81,37 @@ def test_configs_that_are_refused(
     folder = rewritten(kind, tmp_path, lambda fields, tensors: ({**fields, **changed}, tensors))
     with pytest.raises(error, match=says):
         open_model(folder, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_the_projector_of_yi_vl(tmp_path: Path) -> None:
+    """Each of its products has a norm behind it."""
+    from transformers import AutoModelForImageTextToText, CLIPVisionModel
+
+    generator = torch.Generator().manual_seed(3)
+    norms = {f"model.mm_projector.{place}": torch.randn(2, 32, generator=generator) for place in (1, 4)}
+
+    def yi(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+        fields, tensors = original_llava(fields, tensors)
+        for suffix in ("weight", "bias"):
+            tensors[f"model.mm_projector.3.{suffix}"] = tensors.pop(f"model.mm_projector.2.{suffix}")
+        for name, (weight, bias) in norms.items():
+            tensors |= {f"{name}.weight": weight.clone(), f"{name}.bias": bias.clone()}
+        return {**fields, "mm_projector_type": "mlp2x_gelu_Norm"}, tensors
+
+    folder = rewritten("llava", tmp_path, yi)
+    processor = open_processor(folder)
+    assert processor is not None
+    image = processor.prepare(picture(1), {})
+    model = open_model(folder, dtype=torch.float32, device=torch.device("cpu"))
+    assert model.vision is not None
+    oracle = AutoModelForImageTextToText.from_pretrained(folder_of("llava"), dtype=torch.float32).model
+    tower, projector = oracle.vision_tower, oracle.multi_modal_projector
+    assert isinstance(tower, CLIPVisionModel)
+    with torch.inference_mode():
+        hidden = tower(torch.from_numpy(image.pixels), output_hidden_states=True).hidden_states[-2][0, 1:]
+        hidden = F.layer_norm(projector.linear_1(hidden), (32,), *norms["model.mm_projector.1"])
+        expected = F.layer_norm(projector.linear_2(F.gelu(hidden)), (32,), *norms["model.mm_projector.4"])
+        torch.testing.assert_close(model.vision.encode([image])[0], expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", REFUSED_MODELS)

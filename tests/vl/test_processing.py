@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from asyncllm import InvalidCheckpoint, InvalidMessage, InvalidParameter, UnsupportedModel
 from asyncllm.vl.processor import open_processor
 from tests.vl.checkpoints import KINDS, folder_of, picture
+from tests.vl.layouts import original_llava
 
 SIZES = [
     *((28, 28), (40, 30), (30, 40), (29, 57), (57, 29), (100, 100), (13, 13), (90, 31), (31, 90), (64, 48)),
@@ -80,6 +82,26 @@ def test_settings_that_are_refused(changed: dict[str, Any] | None, error: type, 
         (tmp_path / "preprocessor_config.json").write_text(json.dumps({**fields, **changed}))
     with pytest.raises(error, match=says):
         open_processor(tmp_path)
+
+
+def test_an_image_is_padded_as_llavas_authors_do(tmp_path: Path) -> None:
+    fields, _ = original_llava(json.loads((folder_of("llava") / "config.json").read_text()), {})
+    tower = fields.pop("vit/tiny")
+    (tmp_path / "vit/tiny").mkdir(parents=True)
+    (tmp_path / "vit/tiny/config.json").write_text(json.dumps(tower))
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "image_aspect_ratio": "pad"}))
+    processor = open_processor(tmp_path)
+    assert processor is not None
+    assert (processor.placeholder, processor.token_id) == ("<unk>\n", 0)
+    mean, std = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
+    for width, height in SIZES:
+        image, side = picture(1, width, height), max(width, height)
+        square = Image.new("RGB", (side, side), tuple(int(each * 255) for each in mean))
+        square.paste(image, (0, (side - height) // 2) if width > height else ((side - width) // 2, 0))
+        expected = (np.asarray(square.resize((28, 28), Image.Resampling.BICUBIC)) / 255 - mean) / std
+        prepared = processor.prepare(image, {})
+        assert prepared.length == 16
+        assert np.abs(prepared.pixels[0] - expected.transpose(2, 0, 1)).max() < 1e-5, (width, height)
 
 
 def test_numbers_come_as_towers_take_them() -> None:

@@ -14,7 +14,7 @@ from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.anyres import best_resolution, fitted, num_tokens
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
 
-__all__ = ["AnyresProcessor", "CenterProcessor", "SquareProcessor"]
+__all__ = ["AnyresProcessor", "CenterProcessor", "PaddedProcessor", "SquareProcessor"]
 
 
 class CenterProcessor:
@@ -66,6 +66,16 @@ class SquareProcessor(CenterProcessor):
         canvas = Image.new("RGB", (side, side), self.settings.background)
         canvas.paste(resized(image, height, width, self.settings.resample), ((side - width) // 2, (side - height) // 2))
         return canvas
+
+
+class PaddedProcessor(CenterProcessor):
+    """All of an image, made a square by bars of the mean colour before it is scaled (LLaVA 1.5, as its authors do)."""
+
+    def squared(self, image: Image.Image) -> Image.Image:
+        side = max(image.size)
+        canvas = Image.new("RGB", (side, side), self.settings.background)
+        canvas.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+        return super().squared(canvas)
 
 
 class AnyresProcessor(CenterProcessor):

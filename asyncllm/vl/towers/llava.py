@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.protocol import PromptImage
 from asyncllm.vl.processing.anyres import grid_of, shrunk, unpadded
 from asyncllm.vl.tower import TowerConfig, VisionTower
@@ -34,6 +35,8 @@ class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
     """The checkpoint's module of the encoder."""
     pinpoints: tuple[tuple[int, int], ...] = ()
     """Heights and widths of tiled images, of LLaVA-NeXT; empty for LLaVA."""
+    projector_norms: bool = False
+    """Whether each product of the projector has a norm behind it (Yi-VL)."""
     most: int | None = None
     """Patches of all tiles, as in `anyres.shrunk`."""
 
@@ -44,6 +47,12 @@ class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
     def weights(self) -> Mapping[str, str]:
         names = ("multi_modal_projector.linear_", "aligner.linear")
         projector = {f"{name}{n}": f"vision.projector_{n}" for name in names for n in (1, 2)}
+        projector |= {"mm_projector.0": "vision.projector_1"}
+        if self.projector_norms:
+            own = {"1": "vision.norm_1", "3": "vision.projector_2", "4": "vision.norm_2"}
+        else:
+            own = {"2": "vision.projector_2"}
+        projector |= {f"mm_projector.{number}": target for number, target in own.items()}
         return {
             **{
                 row: target
@@ -56,7 +65,8 @@ class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
 
     @property
     def unused(self) -> Sequence[str]:
-        names = ("head",) if self.encoder.final_norm else ("post_layernorm", "head")
+        norm = () if self.encoder.final_norm else ("post_layernorm",)
+        names = (*norm, "head", "embeddings.position_ids")
         return [f"{source}.{name}" for source in self._sources for name in names]
 
     @property
@@ -72,6 +82,9 @@ class LlavaTower(VisionTower):
         width = config.encoder.hidden_size * len(config.feature_layers)
         self.projector_1 = Dense(width, hidden_size, bias=config.bias)
         self.projector_2 = Dense(hidden_size, hidden_size, bias=config.bias)
+        norms = config.projector_norms
+        self.norm_1 = LayerNorm(hidden_size, 1e-5) if norms else None
+        self.norm_2 = LayerNorm(hidden_size, 1e-5) if norms else None
         self.newline = Table(hidden_size) if config.pinpoints else None
 
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
@@ -88,7 +101,9 @@ class LlavaTower(VisionTower):
         config = self.config
         hidden = [self.encoder(pixels, count) for count in config.feature_layers]
         x = torch.cat([each[:, 1:] if config.drops_class_token else each for each in hidden], -1)
-        projected: Tensor = self.projector_2(ACTIVATIONS[config.activation](self.projector_1(x)))
+        x = self.projector_1(x)
+        x = self.projector_2(ACTIVATIONS[config.activation](x if self.norm_1 is None else self.norm_1(x)))
+        projected: Tensor = x if self.norm_2 is None else self.norm_2(x)
         return projected
 
     def _joined(self, features: Tensor, image: PromptImage) -> Tensor:
