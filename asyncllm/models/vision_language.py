@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from asyncllm.models.config import HFConfig
 from asyncllm.models.vision.gemma3 import read_gemma3
+from asyncllm.models.vision.glm4v import read_glm4v
 from asyncllm.models.vision.idefics3 import read_idefics3
 from asyncllm.models.vision.intern_vl import read_intern_vl
 from asyncllm.models.vision.llava import read_deepseek_vl, read_llava, read_onevision
@@ -51,6 +52,7 @@ def with_tower(table: WeightMap, vision: TowerConfig) -> WeightMap:
 _READERS: Mapping[str, Callable[[HFConfig], Composed]] = {
     "DeepseekVLForConditionalGeneration": read_deepseek_vl,
     "Gemma3ForConditionalGeneration": read_gemma3,
+    "Glm4vForConditionalGeneration": read_glm4v,
     "Idefics3ForConditionalGeneration": read_idefics3,
     "InternVLChatModel": read_intern_vl,
     "InternVLForConditionalGeneration": read_intern_vl,
@@ -70,6 +72,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed]] = {
 VISION_MODELS: Mapping[str, str] = {
     "DeepseekVLForConditionalGeneration": "DeepSeek-VL 1.3B, as transformers has it",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B",
+    "Glm4vForConditionalGeneration": "GLM-4.1V-9B",
     "Idefics3ForConditionalGeneration": "Idefics3",
     "InternVLChatModel": "InternVL-Chat 1.5, InternVL2, InternVL2.5 and InternVL3, as their authors published them",
     "InternVLForConditionalGeneration": "the same, as transformers has them",
@@ -109,7 +112,9 @@ REFUSED_MODELS: Mapping[str, Refused] = {
         "DeepSeek-VL 7B", "two towers, one of them SAM's", "DeepseekVLForConditionalGeneration"
     ),
     "DeepseekVLV2ForCausalLM": Refused("DeepSeek-VL2", _OWN_TOWER, "DeepseekVLForConditionalGeneration"),
-    "Glm4vForConditionalGeneration": Refused("GLM-4.1V", _OWN_TOWER, "Qwen2_5_VLForConditionalGeneration"),
+    "Glm4vMoeForConditionalGeneration": Refused(
+        "GLM-4.5V", "its decoder's positions are not written yet", "Glm4vForConditionalGeneration"
+    ),
     "InternLMXComposer2ForCausalLM": Refused(
         "InternLM-XComposer2 and 2.5", "weights of their own for images' tokens in every layer", "InternVLChatModel"
     ),

@@ -17,7 +17,7 @@ from asyncllm.vl.processing.clip import AnyresProcessor, CenterProcessor, Padded
 from asyncllm.vl.processing.gemma3 import Gemma3Processor
 from asyncllm.vl.processing.idefics3 import SplitProcessor
 from asyncllm.vl.processing.pixtral import RowsProcessor
-from asyncllm.vl.processing.qwen import DynamicProcessor
+from asyncllm.vl.processing.qwen import DynamicProcessor, FramesProcessor
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.tiles import TileProcessor
 from asyncllm.vl.processing.video import QwenVideoProcessor
@@ -175,6 +175,15 @@ def _gemma3(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
+def _glm4v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    bounds = {"size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}}
+    return FramesProcessor(
+        PictureSettings({**bounds, **settings}, where),
+        token_id=_image_token(fields, 151343),
+        placeholder="<|begin_of_image|><|image|><|end_of_image|>",
+    )
+
+
 def _deepseek(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     vision = {"image_size": 384, "patch_size": 16, **(fields.get("vision_config") or {})}
     return SquareProcessor(
@@ -254,6 +263,7 @@ def _token_id(fields: _Fields, key: str, default: int) -> int:
 _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "DeepseekVLForConditionalGeneration": _deepseek,
     "Gemma3ForConditionalGeneration": _gemma3,
+    "Glm4vForConditionalGeneration": _glm4v,
     "Idefics3ForConditionalGeneration": _idefics3,
     "InternVLChatModel": _intern,
     "InternVLForConditionalGeneration": _intern,

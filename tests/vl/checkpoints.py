@@ -173,6 +173,38 @@ def _qwen3_fields(text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _glm4v() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import Glm4vConfig
+
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "out_hidden_size": 32,
+        "depth": 3,
+        "num_heads": 2,
+        "patch_size": 4,
+        "image_size": 20,
+    }
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+    text = {key: value for key, value in _TEXT.items() if key != "head_dim"}
+    config = Glm4vConfig(
+        vision_config=tower,
+        text_config={**text, "rope_parameters": rope},
+        image_token_id=IMAGE_ID,
+        image_start_token_id=IMAGE_ID + 1,
+        image_end_token_id=IMAGE_ID + 2,
+        video_token_id=319,
+        video_start_token_id=318,
+        video_end_token_id=317,
+    )
+    pictures = {key: value for key, value in _QWEN_PICTURES.items() if not key.endswith("_pixels")}
+    pictures |= {
+        "image_processor_type": "Glm4vImageProcessor",
+        "size": {"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 2 * 40},
+    }
+    return config, pictures, ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>"], None
+
+
 _INTERN_TOKENS = ["<IMG_CONTEXT>", "<img>", "</img>"]
 
 
@@ -395,6 +427,7 @@ KINDS: dict[str, Callable[[], tuple[Any, dict[str, Any], list[str], str | None]]
     "smolvlm": _smolvlm,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
+    "glm4v": _glm4v,
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "deepseek_vl": _deepseek_vl,

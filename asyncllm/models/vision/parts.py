@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asyncllm.models.config import HFConfig
@@ -117,18 +117,19 @@ def square_of(part: HFConfig, key: str, default: int) -> int:
     return part.changed({key: value}).integer(key)
 
 
-def axes_of(text: HFConfig, *, interleaved: bool = False) -> tuple[HFConfig, tuple[int, ...]]:
+def axes_of(
+    text: HFConfig, *, interleaved: bool = False, usual: Sequence[int] = (16, 24, 24)
+) -> tuple[HFConfig, tuple[int, ...]]:
     """Return the decoder's part with plain rotary entries, and by which axis of positions each pair turns.
 
-    Pairs of time, rows and columns follow one another; or they take turns, until the latter two run out. Raises
-    InvalidCheckpoint, UnsupportedModel.
+    Pairs of time, rows and columns follow one another, `usual` so many where the file does not say; or they take turns,
+    until the latter two run out. Raises InvalidCheckpoint, UnsupportedModel.
     """
     key = "rope_parameters" if text.fields.get("rope_parameters") is not None else "rope_scaling"
     rope = text.fields.get(key)
     if not isinstance(rope, dict):
         text.invalid(key, "where an object with mrope_section belongs")
-    default = [24, 20, 20] if interleaved else [16, 24, 24]
-    sections = rope.get("mrope_section", default)
+    sections = rope.get("mrope_section", list(usual))
     whole = isinstance(sections, list) and len(sections) == 3 and all(type(each) is int for each in sections)
     if not whole or min(sections) < 1 or sum(sections) > MAX_PAIRS or text.rope_scaling_factor:
         text.unsupported(key, "Supported: mrope_section, of three numbers, without another scaling.")

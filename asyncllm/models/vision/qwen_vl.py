@@ -56,7 +56,7 @@ def read_qwen_vl(hf: HFConfig, *, gated: bool = False) -> Composed:
 
 def read_qwen3_vl(hf: HFConfig, *, sparse: bool = False) -> Composed:
     text, _ = text_of(hf)
-    text, axes = axes_of(text, interleaved=True)
+    text, axes = axes_of(text, interleaved=True, usual=(24, 20, 20))
     if sparse:
         text.expect("norm_topk_prob", True)
         text = text.changed({"norm_topk_prob": True})

@@ -13,12 +13,12 @@ from asyncllm.protocol import PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
 
-__all__ = ["DynamicProcessor", "whole_squares"]
+__all__ = ["DynamicProcessor", "FramesProcessor", "whole_squares"]
 
 MAX_RATIO = 200
 
 
-def whole_squares(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def whole_squares(height: int, width: int, factor: int, min_pixels: float, max_pixels: float) -> tuple[int, int]:
     """Return the size nearest to an image's that is a multiple of `factor` and within the bounds.
 
     Raises InvalidMessage for an image that is more than 200 times as long as wide.
@@ -60,7 +60,7 @@ class DynamicProcessor:
         least, most = self.bounds(options)
         loaded = load_image(image)
         patch, merge = self.patch, self.merge
-        height, width = whole_squares(loaded.height, loaded.width, patch * merge, least, most)
+        height, width = self._size(loaded.height, loaded.width, least, most)
         numbers = self.settings.numbers(np.asarray(resized(loaded, height, width, self.settings.resample)))
         rows, columns = height // patch // merge, width // patch // merge
         cut = numbers.reshape(3, rows, merge, patch, columns, merge, patch).transpose(1, 4, 2, 5, 0, 3, 6)
@@ -80,6 +80,10 @@ class DynamicProcessor:
             self._bound(options, "max_pixels", self._max_pixels),
         )
 
+    def _size(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
+        """Return the height and width that an image is scaled to, within these bounds of pixels."""
+        return whole_squares(height, width, self.patch * self.merge, least, most)
+
     def _bound(self, options: Mapping[str, Any], name: str, usual: int) -> int:
         """Return a bound that a part of a message may narrow. Raises InvalidParameter."""
         value = options.get(name, usual)
@@ -90,3 +94,14 @@ class DynamicProcessor:
                 "messages",
             )
         return value
+
+
+class FramesProcessor(DynamicProcessor):
+    """Bounds of pixels count an image as the two frames that the tower sees, and a small one is first scaled up to a
+    square of patches (GLM-4.1V)."""
+
+    def _size(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
+        factor, short = self.patch * self.merge, min(height, width)
+        if short < factor:
+            height, width = int(height * (factor / short)), int(width * (factor / short))
+        return whole_squares(height, width, factor, least / 2, most / 2)

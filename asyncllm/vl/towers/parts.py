@@ -56,9 +56,9 @@ class PatchEmbedding(_Owner):
     """A convolution whose windows do not overlap: patches [..., channels * window] -> [..., out]. `window`: its sizes,
     the last ones height and width."""
 
-    def __init__(self, window: tuple[int, ...], out_features: int, *, bias: bool) -> None:
+    def __init__(self, window: tuple[int, ...], out_features: int, *, bias: bool, channels: int = 3) -> None:
         super().__init__()
-        self.weight = _empty(out_features, 3, *window)
+        self.weight = _empty(out_features, channels, *window)
         self.bias = _empty(out_features) if bias else None
 
     def forward(self, patches: Tensor) -> Tensor:

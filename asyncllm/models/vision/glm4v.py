@@ -1,0 +1,44 @@
+"""GLM-4.1V."""
+
+from __future__ import annotations
+
+from asyncllm.models.config import HFConfig
+from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, axes_of, part_of, square_of, text_of
+from asyncllm.vl.towers.glm4v import Glm4vConfig
+
+__all__ = ["read_glm4v"]
+
+
+def read_glm4v(hf: HFConfig) -> Composed:
+    text, _ = text_of(hf)
+    rope = text.fields.get("rope_parameters") or text.fields.get("rope_scaling") or {}
+    usual = {
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) if isinstance(rope, dict) else 1.0,
+        "head_dim": text.integer("hidden_size") // text.integer("num_attention_heads"),
+        "rms_norm_eps": 1e-5,
+    }
+    text = text.changed({**usual, **text.fields, "attention_bias": True})
+    text, axes = axes_of(text, usual=(8, 12, 12))
+    part = part_of(hf, "vision_config")
+    hidden, heads = part.integer("hidden_size", 1536), part.integer("num_heads", 12)
+    if hidden % heads or hidden // heads % 4:
+        part.invalid("num_heads", "which leaves heads of a size that is no multiple of 4")
+    part.expect("in_channels", 3)
+    part.expect("attention_bias", False)
+    part.expect("hidden_act", *TOWER_ACTIVATIONS)
+    part.expect("out_hidden_size", text.integer("hidden_size"))
+    patch = square_of(part, "patch_size", 14)
+    vision = Glm4vConfig(
+        hidden_size=hidden,
+        inner_size=part.integer("out_hidden_size", 4096),
+        merger_size=part.integer("intermediate_size", 13696),
+        num_layers=part.integer("depth", 24),
+        num_heads=heads,
+        patch_size=patch,
+        frames=part.integer("temporal_patch_size", 2),
+        merge=part.integer("spatial_merge_size", 2),
+        activation=TOWER_ACTIVATIONS[part.fields.get("hidden_act", "silu")],
+        eps=part.number("rms_norm_eps", 1e-5),
+        side=square_of(part, "image_size", 336) // patch,
+    )
+    return Composed(text, "Glm4ForCausalLM", vision, axes)

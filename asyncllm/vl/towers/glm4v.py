@@ -1,0 +1,119 @@
+"""The tower of GLM-4.1V (GLM-V Team, 2025): Qwen2-VL's patches with learned positions that are stretched over an image,
+squares of them folded by a convolution, and a gated projector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from asyncllm.layers.layer_norm import LayerNorm
+from asyncllm.layers.norm import RMSNorm
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, Table, TowerActivation
+from asyncllm.vl.towers.qwen_vl import PatchBlock, pixels_of, square_places, square_rotation
+
+__all__ = ["Glm4vConfig", "Glm4vTower"]
+
+
+class Glm4vConfig(TowerConfig, frozen=True, kw_only=True):
+    """A transformer over patches, and the merger of squares of them."""
+
+    hidden_size: int
+    inner_size: int
+    """Of the blocks' MLPs."""
+    merger_size: int
+    """Inner features of the projector."""
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    frames: int
+    """Of a patch; an image is as many equal ones."""
+    merge: int
+    """Patches along a side of the square that becomes a token."""
+    activation: TowerActivation
+    eps: float
+    side: int
+    """Of the square grid of learned positions, which is stretched over an image."""
+
+    def build(self, hidden_size: int) -> Glm4vTower:
+        return Glm4vTower(self, hidden_size)
+
+    @property
+    def weights(self) -> Mapping[str, str]:
+        block, own = "visual.blocks.{i}", "vision.layers.{i}"
+        return {
+            "visual.patch_embed.proj": "vision.patches",
+            "visual.post_conv_layernorm": "vision.first_norm",
+            "visual.embeddings.position_embedding": "vision.positions",
+            f"{block}.norm1": f"{own}.attn_norm",
+            f"{block}.norm2": f"{own}.mlp_norm",
+            f"{block}.attn.qkv": f"{own}.qkv[q+k+v]",
+            f"{block}.attn.proj": f"{own}.out",
+            **{f"{block}.mlp.{name}_proj": f"{own}.{name}" for name in ("gate", "up", "down")},
+            "visual.post_layernorm": "vision.last_norm",
+            "visual.downsample": "vision.fold",
+            "visual.merger.proj": "vision.projector",
+            "visual.merger.post_projection_norm": "vision.projector_norm",
+            **{f"visual.merger.{name}_proj": f"vision.{name}" for name in ("gate", "up", "down")},
+        }
+
+
+class Glm4vTower(VisionTower):
+    def __init__(self, config: Glm4vConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        self.patches = PatchEmbedding((config.frames, config.patch_size, config.patch_size), size, bias=True)
+        self.first_norm, self.last_norm = RMSNorm(size, config.eps), RMSNorm(size, config.eps)
+        self.positions = Table(config.side**2, size)
+        self.layers = nn.ModuleList(
+            PatchBlock(
+                size,
+                config.inner_size,
+                config.num_heads,
+                norm=RMSNorm,
+                activation=config.activation,
+                gated=True,
+                bias=False,
+                eps=config.eps,
+            )
+            for _ in range(config.num_layers)
+        )
+        self.fold = PatchEmbedding((config.merge, config.merge), hidden_size, bias=True, channels=size)
+        self.projector = Dense(hidden_size, hidden_size, bias=False)
+        self.projector_norm = LayerNorm(hidden_size, 1e-5)
+        self.gate = Dense(hidden_size, config.merger_size, bias=False)
+        self.up = Dense(hidden_size, config.merger_size, bias=False)
+        self.down = Dense(config.merger_size, hidden_size, bias=False)
+
+    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
+        config, device = self.config, self.positions.weight.device
+        square, grids = config.merge**2, [image.grid for image in images if image.grid is not None]
+        places = square_places(grids, config.merge).to(device)
+        lengths = [rows * columns * square for rows, columns in grids]
+        x = self.first_norm(self.patches(pixels_of(images, config.frames).to(device)))
+        x = x + self._positions(places.flatten(0, 1), grids, lengths).to(x.dtype)
+        rotation = square_rotation(places, config.hidden_size // config.num_heads)
+        for layer in self.layers:
+            x = layer(x, rotation, lengths)
+        folded = self.fold(self.last_norm(x).view(-1, square, config.hidden_size).transpose(1, 2).flatten(1))
+        x = F.gelu(self.projector_norm(self.projector(folded)))
+        x = self.down(ACTIVATIONS[config.activation](self.gate(x)) * self.up(x))
+        return list(torch.split(x, [rows * columns for rows, columns in grids]))
+
+    def _positions(self, places: Tensor, grids: Sequence[tuple[int, int]], lengths: Sequence[int]) -> Tensor:
+        """Return learned positions of the patches [T, hidden], by cubic interpolation in the stretched grid."""
+        device, side = places.device, self.config.side
+        counts = torch.tensor(lengths, device=device)
+        sizes = torch.tensor(grids, device=device).repeat_interleave(counts, 0) * self.config.merge
+        along = (places + 0.5) / sizes * 2 - 1
+        table = self.positions().float().view(side, side, -1).permute(2, 0, 1)[None]
+        # Columns come first.
+        sampled = F.grid_sample(
+            table, along.flip(-1)[None, :, None], mode="bicubic", align_corners=False, padding_mode="border"
+        )
+        return sampled[0, :, :, 0].T
