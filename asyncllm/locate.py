@@ -12,6 +12,8 @@ from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelNotFound, 
 __all__ = ["BUNDLED", "locate", "locate_adapter"]
 
 BUNDLED = ("tiny-chat",)
+BUNDLED_ADAPTERS = ("tiny-lora",)
+"""For tiny-chat."""
 """Models inside the package, under `asyncllm/assets`."""
 
 ASSETS = Path(__file__).resolve().parent / "assets"
@@ -78,13 +80,16 @@ def locate(
 
 
 def locate_adapter(adapter: str | os.PathLike[str], *, download_dir: str | Path | None = None) -> Path:
-    """Return the folder of a PEFT adapter, downloaded from the hub if need be: an existing folder, or a hub id.
+    """Return the folder of a PEFT adapter, downloaded from the hub if need be: a bundled name ("tiny-lora"), an
+    existing folder, or a hub id.
 
     Raises InvalidParameter, ModelNotFound and InvalidCheckpoint as `locate` does.
     """
     name = adapter if isinstance(adapter, str) else os.fspath(adapter)
     if not isinstance(name, str) or not name.strip() or "\0" in name:
         raise InvalidParameter(f"The path of an adapter is {short(name)}. Give a folder or a hub id.", "adapters")
+    if name in BUNDLED_ADAPTERS:
+        return _checked(ASSETS / name, "adapter_config.json")
     try:
         folder = Path(name).expanduser()
         is_folder = folder.is_dir()

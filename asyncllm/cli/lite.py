@@ -1,4 +1,4 @@
-"""`asyncllm lite`: the tools that quantize a checkpoint, with LMDeploy's names."""
+"""`asyncllm lite`: the tools that make another checkpoint of one, with LMDeploy's names."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ def spelled_out(arguments: Sequence[str]) -> list[str]:
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Give the command line its `lite`."""
-    lite = commands.add_parser(
-        "lite", help="Quantize a checkpoint.", description="Quantize a checkpoint: weights of 4 or 8 bits."
-    )
+    about = "Quantize a checkpoint, or merge an adapter into it."
+    lite = commands.add_parser("lite", help=about, description=about)
     tools = lite.add_subparsers(title="tools", metavar="TOOL", required=True)
     for name, tool in LITE_TOOLS.items():
         parser = tools.add_parser(name, help=tool.about, description=tool.about)
@@ -51,7 +50,9 @@ def _run(options: argparse.Namespace) -> int:
 
     flags.load_plugins(options)
     given = {name: value for name, value in vars(options).items() if name in LiteConfig.__struct_fields__}
-    report = TOOLS[options.tool](options.model, progress=_show if sys.stderr.isatty() else None, **given)
+    if sys.stderr.isatty() and options.tool != "merge_lora":
+        given["progress"] = _show
+    report = TOOLS[options.tool](options.model, **given)
     if not isinstance(report, QuantizeReport):
         print(in_terminal(f"written to {report}"))
         return 0

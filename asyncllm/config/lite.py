@@ -63,6 +63,7 @@ class LiteConfig(Settings, frozen=True, kw_only=True):
         Literal["auto", "float16", "bfloat16", "float32"],
         Meta(description="Type to compute activations in; auto: float32 on a CPU, the checkpoint's on a GPU."),
     ] = "auto"
+    adapter: Annotated[str, Meta(description="Folder or hub id of the LoRA adapter that merge_lora adds.")] = ""
     revision: Annotated[str | None, Meta(description="Branch, tag or commit of a model from the hub.")] = None
     download_dir: Annotated[str | None, Meta(description="Where downloads are kept; None: the hub's own cache.")] = None
 
@@ -96,5 +97,9 @@ LITE_TOOLS: Mapping[str, LiteTool] = {
         (*_COMMON, *_TEXTS, "quant_dtype", "checkpoint_format", "search_scale", "compensate", "damp_percent"),
     ),
     "blocked_fp8": LiteTool("Weights in fp8 with a scale for each block of 128 x 128.", _COMMON),
+    "merge_lora": LiteTool(
+        "Plain weights with a LoRA adapter added to them.",
+        ("adapter", "work_dir", "overwrite", "revision", "download_dir"),
+    ),
 }
-"""By name, which are LMDeploy's but for the last."""
+"""By name, which are LMDeploy's but for the last two."""

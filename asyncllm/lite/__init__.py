@@ -1,4 +1,4 @@
-"""Tools that quantize a checkpoint, with LMDeploy's names: `asyncllm lite`, or from Python.
+"""Tools that make another checkpoint of one, with LMDeploy's names: `asyncllm lite`, or from Python.
 
     from asyncllm.lite import auto_awq
 
@@ -10,7 +10,8 @@ loads like any other checkpoint, and appears whole or not at all.
 
 from __future__ import annotations
 
+from asyncllm.lite.merge_lora import merge_lora
 from asyncllm.lite.quantize import QuantizeReport
 from asyncllm.lite.tools import TOOLS, auto_awq, auto_gptq, blocked_fp8, calibrate, smooth_quant
 
-__all__ = ["TOOLS", "QuantizeReport", "auto_awq", "auto_gptq", "blocked_fp8", "calibrate", "smooth_quant"]
+__all__ = ["TOOLS", "QuantizeReport", "auto_awq", "auto_gptq", "blocked_fp8", "calibrate", "merge_lora", "smooth_quant"]

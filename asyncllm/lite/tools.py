@@ -16,6 +16,7 @@ from asyncllm.config import LITE_TOOLS, LiteConfig
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.lite.eight_bits import BlockedFP8, SmoothQuant
 from asyncllm.lite.few_bits import FewBits, Scaled
+from asyncllm.lite.merge_lora import merge_lora
 from asyncllm.lite.quantize import Progress, QuantizeReport, input_statistics, quantize
 from asyncllm.lite.recipe import Recipe
 from asyncllm.lite.rounding import Grid
@@ -141,6 +142,7 @@ TOOLS: Mapping[str, Callable[..., QuantizeReport | Path]] = {
     "auto_gptq": auto_gptq,
     "smooth_quant": smooth_quant,
     "blocked_fp8": blocked_fp8,
+    "merge_lora": merge_lora,
 }
 
 

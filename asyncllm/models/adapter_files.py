@@ -27,7 +27,7 @@ from asyncllm.models.convert import load_pickle
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.fused import LAYOUTS
 
-__all__ = ["MAX_RANK", "AdapterFiles", "Factors", "takes_adapters"]
+__all__ = ["MAX_RANK", "AdapterConfig", "AdapterFiles", "Factors", "read_tensors", "takes_adapters"]
 
 CONFIG_NAME, WEIGHTS_NAME, PICKLE_NAME = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
@@ -108,9 +108,9 @@ class AdapterFiles:
         """
         if not folder.is_dir():
             raise ModelNotFound(f"{folder} is not a folder. Give the folder that holds {CONFIG_NAME} and the weights.")
-        config = _Config(folder / CONFIG_NAME)
+        config = AdapterConfig(folder / CONFIG_NAME)
         found: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in _tensors(folder):
+        for name, tensor in read_tensors(folder):
             end = _A if name.endswith(_A) else _B
             if not (name.endswith(end) and name.startswith(_PREFIX)):
                 raise _refusal(folder, name)
@@ -142,7 +142,9 @@ def takes_adapters(layer: object, path: str) -> TypeGuard[Linear]:
     return linear and path.startswith("layers.")
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor of each that the adapter in `folder` has, some of them views of a file. Raises
+    InvalidCheckpoint."""
     if (folder / WEIGHTS_NAME).is_file():
         yield from Checkpoint(folder, read_header(folder / WEIGHTS_NAME).values()).read()
     elif (folder / PICKLE_NAME).is_file():
@@ -196,16 +198,18 @@ def _placed(folder: Path, model: DecoderLM, name: str, a: Tensor, b: Tensor) -> 
     return target.module, [Factors(part, *share) for part, share in zip(names, shares, strict=True)]
 
 
-class _Config:
+class AdapterConfig:
     """adapter_config.json, checked."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *, allowed: frozenset[str] = frozenset()) -> None:
+        """Read `file`. `allowed`: entries that are not refused, as the caller sees to them. Raises InvalidCheckpoint,
+        and UnsupportedModel for what is not implemented."""
         self._file = file
         entries = self._read()
         if entries.get("peft_type") != "LORA":
             raise UnsupportedModel(f"{file}: peft_type is {short(entries.get('peft_type'))}, and LORA is implemented.")
         for name, value in entries.items():
-            if value and name not in _FREE | _READ:
+            if value and name not in _FREE | _READ | allowed:
                 self._check_other(name, value)
         if entries.get("bias", "none") != "none":
             raise UnsupportedModel(
@@ -215,6 +219,8 @@ class _Config:
         self._rank = self._number("r", entries.get("r"), whole=True)
         self._alpha = self._number("lora_alpha", entries.get("lora_alpha"))
         self._rslora = entries.get("use_rslora") is True
+        self.turned = entries.get("fan_in_fan_out") is True
+        """Whether the base's weights are [in, out]."""
         self._ranks = self._patterns("rank_pattern", entries.get("rank_pattern"), whole=True)
         self._alphas = self._patterns("alpha_pattern", entries.get("alpha_pattern"))
         targets = entries.get("target_modules")

@@ -1,0 +1,171 @@
+"""`merge_lora`: a checkpoint with an adapter's products added to its weights, for what is not computed row by row.
+
+Besides what adapters are otherwise (`models.adapter_files`), it takes DoRA, factors of embeddings and modules of the
+adapter's own (`modules_to_save`). Tensor by tensor, in float32 and rounded once to the type of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncllm.config import LITE_TOOLS, LiteConfig
+from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedModel, short
+from asyncllm.locate import locate, locate_adapter
+from asyncllm.models.adapter_files import AdapterConfig, read_tensors
+from asyncllm.models.checkpoint import Checkpoint
+from asyncllm.models.output_folder import check_free, copy_companions, output_folder, write_shards
+from asyncllm.models.stream import FLOAT_DTYPES
+
+__all__ = ["merge_lora"]
+
+_MERGED = frozenset({"use_dora", "modules_to_save"})
+"""Entries of a config that are merged, though no row has them."""
+
+_PREFIX, _BASE = "base_model.model.", "base_layer."
+
+_PARTS = {
+    "lora_A.weight": "a",
+    "lora_B.weight": "b",
+    "lora_embedding_A": "embedding a",
+    "lora_embedding_B": "embedding b",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+}
+"""Ends of names, and what the tensor is of its module."""
+
+
+def merge_lora(
+    model: str | os.PathLike[str], work_dir: str = LiteConfig().work_dir, *, adapter: str, **options: Any
+) -> Path:
+    """Write the checkpoint `model`, whose weights are plain, with `adapter` added to it, and return the folder.
+
+    Args:
+        model: name, folder or hub id of a checkpoint.
+        work_dir: folder to write.
+        adapter: folder or hub id of a PEFT adapter.
+        options: `overwrite`, `revision` and `download_dir` of `LiteConfig`.
+
+    Raises InvalidParameter, ModelNotFound, InvalidCheckpoint for an adapter of another model, and UnsupportedModel for
+    what an adapter has besides; nothing is written then.
+    """
+    known = LITE_TOOLS["merge_lora"].options
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise InvalidParameter(f"merge_lora has no option {unknown[0]!r}. Its options: {', '.join(known)}.", unknown[0])
+    config = LiteConfig.from_dict({**options, "work_dir": str(work_dir), "adapter": adapter}).checked()
+    if not config.adapter:
+        raise InvalidParameter("adapter is not given. Name the folder or hub id of an adapter.", "adapter")
+    destination = check_free(Path(config.work_dir), "work_dir", overwrite=config.overwrite)
+    folder = locate(model, revision=config.revision, download_dir=config.download_dir)
+    if folder.resolve() == destination.resolve():
+        raise InvalidParameter("work_dir is the folder of the model. Give another one.", "work_dir")
+    checkpoint = Checkpoint.open(folder)
+    changes = _Changes(locate_adapter(config.adapter, download_dir=config.download_dir), checkpoint)
+    with output_folder(destination, checkpoint.num_bytes) as partial:
+        write_shards(changes.applied(), partial)
+        copy_companions(folder, partial)
+    return destination
+
+
+class _Changes:
+    """What an adapter changes of a checkpoint. Everything is checked before anything is read of that."""
+
+    def __init__(self, folder: Path, checkpoint: Checkpoint) -> None:
+        self._folder, self._checkpoint = folder, checkpoint
+        self._config = AdapterConfig(folder / "adapter_config.json", allowed=_MERGED)
+        self._replaced: dict[str, Tensor] = {}
+        """Name in the checkpoint -> what takes the place of the tensor."""
+        self._parts: dict[str, dict[str, Tensor]] = {}
+        """Name of a weight in the checkpoint -> its factors."""
+        self._modules: dict[str, str] = {}
+        """Name of a weight in the checkpoint -> its module in the adapter."""
+        for name, tensor in read_tensors(folder):
+            self._take(name, tensor)
+        for name, parts in self._parts.items():
+            self._check(name, parts)
+        if not self._parts and not self._replaced:
+            raise InvalidCheckpoint(f"{folder} holds no tensor of an adapter. Download it again.")
+
+    def _take(self, name: str, tensor: Tensor) -> None:
+        if not name.startswith(_PREFIX) or not tensor.is_floating_point():
+            raise InvalidCheckpoint(f"{self._folder}: {short(name)} is not a tensor of PEFT's.")
+        bare = name.removeprefix(_PREFIX)
+        for end, part in _PARTS.items():
+            if bare.endswith(f".{end}"):
+                module = bare.removesuffix(f".{end}")
+                weight = self._stored(f"{module}.weight")
+                # The source is a view of a file.
+                self._parts.setdefault(weight, {})[part] = tensor.to(torch.float32, copy=True)
+                self._modules[weight] = module
+                return
+        if ".lora_" in bare or bare.endswith("trainable_tokens_delta"):
+            raise UnsupportedModel(f"{self._folder}: {short(name)} is not merged: its kind of adapter is not known.")
+        stored = self._stored(bare.replace(_BASE, "").replace("modules_to_save.default.", ""))
+        if tuple(tensor.shape) != self._checkpoint.tensors[stored].shape:
+            raise UnsupportedModel(
+                f"{self._folder}: {short(name)} is {list(tensor.shape)}, and the checkpoint has "
+                f"{list(self._checkpoint.tensors[stored].shape)}. A vocabulary of another size is not merged."
+            )
+        self._replaced[stored] = tensor.clone()
+
+    def _stored(self, name: str) -> str:
+        """Return what the checkpoint calls a tensor: one of a model without its head lacks the first part."""
+        tensors = self._checkpoint.tensors
+        for candidate in (name, name.partition(".")[2], f"model.{name}"):
+            if candidate in tensors:
+                if tensors[candidate].dtype not in FLOAT_DTYPES:
+                    raise UnsupportedModel(
+                        f"{self._checkpoint.folder}: {short(candidate)} is quantized. Merge the adapter into the "
+                        f"checkpoint that it was made of."
+                    )
+                return candidate
+        raise InvalidCheckpoint(
+            f"{self._folder}: the checkpoint has no {short(name)}. Check that the adapter was trained on this model, "
+            f"that its weights are not quantized, and that its head is not its embedding."
+        )
+
+    def _check(self, name: str, parts: Mapping[str, Tensor]) -> None:
+        shape, module = self._checkpoint.tensors[name].shape, self._modules[name]
+        kinds = set(parts) - {"magnitude"}
+        if kinds not in ({"a", "b"}, {"embedding a", "embedding b"}) or (kinds != {"a", "b"} and "magnitude" in parts):
+            raise InvalidCheckpoint(f"{self._folder}: {short(module)} has not both of its factors. Download it again.")
+        added = self._product(name, parts).shape if self._fit(parts) else None
+        if len(shape) != 2 or added is None or tuple(added) not in (shape, shape[::-1]):
+            raise InvalidCheckpoint(
+                f"{self._folder}: the factors of {short(module)} do not make up {list(shape)}, the shape of the "
+                f"checkpoint's. Check that the adapter was trained on this model."
+            )
+
+    @staticmethod
+    def _fit(parts: Mapping[str, Tensor]) -> bool:
+        a, b = (parts[each] for each in sorted(set(parts) - {"magnitude"}))
+        return a.dim() == 2 == b.dim() and len(a) == b.shape[1] > 0
+
+    def _product(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
+        """What is added to a weight [out, in], or to an embedding [tokens, hidden]."""
+        if "a" in parts:
+            return parts["b"] @ parts["a"] * self._config.scale(self._modules[name], len(parts["a"]))
+        a, b = parts["embedding a"], parts["embedding b"]
+        return (b @ a).t() * self._config.scale(self._modules[name], len(a))
+
+    def applied(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor of the checkpoint, changed or as it is."""
+        for name, tensor in self._checkpoint.read():
+            base = self._replaced.get(name, tensor).to(tensor.dtype)
+            parts = self._parts.get(name)
+            if parts is None:
+                yield name, base
+                continue
+            product = self._product(name, parts)
+            # Conv1D has weights [in, out]; of a square one the config tells.
+            turned = product.shape != base.shape or (product.shape[0] == product.shape[1] and self._config.turned)
+            weight = (base.t() if turned else base).float() + product
+            if "magnitude" in parts:
+                weight = weight * (parts["magnitude"].view(-1, 1) / weight.norm(dim=1, keepdim=True))
+            yield name, (weight.t() if turned else weight).to(tensor.dtype).contiguous()

@@ -1,0 +1,1 @@
+"""The bundled adapter ``tiny-lora``: tiny-chat in capital letters."""
