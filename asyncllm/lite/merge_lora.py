@@ -148,7 +148,7 @@ class _Changes:
         return a.dim() == 2 == b.dim() and len(a) == b.shape[1] > 0
 
     def _product(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
-        """What is added to a weight [out, in], or to an embedding [tokens, hidden]."""
+        """Return what is added to a weight [out, in], or to an embedding [tokens, hidden]."""
         if "a" in parts:
             return parts["b"] @ parts["a"] * self._config.scale(self._modules[name], len(parts["a"]))
         a, b = parts["embedding a"], parts["embedding b"]
