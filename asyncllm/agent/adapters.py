@@ -1,8 +1,9 @@
 """AdapterPool: the LoRA adapters of a model. All that are loaded lie in host memory, some in slots on the device.
 
-Which adapter is in which slot is the engine's choice, and comes with each sequence (`SlotStart`). Steps run in order,
-so a slot is written between those before, which read what was there, and those behind. What a step that was never
-launched should have brought up, the next start that names it brings.
+Which adapter is in which slot is the engine's choice, and comes with each sequence (`SlotStart`). On a GPU an adapter
+comes up on a stream of its own: behind the last step that reads its slot, beside all others, and ahead of the step that
+brings it. That one is launched while the step before it runs, which as a rule takes longer than the copy. What a step
+that was never launched should have brought up, the next start that names it brings.
 
 A slot is one run of memory with room for the factors of every adapted layer, so that an adapter comes up in one copy:
 
@@ -12,6 +13,7 @@ A slot is one run of memory with room for the factors of every adapted layer, so
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,6 +89,12 @@ class AdapterPool:
         self._host: dict[int, _Host] = {}
         self._content: dict[int, int] = {}
         """Slot -> the number of what it holds."""
+        self.uploads: torch.cuda.Stream | None = None
+        """Where adapters come up; None: where steps are computed."""
+        if self._device.type == "cuda":
+            self.uploads = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._last_read: dict[int, torch.cuda.Event] = {}
+        """Slot -> the end of the last launched step that reads it."""
         for number, (name, files) in enumerate(read.items(), start=1):
             try:
                 self._host[number] = self._packed(files)
@@ -113,6 +121,7 @@ class AdapterPool:
                 f"free. Lower max_loras or max_lora_rank."
             ) from error
         self._ranks = torch.zeros(num_slots, len(self._places), dtype=torch.int32, device=self._device)
+        self.read_by_steps(range(num_slots))  # what is written first comes behind the zeros
         for index, place in enumerate(self._places):
             layer = place.layer
             a = self._values[:, place.a].view(num_slots, -1, layer.in_features)
@@ -124,6 +133,7 @@ class AdapterPool:
         for place in self._places:
             place.layer.adapters = None
         self._content.clear()
+        self._last_read.clear()
         self._values = self._ranks = torch.empty(0)
 
     def load(self, number: int, path: str) -> None:
@@ -135,16 +145,30 @@ class AdapterPool:
         self._host.pop(number, None)
 
     def put(self, number: int, slot: int) -> None:
-        """See to it that a slot holds an adapter; launched on the current stream."""
+        """See to it that a slot holds an adapter for all that is launched on the current stream from now on."""
         if self._content.get(slot) == number:
             return
         if number == NO_ADAPTER:
             self._ranks[slot].zero_()
+        elif self.uploads is None:
+            self._copy(self._host[number], slot)
         else:
-            host = self._host[number]
-            self._values[slot].copy_(host.values, non_blocking=True)
-            self._ranks[slot].copy_(host.ranks, non_blocking=True)
+            self.uploads.wait_event(self._last_read[slot])
+            with torch.cuda.stream(self.uploads):
+                self._copy(self._host[number], slot)
+            torch.cuda.current_stream().wait_stream(self.uploads)
         self._content[slot] = number
+
+    def _copy(self, host: _Host, slot: int) -> None:
+        self._values[slot].copy_(host.values, non_blocking=True)
+        self._ranks[slot].copy_(host.ranks, non_blocking=True)
+
+    def read_by_steps(self, slots: Iterable[int]) -> None:
+        """Take note that what is launched on the current stream so far reads, or writes, these slots."""
+        if self.uploads is not None:
+            end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            end.record()
+            self._last_read.update(dict.fromkeys(slots, end))
 
     def _packed(self, files: AdapterFiles) -> _Host:
         """Return an adapter as it lies in a slot."""

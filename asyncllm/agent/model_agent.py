@@ -372,6 +372,8 @@ class ModelAgent:
         pending.slots = rows.slots
         size = smallest_for(num_rows, self._decode_sizes)
         graphs.replay(_ADAPTED[_FORWARD] if arrays.adapted else _FORWARD, size)
+        if self._placement.adapters is not None and arrays.adapted:
+            self._placement.adapters.read_by_steps(arrays.adapter_slots)
 
         def sample() -> None:
             # The host may still be fetching what this overwrites.
@@ -435,6 +437,8 @@ class ModelAgent:
         if step.size is not None and graphs is not None:
             graphs.replay(_ADAPTED[_MIXED] if step.inputs.adapted else _MIXED, step.size)
         hidden, stream = self._forward(step, pending, whole=whole)
+        if self._placement.adapters is not None and step.inputs.adapted:
+            self._placement.adapters.read_by_steps(step.arrays.adapter_slots)
         unsound = self._no_flags
         if batch.prefill:
             # A chunk that nothing is sampled from is looked at too: its blocks may not enter the prefix cache.

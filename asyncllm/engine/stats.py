@@ -43,6 +43,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks copied to host memory, of preempted sequences and of the prefix cache."""
     blocks_swapped_in: int
     """Blocks copied back."""
+    adapters_resident: int
+    """LoRA adapters in a slot of the device."""
+    adapters_running: int
+    """Those that running sequences have."""
+    adapter_uploads: int
+    """Times that an adapter was brought up to the device."""
     steps: int
     steps_failed: int
     """Those that raised and took their rows with them."""
@@ -101,6 +107,9 @@ def scheduler_stats(scheduler: Scheduler, arrived: int) -> dict[str, Any]:
         "host_blocks_held": host.blocks.num_held,
         "blocks_swapped_out": host.num_swapped_out,
         "blocks_swapped_in": host.num_swapped_in,
+        "adapters_resident": len(scheduler.adapters.resident),
+        "adapters_running": scheduler.adapters.num_running,
+        "adapter_uploads": scheduler.adapters.num_taken,
         "steps": counts.steps,
         "steps_failed": counts.failed_steps,
         "prompt_tokens": counts.prompt_tokens,

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
+from asyncllm.agent.model_agent import ModelAgent
 from asyncllm.types import Response
 from tests.adapters import write_adapter
 from tests.engine.waits import settle
-from tests.gpu.engines import WIDE_VOCAB, device_config, free_memory, random_prompts, wide_checkpoint
+from tests.gpu.engines import DEVICE, WIDE_VOCAB, device_config, free_memory, random_prompts, wide_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(300)]
 
@@ -170,6 +171,33 @@ async def test_adapters_come_up_while_others_decode(base: Path, adapters: list[s
         await engine.unload_adapter("late")
         assert (await running).token_ids == whole.token_ids
         await settle(engine)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has no streams")
+def test_an_upload_waits_for_no_step_that_does_not_read_its_slot(base: Path, adapters: list[str]) -> None:
+    config = device_config(adapters=named(adapters, 3), max_loras=2, dtype="bfloat16")
+    agent = ModelAgent(config, base)
+    pool, stream = agent._placement.adapters, agent._streams.stream
+    assert pool is not None
+    assert pool.uploads is not None
+    assert stream is not None
+    with agent._streams.launching():
+        pool.put(1, 0)
+        stream.synchronize()
+        torch.cuda._sleep(10**9)  # half a second
+        pool.read_by_steps([0])
+        pool.put(2, 1)
+        pool.uploads.synchronize()
+        assert not stream.query(), "the upload has waited for the step"
+        torch.cuda._sleep(10**9)
+        pool.read_by_steps([1])
+        pool.put(3, 1)
+        pool.uploads.synchronize()
+        # The second step has been waited for, and what is launched now comes behind the upload.
+        assert stream.query()
+        places = pool._values[1].clone()
+    stream.synchronize()
+    assert torch.equal(places.cpu(), pool._host[3].values)
 
 
 async def test_slots_sleep_and_wake(base: Path, adapters: list[str]) -> None:

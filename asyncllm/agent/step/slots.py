@@ -78,6 +78,12 @@ class StepArrays:
         return slots is not None and bool((slots >= 0).any())
 
     @property
+    def adapter_slots(self) -> list[int]:
+        """Those of the tokens' adapters."""
+        slots = self.columns.get(ADAPTER_SLOTS)
+        return [] if slots is None else np.unique(slots[slots >= 0]).tolist()
+
+    @property
     def prompts(self) -> list[tuple[int, int]]:
         """Tokens of each prefill row, and of those its context."""
         if self.offsets is None:

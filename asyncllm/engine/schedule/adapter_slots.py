@@ -37,6 +37,13 @@ class AdapterSlots:
         """Number of an adapter -> running sequences that have it."""
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Numbers of those with a slot and without sequences, the least recently used first."""
+        self.num_taken = 0
+        """Times that a slot was given to an adapter which was not there."""
+
+    @property
+    def num_running(self) -> int:
+        """Adapters that running sequences have."""
+        return len(self._running)
 
     @property
     def resident(self) -> dict[int, int]:
@@ -52,6 +59,7 @@ class AdapterSlots:
         number = adapter.number
         if number not in self._slot_of:
             self._slot_of[number] = self._free.pop() if self._free else self._evict()
+            self.num_taken += 1
         self._idle.pop(number, None)
         self._running[number] += 1
         return self._slot_of[number]

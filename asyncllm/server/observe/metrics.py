@@ -51,6 +51,8 @@ GAUGES: tuple[Reading, ...] = (
         "Fraction of the KV blocks in host memory that swapped sequences hold; 1: all.",
         lambda stats: stats.host_blocks_held / stats.host_blocks_total if stats.host_blocks_total else 0.0,
     ),
+    ("num_adapters_resident", "LoRA adapters in a slot of the device.", lambda stats: stats.adapters_resident),
+    ("num_adapters_running", "Those that running sequences have.", lambda stats: stats.adapters_running),
     ("sleep_level", "1 or 2: parts of the model sleep; 0: all of it is awake.", lambda stats: stats.sleep_level),
     (
         "seconds_since_progress",
@@ -83,6 +85,7 @@ COUNTERS: tuple[Reading, ...] = (
         "Preempted sequences that found too few blocks in host memory, and are computed again.",
         lambda stats: stats.swap_fallbacks,
     ),
+    ("adapter_uploads", "Times that an adapter was brought up to the device.", lambda stats: stats.adapter_uploads),
     ("requests_refused", "Calls that found the queue full.", lambda stats: stats.requests_refused),
     ("requests_expired", "Requests that ended at their deadline.", lambda stats: stats.requests_expired),
 )

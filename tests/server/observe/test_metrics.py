@@ -119,6 +119,20 @@ async def test_what_waits_in_host_memory() -> None:
     assert value(idle, "swap_fallbacks_total") == stats.swap_fallbacks
 
 
+async def test_adapters_on_the_device() -> None:
+    config = EngineConfig(adapters={"a": "somewhere", "b": "somewhere"}, max_loras=1)
+    engine = FakeEngine("x" * 20, config)
+    async with serving(engine) as served:
+        for model in ("a", "b", "a"):
+            status, _ = await served.post("/v1/chat/completions", {"model": model, "messages": PING})
+            assert status == 200
+        await settle(engine)
+        found = await scrape(served)
+    assert value(found, "num_adapters_resident") == 1
+    assert value(found, "num_adapters_running") == 0
+    assert value(found, "adapter_uploads_total") == 3
+
+
 async def test_what_clients_make_up_adds_no_series() -> None:
     async with serving(FakeEngine()) as served:
 
