@@ -19,10 +19,12 @@ EXPECTED = {
     "batch": "What is 15 + 25? ",
     "openai_client": "['served'] at http://127.0.0.1:",
     "nearest_sentence": "What is 17 + 25? -> ",
+    "passkey": "found 1 of 1 in 4030 tokens with rope_scaling_factor=2\nfound 0 of 1 in 4030 tokens without",
 }
 
-WITH_TINY_CHAT = {"agent"}
-"""Of the checkpoint with random weights half of all tokens end an answer, which is no way to write a call."""
+WITH_TINY_CHAT = {"agent", "passkey"}
+"""Of the checkpoint with random weights half of all tokens end an answer, which is no way to write a call, and it has
+learned nothing."""
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
