@@ -83,7 +83,7 @@ async def test_reasoning_is_split_off_and_counted() -> None:
     async with engine("<think>\nHm, hm.\n</think>\n\nYes.", THINKS) as llm:
         answer = await llm.generate("Hi")
         assert (answer.reasoning, answer.text, answer.finish_reason) == ("Hm, hm.", "Yes.", "stop")
-        assert answer.reasoning_token_len == len(">\nHm, hm.\n</think>")
+        assert answer.reasoning_token_len == len("<think>\nHm, hm.\n</think>")
         kept = await llm.generate("Hi", separate_reasoning=False)
         assert (kept.reasoning, kept.text) == ("", "<think>\nHm, hm.\n</think>\n\nYes.")
         raw = await llm.generate("Hi", do_preprocess=False)

@@ -204,10 +204,11 @@ class SplitAnswer(Answer):
         return self._reply.num_complete > 0
 
     def read(self, tokens: Sequence[int], *, last: bool) -> None:
+        before = self.num_read
         self.num_read += len(tokens)
         if last and tokens and tokens[-1] in self._hidden_ids:
             tokens = tokens[:-1]
-        for token in tokens:
+        for place, token in enumerate(tokens, start=1):
             if self.over:
                 return
             text = self._detokenizer.push([token])
@@ -215,6 +216,9 @@ class SplitAnswer(Answer):
             was_thinking = self._reply.thinking
             self._handle(self._reply.push(self._codes.get(token, text)))
             self.reasoning_tokens += was_thinking or self._reply.thinking
+            if self._reply.thinking and not was_thinking and not (self._parts or self._calls or self._thoughts):
+                # The mark may be of several tokens, and is read at its last one.
+                self.reasoning_tokens = before + place
         if last and not self.over:
             rest = self._detokenizer.flush()
             self._raw.append(rest)

@@ -17,17 +17,18 @@ from aiohttp import web
 from asyncllm.server.http.access import KEY
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.responses import built_response, encode, json_response
-from asyncllm.server.openai.answers import size_of
+from asyncllm.server.openai.answers import chat_logprobs, size_of
+from asyncllm.server.openai.responses import TokenLogprob
 from asyncllm.server.request.arguments import request_options, sampled_config, thinking_options
 from asyncllm.server.request.decode import read_request
 from asyncllm.server.request.media import with_images
 from asyncllm.server.responses.items import messages_of
 from asyncllm.server.responses.output import Event, OutputItems
-from asyncllm.server.responses.requests import ResponsesRequest, check_included, format_of, tools_of
+from asyncllm.server.responses.requests import ResponsesRequest, check_included, format_of, logprobs_of, tools_of
 from asyncllm.server.responses.store import Kept
 from asyncllm.server.service import Service, service_of
 from asyncllm.server.sse import SSE, stream
-from asyncllm.types import Chunk, Message
+from asyncllm.types import Chunk, Logprobs, Message
 
 __all__ = [
     "DeletedResponse",
@@ -102,11 +103,16 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     before: list[Message] = []
     if body.previous_response_id is not None:
         before = service.responses.get(request[KEY], body.previous_response_id, "previous_response_id").messages
+    body.input = service.responses.resolved(request[KEY], body.input)
     said = await with_images(request, messages_of(body.input))
     front: list[Message] = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     effort = None if body.reasoning is None else body.reasoning.effort
     config = sampled_config(
-        body, service.defaults, max_new_tokens=body.max_output_tokens, response_format=format_of(body)
+        body,
+        service.defaults,
+        max_new_tokens=body.max_output_tokens,
+        response_format=format_of(body),
+        logprobs=logprobs_of(body),
     )
     generation = service.engine.generate(
         [*front, *before, *said],
@@ -168,7 +174,7 @@ class _Answer:
         self._service = service
         self._body = body
         self._messages = messages
-        self._output = OutputItems()
+        self._output = OutputItems(None if logprobs_of(body) is None else self._scored)
         self._number = 0
         """Of the next event."""
         self._finish_reason: str | None = None
@@ -193,6 +199,9 @@ class _Answer:
             self.object.reasoning = {"effort": body.reasoning.effort, "summary": None}
         if body.text is not None and body.text.format is not None:
             self.object.text = {"format": body.text.format}
+
+    def _scored(self, logprobs: Logprobs) -> list[TokenLogprob]:
+        return chat_logprobs(self._service.engine.tokenizer, logprobs, self._body.top_logprobs or 0).content
 
     def take(self, chunk: Chunk) -> list[Event]:
         """Take a chunk in, and return its events."""

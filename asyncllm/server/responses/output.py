@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from asyncllm.types import Chunk
+from asyncllm.types import Chunk, Logprobs
 
 __all__ = ["Event", "OutputItems"]
 
@@ -21,7 +21,13 @@ TEXT_NAMES = {REASONING: "reasoning_text", MESSAGE: "output_text"}
 class OutputItems:
     """The items of one response, fed with the chunks of its answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, scored: Callable[[Logprobs], list[Any]] | None = None) -> None:
+        """`scored`: writes the log-probabilities of a message's tokens, if they are asked for."""
+        self._scored = scored
+        self._logprobs: list[Any] = []
+        """Of the tokens of the open message."""
+        self._num_reasoning = 0
+        """Tokens of reasoning so far."""
         self.items: list[dict[str, Any]] = []
         """As they are sent, the last one perhaps unfinished."""
         self._parts: list[str] = []
@@ -32,8 +38,9 @@ class OutputItems:
         """Yield the events of a chunk."""
         if chunk.reasoning:
             yield from self._text(REASONING, chunk.reasoning)
-        if chunk.text:
-            yield from self._text(MESSAGE, chunk.text)
+        logprobs = self._logprobs_of(chunk)
+        if chunk.text or logprobs:
+            yield from self._text(MESSAGE, chunk.text, logprobs)
         for piece in chunk.tool_calls:
             if piece.name is not None:
                 call = {"arguments": "", "call_id": piece.id, "name": piece.name}
@@ -51,13 +58,20 @@ class OutputItems:
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
-    def _text(self, kind: str, text: str) -> Iterator[Event]:
+    def _logprobs_of(self, chunk: Chunk) -> list[Any]:
+        """Return the log-probabilities of a chunk's tokens but for those of reasoning, which come first."""
+        new, self._num_reasoning = chunk.reasoning_token_len - self._num_reasoning, chunk.reasoning_token_len
+        said = (chunk.logprobs or [])[new:]
+        return [] if self._scored is None or not said else self._scored(said)
+
+    def _text(self, kind: str, text: str, logprobs: list[Any] | None = None) -> Iterator[Event]:
         if not self._is_open or self.items[-1]["type"] != kind:
             yield from self._begin_text(kind)
         self._parts.append(text)
         fields: dict[str, Any] = {**self._place(), "content_index": 0, "delta": text}
         if kind == MESSAGE:
-            fields["logprobs"] = []
+            fields["logprobs"] = logprobs or []
+            self._logprobs += fields["logprobs"]
         yield f"response.{TEXT_NAMES[kind]}.delta", fields
 
     def _begin_text(self, kind: str) -> Iterator[Event]:
@@ -93,7 +107,8 @@ class OutputItems:
             part["text"] = text
             fields = {**place, "content_index": 0, "text": text}
             if item["type"] == MESSAGE:
-                fields["logprobs"] = []
+                part["logprobs"], self._logprobs = self._logprobs, []
+                fields["logprobs"] = part["logprobs"]
             yield f"response.{TEXT_NAMES[item['type']]}.done", fields
             yield "response.content_part.done", {**place, "content_index": 0, "part": part}
         yield "response.output_item.done", {"output_index": place["output_index"], "item": item}

@@ -7,14 +7,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from asyncllm.config import RequestKeywords
+from asyncllm.config import MAX_LOGPROBS, RequestKeywords
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.request.fields import MAX_MESSAGES, NewTokens, SamplingFields, Variables
 
-__all__ = ["ResponsesRequest", "check_included", "format_of", "tools_of"]
+__all__ = ["ResponsesRequest", "check_included", "format_of", "logprobs_of", "tools_of"]
 
-INCLUDED = ("reasoning.encrypted_content",)
-"""Of `include`: what clients ask for who send reasoning back, which is there in plain text."""
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+"""Of `include`; the last is what clients ask for who send reasoning back, which is there in plain text."""
 
 
 class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -59,6 +60,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     reasoning: ReasoningOptions | None = None
     max_output_tokens: NewTokens | None = None
     include: list[str] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """How many of the most likely tokens are sent with each; needs message.output_text.logprobs in `include`."""
     metadata: dict[str, Any] | None = None
     """Sent back."""
     store: bool | None = None
@@ -76,11 +79,29 @@ def check_included(body: ResponsesRequest) -> None:
         if name not in INCLUDED:
             raise ApiError(
                 400,
-                f"include holds {name[:64]!r}, which responses do not have. Leave it out; /v1/chat/completions has "
-                f"log-probabilities.",
+                f"include holds {name[:64]!r}, which responses do not have. Leave it out.",
                 code="unsupported_parameter",
                 param="include",
             )
+
+
+def logprobs_of(body: ResponsesRequest) -> int | None:
+    """Return how many log-probabilities each token comes with, its own apart; None: none. Raises ApiError."""
+    if LOGPROBS not in (body.include or ()):
+        if body.top_logprobs is not None:
+            raise ApiError(
+                400, f"top_logprobs needs {LOGPROBS!r} in include.", code="invalid_value", param="top_logprobs"
+            )
+        return None
+    if body.tools:
+        raise ApiError(
+            400,
+            "Log-probabilities are those of a message's tokens, which are not told apart from a call's. Leave tools or "
+            f"{LOGPROBS} out; /v1/chat/completions has those of all tokens.",
+            code="unsupported_parameter",
+            param="include",
+        )
+    return body.top_logprobs or 0
 
 
 def format_of(body: ResponsesRequest) -> dict[str, Any] | None:

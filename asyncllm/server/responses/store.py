@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from asyncllm.server.http.errors import ApiError
@@ -32,6 +33,11 @@ class Kept(NamedTuple):
     size: int
     """Bytes of all that, about."""
 
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """What may be referred to."""
+        return [*self.input_items, *self.body.get("output", ())]
+
 
 class KeptResponses:
     """By key and id. Belongs to one event loop."""
@@ -40,6 +46,8 @@ class KeptResponses:
         self._ttl = ttl
         self._kept: OrderedDict[tuple[int, str], tuple[Kept, float]] = OrderedDict()
         """With the time of its last use, least recently used first."""
+        self._items: dict[tuple[int, str], dict[str, Any]] = {}
+        """Items of kept responses and of what they answer, by key and id."""
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -49,6 +57,7 @@ class KeptResponses:
         """Keep a response, and forget others for it. One that is too large by itself is not kept."""
         now = asyncio.get_running_loop().time()
         self._kept[key, response.body["id"]] = response, now
+        self._items |= {(key, item["id"]): item for item in response.items}
         self._bytes += response.size
         self._forget(now)
 
@@ -69,6 +78,26 @@ class KeptResponses:
         self._kept.move_to_end((key, response_id))
         return found[0]
 
+    def resolved(self, key: int, items: str | Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        """Return input items with those that are named by an `item_reference` in its place. Raises ApiError 404."""
+        if isinstance(items, str):
+            return items
+        self._forget(asyncio.get_running_loop().time())
+        return [self._item(key, item) if item.get("type") == "item_reference" else item for item in items]
+
+    def _item(self, key: int, reference: dict[str, Any]) -> dict[str, Any]:
+        item_id = str(reference.get("id"))
+        found = self._items.get((key, item_id))
+        if found is None:
+            raise ApiError(
+                404,
+                f"There is no item {item_id[:128]!r}: its response was not stored, was deleted, or others needed its "
+                f"room. Send the item itself.",
+                code="item_not_found",
+                param="input",
+            )
+        return found
+
     def delete(self, key: int, response_id: str) -> None:
         """Forget a response. Raises ApiError 404."""
         self.get(key, response_id)
@@ -82,4 +111,8 @@ class KeptResponses:
             self._drop(oldest)
 
     def _drop(self, place: tuple[int, str]) -> None:
-        self._bytes -= self._kept.pop(place)[0].size
+        response, _ = self._kept.pop(place)
+        self._bytes -= response.size
+        for item in response.items:
+            if self._items.get((place[0], item["id"])) is item:
+                del self._items[place[0], item["id"]]

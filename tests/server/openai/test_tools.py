@@ -73,7 +73,7 @@ async def test_deltas_are_of_one_kind_and_calls_come_one_after_the_other() -> No
     async with serving(FakeEngine(f"<think>Hm.</think>Ok.{CALL}{NOW}", THINKS)) as served:
         events = await events_of(served, tools=[WEATHER], stream_options={"include_usage": True})
     usage = events.pop()["usage"]
-    assert usage["completion_tokens_details"] == {"reasoning_tokens": len(">Hm.</think>")}
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": len("<think>Hm.</think>")}
     deltas = [event["choices"][0]["delta"] for event in events]
     assert deltas[0] == {"role": "assistant", "content": None}
     assert deltas[-1] == {}

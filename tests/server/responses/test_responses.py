@@ -175,15 +175,66 @@ async def test_the_bundled_model_answers_in_the_form_that_is_parsed() -> None:
         assert isinstance(parsed.output_parsed, Sum)
 
 
+async def test_tokens_of_a_message_have_their_log_probabilities() -> None:
+    engine = AsyncEngine("tiny-chat", EngineConfig(num_gpu_blocks=32, session_len=512))
+    asked: Any = {"model": "tiny-chat", "input": "What is 17 + 25?", "temperature": 0, "top_logprobs": 2}
+    asked["include"] = ["message.output_text.logprobs"]
+    async with serving(engine) as served, served.openai() as client:
+        whole = await client.responses.create(**asked)
+        (part,) = whole.output[0].content
+        assert len(part.logprobs) == whole.usage.output_tokens
+        assert "".join(entry.token for entry in part.logprobs).startswith(part.text)
+        assert all(len(entry.top_logprobs) == 2 and entry.logprob <= 0 for entry in part.logprobs)
+        streamed = []
+        async with client.responses.stream(**asked) as stream:
+            async for event in stream:
+                if event.type == "response.output_text.delta":
+                    streamed += [entry.token for entry in event.logprobs]
+            final = await stream.get_final_response()
+        assert streamed == [entry.token for entry in part.logprobs]
+        assert final.output[0].content[0].logprobs == part.logprobs
+
+
+async def test_reasoning_has_none() -> None:
+    body = {"input": "Hi", "include": ["message.output_text.logprobs"]}
+    async with serving(FakeEngine("<think>Hm.</think>Yes", EngineConfig(reasoning_parser="qwen3"))) as served:
+        status, found = await served.post("/v1/responses", body)
+        assert status == 200, found
+        thoughts, message = found["output"]
+        assert "logprobs" not in thoughts["content"][0]
+        tokens = "".join(entry["token"] for entry in message["content"][0]["logprobs"])
+        assert tokens.removesuffix("<eos>") == "Yes"
+
+
+async def test_items_of_kept_responses_may_be_referred_to() -> None:
+    async with serving(FakeEngine({"Hi": "Hello", "So?": "Well."})) as served:
+        _, first = await served.post("/v1/responses", {"input": "Hi"})
+        _, listed = await served.get(f"/v1/responses/{first['id']}/input_items")
+        references = [{"type": "item_reference", "id": each["id"]} for each in (*listed["data"], *first["output"])]
+        asked = {"input": [*references, {"role": "user", "content": "So?"}]}
+        status, second = await served.post("/v1/responses", asked)
+        assert (status, second["output"][0]["content"][0]["text"]) == (200, "Well.")
+        spelled = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+        _, other = await served.post("/v1/responses", {"input": [*spelled, asked["input"][-1]]})
+        assert second["usage"]["input_tokens"] == other["usage"]["input_tokens"]
+        async with served.http.delete(f"{served.url}/v1/responses/{first['id']}") as response:
+            assert response.status == 200
+        # The second response has them still.
+        assert (await served.post("/v1/responses", asked))[0] == 200
+        unknown = {"input": [{"type": "item_reference", "id": "msg_1"}]}
+        status, found = await served.post("/v1/responses", unknown)
+        assert (status, found["error"]["param"]) == (404, "input")
+
+
 REFUSED: list[tuple[Any, str]] = [
     ({"background": True}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"truncation": "auto"}, "truncation"),
-    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"include": ["file_search_call.results"]}, "include"),
+    ({"include": ["message.output_text.logprobs"], "tools": [WEATHER]}, "include"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"tools": [{"type": "web_search"}]}, "tools"),
     ({"reasoning": {"effort": "high"}}, "reasoning"),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "messages"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]}, "input"),
     ({"input": [{"role": "wizard", "content": "Hi"}]}, "input"),
