@@ -418,3 +418,16 @@ def test_a_captured_decode_follows_the_lengths() -> None:
                 assert_near(out[row : row + 1], oracle(q[row : row + 1], k, v, length - 1, PLAIN), case)
             else:
                 assert torch.equal(out[row], torch.zeros_like(out[row]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", [PLAIN, ALL], ids=["plain", "all"])
+def test_tokens_that_see_each_other_on_gpu(variant: Variant) -> None:
+    seed = fresh_seed()
+    pages = Pages([700, 523], 64, 2, torch.bfloat16, head_dim=64, device="cuda", seed=seed)
+    q = torch.randn(256, 8, 64, generator=generator(seed)).to("cuda", torch.bfloat16)
+    attended = kernels.paged_joint_attention(
+        q, pages.cache, pages.block_tables[1], kv_len=523, window=variant.window, **variant.extras(8, "cuda")
+    )
+    expected = oracle(q, *pages.contexts[1], 523 - 256, variant, joint=True)
+    torch.testing.assert_close(attended.double(), expected, atol=2e-2, rtol=2e-2)

@@ -7,6 +7,8 @@ import torch
 from PIL import Image
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
+from asyncllm.models.registry import open_model
+from asyncllm.vl.processor import open_processor
 from tests.vl.checkpoints import KINDS, folder_of, picture, shared_oracle, worst_difference
 
 pytestmark = pytest.mark.anyio
@@ -53,3 +55,22 @@ async def test_the_oracle_would_notice(kind: str) -> None:
     )
     assert torch.max((right - swapped).abs()) > 1e-2
     assert torch.max((right - blank).abs()) > 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_features_in_16_bits(kind: str) -> None:
+    folder = folder_of(kind)
+    processor = open_processor(folder)
+    assert processor is not None
+    images = [processor.prepare(picture(seed, *size), {}) for seed, size in enumerate(SIZES[:2])]
+    encoded = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = open_model(folder, dtype=dtype, device=torch.device("cpu"))
+        assert model.vision is not None
+        with torch.inference_mode():
+            features = model.vision.encode(images)
+        assert {each.dtype for each in features} == {dtype}
+        assert [len(each) for each in features] == [image.num_features for image in images]
+        encoded[dtype] = torch.cat(features).float()
+    exact, rounded = encoded[torch.float32], encoded[torch.bfloat16]
+    assert (rounded - exact).norm() < 0.05 * exact.norm()
