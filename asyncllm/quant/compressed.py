@@ -14,7 +14,7 @@ from asyncllm.errors import InvalidCheckpoint
 from asyncllm.kernels.scaled import GROUP
 from asyncllm.layers.linear_method import FLOATS, LinearMethod, Stored
 from asyncllm.quant.packed import INT32_ROWS, INT32_WHOLE, Decoded, Packed, pack, scale_dtype, unpack
-from asyncllm.quant.scaled import scaled
+from asyncllm.quant.scaled import holds_codes, scaled
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
 
@@ -103,7 +103,7 @@ class CompressedTensors(Scheme):
         return cls(groups)
 
     def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:
-        if not _MARKS & tensors.keys():
+        if not _MARKS & tensors.keys() and not holds_codes(tensors):
             return None
         kind, group = self._group(module)
         weights = group.object("weights")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncllm.kernels.scaled import GROUP, LARGEST
 from asyncllm.layers.linear_method import LinearMethod
-from asyncllm.quant.scaled import Scaled, scaled
+from asyncllm.quant.scaled import Scaled, holds_codes, scaled
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
 
@@ -41,7 +41,7 @@ class Float8(Scheme):
 
     def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:
         inverse, plain = "weight_scale_inv" in tensors, "weight_scale" in tensors
-        if not inverse and not plain and ("weight" not in tensors or tensors["weight"].dtype != "F8_E4M3"):
+        if not inverse and not plain and not holds_codes(tensors):
             return None
         scale = "weight_scale_inv" if inverse or (self._block and not plain) else "weight_scale"
         return scaled(torch.float8_e4m3fn, scale, tensors, block=self._block, static=self._static)

@@ -16,7 +16,7 @@ from asyncllm.kernels.scaled import GROUP, expand, round_codes
 from asyncllm.layers.linear_method import FLOATS, LinearMethod, PartKey, Stored, Weighted, of_heads
 from asyncllm.quant.settings import Header
 
-__all__ = ["ScaleLayout", "Scaled", "scaled"]
+__all__ = ["ScaleLayout", "Scaled", "holds_codes", "scaled"]
 
 ScaleLayout = Literal["tensor", "channel", "block"]
 
@@ -177,17 +177,22 @@ class Scaled(LinearMethod):
         return (-(-rows // GROUP), -(-columns // GROUP))
 
 
+def holds_codes(tensors: Mapping[str, Header]) -> bool:
+    """Whether a module's weight is one of 8 bits, also where its scales are missing."""
+    return "weight" in tensors and any(tensors["weight"].dtype in each.dtypes for each in _TYPES.values())
+
+
 def scaled(dtype: torch.dtype, scale: str, tensors: Mapping[str, Header], *, block: bool, static: bool) -> Scaled:
     """The method of a module with these tensors, whose scales are called `scale`: of blocks, else as its shape says."""
     shape = tensors[scale].shape if scale in tensors else (1,)
     layout: ScaleLayout = "block" if block else "tensor" if shape in ((), (1,)) else "channel"
-    of_input = tensors["input_scale"].shape if static and "input_scale" in tensors else (1,)
+    of_input = tensors["input_scale"].shape if static and "input_scale" in tensors else ()
     return Scaled(
         dtype,
         scale,
         layout,
         scale_shape=shape if layout == "tensor" else (1,),
-        input_shape=of_input,
+        input_shape=of_input if of_input == () else (1,),
         columns=len(shape) == 2,
         static=static,
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from asyncllm.layers.linear_method import LinearMethod
-from asyncllm.quant.scaled import scaled
+from asyncllm.quant.scaled import holds_codes, scaled
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
 
@@ -30,7 +30,7 @@ class SmoothQuant(Scheme):
         return cls(_DTYPES[settings.get("quant_dtype") or "int8"])
 
     def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:
-        if "scale" not in tensors:
+        if "scale" not in tensors and not holds_codes(tensors):
             return None
         return scaled(self._dtype, "scale", tensors, block=False, static=False)
 
