@@ -178,7 +178,7 @@ class Scaled(LinearMethod):
 
 
 def holds_codes(tensors: Mapping[str, Header]) -> bool:
-    """Whether a module's weight is one of 8 bits, also where its scales are missing."""
+    """Return whether a module has a weight of 8 bits, with scales or without."""
     return "weight" in tensors and any(tensors["weight"].dtype in each.dtypes for each in _TYPES.values())
 
 
