@@ -11,9 +11,9 @@ from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear_method import PartKey
-from asyncllm.layers.norm import Norm
+from asyncllm.layers.norm import Norm, ones
 
-__all__ = ["HeadsLayerNorm", "LayerNorm", "ListedHeadsLayerNorm", "OffsetLayerNorm"]
+__all__ = ["HeadsLayerNorm", "LayerNorm", "ListedHeadsLayerNorm", "OffsetLayerNorm", "UnitLayerNorm"]
 
 
 class LayerNorm(Norm):
@@ -34,6 +34,20 @@ class OffsetLayerNorm(LayerNorm):
     """LayerNorm whose checkpoint stores weight - 1 (Nemotron). The sum has the model's type, as it has in training."""
 
     stored_less = 1.0
+
+
+class UnitLayerNorm(Norm):
+    """Layer norm without a weight (OLMo's first generation)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        Layer.__init__(self)
+        self.size, self.eps = size, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.layer_norm(x, ones(self.size, x.dtype, x.device), None, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.add_layer_norm(x, residual, ones(self.size, x.dtype, x.device), None, self.eps)
 
 
 class HeadsLayerNorm(Layer):

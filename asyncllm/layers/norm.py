@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from asyncllm import kernels
 from asyncllm.layers.layer import Layer
 
-__all__ = ["NoNorm", "Norm", "OffsetRMSNorm", "RMSNorm", "UnitNorm"]
+__all__ = ["NoNorm", "Norm", "OffsetRMSNorm", "RMSNorm", "UnitNorm", "ones"]
 
 
 class Norm(Layer):
@@ -76,11 +76,12 @@ class UnitNorm(Layer):
         self.size, self.eps = size, eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.rms_norm(x, _ones(self.size, x.dtype, x.device), self.eps)
+        return kernels.rms_norm(x, ones(self.size, x.dtype, x.device), self.eps)
 
 
 @cache
-def _ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The weight of a norm without one [size]."""
     return torch.ones(size, dtype=dtype, device=device)
 
 
