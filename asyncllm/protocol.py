@@ -396,7 +396,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     takes_grammars: bool = False
     """Whether `SamplingParams.grammar` is honoured; by an executor in other processes, behind `TakeVocabulary`."""
     takes_images: bool = False
-    """Whether `PrefillRow.images` is honoured: the model has a vision tower, and it is in this process."""
+    """Whether the model has a vision tower, so that `PrefillRow.images` is honoured."""
     has_head: bool = True
     """Whether hidden states become logits; without, there are embeddings and no answers."""
     num_labels: int = 0

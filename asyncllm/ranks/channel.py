@@ -18,6 +18,8 @@ __all__ = ["Channel"]
 
 _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 2**20
+_WRITE_BYTES = 2**20
+"""Written at a time: a fraction of a millisecond."""
 _MOST_DESCRIPTORS = 8
 """Received at a time."""
 
@@ -42,14 +44,17 @@ class Channel:
         self.closed = False
         self._loop.add_reader(end.fileno(), self._read)
 
-    def send(self, data: bytes, descriptors: tuple[int, ...] = ()) -> None:
-        """Send a message; its descriptors may be closed by the caller at once. A broken channel takes it for nothing:
-        `on_end` says so."""
+    def send(self, data: bytes, descriptors: tuple[int, ...] = (), *, tail: memoryview | None = None) -> None:
+        """Send a message; its descriptors may be closed by the caller at once. `tail` is the rest of the message, which
+        is not copied and must not change. A broken channel takes it for nothing: `on_end` says so."""
         if self.closed:
             return
         kept = [os.dup(descriptor) for descriptor in descriptors]
         waiting = bool(self._unsent)
-        self._unsent.append((memoryview(_LENGTH.pack(len(data)) + data), kept))
+        length = len(data) + (0 if tail is None else len(tail))
+        self._unsent.append((memoryview(_LENGTH.pack(length) + data), kept))
+        if tail is not None:
+            self._unsent.append((tail, []))
         if not waiting:
             self._write()
 
@@ -68,14 +73,19 @@ class Channel:
         self.descriptors.clear()
 
     def _write(self) -> None:
+        left = _WRITE_BYTES
         while self._unsent:
+            if left <= 0:
+                # The rest has its turn after what else the event loop has to do.
+                self._loop.add_writer(self._socket.fileno(), self._write)
+                return
             data, kept = self._unsent[0]
             try:
                 if kept:
                     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", kept))
                     count = self._socket.sendmsg([data], [rights])
                 else:
-                    count = self._socket.send(data)
+                    count = self._socket.send(data[:left])
             except BlockingIOError:
                 self._loop.add_writer(self._socket.fileno(), self._write)
                 return
@@ -83,6 +93,7 @@ class Channel:
                 # The reader sees the end too, and says so once all that has arrived is read.
                 break
             _close_all(kept)
+            left -= count
             if count < len(data):
                 self._unsent[0] = (data[count:], [])
             else:

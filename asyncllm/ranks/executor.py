@@ -51,9 +51,11 @@ from asyncllm.ranks.messages import (
     TakeWeights,
     decode_from_rank,
     encode,
+    encode_pixels,
 )
 from asyncllm.ranks.process import RankProcess
 from asyncllm.ranks.shared_tensors import share_tensors
+from asyncllm.ranks.step_images import without_pixels
 
 __all__ = ["RankExecutor"]
 
@@ -115,8 +117,7 @@ class RankExecutor:
         if self._state != "starting":
             raise EngineClosed("The executor was closed while it was starting.")
         self._state = "running"
-        # Images do not leave the process of the engine.
-        return msgspec.structs.replace(limits[0], takes_images=False)
+        return limits[0]
 
     async def _start_processes(self) -> None:
         """In a thread, as it takes milliseconds. It is waited for in any case, so that no process is lost."""
@@ -162,9 +163,12 @@ class RankExecutor:
             set_seen_exception(future, dead(self._error))
             return future
         step = _Step(future, self.num_ranks)
-        message = encode(RunStep(batch))
+        stripped, pixels = without_pixels(batch)
+        message, images = encode(RunStep(stripped)), [encode_pixels(each) for each in pixels]
         for channel, unanswered in zip(self._channels, self._unanswered, strict=True):
             unanswered.append(step)
+            for head, values in images:
+                channel.send(head, tail=values)
             channel.send(message)
         return future
 

@@ -1,6 +1,7 @@
 """What the engine's process and a rank say to each other, as msgpack.
 
-A step's `Batch` and `StepOutput` travel as they are, grammars as the texts that they were made of. Tensors among the
+A step's `Batch` and `StepOutput` travel as they are, grammars as the texts that they were made of, and the
+pixels of images ahead of their step. Tensors among the
 results travel as their bytes; new weights lie in memory that both processes map (`ranks.shared_tensors`).
 """
 
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from asyncllm import errors
 from asyncllm.config import EngineConfig
@@ -39,11 +42,13 @@ __all__ = [
     "RunStep",
     "Start",
     "StepDone",
+    "TakePixels",
     "TakeWeights",
     "ToRank",
     "decode_from_rank",
     "decoder_to_rank",
     "encode",
+    "encode_pixels",
 ]
 
 _TENSOR = 1
@@ -156,7 +161,15 @@ class CarriedOut(msgspec.Struct, tag=True, frozen=True):
     failure: Failure | None = None
 
 
-ToRank = Start | RunStep | CarryOut | TakeWeights
+class TakePixels(msgspec.Struct, tag=True, frozen=True):
+    """Take what a tower is shown of an image, for the next step."""
+
+    shape: list[int]
+    values: bytearray
+    """In float32."""
+
+
+ToRank = Start | RunStep | CarryOut | TakeWeights | TakePixels
 FromRank = Ready | StepDone | CarriedOut
 
 
@@ -189,11 +202,22 @@ def _unpack(code: int, data: memoryview) -> Any:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
 _from_rank = msgspec.msgpack.Decoder(FromRank, ext_hook=_unpack)
 _told = msgspec.msgpack.Decoder(Told)
+_NO_BYTES = b"\xc4\x00"
+"""How msgpack writes no bytes, and"""
+_BYTES = b"\xc6"
+"""begins many, before their number."""
 
 
 def encode(message: ToRank | FromRank) -> bytes:
     """Return the bytes of a message."""
     return _encoder.encode(message)
+
+
+def encode_pixels(pixels: NDArray[np.float32]) -> tuple[bytes, memoryview]:
+    """Return the bytes of a `TakePixels` in two pieces, of which the second is the array's own memory."""
+    head = _encoder.encode(TakePixels(list(pixels.shape), bytearray())).removesuffix(_NO_BYTES)
+    values = np.ascontiguousarray(pixels, np.float32).data.cast("B")
+    return head + _BYTES + len(values).to_bytes(4, "big"), values
 
 
 def decode_from_rank(data: bytes | memoryview) -> FromRank:

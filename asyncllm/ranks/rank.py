@@ -28,11 +28,13 @@ from asyncllm.ranks.messages import (
     RunStep,
     Start,
     StepDone,
+    TakePixels,
     TakeWeights,
     decoder_to_rank,
     encode,
 )
 from asyncllm.ranks.shared_tensors import map_tensors
+from asyncllm.ranks.step_images import with_pixels
 
 __all__ = ["Rank", "main"]
 
@@ -68,6 +70,8 @@ class Rank:
         self._executor: Executor | None = None
         self._started: asyncio.Future[Start | None] | None = None
         """The first message, or None when there comes none."""
+        self._pixels: list[TakePixels] = []
+        """Of the images of the next step."""
         self._over = asyncio.Event()
         self._grammars = RankGrammars()
         self._decode = decoder_to_rank(self._grammars.make)
@@ -110,7 +114,11 @@ class Rank:
             case Start() as start:
                 assert self._started is not None
                 self._started.set_result(start)
+            case TakePixels() as taken:
+                self._pixels.append(taken)
             case RunStep(batch):
+                taken_before, self._pixels = self._pixels, []
+                batch = with_pixels(batch, taken_before)
                 self._answer(lambda: self._running().submit(batch), partial(_step_done, batch.step))
             case CarryOut(TakeVocabulary(ends)):
                 self._answer(lambda: self._grammars.open(self._model_path, self._vocab_size, ends), _carried_out)

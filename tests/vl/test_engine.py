@@ -13,10 +13,8 @@ from PIL import Image
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.agent.image_features import ImageFeatures
-from asyncllm.engine.requests.image_input import ImageInput
 from asyncllm.protocol import PromptImage
 from asyncllm.vl import IMAGE_TOKEN
-from asyncllm.vl.processor import open_processor
 from tests.vl.checkpoints import folder_of, picture, worst_difference
 
 pytestmark = pytest.mark.anyio
@@ -251,21 +249,6 @@ async def test_new_weights_forget_features(encoded: list[int]) -> None:
         await engine.wake()
         await engine.generate(("two", picture(1)), GREEDY)
         assert sum(encoded) == 2
-
-
-@pytest.fixture
-def processor() -> Any:
-    return open_processor(folder_of(KIND))
-
-
-async def test_images_do_not_leave_the_process(processor: Any) -> None:
-    async def offload(call: Any, size: int, owner: Any = None) -> Any:
-        return call()
-
-    elsewhere = ImageInput(processor, offload, encodes=False)
-    with pytest.raises(UnsupportedFeature, match="isolated=False"):
-        await elsewhere.take(("what?", picture(1)))
-    assert await elsewhere.take("text") == ("text", [])
 
 
 async def test_a_text_model_refuses_images(tiny_checkpoint: Any) -> None:

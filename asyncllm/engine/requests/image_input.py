@@ -30,12 +30,10 @@ class _Offload(Protocol):
 class ImageInput:
     """Loads images in threads and gives them their places. Holds no state of a request."""
 
-    def __init__(self, processor: ImageProcessor | None, offload: _Offload, *, encodes: bool) -> None:
-        """`processor`: of the model's family, None for a model that takes only text. `encodes`: whether the executor
-        takes images."""
+    def __init__(self, processor: ImageProcessor | None, offload: _Offload) -> None:
+        """`processor`: of the model's family, None for a model that takes only text."""
         self._processor = processor
         self._offload = offload
-        self._encodes = encodes
 
     async def take(
         self, prompt: Any, options: _Options | None = None, owner: Hashable = None
@@ -54,12 +52,6 @@ class ImageInput:
                     "The prompt has images, but this model takes only text. Load a vision-language model.", "messages"
                 )
             return prompt, []  # which the check of messages refuses by place
-        if not self._encodes:
-            raise UnsupportedFeature(
-                "The prompt has images, which do not leave the engine's process yet, and the model runs in another. "
-                "Use isolated=False and tp=1.",
-                "messages",
-            )
         marked, sources = take_images(prompt)
         return marked, [await self._prepared(source, usual, owner) for source in sources]
 

@@ -78,7 +78,7 @@ class PromptEncoder:
         self._gate = RequestGate()
         """For requests that begin."""
         self._threads = TextThreads(CHARACTERS_PER_TOKEN * config.max_queued_tokens)
-        self.images = ImageInput(processor, self.offload, encodes=limits.takes_images)
+        self.images = ImageInput(processor, self.offload)
 
     def close(self) -> None:
         """Let the encoding threads end when they are through with what they have."""
