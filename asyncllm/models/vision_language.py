@@ -115,6 +115,7 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     "Glm4vMoeForConditionalGeneration": Refused(
         "GLM-4.5V", "its decoder's positions are not written yet", "Glm4vForConditionalGeneration"
     ),
+    "Idefics2ForConditionalGeneration": Refused("Idefics2", _OWN_TOWER, "Idefics3ForConditionalGeneration"),
     "InternLMXComposer2ForCausalLM": Refused(
         "InternLM-XComposer2 and 2.5", "weights of their own for images' tokens in every layer", "InternVLChatModel"
     ),
@@ -131,6 +132,9 @@ REFUSED_MODELS: Mapping[str, Refused] = {
         "Llama 3.2 Vision", "its layers of cross attention keep images in a cache of another kind", _NEAREST_LLAVA
     ),
     "MolmoForCausalLM": Refused("Molmo", _OWN_TOWER, _NEAREST_LLAVA),
+    "MultiModalityCausalLM": Refused(
+        "DeepSeek-VL as its authors published it", "its names are not read", "DeepseekVLForConditionalGeneration"
+    ),
     "Phi3VForCausalLM": Refused("Phi-3-vision, Phi-3.5-vision", _OWN_TOWER, _NEAREST_LLAVA),
     "Phi4MMForCausalLM": Refused("Phi-4-multimodal", _OWN_TOWER, _NEAREST_LLAVA),
 }
