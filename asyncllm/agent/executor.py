@@ -62,7 +62,7 @@ class Agent(Protocol):
 
     @property
     def blocked(self) -> bool:
-        """Whether `launch` must wait for `resume`; never while nothing is unread."""
+        """Whether `launch` must wait for `resume` or for a step to be read; never while nothing is unread."""
 
     def launch(self, batch: Batch, /) -> LaunchedStep: ...
 

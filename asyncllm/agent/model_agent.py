@@ -278,7 +278,7 @@ class ModelAgent:
     def launch(self, batch: Batch) -> PendingStep:
         """Launch a step. A row that fails is named in its `StepOutput.errors`; what raises here or in `output` concerns
         the whole step, if the device `survives` it, and else all after it, as does what raises in `wait`."""
-        if self.blocked or len(self._unread) >= MAX_STEPS_IN_FLIGHT:
+        if self.blocked:
             raise RuntimeError("no step can be launched before another one has been read")
         with self._streams.launching():
             pending = PendingStep(batch, self.sampler, self._streams, on_read=self._unread_no_more)
@@ -338,8 +338,9 @@ class ModelAgent:
 
     @property
     def blocked(self) -> bool:
-        """Whether nothing can be launched before `resume` has launched the sampling of the last step."""
-        return self._unsampled is not None
+        """Whether nothing can be launched before `resume` has launched the sampling of the last step, or before a step
+        has been read: an engine goes on when the first of its ranks has, and the others may be behind."""
+        return self._unsampled is not None or len(self._unread) >= MAX_STEPS_IN_FLIGHT
 
     def resume(self) -> PendingStep | None:
         """Launch the sampling that waited, if all steps before it have been read. Returns its step if so."""

@@ -8,6 +8,7 @@ import pytest
 
 from tests.mutants.answering import ANSWERING
 from tests.mutants.blocks import BLOCKS
+from tests.mutants.noticing import TESTS
 from tests.mutants.scheduling import SCHEDULING
 
 MUTANTS = SCHEDULING + BLOCKS + ANSWERING
@@ -26,3 +27,10 @@ def test_it_applies_at_one_place_and_is_python(mutant) -> None:
 def test_there_are_enough_of_them_and_each_is_described() -> None:
     assert len(MUTANTS) >= 100
     assert len({(mutant.file, mutant.breaks) for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_tests_are_named_for_each_faulty_file() -> None:
+    assert {mutant.file for mutant in MUTANTS} == TESTS.keys()
+    for names in TESTS.values():
+        for name in names.split():
+            assert (PACKAGE.parent / "tests" / "engine" / f"{name}.py").is_file()
