@@ -240,6 +240,23 @@ async def test_an_unloaded_adapter_goes_with_its_last_request() -> None:
         assert (await engine.generate("hello")).text == "hello"
 
 
+async def test_others_pass_one_whose_adapter_finds_no_slot_and_not_for_ever() -> None:
+    config = EngineConfig(adapters={"a": "p", "b": "q"}, max_loras=1, max_batch_size=2)
+    ended: list[str] = []
+    async with FakeEngine("x" * 300, config) as engine:
+        short = GenerationConfig(max_new_tokens=2)
+
+        async def answer(what: str, name: str | None, settings: GenerationConfig | None) -> None:
+            await engine.generate("hello", settings, adapter_name=name)
+            ended.append(what)
+
+        asked = [("long", "a", None), ("late", "b", short), *[(str(number), None, short) for number in range(18)]]
+        await asyncio.gather(*(answer(what, name, settings) for what, name, settings in asked))
+    assert ended.index("long") == 15, "so many have passed the one that waits for the slot"
+    assert ended.index("late") < 18
+    assert len(ended) == 20
+
+
 def test_slots_go_to_whom_they_are_free_or_have_rested_longest() -> None:
     adapters = [Adapter(number, str(number), "") for number in range(1, 5)]
     slots = AdapterSlots(2)

@@ -14,6 +14,7 @@ room (`HostBlocks`), its blocks wait there for it.
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
 from asyncllm.engine.cache.block_groups import BlockGroups
 from asyncllm.engine.cache.block_manager import BlockManager
@@ -26,11 +27,14 @@ from asyncllm.engine.schedule.counts import SchedulerCounts
 from asyncllm.engine.schedule.in_flight import StepInFlight
 from asyncllm.engine.schedule.prefill_budget import PrefillBudget
 from asyncllm.engine.schedule.sequence import Request, Sequence, SequenceState
-from asyncllm.engine.schedule.waiting_queue import WaitingQueue
+from asyncllm.engine.schedule.waiting_queue import MAX_PASSED, WaitingQueue
 from asyncllm.protocol import Batch, Limits, PrefillRow, StepOutput
 from asyncllm.types import FinishReason
 
 __all__ = ["Scheduler"]
+
+_MOST_LOOKED_AT = 64
+"""Waiting sequences, when one is to pass the first."""
 
 
 class Scheduler:
@@ -59,6 +63,10 @@ class Scheduler:
         self.blocks = BlockManager(limits.num_blocks, self.prefix_cache)
         self.host = HostBlocks(limits, self.groups, self.blocks, swapping=swapping)
         self.adapters = AdapterSlots(limits.num_adapter_slots)
+        self._without_slot: Sequence | None = None
+        """The first waiting sequence, if its adapter finds no slot."""
+        self._passed_it = 0
+        """How many have been admitted since it became that."""
         self.counts = SchedulerCounts()
         self.admitted: list[Request] = []
         """Requests whose first sequence has got a row by the last `schedule()`."""
@@ -218,7 +226,7 @@ class Scheduler:
         """Return whether a waiting sequence can be admitted once the steps in flight have been read."""
         if len(self._running) == self._max_running or not (self._free_slots or self._fenced_slots):
             return False
-        if sequence.request.adapter is not None and not self.adapters.has_room(sequence.request.adapter):
+        if not self.adapters.has_room(sequence.request.adapter):
             return False
         return self._missing_blocks(self._plan_admission(sequence)) <= self.blocks.num_fenced
 
@@ -226,6 +234,7 @@ class Scheduler:
         """Forget all sequences: the engine has ended, and neither reads a step nor schedules one any more."""
         for kept in (self._running, self._prefilling, self._flights, self.admitted, self.prefilled, self.host.swapped):
             kept.clear()
+        self._without_slot = None
         self.waiting.let_go()
 
     def forget(self) -> None:
@@ -349,11 +358,11 @@ class Scheduler:
         """Give the first waiting sequence a slot and blocks for all of its known tokens, if there is room."""
         if self.num_free_rows <= 0:
             return False
-        sequence = self.waiting.first()
+        sequence = self._next_waiting()
         if sequence is None or sequence.last_step > self._last_read:
             # Preempted while a step was in flight: neither its last token is known yet, nor whether it failed.
             return False
-        if sequence.request.adapter is not None and not self.adapters.has_room(sequence.request.adapter):
+        if not self.adapters.has_room(sequence.request.adapter):
             return False
         plan = self._plan_admission(sequence)
         if self._missing_blocks(plan) > 0:
@@ -371,6 +380,8 @@ class Scheduler:
                 sequence.request.cached_tokens = cached
                 self.admitted.append(sequence.request)
         self.waiting.admit(sequence, known - cached)
+        if self._without_slot is not None:
+            self._passed_it += 1
         sequence.tables, sequence.capacity = tables, self.groups.capacity(tables)
         sequence.slot = self._free_slots.pop()
         if sequence.request.adapter is not None:
@@ -384,6 +395,22 @@ class Scheduler:
         for group, table in enumerate(tables):
             batch.new_blocks.append((sequence.slot, group, table.first, list(table.blocks)))
         return True
+
+    def _next_waiting(self) -> Sequence | None:
+        """Return the sequence to admit next. Where the first one's adapter finds no slot, others of its priority whose
+        adapters do pass it, at most `MAX_PASSED` in a row: so one adapter does not stop all, and nobody starves."""
+        first = self.waiting.first()
+        if first is None or self.waiting.quality is not None or self.adapters.has_room(first.request.adapter):
+            self._without_slot = None
+            return first
+        if first is not self._without_slot:
+            self._without_slot, self._passed_it = first, 0
+        if self._passed_it < MAX_PASSED:
+            priority = first.request.policy.priority
+            for sequence in islice(self.waiting, _MOST_LOOKED_AT):
+                if sequence.request.policy.priority == priority and self.adapters.has_room(sequence.request.adapter):
+                    return sequence
+        return first
 
     def _plan_admission(self, sequence: Sequence) -> AdmissionPlan:
         return AdmissionPlan.of(sequence, self.groups, self.sharing, self.host, alone=not self._running)
