@@ -397,8 +397,8 @@ class Scheduler:
         return True
 
     def _next_waiting(self) -> Sequence | None:
-        """Return the sequence to admit next. Where the first one's adapter finds no slot, others of its priority whose
-        adapters do pass it, at most `MAX_PASSED` in a row: so one adapter does not stop all, and nobody starves."""
+        """Return the sequence to admit next. Where the first one's adapter finds no slot, others of its priority that
+        need none, or have theirs, pass it, at most `MAX_PASSED` in a row."""
         first = self.waiting.first()
         if first is None or self.waiting.quality is not None or self.adapters.has_room(first.request.adapter):
             self._without_slot = None
