@@ -50,9 +50,9 @@ class AdapterSlots:
         """Number of each adapter on the device -> its slot."""
         return dict(self._slot_of)
 
-    def has_room(self, adapter: Adapter | None) -> bool:
-        """Return whether a sequence with this adapter, or with none, may be admitted."""
-        return adapter is None or adapter.number in self._slot_of or bool(self._free or self._idle)
+    def has_room(self, adapter: Adapter) -> bool:
+        """Return whether a sequence with this adapter may be admitted."""
+        return adapter.number in self._slot_of or bool(self._free or self._idle)
 
     def take(self, adapter: Adapter) -> int:
         """Count one more running sequence, and return the slot of its adapter, for which there is room."""

@@ -226,7 +226,7 @@ class Scheduler:
         """Return whether a waiting sequence can be admitted once the steps in flight have been read."""
         if len(self._running) == self._max_running or not (self._free_slots or self._fenced_slots):
             return False
-        if not self.adapters.has_room(sequence.request.adapter):
+        if not self._has_slot(sequence):
             return False
         return self._missing_blocks(self._plan_admission(sequence)) <= self.blocks.num_fenced
 
@@ -362,7 +362,7 @@ class Scheduler:
         if sequence is None or sequence.last_step > self._last_read:
             # Preempted while a step was in flight: neither its last token is known yet, nor whether it failed.
             return False
-        if not self.adapters.has_room(sequence.request.adapter):
+        if not self._has_slot(sequence):
             return False
         plan = self._plan_admission(sequence)
         if self._missing_blocks(plan) > 0:
@@ -400,7 +400,7 @@ class Scheduler:
         """Return the sequence to admit next. Where the first one's adapter finds no slot, others of its priority that
         need none, or have theirs, pass it, at most `MAX_PASSED` in a row."""
         first = self.waiting.first()
-        if first is None or self.waiting.quality is not None or self.adapters.has_room(first.request.adapter):
+        if first is None or self.waiting.quality is not None or self._has_slot(first):
             self._without_slot = None
             return first
         if first is not self._without_slot:
@@ -408,9 +408,13 @@ class Scheduler:
         if self._passed_it < MAX_PASSED:
             priority = first.request.policy.priority
             for sequence in islice(self.waiting, _MOST_LOOKED_AT):
-                if sequence.request.policy.priority == priority and self.adapters.has_room(sequence.request.adapter):
+                if sequence.request.policy.priority == priority and self._has_slot(sequence):
                     return sequence
         return first
+
+    def _has_slot(self, sequence: Sequence) -> bool:
+        """Return whether there is a slot for a sequence's adapter, if it has one."""
+        return sequence.request.adapter is None or self.adapters.has_room(sequence.request.adapter)
 
     def _plan_admission(self, sequence: Sequence) -> AdmissionPlan:
         return AdmissionPlan.of(sequence, self.groups, self.sharing, self.host, alone=not self._running)
