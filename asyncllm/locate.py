@@ -11,7 +11,7 @@ from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelNotFound, 
 
 __all__ = ["BUNDLED", "locate", "locate_adapter"]
 
-BUNDLED = ("tiny-chat",)
+BUNDLED = ("tiny-chat", "tiny-vlm")
 BUNDLED_ADAPTERS = ("tiny-lora",)
 """For tiny-chat."""
 """Models inside the package, under `asyncllm/assets`."""

@@ -17,6 +17,8 @@ EXPECTED = {
     "stream_infer": "What is 17 + 25? -> ",
     "chat_session": "the fork has 3 turns, the conversation 2",
     "batch": "What is 15 + 25? ",
+    "image_question": "What colour is the square? -> ",
+    "image_over_http": "What shape is red? -> ",
     "openai_client": "['served'] at http://127.0.0.1:",
     "nearest_sentence": "What is 17 + 25? -> ",
     "passkey": "found 1 of 1 in 4030 tokens with rope_scaling_factor=2\nfound 0 of 1 in 4030 tokens without",
@@ -30,7 +32,8 @@ learned nothing."""
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(example))["main"]
-    result = main() if example.stem in WITH_TINY_CHAT else main(str(tiny_checkpoint))
+    bundled = example.stem in WITH_TINY_CHAT or example.stem.startswith("image_")
+    result = main() if bundled else main(str(tiny_checkpoint))
     if inspect.iscoroutine(result):
         asyncio.run(result)
     assert EXPECTED[example.stem] in capsys.readouterr().out
