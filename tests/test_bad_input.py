@@ -172,7 +172,6 @@ class TestSettings:
             ({"quant_policy": 17}, InvalidParameter),
             ({"quant_policy": "int8"}, InvalidParameter),
             ({"quant_policy": True}, InvalidParameter),
-            ({"use_logn_attn": True}, UnsupportedFeature),
             ({"adapters": {"": "b"}}, InvalidParameter),
             ({"adapters": {"a\n": "b"}}, InvalidParameter),
             ({"adapters": {"m": "b"}, "model_name": "m"}, InvalidParameter),

@@ -10,7 +10,6 @@ from asyncllm import (
     GenerationConfig,
     InvalidParameter,
     ServerConfig,
-    UnsupportedFeature,
 )
 from asyncllm.cli import flags
 
@@ -62,6 +61,7 @@ def test_generation_options(arguments: list[str], expected: GenerationConfig) ->
         (["--dtype", "bfloat16"], EngineConfig(dtype="bfloat16")),
         (["--quant-policy", "8"], EngineConfig(quant_policy=8)),
         (["--quant-policy", "fp8"], EngineConfig(quant_policy="fp8")),
+        (["--use-logn-attn"], EngineConfig(use_logn_attn=True)),
         (["--no-enable-prefix-caching"], EngineConfig(enable_prefix_caching=False)),
         (["--hf-overrides", 'scaling={"factor": 2.0}'], EngineConfig(hf_overrides={"scaling": {"factor": 2.0}})),
         (["--hf-overrides", "name=plain"], EngineConfig(hf_overrides={"name": "plain"})),
@@ -77,8 +77,6 @@ def test_bounds_are_those_of_the_struct() -> None:
         parse(GenerationConfig, "--temperature", "3")
     with pytest.raises(InvalidParameter, match="tp"):
         parse(EngineConfig, "--tp", "65")
-    with pytest.raises(UnsupportedFeature, match="use_logn_attn"):
-        parse(EngineConfig, "--use-logn-attn")
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ class _ModelOptions(TypedDict):
     rope_scaling_factor: float
     hf_overrides: dict[str, Any] | None
     model_format: str | None
+    use_logn_attn: bool
 
 
 class OpenedModel(NamedTuple):
@@ -74,6 +75,7 @@ class OpenedModel(NamedTuple):
             "rope_scaling_factor": config.rope_scaling_factor,
             "hf_overrides": config.hf_overrides,
             "model_format": config.model_format,
+            "use_logn_attn": config.use_logn_attn,
         }
         device = choose_device(config)
         check_block_size(config, device)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from asyncllm.config.settings import MAX_COUNT, Settings
-from asyncllm.errors import InvalidParameter, UnsupportedFeature, short
+from asyncllm.errors import InvalidParameter, short
 
 __all__ = ["SERVED_QUEUE", "EngineConfig", "PytorchEngineConfig", "TurbomindEngineConfig", "check_adapter_name"]
 
@@ -192,7 +192,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     rope_scaling_factor: Annotated[
         float, Meta(ge=0, description="Above 0: dynamic NTK scaling of the rotary base with this factor.")
     ] = 0.0
-    use_logn_attn: Annotated[bool, Meta(description="Log-n attention scaling; not implemented, refused.")] = False
+    use_logn_attn: Annotated[
+        bool,
+        Meta(description="Queries behind the model's trained length are scaled by the logarithm of their place to it."),
+    ] = False
     adapters: Annotated[
         dict[str, str] | None,
         Meta(description="LoRA adapters that are loaded at start: name to a folder of PEFT's, or a hub id."),
@@ -290,12 +293,6 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             raise InvalidParameter("max_lora_rank is for adapters: set adapters or max_loras too.", "max_lora_rank")
         if 0 < self.rope_scaling_factor < 1:
             raise InvalidParameter("rope_scaling_factor must be 0 (off) or at least 1.", "rope_scaling_factor")
-        refused = {
-            "use_logn_attn": (self.use_logn_attn, "log-n attention", "False"),
-        }
-        for name, (asked, what, instead) in refused.items():
-            if asked:
-                raise UnsupportedFeature(f"{name}: {what} is not implemented yet. Use {name}={instead}.", name)
 
 
 def check_adapter_name(name: Any, param: str) -> None:

@@ -25,6 +25,7 @@ from asyncllm.layers.moe import MoE
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.extrapolation import check_log_scaling, with_log_scaling
 from asyncllm.models.head import SCORING, settle_head
 from asyncllm.models.quantized import attach
 from asyncllm.models.stream import FLOAT_DTYPES
@@ -130,9 +131,10 @@ def read_config(
     rope_scaling_factor: float = 0.0,
     hf_overrides: Mapping[str, Any] | None = None,
     model_format: str | None = None,
+    use_logn_attn: bool = False,
 ) -> ModelConfig:
     """Return what `open_model` would build from the folder `path`, without its weights. Raises the same errors."""
-    return _configure(path, session_len, rope_scaling_factor, hf_overrides, model_format)[1]
+    return _configure(path, session_len, rope_scaling_factor, hf_overrides, model_format, use_logn_attn)[1]
 
 
 def open_model(
@@ -144,6 +146,7 @@ def open_model(
     rope_scaling_factor: float = 0.0,
     hf_overrides: Mapping[str, Any] | None = None,
     model_format: str | None = None,
+    use_logn_attn: bool = False,
     group: RankGroup | None = None,
     by_expert: bool = False,
     accept: Callable[[DecoderLM], object] = lambda model: None,
@@ -151,17 +154,23 @@ def open_model(
     """Build the model of folder `path` and fill it from the folder's safetensors files.
 
     A longrope model takes its long divisors iff session_len exceeds the original context. rope_scaling_factor > 0 asks
-    for dynamic NTK scaling by that factor. hf_overrides replaces entries of config.json. `model_format` as in
-    `quant.scheme_of`. With a group of several ranks the model is this rank's share; `by_expert`: of experts it has some
-    whole, else some features of each. `accept` gets the model before its weights are read, and raises to refuse it.
+    for dynamic NTK scaling by that factor, use_logn_attn for queries scaled as by `LogScaling`. hf_overrides replaces
+    entries of config.json. `model_format` as in `quant.scheme_of`. With a group of several ranks the model is this
+    rank's share; `by_expert`: of experts it has some whole, else some features of each. `accept` gets the model before
+    its weights are read, and raises to refuse it.
 
     Raises:
         InvalidCheckpoint: a file is missing, malformed or inconsistent with the others.
         UnsupportedModel: the architecture or one of its settings is not implemented.
+        UnsupportedFeature: use_logn_attn, of a model whose layers cannot scale their queries.
     """
-    family, config, scheme = _configure(path, session_len, rope_scaling_factor, hf_overrides, model_format)
+    family, config, scheme = _configure(
+        path, session_len, rope_scaling_factor, hf_overrides, model_format, use_logn_attn
+    )
     checkpoint = Checkpoint.open(path)
     model = _unfilled(family, config, checkpoint)
+    if use_logn_attn:
+        check_log_scaling(model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if scheme is not None:
         attach(model, checkpoint, scheme)
@@ -233,6 +242,7 @@ def _configure(
     rope_scaling_factor: float,
     hf_overrides: Mapping[str, Any] | None,
     model_format: str | None,
+    use_logn_attn: bool = False,
 ) -> tuple[type[DecoderLM], ModelConfig, Scheme | None]:
     hf = HFConfig.open(path, overrides=hf_overrides, session_len=session_len, rope_scaling_factor=rope_scaling_factor)
     names = hf.fields.get("architectures")
@@ -243,6 +253,10 @@ def _configure(
         raise InvalidCheckpoint(
             f"{hf.source}: architectures must be a list of names, for example ['LlamaForCausalLM']. Correct the file."
         )
+
+    def settled(config: ModelConfig) -> ModelConfig:
+        return _with_dtype(with_log_scaling(config) if use_logn_attn else config, path)
+
     for name in names:
         if name in REFUSED_MODELS and name not in families():
             refused = REFUSED_MODELS[name]
@@ -253,11 +267,10 @@ def _configure(
         parts = composed(hf, name)
         if parts is not None:
             decoder, config = _composed_config(parts, name)
-            return decoder, _with_dtype(config, path), scheme_of(parts.text.fields, path, model_format)
+            return decoder, settled(config), scheme_of(parts.text.fields, path, model_format)
         family = _find(name)
         if family is not None:
-            config = _with_dtype(family.configure(hf, name), path)
-            return family, config, scheme_of(hf.fields, path, model_format)
+            return family, settled(family.configure(hf, name)), scheme_of(hf.fields, path, model_format)
     remote = "Its own code (auto_map) is never run. " if hf.fields.get("auto_map") else ""
     known = ", ".join([*families(), *VISION_MODELS])
     raise UnsupportedModel(f"{hf.source}: architectures = {names} is not implemented. {remote}Implemented: {known}.")

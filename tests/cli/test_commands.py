@@ -68,7 +68,6 @@ class TestRun:
             (["run", "./nowhere", "hi"], 1, "./nowhere"),
             (["run", "hi", "--temperature", "9"], 2, "--temperature"),
             (["run", "hi", "--tempature", "1"], 2, "did you mean --temperature?"),
-            (["run", "hi", "--use-logn-attn"], 1, "log-n attention"),
             (["run", "hi", "--chat-template", "./no.json"], 2, "no.json"),
             (["run", "model", "a", "prompt"], 2, "quotes"),
             (["run", "model", ""], 2, "prompt is empty"),

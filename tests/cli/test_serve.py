@@ -205,7 +205,6 @@ def test_too_many_deaths_of_the_engine_end_the_process() -> None:
         (["--allow-origins", "*"], 2, "error: --allow-origins: "),
         (["--api-keys", "k1", "k2", "tiny-chat"], 2, "--api-keys takes all words that follow"),
         (["--server-prt", "1"], 2, "did you mean --server-port?"),
-        (["--use-logn-attn"], 1, "log-n attention"),
         (["--backend", "cuda"], 2, "invalid choice: 'cuda'"),
         (["tiny-chat", "other"], 2, "other"),
     ],
