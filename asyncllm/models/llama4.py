@@ -36,7 +36,8 @@ _TEXT = (
 
 
 @register(
-    Llama4ForCausalLM="Llama 4, text", Llama4ForConditionalGeneration="Llama 4 Scout and Maverick, their text alone"
+    Llama4ForCausalLM="Llama 4, text",
+    Llama4ForConditionalGeneration="Llama 4 Scout and Maverick, in files without a `vision_config`",
 )
 class Llama4(DecoderLM):
     weights = WeightMap(

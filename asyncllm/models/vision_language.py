@@ -14,6 +14,7 @@ from asyncllm.models.vision.gemma3 import read_gemma3
 from asyncllm.models.vision.glm4v import read_glm4v
 from asyncllm.models.vision.idefics3 import read_idefics3
 from asyncllm.models.vision.intern_vl import read_intern_vl
+from asyncllm.models.vision.llama4 import read_llama4
 from asyncllm.models.vision.llava import read_deepseek_vl, read_llava, read_onevision
 from asyncllm.models.vision.llava_original import read_original_llava
 from asyncllm.models.vision.parts import Composed
@@ -49,13 +50,14 @@ def with_tower(table: WeightMap, vision: TowerConfig) -> WeightMap:
     return WeightMap({**rows, **towers}, ignored=ignored, aside=unused)
 
 
-_READERS: Mapping[str, Callable[[HFConfig], Composed]] = {
+_READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "DeepseekVLForConditionalGeneration": read_deepseek_vl,
     "Gemma3ForConditionalGeneration": read_gemma3,
     "Glm4vForConditionalGeneration": read_glm4v,
     "Idefics3ForConditionalGeneration": read_idefics3,
     "InternVLChatModel": read_intern_vl,
     "InternVLForConditionalGeneration": read_intern_vl,
+    "Llama4ForConditionalGeneration": read_llama4,
     "LlavaForConditionalGeneration": read_llava,
     "LlavaLlamaForCausalLM": lambda hf: read_original_llava(hf, "llama"),
     "LlavaMistralForCausalLM": lambda hf: read_original_llava(hf, "mistral"),
@@ -76,6 +78,7 @@ VISION_MODELS: Mapping[str, str] = {
     "Idefics3ForConditionalGeneration": "Idefics3",
     "InternVLChatModel": "InternVL-Chat 1.5, InternVL2, InternVL2.5 and InternVL3, as their authors published them",
     "InternVLForConditionalGeneration": "the same, as transformers has them",
+    "Llama4ForConditionalGeneration": "Llama 4 Scout and Maverick",
     "LlavaForConditionalGeneration": "LLaVA 1.5, as llava-hf has it; Pixtral 12B, as transformers has it",
     "LlavaLlamaForCausalLM": "LLaVA 1.5 and 1.6 as their authors published them, with the tower among the weights; "
     "Yi-VL",

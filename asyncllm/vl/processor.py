@@ -16,6 +16,7 @@ from asyncllm.vl.known_towers import tower_fields, tower_settings
 from asyncllm.vl.processing.clip import AnyresProcessor, CenterProcessor, PaddedProcessor, SquareProcessor
 from asyncllm.vl.processing.gemma3 import Gemma3Processor
 from asyncllm.vl.processing.idefics3 import SplitProcessor
+from asyncllm.vl.processing.llama4 import CanvasProcessor
 from asyncllm.vl.processing.pixtral import RowsProcessor
 from asyncllm.vl.processing.qwen import DynamicProcessor, FramesProcessor
 from asyncllm.vl.processing.settings import PictureSettings
@@ -36,7 +37,7 @@ def open_processor(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     make = _FAMILIES.get(name) if isinstance(name, str) else None
-    if make is None:
+    if make is None or (name in _ALSO_TEXT and fields.get("vision_config") is None):
         return None
     file = folder / "preprocessor_config.json"
     settings = read_json_object(file)
@@ -184,6 +185,16 @@ def _glm4v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
+def _llama4(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    vision = PictureSettings(fields["vision_config"], "config.json")
+    patches = vision.side("image_size", 448) // vision.side("patch_size", 14)
+    return CanvasProcessor(
+        PictureSettings(settings, where, mean=HALVES, std=HALVES, resample=Image.Resampling.BILINEAR),
+        token_id=_image_token(fields, 200092),
+        tokens=round((patches * vision.number("pixel_shuffle_ratio", 0.5)) ** 2),
+    )
+
+
 def _deepseek(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     vision = {"image_size": 384, "patch_size": 16, **(fields.get("vision_config") or {})}
     return SquareProcessor(
@@ -267,6 +278,7 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "Idefics3ForConditionalGeneration": _idefics3,
     "InternVLChatModel": _intern,
     "InternVLForConditionalGeneration": _intern,
+    "Llama4ForConditionalGeneration": _llama4,
     "LlavaForConditionalGeneration": _llava,
     "LlavaLlamaForCausalLM": _original_llava,
     "LlavaMistralForCausalLM": _original_llava,
@@ -279,6 +291,9 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "Qwen3VLMoeForConditionalGeneration": _qwen,
     "SmolVLMForConditionalGeneration": _idefics3,
 }
+
+_ALSO_TEXT = ("Llama4ForConditionalGeneration",)
+"""Classes whose files may have the decoder alone."""
 
 _OF_TOWER = ("LlavaLlamaForCausalLM", "LlavaMistralForCausalLM")
 """Classes whose files say nothing of pictures, as their tower's do."""

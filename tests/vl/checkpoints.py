@@ -19,8 +19,18 @@ from torch import Tensor
 
 from asyncllm import Response
 from tests.checkpoints import SPECIAL_TOKENS, perturb, write_tokenizer
+from tests.vl.llama4_pictures import llama4_pictures
 
-__all__ = ["KINDS", "build_vlm", "folder_of", "oracle_of", "picture", "shared_oracle", "worst_difference"]
+__all__ = [
+    "KINDS",
+    "build_vlm",
+    "folder_of",
+    "image_processor_of",
+    "oracle_of",
+    "picture",
+    "shared_oracle",
+    "worst_difference",
+]
 
 IMAGE_ID = len(SPECIAL_TOKENS)
 """Of the first special token behind the usual ones."""
@@ -417,6 +427,60 @@ def _deepseek_vl() -> tuple[Any, dict[str, Any], list[str], str | None]:
     return config, pictures, ["<image_placeholder>"], None
 
 
+def _llama4() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    """Chunks of attention that are shorter than an image; experts in every other layer."""
+    from transformers import Llama4Config
+
+    tower = {
+        "hidden_size": 24,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 7,
+        "projector_input_dim": 40,
+        "projector_output_dim": 40,
+        "vision_output_dim": 40,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    }
+    text = {
+        **_TEXT,
+        "intermediate_size_mlp": 56,
+        "num_hidden_layers": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 3,
+        "attention_chunk_size": 32,
+        "floor_scale": 7,
+        "attn_scale": 0.4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    }
+    config = Llama4Config(
+        vision_config=tower,
+        text_config=text,
+        image_token_index=IMAGE_ID,
+        boi_token_index=IMAGE_ID + 1,
+        eoi_token_index=IMAGE_ID + 2,
+    )
+    return config, _LLAMA4_PICTURES, _LLAMA4_TOKENS, None
+
+
+_LLAMA4_TOKENS = [
+    *("<|patch|>", "<|image_start|>", "<|image_end|>", "<|image|>"),
+    *("<|tile_x_separator|>", "<|tile_y_separator|>"),
+]
+_LLAMA4_PICTURES = {
+    "image_processor_type": "Llama4ImageProcessor",
+    "size": {"height": 28, "width": 28},
+    "max_patches": 6,
+    "resample": 2,
+    "rescale_factor": 1 / 255,
+    "image_mean": [0.5, 0.4, 0.5],
+    "image_std": [0.5, 0.5, 0.3],
+}
+
+
 KINDS: dict[str, Callable[[], tuple[Any, dict[str, Any], list[str], str | None]]] = {
     "llava": _llava,
     "llava_next": _llava_next,
@@ -435,6 +499,7 @@ KINDS: dict[str, Callable[[], tuple[Any, dict[str, Any], list[str], str | None]]
     "gemma3_scan": _gemma3_scan,
     "internvl": _internvl,
     "internvl_6b": _internvl_6b,
+    "llama4": _llama4,
 }
 """Config, preprocessor_config.json, special tokens and chat template of each."""
 
@@ -468,12 +533,22 @@ def build_vlm(kind: str, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def image_processor_of(folder: Path) -> Any:
+    """Return transformers' image processor."""
+    from transformers import AutoImageProcessor
+
+    fields = json.loads((folder / "preprocessor_config.json").read_text())
+    if fields["image_processor_type"] == "Llama4ImageProcessor":
+        return llama4_pictures(fields)
+    return AutoImageProcessor.from_pretrained(folder)
+
+
 def oracle_of(folder: Path) -> Callable[[Sequence[int], Sequence[Image.Image]], Tensor]:
     """Return what gives transformers' logits [tokens, vocab] of expanded token ids and their images."""
-    from transformers import AutoImageProcessor, AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    processor = AutoImageProcessor.from_pretrained(folder)
+    processor = image_processor_of(folder)
 
     @torch.inference_mode()
     def logits(ids: Sequence[int], images: Sequence[Image.Image]) -> Tensor:
@@ -481,6 +556,7 @@ def oracle_of(folder: Path) -> Callable[[Sequence[int], Sequence[Image.Image]], 
         inputs = torch.tensor([list(ids)])
         if "image_grid_thw" in pictures:
             pictures["mm_token_type_ids"] = (inputs == IMAGE_ID).int()
+        pictures.pop("aspect_ratios", None)
         if pictures.pop("num_crops", None) is not None:
             pictures["token_type_ids"] = (inputs == IMAGE_ID).int()
         result: Tensor = model(input_ids=inputs, **pictures).logits[0]

@@ -106,7 +106,7 @@ async def test_several_answers_and_a_stream(engine: AsyncEngine) -> None:
     assert {chunk.index for chunk in pieces} == {0, 1}
 
 
-@pytest.mark.parametrize("kind", ["llava", "llava_next", "qwen2_vl", "pixtral", "idefics3", "gemma3_scan"])
+@pytest.mark.parametrize("kind", ["llava", "llava_next", "qwen2_vl", "pixtral", "idefics3", "gemma3_scan", "llama4"])
 async def test_a_session_keeps_its_images(kind: str) -> None:
     async with AsyncEngine(str(folder_of(kind)), config()) as engine, engine.session() as session:
         await session.chat(("what is it?", picture(1)), GREEDY)

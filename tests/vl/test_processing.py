@@ -13,8 +13,9 @@ from PIL import Image
 
 from asyncllm import InvalidCheckpoint, InvalidMessage, InvalidParameter, UnsupportedModel
 from asyncllm.vl.processor import open_processor
-from tests.vl.checkpoints import KINDS, folder_of, picture
+from tests.vl.checkpoints import KINDS, folder_of, image_processor_of, picture
 from tests.vl.layouts import original_llava
+from tests.vl.llama4_pictures import llama4_pictures
 
 SIZES = [
     *((28, 28), (40, 30), (30, 40), (29, 57), (57, 29), (100, 100), (13, 13), (90, 31), (31, 90), (64, 48)),
@@ -24,10 +25,8 @@ SIZES = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pixels_are_those_of_transformers(kind: str) -> None:
-    from transformers import AutoImageProcessor
-
     folder = folder_of(kind)
-    ours, oracle = open_processor(folder), AutoImageProcessor.from_pretrained(folder)
+    ours, oracle = open_processor(folder), image_processor_of(folder)
     assert ours is not None
     for seed, size in enumerate(SIZES):
         image = picture(seed, *size)
@@ -41,6 +40,34 @@ def test_pixels_are_those_of_transformers(kind: str) -> None:
             expected = expected[:, :, 0]
         expected = expected.reshape(prepared.pixels.shape)
         assert np.abs(prepared.pixels - expected).max() < 1e-5, size
+
+
+@pytest.mark.parametrize("largest", [False, True])
+def test_canvases_of_llama_4(largest: bool, tmp_path: Path) -> None:
+    """By torch's resizing too, which is within a level of Pillow's; bfloat16 rounds it once more."""
+    from transformers.models.llama4.processing_llama4 import Llama4Processor
+
+    source = folder_of("llama4")
+    fields = json.loads((source / "preprocessor_config.json").read_text())
+    fields |= {"max_patches": 16, "resize_to_max_canvas": largest}
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
+    processor, same, torchs = open_processor(tmp_path), llama4_pictures(fields), llama4_pictures(fields, by_torch=True)
+    assert processor is not None
+    level = (1 / 255 + 2**-8) / min(fields["image_std"]) + 2**-7
+    shapes = set()
+    for seed, size in enumerate(SIZES):
+        image = picture(seed, *size)
+        prepared, theirs = processor.prepare(image, {}), same([image])
+        assert np.array_equal(prepared.pixels, theirs["pixel_values"].numpy()), size
+        assert np.abs(prepared.pixels - torchs([image])["pixel_values"].numpy()).max() < level, size
+        rows, columns = theirs["aspect_ratios"][0].tolist()
+        shapes.add((rows, columns))
+        text = Llama4Processor._prompt_split_image(None, (rows, columns), 1)
+        assert prepared.text == text
+        assert prepared.slots == (4,) * text.count("<|patch|>")
+        assert prepared.length == 4 * len(prepared.pixels)
+    assert len(shapes) > 4
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -45,8 +45,8 @@ class PictureSettings:
         if not isinstance(scale, float) or not 0 < scale <= 1:
             self._refuse("rescale_factor", "where a number up to 1 belongs")
         self.scale = scale
-        self._mean, self._std = self._colours("image_mean", mean), self._colours("image_std", std)
-        if not self._std.all():
+        self.mean, self.std = self._colours("image_mean", mean), self._colours("image_std", std)
+        if not self.std.all():
             self._refuse("image_std", "which may not be 0")
 
     def _colours(self, key: str, default: tuple[float, ...]) -> Pixels:
@@ -95,7 +95,7 @@ class PictureSettings:
 
     def numbers(self, pictures: NDArray[np.uint8]) -> Pixels:
         """pictures [..., height, width, 3] -> [..., 3, height, width]."""
-        values = (pictures * np.float32(self.scale) - self._mean) / self._std
+        values = (pictures * np.float32(self.scale) - self.mean) / self.std
         return np.ascontiguousarray(np.moveaxis(values.astype(np.float32, copy=False), -1, -3))
 
     def _refuse(self, key: str, what: str) -> NoReturn:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from asyncllm.layers.layer import Layer
 
-__all__ = ["ACTIVATIONS", "Dense", "PatchEmbedding", "Scale", "Table", "TowerActivation"]
+__all__ = ["ACTIVATIONS", "Dense", "PatchEmbedding", "Scale", "Table", "TowerActivation", "cut"]
 
 TowerActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 
@@ -34,6 +34,14 @@ class _Owner(Layer):
 
     def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
         self.get_parameter(suffix).copy_(tensor)
+
+
+def cut(pixels: Tensor, size: int) -> Tensor:
+    """pixels [N, channels, height, width] -> square patches of this size [N, patches, channels * size * size], row by
+    row."""
+    count, channels, height, width = pixels.shape
+    squares = pixels.view(count, channels, height // size, size, width // size, size).permute(0, 2, 4, 1, 3, 5)
+    return squares.reshape(count, -1, channels * size * size)
 
 
 def _empty(*shape: int) -> nn.Parameter:
@@ -66,10 +74,7 @@ class PatchEmbedding(_Owner):
 
     def of_images(self, pixels: Tensor) -> Tensor:
         """pixels [N, 3, height, width] -> [N, patches, out], row by row."""
-        size = self.weight.shape[-1]
-        count, channels, height, width = pixels.shape
-        cut = pixels.view(count, channels, height // size, size, width // size, size).permute(0, 2, 4, 1, 3, 5)
-        embedded: Tensor = self(cut.reshape(count, -1, channels * size * size))
+        embedded: Tensor = self(cut(pixels, self.weight.shape[-1]))
         return embedded
 
 

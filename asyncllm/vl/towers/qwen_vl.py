@@ -155,7 +155,8 @@ def square_rotation(places: Tensor, head_dim: int) -> Rotation:
 
 
 class PatchBlock(Layer):
-    """A block over patches that are turned by their places, norms first. `gated`: of its MLP."""
+    """A block over patches that are turned by their places, norms first. `gated`: of its MLP. `interleaved`: neighbours
+    among a head's features are turned together, instead of those half a head apart."""
 
     def __init__(
         self,
@@ -168,9 +169,10 @@ class PatchBlock(Layer):
         gated: bool,
         bias: bool = True,
         eps: float = EPS,
+        interleaved: bool = False,
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self._interleaved = num_heads, interleaved
         self.attn_norm, self.mlp_norm = norm(size, eps), norm(size, eps)
         self.qkv, self.out = JoinedQKV(size, 3 * size, bias=bias), Dense(size, size, bias=bias)
         self.gate = Dense(size, inner, bias=bias) if gated else None
@@ -180,7 +182,7 @@ class PatchBlock(Layer):
     def forward(self, x: Tensor, rotation: Rotation, lengths: Sequence[int]) -> Tensor:
         """x [T, hidden], of segments of these lengths that attend to themselves -> the same."""
         q, k, v = self.qkv(self.attn_norm(x)).view(len(x), 3, self.num_heads, -1).unbind(1)
-        q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
+        q, k = (apply_rotary(each, rotation, interleaved=self._interleaved) for each in (q, k))
         x = x + self.out(_attended(q, k, v, lengths).flatten(1))
         h = self.mlp_norm(x)
         inner = self._activation(self.up(h)) if self.gate is None else self._activation(self.gate(h)) * self.up(h)

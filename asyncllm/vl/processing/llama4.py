@@ -1,0 +1,114 @@
+"""Tiles for Llama 4: an image scaled into the canvas that suits it, padded with black, and the whole of it behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.loading import load_image
+from asyncllm.vl.processing.settings import PictureSettings, Pixels, digest_of, refuse_options, resized
+
+__all__ = ["CanvasProcessor"]
+
+MAX_TILES = 128
+
+BEGIN, WHOLE, PLACE, END = "<|image_start|>", "<|image|>", "<|patch|>", "<|image_end|>"
+NEXT_COLUMN, NEXT_ROW = "<|tile_x_separator|>", "<|tile_y_separator|>"
+
+
+class CanvasProcessor:
+    """Each tile is a place in the prompt, with separators between them. Numbers are rounded to bfloat16, as the
+    published processor has them."""
+
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
+    joint = 0
+    placeholder = BEGIN + WHOLE + PLACE + END
+
+    def __init__(self, settings: PictureSettings, *, token_id: int, tokens: int) -> None:
+        """`tokens`: of a tile."""
+        self.settings, self.token_id, self._tokens = settings, token_id, tokens
+        self._side = settings.side("size", 336)
+        self._most = settings.integer("max_patches", 16, maximum=MAX_TILES)
+        self._largest = settings.fields.get("resize_to_max_canvas", False) is True
+
+    def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
+        refuse_options(options)
+        loaded, side, resample = load_image(image), self._side, self.settings.resample
+        size = (loaded.height, loaded.width)
+        rows, columns = _canvas(size, side, self._most, self._largest)
+        bounds = (rows * side, columns * side)
+        if not self._largest:
+            # Small images are scaled up to a tile, no further.
+            bounds = (min(max(size[0], side), bounds[0]), min(max(size[1], side), bounds[1]))
+        canvas = Image.new("RGB", (columns * side, rows * side))
+        canvas.paste(resized(loaded, *_within(size, bounds), resample), (0, 0))
+        tiles = np.asarray(canvas).reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+        if len(tiles) > 1:
+            tiles = np.concatenate([tiles, np.asarray(resized(loaded, side, side, resample))[None]])
+        pixels = self._numbers(tiles)
+        return PromptImage(
+            length=len(tiles) * self._tokens,
+            digest=digest_of(rows, columns, pixels=pixels),
+            pixels=pixels,
+            size=size,
+            text=_text(rows, columns),
+            slots=(self._tokens,) * len(tiles),
+        )
+
+    def _numbers(self, pictures: NDArray[np.uint8]) -> Pixels:
+        """pictures [..., height, width, 3] -> [..., 3, height, width]."""
+        levels = _rounded(np.arange(256, dtype=np.float32) * np.float32(self.settings.scale))[:, None]
+        levels = _rounded(_rounded(levels - _rounded(self.settings.mean)) / _rounded(self.settings.std))
+        values = np.stack([levels[pictures[..., colour], colour] for colour in range(3)], -3)
+        return np.ascontiguousarray(values)
+
+
+def _rounded(values: Pixels) -> Pixels:
+    """Return the nearest numbers of bfloat16, even ones of two that are equally near."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).astype(np.uint32).view(np.float32)
+
+
+@lru_cache(8)
+def _canvases(most: int) -> Sequence[tuple[int, int]]:
+    """Return (rows, columns) of up to so many tiles: the largest first, those of equal ratio together."""
+    by_ratio: dict[float, list[tuple[int, int]]] = {}
+    for count in range(most, 0, -1):
+        for rows in (each for each in range(1, count + 1) if count % each == 0):
+            by_ratio.setdefault(rows / (count // rows), []).append((rows, count // rows))
+    return [each for shapes in by_ratio.values() for each in shapes]
+
+
+def _canvas(size: tuple[int, int], side: int, most: int, largest: bool) -> tuple[int, int]:
+    """Return rows and columns of tiles: where the image is not shrunk and enlarged least (most, for `largest`); where
+    it must be shrunk, least. Of equal ones the smallest."""
+    height, width = np.float32(size[0]), np.float32(size[1])
+    scales = {
+        (rows, columns): float(min(np.float32(rows * side) / height, np.float32(columns * side) / width))
+        for rows, columns in _canvases(most)
+    }
+    enlarging = [scale for scale in scales.values() if scale >= 1]
+    chosen = (max if largest else min)(enlarging) if enlarging else max(scales.values())
+    return min((shape for shape, scale in scales.items() if scale == chosen), key=math.prod)
+
+
+def _within(size: tuple[int, int], bounds: tuple[int, int]) -> tuple[int, int]:
+    """Return height and width of an image that is scaled into bounds."""
+    by_height, by_width = bounds[0] / size[0], bounds[1] / size[1]
+    if by_width < by_height:
+        return max(min(math.floor(size[0] * by_width), bounds[0]), 1), bounds[1]
+    return bounds[0], max(min(math.floor(size[1] * by_height), bounds[1]), 1)
+
+
+def _text(rows: int, columns: int) -> str:
+    """Return what stands for an image of so many tiles and the whole; of the latter alone if there is one."""
+    tiles = (NEXT_COLUMN.join([PLACE] * columns) + NEXT_ROW) * rows if rows * columns > 1 else ""
+    return BEGIN + tiles + WHOLE + PLACE + END
