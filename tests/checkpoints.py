@@ -164,7 +164,7 @@ def perturb(model: torch.nn.Module, seed: int = 0, *, offset: float = 1.0) -> No
         for name, parameter in model.named_parameters():
             parameter.copy_(_perturbed(name, parameter, offset, seed))
         for name, buffer in model.named_buffers():
-            if name.endswith(("correction_bias", "act_fn.beta")):
+            if name.endswith(("correction_bias", "act_fn.beta", "expert_bias")):
                 buffer.copy_(_perturbed(name, buffer, offset, seed))
 
 
@@ -208,10 +208,10 @@ def _rewrite_as_legacy(file: Path) -> None:
     config = {names.get(key, key): value for key, value in config.items()}
     if kind == "longrope":
         config["original_max_position_embeddings"] = config["rope_scaling"].pop("original_max_position_embeddings")
-    if "mamba_n_heads" in config:
+    if "mamba_n_heads" in config and "layer_types" in config:
         named = {"linear_attention": "mamba", "full_attention": "attention"}
         config["layer_types"] = [named[kind] for kind in config["layer_types"]]
-    elif not by_layer and not {"no_rope_layers", "sliding_window_pattern"} & set(config):
+    elif not by_layer and not {"no_rope_layers", "num_dense_layers", "sliding_window_pattern"} & set(config):
         config.pop("layer_types", None)
     _write_json(file, config)
 

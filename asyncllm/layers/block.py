@@ -94,8 +94,9 @@ class SandwichBlock(Block):
         mlp_norm: Norm,
         mlp: nn.Module,
         mlp_post_norm: Norm,
+        scale: float | None = None,
     ) -> None:
-        super().__init__(attn_norm=attn_norm, attn=attn, mlp_norm=mlp_norm, mlp=mlp)
+        super().__init__(attn_norm=attn_norm, attn=attn, mlp_norm=mlp_norm, mlp=mlp, scale=scale)
         self.attn_post_norm = attn_post_norm
         self.mlp_post_norm = mlp_post_norm
 
@@ -106,11 +107,11 @@ class SandwichBlock(Block):
             normed = self.attn_norm(residual)
         else:
             normed, residual = self.attn_norm.add(branch, residual)
-        attended = self.attn_post_norm(self.attn(normed, step, sampled))
+        attended = self._scaled(self.attn_post_norm(self.attn(normed, step, sampled)))
         if sampled is not None:
             residual, step = kernels.gather_rows(residual, sampled.indices), sampled.inputs
         normed, residual = self.mlp_norm.add(attended, residual)
-        return self.mlp_post_norm(self.mlp(normed, step)), residual
+        return self._scaled(self.mlp_post_norm(self.mlp(normed, step))), residual
 
 
 class ParallelBlock(Layer):

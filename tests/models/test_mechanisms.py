@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from asyncllm.layers.block import Block, ParallelBlock
+from asyncllm.layers.block import Block, ParallelBlock, PostNormBlock
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import RMSNorm
@@ -195,7 +195,8 @@ def experts(model: DecoderLM) -> Iterator[Mechanism]:
 
     if routing.scores == "sparsemixer":
         yield "logits that are near", routed_by(near=0.0)
-    else:
+    elif not isinstance(model.layers[0], PostNormBlock):
+        # A norm right behind the experts takes away what multiplies them all.
         yield "weights that add up, or do not", routed_by(renormalize=not routing.renormalize)
     yield "other scores", routed_by(scores="softmax" if routing.scores == "sigmoid" else "sigmoid")
     if one.scaled_inputs:
