@@ -22,6 +22,7 @@ from asyncllm.lite.recipe import Recipe
 from asyncllm.lite.search import Reader
 from asyncllm.lite.smoothing import Group, Masters, groups, plain_layers
 from asyncllm.lite.tensors import restored, stored_weights
+from asyncllm.lite.tower import copy_tower_files, tower_modules
 from asyncllm.lite.walk import Batch, Comparison, Walk
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.output_folder import copy_companions, output_folder, write_shards
@@ -120,8 +121,11 @@ class _Quantizer:
         inner = {name for layer in range(count) for name in self._walk.names(layer)}
         yield from self._walk.checkpoint.read([name for name in self._entries if name not in inner])
         head = self._walk.model.head_name
-        if head in self._entries:
-            self.plain.append(head.removesuffix(".weight"))
+        for name in self._entries:
+            if name.endswith(head):
+                # A decoder's part of a larger model has it under another name in memory than in the file.
+                self.plain += dict.fromkeys((head.removesuffix(".weight"), name.removesuffix(".weight")))
+        self.plain += tower_modules(self._walk)
         for layer in range(count):
             yield from self._layer(layer)
             if progress is not None:
@@ -207,8 +211,6 @@ class _Quantizer:
 def _check_kinds(walk: Walk) -> None:
     """Raise UnsupportedModel for layers that are not known here."""
     folder = walk.checkpoint.folder
-    if walk.model.config.vision is not None:
-        raise UnsupportedModel(f"{folder}: models that see images are not quantized yet. Use the model as it is.")
     for layer, block in enumerate(walk.layers):
         for module in block.modules():
             what = None
@@ -269,6 +271,7 @@ def quantize(
         quantizer = _Quantizer(walk, recipe, sequences, tokens_at_once)
         write_shards(quantizer.tensors(progress), partial)
         copy_companions(folder, partial)
+        copy_tower_files(folder, partial)
         within = dict.fromkeys(_within_block(name) for name in quantizer.quantized)
         plain = [name for name in quantizer.plain if "." in name]
         _write_settings(partial, recipe.settings(quantizer.plain, list(within) if plain else []))

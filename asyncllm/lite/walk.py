@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from asyncllm.layers.axis_positions import AXIS_COLUMNS
 from asyncllm.layers.block import AnyAttention, AnyBlock
 from asyncllm.layers.rotary import ROPE_LENS
 from asyncllm.layers.step_inputs import StepInputs
@@ -167,7 +168,11 @@ class Walk:
             max_q_len=max(batch.lens),
             caches=caches,
             prompts=[(length, length) for length in batch.lens],
-            more={ROPE_LENS: lens.repeat_interleave(lens).to(device)},
+            # Text advances along all axes alike.
+            more={
+                ROPE_LENS: lens.repeat_interleave(lens).to(device),
+                **dict.fromkeys(AXIS_COLUMNS, torch.zeros_like(positions).to(device)),
+            },
         )
 
 

@@ -205,8 +205,6 @@ def open_unfilled(path: Path) -> tuple[DecoderLM, Checkpoint]:
     family, config, scheme = _configure(path, None, 0.0, None, None)
     if scheme is not None:
         raise UnsupportedModel(f"{path}: the weights are quantized already. Use the checkpoint that they were made of.")
-    if config.vision is not None:
-        raise UnsupportedModel(f"{path}: {config.architecture} has a vision tower, which is not quantized yet.")
     checkpoint = Checkpoint.open(path)
     return _unfilled(family, config, checkpoint), checkpoint
 

@@ -1,0 +1,87 @@
+"""Vision-language models: the decoder is quantized, and tower and projector are copied and named."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from asyncllm import GenerationConfig, lite
+from asyncllm.pipeline import Pipeline
+from tests.models.parity import random_tokens
+from tests.vl.checkpoints import folder_of, picture
+from tests.vl.layouts import original_llava, remote_intern
+
+TEXTS = [random_tokens(seed, 100) for seed in range(11)]
+GREEDY = GenerationConfig(max_new_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
+
+KINDS: list[tuple[str, Callable[..., Any] | None, str, dict[str, Any], list[str]]] = [
+    ("llava", None, "auto_gptq", {"w_group_size": -1, "texts": TEXTS}, ["vision_tower", "multi_modal_projector"]),
+    ("llava", original_llava, "smooth_quant", {"texts": TEXTS}, ["model.vision_tower", "model.mm_projector"]),
+    ("qwen2_vl", None, "smooth_quant", {"texts": TEXTS}, ["visual"]),
+    ("internvl", remote_intern, "smooth_quant", {"texts": TEXTS, "quant_dtype": "fp8"}, ["vision_model", "mlp1"]),
+    ("gemma3", None, "blocked_fp8", {}, ["vision_tower", "multi_modal_projector"]),
+]
+"""Checkpoint, its layout, tool and options, and the beginnings of what stays."""
+
+
+def written_as(kind: str, layout: Callable[..., Any] | None, folder: Path) -> Path:
+    folder.mkdir()
+    source = folder_of(kind)
+    for file in source.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    if layout is not None:
+        fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        fields, tensors = layout(fields, load_file(source / "model.safetensors"))
+        if (tower := fields.pop("vit/tiny", None)) is not None:
+            (folder / "vit" / "tiny").mkdir(parents=True)
+            (folder / "vit" / "tiny" / "config.json").write_text(json.dumps(tower), encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def likeliest(folder: Path) -> list[dict[int, float]]:
+    """The first token's log-probabilities about two images."""
+    with Pipeline(str(folder)) as pipe:
+        responses = pipe([("what is this?", picture(seed)) for seed in (1, 2)], gen_config=GREEDY)
+    assert isinstance(responses, list)
+    assert all(each.logprobs for each in responses)
+    return [each.logprobs[0] for each in responses if each.logprobs]
+
+
+@pytest.mark.parametrize(("kind", "layout", "tool", "options", "kept"), KINDS)
+def test_the_decoder_is_quantized_and_what_sees_is_not(
+    kind: str, layout: Callable[..., Any] | None, tool: str, options: dict[str, Any], kept: list[str], tmp_path: Path
+) -> None:
+    source, folder = written_as(kind, layout, tmp_path / "source"), tmp_path / "written"
+    lite.TOOLS[tool](source, str(folder), **options)
+    before, after = (load_file(each / "model.safetensors") for each in (source, folder))
+    of_tower = [name for name in before if name.startswith(tuple(f"{part}." for part in kept))]
+    assert {part for part in kept for name in of_tower if name.startswith(part)} == set(kept)
+    for name in of_tower:
+        assert before[name].dtype == after[name].dtype
+        assert torch.equal(before[name], after[name])
+    projections = [name for name in before if re.search(r"layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight$", name)]
+    projections = [name for name in projections if name not in of_tower]
+    assert projections
+    assert not any(name in after and after[name].dtype == before[name].dtype for name in projections)
+    said, fields = (json.loads((each / "config.json").read_text(encoding="utf-8")) for each in (source, folder))
+    settings = fields.pop("quantization_config")
+    assert fields == said
+    if tool == "auto_gptq":
+        assert {name.split(".")[0] for name in settings["modules_in_block_to_quantize"][0]} == {"self_attn", "mlp"}
+    else:
+        plain = settings["modules_to_not_convert"]
+        assert set(kept) <= set(plain)
+        weights = {name.removesuffix(".weight") for name in of_tower if "_proj.weight" in name or "fc1.weight" in name}
+        assert weights <= set(plain)
+        assert not any(part in name for part in plain for name in projections)
+    answers = zip(likeliest(source), likeliest(folder), strict=True)
+    assert all(max(abs(one[token] - other[token]) for token in one.keys() & other) < 1 for one, other in answers)
