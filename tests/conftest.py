@@ -77,7 +77,7 @@ def _loop_never_blocks() -> Iterator[None]:
     """A blocking call that asyncllm makes in a thread with a running event loop raises BlockingError.
 
     The pipeline is synchronous: who calls it inside a running loop has chosen to wait. An executor joins its thread
-    after the thread's last word.
+    after the thread's last word. Who needs masks fills them beside the threads that do, and awaits their last ones.
     """
     with blockbuster_ctx(scanned_modules=["asyncllm"]) as detector:
         for function in ("threading.Lock.acquire", "threading.Lock.acquire_lock"):
@@ -85,6 +85,7 @@ def _loop_never_blocks() -> Iterator[None]:
                 "asyncllm/event_loop/loop_thread.py", {"__init__", "wait", "close"}
             )
             detector.functions[function].can_block_in("asyncllm/agent/step_thread.py", {"close"})
+            detector.functions[function].can_block_in("asyncllm/agent/sampling/grammar_masks.py", {"finish"})
         yield
 
 

@@ -37,7 +37,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidParameter
 from asyncllm.models.decoder import DecoderLM
 
-__all__ = ["ThreadChoice", "choose_threads", "cpu_quota", "settle_threads"]
+__all__ = ["ThreadChoice", "allowed_cores", "choose_threads", "cpu_quota", "settle_threads"]
 
 logger = logging.getLogger("asyncllm")
 
@@ -93,8 +93,7 @@ def choose_threads(config: EngineConfig, num_parameters: int, *, others: int = 0
     present = torch.get_num_threads()
     if present not in _defaults():
         return ThreadChoice(present, "torch.set_num_threads was called.", False)
-    cores, quota = _cores(), cpu_quota()
-    allowed = cores if quota is None else min(cores, max(1, int(quota)))
+    cores, quota, allowed = _cores(), cpu_quota(), allowed_cores()
     busy = _load()
     idle = max(1, min(allowed, round((os.cpu_count() or cores) - busy)))
     useful = max(1, math.ceil(num_parameters / PARAMETERS_PER_THREAD))
@@ -102,6 +101,12 @@ def choose_threads(config: EngineConfig, num_parameters: int, *, others: int = 0
     why = f"{cores} cores" if quota is None else f"{cores} cores, of which a quota allows {quota:.3g}"
     why += f", a load of {busy:.1f}" + (f", {others} more engines in this process" if others else "")
     return ThreadChoice(threads, f"{why}, and {num_parameters / 1e6:.1f} million parameters.", True)
+
+
+def allowed_cores() -> int:
+    """Return how many cores' worth of time this process may use, at least one."""
+    quota = cpu_quota()
+    return _cores() if quota is None else min(_cores(), max(1, int(quota)))
 
 
 def _cores() -> int:

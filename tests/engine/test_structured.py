@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidParameter, UnsupportedFeature
+from asyncllm.agent.sampling import grammar_masks
 from asyncllm.testing import FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -76,6 +78,26 @@ async def test_seeds_batches_and_preemption_change_nothing() -> None:
         together = await asyncio.gather(*(llm.generate(QUESTION, config) for config in [long, *configs, long]))
         assert llm.stats().preemptions > 0
         assert [answer.token_ids for answer in together[1:-1]] == alone
+
+
+async def test_masks_filled_in_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(block_size=16, num_gpu_blocks=30, session_len=192, max_batch_size=16)
+    configs = [held(PERSON, temperature=1.0, top_k=0, random_seed=seed) for seed in range(14)]
+    plain = GenerationConfig(max_new_tokens=80, ignore_eos=True)
+    answers, started = [], []
+    for cores in (1, 3):
+        monkeypatch.setattr(grammar_masks, "allowed_cores", lambda cores=cores: cores)
+        async with AsyncEngine("tiny-chat", config) as llm:
+            left = asyncio.ensure_future(llm.generate(QUESTION, held(PERSON, temperature=1.0, random_seed=77)))
+            together = asyncio.gather(*(llm.generate(QUESTION, config) for config in [plain, *configs, plain]))
+            await asyncio.sleep(0.05)
+            left.cancel()
+            answers.append([answer.token_ids for answer in await together])
+            started.append(sum(thread.name.startswith("asyncllm-masks") for thread in threading.enumerate()))
+            assert llm.stats().preemptions > 0
+            llm.check_idle()
+    assert answers[0] == answers[1]
+    assert started[0] == 0 < started[1] <= 2
 
 
 async def test_others_are_not_touched(llm: AsyncEngine) -> None:

@@ -44,6 +44,7 @@ def edit_logits(
         sampling.add_bias(logits, rows, ids, upload(np.concatenate([values for _, values in entries]), device))
     early = np.flatnonzero(((edits & EARLY_STOPS) != 0) & (positions < params.free_stop_position[slots]))
     if len(early) and params.grammars:
+        params.masks.finish()
         # Where a grammar has come to its end, there is nothing else to draw.
         early = early[[not _has_ended(params, slot) for slot in slots[early].tolist()]]
     if len(early):
@@ -53,9 +54,7 @@ def edit_logits(
         sampling.ban(logits, *_flat(worded, [history.banned(slot) for slot in slots[worded].tolist()], device))
     held = np.flatnonzero(edits & GRAMMAR)
     if len(held):
-        words = np.zeros((len(held), -(-logits.shape[-1] // 32)), np.int32)
-        for row, slot in zip(words, slots[held].tolist(), strict=True):
-            params.grammars[slot].fill(row)
+        words = params.masks.take(slots[held].tolist(), params.grammars)
         sampling.keep_only(logits, upload(held, device), upload(words, device))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncllm.agent.sampling.grammar_masks import GrammarMasks
 from asyncllm.kernels import sampling
 from asyncllm.protocol import Grammar, Progress, SamplingParams, SlotStart
 
@@ -48,6 +49,8 @@ class SlotParams:
         self.stops: dict[int, NDArray[np.int64]] = {}
         self.grammars: dict[int, Progress] = {}
         """How far the slots' answers have come in what they are held to."""
+        self.masks = GrammarMasks(vocab_size)
+        """What `grammars` allow next."""
         self.faults: dict[int, str] = {}
         """Slot -> why its parameters cannot be sampled with."""
 
@@ -63,7 +66,8 @@ class SlotParams:
         self.free_stop_position[slot] = start.num_prompt + params.min_new_tokens
         self.bias.pop(slot, None)
         self.stops.pop(slot, None)
-        self.grammars.pop(slot, None)
+        if self.grammars.pop(slot, None) is not None:
+            self.masks.forget(slot)
         self.faults.pop(slot, None)
         self.edits[slot] = 0
         self.plain[slot] = False
@@ -90,12 +94,17 @@ class SlotParams:
         )
         self.plain[slot] = params.greedy and params.logprobs is None and not self.edits[slot]
 
-    def observe(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Take note of a token that each of `slots` has drawn."""
+    def observe(self, slots: Sequence[int], tokens: Sequence[int], *, ahead: bool) -> None:
+        """Take note of a token that each of `slots` has drawn. `ahead`: begin to fill what they may draw next."""
         if self.grammars:
+            self.masks.finish()
+            held = {}
             for slot, token in zip(slots, tokens, strict=True):
                 if slot in self.grammars:
-                    self.grammars[slot].consume(token)
+                    held[slot] = self.grammars[slot]
+                    held[slot].consume(token)
+            if ahead:
+                self.masks.begin(held)
 
     def errors(self, slots: NDArray[np.int64], flags: NDArray[np.int32]) -> dict[int, str]:
         """Return slot -> why its token is meaningless, from the `flags` of `sampling.sample`, 0 where nothing

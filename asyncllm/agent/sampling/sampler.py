@@ -133,7 +133,8 @@ class Sampler:
         """Take note of the `tokens` [R] that a step drew for `slots` [R]; once for each step and in order."""
         listed, drawn = slots.tolist(), tokens.tolist()
         self._history.observe(listed, drawn)
-        self._params.observe(listed, drawn)
+        # Of ranks each fills its own rows, which the next step decides on.
+        self._params.observe(listed, drawn, ahead=self.ranks is None)
 
     def logprobs(self, logits: Tensor, slots: NDArray[np.int64], tokens: Tensor) -> PendingLogprobs | None:
         """Return log-probabilities of the drawn `tokens` [R] under the model's own `logits` [R, V]; None if none are
