@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from asyncllm.errors import InvalidCheckpoint, ModelError, UnsupportedModel, short
+from asyncllm.errors import AsyncLLMError, InvalidCheckpoint, ModelError, UnsupportedModel, short
 from asyncllm.layers.linear_method import UNQUANTIZED, Weighted
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import Norm
@@ -23,6 +26,7 @@ from asyncllm.lite.search import Reader
 from asyncllm.lite.smoothing import Group, Masters, groups, plain_layers
 from asyncllm.lite.tensors import restored, stored_weights
 from asyncllm.lite.tower import copy_tower_files, tower_modules
+from asyncllm.lite.unfinished import Unfinished, unfinished
 from asyncllm.lite.walk import Batch, Comparison, Walk
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.output_folder import copy_companions, output_folder, write_shards
@@ -114,22 +118,42 @@ class _Quantizer:
         self.plain: list[str] = []
         self.quantized: list[str] = []
         self._entries = walk.checkpoint.tensors
-
-    def tensors(self, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the new checkpoint."""
-        count = len(self._walk.layers)
-        inner = {name for layer in range(count) for name in self._walk.names(layer)}
-        yield from self._walk.checkpoint.read([name for name in self._entries if name not in inner])
-        head = self._walk.model.head_name
+        head = walk.model.head_name
         for name in self._entries:
             if name.endswith(head):
                 # A decoder's part of a larger model has it under another name in memory than in the file.
                 self.plain += dict.fromkeys((head.removesuffix(".weight"), name.removesuffix(".weight")))
-        self.plain += tower_modules(self._walk)
-        for layer in range(count):
-            yield from self._layer(layer)
+        self.plain += tower_modules(walk)
+
+    def run(self, kept: Unfinished, progress: Progress | None) -> None:
+        """Quantize the layers that are not finished yet."""
+        batches = [*self._batches, *self._before, *self._after]
+        done, hidden, names = kept.state()
+        count = len(self._walk.layers)
+        if done:
+            logger.info("%d of %d layers are finished already", done, count)
+            self.plain, self.quantized = names["plain"], names["quantized"]
+            for batch, states in zip(batches, hidden, strict=True):
+                batch.hidden = states
+        for layer in range(done, count):
+            names = {"plain": self.plain, "quantized": self.quantized}
+            try:
+                # The names and hidden states are those behind the layer's last tensor.
+                kept.finish(layer, self._layer(layer), (batch.hidden for batch in batches), names)
+            except AsyncLLMError:
+                # It would be the same again.
+                kept.discard()
+                raise
             if progress is not None:
                 progress(layer + 1, count)
+
+    def tensors(self, kept: Unfinished) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the new checkpoint, whose layers are finished."""
+        count = len(self._walk.layers)
+        inner = {name for layer in range(count) for name in self._walk.names(layer)}
+        yield from self._walk.checkpoint.read([name for name in self._entries if name not in inner])
+        for layer in range(count):
+            yield from kept.tensors(layer)
 
     def comparison(self) -> Comparison | None:
         """Return how the model that was written differs on the texts that were kept back."""
@@ -259,7 +283,8 @@ def quantize(
     """Write the checkpoint of `folder`, quantized by `recipe` and judged by token sequences, to `destination`.
 
     The model runs layer by layer: at a time one layer is in the device's memory, twice in float32, and the hidden
-    states of all sequences in the host's. The folder appears whole or not at all.
+    states of all sequences in the host's. The folder appears whole or not at all; a run that was ended goes on behind
+    its last finished layer if all of this is as it was.
 
     Raises InvalidCheckpoint, UnsupportedModel and InvalidParameter for what cannot be quantized so, ModelError where
     the folder cannot be written.
@@ -267,9 +292,14 @@ def quantize(
     walk = Walk(folder, dtype, device)
     _check_kinds(walk)
     _check_tensors(walk, recipe)
-    with output_folder(destination, walk.checkpoint.num_bytes) as partial, torch.no_grad():
+    how = [recipe, tokens_at_once, dtype, device.type, sequences]
+    with ExitStack() as stack:
+        kept = stack.enter_context(unfinished(destination, _fingerprint(walk.checkpoint, *how)))
+        stack.enter_context(torch.no_grad())
         quantizer = _Quantizer(walk, recipe, sequences, tokens_at_once)
-        write_shards(quantizer.tensors(progress), partial)
+        quantizer.run(kept, progress)
+        partial = stack.enter_context(output_folder(destination, walk.checkpoint.num_bytes))
+        write_shards(quantizer.tensors(kept), partial)
         copy_companions(folder, partial)
         copy_tower_files(folder, partial)
         within = dict.fromkeys(_within_block(name) for name in quantizer.quantized)
@@ -278,6 +308,14 @@ def quantize(
         written = Checkpoint.open(partial)
         comparison = quantizer.comparison()
     return QuantizeReport(destination, written.num_bytes, quantizer.num_tokens, comparison)
+
+
+def _fingerprint(checkpoint: Checkpoint, *how: object) -> str:
+    """Of what decides the outcome: the files, by their headers, sizes and times, and `how`."""
+    files = sorted({each.file for each in checkpoint.tensors.values()} | {checkpoint.folder / "config.json"})
+    stats = [(str(file.resolve()), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+    described = [version("asyncllm"), torch.__version__, stats, list(checkpoint.tensors.values()), how]
+    return sha256(repr(described).encode()).hexdigest()
 
 
 def _within_block(module: str) -> str:

@@ -93,6 +93,8 @@ def test_an_interrupt_leaves_what_was_there(source: Path, tmp_path: Path) -> Non
         with pytest.raises(KeyboardInterrupt):
             lite.TOOLS[tool](source, str(folder), texts=TEXTS, overwrite=True, progress=interrupted)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".written.unfinished", "written"]
+    lite.smooth_quant(source, str(folder), texts=TEXTS, overwrite=True)
     assert [each.name for each in tmp_path.iterdir()] == ["written"]
 
 
