@@ -140,3 +140,22 @@ def test_the_threads_end_with_their_owner() -> None:
     for thread in threads:
         thread.join(PATIENCE)
         assert not thread.is_alive()
+
+
+@pytest.mark.anyio
+async def test_an_agent_that_launches_in_the_loop_gets_them_too() -> None:
+    """Nothing that would block the loop for longer than to fill the masks there."""
+    begun = threading.Event()
+    go_on = threading.Event()
+    own = threading.current_thread().name
+
+    def before(number: int) -> None:
+        if threading.current_thread().name != own:
+            begun.set()
+            assert go_on.wait(PATIENCE)
+
+    masks, answers = GrammarMasks(VOCAB, 1), rows(before)
+    masks.begin(given(answers))
+    assert begun.wait(PATIENCE)
+    threading.Timer(0.05, go_on.set).start()
+    check(masks.take(list(range(ROWS)), given(answers)), [100 + slot for slot in range(ROWS)])
