@@ -119,10 +119,9 @@ class _Quantizer:
         self.quantized: list[str] = []
         self._entries = walk.checkpoint.tensors
         head = walk.model.head_name
-        for name in self._entries:
-            if name.endswith(head):
-                # A decoder's part of a larger model has it under another name in memory than in the file.
-                self.plain += dict.fromkeys((head.removesuffix(".weight"), name.removesuffix(".weight")))
+        # In memory there is a head of a tied model too, and within a larger model's file it has a longer name.
+        heads = dict.fromkeys([head, *(name for name in self._entries if name.endswith(head))])
+        self.plain += [name.removesuffix(".weight") for name in heads]
         self.plain += tower_modules(walk)
 
     def run(self, kept: Unfinished, progress: Progress | None) -> None:

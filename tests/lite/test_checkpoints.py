@@ -29,11 +29,11 @@ TEXTS = [random_tokens(seed, 100) for seed in range(12)]
 WRITTEN: dict[str, tuple[str, dict[str, Any], Format | Eight]] = {
     "awq": ("auto_awq", {"w_group_size": 64}, formats.awq(64)),
     "awq-symmetric": ("auto_awq", {"w_sym": True}, formats.awq(128)),
-    "gptq": ("auto_gptq", {}, formats.gptq(4, 128)),
+    "gptq": ("auto_gptq", {}, formats.gptq(4, 128, symmetric=False)),
     "gptq-asymmetric-8": (
         "auto_gptq", {"w_sym": False, "w_bits": 8, "w_group_size": -1}, formats.gptq(8, -1, symmetric=False)
     ),
-    "gptq-2": ("auto_gptq", {"w_bits": 2, "w_group_size": 32}, formats.gptq(2, 32)),
+    "gptq-2": ("auto_gptq", {"w_sym": True, "w_bits": 2, "w_group_size": 32}, formats.gptq(2, 32)),
     "awq-compressed": (
         "auto_awq",
         {"checkpoint_format": "compressed-tensors", "w_group_size": 32},

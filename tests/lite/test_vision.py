@@ -22,6 +22,7 @@ TEXTS = [random_tokens(seed, 100) for seed in range(11)]
 GREEDY = GenerationConfig(max_new_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
 
 KINDS: list[tuple[str, Callable[..., Any] | None, str, dict[str, Any], list[str]]] = [
+    ("llava", None, "auto_awq", {"w_group_size": -1, "texts": TEXTS}, ["vision_tower", "multi_modal_projector"]),
     ("llava", None, "auto_gptq", {"w_group_size": -1, "texts": TEXTS}, ["vision_tower", "multi_modal_projector"]),
     ("llava", original_llava, "smooth_quant", {"texts": TEXTS}, ["model.vision_tower", "model.mm_projector"]),
     ("qwen2_vl", None, "smooth_quant", {"texts": TEXTS}, ["visual"]),
@@ -85,3 +86,22 @@ def test_the_decoder_is_quantized_and_what_sees_is_not(
         assert not any(part in name for part in plain for name in projections)
     answers = zip(likeliest(source), likeliest(folder), strict=True)
     assert all(max(abs(one[token] - other[token]) for token in one.keys() & other) < 1 for one, other in answers)
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl", "internvl", "gemma3"])
+def test_transformers_takes_the_same_modules_for_quantized(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    lite.blocked_fp8(folder_of(kind), str(tmp_path / "written"))
+    config = AutoConfig.from_pretrained(tmp_path / "written")
+    plain = config.quantization_config["modules_to_not_convert"]
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)  # type: ignore[no-untyped-call]
+    taken = {
+        name: bool(should_convert_module(name, plain))
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    assert set(taken.values()) == {True, False}
+    assert taken == {name: ".language_model." in name for name in taken}
