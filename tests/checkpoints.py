@@ -136,7 +136,7 @@ def _save_native(fields: Mapping[str, Any], folder: Path, seed: int, dtype: torc
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if layout is not None and layout.patch is not None:
         layout.patch(model)
-    perturb(model, seed, offset=0.0 if model_type.startswith(("gemma", "nemotron")) else 1.0)
+    perturb(model, seed, offset=0.0 if model_type == "nemotron" or "gemma" in model_type else 1.0)
     model.to(dtype).save_pretrained(folder)
 
 

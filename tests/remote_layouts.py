@@ -435,6 +435,14 @@ LAYOUTS: dict[str, Layout] = {
         rename=lambda tensors, fields: _renamed(_QWEN)(_fuse(tensors, "attn.c_attn"), fields),
         patch=_scale_queries,
     ),
+    "nemotron_h_pattern": Layout(
+        "nemotron_h",
+        "nemotron_h",
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        extra={"hybrid_override_pattern": "M-*M-MM", "num_hidden_layers": 7, "use_bias": False, "mlp_bias": False},
+        dropped=("layers_block_type",),
+    ),
     "opt_350m": Layout(
         "opt", "opt", "opt", "OPTForCausalLM", extra={"word_embed_proj_dim": 40, "do_layer_norm_before": False}
     ),

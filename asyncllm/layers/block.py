@@ -14,6 +14,7 @@ from asyncllm.layers.latent_attention import LatentAttention
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.norm import Norm
 from asyncllm.layers.short_convolution import StateLayer
+from asyncllm.layers.single_block import SingleBlock
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
 __all__ = ["AnyAttention", "AnyBlock", "Block", "ParallelBlock", "PostNormBlock", "SandwichBlock"]
@@ -145,4 +146,4 @@ class ParallelBlock(Layer):
         return self.mlp(normed, step).add_(attended), residual
 
 
-AnyBlock = Block | ParallelBlock
+AnyBlock = Block | ParallelBlock | SingleBlock

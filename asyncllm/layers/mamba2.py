@@ -24,8 +24,10 @@ class StateSpace(Layer):
 
     parameter_dtype = torch.float32
 
-    def __init__(self, num_heads: int) -> None:
+    def __init__(self, num_heads: int, least: float = 0.0) -> None:
+        """`least`: no step is smaller."""
         super().__init__()
+        self.least = least
         self.log_rate = nn.Parameter(torch.empty(num_heads), requires_grad=False)
         self.step_bias = nn.Parameter(torch.empty(num_heads), requires_grad=False)
         self.skip = nn.Parameter(torch.empty(num_heads), requires_grad=False)
@@ -38,7 +40,7 @@ class StateSpace(Layer):
 
     def forward(self, steps: Tensor) -> tuple[Tensor, Tensor]:
         """steps [T, H] -> (logarithms of what stays of the state, at most 0, and the steps' sizes), float32 [T, H]."""
-        sizes = functional.softplus(steps.float() + self.step_bias)
+        sizes = functional.softplus(steps.float() + self.step_bias).clamp(min=self.least)
         return -self.log_rate.exp() * sizes, sizes
 
 
@@ -82,9 +84,10 @@ class Mamba2(StateLayer):
         conv_bias: bool,
         bias: bool,
         norm_eps: float,
+        least_step: float = 0.0,
     ) -> None:
         """`num_groups` of heads share what writes and reads their states, of `state_size` numbers for each of a head's
-        `head_dim` features."""
+        `head_dim` features; no step is smaller than `least_step`."""
         super().__init__()
         self.layer = layer
         self.num_heads, self.num_groups = num_heads, num_groups
@@ -93,7 +96,7 @@ class Mamba2(StateLayer):
         self.sizes = [inner, inner + 2 * shared, num_heads]
         self.inputs = Linear(hidden_size, sum(self.sizes), shard="replicated", bias=bias)
         self.conv = CausalConvolution(inner + 2 * shared, conv_length, bias=conv_bias)
-        self.space = StateSpace(num_heads)
+        self.space = StateSpace(num_heads, least_step)
         self.norm = GroupedNorm(inner, num_groups, norm_eps)
         self.out = Linear(inner, hidden_size, shard="replicated", bias=bias)
         memory = (num_heads, state_size, head_dim)

@@ -20,6 +20,7 @@ from asyncllm.layers.linear_method import UNQUANTIZED, Weighted
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import Norm
 from asyncllm.layers.short_convolution import StateLayer
+from asyncllm.layers.single_block import SingleBlock
 from asyncllm.lite.observed import InputStatistics, Observed
 from asyncllm.lite.recipe import Recipe
 from asyncllm.lite.search import Reader
@@ -237,7 +238,9 @@ def _check_kinds(walk: Walk) -> None:
     for layer, block in enumerate(walk.layers):
         for module in block.modules():
             what = None
-            if isinstance(module, StateLayer):
+            if isinstance(module, SingleBlock):
+                what = "attention and MLP in layers of their own"
+            elif isinstance(module, StateLayer):
                 what = "a state in attention's place"
             elif isinstance(module, MoE) and (module.limit is not None or module.gate_up.has_bias):
                 what = "experts with biases or a limit"

@@ -19,6 +19,7 @@ from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.mlp import GatedMLP, PlainMLP
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import Norm
+from asyncllm.layers.single_block import SingleBlock
 
 __all__ = ["Group", "Masters", "Matrix", "Rows", "groups", "plain_layers"]
 
@@ -136,6 +137,9 @@ def plain_layers(block: AnyBlock) -> list[Weighted]:
 
 def groups(block: AnyBlock) -> Iterator[Group]:
     """Yield the groups of a block, from the input to the output of each branch."""
+    if isinstance(block, SingleBlock):
+        # `quantize` refuses these.
+        return
     in_front = isinstance(block, Block | ParallelBlock) and not isinstance(block, PostNormBlock)
     of_attention, of_mlp = _attention_readers(block.attn), _mlp_readers(block.mlp)
     if isinstance(block, ParallelBlock) and block.mlp_norm is None:

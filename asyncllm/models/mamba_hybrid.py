@@ -65,8 +65,8 @@ def mamba_fields(hf: HFConfig, hidden_size: int) -> dict[str, Any]:
     }
 
 
-def mamba_layer(config: MambaConfig, layer: int) -> Mamba2:
-    """Make layer `layer`'s Mamba-2."""
+def mamba_layer(config: MambaConfig, layer: int, *, least_step: float = 0.0) -> Mamba2:
+    """Make layer `layer`'s Mamba-2, whose steps are not smaller than `least_step`."""
     return Mamba2(
         layer,
         config.hidden_size,
@@ -78,6 +78,7 @@ def mamba_layer(config: MambaConfig, layer: int) -> Mamba2:
         conv_bias=config.conv_bias,
         bias=config.mamba_bias,
         norm_eps=config.norm_eps,
+        least_step=least_step,
     )
 
 

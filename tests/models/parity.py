@@ -91,7 +91,10 @@ SCALINGS_OF = {
 """Families that are tested under more than their own rotary embedding. Others add what no scaling meets."""
 
 
-UNROTATED = {"baichuan_13b", "bloom", "falcon_rw", "gpt2", "gpt_bigcode", "granite_4_dense", "mpt", "opt", "opt_350m"}
+UNROTATED = {
+    *("baichuan_13b", "bloom", "falcon_rw", "gpt2", "gpt_bigcode", "granite_4_dense", "mpt"),
+    *("nemotron_h", "nemotron_h_pattern", "opt", "opt_350m"),
+}
 """They know positions by other means."""
 
 FIXED_ROTATION = {"codegen", "gptj"}

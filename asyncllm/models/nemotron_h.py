@@ -1,0 +1,136 @@
+"""Nemotron-H: Mamba-2, attention without positions and plain MLPs, each in layers of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from asyncllm.layers.block import AnyAttention, AnyBlock
+from asyncllm.layers.single_block import SingleBlock
+from asyncllm.models.config import HFConfig, ModelConfig
+from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.mamba_hybrid import MambaConfig, mamba_layer
+from asyncllm.models.registry import register
+from asyncllm.models.weights import WeightMap
+
+__all__ = ["NemotronH"]
+
+_MIXER = "backbone.layers.{i}.mixer"
+
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+"""Of hybrid_override_pattern."""
+
+_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Names in config.json of what transformers 5 calls otherwise."""
+
+
+class NemotronHConfig(MambaConfig, frozen=True, kw_only=True):
+    kinds: tuple[str, ...]
+    """Per layer: linear_attention, full_attention or mlp."""
+    least_step: float
+    """Of Mamba-2, below which no token's step is."""
+
+
+@register(NemotronHForCausalLM="Nemotron-H 4B, 8B, 47B, 56B, Nemotron Nano 2 9B, 12B")
+class NemotronH(DecoderLM):
+    config: NemotronHConfig
+    base_prefix = "backbone."
+    weights = WeightMap(
+        {
+            "backbone.embeddings": "embed",
+            "backbone.layers.{i}.norm": "layers.{i}.norm",
+            f"{_MIXER}.in_proj": "layers.{i}.attn.inputs",
+            f"{_MIXER}.conv1d": "layers.{i}.attn.conv",
+            f"{_MIXER}.A_log": "layers.{i}.attn.space:log_rate",
+            f"{_MIXER}.dt_bias": "layers.{i}.attn.space:step_bias",
+            f"{_MIXER}.D": "layers.{i}.attn.space:skip",
+            f"{_MIXER}.norm": "layers.{i}.attn.norm",
+            f"{_MIXER}.out_proj": "layers.{i}.attn.out",
+            f"{_MIXER}.q_proj": "layers.{i}.attn.qkv[q]",
+            f"{_MIXER}.k_proj": "layers.{i}.attn.qkv[k]",
+            f"{_MIXER}.v_proj": "layers.{i}.attn.qkv[v]",
+            f"{_MIXER}.o_proj": "layers.{i}.attn.out",
+            f"{_MIXER}.up_proj": "layers.{i}.mlp.up",
+            f"{_MIXER}.down_proj": "layers.{i}.mlp.down",
+            "backbone.norm_f": "norm",
+            "lm_head": "head",
+        }
+    )
+    tiny: ClassVar[dict[str, Any]] = {
+        "model_type": "nemotron_h",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "max_position_embeddings": 128,
+        "mlp_bias": True,
+        "use_bias": True,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 24,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "conv_kernel": 4,
+        "time_step_min": 0.6,
+    }
+
+    @staticmethod
+    def configure(hf: HFConfig, architecture: str) -> ModelConfig:
+        hf.expect("mlp_hidden_act", "relu2")
+        hf.expect("mamba_hidden_act", "silu")
+        hf.expect("attention_bias", False)
+        hf.expect("sliding_window")
+        kinds = _kinds(hf)
+        named = hf.named({"layer_norm_epsilon": "rms_norm_eps"}).changed({"num_hidden_layers": len(kinds)})
+        fields = named.decoder(
+            architecture, max_position=4096, head_dim=128, norm_eps=1e-5, rotary=False, intermediate_size=21504
+        )
+        heads, groups = hf.integer("mamba_num_heads", 128), hf.integer("n_groups", 8)
+        if heads % groups:
+            hf.invalid("n_groups", f"which does not divide mamba_num_heads = {heads}")
+        return NemotronHConfig(
+            **fields,
+            gated=False,
+            activation="squared_relu",
+            mlp_bias=hf.flag("mlp_bias", False),
+            kinds=kinds,
+            attending=frozenset(layer for layer, kind in enumerate(kinds) if kind == "full_attention"),
+            mamba_heads=heads,
+            mamba_head_dim=hf.integer("mamba_head_dim", 64),
+            mamba_groups=groups,
+            mamba_state=hf.integer("ssm_state_size", 128),
+            conv_length=hf.integer("conv_kernel", 4, minimum=2, maximum=16),
+            conv_bias=hf.flag("use_conv_bias", True),
+            mamba_bias=hf.flag("use_bias", False),
+            least_step=hf.number("time_step_min", 0.001, positive=False),
+        )
+
+    def block(self, layer: int) -> AnyBlock:
+        if self.config.kinds[layer] == "mlp":
+            return SingleBlock(norm=self.make_norm(), mlp=self.mlp(layer))
+        return SingleBlock(norm=self.make_norm(), attn=self.attention(layer))
+
+    def attention(self, layer: int) -> AnyAttention:
+        # MLPs have no cache, and are not counted.
+        place = sum(kind != "mlp" for kind in self.config.kinds[:layer])
+        if layer in self.config.attending:
+            return super().attention(place)
+        return mamba_layer(self.config, place, least_step=self.config.least_step)
+
+
+def _kinds(hf: HFConfig) -> tuple[str, ...]:
+    key = "layer_types" if hf.fields.get("layer_types") is not None else "layers_block_type"
+    kinds: Sequence[Any] = hf.fields.get(key) or ()
+    if not kinds:
+        key = "hybrid_override_pattern"
+        pattern = hf.fields.get(key)
+        if not isinstance(pattern, str):
+            hf.invalid(key, "where a letter for each layer belongs")
+        kinds = [_LETTERS.get(letter) for letter in pattern]
+    if not isinstance(kinds, list) or not all(kind in (*_KINDS, *_LETTERS.values()) for kind in kinds):
+        hf.invalid(key, f"where a list of layer kinds out of {', '.join(_LETTERS.values())} belongs")
+    if "moe" in kinds:
+        hf.unsupported(key, "Experts without a gate are not. Use a model without experts.")
+    return tuple(_KINDS.get(str(kind), str(kind)) for kind in kinds)
