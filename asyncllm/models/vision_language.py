@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from asyncllm.models.config import HFConfig
+from asyncllm.models.vision.deepseek_vl_hybrid import read_deepseek_vl_hybrid
 from asyncllm.models.vision.gemma3 import read_gemma3
 from asyncllm.models.vision.glm4v import read_glm4v
 from asyncllm.models.vision.idefics3 import read_idefics3
@@ -52,6 +53,7 @@ def with_tower(table: WeightMap, vision: TowerConfig) -> WeightMap:
 
 _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "DeepseekVLForConditionalGeneration": read_deepseek_vl,
+    "DeepseekVLHybridForConditionalGeneration": read_deepseek_vl_hybrid,
     "Gemma3ForConditionalGeneration": read_gemma3,
     "Glm4vForConditionalGeneration": read_glm4v,
     "Idefics3ForConditionalGeneration": read_idefics3,
@@ -73,6 +75,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
 
 VISION_MODELS: Mapping[str, str] = {
     "DeepseekVLForConditionalGeneration": "DeepSeek-VL 1.3B, as transformers has it",
+    "DeepseekVLHybridForConditionalGeneration": "DeepSeek-VL 7B, as transformers has it",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B",
     "Glm4vForConditionalGeneration": "GLM-4.1V-9B",
     "Idefics3ForConditionalGeneration": "Idefics3",
@@ -110,9 +113,6 @@ _OWN_TOWER = "its tower is not written yet"
 REFUSED_MODELS: Mapping[str, Refused] = {
     "CogVLMForCausalLM": Refused(
         "CogVLM, CogVLM2", "weights of their own for images' tokens in every layer", "InternVLChatModel"
-    ),
-    "DeepseekVLHybridForConditionalGeneration": Refused(
-        "DeepSeek-VL 7B", "two towers, one of them SAM's", "DeepseekVLForConditionalGeneration"
     ),
     "DeepseekVLV2ForCausalLM": Refused("DeepSeek-VL2", _OWN_TOWER, "DeepseekVLForConditionalGeneration"),
     "Glm4vMoeForConditionalGeneration": Refused(

@@ -13,7 +13,13 @@ from asyncllm.errors import InvalidCheckpoint
 from asyncllm.protocol import ImageProcessor
 from asyncllm.text.checkpoint_files import read_json_object
 from asyncllm.vl.known_towers import tower_fields, tower_settings
-from asyncllm.vl.processing.clip import AnyresProcessor, CenterProcessor, PaddedProcessor, SquareProcessor
+from asyncllm.vl.processing.clip import (
+    AnyresProcessor,
+    CenterProcessor,
+    PaddedProcessor,
+    SquareProcessor,
+    TwoSizesProcessor,
+)
 from asyncllm.vl.processing.gemma3 import Gemma3Processor
 from asyncllm.vl.processing.idefics3 import SplitProcessor
 from asyncllm.vl.processing.llama4 import CanvasProcessor
@@ -206,6 +212,31 @@ def _deepseek(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
+def _deepseek_hybrid(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    vision = {"image_size": 384, "patch_size": 16, **(fields.get("vision_config") or {})}
+    large = {"image_size": 1024, **(fields.get("high_res_vision_config") or {})}
+    names = ("size", "resample", "image_mean", "image_std")
+    own = {name: settings[f"high_res_{name}"] for name in names if f"high_res_{name}" in settings}
+    same: dict[str, Any] = {
+        "token_id": _image_token(fields, 100015),
+        "placeholder": "<image_placeholder>",
+        "length": (vision["image_size"] // vision["patch_size"]) ** 2,
+    }
+    usual = {key: value for key, value in settings.items() if key not in names}
+    processor = TwoSizesProcessor(
+        PictureSettings(settings, where),
+        large=SquareProcessor(PictureSettings({**usual, **own}, where), side=large["image_size"], **same),
+        side=vision["image_size"],
+        **same,
+    )
+    if (processor.edge, processor.large.edge) != (vision["image_size"], large["image_size"]):
+        raise InvalidCheckpoint(
+            f"{where}: size and high_res_size are {processor.edge} and {processor.large.edge}, but config.json has "
+            f"towers for {vision['image_size']} and {large['image_size']} pixels. Correct the file."
+        )
+    return processor
+
+
 def _intern(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     vision = fields.get("vision_config") or {}
     side = fields.get("force_image_size") or vision.get("image_size", 448)
@@ -273,6 +304,7 @@ def _token_id(fields: _Fields, key: str, default: int) -> int:
 
 _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "DeepseekVLForConditionalGeneration": _deepseek,
+    "DeepseekVLHybridForConditionalGeneration": _deepseek_hybrid,
     "Gemma3ForConditionalGeneration": _gemma3,
     "Glm4vForConditionalGeneration": _glm4v,
     "Idefics3ForConditionalGeneration": _idefics3,

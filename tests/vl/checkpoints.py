@@ -427,6 +427,44 @@ def _deepseek_vl() -> tuple[Any, dict[str, Any], list[str], str | None]:
     return config, pictures, ["<image_placeholder>"], None
 
 
+def _deepseek_vl_hybrid() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    """Windows that do not divide the larger tower's patches, whose features are stretched."""
+    from transformers import DeepseekVLHybridConfig
+
+    tower = {**_CLIP, "model_type": "siglip_vision_model"}
+    del tower["projection_dim"]
+    large = {
+        "model_type": "sam_vision_model",
+        "hidden_size": 24,
+        "mlp_dim": 40,
+        "output_channels": 6,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "image_size": 72,
+        "patch_size": 8,
+        "window_size": 4,
+        "global_attn_indexes": [1, 3],
+    }
+    config = DeepseekVLHybridConfig(
+        vision_config=tower,
+        high_res_vision_config=large,
+        text_config={**_TEXT, "model_type": "llama"},
+        image_token_id=IMAGE_ID,
+    )
+    pictures = {
+        "image_processor_type": "DeepseekVLHybridImageProcessor",
+        "size": {"height": 28, "width": 28},
+        "high_res_size": {"height": 72, "width": 72},
+        "min_size": 14,
+        "high_res_resample": 2,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "high_res_image_mean": [0.5, 0.4, 0.6],
+        "high_res_image_std": [0.5, 0.4, 0.3],
+    }
+    return config, pictures, ["<image_placeholder>"], None
+
+
 def _llama4() -> tuple[Any, dict[str, Any], list[str], str | None]:
     """Chunks of attention that are shorter than an image; experts in every other layer."""
     from transformers import Llama4Config
@@ -495,6 +533,7 @@ KINDS: dict[str, Callable[[], tuple[Any, dict[str, Any], list[str], str | None]]
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "deepseek_vl": _deepseek_vl,
+    "deepseek_vl_hybrid": _deepseek_vl_hybrid,
     "gemma3": _gemma3,
     "gemma3_scan": _gemma3_scan,
     "internvl": _internvl,

@@ -72,6 +72,13 @@ async def test_other_names_of_the_same(kind: str, change: Any, name: str | None,
         ),
         ("llava_next", {"image_grid_pinpoints": [[30, 28]]}, InvalidCheckpoint, "multiples of 28"),
         ("internvl", {"downsample_ratio": 0.25}, UnsupportedModel, "downsample_ratio"),
+        (
+            "deepseek_vl_hybrid",
+            {"high_res_vision_config": {"global_attn_indexes": [12]}},
+            InvalidCheckpoint,
+            "below 12",
+        ),
+        ("llama4", {"vision_config": {"pixel_shuffle_ratio": 0.3}}, InvalidCheckpoint, "pixel_shuffle_ratio"),
         ("qwen2_vl", {"vision_config": {"num_heads": 5, "embed_dim": 32}}, InvalidCheckpoint, "num_heads"),
     ],
 )

@@ -38,8 +38,19 @@ def test_pixels_are_those_of_transformers(kind: str) -> None:
             expected = expected.reshape(len(expected), 3, 2, -1)
             assert (expected[:, :, 0] == expected[:, :, 1]).all(), "an image is two equal frames"
             expected = expected[:, :, 0]
+        if "high_res_pixel_values" in theirs:
+            expected = np.concatenate([theirs["high_res_pixel_values"].numpy().ravel(), expected.ravel()])
         expected = expected.reshape(prepared.pixels.shape)
         assert np.abs(prepared.pixels - expected).max() < 1e-5, size
+
+
+def test_both_sizes_are_those_of_the_towers(tmp_path: Path) -> None:
+    source = folder_of("deepseek_vl_hybrid")
+    fields = json.loads((source / "preprocessor_config.json").read_text())
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**fields, "high_res_size": 64}))
+    with pytest.raises(InvalidCheckpoint, match=r"28 and 64.*28 and 72"):
+        open_processor(tmp_path)
 
 
 @pytest.mark.parametrize("largest", [False, True])

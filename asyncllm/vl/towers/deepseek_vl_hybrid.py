@@ -1,0 +1,90 @@
+"""The towers of DeepSeek-VL 7B (Lu et al., 2024): SigLIP sees an image small, SAM large; their features of a place are
+joined and projected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
+from asyncllm.vl.towers.parts import Convolution, Dense, Table
+from asyncllm.vl.towers.sam import SamConfig, SamEncoder, SamNeck, neck_weights, sam_weights
+
+__all__ = ["HybridConfig", "HybridTower"]
+
+
+class HybridConfig(TowerConfig, frozen=True, kw_only=True):
+    """Two encoders."""
+
+    small: ClipConfig
+    large: SamConfig
+
+    def build(self, hidden_size: int) -> HybridTower:
+        return HybridTower(self, hidden_size)
+
+    @property
+    def weights(self) -> Mapping[str, str]:
+        small = [row for source in self._sources for row in clip_weights(source, "vision.small").items()]
+        return {
+            **dict(small),
+            **sam_weights("high_res_vision_model.vision_encoder", "vision.large"),
+            **neck_weights("high_res_vision_neck", "vision.early_neck"),
+            "high_res_vision_proj.conv1": "vision.shrink_1",
+            "high_res_vision_proj.conv2": "vision.shrink_2",
+            "high_res_vision_alpha": "vision.early_share:weight",
+            "aligner.vision_proj": "vision.project_small",
+            "aligner.high_res_vision_proj": "vision.project_large",
+            "aligner.proj": "vision.project",
+        }
+
+    @property
+    def unused(self) -> Sequence[str]:
+        return [f"{source}.{name}" for source in self._sources for name in ("head", "embeddings.position_ids")]
+
+    @property
+    def _sources(self) -> tuple[str, str]:
+        return "vision_model", "vision_model.vision_model"
+
+
+class HybridTower(VisionTower):
+    def __init__(self, config: HybridConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        channels, half = config.large.output_channels, hidden_size // 2
+        self.small = ClipEncoder(config.small)
+        self.large = SamEncoder(config.large)
+        self.early_neck = SamNeck(config.large)
+        self.early_share = Table(1)
+        self.shrink_1 = Convolution(channels, 2 * channels, 3, stride=2)
+        self.shrink_2 = Convolution(2 * channels, 4 * channels, 3, stride=2)
+        self.project_small = Dense(config.small.hidden_size, half)
+        self.project_large = Dense(4 * channels, half)
+        self.project = Dense(hidden_size, hidden_size)
+
+    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
+        weight, small, large = self.project.weight, self.config.small, self.config.large
+        numbers = torch.stack([torch.from_numpy(image.pixels) for image in images]).to(weight.device, weight.dtype)
+        high = numbers[:, : 3 * large.image_size**2].view(-1, 3, large.image_size, large.image_size)
+        low = numbers[:, 3 * large.image_size**2 :].view(-1, 3, small.image_size, small.image_size)
+        seen = self.project_small(self.small(low, small.num_layers))
+        # One at a time: each has as many patches as fill a device, and scores for all pairs of them.
+        fine = self.project_large(torch.cat([self._fine(each[None]) for each in high]))
+        projected: Tensor = self.project(F.gelu(torch.cat([fine, seen], -1)))
+        return list(projected.unbind())
+
+    def _fine(self, pixels: Tensor) -> Tensor:
+        """pixels [N, 3, size, size] -> [N, tokens, channels], tokens as the small encoder has them."""
+        early, last = self.large(pixels)
+        features: Tensor = self._shrunk(last) + self._shrunk(self.early_neck(early)) * self.early_share()
+        return features.flatten(2).transpose(1, 2)
+
+    def _shrunk(self, x: Tensor) -> Tensor:
+        """x [N, channels, side, side] -> [N, 4 * channels, side, side], by the small encoder's side."""
+        size = 4 * self.config.small.side
+        shrunk: Tensor = self.shrink_2(self.shrink_1(F.interpolate(x, (size, size), mode="bilinear")))
+        return shrunk

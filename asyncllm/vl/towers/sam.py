@@ -1,0 +1,163 @@
+"""SAM's image encoder (Kirillov et al., 2023): most layers attend within windows, and scores have learned parts
+for how far apart two patches are in rows and in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer_norm import LayerNorm
+from asyncllm.vl.towers.block import JoinedQKV
+from asyncllm.vl.towers.parts import ACTIVATIONS, Convolution, Dense, PatchEmbedding, Table, TowerActivation
+
+__all__ = ["SamConfig", "SamEncoder", "SamNeck", "neck_weights", "sam_weights"]
+
+NECK_EPS = 1e-6
+
+
+class SamConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A transformer over the patches of large square pictures."""
+
+    hidden_size: int
+    intermediate_size: int
+    output_channels: int
+    num_layers: int
+    num_heads: int
+    image_size: int
+    patch_size: int
+    window: int
+    """Patches along a side of a window."""
+    global_layers: tuple[int, ...]
+    """Those without windows."""
+    eps: float
+    activation: TowerActivation
+    qkv_bias: bool
+
+    @property
+    def side(self) -> int:
+        """Patches along each side of a picture."""
+        return self.image_size // self.patch_size
+
+
+class SamEncoder(Layer):
+    """pixels [N, 3, size, size] -> hidden states of its first layer without windows and of its last, each
+    [N, side, side, hidden], the latter through the neck [N, channels, side, side]."""
+
+    def __init__(self, config: SamConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        self.patches = PatchEmbedding((config.patch_size, config.patch_size), size, bias=True)
+        self.positions = Table(1, config.side, config.side, size)
+        self.layers = nn.ModuleList(
+            SamBlock(config, None if number in config.global_layers else config.window)
+            for number in range(config.num_layers)
+        )
+        self.neck = SamNeck(config)
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        side, early = self.config.side, self.config.global_layers[0]
+        x = self.patches.of_images(pixels).view(len(pixels), side, side, -1) + self.positions()
+        first = x
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number == early:
+                first = x
+        return first, self.neck(x)
+
+
+class SamNeck(Layer):
+    """x [N, side, side, hidden] -> [N, channels, side, side]."""
+
+    def __init__(self, config: SamConfig) -> None:
+        super().__init__()
+        channels = config.output_channels
+        self.conv_1 = Convolution(config.hidden_size, channels, 1)
+        self.norm_1 = LayerNorm(channels, NECK_EPS)
+        self.conv_2 = Convolution(channels, channels, 3)
+        self.norm_2 = LayerNorm(channels, NECK_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _by_channel(self.norm_1, self.conv_1(x.permute(0, 3, 1, 2)))
+        return _by_channel(self.norm_2, self.conv_2(x))
+
+
+class SamBlock(Layer):
+    """A block over patches [N, side, side, hidden], norms first. `window`: None for attention over all of them."""
+
+    def __init__(self, config: SamConfig, window: int | None) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.num_heads, self.window = config.num_heads, window
+        self.attn_norm, self.mlp_norm = LayerNorm(size, config.eps), LayerNorm(size, config.eps)
+        self.qkv, self.out = JoinedQKV(size, 3 * size, bias=config.qkv_bias), Dense(size, size)
+        distances = 2 * (window or config.side) - 1
+        self.row_bias = Table(distances, size // config.num_heads)
+        self.column_bias = Table(distances, size // config.num_heads)
+        self.up, self.down = Dense(size, config.intermediate_size), Dense(config.intermediate_size, size)
+        self._activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.attn_norm(x)
+        x = x + (self._attended(h) if self.window is None else self._in_windows(h, self.window))
+        x = x + self.down(self._activation(self.up(self.mlp_norm(x))))
+        return x
+
+    def _in_windows(self, x: Tensor, window: int) -> Tensor:
+        """Attend within windows. The last ones are filled up with zeros, which are seen as other patches are."""
+        count, side = x.shape[:2]
+        number = -(-side // window)
+        more = number * window - side
+        cut = F.pad(x, (0, 0, 0, more, 0, more)).view(count, number, window, number, window, -1).transpose(2, 3)
+        out = self._attended(cut.flatten(0, 2)).view(count, number, number, window, window, -1).transpose(2, 3)
+        return out.reshape(count, number * window, number * window, -1)[:, :side, :side]
+
+    def _attended(self, x: Tensor) -> Tensor:
+        """x [N, side, side, hidden] -> the same."""
+        count, side = x.shape[:2]
+        qkv = self.qkv(x).view(count, side * side, 3, self.num_heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        squares = q.unflatten(2, (side, side))
+        index = torch.arange(side, device=x.device)
+        apart = index[:, None] - index + side - 1
+        rows = torch.einsum("nhrcd,rkd->nhrck", squares, self.row_bias()[apart])
+        columns = torch.einsum("nhrcd,ckd->nhrck", squares, self.column_bias()[apart])
+        bias = (rows[..., :, None] + columns[..., None, :]).reshape(count, self.num_heads, side * side, side * side)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        out: Tensor = self.out(attended.transpose(1, 2).reshape(count, side, side, -1))
+        return out
+
+
+def sam_weights(source: str, target: str) -> Mapping[str, str]:
+    """Return the rows of a weight table for the encoder at `target`; `source` is where the checkpoint has it."""
+    layer, own = f"{source}.layers.{{i}}", f"{target}.layers.{{i}}"
+    return {
+        f"{source}.patch_embed.projection": f"{target}.patches",
+        f"{source}.pos_embed": f"{target}.positions:weight",
+        f"{layer}.layer_norm1": f"{own}.attn_norm",
+        f"{layer}.attn.qkv": f"{own}.qkv[q+k+v]",
+        f"{layer}.attn.proj": f"{own}.out",
+        f"{layer}.attn.rel_pos_h": f"{own}.row_bias:weight",
+        f"{layer}.attn.rel_pos_w": f"{own}.column_bias:weight",
+        f"{layer}.layer_norm2": f"{own}.mlp_norm",
+        f"{layer}.mlp.lin1": f"{own}.up",
+        f"{layer}.mlp.lin2": f"{own}.down",
+        **neck_weights(f"{source}.neck", f"{target}.neck"),
+    }
+
+
+def neck_weights(source: str, target: str) -> Mapping[str, str]:
+    """Return the rows for the neck at `target`."""
+    names = {"conv": "conv_", "layer_norm": "norm_"}
+    return {f"{source}.{name}{n}": f"{target}.{own}{n}" for name, own in names.items() for n in (1, 2)}
+
+
+def _by_channel(norm: LayerNorm, x: Tensor) -> Tensor:
+    """Norm x [N, channels, height, width] over its channels."""
+    normed: Tensor = norm(x.permute(0, 2, 3, 1).contiguous())
+    return normed.permute(0, 3, 1, 2)
