@@ -13,13 +13,8 @@ from asyncllm.errors import InvalidCheckpoint
 from asyncllm.protocol import ImageProcessor
 from asyncllm.text.checkpoint_files import read_json_object
 from asyncllm.vl.known_towers import tower_fields, tower_settings
-from asyncllm.vl.processing.clip import (
-    AnyresProcessor,
-    CenterProcessor,
-    PaddedProcessor,
-    SquareProcessor,
-    TwoSizesProcessor,
-)
+from asyncllm.vl.processing.clip import AnyresProcessor, CenterProcessor, PaddedProcessor
+from asyncllm.vl.processing.deepseek_vl import SquareProcessor, TwoSizesProcessor
 from asyncllm.vl.processing.gemma3 import Gemma3Processor
 from asyncllm.vl.processing.idefics3 import SplitProcessor
 from asyncllm.vl.processing.llama4 import CanvasProcessor

@@ -6,7 +6,8 @@ import pytest
 
 from asyncllm import AsyncEngine, GenerationConfig
 from tests.gpu.engines import device_config
-from tests.vl.checkpoints import KINDS, folder_of, picture, worst_difference
+from tests.vl.checkpoints import folder_of, picture, worst_difference
+from tests.vl.kinds import KINDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(180)]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncllm.models.vision_language import REFUSED_MODELS, VISION_MODELS
-from tests.vl.checkpoints import KINDS
+from tests.vl.kinds import KINDS
 from tests.vl.layouts import classes_of
 
 __all__ = ["PAGE", "renewed"]

@@ -9,7 +9,8 @@ from PIL import Image
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
 from asyncllm.models.registry import open_model
 from asyncllm.vl.processor import open_processor
-from tests.vl.checkpoints import KINDS, folder_of, picture, shared_oracle, worst_difference
+from tests.vl.checkpoints import folder_of, picture, shared_oracle, worst_difference
+from tests.vl.kinds import KINDS
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,8 @@ from PIL import Image
 
 from asyncllm import InvalidCheckpoint, InvalidMessage, InvalidParameter, UnsupportedModel
 from asyncllm.vl.processor import open_processor
-from tests.vl.checkpoints import KINDS, folder_of, image_processor_of, picture
+from tests.vl.checkpoints import folder_of, image_processor_of, picture
+from tests.vl.kinds import KINDS
 from tests.vl.layouts import original_llava
 from tests.vl.llama4_pictures import llama4_pictures
 

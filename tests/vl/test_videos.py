@@ -15,7 +15,8 @@ from transformers import AutoModelForImageTextToText
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidMessage, InvalidParameter
 from asyncllm.vl.processor import open_processor
 from tests.server.serving import serving
-from tests.vl.checkpoints import IMAGE_ID, folder_of, picture
+from tests.vl.checkpoints import folder_of, picture
+from tests.vl.kinds import IMAGE_ID
 
 pytestmark = pytest.mark.anyio
 

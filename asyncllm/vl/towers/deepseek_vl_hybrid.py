@@ -12,8 +12,8 @@ from torch import Tensor
 from asyncllm.protocol import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
-from asyncllm.vl.towers.parts import Convolution, Dense, Table
-from asyncllm.vl.towers.sam import SamConfig, SamEncoder, SamNeck, neck_weights, sam_weights
+from asyncllm.vl.towers.parts import Dense, Table
+from asyncllm.vl.towers.sam import Convolution, SamConfig, SamEncoder, SamNeck, neck_weights, sam_weights
 
 __all__ = ["HybridConfig", "HybridTower"]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from asyncllm.layers.layer import Layer
 
-__all__ = ["ACTIVATIONS", "Convolution", "Dense", "PatchEmbedding", "Scale", "Table", "TowerActivation", "cut"]
+__all__ = ["ACTIVATIONS", "Dense", "PatchEmbedding", "Scale", "Table", "TowerActivation", "cut"]
 
 TowerActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 
@@ -76,18 +76,6 @@ class PatchEmbedding(_Owner):
         """pixels [N, 3, height, width] -> [N, patches, out], row by row."""
         embedded: Tensor = self(cut(pixels, self.weight.shape[-1]))
         return embedded
-
-
-class Convolution(_Owner):
-    """x [N, in, height, width] -> [N, out, height, width], divided by `stride`; windows of an odd size, padded with
-    zeros, no bias."""
-
-    def __init__(self, in_channels: int, out_channels: int, window: int, *, stride: int = 1) -> None:
-        super().__init__()
-        self.weight, self._stride = _empty(out_channels, in_channels, window, window), stride
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.weight, stride=self._stride, padding=self.weight.shape[-1] // 2)
 
 
 class Table(_Owner):

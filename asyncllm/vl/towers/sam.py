@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.vl.towers.block import JoinedQKV
-from asyncllm.vl.towers.parts import ACTIVATIONS, Convolution, Dense, PatchEmbedding, Table, TowerActivation
+from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, Table, TowerActivation
 
-__all__ = ["SamConfig", "SamEncoder", "SamNeck", "neck_weights", "sam_weights"]
+__all__ = ["Convolution", "SamConfig", "SamEncoder", "SamNeck", "neck_weights", "sam_weights"]
 
 NECK_EPS = 1e-6
 
@@ -55,7 +55,7 @@ class SamEncoder(Layer):
         self.patches = PatchEmbedding((config.patch_size, config.patch_size), size, bias=True)
         self.positions = Table(1, config.side, config.side, size)
         self.layers = nn.ModuleList(
-            SamBlock(config, None if number in config.global_layers else config.window)
+            _Block(config, None if number in config.global_layers else config.window)
             for number in range(config.num_layers)
         )
         self.neck = SamNeck(config)
@@ -87,7 +87,7 @@ class SamNeck(Layer):
         return _by_channel(self.norm_2, self.conv_2(x))
 
 
-class SamBlock(Layer):
+class _Block(Layer):
     """A block over patches [N, side, side, hidden], norms first. `window`: None for attention over all of them."""
 
     def __init__(self, config: SamConfig, window: int | None) -> None:
@@ -131,6 +131,18 @@ class SamBlock(Layer):
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         out: Tensor = self.out(attended.transpose(1, 2).reshape(count, side, side, -1))
         return out
+
+
+class Convolution(Table):
+    """x [N, in, height, width] -> [N, out, height, width], divided by `stride`; windows of an odd size, padded with
+    zeros, no bias."""
+
+    def __init__(self, in_channels: int, out_channels: int, window: int, *, stride: int = 1) -> None:
+        super().__init__(out_channels, in_channels, window, window)
+        self._stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return F.conv2d(x, self.weight, stride=self._stride, padding=self.weight.shape[-1] // 2)
 
 
 def sam_weights(source: str, target: str) -> Mapping[str, str]:
