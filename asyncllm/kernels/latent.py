@@ -41,14 +41,14 @@ class LatentKV(NamedTuple):
 
     @property
     def lines(self) -> Tensor:
-        """[blocks * block_size, C + R], by slot."""
+        """[blocks * block_size, C + R], by place."""
         return self.pages.view(-1, self.pages.shape[-1])
 
 
 class _DecodeLines(NamedTuple):
     """Where decode attention finds its lines."""
 
-    slots: Tensor
+    places: Tensor
     """[B, width] int64."""
     bias: Tensor | None
     """[B, 1, width] float32: -inf past a row's end; None when there is nothing."""
@@ -80,7 +80,7 @@ def rope_fill_latent(
     """Write the tokens' lines to the cache, and turn the last R features of each head of q in place.
 
     q [T, H, D]; kv [T, C + R] as projected: a latent, to be normed by `norm` [C] and `eps`, and the R features to be
-    turned; both contiguous. places [T] int64: distinct slots; on CUDA -1 says that a token has none.
+    turned; both contiguous. places [T] int64: all different; on CUDA -1 says that a token has none.
     interleaved: which features make a pair, as in `apply_rotary`.
     """
     rank = cache.rank
@@ -121,13 +121,13 @@ def latent_decode_attention(
     q_latent [T, H, C] and q_rope [T, H, R], whose last axis is contiguous; the first tokens are those of the plan's
     rows that are not absent, and what follows them is not read, and not written.
     """
-    slots, bias, padding = _DecodeLines(*plan)
-    rows, width = slots.shape
+    places, bias, padding = _DecodeLines(*plan)
+    rows, width = places.shape
     output = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device) if out is None else out
     tile = max(1, DECODE_TILE // (width * cache.pages.shape[-1]))
     for first in range(0, rows, tile):
         some = slice(first, min(first + tile, rows))
-        lines = cache.lines.index_select(0, slots[some].reshape(-1)).view(-1, width, cache.pages.shape[-1])
+        lines = cache.lines.index_select(0, places[some].reshape(-1)).view(-1, width, cache.pages.shape[-1])
         query = torch.cat([q_latent[some], q_rope[some]], -1)
         scores = torch.bmm(query, lines.transpose(1, 2)).float().mul_(scale)
         if bias is not None:

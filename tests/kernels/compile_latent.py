@@ -53,7 +53,7 @@ def _name(kind: str, itemsize: int, rank: int) -> str:
 
 
 def _fill(heads: int, rank: int, rope: int) -> Case:
-    types = {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "slot_ptr": "*i64", "eps": "fp32"}
+    types = {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "place_ptr": "*i64", "eps": "fp32"}
     names = ("q_ptr", "kv_ptr", "norm_ptr", "pages_ptr")
     constexprs = {
         "NUM_HEADS": heads,

@@ -44,7 +44,7 @@ def experts_case(block: int) -> Case:
     }  # fmt: skip
     signature = {
         **{"x_ptr": "*bf16", "words_ptr": "*i16", "scales_ptr": "*fp16", "zeros_ptr": "*u8", "order_ptr": "*i64"},
-        **{"y_ptr": "*bf16", "slots_ptr": "*i32", "block_experts_ptr": "*i32", "num_assignments": "i32"},
+        **{"y_ptr": "*bf16", "assignments_ptr": "*i32", "block_experts_ptr": "*i32", "num_assignments": "i32"},
     }
     kernel = packed_experts.packed_experts_kernel
     return Case(f"experts-{block}", kernel, signature, constexprs, tile.warps, tile.stages, options=_PDL)

@@ -103,41 +103,41 @@ def _produce(device: Device, block: Block, number: int) -> Agent:
         for tile, column, begin, end in segments(launch, number)
         for step in range(begin, end)
     ]  # fmt: skip
-    slot = phase = 0
+    stage = phase = 0
     for part in parts:
-        while not block.empty[slot].passed(phase ^ 1):
+        while not block.empty[stage].passed(phase ^ 1):
             yield False
-        block.full[slot].arrive(2)
-        device.copies += [(block, slot, "tokens", part), (block, slot, "weights", part)]
+        block.full[stage].arrive(2)
+        device.copies += [(block, stage, "tokens", part), (block, stage, "weights", part)]
         yield True
-        slot += 1
-        if slot == launch.stages:
-            slot, phase = 0, phase ^ (launch.broken != "phase")
+        stage += 1
+        if stage == launch.stages:
+            stage, phase = 0, phase ^ (launch.broken != "phase")
 
 
 def _consume(device: Device, block: Block, number: int, consumer: int) -> Agent:
     launch = device.launch
-    slot = phase = 0
+    stage = phase = 0
     for tile, column, begin, end in segments(launch, number):
         total: list[int] = []
         before = -1
         for step in range(begin, end):
-            while not block.full[slot].passed(phase):
+            while not block.full[stage].passed(phase):
                 yield False
             part = (tile, column, step)
-            assert block.held[slot] == {"tokens": part, "weights": part}, "a product of other numbers"
-            block.readers[slot] += 1
+            assert block.held[stage] == {"tokens": part, "weights": part}, "a product of other numbers"
+            block.readers[stage] += 1
             total.append(step)
             if launch.broken == "early":
-                block.empty[slot].arrive()
+                block.empty[stage].arrive()
             yield True
             # This product runs, so the one before it is done.
             if before >= 0:
                 _release(launch, block, before)
-            before = slot
-            slot += 1
-            if slot == launch.stages:
-                slot, phase = 0, phase ^ 1
+            before = stage
+            stage += 1
+            if stage == launch.stages:
+                stage, phase = 0, phase ^ 1
         _release(launch, block, before)
         if begin > 0:
             mine = number * launch.consumers + consumer
@@ -155,10 +155,10 @@ def _consume(device: Device, block: Block, number: int, consumer: int) -> Agent:
         yield True
 
 
-def _release(launch: Launch, block: Block, slot: int) -> None:
-    block.readers[slot] -= 1
+def _release(launch: Launch, block: Block, stage: int) -> None:
+    block.readers[stage] -= 1
     if launch.broken != "early":
-        block.empty[slot].arrive()
+        block.empty[stage].arrive()
 
 
 def _add_others(device: Device, number: int, tile: int, column: int, consumer: int, total: list[int]) -> Agent:
@@ -199,10 +199,10 @@ def run(launch: Launch, seed: int, resident: int) -> Device:
                 moved = True
         chance.shuffle(device.copies)
         for _ in range(chance.randint(0, len(device.copies))):
-            block, slot, kind, part = device.copies.pop()
-            assert not block.readers[slot], "overwritten while a product reads it"
-            block.held[slot][kind] = part
-            block.full[slot].add(-1)
+            block, stage, kind, part = device.copies.pop()
+            assert not block.readers[stage], "overwritten while a product reads it"
+            block.held[stage][kind] = part
+            block.full[stage].add(-1)
             moved = True
         live = [block for block in live if block.agents]
         idle = 0 if moved else idle + 1

@@ -16,7 +16,7 @@ def pages(num_blocks: int) -> PagedKV:
     return PagedKV.over(torch.zeros(2, num_blocks, 2, 4, 3))
 
 
-def test_fill_writes_the_named_slots_and_nothing_else() -> None:
+def test_fill_writes_the_named_places_and_nothing_else() -> None:
     cache = pages(5)
     k, v = torch.randn(2, 3, 2, 3, generator=torch.Generator().manual_seed(0))
     fill_kv_cache(torch.cat([k, v], 1), cache, plan_cache_write(torch.tensor([17, 3, 4]), cache))
@@ -56,20 +56,20 @@ def test_copy_of_no_block_changes_nothing(copy: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "kv_heads", "block_size", "head_dim"),
+    ("places", "kv_heads", "block_size", "head_dim"),
     [([17, 3, 4, 9, 19], 2, 4, 8), ([6, 2, 7], 3, 5, 10), ([5], 1, 16, 16)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fill_launcher(slots: list[int], kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> None:
-    kv = random(len(slots), 2 * kv_heads, head_dim, dtype=dtype)
+def test_fill_launcher(places: list[int], kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> None:
+    kv = random(len(places), 2 * kv_heads, head_dim, dtype=dtype)
     caches = [PagedKV.over(torch.full((2, 5, kv_heads, block_size, head_dim), 7.0).to(DEVICE, dtype)) for _ in "ab"]
-    places = torch.tensor(slots, device=DEVICE)
+    places = torch.tensor(places, device=DEVICE)
     fill_kv_cache.reference(kv, caches[0], plan_cache_write.reference(places, caches[0]))
     launchers.fill_kv_cache(kv, caches[1], launchers.plan_cache_write(places, caches[1]))
     assert torch.equal(caches[0].lines, caches[1].lines)
     # A part of each token's heads, as keys and values lie behind the queries.
     caches[1].lines.fill_(7.0)
-    apart = torch.cat([random(len(slots), 3, head_dim, seed=1, dtype=dtype), kv], 1)[:, 3:]
+    apart = torch.cat([random(len(places), 3, head_dim, seed=1, dtype=dtype), kv], 1)[:, 3:]
     for fill, cache in ((launchers.fill_kv_cache, caches[1]), (fill_kv_cache.reference, caches[0])):
         plan = launchers.plan_cache_write if cache is caches[1] else plan_cache_write.reference
         fill(apart, cache, plan(places, cache))
@@ -78,9 +78,9 @@ def test_fill_launcher(slots: list[int], kv_heads: int, block_size: int, head_di
 
 def test_fill_launcher_writes_nothing_for_padding() -> None:
     cache = PagedKV.over(torch.zeros(2, 3, 2, 4, 8, device=DEVICE))
-    slots = torch.tensor([-1, 9, -1], device=DEVICE)
+    places = torch.tensor([-1, 9, -1], device=DEVICE)
     kv = random(3, 4, 8)
-    launchers.fill_kv_cache(kv, cache, slots)
+    launchers.fill_kv_cache(kv, cache, places)
     assert torch.equal(cache.k[2, :, 1], kv[1, :2])
     assert torch.equal(cache.v[2, :, 1], kv[1, 2:])
     assert cache.lines.count_nonzero() == kv[1].count_nonzero()
@@ -103,14 +103,14 @@ def test_compiled(name: str) -> None:
 @pytest.mark.parametrize("tokens", [1, 33, 4097])
 def test_fill_on_gpu(tokens: int) -> None:
     generator = torch.Generator().manual_seed(fresh_seed())
-    slots = torch.randperm(128 * 64, generator=generator)[:tokens].to(DEVICE)
-    slots[::5] = -1
+    places = torch.randperm(128 * 64, generator=generator)[:tokens].to(DEVICE)
+    places[::5] = -1
     kv = torch.randn(tokens, 16, 128, generator=generator).to(DEVICE, torch.bfloat16)
     pages = torch.full((2, 128, 8, 64, 128), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     cache = PagedKV.over(pages.clone())
-    launchers.fill_kv_cache(kv, cache, slots)
-    written = slots >= 0
-    blocks, offsets = slots[written] // 64, slots[written] % 64
+    launchers.fill_kv_cache(kv, cache, places)
+    written = places >= 0
+    blocks, offsets = places[written] // 64, places[written] % 64
     assert torch.equal(cache.k[blocks, :, offsets], kv[written, :8])
     assert torch.equal(cache.v[blocks, :, offsets], kv[written, 8:])
     assert cache.lines.isnan().all(-1).sum() == cache.lines.shape[0] - 16 * int(written.sum())

@@ -61,13 +61,13 @@ def test_prefill(case: LatentCase, invariant: bool) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_fill_norms_turns_and_writes(interleaved: bool) -> None:
     """Written out for each token and feature."""
-    heads, rank, rope, slots = 2, 5, 4, [7, 3, 12]
+    heads, rank, rope, places = 2, 5, 4, [7, 3, 12]
     q, kv, norm = random(3, heads, 6 + rope), random(3, rank + rope, seed=1), random(rank, seed=2)
     positions, frequencies = torch.tensor([0, 2, 9]), torch.tensor([0.3, 0.05])
     cache = LatentKV(torch.full((4, 4, rank + rope), 7.0), rank)
     before = q.clone()
     rotation = kernels.rotation(positions, frequencies)
-    kernels.rope_fill_latent(q, kv, rotation, cache, torch.tensor(slots), norm=norm, eps=1e-3, interleaved=interleaved)
+    kernels.rope_fill_latent(q, kv, rotation, cache, torch.tensor(places), norm=norm, eps=1e-3, interleaved=interleaved)
 
     def turned(x: Tensor, position: int) -> list[float]:
         result = x.tolist()
@@ -79,15 +79,15 @@ def test_fill_norms_turns_and_writes(interleaved: bool) -> None:
             result[second] = b * float(angle.cos()) + a * float(angle.sin())
         return result
 
-    for token, (slot, position) in enumerate(zip(slots, positions.tolist(), strict=True)):
+    for token, (place, position) in enumerate(zip(places, positions.tolist(), strict=True)):
         latent_part = kv[token, :rank].double()
         normed = latent_part / (latent_part.square().mean() + 1e-3).sqrt() * norm.double()
         line = torch.tensor([*normed.tolist(), *turned(kv[token, rank:], position)])
-        torch.testing.assert_close(cache.lines[slot], line, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(cache.lines[place], line, rtol=1e-5, atol=1e-5)
         for head in range(heads):
             expected = torch.tensor([*before[token, head, :6].tolist(), *turned(before[token, head, 6:], position)])
             torch.testing.assert_close(q[token, head], expected, rtol=1e-5, atol=1e-5)
-    others = [slot for slot in range(16) if slot not in slots]
+    others = [place for place in range(16) if place not in places]
     assert (cache.lines[others] == 7).all()
 
 

@@ -154,25 +154,25 @@ def test_expanded_prefill(case: ExpandedCase, ops: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("heads", "nope", "rank", "rope"), [(5, 6, 40, 8), (40, 3, 24, 6), (1, 8, 512, 64)])
 def test_fill(heads: int, nope: int, rank: int, rope: int, dtype: torch.dtype, interleaved: bool) -> None:
-    slots = torch.tensor([7, -1, 12, 3], device=DEVICE)
+    places = torch.tensor([7, -1, 12, 3], device=DEVICE)
     q, kv = random(4, heads, nope + rope, dtype=dtype), random(4, rank + rope, seed=1, dtype=dtype)
     norm = random(rank, seed=2, dtype=dtype)
     rotation = kernels.rotation(torch.tensor([0, 5, 9, 70], device=DEVICE), random(rope // 2, seed=3).abs())
     expected = q.clone()
     caches = [LatentKV(torch.full((4, 4, rank + rope), 7.0).to(DEVICE, dtype), rank) for _ in "ab"]
     options = {"norm": norm, "eps": 1e-5, "interleaved": interleaved}
-    there = slots >= 0
+    there = places >= 0
     some = kernels.Rotation(*(part[there] for part in rotation))
     kernels.rope_fill_latent.reference(
         expected, kv, rotation, LatentKV(torch.empty_like(kv)[None], rank), torch.arange(4, device=DEVICE), **options
     )
-    kernels.rope_fill_latent.reference(expected[there].clone(), kv[there], some, caches[0], slots[there], **options)
-    fill.rope_fill_latent(q, kv, rotation, caches[1], slots, **options)
+    kernels.rope_fill_latent.reference(expected[there].clone(), kv[there], some, caches[0], places[there], **options)
+    fill.rope_fill_latent(q, kv, rotation, caches[1], places, **options)
     # Sums of squares are taken in another order, which the rounding may show.
     step = 1e-5 if dtype == torch.float32 else 1.6e-2
     torch.testing.assert_close(q, expected, rtol=step, atol=step)
     torch.testing.assert_close(caches[1].pages, caches[0].pages, rtol=step, atol=step)
-    untouched = [slot for slot in range(16) if slot not in slots.tolist()]
+    untouched = [place for place in range(16) if place not in places.tolist()]
     assert (caches[1].lines[untouched] == 7).all()
 
 

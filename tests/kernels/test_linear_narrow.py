@@ -88,7 +88,7 @@ def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
 # The kernel itself, which no interpreter runs.
 
 N, K = 1416, 1000
-"""Neither tiles nor slots divide these evenly."""
+"""Neither tiles nor stages divide these evenly."""
 
 CASES = pytest.mark.parametrize(
     "config",

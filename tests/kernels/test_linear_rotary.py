@@ -17,7 +17,7 @@ BLOCK_SIZE = 16
 
 
 class Case:
-    """Tokens, a weight, angles, and two caches of sevens; one token of three or more has no slot."""
+    """Tokens, a weight, angles, and two caches of sevens; one token of three or more has no place."""
 
     def __init__(
         self,
@@ -39,9 +39,9 @@ class Case:
             positions, (500000.0 ** -(torch.arange(head_dim // 2) * 2 / head_dim)).to(DEVICE)
         )
         num_blocks = -(-tokens // BLOCK_SIZE) + 1
-        self.slots = torch.randperm(num_blocks * BLOCK_SIZE, generator=generator)[:tokens].to(DEVICE)
+        self.places = torch.randperm(num_blocks * BLOCK_SIZE, generator=generator)[:tokens].to(DEVICE)
         if tokens > 2:
-            self.slots[1] = -1
+            self.places[1] = -1
         self.shape = (2, num_blocks, num_kv_heads, BLOCK_SIZE, head_dim)
         self.heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
 
@@ -52,7 +52,7 @@ class Case:
         cache = self.cache()
         poison((len(self.x), self.heads["num_heads"], self.heads["head_dim"]), dtype=self.x.dtype)
         tokens = self.x if x is None else x
-        return skinny_rotary(tokens, self.weight, self.rotation, cache, self.slots, **self.heads, config=config), cache
+        return skinny_rotary(tokens, self.weight, self.rotation, cache, self.places, **self.heads, config=config), cache
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """q, and the lines of the cache, in float64 and on the CPU."""
@@ -62,9 +62,9 @@ class Case:
         angles = Rotation(*(part.cpu().double() for part in self.rotation))
         turned = kernels.apply_rotary(heads[:, : num_heads + num_kv_heads], angles)
         pages = torch.full(self.shape, 7.0, dtype=torch.float64)
-        for token, slot in enumerate(self.slots.tolist()):
-            if slot >= 0:
-                block, offset = divmod(slot, BLOCK_SIZE)
+        for token, place in enumerate(self.places.tolist()):
+            if place >= 0:
+                block, offset = divmod(place, BLOCK_SIZE)
                 pages[0, block, :, offset] = turned[token, num_heads:]
                 pages[1, block, :, offset] = heads[token, num_heads + num_kv_heads :]
         return turned[:, :num_heads], PagedKV.over(pages).lines
@@ -75,7 +75,7 @@ def check(case: Case, config: SkinnyConfig) -> None:
     step = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}[q.dtype]
     torch.testing.assert_close(q.cpu().double(), expected_q, atol=step, rtol=step)
     torch.testing.assert_close(cache.lines.cpu().double(), lines, atol=step, rtol=step)
-    assert torch.equal(cache.lines.cpu() == 7.0, lines == 7.0), "what has no slot is written"
+    assert torch.equal(cache.lines.cpu() == 7.0, lines == 7.0), "what has no place is written"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -94,10 +94,10 @@ def test_results(tokens: int, heads: tuple[int, int, int], config: SkinnyConfig,
 
 def test_the_reference_is_projection_and_rotation() -> None:
     case = Case(2, 3, 1, 8, 40, dtype=torch.float32)
-    x, weight, slots = case.x.cpu(), case.weight.cpu(), case.slots.cpu()
+    x, weight, places = case.x.cpu(), case.weight.cpu(), case.places.cpu()
     angles = Rotation(*(part.cpu() for part in case.rotation))
     caches = [PagedKV.over(torch.zeros(case.shape)) for _ in range(2)]
-    plan = kernels.plan_cache_write(slots, caches[0])
+    plan = kernels.plan_cache_write(places, caches[0])
     q = kernels.linear_rope_fill_kv(x, weight, angles, caches[0], plan, **case.heads)
     wanted = kernels.rope_fill_kv(kernels.linear(x, weight), angles, caches[1], plan, **case.heads)
     assert torch.equal(q, wanted)
@@ -113,7 +113,7 @@ def test_the_table_decides_by_shape_and_number_of_tokens(monkeypatch: pytest.Mon
 
     def both(case: Case) -> None:
         cache = case.cache()
-        q = linear_rotary.linear_rope_fill_kv(case.x, case.weight, case.rotation, cache, case.slots, **case.heads)
+        q = linear_rotary.linear_rope_fill_kv(case.x, case.weight, case.rotation, cache, case.places, **case.heads)
         expected_q, lines = case.expected()
         torch.testing.assert_close(q.cpu().double(), expected_q, atol=3.2e-2, rtol=3.2e-2)
         torch.testing.assert_close(cache.lines.cpu().double(), lines, atol=3.2e-2, rtol=3.2e-2)
@@ -127,12 +127,12 @@ def test_the_table_decides_by_shape_and_number_of_tokens(monkeypatch: pytest.Mon
     assert not used, "heads that a tile does not divide and 32-bit numbers take two kernels"
     half = Case(2, 2, 1, 16, 64, dtype=torch.bfloat16)
     half.rotation = Rotation(*(part[..., :8] for part in half.rotation))
-    linear_rotary.linear_rope_fill_kv(half.x, half.weight, half.rotation, half.cache(), half.slots, **half.heads)
+    linear_rotary.linear_rope_fill_kv(half.x, half.weight, half.rotation, half.cache(), half.places, **half.heads)
     assert not used, "so do heads that are turned in part"
     case = Case(2, 2, 1, 16, 64, dtype=torch.bfloat16)
     pages = PagedKV.over(torch.zeros(case.shape, device=DEVICE))
     with pytest.raises(ValueError, match="cache"):
-        linear_rotary.linear_rope_fill_kv(case.x, case.weight, case.rotation, pages, case.slots, **case.heads)
+        linear_rotary.linear_rope_fill_kv(case.x, case.weight, case.rotation, pages, case.places, **case.heads)
 
 
 def test_every_configuration_fits_its_weight() -> None:
@@ -168,7 +168,7 @@ def test_the_measured_shape_on_a_gpu(tokens: int) -> None:
     case = Case(tokens, 32, 8, 128, 4096, dtype=torch.bfloat16, seed=fresh_seed() % 2**31)
     poison((tokens, 32, 128), dtype=torch.bfloat16)
     cache = case.cache()
-    q = kernels.linear_rope_fill_kv(case.x, case.weight, case.rotation, cache, case.slots, **case.heads)
+    q = kernels.linear_rope_fill_kv(case.x, case.weight, case.rotation, cache, case.places, **case.heads)
     expected_q, lines = case.expected()
     torch.testing.assert_close(q.cpu().double(), expected_q, atol=3.2e-2, rtol=3.2e-2)
     torch.testing.assert_close(cache.lines.cpu().double(), lines, atol=3.2e-2, rtol=3.2e-2)

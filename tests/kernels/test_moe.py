@@ -211,12 +211,12 @@ def test_invariant_experts_give_a_token_the_same_bits_in_any_batch() -> None:
 
 def test_assignments_are_listed_by_expert_in_their_own_order() -> None:
     expert_ids = torch.tensor([[4, 0], [1, 4], [4, 0], [4, 1], [4, 0], [4, 2], [0, 4], [2, 4], [0, 4]], device=DEVICE)
-    block_experts, slots, *_ = moe.group(expert_ids, 6, 4)
+    block_experts, assignments, *_ = moe.group(expert_ids, 6, 4)
     assert len(block_experts) == 9
     assert block_experts.tolist() == [0, 0, 1, 2, 4, 4, 4, -1, -1]
     flat = expert_ids.flatten().tolist()
     for expert in range(6):
-        mine = slots.view(-1, 4)[block_experts == expert].flatten().tolist()
+        mine = assignments.view(-1, 4)[block_experts == expert].flatten().tolist()
         expected = [assignment for assignment, chosen in enumerate(flat) if chosen == expert]
         assert mine == expected + [len(flat)] * (-len(expected) % 4)
 
@@ -227,13 +227,13 @@ def test_assignments_are_listed_by_expert_in_their_own_order() -> None:
 @pytest.mark.parametrize("block_tokens", [16, 128])
 def test_grouping_many_assignments(num_experts: int, block_tokens: int) -> None:
     expert_ids = torch.randint(num_experts, (4000, 2), device=DEVICE)
-    block_experts, slots, *_ = moe.group(expert_ids, num_experts, block_tokens)
+    block_experts, assignments, *_ = moe.group(expert_ids, num_experts, block_tokens)
     flat = expert_ids.flatten()
     used = -(-flat.bincount(minlength=num_experts) // block_tokens)
     ids = torch.arange(num_experts, device=DEVICE).repeat_interleave(used)
     assert torch.equal(block_experts[: len(ids)].long(), ids)
     assert (block_experts[len(ids) :] == -1).all()
-    filled = slots[: len(ids) * block_tokens]
+    filled = assignments[: len(ids) * block_tokens]
     assert torch.equal(filled[filled < len(flat)].long(), flat.argsort(stable=True))
 
 

@@ -216,12 +216,12 @@ def test_rope_fill_kv(normed: bool, interleaved: bool) -> None:
     qkv, angles = random(tokens, (num_heads + 2 * num_kv_heads) * head_dim), random(tokens, head_dim // 2, seed=1)
     q_norm, k_norm = (random(head_dim, seed=2), random(head_dim, seed=3)) if normed else (None, None)
     cache = PagedKV.over(torch.zeros(2, 3, num_kv_heads, 4, head_dim, device=DEVICE))
-    slots = torch.tensor([9, 0, 7, 2, 4], device=DEVICE)
+    places = torch.tensor([9, 0, 7, 2, 4], device=DEVICE)
     actual = kernels.rope_fill_kv(
         qkv,
         rotation(angles),
         cache,
-        kernels.plan_cache_write(slots, cache),
+        kernels.plan_cache_write(places, cache),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -234,9 +234,9 @@ def test_rope_fill_kv(normed: bool, interleaved: bool) -> None:
     if q_norm is not None and k_norm is not None:
         q, k = scaled(q, q_norm, 1e-5), scaled(k, k_norm, 1e-5)
     torch.testing.assert_close(actual.double(), rotated(q, angles, interleaved), atol=1e-5, rtol=1e-5)
-    written = cache.k[slots // 4, :, slots % 4].double()
+    written = cache.k[places // 4, :, places % 4].double()
     torch.testing.assert_close(written, rotated(k, angles, interleaved), atol=1e-5, rtol=1e-5)
-    assert torch.equal(cache.v[slots // 4, :, slots % 4], v)
+    assert torch.equal(cache.v[places // 4, :, places % 4], v)
 
 
 COMPILED = [

@@ -40,7 +40,7 @@ def test_rotation_with_frequencies_of_each_token() -> None:
 
 
 class Case:
-    """A packed qkv with rotation, slots and two equal caches full of sevens."""
+    """A packed qkv with rotation, places and two equal caches full of sevens."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Case:
         generator = torch.Generator().manual_seed(seed + 1)
         positions = torch.randint(0, 8192, (tokens,), generator=generator).to(DEVICE)
         self.rotation: Rotation = kernels.rotation.reference(positions, frequencies(turned // 2))
-        self.slots = torch.randperm(num_blocks * block_size, generator=generator)[:tokens].to(DEVICE)
+        self.places = torch.randperm(num_blocks * block_size, generator=generator)[:tokens].to(DEVICE)
         self.shape = (2, num_blocks, num_kv_heads, block_size, head_dim)
         self.arguments: dict[str, Any] = {
             "num_heads": num_heads,
@@ -80,7 +80,7 @@ class Case:
 
     def launched(self) -> tuple[Tensor, PagedKV]:
         cache = self.cache()
-        return launchers.rope_fill_kv(self.qkv, self.rotation, cache, self.slots, **self.arguments), cache
+        return launchers.rope_fill_kv(self.qkv, self.rotation, cache, self.places, **self.arguments), cache
 
     def expected(self) -> tuple[Tensor, PagedKV]:
         """By the reference in float32, but with the norm's rounding to the dtype of qkv. On the CPU: the ops that it is
@@ -89,7 +89,7 @@ class Case:
         cache = PagedKV.over(pages)
         arguments = {name: each.cpu() if isinstance(each, Tensor) else each for name, each in self.arguments.items()}
         rotation = Rotation(*(part.cpu() for part in self.rotation))
-        plan = kernels.plan_cache_write(self.slots.cpu(), cache)
+        plan = kernels.plan_cache_write(self.places.cpu(), cache)
         q = kernels.rope_fill_kv(self.qkv.cpu(), rotation, cache, plan, **arguments)
         return q.to(DEVICE), PagedKV.over(pages.to(DEVICE))
 
@@ -138,10 +138,10 @@ def test_rope_fill_kv_in_half_precision(dtype: torch.dtype, weights: Any) -> Non
 
 def test_padding_is_not_written() -> None:
     case = Case(4, 2, 1, 8, 8)
-    case.slots[1] = -1
+    case.places[1] = -1
     q, cache = case.launched()
     assert torch.isfinite(q).all()
-    written = case.slots[[0, 2, 3]]
+    written = case.places[[0, 2, 3]]
     blocks, offsets = written // 4, written % 4
     assert (cache.v[blocks, :, offsets] != 7.0).all()
     assert (cache.lines == 7.0).all(-1).sum() == cache.lines.shape[0] - 3 * 2
@@ -152,7 +152,7 @@ def test_infinite_values_keep_their_neighbours() -> None:
     case = Case(1, 2, 1, 8, 8)
     case.qkv[0, -8] = torch.inf
     _, cache = case.launched()
-    value = cache.v[case.slots // 4, 0, case.slots % 4][0]
+    value = cache.v[case.places // 4, 0, case.places % 4][0]
     assert value[0] == torch.inf
     assert torch.equal(value[1:], case.qkv[0, -7:])
 
@@ -213,7 +213,7 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
         case.qkv[77:78],
         Rotation(*(part[77:78] for part in case.rotation)),
         case.cache(),
-        case.slots[77:78],
+        case.places[77:78],
         **case.arguments,
     )
     assert torch.equal(whole[77:78], alone)
@@ -225,8 +225,8 @@ def test_far_blocks_on_gpu() -> None:
     pages = torch.zeros(2, 36000, 8, 64, 128, dtype=torch.bfloat16, device=DEVICE)
     case = Case(1, 32, 8, 128, 128, dtype=torch.bfloat16)
     cache = PagedKV.over(pages)
-    slot = 36000 * 64 - 1
-    launchers.rope_fill_kv(case.qkv, case.rotation, cache, torch.tensor([slot], device=DEVICE), **case.arguments)
+    place = 36000 * 64 - 1
+    launchers.rope_fill_kv(case.qkv, case.rotation, cache, torch.tensor([place], device=DEVICE), **case.arguments)
     value = case.qkv[0, -8 * 128 :].view(8, 128)
     assert torch.equal(cache.v[-1, :, -1], value)
     assert math.isfinite(float(cache.k[-1, :, -1].float().abs().max()))

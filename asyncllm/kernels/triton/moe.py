@@ -188,7 +188,7 @@ def route_kernel(
 @triton.jit(do_not_specialize=["num_assignments", "max_blocks"])
 def group_kernel(
     expert_ids_ptr,
-    slots_ptr,
+    assignments_ptr,
     block_experts_ptr,
     num_assignments,
     max_blocks,
@@ -199,7 +199,7 @@ def group_kernel(
 ):
     """One program per expert: its assignments in ascending order from its first block on, then padding.
 
-    slots [max_blocks * BLOCK_TOKENS]: assignments, num_assignments where there is none. block_experts [max_blocks]: the
+    assignments [max_blocks * BLOCK_TOKENS]: num_assignments where there is none. block_experts [max_blocks]: the
     expert of each block, -1 behind the last.
     """
     expert = tl.program_id(0)
@@ -218,17 +218,17 @@ def group_kernel(
     own_blocks = (own_count + BLOCK_TOKENS - 1) // BLOCK_TOKENS
 
     if own_count > 0:
-        next_slot = first_block * BLOCK_TOKENS
+        next_place = first_block * BLOCK_TOKENS
         for start in range(0, num_assignments, CHUNK):
             assignment = start + tl.arange(0, CHUNK)
             exists = assignment < num_assignments
             mine = tl.load(expert_ids_ptr + assignment, mask=exists, other=-1).to(tl.int32) == expert
             counted = tl.cumsum(mine.to(tl.int32), 0)
-            tl.store(slots_ptr + next_slot + counted - 1, assignment, mask=mine)
-            next_slot += tl.sum(mine.to(tl.int32), 0)
-        padding = next_slot + tl.arange(0, BLOCK_TOKENS)
+            tl.store(assignments_ptr + next_place + counted - 1, assignment, mask=mine)
+            next_place += tl.sum(mine.to(tl.int32), 0)
+        padding = next_place + tl.arange(0, BLOCK_TOKENS)
         tl.store(
-            slots_ptr + padding,
+            assignments_ptr + padding,
             tl.zeros([BLOCK_TOKENS], tl.int32) + num_assignments,
             mask=padding < (first_block + own_blocks) * BLOCK_TOKENS,
         )
@@ -250,7 +250,7 @@ def grouped_matmul_kernel(
     x_ptr,
     weight_ptr,
     y_ptr,
-    slots_ptr,
+    assignments_ptr,
     block_experts_ptr,
     bias_ptr,
     num_assignments,
@@ -272,8 +272,8 @@ def grouped_matmul_kernel(
     """y[a] = weight[expert of a] @ x[a // ASSIGNMENTS_PER_X], through SwiGLU on request, for every assignment a.
 
     x [*, COLUMNS], weight [E, ROWS, COLUMNS], y [num_assignments, ROWS or, with SWIGLU, ROWS // 2]. UNGROUPED: block b
-    is assignment b, block_experts are the expert ids and slots are not read. BIAS: bias [E, ROWS] is added. LIMIT above
-    0 makes SwiGLU gpt-oss's gate, of this SLOPE.
+    is assignment b, block_experts are the expert ids and assignments are not read. BIAS: bias [E, ROWS] is added. LIMIT
+    above 0 makes SwiGLU gpt-oss's gate, of this SLOPE.
     """
     OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
     TILE_OUTPUTS: tl.constexpr = TILE_ROWS // 2 if SWIGLU else TILE_ROWS
@@ -292,13 +292,13 @@ def grouped_matmul_kernel(
         return
     lane = tl.arange(0, BLOCK_TOKENS)
     if UNGROUPED:
-        slots = tl.where(lane == 0, block, num_assignments)
+        assignments = tl.where(lane == 0, block, num_assignments)
     else:
-        slots = tl.load(slots_ptr + block * BLOCK_TOKENS + lane)
-    is_filled = slots < num_assignments
+        assignments = tl.load(assignments_ptr + block * BLOCK_TOKENS + lane)
+    is_filled = assignments < num_assignments
     # Padding computes the first row once more, and rows beyond the weights the last one: that costs nothing and keeps
     # masks out of the loop.
-    x_row = tl.where(is_filled, slots // ASSIGNMENTS_PER_X, 0).to(tl.int64)
+    x_row = tl.where(is_filled, assignments // ASSIGNMENTS_PER_X, 0).to(tl.int64)
     tile_row = tl.arange(0, TILE_ROWS)
     if SWIGLU:
         # 8 rows of the gate and the same 8 of up in turn: the tensor cores leave rows r and r + 8 in one thread.
@@ -338,7 +338,7 @@ def grouped_matmul_kernel(
             total = round_to(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32) * up
     y_column = first_output + tl.arange(0, TILE_OUTPUTS)
     tl.store(
-        y_ptr + slots[None, :].to(tl.int64) * OUTPUTS + y_column[:, None],
+        y_ptr + assignments[None, :].to(tl.int64) * OUTPUTS + y_column[:, None],
         round_to(total, dtype),
         mask=is_filled[None, :] & (y_column < OUTPUTS)[:, None],
     )
@@ -451,8 +451,8 @@ class Blocks(NamedTuple):
 
     experts: Tensor
     """[blocks], -1 for none; where ungrouped, the expert ids themselves."""
-    slots: Tensor
-    """[blocks * size] int32: assignments, or their number for padding; not read where ungrouped."""
+    assignments: Tensor
+    """[blocks * size] int32: each one's, or their number for padding; not read where ungrouped."""
     size: int
     ungrouped: bool
 
@@ -479,7 +479,7 @@ def multiply(
     launch(
         grouped_matmul_kernel,
         (num_blocks * -(-y.shape[1] // tile_outputs), 1, 1),
-        (x, weight, y, blocks.slots, blocks.experts, weight if bias is None else bias),
+        (x, weight, y, blocks.assignments, blocks.experts, weight if bias is None else bias),
         (y.shape[0], num_blocks),
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -503,20 +503,20 @@ def group(expert_ids: Tensor, num_experts: int, block_tokens: int) -> Blocks:
     num_assignments = expert_ids.numel()
     used_experts = min(num_experts, num_assignments)
     max_blocks = min(num_assignments, (num_assignments + used_experts * (block_tokens - 1)) // block_tokens)
-    slots = torch.empty(max_blocks * block_tokens, dtype=torch.int32, device=expert_ids.device)
+    assignments = torch.empty(max_blocks * block_tokens, dtype=torch.int32, device=expert_ids.device)
     block_experts = torch.empty(max_blocks, dtype=torch.int32, device=expert_ids.device)
     chunk = FEW_ASSIGNMENTS if num_assignments <= FEW_ASSIGNMENTS.size else MANY_ASSIGNMENTS
     launch(
         group_kernel,
         (num_experts, 1, 1),
-        (expert_ids, slots, block_experts),
+        (expert_ids, assignments, block_experts),
         (num_assignments, max_blocks),
         num_warps=chunk.warps,
         PADDED_EXPERTS=_power_of_two(num_experts),
         BLOCK_TOKENS=block_tokens,
         CHUNK=chunk.size,
     )
-    return Blocks(block_experts, slots, block_tokens, False)
+    return Blocks(block_experts, assignments, block_tokens, False)
 
 
 def tokens_per_block(num_assignments: int, num_experts: int) -> int:

@@ -45,9 +45,9 @@ def _store_merged(
     weight_sum = tl.zeros([HEADS], tl.float32)
     highest = tl.full([HEADS], FLOOR, tl.float32)
     for part in tl.range(0, num_parts, num_stages=1):
-        slots = (2 * (first_block + part) + 1 - min(part, 1)) * HEADS + heads
-        exponent = tl.load(states + slots * 2, cache_modifier=".cg")
-        sums = tl.load(states + slots * 2 + 1, cache_modifier=".cg")
+        entries = (2 * (first_block + part) + 1 - min(part, 1)) * HEADS + heads
+        exponent = tl.load(states + entries * 2, cache_modifier=".cg")
+        sums = tl.load(states + entries * 2 + 1, cache_modifier=".cg")
         above = tl.maximum(highest, exponent)
         weight_sum = weight_sum * tl.exp2(highest - above) + sums * tl.exp2(exponent - above)
         highest = above
@@ -57,9 +57,9 @@ def _store_merged(
         inside = (ranks < RANK)[:, None]
         acc = tl.zeros([CHUNK, HEADS], tl.float32)
         for part in tl.range(0, num_parts, num_stages=1):
-            slots = (2 * (first_block + part) + 1 - min(part, 1)) * HEADS + heads
-            exponent = tl.load(states + slots * 2, cache_modifier=".cg")
-            lines = partials + slots[None, :] * RANK + ranks[:, None]
+            entries = (2 * (first_block + part) + 1 - min(part, 1)) * HEADS + heads
+            exponent = tl.load(states + entries * 2, cache_modifier=".cg")
+            lines = partials + entries[None, :] * RANK + ranks[:, None]
             acc += tl.load(lines, mask=inside, other=0.0, cache_modifier=".cg") * tl.exp2(exponent - highest)[None, :]
         result = round_to(acc * factor[None, :], target.dtype.element_ty)
         tl.store(target + ranks[:, None], result, mask=inside & owned[None, :])
@@ -173,9 +173,9 @@ def latent_decode_kernel(
             tl.store(target + ranks[:, None], round_to(acc * factor[None, :], out.dtype.element_ty), mask=kept)
         else:
             # A block has at most one part that starts its row and head tile, and at most one that does not.
-            slots = (2 * block + (tile == 0).to(tl.int32)) * HEADS + heads
-            tl.store(partials + slots[None, :] * RANK + ranks[:, None], acc, mask=(ranks < RANK)[:, None])
-            states = partials + 2 * tl.num_programs(0) * HEADS * RANK + slots * 2
+            entries = (2 * block + (tile == 0).to(tl.int32)) * HEADS + heads
+            tl.store(partials + entries[None, :] * RANK + ranks[:, None], acc, mask=(ranks < RANK)[:, None])
+            states = partials + 2 * tl.num_programs(0) * HEADS * RANK + entries * 2
             tl.store(states, exponent)
             tl.store(states + 1, weight_sum)
             # All threads of the block have stored their share before one of them draws the ticket.

@@ -29,14 +29,14 @@ def _turn(line_ptr, cos, sin, inside, dtype: tl.constexpr, target_ptr, PAIRS: tl
     store_pairs(target_ptr, new_first, new_second, inside, PAIRS, INTERLEAVED)
 
 
-@triton.jit(do_not_specialize=["eps"], do_not_specialize_on_alignment=["slot_ptr"])
+@triton.jit(do_not_specialize=["eps"], do_not_specialize_on_alignment=["place_ptr"])
 def rope_fill_latent_kernel(
     q_ptr,
     kv_ptr,
     norm_ptr,
     cos_ptr,
     sin_ptr,
-    slot_ptr,
+    place_ptr,
     pages_ptr,
     eps,
     NUM_HEADS: tl.constexpr,
@@ -60,8 +60,8 @@ def rope_fill_latent_kernel(
     weight = tl.load(norm_ptr + ranks, mask=ranks < RANK, other=0.0).to(tl.float32)
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
-    slot = tl.load(slot_ptr + token).to(tl.int64)
-    written = slot >= 0
+    place = tl.load(place_ptr + token).to(tl.int64)
+    written = place >= 0
     latent = tl.load(kv_ptr + token * WIDTH + ranks, mask=ranks < RANK, other=0.0).to(tl.float32)
     angle = token * (2 * PAIRS) + pair
     cos = tl.load(cos_ptr + angle, mask=pair < PAIRS, other=1.0)[None, :]
@@ -71,7 +71,7 @@ def rope_fill_latent_kernel(
     scaled = latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)
     if round_first:
         scaled = round_to(scaled, dtype).to(tl.float32)
-    line_ptr = pages_ptr + slot * WIDTH
+    line_ptr = pages_ptr + place * WIDTH
     tl.store(line_ptr + ranks, round_to(scaled * weight, dtype), mask=written & (ranks < RANK))
     one = tl.arange(0, 1)
     rope_ptr = kv_ptr + token * WIDTH + RANK + one[:, None]

@@ -3,15 +3,15 @@
 A block has one warp that fetches (the producer) and two or three warpgroups that multiply (the consumers). A tile is
 128 or 192 tokens by 128 gate rows and the 128 up rows that belong to them, so that each consumer holds the gate and the
 up values of its 64 tokens in one accumulator of 64 x 256, and only 64 x 128 results are stored. The producer keeps a
-ring of STAGES slots full, each with one step of 64 along the input size: the tokens' part and the two halves of the
+ring of STAGES full, each stage with one step of 64 along the input size: the tokens' part and the two halves of the
 weight's part, copied by TMA, which also fills what lies beyond the last token with zeros and leaves it out of a store.
 
-Barriers, one pair per slot, each with a phase bit that flips when it completes:
+Barriers, one pair per stage, each with a phase bit that flips when it completes:
 
 - `full`: the producer arrives once and states the bytes to come; it completes when the copies have brought them. The
   consumers wait for it before they multiply.
-- `empty`: each consumer arrives once when its product from the slot is done, one step late, as the next product already
-  runs. The producer waits for it before it fills the slot again, not in the first round.
+- `empty`: each consumer arrives once when its product from the stage is done, one step late, as the next product
+  already runs. The producer waits for it before it fills the stage again, not in the first round.
 
 Producer and consumers walk over the same (tile, step) list, so each knows the phase from how often it went round.
 
@@ -24,10 +24,10 @@ has a higher number than those that it waits for, which have therefore been star
 
 Registers: a consumer needs 128 for the accumulator and as many again to add another block's sums or to apply the gate,
 so with two of them each gets 240 and the producer 24. Three get 160 each, and multiply 128 columns at a time: ptxas has
-no product of 256 columns for a kernel that starts with 128 registers a thread. Shared memory: 4 slots of 48 KiB and 32
+no product of 256 columns for a kernel that starts with 128 registers a thread. Shared memory: 4 stages of 48 KiB and 32
 KiB of results, or 3 of 56 KiB and 48 KiB. One block per multiprocessor.
 
-No kernel writes weights, so the producer asks for those of the first slots before it waits for the kernel before.
+No kernel writes weights, so the producer asks for those of the first stages before it waits for the kernel before.
 Everything else follows from tokens that it fetches after that wait, stores included.
 """
 
@@ -60,7 +60,7 @@ __all__ = [
     "compile_options",
     "gated_kernel",
     "gated_product",
-    "next_slot",
+    "next_stage",
     "synchronize",
 ]
 
@@ -71,7 +71,7 @@ WIDTH = 128
 """Results per token of a tile: as many gate rows, and as many up rows."""
 
 STEP = 64
-"""Input features of a slot: 128 bytes, one line of the swizzled layout."""
+"""Input features of a stage: 128 bytes, one line of the swizzled layout."""
 
 TOKENS_TOGETHER = 2048
 """Tokens whose tiles follow one another for the same weights, so that these come from the L2 cache."""
@@ -107,45 +107,47 @@ def share_of(block, token_tiles, column_tiles, shares, steps):
 
 
 @gluon.jit
-def next_slot(slot, phase, STAGES: gl.constexpr):
-    following = slot + 1
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    following = stage + 1
     wrapped = following == STAGES
     return gl.where(wrapped, 0, following), gl.where(wrapped, phase ^ 1, phase)
 
 
 @gluon.jit
-def _load_tokens(x, tokens_memory, full, slot, token_tile, step):
-    """All of a slot's tokens at once where there are 128, else 64 at a time: TMA copies powers of two."""
+def _load_tokens(x, tokens_memory, full, stage, token_tile, step):
+    """All of a stage's tokens at once where there are 128, else 64 at a time: TMA copies powers of two."""
     COPIES: gl.constexpr = tokens_memory.shape[0] // full.shape[0]
     ROWS: gl.constexpr = tokens_memory.shape[1]
     K: gl.constexpr = tokens_memory.shape[2]
     for copy in gl.static_range(COPIES):
         row = (token_tile * COPIES + copy) * ROWS
-        tma.async_copy_global_to_shared(x, [row, step * K], full.index(slot), tokens_memory.index(COPIES * slot + copy))
+        tma.async_copy_global_to_shared(
+            x, [row, step * K], full.index(stage), tokens_memory.index(COPIES * stage + copy)
+        )
 
 
 @gluon.jit
-def _load_weights(weight, halves, full, slot, column_tile, step, out_size):
+def _load_weights(weight, halves, full, stage, column_tile, step, out_size):
     """Gate rows beside the up rows that belong to them."""
     ROWS: gl.constexpr = halves.shape[1]
     K: gl.constexpr = halves.shape[2]
     gate = column_tile * ROWS
-    tma.async_copy_global_to_shared(weight, [gate, step * K], full.index(slot), halves.index(2 * slot))
-    tma.async_copy_global_to_shared(weight, [out_size + gate, step * K], full.index(slot), halves.index(2 * slot + 1))
+    tma.async_copy_global_to_shared(weight, [gate, step * K], full.index(stage), halves.index(2 * stage))
+    tma.async_copy_global_to_shared(weight, [out_size + gate, step * K], full.index(stage), halves.index(2 * stage + 1))
 
 
 @gluon.jit
 def _load_steps(
-    x, weight, tokens_memory, halves, full, empty, token_tile, column_tile, begin, end, slot, phase, out_size,
+    x, weight, tokens_memory, halves, full, empty, token_tile, column_tile, begin, end, stage, phase, out_size,
     BYTES: gl.constexpr,
 ):  # fmt: skip
     for step in range(begin, end):
-        mbarrier.wait(empty.index(slot), phase ^ 1)
-        mbarrier.expect(full.index(slot), BYTES)
-        _load_weights(weight, halves, full, slot, column_tile, step, out_size)
-        _load_tokens(x, tokens_memory, full, slot, token_tile, step)
-        slot, phase = next_slot(slot, phase, full.shape[0])
-    return slot, phase
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(full.index(stage), BYTES)
+        _load_weights(weight, halves, full, stage, column_tile, step, out_size)
+        _load_tokens(x, tokens_memory, full, stage, token_tile, step)
+        stage, phase = next_stage(stage, phase, full.shape[0])
+    return stage, phase
 
 
 @gluon.jit
@@ -163,63 +165,64 @@ def _produce(work, BYTES: gl.constexpr, GROUP: gl.constexpr, SHARES: gl.constexp
         begin = 0
         end = steps
     first = min(end - begin, STAGES)
-    for slot in range(first):
-        mbarrier.expect(full.index(slot), BYTES)
-        _load_weights(weight, halves, full, slot, column_tile, begin + slot, out_size)
+    for stage in range(first):
+        mbarrier.expect(full.index(stage), BYTES)
+        _load_weights(weight, halves, full, stage, column_tile, begin + stage, out_size)
     wait_for_producers(USE_PDL)
-    for slot in range(first):
-        _load_tokens(x, tokens_memory, full, slot, token_tile, begin + slot)
+    for stage in range(first):
+        _load_tokens(x, tokens_memory, full, stage, token_tile, begin + stage)
     release_consumers(USE_PDL)
-    slot = first % STAGES
+    stage = first % STAGES
     phase = first // STAGES
-    slot, phase = _load_steps(
-        x, weight, tokens_memory, halves, full, empty, token_tile, column_tile, begin + first, end, slot, phase,
+    stage, phase = _load_steps(
+        x, weight, tokens_memory, halves, full, empty, token_tile, column_tile, begin + first, end, stage, phase,
         out_size, BYTES,
     )  # fmt: skip
     if SHARES:
         at += end - begin
         while at < stop:
             end = min(steps, stop - at)
-            slot, phase = _load_steps(
-                x, weight, tokens_memory, halves, full, empty, token_tile, at // steps, 0, end, slot, phase, out_size,
+            stage, phase = _load_steps(
+                x, weight, tokens_memory, halves, full, empty, token_tile, at // steps, 0, end, stage, phase, out_size,
                 BYTES,
             )  # fmt: skip
             at += end
     else:
         for tile in range(block + gl.num_programs(0), token_tiles * column_tiles, gl.num_programs(0)):
             token_tile, column_tile = tile_place(tile, token_tiles, column_tiles, GROUP)
-            slot, phase = _load_steps(
-                x, weight, tokens_memory, halves, full, empty, token_tile, column_tile, 0, steps, slot, phase, out_size,
-                BYTES,
+            stage, phase = _load_steps(
+                x, weight, tokens_memory, halves, full, empty, token_tile, column_tile, 0, steps, stage, phase,
+                out_size, BYTES,
             )  # fmt: skip
 
 
 @gluon.jit
-def _multiply(tokens, weights, full, empty, CONSUMER: gl.constexpr, begin, end, slot, phase, ACC: gl.constexpr):
-    """Sums over the steps begin to end - 1, at least one: gate and up [64, WIDTH] float32 each, next slot and phase."""
+def _multiply(tokens, weights, full, empty, CONSUMER: gl.constexpr, begin, end, stage, phase, ACC: gl.constexpr):
+    """Return sums over the steps begin to end - 1, at least one: gate and up [64, WIDTH] float32 each, and the next
+    stage and phase."""
     STAGES: gl.constexpr = full.shape[0]
     CONSUMERS: gl.constexpr = tokens.shape[0] // STAGES
     ROWS: gl.constexpr = tokens.shape[1]
     COLUMNS: gl.constexpr = weights.shape[1]
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, ACC)
-    mbarrier.wait(full.index(slot), phase)
-    w = weights.index(slot).permute((1, 0))
-    acc = warpgroup_mma(tokens.index(CONSUMERS * slot + CONSUMER), w, acc, use_acc=False, is_async=True)
+    mbarrier.wait(full.index(stage), phase)
+    w = weights.index(stage).permute((1, 0))
+    acc = warpgroup_mma(tokens.index(CONSUMERS * stage + CONSUMER), w, acc, use_acc=False, is_async=True)
     acc = warpgroup_mma_wait(1, deps=(acc,))
-    before = slot
-    slot, phase = next_slot(slot, phase, STAGES)
+    before = stage
+    stage, phase = next_stage(stage, phase, STAGES)
     for _ in range(begin + 1, end):
-        mbarrier.wait(full.index(slot), phase)
-        w = weights.index(slot).permute((1, 0))
-        acc = warpgroup_mma(tokens.index(CONSUMERS * slot + CONSUMER), w, acc, is_async=True)
+        mbarrier.wait(full.index(stage), phase)
+        w = weights.index(stage).permute((1, 0))
+        acc = warpgroup_mma(tokens.index(CONSUMERS * stage + CONSUMER), w, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         mbarrier.arrive(empty.index(before), count=1)
-        before = slot
-        slot, phase = next_slot(slot, phase, STAGES)
+        before = stage
+        stage, phase = next_stage(stage, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index(before), count=1)
     gate, up = acc.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)).split()
-    return gate, up, slot, phase
+    return gate, up, stage, phase
 
 
 @gluon.jit
@@ -282,13 +285,13 @@ def _consume_share(
     token_tile, share, at, stop = share_of(block, token_tiles, column_tiles, shares, steps)
     total = column_tiles * steps
     row = (token_tile * CONSUMERS + CONSUMER) * ROWS
-    slot = 0
+    stage = 0
     phase = 0
     while at < stop:
         column_tile = at // steps
         begin = at % steps
         end = min(steps, begin + stop - at)
-        gate, up, slot, phase = _multiply(tokens, weights, full, empty, CONSUMER, begin, end, slot, phase, ACC)
+        gate, up, stage, phase = _multiply(tokens, weights, full, empty, CONSUMER, begin, end, stage, phase, ACC)
         places = _places(gate)
         if begin > 0:
             mine = block * CONSUMERS + CONSUMER
@@ -325,11 +328,11 @@ def _consume(work, CONSUMER: gl.constexpr, GROUP: gl.constexpr, SHARES: gl.const
             CONSUMER, ACC,
         )  # fmt: skip
     else:
-        slot = 0
+        stage = 0
         phase = 0
         for tile in range(gl.program_id(0), token_tiles * column_tiles, gl.num_programs(0)):
             token_tile, column_tile = tile_place(tile, token_tiles, column_tiles, GROUP)
-            gate, up, slot, phase = _multiply(tokens, weights, full, empty, CONSUMER, 0, steps, slot, phase, ACC)
+            gate, up, stage, phase = _multiply(tokens, weights, full, empty, CONSUMER, 0, steps, stage, phase, ACC)
             _finish(gate, up, results, out, (token_tile * CONSUMERS + CONSUMER) * ROWS, column_tile)
     tma.store_wait(0)
 
@@ -359,9 +362,9 @@ def gated_kernel(
     halves = weights._reinterpret(dtype, [2 * STAGES, WIDTH, K], weight.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=CONSUMERS)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
     fence_async_shared()
     synchronize()
     produce = (x, weight, tokens_memory, halves, full, empty, token_tiles, column_tiles, shares, steps, out_size)

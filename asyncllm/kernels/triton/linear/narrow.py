@@ -2,13 +2,13 @@
 
 With few tokens reading the weights is all that takes time, and a layer is as slow as the moments in which nothing is
 read: while a kernel starts, while it drains, while a norm runs between two products. So a block keeps a ring of STAGES
-slots in nearly all of a multiprocessor's shared memory, and asks for the weights of all of them before it waits for the
+in nearly all of a multiprocessor's shared memory, and asks for the weights of all of them before it waits for the
 kernel before; no kernel writes weights. Its tokens follow after that wait.
 
-The weight is the first operand ("swap AB"): 64 rows of it are one wgmma, the tokens are its narrow side. A slot has
+The weight is the first operand ("swap AB"): 64 rows of it are one wgmma, the tokens are its narrow side. A stage has
 PARTS x 64 input features of ROWS rows of weight and of all tokens, copied by TMA, which fills what lies beyond the
-matrices with zeros. There is no warp that only fetches: all warps multiply, and when the products of one slot run,
-those of the slot before are done and it is filled anew. `full`, a barrier per slot, completes when the copies have
+matrices with zeros. There is no warp that only fetches: all warps multiply, and when the products of one stage run,
+those of the stage before are done and it is filled anew. `full`, a barrier per stage, completes when the copies have
 brought the stated bytes; its phase bit flips each time.
 
 With SPLITS a tile has several blocks, each with its range of input features. They store their sums to `partial`, and
@@ -35,19 +35,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from asyncllm.kernels.triton.counters import zero_counters
 from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured, TensorMap
-from asyncllm.kernels.triton.linear.hopper import LINES, STEP, next_slot, synchronize
+from asyncllm.kernels.triton.linear.hopper import LINES, STEP, next_stage, synchronize
 from asyncllm.kernels.triton.linear.small import NarrowConfig, token_tile
 
 __all__ = ["compile_options", "narrow", "narrow_kernel"]
 
 
 @gluon.jit
-def _fetch(source, row, memory, full, slot, step, PARTS: gl.constexpr):
-    """A slot's part of the weights or of the tokens."""
+def _fetch(source, row, memory, full, stage, step, PARTS: gl.constexpr):
+    """A stage's part of the weights or of the tokens."""
     LINE: gl.constexpr = memory.shape[2]
     for part in gl.static_range(PARTS):
         tma.async_copy_global_to_shared(
-            source, [row, (step * PARTS + part) * LINE], full.index(slot), memory.index(slot * PARTS + part)
+            source, [row, (step * PARTS + part) * LINE], full.index(stage), memory.index(stage * PARTS + part)
         )
 
 
@@ -88,8 +88,8 @@ def narrow_kernel(
     weights = gl.allocate_shared_memory(dtype, [PARTS * STAGES, ROWS, LINE], weight.layout)
     tokens = gl.allocate_shared_memory(dtype, [PARTS * STAGES, TOKENS, LINE], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
     fence_async_shared()
     synchronize()
 
@@ -99,33 +99,33 @@ def narrow_kernel(
     begin = steps * split // SPLITS
     end = steps * (split + 1) // SPLITS
     first = min(end - begin, STAGES)
-    for slot in range(first):
-        mbarrier.expect(full.index(slot), BYTES)
-        _fetch(weight, row, weights, full, slot, begin + slot, PARTS)
+    for stage in range(first):
+        mbarrier.expect(full.index(stage), BYTES)
+        _fetch(weight, row, weights, full, stage, begin + stage, PARTS)
     wait_for_producers(USE_PDL)
-    for slot in range(first):
-        _fetch(x, 0, tokens, full, slot, begin + slot, PARTS)
+    for stage in range(first):
+        _fetch(x, 0, tokens, full, stage, begin + stage, PARTS)
 
     acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
-    slot = 0
+    stage = 0
     before = 0
     phase = 0
     for step in range(begin, end):
-        mbarrier.wait(full.index(slot), phase)
+        mbarrier.wait(full.index(stage), phase)
         for part in gl.static_range(PARTS):
-            t = tokens.index(slot * PARTS + part).permute((1, 0))
-            acc = warpgroup_mma(weights.index(slot * PARTS + part), t, acc, is_async=True)
+            t = tokens.index(stage * PARTS + part).permute((1, 0))
+            acc = warpgroup_mma(weights.index(stage * PARTS + part), t, acc, is_async=True)
         # The products of the step before are done.
         acc = warpgroup_mma_wait(PARTS, deps=(acc,))
         coming = step - 1 + STAGES
         if (step > begin) & (coming < end):
-            # All warps have read the slot.
+            # All warps have read the stage.
             synchronize()
             mbarrier.expect(full.index(before), BYTES)
             _fetch(weight, row, weights, full, before, coming, PARTS)
             _fetch(x, 0, tokens, full, before, coming, PARTS)
-        before = slot
-        slot, phase = next_slot(slot, phase, STAGES)
+        before = stage
+        stage, phase = next_stage(stage, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=(acc,))
 
     if SPLITS == 1:

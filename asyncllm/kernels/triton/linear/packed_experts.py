@@ -29,7 +29,7 @@ MOST_PER_EXPERT = 512
 
 @triton.jit(do_not_specialize=["num_assignments"])
 def packed_experts_kernel(
-    x_ptr, words_ptr, scales_ptr, zeros_ptr, order_ptr, y_ptr, slots_ptr, block_experts_ptr, num_assignments,
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, order_ptr, y_ptr, assignments_ptr, block_experts_ptr, num_assignments,
     N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr,
     ASSIGNMENTS_PER_X: tl.constexpr, UNGROUPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -37,7 +37,7 @@ def packed_experts_kernel(
     """y[a] = weight[expert of a] @ x[a // ASSIGNMENTS_PER_X] for every assignment a of a block, BLOCK_N rows of it.
 
     x [*, K], words [E, C, N, 32], scales and zeros [E, G, N], order [E, K] if ORDERED, y [num_assignments, N].
-    UNGROUPED: block b is assignment b, block_experts are the expert ids and slots are not read.
+    UNGROUPED: block b is assignment b, block_experts are the expert ids and assignments are not read.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     PLANES: tl.constexpr = 16 // BITS
@@ -53,10 +53,12 @@ def packed_experts_kernel(
     if expert < 0:
         return
     own = tl.arange(0, BLOCK_M)
-    slots = tl.where(own == 0, block, num_assignments) if UNGROUPED else tl.load(slots_ptr + block * BLOCK_M + own)
-    filled = slots < num_assignments
+    assignments = (
+        tl.where(own == 0, block, num_assignments) if UNGROUPED else tl.load(assignments_ptr + block * BLOCK_M + own)
+    )
+    filled = assignments < num_assignments
     # Padding computes the first row once more; its results are not stored.
-    x_row = tl.where(filled, slots // ASSIGNMENTS_PER_X, 0).to(tl.int64)
+    x_row = tl.where(filled, assignments // ASSIGNMENTS_PER_X, 0).to(tl.int64)
     lane = tl.arange(0, 32)
     word_ptrs = words_ptr + expert * (CHUNKS * N * 32) + read[:, None] * 32 + lane[None, :]
     scales_ptr += expert * (GROUPS * N)
@@ -78,7 +80,7 @@ def packed_experts_kernel(
             zeros = tl.load(zeros_ptr + scale_group * N + read).to(tl.float32)
             weight = plane(words, zeros, index, BITS, dtype)
             acc += dot(weight, x, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)) * scales[:, None]
-    y_ptrs = y_ptr + slots[None, :].to(tl.int64) * N + rows[:, None]
+    y_ptrs = y_ptr + assignments[None, :].to(tl.int64) * N + rows[:, None]
     tl.store(y_ptrs, round_to(acc, y_ptr.dtype.element_ty), mask=filled[None, :] & (rows < N)[:, None])
 
 
@@ -114,7 +116,7 @@ def multiply(x: Tensor, weight: PackedWeight, y: Tensor, blocks: Blocks, *, top_
         (triton.cdiv(n, tile.rows), blocks.experts.shape[0], 1),
         (
             *(x, weight.words, weight.scales, weight.zeros),
-            *(weight.words if weight.order is None else weight.order, y, blocks.slots, blocks.experts),
+            *(weight.words if weight.order is None else weight.order, y, blocks.assignments, blocks.experts),
         ),
         (y.shape[0],),
         num_warps=tile.warps,

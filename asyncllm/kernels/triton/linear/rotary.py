@@ -101,17 +101,17 @@ def skinny_rotary_kernel(
 
 
 def skinny_rotary(
-    x: Tensor, weight: Tensor, rotation: Rotation, cache: PagedKV, slots: Tensor, *, num_heads: int, num_kv_heads: int,
+    x: Tensor, weight: Tensor, rotation: Rotation, cache: PagedKV, places: Tensor, *, num_heads: int, num_kv_heads: int,
     head_dim: int, config: SkinnyConfig,
 ) -> Tensor:  # fmt: skip
-    """`linear_rope_fill_kv` for T up to 64. All are contiguous, and of one 16-bit type but rotation and slots.
+    """`linear_rope_fill_kv` for T up to 64. All are contiguous, and of one 16-bit type but rotation and places.
 
     `config.rows` divides head_dim, all of which is turned; `config.columns` divides K; `config.splits` is 1.
     """
     tokens, k = x.shape
     q = torch.empty((tokens, num_heads, head_dim), dtype=x.dtype, device=x.device)
     skinny_rotary_kernel[(weight.shape[0] // config.rows,)](
-        x, weight, rotation.cos, rotation.sin, slots, cache.k, cache.v, q, tokens, k, token_tile(tokens), config.rows,
+        x, weight, rotation.cos, rotation.sin, places, cache.k, cache.v, q, tokens, k, token_tile(tokens), config.rows,
         config.columns, num_heads, num_kv_heads, head_dim, cache.k.shape[2],
         num_warps=config.warps, num_stages=config.stages, **PDL,
     )  # fmt: skip

@@ -50,8 +50,8 @@ class SkinnyConfig:
 
 @dataclass(frozen=True)
 class NarrowConfig:
-    """Tile of `linear_narrow.narrow_kernel`: `rows` (64, 128 or 256) of the weight, `parts` x 64 input features a slot,
-    `stages` slots, the sum split over `splits` blocks."""
+    """Tile of `linear_narrow.narrow_kernel`: `rows` (64, 128 or 256) of the weight, `parts` x 64 input features a
+    stage, `stages` of them, the sum split over `splits` blocks."""
 
     rows: int
     parts: int
