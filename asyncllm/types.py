@@ -164,7 +164,7 @@ class Response(msgspec.Struct, kw_only=True):
         return msgspec.json.decode(self.text)
 
     def parsed_as(self, kind: type[Kind]) -> Kind:
-        """The text as a msgspec Struct, a dataclass or a pydantic model. Raises ValueError where it is none."""
+        """Return the text as a msgspec Struct, a dataclass or a pydantic model. Raises ValueError where it is none."""
         validate = getattr(kind, "model_validate_json", None)
         if validate is not None:
             found: Kind = validate(self.text)

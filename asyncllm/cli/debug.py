@@ -50,7 +50,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _as_text(result: Comparison) -> str:
-    """A line for each layer; what is inside of one only where it is the first that differs."""
+    """Return a line for each layer; what is inside of one only where it is the first that differs."""
     first = result.first
     shown = "" if first is None else " ".join(first.place.split()[:2])
     lines = [f"{'':22}{'largest':>10}{'relative':>10}"]

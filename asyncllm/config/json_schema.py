@@ -49,7 +49,7 @@ def _too_large(what: str, field: str) -> InvalidParameter:
 
 
 def _parts(schema: Any, field: str) -> Iterator[Any]:
-    """Every value in a schema, without recursion. Raises InvalidParameter for too many or too deep ones."""
+    """Yield every value in a schema, without recursion. Raises InvalidParameter for too many or too deep ones."""
     left = [(schema, 0)]
     count = 0
     while left:

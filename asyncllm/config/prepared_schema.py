@@ -75,7 +75,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _each_schema(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
-    """A keyword's value, every schema in it changed."""
+    """Return a keyword's value, every schema in it changed."""
     if keyword in SCHEMAS and isinstance(value, list | tuple):
         return [change(each) for each in value]
     if keyword in SCHEMA:

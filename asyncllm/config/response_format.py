@@ -51,7 +51,7 @@ def as_response_format(value: Any) -> Any:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema of a class without further properties, which a class has no place for."""
+    """Return the schema of a class without further properties, which a class has no place for."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):

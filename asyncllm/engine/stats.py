@@ -91,7 +91,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scheduler_stats(scheduler: Scheduler, arrived: int) -> dict[str, Any]:
-    """The fields of EngineStats that a scheduler knows; `arrived`: sequences that it has not been given yet."""
+    """Return the fields of EngineStats that a scheduler knows; `arrived`: sequences that it has not been given yet."""
     blocks, host, counts = scheduler.blocks, scheduler.host, scheduler.counts
     return {
         "running": scheduler.num_running,

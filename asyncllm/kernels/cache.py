@@ -47,7 +47,8 @@ class PagedKV(NamedTuple):
         self.lines.index_copy_(0, lines, kv)
 
     def read(self, lines: Tensor, dtype: torch.dtype) -> Tensor:
-        """The numbers of lines [N] -> [N, head_dim] of its own dtype: of keys, or of keys and then as many values."""
+        """Return the numbers of lines [N] -> [N, head_dim] of its own dtype: of keys, or of keys and then as many
+        values."""
         return self.lines.index_select(0, lines)
 
     def read_pages(self, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ def plan_expanded_prefill(
     *,
     num_heads: int,
 ) -> PrefillPlan:
-    """The plan of one step for all layers with a cache of this shape and `num_heads` query heads.
+    """Return the plan of one step for all layers with a cache of this shape and `num_heads` query heads.
 
     block_tables [B, N], q_offsets [B + 1] and kv_lens [B] as of `plan_latent_prefill`; `rows` has what the last two
     say, and what the host has to know: queries and keys of each row.
@@ -48,7 +48,7 @@ def plan_expanded_prefill(
 
 @op("latent.expanded:gather_lines")
 def gather_lines(pages: Tensor, plan: PrefillPlan, *, rank: int) -> tuple[Tensor, Tensor]:
-    """The lines of all rows of the plan, one row behind the other: (latents [S, C], rotated keys [S, R]).
+    """Return the lines of all rows of the plan, one row behind the other: (latents [S, C], rotated keys [S, R]).
 
     pages [blocks, block_size, C + R], C being `rank`.
     """

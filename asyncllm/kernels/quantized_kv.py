@@ -131,7 +131,7 @@ class QuantizedKV(NamedTuple):
         self.lines.index_copy_(0, lines, codes.view(-1, codes.shape[-1]))
 
     def read(self, lines: Tensor, dtype: torch.dtype) -> Tensor:
-        """The numbers of lines [N] -> [N, D]: of keys, or of keys and then as many values."""
+        """Return the numbers of lines [N] -> [N, D]: of keys, or of keys and then as many values."""
         if int(lines[-1]) < len(self.ranges) // 2:
             return self._numbers(lines, dtype, values=False)
         keys, values = lines.chunk(2)

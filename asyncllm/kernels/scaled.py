@@ -76,7 +76,8 @@ def round_codes(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -
 
 
 def expand(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
-    """The weight, rounded once to `dtype`: codes have no more than eight bits that count, so they are exact in it."""
+    """Return the weight, rounded once to `dtype`: codes have no more than eight bits that count, so they are exact in
+    it."""
     whole, scales = weight.codes.to(dtype), weight.scales.transpose(-1, -2)
     if not weight.grouped:
         return whole.mul_(scales)

@@ -243,7 +243,8 @@ class Attention(Layer):
         return plan
 
     def _plans(self, step: StepInputs, cache: KVCache) -> tuple[DecodePlan | None, PrefillPlan | None]:
-        """The step's plans for this kind, made by the first layer that needs them; None where there are no rows."""
+        """Return the step's plans for this kind, made by the first layer that needs them; None where there are no
+        rows."""
         plans = step.attention_plans.get(self.kind)
         if plans is None:
             # The order of sums in decode attention depends on the batch.
@@ -255,7 +256,7 @@ class Attention(Layer):
         return plans
 
     def _plan_decode(self, step: StepInputs, cache: KVCache, count: int) -> DecodePlan:
-        """The first `count` rows."""
+        """Return the first `count` rows."""
         return kernels.plan_decode_attention(
             step.block_tables[:count],
             step.kv_lens[:count],
@@ -265,7 +266,7 @@ class Attention(Layer):
         )
 
     def _plan_prefill(self, step: StepInputs, cache: KVCache, first: int) -> PrefillPlan:
-        """The rows from `first` on."""
+        """Return the rows from `first` on."""
         return kernels.plan_prefill_attention(
             step.block_tables[first:],
             step.q_offsets[first:],

@@ -32,7 +32,7 @@ class CacheSpec(Protocol):
         """How many of the latest positions a token sees, itself included; None: all of them."""
 
     def parts(self, block_size: int, dtype: torch.dtype) -> tuple[BlockPart, ...]:
-        """The tensors of a block of `block_size` tokens; `dtype` is the model's."""
+        """Return the tensors of a block of `block_size` tokens; `dtype` is the model's."""
 
     def cache(self, tensors: Sequence[Tensor], block_size: int) -> Any:
         """Return what the layer reads and writes: over one tensor [planes, blocks, *shape] for each part,

@@ -170,7 +170,7 @@ class LatentAttention(Layer):
         return pairs * saved > contexts * expansion and size <= EXPANDED_BYTES
 
     def _plans(self, step: StepInputs, cache: LatentKV) -> tuple[DecodePlan | None, PrefillPlan | None]:
-        """The step's plans, made by the first layer that needs them; None where there are no rows."""
+        """Return the step's plans, made by the first layer that needs them; None where there are no rows."""
         spec = self.cache_spec
         plans = step.attention_plans.get(spec)
         if plans is None:
@@ -183,13 +183,13 @@ class LatentAttention(Layer):
         return plans
 
     def _plan_decode(self, step: StepInputs, cache: LatentKV, count: int) -> DecodePlan:
-        """The first `count` rows."""
+        """Return the first `count` rows."""
         return kernels.plan_latent_decode(
             step.block_tables[:count], step.kv_lens[:count], cache, num_heads=self.num_heads
         )
 
     def _plan_prefill(self, step: StepInputs, cache: LatentKV, first: int) -> PrefillPlan:
-        """The rows from `first` on."""
+        """Return the rows from `first` on."""
         return kernels.plan_latent_prefill(
             step.block_tables[first:],
             step.q_offsets[first:],

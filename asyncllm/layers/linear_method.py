@@ -331,7 +331,7 @@ class LinearMethod(ABC):
     def product_by_head(
         self, layer: Weighted, x: Tensor, features: slice, *, transposed: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """Each head's own product with these of the `unit` output features that the weight has for it.
+        """Return each head's own product with these of the `unit` output features that the weight has for it.
 
         x [T, H, in] -> [T, H, features]; transposed: x [T, H, features] -> [T, H, in]; in `out` if given. The weight
         is found by a product with the unit matrix here, which a method does better that can undo its storage itself.

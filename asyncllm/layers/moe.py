@@ -105,7 +105,7 @@ class MoE(Layer):
         return chosen.add_(shared)
 
     def _chosen(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-        """The weighted sum of each token's experts. x [T, hidden], weights and expert_ids [T, k]."""
+        """Return the weighted sum of each token's experts. x [T, hidden], weights and expert_ids [T, k]."""
         experts = self.gate_up.method.experts
         if not self.scaled_inputs:
             return experts(self.gate_up, self.down, x, weights, expert_ids, limit=self.limit)

@@ -81,7 +81,7 @@ class UnitNorm(Layer):
 
 @cache
 def ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The weight of a norm without one [size]."""
+    """Return the weight of a norm without one [size]."""
     return torch.ones(size, dtype=dtype, device=device)
 
 

@@ -71,7 +71,7 @@ BLOCK_TABLES = Column(name="block_tables", dtype=torch.int32, per="row", of_tabl
 
 @cache
 def places_of(group: int) -> Column:
-    """The places of the step's tokens in a block group."""
+    """Return the places of the step's tokens in a block group."""
     return PLACES if group == 0 else dataclasses.replace(PLACES, name=f"places_{group}")
 
 
@@ -163,7 +163,7 @@ class StepInputs:
     """Block group after the first -> the step as its layers see it. Written by the first of them."""
 
     def __getitem__(self, column: Column) -> Tensor:
-        """The values of a column that a layer of this model asks for."""
+        """Return the values of a column that a layer of this model asks for."""
         return self.more[column]
 
     def states(self, cache: States) -> StatePlan:
@@ -175,7 +175,7 @@ class StepInputs:
         return plan
 
     def of_layer(self, layer: int) -> StepInputs:
-        """The step with the places, block tables and plans of the layer's block group."""
+        """Return the step with the places, block tables and plans of the layer's block group."""
         group = self.layer_groups[layer] if self.layer_groups else 0
         if group == 0:
             return self
@@ -197,7 +197,7 @@ class StepInputs:
         max_q_len: int,
         kv_lens: Tensor | None = None,
     ) -> StepInputs:
-        """A step of these tokens and rows alone. `kv_lens`: other lengths than the rows have here."""
+        """Return a step of these tokens and rows alone. `kv_lens`: other lengths than the rows have here."""
 
         def taken(column: Column, values: Tensor) -> Tensor:
             return values[tokens if column.per == "token" else rows]

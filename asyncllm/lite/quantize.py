@@ -225,7 +225,7 @@ class _Quantizer:
             )
 
     def _type_of(self, group: Group) -> torch.dtype:
-        """The type in which the file has what makes the group's features."""
+        """Return the type in which the file has what makes the group's features."""
         plan = self._walk.plan
         maker = group.maker if isinstance(group.maker, Norm) else group.maker.matrix.layer
         name = next(name for name in plan.targets if plan.owner(name) is maker)
@@ -321,7 +321,7 @@ def _fingerprint(checkpoint: Checkpoint, *how: object) -> str:
 
 
 def _within_block(module: str) -> str:
-    """The name of a module behind the number of its layer."""
+    """Return the name of a module behind the number of its layer."""
     segments = module.split(".")
     number = next(place for place, segment in enumerate(segments) if segment.isdecimal())
     return ".".join(segments[number + 1 :])

@@ -48,7 +48,7 @@ def _total(group: Group, readers: Sequence[Reader], scales: Tensor | None, error
 
 
 def product_error(grid: Grid) -> Error:
-    """The squared error of all products of the inputs with a weight that is rounded to nearest."""
+    """Return the squared error of all products of the inputs with a weight that is rounded to nearest."""
 
     def error(reader: Reader, scales: Tensor) -> Tensor:
         difference = grid.nearest(reader.weight * scales) / scales - reader.weight
@@ -58,8 +58,8 @@ def product_error(grid: Grid) -> Error:
 
 
 def scaled_error(dtype: torch.dtype) -> Error:
-    """The squared error of products of some inputs, where these and the weight are rounded to 8 bits, with a scale for
-    each token and each output feature."""
+    """Return the squared error of products of some inputs, where these and the weight are rounded to 8 bits, with a
+    scale for each token and each output feature."""
 
     def error(reader: Reader, scales: Tensor) -> Tensor:
         rows = reader.inputs.rows
@@ -97,7 +97,7 @@ def smoothing(group: Group, readers: Sequence[Reader], *, search: bool) -> list[
 
 
 def _shares(weight: Tensor, grid: Grid) -> Tensor:
-    """Each weight as a part of the largest in its group [N, K]."""
+    """Return each weight as a part of the largest in its group [N, K]."""
     parts = weight.abs().view(len(weight), -1, grid.width(weight.shape[1]))
     return (parts / parts.amax(-1, keepdim=True).clamp(min=1e-12)).view_as(weight)
 

@@ -191,7 +191,7 @@ class _Job:
         return self.config.batch_size * self.config.calib_seqlen
 
     def few_bits(self, files: str) -> dict[str, Any]:
-        """The fields of `FewBits` that both tools have."""
+        """Return the fields of `FewBits` that both tools have."""
         config, size = self.config, self.config.w_group_size
         if size != -1 and (size <= 0 or size % 32):
             raise InvalidParameter(f"w_group_size = {size} is no multiple of 32, and not -1.", "w_group_size")
@@ -209,7 +209,7 @@ class _Job:
         }
 
     def sequences(self, texts: Texts | None) -> list[list[int]]:
-        """The texts to judge by, none where calib_samples is 0."""
+        """Return the texts to judge by, none where calib_samples is 0."""
         config = self.config
         if not config.calib_samples:
             return []

@@ -39,6 +39,6 @@ def copy_tower_files(source: Path, folder: Path) -> None:
 
 
 def _part_of(name: str) -> str:
-    """The name in memory of the part of a model that tensor `name` is in."""
+    """Return the name in memory of the part of a model that tensor `name` is in."""
     first, _, rest = name.removeprefix("model.").partition(".")
     return f"model.{first}" if rest else first

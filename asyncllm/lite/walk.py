@@ -148,7 +148,7 @@ class Walk:
         return Comparison(*(float(each) / max(1, count) for each in sums))
 
     def _step(self, batch: Batch, caches: Sequence[object]) -> StepInputs:
-        """All sequences of a batch as prompts, each with blocks of its own."""
+        """Return all sequences of a batch as prompts, each with blocks of its own."""
         lens = torch.tensor(batch.lens)
         ends = torch.cat([lens.new_zeros(1), lens.cumsum(0)])
         widths = -(-lens // _BLOCK_SIZE)
@@ -177,6 +177,6 @@ class Walk:
 
 
 def _part_of(path: str) -> str:
-    """The part of the model that is filled with the module at `path`."""
+    """Return the part of the model that is filled with the module at `path`."""
     first, _, rest = path.partition(".")
     return f"{first}.{rest.partition('.')[0]}" if first == "layers" else first

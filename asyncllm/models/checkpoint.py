@@ -156,7 +156,7 @@ class Checkpoint:
 
 
 def unreadable(file: Path, why: object) -> InvalidCheckpoint:
-    """The error for data that cannot be read behind a header that could."""
+    """Return the error for data that cannot be read behind a header that could."""
     return InvalidCheckpoint(
         f"{file} could not be read ({why}), although its header was valid. "
         f"Check that nothing rewrites the folder while it is loaded."

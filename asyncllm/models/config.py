@@ -174,7 +174,7 @@ class HFConfig:
         return value
 
     def optional_integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int | None:
-        """An integer, or None where the file says null. An absent key gives `default`."""
+        """Return an integer, or None where the file says null. An absent key gives `default`."""
         if key in self.fields and self.fields[key] is None:
             return None
         return default if key not in self.fields else self.integer(key, minimum=minimum)
@@ -188,7 +188,7 @@ class HFConfig:
         return float(value)
 
     def optional_number(self, key: str, default: float | None = None) -> float | None:
-        """A positive number, or None where the file says null. An absent key gives `default`."""
+        """Return a positive number, or None where the file says null. An absent key gives `default`."""
         if key in self.fields and self.fields[key] is None:
             return None
         return default if key not in self.fields else self.number(key)
@@ -224,9 +224,9 @@ class HFConfig:
         rotary: bool = True,
         intermediate_size: int | None = None,
     ) -> dict[str, Any]:
-        """The fields of a ModelConfig that all families read alike; the arguments stand in for keys that are absent.
-        `partial_rotary`: partial_rotary_factor may say that a part of each head is turned; which, if it does not.
-        `rope_dim`: how many features of a head are turned, where other entries say what else a head has. `rotary`:
+        """Return the fields of a ModelConfig that all families read alike; the arguments stand in for keys that are
+        absent. `partial_rotary`: partial_rotary_factor may say that a part of each head is turned; which, if it does
+        not. `rope_dim`: how many features of a head are turned, where other entries say what else a head has. `rotary`:
         whether any are.
 
         Raises InvalidCheckpoint for wrong types and impossible sizes, UnsupportedModel for what is not implemented.
@@ -305,7 +305,7 @@ class HFConfig:
         return DTYPES[name]
 
     def _rope(self, head_dim: int, trained: int, default_theta: float, partial: float | None) -> tuple[RopeConfig, int]:
-        """The rotary embedding, and the positions that it allows a model trained on `trained` of them."""
+        """Return the rotary embedding, and the positions that it allows a model trained on `trained` of them."""
         scaling = self.rope_fields()
         dim = self._rotated(scaling, head_dim, partial)
         theta = scaling.number("rope_theta", self.number("rope_theta", default_theta))
@@ -397,7 +397,7 @@ class HFConfig:
         return {"rope_theta": rotary.get("base"), **(scaling if rotary["type"] == "dynamic" else {})}
 
     def _original_max_position(self, scaling: HFConfig, trained: int) -> int:
-        """The file's own entry wins over the one in its rope entry, as transformers has it."""
+        """Return the file's own entry, which wins over the one in its rope entry, as transformers has it."""
         inner = scaling.integer("original_max_position_embeddings", trained, maximum=MAX_POSITION)
         return self.integer("original_max_position_embeddings", inner, maximum=MAX_POSITION)
 
@@ -439,8 +439,8 @@ class HFConfig:
 
 
 def alibi_slopes(num_heads: int, *, max_bias: float = 8.0, scale: float = 1.0) -> tuple[float, ...]:
-    """The slopes of Press et al.: 2^(-max_bias i / n) for i = 1 to n heads, n a power of two. Other numbers of heads
-    have those of the next lower power, and then every other one of the next higher. `scale` multiplies them."""
+    """Return the slopes of Press et al.: 2^(-max_bias i / n) for i = 1 to n heads, n a power of two. Other numbers of
+    heads have those of the next lower power, and then every other one of the next higher. `scale` multiplies them."""
     lower = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-max_bias * (index + 1) / lower) for index in range(lower)]
     between = [2.0 ** (-max_bias * (2 * index + 1) / (2 * lower)) for index in range(num_heads - lower)]
@@ -453,7 +453,7 @@ def yarn_term(factor: float, multiplier: float = 1.0) -> float:
 
 
 def _yarn_attention_factor(scaling: HFConfig, factor: float) -> float:
-    """The paper's term; DeepSeek's mscale entries make it a ratio of two such terms."""
+    """Return the paper's term; DeepSeek's mscale entries make it a ratio of two such terms."""
     mscale = scaling.number("mscale", 0.0, positive=False)
     mscale_all_dim = scaling.number("mscale_all_dim", 0.0, positive=False)
     derived = yarn_term(factor)

@@ -96,7 +96,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _pickles(source: Path) -> list[Path]:
-    """The files to read, in the order of the index."""
+    """Return the files to read, in the order of the index."""
     if (source / WEIGHTS_NAME).exists() or (source / INDEX_NAME).exists():
         raise InvalidCheckpoint(f"{source} holds safetensors already. It can be loaded as it is.")
     if (source / PICKLE_NAME).is_file():
@@ -123,7 +123,8 @@ def _pickles(source: Path) -> list[Path]:
 
 
 def _tensors(pickles: list[Path], tied: bool, dropped: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """Every (name, tensor), one pickle at a time, less heads that repeat the tied embedding, which go to `dropped`."""
+    """Yield every (name, tensor), one pickle at a time, less heads that repeat the tied embedding, which go to
+    `dropped`."""
     seen: dict[str, Path] = {}
     for file in pickles:
         state = load_pickle(file)

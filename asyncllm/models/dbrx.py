@@ -79,7 +79,7 @@ class Dbrx(DecoderLM):
 
 
 def _inner(hf: HFConfig, key: str) -> HFConfig:
-    """An object of the file as a config of its own."""
+    """Return an object of the file as a config of its own."""
     fields = hf.fields.get(key) or {}
     if not isinstance(fields, dict):
         hf.invalid(key, "where an object belongs")

@@ -217,7 +217,7 @@ class DecoderLM(nn.Module):
         return self.norm.add(branch, residual)[0]
 
     def before_last(self, step: StepInputs, out: Tensor | None = None) -> Tensor:
-        """The same step up to its last layer -> the residual stream [T, hidden], in `out` if given.
+        """Return the residual stream in front of the last layer [T, hidden], in `out` if given.
 
         For callers who want the hidden states of some tokens and go on with `last_hidden`. The model has two layers or
         more.
@@ -226,7 +226,7 @@ class DecoderLM(nn.Module):
         return torch.add(residual, branch, out=out)
 
     def last_hidden(self, residual: Tensor, step: StepInputs, sampled: SampledRows) -> Tensor:
-        """The last layer and the final norm, for some tokens: -> their hidden states [R, hidden].
+        """Return the hidden states of some tokens behind the last layer and the final norm [R, hidden].
 
         The other tokens stop where the last layer has their keys and values: a prompt saves most of one layer.
         """
@@ -244,7 +244,7 @@ class DecoderLM(nn.Module):
             step.query_scale = self.config.query_scaling.scales(step.positions)
 
     def embedded(self, step: StepInputs) -> Tensor:
-        """The residual stream in front of the first layer [T, hidden]."""
+        """Return the residual stream in front of the first layer [T, hidden]."""
         residual: Tensor = self.embed(step.input_ids, step)
         if self.vision is not None:
             residual = self.vision.merge(residual, step)
@@ -253,7 +253,7 @@ class DecoderLM(nn.Module):
         return residual if self.embed_norm is None else self.embed_norm(residual)
 
     def _layers(self, step: StepInputs, count: int) -> tuple[Tensor, Tensor]:
-        """The embedding and the first `count` layers -> (branch, residual)."""
+        """Return what the embedding and the first `count` layers give: (branch, residual)."""
         self.place(step)
         residual = self.embedded(step)
         branch: Tensor | None = None
@@ -272,7 +272,7 @@ class DecoderLM(nn.Module):
         return logits
 
     def rank_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """The logits of this rank's rows alone, as `OutputEmbedding.of_rank`; without ranks those of all."""
+        """Return the logits of this rank's rows alone, as `OutputEmbedding.of_rank`; without ranks those of all."""
         logits: Tensor = self.head.of_rank(hidden, out)  # type: ignore[operator]
         return logits
 

@@ -46,7 +46,7 @@ class Hunyuan(DecoderLM):
 
 
 def _with_base(hf: HFConfig) -> HFConfig:
-    """The file with a larger rotary base in the place of `alpha`, which is what it stands for, at any length."""
+    """Return the file with a larger rotary base in the place of `alpha`, which is what it stands for, at any length."""
     for key in ("rope_parameters", "rope_scaling"):
         rope = hf.fields.get(key)
         if isinstance(rope, dict) and rope.get("alpha") and rope.get("rope_type", rope.get("type")) == "dynamic":

@@ -55,7 +55,7 @@ class HunyuanMoE(DecoderLM):
 
 
 def _of_all_layers(hf: HFConfig, key: str, usual: int | None) -> Any:
-    """A number, which files may give once for each layer."""
+    """Return a number, which files may give once for each layer."""
     value = hf.fields.get(key)
     if isinstance(value, list) and value and all(each == value[0] for each in value):
         return value[0]

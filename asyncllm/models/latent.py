@@ -87,7 +87,7 @@ class LatentDecoder(DecoderLM):
 
 
 def latent_fields(hf: HFConfig, architecture: str, **defaults: Any) -> dict[str, Any]:
-    """The fields of a LatentConfig that all families read alike; `defaults` as of `HFConfig.decoder`.
+    """Return the fields of a LatentConfig that all families read alike; `defaults` as of `HFConfig.decoder`.
 
     Raises InvalidCheckpoint and UnsupportedModel.
     """
@@ -145,7 +145,7 @@ def latent_experts(
 
 
 def expert_groups(hf: HFConfig, groups: int = 1, top_groups: int = 1) -> dict[str, Any]:
-    """The fields of a Routing that say how many groups there are, and of how many the experts are. Raises
+    """Return the fields of a Routing that say how many groups there are, and of how many the experts are. Raises
     InvalidCheckpoint."""
     groups = hf.integer("n_group", groups, maximum=MAX_EXPERTS)
     return {"groups": groups, "top_groups": hf.integer("topk_group", min(top_groups, groups), maximum=groups)}

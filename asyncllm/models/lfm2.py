@@ -48,7 +48,7 @@ class Lfm2Config(ModelConfig, frozen=True, kw_only=True):
 
 
 def lfm2_fields(hf: HFConfig, architecture: str) -> dict[str, Any]:
-    """The entries that files of LFM2 with and without experts have in common."""
+    """Return the entries that files of LFM2 with and without experts have in common."""
     named = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings", "norm_eps": "rms_norm_eps"}
     fields = hf.named(named).decoder(architecture, max_position=128000, theta=1e6, norm_eps=1e-5, tied=True)
     num_layers = fields["num_layers"]

@@ -44,7 +44,8 @@ class MambaConfig(ModelConfig, frozen=True, kw_only=True):
 
 
 def mamba_fields(hf: HFConfig, hidden_size: int) -> dict[str, Any]:
-    """The fields of a MambaConfig that say what its Mamba-2 layers are. Raises InvalidCheckpoint, UnsupportedModel."""
+    """Return the fields of a MambaConfig that say what its Mamba-2 layers are. Raises InvalidCheckpoint,
+    UnsupportedModel."""
     if _limits(hf.fields.get("time_step_limit")) not in (None, (0.0, math.inf)):
         hf.unsupported("time_step_limit", "Steps of any size above 0 are.")
     heads, groups = hf.integer("mamba_n_heads", 128), hf.integer("mamba_n_groups", 1)
@@ -97,7 +98,7 @@ def attending_layers(hf: HFConfig, num_layers: int) -> frozenset[int] | None:
 
 
 def _limits(value: Any) -> Any:
-    """A pair of numbers, of which transformers writes what JSON lacks as {"__float__": "Infinity"}."""
+    """Return a pair of numbers, of which transformers writes what JSON lacks as {"__float__": "Infinity"}."""
     if not isinstance(value, list):
         return value
     return tuple(

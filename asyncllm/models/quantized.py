@@ -77,7 +77,7 @@ def _modules(model: DecoderLM, checkpoint: Checkpoint) -> Mapping[str, Mapping[s
 
 
 def _one(methods: Mapping[str, LinearMethod | None], path: str, checkpoint: Checkpoint) -> LinearMethod | None:
-    """The method of all modules of a layer."""
+    """Return the method of all modules of a layer."""
     first, method = next(iter(methods.items()))
     for name, other in methods.items():
         if other != method:

@@ -13,7 +13,8 @@ __all__ = ["Qwen2", "qwen_windows"]
 
 
 def qwen_windows(hf: HFConfig, num_layers: int) -> tuple[int | None, ...]:
-    """The windows of all Qwen families: off unless use_sliding_window, and then from layer max_window_layers on."""
+    """Return the windows of all Qwen families: off unless use_sliding_window, and then from layer max_window_layers
+    on."""
     sliding_window = hf.optional_integer("sliding_window", 4096)
     if not hf.flag("use_sliding_window", False) or sliding_window is None:
         # The files of full-attention models name a window all the same, and their layer_types no sliding layer.

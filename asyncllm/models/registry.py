@@ -295,7 +295,7 @@ def _with_dtype(config: ModelConfig, path: Path) -> ModelConfig:
 
 
 def _stored_dtype(path: Path) -> str:
-    """The type that most bytes of the weights in `path` have, packed ones not counted."""
+    """Return the type that most bytes of the weights in `path` have, packed ones not counted."""
     try:
         tensors = Checkpoint.open(path).tensors.values()
     except ModelError:
@@ -309,14 +309,14 @@ def _stored_dtype(path: Path) -> str:
 
 
 def _of_model_type(model_type: str) -> str:
-    """The architecture of a model type, the first that its family is registered under; else the type itself."""
+    """Return the architecture of a model type, the first that its family is registered under; else the type itself."""
     families()
     own = (name for name, family in _FAMILIES.items() if family.tiny["model_type"] == model_type)
     return _BY_MODEL_TYPE.get(model_type) or next(own, model_type)
 
 
 def _find(name: str) -> type[DecoderLM] | None:
-    """The family of an architecture, under the name of its class with or without the head."""
+    """Return the family of an architecture, under the name of its class with or without the head."""
     known = families()
     ending = next((end for end in SCORING if name.endswith(end)), None)
     if ending is not None:

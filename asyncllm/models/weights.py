@@ -89,7 +89,7 @@ class WeightOwner(Protocol):
     """
 
     def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
-        """Every part that must be filled, with its shape in the checkpoint (whole, before any sharding)."""
+        """Return every part that must be filled, with its shape in the checkpoint (whole, before any sharding)."""
 
     def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
         """Copy a tensor of the declared shape into the parameter, converting to its dtype and device.
@@ -113,7 +113,7 @@ class Target:
         return STACKS.get(self.layout or "")
 
     def of_experts(self, count: int) -> Target:
-        """The parts of each of `count` experts."""
+        """Return the parts of each of `count` experts."""
         keys = tuple((suffix, part, expert) for expert in range(count) for suffix, part, _ in self.keys)
         return Target(self.module, keys, self.layout)
 
@@ -180,32 +180,33 @@ class WeightMap:
         return self._ignored
 
     def replaced(self, rows: Mapping[str, str]) -> WeightMap:
-        """This table with `rows` added; a row whose pattern is already there takes its place."""
+        """Return this table with `rows` added; a row whose pattern is already there takes its place."""
         return WeightMap({**self._rows, **rows}, ignored=self._ignored, aside=self._aside)
 
     def without(self, *patterns: str) -> WeightMap:
-        """This table less the rows of these patterns. Raises KeyError for a pattern that is not there."""
+        """Return this table less the rows of these patterns. Raises KeyError for a pattern that is not there."""
         rows = dict(self._rows)
         for pattern in patterns:
             del rows[pattern]
         return WeightMap(rows, ignored=self._ignored, aside=self._aside)
 
     def ignoring(self, *patterns: str) -> WeightMap:
-        """This table with more ignored tensor names: a tied head adds "lm_head.weight"."""
+        """Return this table with more ignored tensor names: a tied head adds "lm_head.weight"."""
         return WeightMap(self._rows, ignored=(*self._ignored, *patterns), aside=self._aside)
 
     def setting_aside(self, *patterns: str) -> WeightMap:
-        """This table with more modules that are left out whole: layers that only guess further tokens."""
+        """Return this table with more modules that are left out whole: layers that only guess further tokens."""
         return WeightMap(self._rows, ignored=self._ignored, aside=(*self._aside, *patterns))
 
     def with_optional_prefix(self, prefix: str) -> WeightMap:
-        """This table for names with and without `prefix`, which the files of a model saved without its head lack."""
+        """Return this table for names with and without `prefix`, which the files of a model saved without its head
+        lack."""
         bare = {pattern.removeprefix(prefix): target for pattern, target in self._rows.items()}
         ignored = [pattern.removeprefix(prefix) for pattern in self._ignored]
         return WeightMap({**bare, **self._rows}, ignored=(*self._ignored, *ignored), aside=self._aside)
 
     def module_aside(self, name: str) -> str | None:
-        """The module that is left out with tensor `name`; None where none is."""
+        """Return the module that is left out with tensor `name`; None where none is."""
         segments = name.split(".")
         depths = [depth for depth, _, _ in _walk(self._modules, segments)]
         return ".".join(segments[: depths[0]]) if depths else None
@@ -289,7 +290,7 @@ class LoadPlan:
         return owner.stored(target.keys[0][0]) if isinstance(owner, Weighted) else FLOATS
 
     def quantized(self, name: str) -> str | None:
-        """The path of the layer that tensor `name` is for, if its parts cannot be given one by one."""
+        """Return the path of the layer that tensor `name` is for, if its parts cannot be given one by one."""
         target = self._table.resolve(name)
         owner = None if target is None else self._owners.get(target.module)
         return target.module if target and isinstance(owner, Weighted) and not owner.method.replaceable else None
@@ -474,7 +475,7 @@ def _check_tied(plan: LoadPlan, tensors: Mapping[str, Tensor], table: WeightMap)
 
 
 def _offer(name: str, tensor: Any) -> _Offer:
-    """A tensor in memory. Raises InvalidCheckpoint for what is none."""
+    """Return a tensor in memory. Raises InvalidCheckpoint for what is none."""
     # A subclass may stand for a part of a tensor, and fail in the midst of the copies.
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         raise InvalidCheckpoint(
@@ -564,7 +565,8 @@ def _tree(patterns: Iterable[tuple[str, Any]]) -> _Tree:
 
 
 def _walk(tree: _Tree, segments: list[str]) -> list[tuple[int, Any, dict[str, int]]]:
-    """Every pattern that matches the first segments: (how many segments, its value, the placeholders' numbers)."""
+    """Return every pattern that matches the first segments: (how many segments, its value, the placeholders'
+    numbers)."""
     found = []
     states: list[tuple[_Tree, tuple[int, ...]]] = [(tree, ())]
     for depth, segment in enumerate(segments, start=1):

@@ -120,7 +120,7 @@ class CompressedTensors(Scheme):
         return scaled(dtype, "weight_scale", tensors, block=weights.get("strategy") == "block", static=static)
 
     def _group(self, module: str) -> tuple[_Kind, QuantSettings]:
-        """The first group that names the module, else the first that names linear layers."""
+        """Return the first group that names the module, else the first that names linear layers."""
         for targets, kind, group in self._groups:
             if any(_names(target, module) for target in targets):
                 return kind, group

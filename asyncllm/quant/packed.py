@@ -79,7 +79,7 @@ class Packed(LinearMethod):
 
     @abstractmethod
     def tensors(self, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:
-        """The tensors of a part with so many output and input features but the bias: suffix -> shape.
+        """Return the tensors of a part with so many output and input features but the bias: suffix -> shape.
 
         Raises InvalidCheckpoint for sizes that the format cannot hold.
         """
@@ -272,7 +272,7 @@ def pack(codes: Tensor, bits: int, axis: int) -> Tensor:
 
 
 def _order(group_of: Tensor, groups: int) -> Tensor:
-    """The input features sorted by group. Raises InvalidCheckpoint for groups that are not of one size."""
+    """Return the input features sorted by group. Raises InvalidCheckpoint for groups that are not of one size."""
     count = len(group_of)
     valid = bool((group_of >= 0).all()) and bool((group_of < groups).all())
     if not valid or (group_of.bincount(minlength=groups) * groups != count).any():

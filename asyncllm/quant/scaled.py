@@ -183,7 +183,8 @@ def holds_codes(tensors: Mapping[str, Header]) -> bool:
 
 
 def scaled(dtype: torch.dtype, scale: str, tensors: Mapping[str, Header], *, block: bool, static: bool) -> Scaled:
-    """The method of a module with these tensors, whose scales are called `scale`: of blocks, else as its shape says."""
+    """Return the method of a module with these tensors, whose scales are called `scale`: of blocks, else as its shape
+    says."""
     shape = tensors[scale].shape if scale in tensors else (1,)
     layout: ScaleLayout = "block" if block else "tensor" if shape in ((), (1,)) else "channel"
     of_input = tensors["input_scale"].shape if static and "input_scale" in tensors else ()

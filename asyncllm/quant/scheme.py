@@ -68,7 +68,7 @@ def schemes() -> Mapping[str, type[Scheme]]:
 
 
 def scheme_of(config: Mapping[str, Any], folder: Path, model_format: str | None) -> Scheme | None:
-    """The scheme of the checkpoint in `folder`, whose config.json holds `config`; None for plain weights.
+    """Return the scheme of the checkpoint in `folder`, whose config.json holds `config`; None for plain weights.
 
     `model_format` is what the engine was told: None to believe the checkpoint, "hf" for plain weights, or the name of
     the scheme. Raises InvalidCheckpoint, UnsupportedModel, and InvalidParameter where it contradicts the checkpoint.

@@ -34,7 +34,7 @@ class QuantSettings:
 
     @classmethod
     def find(cls, config: Mapping[str, Any], folder: Path) -> QuantSettings | None:
-        """The settings in config.json or, where it has none, in a file beside it; None where there are none.
+        """Return the settings in config.json or, where it has none, in a file beside it; None where there are none.
 
         Raises InvalidCheckpoint for settings that are no object, and for two that differ.
         """
@@ -53,7 +53,7 @@ class QuantSettings:
         return found[0] if found else None
 
     def get(self, *names: str) -> Any:
-        """The value of the first of these keys that is set; None if none is."""
+        """Return the value of the first of these keys that is set; None if none is."""
         return next((self.fields[name] for name in names if self.fields.get(name) is not None), None)
 
     def invalid(self, name: str, what: str) -> NoReturn:
@@ -86,7 +86,7 @@ class QuantSettings:
             self.unsupported(name, f"Supported: {', '.join(map(repr, allowed))}.")
 
     def object(self, name: str) -> QuantSettings:
-        """The object `name`, empty where there is none."""
+        """Return the object `name`, empty where there is none."""
         source = f"{self.source}.{name}"
         value = self.get(name)
         return QuantSettings({} if value is None else _object(value, source), source)

@@ -29,6 +29,6 @@ class StepInFlight:
             sequence.remaining += 1
 
     def live_rows(self) -> list[Sequence]:
-        """The sequences with a row in this step that have not ended since."""
+        """Return the sequences with a row in this step that have not ended since."""
         rows = dict.fromkeys([*self.sampled, *(sequence for sequence, _ in self.prefill)])
         return [sequence for sequence in rows if sequence.state is not SequenceState.FINISHED]

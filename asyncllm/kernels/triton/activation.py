@@ -35,7 +35,7 @@ def _gelu_tanh(x):
 
 @triton.jit
 def apply_gate(gate, up, dtype: tl.constexpr, GELU: tl.constexpr):
-    """The gate's activation times up, of float32 values, rounded to dtype after each of the two."""
+    """Return the gate's activation times up, of float32 values, rounded to dtype after each of the two."""
     active = _gelu_tanh(gate) if GELU else gate * _sigmoid(gate)
     return round_to(round_to(active, dtype).to(tl.float32) * up, dtype)
 

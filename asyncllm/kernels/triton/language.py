@@ -86,7 +86,7 @@ def e4m3_bits(x):
 
 @triton.jit
 def e4m3_value(code):
-    """The float32 of a byte of e4m3."""
+    """Return the float32 of a byte of e4m3."""
     magnitude = (code & 127).to(tl.int32)
     exponent = magnitude >> 3
     steps = tl.where(exponent > 0, 8 + (magnitude & 7), magnitude & 7).to(tl.float32)

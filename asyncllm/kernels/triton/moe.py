@@ -98,8 +98,8 @@ SUM_TILE = 1024
 
 @triton.jit
 def order(values, places, PADDED: tl.constexpr):
-    """An integer that grows with the value and, among equal ones, falls with the place: one maximum finds the next
-    choice, and it is a place that exists even where values are NaN. `places` are below PADDED, a power of 2."""
+    """Return an integer that grows with the value and, among equal ones, falls with the place: one maximum finds the
+    next choice, and it is a place that exists even where values are NaN. `places` are below PADDED, a power of 2."""
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
     rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     return (rank << 32) + (PADDED - 1 - places)

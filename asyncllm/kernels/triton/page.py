@@ -14,13 +14,13 @@ __all__ = ["line_of", "page_entry", "place_of", "tile_start"]
 
 @triton.jit
 def place_of(block, position, BLOCK_SIZE: tl.constexpr):
-    """The place of the token at `position` of a sequence, whose block there is `block` int64."""
+    """Return the place of the token at `position` of a sequence, whose block there is `block` int64."""
     return block * BLOCK_SIZE + position % BLOCK_SIZE
 
 
 @triton.jit
 def line_of(place, kv_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """The line of a KV head of the token at `place` int64, counted from the first block's first."""
+    """Return the line of a KV head of the token at `place` int64, counted from the first block's first."""
     return (place // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE
 
 

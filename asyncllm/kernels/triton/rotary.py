@@ -78,7 +78,7 @@ def rotation(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> Rot
 
 @triton.jit
 def load_pairs(row_ptr, row_inside, PAIRS: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The two features of each pair, float32 [ROWS, BLOCK] each, zeros past PAIRS. row_ptr [ROWS, 1]."""
+    """Return the two features of each pair, float32 [ROWS, BLOCK] each, zeros past PAIRS. row_ptr [ROWS, 1]."""
     if INTERLEAVED:
         feature = tl.arange(0, 2 * BLOCK)[None, :]
         inside = row_inside[:, None] & (feature < 2 * PAIRS)

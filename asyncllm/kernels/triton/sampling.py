@@ -75,7 +75,7 @@ def _key(x, SHIFT: tl.constexpr):
 
 @triton.jit
 def _value(key, SHIFT: tl.constexpr):
-    """The float32 that has this key."""
+    """Return the float32 that has this key."""
     whole = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
     return (whole ^ ((whole >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -193,7 +193,7 @@ def _pack(scores, ids):
 
 @triton.jit
 def _dense_best(logits_row, seed, position, top_value, reciprocal, least, begin, end, VOCAB: tl.constexpr):
-    """The packed winner among the Philox blocks [begin, end) of a row that has neither top-k nor top-p.
+    """Return the packed winner among the Philox blocks [begin, end) of a row that has neither top-k nor top-p.
 
     Tiles whose tokens stay below the best score so far even with the bound of their noise are done with that; of n
     tiles about log(n) are not.
@@ -299,7 +299,7 @@ def _last_key(
     VOCAB: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """The largest key in [low, high] at which the tally reaches `wanted`; `low` if there is none."""
+    """Return the largest key in [low, high] at which the tally reaches `wanted`; `low` if there is none."""
     low = low.to(tl.int64)
     high = high.to(tl.int64)
     while low < high:
@@ -314,7 +314,7 @@ def _last_key(
 
 @triton.jit
 def _bound(maxima, wanted, low, high):
-    """The largest key in [low, high] that `wanted` group maxima reach; `low` if there is none."""
+    """Return the largest key in [low, high] that `wanted` group maxima reach; `low` if there is none."""
     low = low.to(tl.int64)
     high = high.to(tl.int64)
     while low < high:

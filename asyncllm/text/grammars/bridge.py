@@ -67,7 +67,8 @@ class _Vocabulary:
         self._longest = max(map(len, self._by_bytes), default=0)
 
     def __call__(self, data: bytes) -> list[int]:
-        """The tokens of some bytes: the tokenizer's own, or the longest ones where it puts something in front."""
+        """Return the tokens of some bytes: the tokenizer's own, or the longest ones where it puts something in
+        front."""
         try:
             ids = self._tokenizer.encode(data.decode(), add_bos=False, parse_special=False)
         except ValueError:

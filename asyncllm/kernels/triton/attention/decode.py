@@ -40,7 +40,8 @@ def _merge(
     PADDED: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The parts of one row and KV head, first to last, PARTS at a time, as one softmax state: acc [P, G], sums [G].
+    """Return the parts of one row and KV head, first to last, PARTS at a time, as one softmax state: acc [P, G], sums
+    [G].
 
     Other blocks wrote them during this kernel, so they are read from L2 (.cg)."""
     parts = tl.arange(0, PARTS)

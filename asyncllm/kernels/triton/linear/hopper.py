@@ -95,7 +95,7 @@ def tile_place(tile, token_tiles, column_tiles, GROUP: gl.constexpr):
 
 @gluon.jit
 def share_of(block, token_tiles, column_tiles, shares, steps):
-    """A block's share of the steps of one tile of tokens, through all tiles of columns.
+    """Return a block's share of the steps of one tile of tokens, through all tiles of columns.
 
     Blocks beside each other read the same weights, one for each tile of tokens. Later blocks get earlier steps.
 

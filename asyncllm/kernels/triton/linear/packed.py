@@ -43,8 +43,8 @@ _DEQUANTIZED_ROWS = 64
 
 @triton.jit
 def _nibbles(words, magic, INDEX: tl.constexpr):
-    """The bits of `magic` with nibble INDEX of each word as the last ones: for the bits of a power of two in a type of
-    16 bits, the bits of the sum of both. Two words at a time."""
+    """Return the bits of `magic` with nibble INDEX of each word as the last ones: for the bits of a power of two in a
+    type of 16 bits, the bits of the sum of both. Two words at a time."""
     if INDEX == 0:
         return tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, 0x000f000f, $2, 0xea;", "=r,r,r", [words, magic], dtype=tl.int16, is_pure=True, pack=2

@@ -33,13 +33,13 @@ class Tile(NamedTuple):
 
 
 def choose_tile(tiles: Sequence[Tile], tokens: int) -> Tile:
-    """The first that holds all tokens, else the last."""
+    """Return the first that holds all tokens, else the last."""
     return next((tile for tile in tiles if tokens <= tile.tokens), tiles[-1])
 
 
 def split(tile: Tile, out: Tensor, steps: int) -> tuple[tuple[int, int, int], Tensor, Tensor]:
-    """The grid (splits, tiles of rows, tiles of tokens) of a product into out [T, N], the sum of so many steps, with
-    the memory for partial sums and the counters; any tensor where there is one split."""
+    """Return the grid (splits, tiles of rows, tiles of tokens) of a product into out [T, N], the sum of so many steps,
+    with the memory for partial sums and the counters; any tensor where there is one split."""
     tokens, n = out.shape
     rows, token_tiles = triton.cdiv(n, tile.rows), triton.cdiv(tokens, tile.tokens)
     splits = 1
