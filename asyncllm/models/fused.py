@@ -70,13 +70,14 @@ class Stack(NamedTuple):
 
 STACKS: Mapping[str, Stack] = {
     "stacked": Stack(),
+    "stacked_either": Stack(transposed=True),
     "stacked_alternating": Stack(alternating=True),
     "stacked_transposed": Stack(transposed=True),
     "stacked_pairs": Stack(transposed=True, alternating=True),
     "joined": Stack(joined=True),
     "joined_transposed": Stack(joined=True, transposed=True),
 }
-"""By name: layouts of all experts at once."""
+"""By name: layouts of all experts at once. "stacked_either" is "stacked" where a tensor's shape is that of it."""
 
 LAYOUTS: Mapping[str, Callable[[Tensor, list[int], Any], list[Tensor]]] = {
     "by_head": _split_by_head,

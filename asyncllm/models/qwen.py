@@ -54,8 +54,6 @@ class Qwen(Qwen2):
         hf.expect("no_bias", True)
         hf.expect("scale_attn_weights", True)
         hf.expect("rotary_pct", 1.0, 1)
-        if hf.fields.get("visual") is not None:
-            hf.unsupported("visual", "Images are not read. Use a text model.")
         if hf.rope_scaling_factor:
             hf.unsupported("seq_length", "The positions of this model cannot be scaled: use rope_scaling_factor=0.")
         positions = hf.integer("max_position_embeddings", 8192, maximum=MAX_POSITION)

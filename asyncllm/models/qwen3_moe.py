@@ -48,9 +48,9 @@ class Qwen3MoE(DecoderLM):
     weights = QWEN3_WEIGHTS.replaced(
         {
             **QWEN_EXPERTS,
-            # So they are where the decoder is Qwen3-VL's.
-            "model.layers.{i}.mlp.experts.gate_up_proj": "layers.{i}.mlp.gate_up:weight[gate+up:stacked_transposed]",
-            "model.layers.{i}.mlp.experts.down_proj": "layers.{i}.mlp.down:weight[:stacked_transposed]",
+            # So they are where the decoder is Qwen3-VL's: transposed as published, else as transformers 5 writes them.
+            "model.layers.{i}.mlp.experts.gate_up_proj": "layers.{i}.mlp.gate_up:weight[gate+up:stacked_either]",
+            "model.layers.{i}.mlp.experts.down_proj": "layers.{i}.mlp.down:weight[:stacked_either]",
         }
     )
     tiny: ClassVar[dict[str, Any]] = {

@@ -256,11 +256,12 @@ def _configure(
         return _with_dtype(with_log_scaling(config) if use_logn_attn else config, path)
 
     for name in names:
-        if name in REFUSED_MODELS and name not in families():
-            refused = REFUSED_MODELS[name]
+        refused = REFUSED_MODELS.get(name)
+        if refused is not None and (hf.fields.get(refused.key) if refused.key else name not in families()):
+            known = f" with {refused.key}" if refused.key else ""
             raise UnsupportedModel(
-                f"{hf.source}: {name} ({refused.models}) is not implemented: {refused.why}. The nearest that is: "
-                f"{refused.nearest}."
+                f"{hf.source}: {name}{known} ({refused.models}) is not implemented: {refused.why}. The nearest "
+                f"that is: {refused.nearest}."
             )
         parts = composed(hf, name)
         if parts is not None:

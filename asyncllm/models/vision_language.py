@@ -105,12 +105,20 @@ class Refused(NamedTuple):
     why: str
     nearest: str
     """The class of ours that is most like it."""
+    key: str | None = None
+    """The entry of config.json that it has and text models of its class have not."""
 
 
 _NEAREST_LLAVA = "LlavaNextForConditionalGeneration"
 _OWN_TOWER = "its tower is not written yet"
 
 REFUSED_MODELS: Mapping[str, Refused] = {
+    "ChatGLMModel": Refused(
+        "GLM-4V-9B",
+        "its tower and the position that all of an image's tokens share are not written yet",
+        "Glm4vForConditionalGeneration",
+        "vision_config",
+    ),
     "CogVLMForCausalLM": Refused(
         "CogVLM, CogVLM2", "weights of their own for images' tokens in every layer", "InternVLChatModel"
     ),
@@ -140,5 +148,6 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     ),
     "Phi3VForCausalLM": Refused("Phi-3-vision, Phi-3.5-vision", _OWN_TOWER, _NEAREST_LLAVA),
     "Phi4MMForCausalLM": Refused("Phi-4-multimodal", _OWN_TOWER, _NEAREST_LLAVA),
+    "QWenLMHeadModel": Refused("Qwen-VL", _OWN_TOWER, "Qwen2VLForConditionalGeneration", "visual"),
 }
 """Architecture -> what is said of it."""

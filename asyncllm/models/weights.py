@@ -25,7 +25,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -269,7 +269,7 @@ class LoadPlan:
             return
         owner = self._owners.get(target.module)
         if target.stack is not None and isinstance(owner, Weighted) and owner.stored_experts is not None:
-            target = target.of_experts(owner.stored_experts)
+            target = self._settled(target.of_experts(owner.stored_experts), owner.stored_experts, offer.shape)
         _check(offer, target, self.expected, self.stored(target))
         for key in target.keys:
             other = self._filled.setdefault((target.module, key), offer.name)
@@ -279,6 +279,14 @@ class LoadPlan:
                     f"{_describe(target.module, key)}. Remove one of them from the checkpoint."
                 )
         self.targets[offer.name] = target
+
+    def _settled(self, target: Target, experts: int, shape: Sequence[int]) -> Target:
+        """Return a target whose layout is one and not either of two, by the shape of its tensor."""
+        parts = [self.expected.get((target.module, key), ()) for key in target.keys if key[2] == 0]
+        if target.layout != "stacked_either" or not all(parts):
+            return target
+        stacked = STACKS["stacked"].shape(experts, sum(part[0] for part in parts), parts[0][1:])
+        return Target(target.module, target.keys, "stacked") if tuple(shape) == stacked else target
 
     def owner(self, name: str) -> WeightOwner:
         """Return the module that tensor `name` is for."""

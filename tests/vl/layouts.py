@@ -137,6 +137,13 @@ def remote_intern(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
     }, renamed
 
 
+def written_anew(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    """Experts as transformers 5 writes them."""
+    return fields, {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor for name, tensor in tensors.items()
+    }
+
+
 LAYOUTS: list[tuple[str, Callable[[Fields, Tensors], tuple[Fields, Tensors]], str | None]] = [
     ("qwen2_vl", flat_qwen, None),
     ("qwen2_5_vl", flat_qwen, None),
@@ -144,6 +151,7 @@ LAYOUTS: list[tuple[str, Callable[[Fields, Tensors], tuple[Fields, Tensors]], st
     ("llava", old_llava, None),
     ("llava", original_llava, "LlavaLlamaForCausalLM"),
     ("llava_next", original_llava, "LlavaMistralForCausalLM"),
+    ("qwen3_vl_moe", written_anew, None),
     ("internvl", remote_intern, "InternVLChatModel"),
     ("internvl_6b", remote_intern, "InternVLChatModel"),
 ]

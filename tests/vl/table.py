@@ -33,7 +33,8 @@ def _lines() -> Iterator[str]:
     yield "\nRefused, with the reason and the nearest that works:\n\n"
     yield "| class | models | why | nearest |\n| --- | --- | --- | --- |\n"
     for architecture, each in REFUSED_MODELS.items():
-        yield f"| `{architecture}` | {each.models} | {each.why} | {each.nearest} |\n"
+        key = f" with `{each.key}`" if each.key else ""
+        yield f"| `{architecture}`{key} | {each.models} | {each.why} | {each.nearest} |\n"
 
 
 def _checked() -> dict[str, list[tuple[str, str]]]:

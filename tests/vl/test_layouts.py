@@ -123,7 +123,11 @@ def test_the_projector_of_yi_vl(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", REFUSED_MODELS)
 def test_families_that_are_refused(name: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "model_type": "x", "auto_map": {}}))
+    fields: Fields = {"architectures": [name], "model_type": "x", "auto_map": {}}
+    key = REFUSED_MODELS[name].key
+    if key is not None:
+        fields[key] = {"image_size": 448}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(UnsupportedModel, match=f"{name}.*nearest"):
         open_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
 
