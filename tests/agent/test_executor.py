@@ -18,6 +18,7 @@ import pytest
 from asyncllm.agent.executor import StepExecutor, open_executor
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineClosed, EngineDead, InvalidCheckpoint, InvalidParameter, ModelError
+from asyncllm.models.decoder import DecoderLM
 from asyncllm.protocol import Batch, Command, Limits, PrefillRow, Sleep, SlotStart, StepDropped, StepFailed, StepOutput
 from tests.agent.tiny_model import GREEDY, Driver, tiny_agent, tiny_llama
 
@@ -393,11 +394,15 @@ async def test_the_model_is_gone_after_close_and_after_a_failure(fails: bool) ->
     await executor.close()
 
 
+def _generate_alone(model: DecoderLM) -> list[int]:
+    return Driver(tiny_agent(model)).generate(0, [5, 6, 7], 3)
+
+
 @pytest.mark.anyio
 async def test_a_real_model_answers_and_is_gone_after_close() -> None:
     model = tiny_llama()
     reference = weakref.ref(model)
-    alone = Driver(tiny_agent(model)).generate(0, [5, 6, 7], 3)
+    alone = await asyncio.to_thread(_generate_alone, model)  # an agent is made in a thread
     executor = StepExecutor(partial(tiny_agent, model))
     del model
     limits = await executor.start()

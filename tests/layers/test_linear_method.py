@@ -152,9 +152,11 @@ def test_every_layer_of_every_family_says_how_it_may_be_divided(family: str) -> 
             assert attn.kv.unit == attn.nope_dim + attn.out.unit
             assert attn.q.out_features // heads == attn.kv.out_features // attn.kv.unit
             assert attn.q.out_features // heads == attn.out.in_features // attn.out.unit
-        elif not isinstance(attn, StateLayer):
+        elif attn is not None and not isinstance(attn, StateLayer):
             assert attn.qkv.unit == attn.out.unit == heads
             assert attn.qkv.rows["q"].stop == attn.out.in_features
+        if block.mlp is None:
+            continue
         if model.config.gated:
             assert block.mlp.gate_up.rows["gate"].stop == block.mlp.down.in_features
         else:
