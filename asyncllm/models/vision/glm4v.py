@@ -30,7 +30,7 @@ def read_glm4v(hf: HFConfig) -> Composed:
     patch = square_of(part, "patch_size", 14)
     vision = Glm4vConfig(
         hidden_size=hidden,
-        inner_size=part.integer("out_hidden_size", 4096),
+        intermediate_size=part.integer("out_hidden_size", 4096),
         merger_size=part.integer("intermediate_size", 13696),
         num_layers=part.integer("depth", 24),
         num_heads=heads,

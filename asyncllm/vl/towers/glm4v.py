@@ -12,29 +12,17 @@ from torch import Tensor, nn
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.protocol import PromptImage
-from asyncllm.vl.tower import TowerConfig, VisionTower
-from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, Table, TowerActivation
+from asyncllm.vl.tower import VisionTower
+from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, Table
+from asyncllm.vl.towers.patches import PatchesConfig
 from asyncllm.vl.towers.qwen_vl import PatchBlock, pixels_of, square_places, square_rotation
 
 __all__ = ["Glm4vConfig", "Glm4vTower"]
 
 
-class Glm4vConfig(TowerConfig, frozen=True, kw_only=True):
-    """A transformer over patches, and the merger of squares of them."""
-
-    hidden_size: int
-    inner_size: int
-    """Of the blocks' MLPs."""
+class Glm4vConfig(PatchesConfig, frozen=True, kw_only=True):
     merger_size: int
     """Inner features of the projector."""
-    num_layers: int
-    num_heads: int
-    patch_size: int
-    frames: int
-    """Of a patch; an image is as many equal ones."""
-    merge: int
-    """Patches along a side of the square that becomes a token."""
-    activation: TowerActivation
     eps: float
     side: int
     """Of the square grid of learned positions, which is stretched over an image."""
@@ -44,21 +32,16 @@ class Glm4vConfig(TowerConfig, frozen=True, kw_only=True):
 
     @property
     def weights(self) -> Mapping[str, str]:
-        block, own = "visual.blocks.{i}", "vision.layers.{i}"
+        names = {f"{name}_proj": name for name in ("gate", "up", "down")}
         return {
-            "visual.patch_embed.proj": "vision.patches",
+            **self.trunk_weights(names),
             "visual.post_conv_layernorm": "vision.first_norm",
             "visual.embeddings.position_embedding": "vision.positions",
-            f"{block}.norm1": f"{own}.attn_norm",
-            f"{block}.norm2": f"{own}.mlp_norm",
-            f"{block}.attn.qkv": f"{own}.qkv[q+k+v]",
-            f"{block}.attn.proj": f"{own}.out",
-            **{f"{block}.mlp.{name}_proj": f"{own}.{name}" for name in ("gate", "up", "down")},
             "visual.post_layernorm": "vision.last_norm",
             "visual.downsample": "vision.fold",
             "visual.merger.proj": "vision.projector",
             "visual.merger.post_projection_norm": "vision.projector_norm",
-            **{f"visual.merger.{name}_proj": f"vision.{name}" for name in ("gate", "up", "down")},
+            **{f"visual.merger.{theirs}": f"vision.{name}" for theirs, name in names.items()},
         }
 
 
@@ -73,7 +56,7 @@ class Glm4vTower(VisionTower):
         self.layers = nn.ModuleList(
             PatchBlock(
                 size,
-                config.inner_size,
+                config.intermediate_size,
                 config.num_heads,
                 norm=RMSNorm,
                 activation=config.activation,

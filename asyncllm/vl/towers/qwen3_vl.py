@@ -14,26 +14,15 @@ from torch import Tensor, nn
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.protocol import PromptImage
-from asyncllm.vl.tower import TowerConfig, VisionTower
-from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table, TowerActivation
+from asyncllm.vl.tower import VisionTower
+from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table
+from asyncllm.vl.towers.patches import PatchesConfig
 from asyncllm.vl.towers.qwen_vl import EPS, PatchBlock, pixels_of, square_places, square_rotation
 
 __all__ = ["Qwen3VLConfig", "Qwen3VLTower"]
 
 
-class Qwen3VLConfig(TowerConfig, frozen=True, kw_only=True):
-    """A transformer over patches, and mergers of squares of them."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    patch_size: int
-    frames: int
-    """Of a patch; an image is as many equal ones."""
-    merge: int
-    """Patches along a side of the square that becomes a token."""
-    activation: TowerActivation
+class Qwen3VLConfig(PatchesConfig, frozen=True, kw_only=True):
     side: int
     """Of the square grid of learned positions, which is stretched over an image."""
     deep_layers: tuple[int, ...]
@@ -44,18 +33,11 @@ class Qwen3VLConfig(TowerConfig, frozen=True, kw_only=True):
 
     @property
     def weights(self) -> Mapping[str, str]:
-        block, own = "visual.blocks.{i}", "vision.layers.{i}"
         mergers = {"visual.merger": "vision.merger", "visual.deepstack_merger_list.{i}": "vision.deep_mergers.{i}"}
         names = {"norm": "norm", "linear_fc1": "first", "linear_fc2": "second"}
         return {
-            "visual.patch_embed.proj": "vision.patches",
+            **self.trunk_weights({"linear_fc1": "up", "linear_fc2": "down"}),
             "visual.pos_embed": "vision.positions",
-            f"{block}.norm1": f"{own}.attn_norm",
-            f"{block}.norm2": f"{own}.mlp_norm",
-            f"{block}.attn.qkv": f"{own}.qkv[q+k+v]",
-            f"{block}.attn.proj": f"{own}.out",
-            f"{block}.mlp.linear_fc1": f"{own}.up",
-            f"{block}.mlp.linear_fc2": f"{own}.down",
             **{f"{row}.{name}": f"{target}.{names[name]}" for row, target in mergers.items() for name in names},
         }
 

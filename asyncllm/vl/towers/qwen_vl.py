@@ -18,9 +18,10 @@ from asyncllm.layers.layer import Layer
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.norm import Norm, RMSNorm
 from asyncllm.protocol import PromptImage
-from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.tower import VisionTower
 from asyncllm.vl.towers.block import JoinedQKV
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, TowerActivation
+from asyncllm.vl.towers.patches import PatchesConfig
 
 __all__ = [
     "EPS",
@@ -37,19 +38,7 @@ EPS = 1e-6
 THETA = 10000.0
 
 
-class QwenVLConfig(TowerConfig, frozen=True, kw_only=True):
-    """A transformer over patches, and the merger of squares of them."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    patch_size: int
-    frames: int
-    """Of a patch; an image is as many equal ones."""
-    merge: int
-    """Patches along a side of the square that becomes a token."""
-    activation: TowerActivation
+class QwenVLConfig(PatchesConfig, frozen=True, kw_only=True):
     gated: bool
     """Qwen2.5-VL: gated MLPs and root mean square norms, in the place of plain ones and layer norms."""
     window: int | None = None
@@ -62,16 +51,9 @@ class QwenVLConfig(TowerConfig, frozen=True, kw_only=True):
 
     @property
     def weights(self) -> Mapping[str, str]:
-        block, own = "visual.blocks.{i}", "vision.layers.{i}"
-        names = ("gate_proj", "up_proj", "down_proj") if self.gated else ("fc1", "fc2")
-        ours = ("gate", "up", "down") if self.gated else ("up", "down")
+        gated = {f"{name}_proj": name for name in ("gate", "up", "down")}
         return {
-            "visual.patch_embed.proj": "vision.patches",
-            f"{block}.norm1": f"{own}.attn_norm",
-            f"{block}.norm2": f"{own}.mlp_norm",
-            f"{block}.attn.qkv": f"{own}.qkv[q+k+v]",
-            f"{block}.attn.proj": f"{own}.out",
-            **{f"{block}.mlp.{name}": f"{own}.{our}" for name, our in zip(names, ours, strict=True)},
+            **self.trunk_weights(gated if self.gated else {"fc1": "up", "fc2": "down"}),
             "visual.merger.ln_q": "vision.norm",
             "visual.merger.mlp.0": "vision.merger_1",
             "visual.merger.mlp.2": "vision.merger_2",

@@ -1,0 +1,39 @@
+"""What towers over the patches of images of any size have in common: Qwen2-VL's, Qwen3-VL's and GLM-4.1V's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from asyncllm.vl.tower import TowerConfig
+from asyncllm.vl.towers.parts import TowerActivation
+
+__all__ = ["PatchesConfig"]
+
+
+class PatchesConfig(TowerConfig, frozen=True, kw_only=True):
+    """A transformer over patches, and the merger of squares of them."""
+
+    hidden_size: int
+    intermediate_size: int
+    """Of the blocks' MLPs."""
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    frames: int
+    """Of a patch; an image is as many equal ones."""
+    merge: int
+    """Patches along a side of the square that becomes a token."""
+    activation: TowerActivation
+
+    def trunk_weights(self, mlp: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the rows of the patches' embedding and of the blocks. `mlp`: a block's products in the checkpoint,
+        and ours."""
+        block, own = "visual.blocks.{i}", "vision.layers.{i}"
+        return {
+            "visual.patch_embed.proj": "vision.patches",
+            f"{block}.norm1": f"{own}.attn_norm",
+            f"{block}.norm2": f"{own}.mlp_norm",
+            f"{block}.attn.qkv": f"{own}.qkv[q+k+v]",
+            f"{block}.attn.proj": f"{own}.out",
+            **{f"{block}.mlp.{theirs}": f"{own}.{name}" for theirs, name in mlp.items()},
+        }
