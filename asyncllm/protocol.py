@@ -138,6 +138,8 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     """Positions from one step to the next."""
     size: tuple[int, int] = (0, 0)
     """Height and width before preprocessing."""
+    tiles: tuple[int, int] = (0, 0)
+    """Rows and columns of tiles that it is cut into, for towers that put these together."""
     text: str = ""
     """What stands for it in a prompt's text, if not the family's placeholder."""
     slots: tuple[int, ...] = ()

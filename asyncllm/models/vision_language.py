@@ -20,6 +20,7 @@ from asyncllm.models.vision.llava import read_deepseek_vl, read_llava, read_onev
 from asyncllm.models.vision.llava_original import read_original_llava
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision.pixtral import read_mistral3
+from asyncllm.models.vision.published import PUBLISHED_MODELS, PUBLISHED_READERS
 from asyncllm.models.vision.qwen_vl import read_qwen3_vl, read_qwen_vl
 from asyncllm.models.weights import WeightMap
 from asyncllm.vl.tower import TowerConfig
@@ -52,6 +53,7 @@ def with_tower(table: WeightMap, vision: TowerConfig) -> WeightMap:
 
 
 _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
+    **PUBLISHED_READERS,
     "DeepseekVLForConditionalGeneration": read_deepseek_vl,
     "DeepseekVLHybridForConditionalGeneration": read_deepseek_vl_hybrid,
     "Gemma3ForConditionalGeneration": read_gemma3,
@@ -74,6 +76,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
 }
 
 VISION_MODELS: Mapping[str, str] = {
+    **PUBLISHED_MODELS,
     "DeepseekVLForConditionalGeneration": "DeepSeek-VL 1.3B, as transformers has it",
     "DeepseekVLHybridForConditionalGeneration": "DeepSeek-VL 7B, as transformers has it",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B",
@@ -146,7 +149,6 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     "MultiModalityCausalLM": Refused(
         "DeepSeek-VL as its authors published it", "its names are not read", "DeepseekVLForConditionalGeneration"
     ),
-    "Phi3VForCausalLM": Refused("Phi-3-vision, Phi-3.5-vision", _OWN_TOWER, _NEAREST_LLAVA),
     "Phi4MMForCausalLM": Refused("Phi-4-multimodal", _OWN_TOWER, _NEAREST_LLAVA),
     "QWenLMHeadModel": Refused("Qwen-VL", _OWN_TOWER, "Qwen2VLForConditionalGeneration", "visual"),
 }

@@ -12,6 +12,7 @@ from PIL import Image
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.protocol import ImageProcessor
 from asyncllm.text.checkpoint_files import read_json_object
+from asyncllm.vl.image_tokens import added_tokens, image_token, stand_in, token_id_of, token_of
 from asyncllm.vl.known_towers import tower_fields, tower_settings
 from asyncllm.vl.processing.clip import AnyresProcessor, CenterProcessor, PaddedProcessor
 from asyncllm.vl.processing.deepseek_vl import SquareProcessor, TwoSizesProcessor
@@ -23,6 +24,7 @@ from asyncllm.vl.processing.qwen import DynamicProcessor, FramesProcessor
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.tiles import TileProcessor
 from asyncllm.vl.processing.video import QwenVideoProcessor
+from asyncllm.vl.published import PUBLISHED
 
 __all__ = ["open_processor"]
 
@@ -64,7 +66,7 @@ def _llava(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     extra = fields.get("vision_feature_select_strategy", "default") == "full" and "siglip" not in str(vision)
     return CenterProcessor(
         PictureSettings(settings, where),
-        token_id=_image_token(fields, 32000),
+        token_id=image_token(fields, 32000),
         placeholder="<image>\n",
         length=side * side + extra,
         side=vision["image_size"],
@@ -76,7 +78,7 @@ def _llava_next(fields: _Fields, settings: _Fields, where: str) -> ImageProcesso
     pinpoints = fields.get("image_grid_pinpoints") or PINPOINTS
     return AnyresProcessor(
         PictureSettings(settings, where),
-        token_id=_image_token(fields, 32000),
+        token_id=image_token(fields, 32000),
         placeholder="<image>\n",
         side=vision["image_size"],
         patches=vision["image_size"] // vision["patch_size"],
@@ -89,8 +91,8 @@ def _original_llava(fields: _Fields, settings: _Fields, where: str) -> ImageProc
     vision = tower_fields(folder, fields.get("mm_vision_tower"))
     patches, ratio = vision["image_size"] // vision["patch_size"], fields.get("image_aspect_ratio")
     same: dict[str, Any] = {
-        "token_id": _stand_in(folder),
-        "placeholder": ("<image>" if "<image>" in _added(folder) else "<unk>") + "\n",
+        "token_id": stand_in(folder),
+        "placeholder": ("<image>" if "<image>" in added_tokens(folder) else "<unk>") + "\n",
         "side": vision["image_size"],
     }
     read = PictureSettings(settings, where)
@@ -109,7 +111,7 @@ def _onevision(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor
     tiles = str(fields.get("vision_aspect_ratio") or "anyres_max_9").removeprefix("anyres_max_")
     return AnyresProcessor(
         PictureSettings({"do_center_crop": False, **settings}, where),
-        token_id=_image_token(fields, 151646),
+        token_id=image_token(fields, 151646),
         placeholder="<image>\n",
         side=vision["image_size"],
         patches=patches,
@@ -122,7 +124,7 @@ def _pixtral(fields: _Fields, settings: _Fields, where: str, merge: int = 1) -> 
     vision = {"patch_size": 16, **(fields.get("vision_config") or {})}
     return RowsProcessor(
         PictureSettings(settings, where),
-        token_id=_image_token(fields, 10),
+        token_id=image_token(fields, 10),
         step=vision["patch_size"] * merge,
     )
 
@@ -135,7 +137,7 @@ def _idefics3(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     vision = {"image_size": 224, "patch_size": 32, **(fields.get("vision_config") or {})}
     return SplitProcessor(
         PictureSettings(settings, where, mean=HALVES, std=HALVES, resample=Image.Resampling.LANCZOS),
-        token_id=_image_token(fields, 128257),
+        token_id=image_token(fields, 128257),
         tokens=(vision["image_size"] // vision["patch_size"] // (fields.get("scale_factor") or 2)) ** 2,
     )
 
@@ -143,7 +145,7 @@ def _idefics3(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
 def _qwen(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     return DynamicProcessor(
         PictureSettings(settings, where),
-        token_id=_image_token(fields, 151655),
+        token_id=image_token(fields, 151655),
         placeholder="<|vision_start|><|image_pad|><|vision_end|>",
     )
 
@@ -156,10 +158,10 @@ def _qwen_with_videos(
     vision = fields.get("vision_config") or {}
     return QwenVideoProcessor(
         PictureSettings(settings, where),
-        token_id=_image_token(fields, 151655),
+        token_id=image_token(fields, 151655),
         placeholder="<|vision_start|><|image_pad|><|vision_end|>",
         video_settings=PictureSettings(own or settings, str(file) if own else where),
-        video_token_id=_token_id(fields, "video_token_id", 151656),
+        video_token_id=token_id_of(fields, "video_token_id", 151656),
         video_placeholder="<|vision_start|><|video_pad|><|vision_end|>",
         tokens_per_second=PictureSettings(vision, "config.json").integer("tokens_per_second", 4)
         if tokens_per_second
@@ -171,7 +173,7 @@ def _gemma3(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     vision = {"image_size": 224, **(fields.get("vision_config") or {})}
     return Gemma3Processor(
         PictureSettings(settings, where, mean=HALVES, std=HALVES, resample=Image.Resampling.BILINEAR),
-        token_id=_image_token(fields, 262144),
+        token_id=image_token(fields, 262144),
         tokens=fields.get("mm_tokens_per_image") or 256,
         side=vision["image_size"],
     )
@@ -181,7 +183,7 @@ def _glm4v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     bounds = {"size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}}
     return FramesProcessor(
         PictureSettings({**bounds, **settings}, where),
-        token_id=_image_token(fields, 151343),
+        token_id=image_token(fields, 151343),
         placeholder="<|begin_of_image|><|image|><|end_of_image|>",
     )
 
@@ -191,7 +193,7 @@ def _llama4(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     patches = vision.side("image_size", 448) // vision.side("patch_size", 14)
     return CanvasProcessor(
         PictureSettings(settings, where, mean=HALVES, std=HALVES, resample=Image.Resampling.BILINEAR),
-        token_id=_image_token(fields, 200092),
+        token_id=image_token(fields, 200092),
         tokens=round((patches * vision.number("pixel_shuffle_ratio", 0.5)) ** 2),
     )
 
@@ -200,7 +202,7 @@ def _deepseek(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     vision = {"image_size": 384, "patch_size": 16, **(fields.get("vision_config") or {})}
     return SquareProcessor(
         PictureSettings(settings, where),
-        token_id=_image_token(fields, 100015),
+        token_id=image_token(fields, 100015),
         placeholder="<image_placeholder>",
         length=(vision["image_size"] // vision["patch_size"]) ** 2,
         side=vision["image_size"],
@@ -213,7 +215,7 @@ def _deepseek_hybrid(fields: _Fields, settings: _Fields, where: str) -> ImagePro
     names = ("size", "resample", "image_mean", "image_std")
     own = {name: settings[f"high_res_{name}"] for name in names if f"high_res_{name}" in settings}
     same: dict[str, Any] = {
-        "token_id": _image_token(fields, 100015),
+        "token_id": image_token(fields, 100015),
         "placeholder": "<image_placeholder>",
         "length": (vision["image_size"] // vision["patch_size"]) ** 2,
     }
@@ -241,10 +243,10 @@ def _intern(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     # Published by its authors, the text around an image is a part of the prompt; else the processor adds it.
     remote = fields.get("llm_config") is not None
     folder = Path(where).parent
-    frame = [] if remote else [[_token_of(folder, text)] for text in ("<img>", "</img>")]
+    frame = [] if remote else [[token_of(folder, text)] for text in ("<img>", "</img>")]
     return TileProcessor(
         PictureSettings(settings, where, mean=IMAGENET_MEAN, std=IMAGENET_STD),
-        token_id=_token_of(folder, "<IMG_CONTEXT>") if remote else _image_token(fields, 151667),
+        token_id=token_of(folder, "<IMG_CONTEXT>") if remote else image_token(fields, 151667),
         placeholder="<img><IMG_CONTEXT></img>\n" if remote else "<IMG_CONTEXT>\n",
         before=frame[0] if frame else (),
         after=frame[1] if frame else (),
@@ -258,46 +260,13 @@ def _intern(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
-def _added(folder: Path) -> Mapping[Any, Any]:
-    """Return the ids of the tokenizer's added tokens by their texts."""
-    added = read_json_object(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    known: dict[Any, Any] = {each.get("content"): number for number, each in added.items() if isinstance(each, dict)}
-    return known | read_json_object(folder / "added_tokens.json")
-
-
-def _stand_in(folder: Path) -> int:
-    """Return the id that stands for images where the authors' code has none: that of <image> or of <unk>, which is 0
-    in the tokenizers of Llama, Mistral and Yi."""
-    known = _added(folder)
-    return int(known.get("<image>", known.get("<unk>", 0)))
-
-
-def _token_of(folder: Path, text: str) -> int:
-    """Return the id of an added token of the tokenizer. Raises InvalidCheckpoint."""
-    known = _added(folder)
-    if text not in known:
-        raise InvalidCheckpoint(f"{folder}: the tokenizer has no token {text!r}, which stands for images. Download it.")
-    return int(known[text])
-
-
 HALVES = (0.5, 0.5, 0.5)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PINPOINTS = [(336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)]
 
 
-def _image_token(fields: _Fields, default: int) -> int:
-    key = "image_token_id" if "image_token_id" in fields else "image_token_index"
-    return _token_id(fields, key, default)
-
-
-def _token_id(fields: _Fields, key: str, default: int) -> int:
-    value = fields.get(key, default)
-    if type(value) is not int or value < 0:
-        raise InvalidCheckpoint(f"config.json: {key} = {value!r} is no token id. Correct the file.")
-    return int(value)
-
-
 _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
+    **PUBLISHED,
     "DeepseekVLForConditionalGeneration": _deepseek,
     "DeepseekVLHybridForConditionalGeneration": _deepseek_hybrid,
     "Gemma3ForConditionalGeneration": _gemma3,

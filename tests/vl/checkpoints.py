@@ -21,8 +21,10 @@ from asyncllm import Response
 from tests.checkpoints import perturb, write_tokenizer
 from tests.vl.kinds import IMAGE_ID, KINDS, TEXT
 from tests.vl.llama4_pictures import llama4_pictures
+from tests.vl.published.families import PUBLISHED
 
 __all__ = [
+    "ALL_KINDS",
     "build_vlm",
     "folder_of",
     "image_processor_of",
@@ -31,6 +33,9 @@ __all__ = [
     "shared_oracle",
     "worst_difference",
 ]
+
+
+ALL_KINDS = [*KINDS, *PUBLISHED]
 
 
 def _transposed_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -49,6 +54,8 @@ def build_vlm(kind: str, folder: Path, seed: int = 0) -> Path:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    if kind in PUBLISHED:
+        return _build_published(kind, folder, seed)
     config, pictures, tokens, template = KINDS[kind]()
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     perturb(model, seed, offset=0.0 if kind.startswith("gemma") else 1.0)
@@ -60,6 +67,28 @@ def build_vlm(kind: str, folder: Path, seed: int = 0) -> Path:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3]}))
     write_tokenizer(folder, TEXT["vocab_size"], more=tokens, template=template)
     return folder
+
+
+def _build_published(kind: str, folder: Path, seed: int) -> Path:
+    family = PUBLISHED[kind]
+    model = family()
+    perturb(model, seed)
+    state = {name: tensor.clone().contiguous() for name, tensor in model.renamed(dict(model.state_dict())).items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    remote = {"AutoModelForCausalLM": f"modeling.{family.architecture}"}
+    fields = {**family.fields, "architectures": [family.architecture], "auto_map": remote, "torch_dtype": "float32"}
+    files = {"config.json": fields, "preprocessor_config.json": family.pictures, **family.files}
+    for name, content in {**files, "generation_config.json": {"eos_token_id": [3]}}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    write_tokenizer(folder, TEXT["vocab_size"], more=family.tokens, template=family.template)
+    return folder
+
+
+def _published_oracle(kind: str, seed: int = 0) -> Callable[[Sequence[int], Sequence[Image.Image]], Tensor]:
+    model = PUBLISHED[kind]().eval()
+    perturb(model, seed)
+    return model.logits
 
 
 def image_processor_of(folder: Path) -> Any:
@@ -111,7 +140,7 @@ def folder_of(kind: str) -> Path:
 @cache
 def shared_oracle(kind: str) -> Callable[[Sequence[int], Sequence[Image.Image]], Tensor]:
     """Return `oracle_of` the shared checkpoint."""
-    return oracle_of(folder_of(kind))
+    return _published_oracle(kind) if kind in PUBLISHED else oracle_of(folder_of(kind))
 
 
 def worst_difference(kind: str, prompt_ids: Sequence[int], images: Sequence[Image.Image], response: Response) -> float:

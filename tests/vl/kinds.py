@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.checkpoints import SPECIAL_TOKENS
 
-__all__ = ["IMAGE_ID", "KINDS", "TEXT"]
+__all__ = ["CLIP", "IMAGE_ID", "KINDS", "TEXT"]
 
 IMAGE_ID = len(SPECIAL_TOKENS)
 """Of the first special token behind the usual ones."""
@@ -25,7 +25,7 @@ TEXT = {
     "eos_token_id": 3,
     "pad_token_id": 0,
 }
-_CLIP = {
+CLIP = {
     "model_type": "clip_vision_model",
     "hidden_size": 24,
     "intermediate_size": 40,
@@ -58,7 +58,7 @@ def _llava() -> tuple[Any, dict[str, Any], list[str], str | None]:
     from transformers import LlavaConfig
 
     text = {**TEXT, "model_type": "llama"}
-    config = LlavaConfig(vision_config=_CLIP, text_config=text, image_token_index=IMAGE_ID, image_seq_length=16)
+    config = LlavaConfig(vision_config=CLIP, text_config=text, image_token_index=IMAGE_ID, image_seq_length=16)
     return config, _CLIP_PICTURES, ["<image>"], _PARTS_TEMPLATE
 
 
@@ -67,7 +67,7 @@ def _llava_next() -> tuple[Any, dict[str, Any], list[str], str | None]:
 
     pinpoints = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
     config = LlavaNextConfig(
-        vision_config=_CLIP,
+        vision_config=CLIP,
         text_config={**TEXT, "model_type": "mistral", "sliding_window": None},
         image_token_index=IMAGE_ID,
         image_grid_pinpoints=pinpoints,
@@ -234,7 +234,7 @@ def _gemma3() -> tuple[Any, dict[str, Any], list[str], str | None]:
     """Windows that are shorter than an image, so that they bound what its tokens see."""
     from transformers import Gemma3Config
 
-    tower = {**_CLIP, "model_type": "siglip_vision_model"}
+    tower = {**CLIP, "model_type": "siglip_vision_model"}
     del tower["projection_dim"]
     text = {
         **TEXT,
@@ -281,7 +281,7 @@ def _onevision() -> tuple[Any, dict[str, Any], list[str], str | None]:
     """So few patches of all tiles that those of large images are shrunk."""
     from transformers import LlavaOnevisionConfig
 
-    tower = {**_CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
+    tower = {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
     del tower["projection_dim"]
     pinpoints = [[28 * rows, 28 * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
     config = LlavaOnevisionConfig(
@@ -377,7 +377,7 @@ _IDEFICS3_PICTURES = {
 
 
 def _idefics3_fields() -> dict[str, Any]:
-    tower = {key: value for key, value in _CLIP.items() if key not in ("model_type", "projection_dim")}
+    tower = {key: value for key, value in CLIP.items() if key not in ("model_type", "projection_dim")}
     return {
         "vision_config": {**tower, "image_size": 42},
         "text_config": {**TEXT, "model_type": "llama"},
@@ -389,7 +389,7 @@ def _idefics3_fields() -> dict[str, Any]:
 def _deepseek_vl() -> tuple[Any, dict[str, Any], list[str], str | None]:
     from transformers import DeepseekVLConfig
 
-    tower = {**_CLIP, "model_type": "siglip_vision_model"}
+    tower = {**CLIP, "model_type": "siglip_vision_model"}
     del tower["projection_dim"]
     config = DeepseekVLConfig(vision_config=tower, text_config={**TEXT, "model_type": "llama"}, image_token_id=IMAGE_ID)
     pictures = {
@@ -406,7 +406,7 @@ def _deepseek_vl_hybrid() -> tuple[Any, dict[str, Any], list[str], str | None]:
     """Windows that do not divide the larger tower's patches, whose features are stretched."""
     from transformers import DeepseekVLHybridConfig
 
-    tower = {**_CLIP, "model_type": "siglip_vision_model"}
+    tower = {**CLIP, "model_type": "siglip_vision_model"}
     del tower["projection_dim"]
     large = {
         "model_type": "sam_vision_model",

@@ -9,6 +9,7 @@ from pathlib import Path
 from asyncllm.models.vision_language import REFUSED_MODELS, VISION_MODELS
 from tests.vl.kinds import KINDS
 from tests.vl.layouts import classes_of
+from tests.vl.published.families import PUBLISHED
 
 __all__ = ["PAGE", "renewed"]
 
@@ -25,11 +26,11 @@ def renewed(page: str) -> str:
 
 def _lines() -> Iterator[str]:
     checked = _checked()
-    yield "| class | models | checked as | oracle in transformers |\n| --- | --- | --- | --- |\n"
-    for architecture, models in VISION_MODELS.items():
+    yield "| class | models | checked as | oracle |\n| --- | --- | --- | --- |\n"
+    for architecture, models in sorted(VISION_MODELS.items()):
         kinds, oracles = zip(*checked[architecture], strict=True)
         own = ", ".join(f"`{kind}`" for kind in kinds)
-        yield f"| `{architecture}` | {models} | {own} | {', '.join(f'`{each}`' for each in dict.fromkeys(oracles))} |\n"
+        yield f"| `{architecture}` | {models} | {own} | {', '.join(dict.fromkeys(oracles))} |\n"
     yield "\nRefused, with the reason and the nearest that works:\n\n"
     yield "| class | models | why | nearest |\n| --- | --- | --- | --- |\n"
     for architecture, each in REFUSED_MODELS.items():
@@ -45,7 +46,9 @@ def _checked() -> dict[str, list[tuple[str, str]]]:
     for kind, make in KINDS.items():
         oracle = CLASSES[make()[0].model_type]
         for architecture in (oracle, *classes_of(kind)):
-            checked.setdefault(architecture, []).append((kind, oracle))
+            checked.setdefault(architecture, []).append((kind, f"`{oracle}`"))
+    for kind, family in PUBLISHED.items():
+        checked.setdefault(family.architecture, []).append((kind, family.oracle))
     return checked
 
 

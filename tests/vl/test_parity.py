@@ -9,8 +9,7 @@ from PIL import Image
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
 from asyncllm.models.registry import open_model
 from asyncllm.vl.processor import open_processor
-from tests.vl.checkpoints import folder_of, picture, shared_oracle, worst_difference
-from tests.vl.kinds import KINDS
+from tests.vl.checkpoints import ALL_KINDS, folder_of, picture, shared_oracle, worst_difference
 
 pytestmark = pytest.mark.anyio
 
@@ -24,7 +23,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 async def test_answers_are_those_of_transformers(kind: str) -> None:
     pictures = [picture(seed, *size) for seed, size in enumerate(SIZES)]
     cases: list[tuple[str, list[Image.Image]]] = [
@@ -44,7 +43,7 @@ async def test_answers_are_those_of_transformers(kind: str) -> None:
         engine.check_idle()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 async def test_the_oracle_would_notice(kind: str) -> None:
     first, second = picture(1), picture(2)
     async with AsyncEngine(str(folder_of(kind)), CONFIG) as engine:
@@ -58,7 +57,7 @@ async def test_the_oracle_would_notice(kind: str) -> None:
     assert torch.max((right - blank).abs()) > 1e-2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_features_in_16_bits(kind: str) -> None:
     folder = folder_of(kind)
     processor = open_processor(folder)

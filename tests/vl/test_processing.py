@@ -13,10 +13,11 @@ from PIL import Image
 
 from asyncllm import InvalidCheckpoint, InvalidMessage, InvalidParameter, UnsupportedModel
 from asyncllm.vl.processor import open_processor
-from tests.vl.checkpoints import folder_of, image_processor_of, picture
+from tests.vl.checkpoints import ALL_KINDS, folder_of, image_processor_of, picture
 from tests.vl.kinds import KINDS
 from tests.vl.layouts import original_llava
 from tests.vl.llama4_pictures import llama4_pictures
+from tests.vl.published.families import PUBLISHED
 
 SIZES = [
     *((28, 28), (40, 30), (30, 40), (29, 57), (57, 29), (100, 100), (13, 13), (90, 31), (31, 90), (64, 48)),
@@ -42,6 +43,17 @@ def test_pixels_are_those_of_transformers(kind: str) -> None:
         if "high_res_pixel_values" in theirs:
             expected = np.concatenate([theirs["high_res_pixel_values"].numpy().ravel(), expected.ravel()])
         expected = expected.reshape(prepared.pixels.shape)
+        assert np.abs(prepared.pixels - expected).max() < 1e-5, size
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_pixels_are_those_of_the_published_rule(kind: str) -> None:
+    ours, family = open_processor(folder_of(kind)), PUBLISHED[kind]()
+    assert ours is not None
+    for seed, size in enumerate(SIZES):
+        image = picture(seed, *size)
+        prepared, expected = ours.prepare(image, {}), family.pixels(image)
+        assert prepared.pixels.shape == expected.shape, size
         assert np.abs(prepared.pixels - expected).max() < 1e-5, size
 
 
@@ -82,7 +94,7 @@ def test_canvases_of_llama_4(largest: bool, tmp_path: Path) -> None:
     assert len(shapes) > 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_digest_names_what_the_tower_sees(kind: str) -> None:
     processor = open_processor(folder_of(kind))
     assert processor is not None

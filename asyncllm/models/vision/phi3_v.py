@@ -1,0 +1,34 @@
+"""Phi-3-vision and Phi-3.5-vision: config.json is the decoder's, and names the tower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncllm.models.config import HFConfig
+from asyncllm.models.vision.parts import Composed, clip_of, part_of
+from asyncllm.vl.known_towers import tower_fields
+from asyncllm.vl.towers.hd import FOLD, HdConfig
+
+__all__ = ["read_phi3_v"]
+
+
+def read_phi3_v(hf: HFConfig) -> Composed:
+    named, joined = part_of(hf, "img_processor"), part_of(hf, "embd_layer")
+    named.expect("name", "clip_vision_model")
+    named.expect("type_feature", "patch")
+    for key in ("use_hd_transform", "with_learnable_separator"):
+        joined.changed({key: joined.fields.get(key, False)}).expect(key, True)
+    joined.changed({"hd_transform_order": joined.fields.get("hd_transform_order", "glb_sub")}).expect(
+        "hd_transform_order", "sub_glb"
+    )
+    joined.changed({"projection_cls": joined.fields.get("projection_cls", "linear")}).expect("projection_cls", "mlp")
+    fields = tower_fields(Path(hf.source).parent, named.fields.get("model_name"))
+    encoder = clip_of(hf.changed({"vision_config": dict(fields)}))
+    named.expect("image_dim_out", encoder.hidden_size)
+    last = named.fields.get("layer_idx", -2)
+    if type(last) is not int or not -encoder.num_layers <= last < 0:
+        named.unsupported("layer_idx", "Supported: a layer counted from the end, below 0.")
+    if encoder.side % FOLD:
+        named.invalid("model_name", "whose patches along a side are not even in number")
+    vision = HdConfig(encoder=encoder, read_layers=encoder.num_layers + 1 + last)
+    return Composed(hf, "Phi3ForCausalLM", vision)

@@ -1,0 +1,20 @@
+"""The families whose code is their authors' alone: how config.json is read, and what comes under each class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from asyncllm.models.config import HFConfig
+from asyncllm.models.vision.parts import Composed
+from asyncllm.models.vision.phi3_v import read_phi3_v
+
+__all__ = ["PUBLISHED_MODELS", "PUBLISHED_READERS"]
+
+PUBLISHED_READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
+    "Phi3VForCausalLM": read_phi3_v,
+}
+
+PUBLISHED_MODELS: Mapping[str, str] = {
+    "Phi3VForCausalLM": "Phi-3-vision, Phi-3.5-vision",
+}
+"""Architecture -> the models that come under it."""

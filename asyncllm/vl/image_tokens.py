@@ -1,0 +1,46 @@
+"""The tokens that stand for images in a checkpoint's prompts, by its tokenizer's files and config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncllm.errors import InvalidCheckpoint
+from asyncllm.text.checkpoint_files import read_json_object
+
+__all__ = ["added_tokens", "image_token", "stand_in", "token_id_of", "token_of"]
+
+
+def added_tokens(folder: Path) -> Mapping[Any, Any]:
+    """Return the ids of the tokenizer's added tokens by their texts."""
+    added = read_json_object(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    known: dict[Any, Any] = {each.get("content"): number for number, each in added.items() if isinstance(each, dict)}
+    return known | read_json_object(folder / "added_tokens.json")
+
+
+def stand_in(folder: Path) -> int:
+    """Return the id that stands for images where the authors' code has none: that of <image> or of <unk>, which is 0
+    in the tokenizers of Llama, Mistral and Yi."""
+    known = added_tokens(folder)
+    return int(known.get("<image>", known.get("<unk>", 0)))
+
+
+def token_of(folder: Path, text: str) -> int:
+    """Return the id of an added token of the tokenizer. Raises InvalidCheckpoint."""
+    known = added_tokens(folder)
+    if text not in known:
+        raise InvalidCheckpoint(f"{folder}: the tokenizer has no token {text!r}, which stands for images. Download it.")
+    return int(known[text])
+
+
+def image_token(fields: Mapping[str, Any], default: int) -> int:
+    key = "image_token_id" if "image_token_id" in fields else "image_token_index"
+    return token_id_of(fields, key, default)
+
+
+def token_id_of(fields: Mapping[str, Any], key: str, default: int) -> int:
+    value = fields.get(key, default)
+    if type(value) is not int or value < 0:
+        raise InvalidCheckpoint(f"config.json: {key} = {value!r} is no token id. Correct the file.")
+    return int(value)

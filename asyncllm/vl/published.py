@@ -1,0 +1,44 @@
+"""What families whose code is their authors' alone make of images, read from a checkpoint's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from asyncllm.protocol import ImageProcessor
+from asyncllm.text.checkpoint_files import read_json_object
+from asyncllm.vl.image_tokens import token_id_of, token_of
+from asyncllm.vl.known_towers import tower_fields
+from asyncllm.vl.processing.hd import HdProcessor
+from asyncllm.vl.processing.settings import PictureSettings
+
+__all__ = ["PUBLISHED"]
+
+_Fields = Mapping[str, Any]
+
+
+def _phi3_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    folder = Path(where).parent
+    tokenizer = read_json_object(folder / "tokenizer_config.json")
+    vision = tower_fields(folder, (fields.get("img_processor") or {}).get("model_name"))
+    # Each piece of text between images is encoded by itself, so that the tokenizer begins it as it begins a prompt.
+    begins = tokenizer.get("add_bos_token", str(tokenizer.get("tokenizer_class")).startswith("Llama"))
+    read = PictureSettings(settings, where, resample=Image.Resampling.BILINEAR)
+    return HdProcessor(
+        read,
+        token_id=token_of(folder, "<|image|>"),
+        placeholder="<|image|>\n",
+        after=[token_id_of(fields, "bos_token_id", 1)] if begins else (),
+        side=vision["image_size"],
+        tokens=vision["image_size"] // vision["patch_size"] // 2,
+        most=read.integer("num_crops", 1, maximum=256),
+    )
+
+
+PUBLISHED: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
+    "Phi3VForCausalLM": _phi3_v,
+}
+"""By the class that config.json names; called with its entries, those of preprocessor_config.json, and that file."""

@@ -1,0 +1,79 @@
+"""The tower of Phi-3-vision (Abdin et al., 2024): CLIP over tiles and the whole, squares of patches folded into one, a
+learned end of each row and a separator between the two pictures, and an MLP over all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
+from asyncllm.vl.towers.parts import Dense, Table
+
+__all__ = ["HdConfig", "HdTower"]
+
+FOLD = 2
+"""Patches along a side of the square that becomes a token."""
+
+
+class HdConfig(TowerConfig, frozen=True, kw_only=True):
+    """An encoder, and after how many of its layers the patches are read."""
+
+    encoder: ClipConfig
+    read_layers: int
+
+    def build(self, hidden_size: int) -> HdTower:
+        return HdTower(self, hidden_size)
+
+    @property
+    def weights(self) -> Mapping[str, str]:
+        own = "vision_embed_tokens"
+        return {
+            **clip_weights(f"{own}.img_processor.vision_model", "vision.encoder"),
+            f"{own}.sub_GN": "vision.row_end:weight",
+            f"{own}.glb_GN": "vision.separator:weight",
+            f"{own}.img_projection.0": "vision.projector_1",
+            f"{own}.img_projection.2": "vision.projector_2",
+            # Files have the decoder's embedding under its own name, or under this one.
+            f"{own}.wte": "embed",
+        }
+
+    @property
+    def unused(self) -> Sequence[str]:
+        source = "vision_embed_tokens.img_processor.vision_model"
+        return [f"{source}.post_layernorm", f"{source}.embeddings.position_ids"]
+
+
+class HdTower(VisionTower):
+    def __init__(self, config: HdConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = ClipEncoder(config.encoder)
+        width = config.encoder.hidden_size * FOLD**2
+        self.row_end, self.separator = Table(1, 1, 1, width), Table(1, 1, width)
+        self.projector_1, self.projector_2 = Dense(width, hidden_size), Dense(hidden_size, hidden_size)
+
+    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
+        weight = self.projector_1.weight
+        tiles = [torch.from_numpy(image.pixels) for image in images]
+        patches = self.encoder(torch.cat(tiles).to(weight.device, weight.dtype), self.config.read_layers)[:, 1:]
+        parts = torch.split(patches, [len(each) for each in tiles])
+        joined = [self._joined(part, image.tiles) for part, image in zip(parts, images, strict=True)]
+        features = self.projector_2(F.gelu(self.projector_1(torch.cat(joined))))
+        return list(torch.split(features, [len(each) for each in joined]))
+
+    def _joined(self, patches: Tensor, shape: tuple[int, int]) -> Tensor:
+        """patches [1 + rows * columns, patches, hidden], the whole first -> the tiles' rows, then the whole's."""
+        tiles, whole = self._lines(patches[1:], *shape), self._lines(patches[:1], 1, 1)
+        return torch.cat([tiles, self.separator()[0], whole])
+
+    def _lines(self, patches: Tensor, rows: int, columns: int) -> Tensor:
+        """patches [rows * columns, patches, hidden] -> [tokens, width], row by row of the whole picture."""
+        side = self.config.encoder.side // FOLD
+        squares = patches.view(rows, columns, side, FOLD, side, FOLD, -1).permute(0, 2, 1, 4, 3, 5, 6)
+        picture = squares.reshape(rows * side, columns * side, -1)
+        return torch.cat([picture, self.row_end()[0].expand(len(picture), -1, -1)], 1).flatten(0, 1)
