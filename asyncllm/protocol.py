@@ -140,6 +140,8 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     """Height and width before preprocessing."""
     tiles: tuple[int, int] = (0, 0)
     """Rows and columns of tiles that it is cut into, for towers that put these together."""
+    pictures: tuple[tuple[int, int], ...] = ()
+    """Rows and columns of the patches of each picture that the tower is shown of it, for towers that take any."""
     text: str = ""
     """What stands for it in a prompt's text, if not the family's placeholder."""
     slots: tuple[int, ...] = ()

@@ -43,11 +43,11 @@ def with_tower(table: WeightMap, vision: TowerConfig) -> WeightMap:
     def prefixed(pattern: str) -> list[str]:
         inner = pattern.removeprefix("model.")
         moved = [f"model.{part}_model.{inner}" for part in ("language", "text")] if inner != pattern else []
-        return [pattern, f"language_model.{pattern}", *moved]
+        return [pattern, f"{vision.decoder_source}.{pattern}", *moved]
 
     rows = {each: target for pattern, target in table.rows.items() for each in prefixed(pattern)}
     towers = {f"{prefix}{pattern}": target for pattern, target in vision.weights.items() for prefix in ("", "model.")}
-    ignored = [f"{prefix}{name}" for name in table.ignored for prefix in ("", "language_model.")]
+    ignored = [f"{prefix}{name}" for name in table.ignored for prefix in ("", f"{vision.decoder_source}.")]
     unused = [f"{prefix}{name}" for name in vision.unused for prefix in ("", "model.")]
     return WeightMap({**rows, **towers}, ignored=ignored, aside=unused)
 
@@ -134,7 +134,6 @@ REFUSED_MODELS: Mapping[str, Refused] = {
         "InternLM-XComposer2 and 2.5", "weights of their own for images' tokens in every layer", "InternVLChatModel"
     ),
     "KimiVLForConditionalGeneration": Refused("Kimi-VL", _OWN_TOWER, "Qwen2_5_VLForConditionalGeneration"),
-    "MiniCPMV": Refused("MiniCPM-V", _OWN_TOWER, "InternVLChatModel"),
     "LlavaQwenForCausalLM": Refused(
         "LLaVA-OneVision as its authors published it",
         "its names are not read",

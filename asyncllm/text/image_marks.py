@@ -16,8 +16,10 @@ __all__ = [
     "IMAGE_MARK",
     "IMAGE_PARTS",
     "IMAGE_TOKEN",
+    "INDEX_MARK",
     "MAX_FRAMES",
     "MAX_IMAGES",
+    "NUMBER_MARK",
     "OPTIONS",
     "VIDEO_MARK",
     "VIDEO_OPTIONS",
@@ -27,6 +29,7 @@ __all__ = [
     "parts_of",
     "split_marks",
     "take_images",
+    "with_numbers",
 ]
 
 IMAGE_TOKEN = "<IMAGE_TOKEN>"
@@ -35,6 +38,11 @@ IMAGE_TOKEN = "<IMAGE_TOKEN>"
 IMAGE_MARK = f"{secrets.randbits(128):039d}"
 """In a text, where an image is. Drawn for the process, so that no user can write it; digits, as templates leave those
 alone."""
+
+INDEX_MARK = f"{secrets.randbits(128):039d}"
+"""In what a family writes for an image, where the image's number in its prompt is, from 0."""
+NUMBER_MARK = f"{secrets.randbits(128):039d}"
+"""The same, from 1."""
 
 VIDEO_MARK = f"{secrets.randbits(128):039d}"
 """In a text, where a video is."""
@@ -96,6 +104,11 @@ def take_images(prompt: Any) -> tuple[Any, list[ImageSource]]:
     if len(sources) > MAX_IMAGES:
         raise InvalidMessage(f"The prompt has {len(sources)} images, more than {MAX_IMAGES}. Send fewer.")
     return marked, sources
+
+
+def with_numbers(text: str, index: int) -> str:
+    """Return what a family writes for the image with this number, from 0, of its prompt."""
+    return text.replace(INDEX_MARK, str(index)).replace(NUMBER_MARK, str(index + 1))
 
 
 def split_marks(text: str) -> list[str]:

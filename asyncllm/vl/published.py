@@ -14,10 +14,23 @@ from asyncllm.vl.image_tokens import token_id_of, token_of
 from asyncllm.vl.known_towers import tower_fields
 from asyncllm.vl.processing.hd import HdProcessor
 from asyncllm.vl.processing.settings import PictureSettings
+from asyncllm.vl.processing.slices import SliceProcessor
 
 __all__ = ["PUBLISHED"]
 
 _Fields = Mapping[str, Any]
+
+
+def _minicpm_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    half = [0.5, 0.5, 0.5]
+    colours = {"image_mean": settings.get("norm_mean", half), "image_std": settings.get("norm_std", half)}
+    read = PictureSettings({**settings, **colours}, where)
+    return SliceProcessor(
+        read,
+        token_id=token_of(Path(where).parent, "<unk>"),
+        tokens=PictureSettings(fields, "config.json").integer("query_num", 64),
+        numbered=str(fields.get("version")) != "2.5",
+    )
 
 
 def _phi3_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
@@ -39,6 +52,7 @@ def _phi3_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
 
 
 PUBLISHED: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
+    "MiniCPMV": _minicpm_v,
     "Phi3VForCausalLM": _phi3_v,
 }
 """By the class that config.json names; called with its entries, those of preprocessor_config.json, and that file."""

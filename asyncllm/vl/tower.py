@@ -43,6 +43,11 @@ class TowerConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Rows of a weight table, from the checkpoint's modules to the tower's."""
 
     @property
+    def decoder_source(self) -> str:
+        """The checkpoint's module of the decoder, where the tower's modules do not lie beside the decoder's own."""
+        return "language_model"
+
+    @property
     def unused(self) -> Sequence[str]:
         """Modules of the checkpoint's tower that nothing is read of."""
         return ()

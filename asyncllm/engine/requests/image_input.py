@@ -10,7 +10,15 @@ import msgspec
 
 from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature, short
 from asyncllm.protocol import ImageProcessor, PromptImage, VideoProcessor
-from asyncllm.text.image_marks import OPTIONS, VIDEO_OPTIONS, ImageSource, holds_images, split_marks, take_images
+from asyncllm.text.image_marks import (
+    OPTIONS,
+    VIDEO_OPTIONS,
+    ImageSource,
+    holds_images,
+    split_marks,
+    take_images,
+    with_numbers,
+)
 
 __all__ = ["ImageInput"]
 
@@ -36,12 +44,13 @@ class ImageInput:
         self._offload = offload
 
     async def take(
-        self, prompt: Any, options: _Options | None = None, owner: Hashable = None
+        self, prompt: Any, options: _Options | None = None, owner: Hashable = None, before: int = 0
     ) -> tuple[Any, list[PromptImage]]:
         """Return a prompt with marks in place of its images, and these as the model is to be shown them, in order.
 
         `options` (`RequestOptions.mm_processor_kwargs`) is for all of them; what an image's own part says goes first.
-        Each is loaded in a thread, at the owner's turn. Raises InvalidRequest, EngineError.
+        `before`: images of the conversation so far. Each is loaded in a thread, at the owner's turn. Raises
+        InvalidRequest, EngineError.
         """
         usual = self._checked(options)
         if not holds_images(prompt):
@@ -53,7 +62,11 @@ class ImageInput:
                 )
             return prompt, []  # which the check of messages refuses by place
         marked, sources = take_images(prompt)
-        return marked, [await self._prepared(source, usual, owner) for source in sources]
+        images = [await self._prepared(source, usual, owner) for source in sources]
+        return marked, [
+            msgspec.structs.replace(image, text=with_numbers(image.text, before + index))
+            for index, image in enumerate(images)
+        ]
 
     async def _prepared(self, source: ImageSource, usual: _Options, owner: Hashable) -> PromptImage:
         processor = self._processor

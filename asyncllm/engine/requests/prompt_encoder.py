@@ -197,7 +197,7 @@ class PromptEncoder:
     ) -> tuple[list[int], Sequence[PromptImage]]:
         """Return the token ids of what was said before and of the prompt that follows, as `prompt_ids`, and the images
         among them."""
-        prompt, images = await self.images.take(prompt, options.mm_processor_kwargs, owner)
+        prompt, images = await self.images.take(prompt, options.mm_processor_kwargs, owner, len(past.images))
         if not past.turns or not do_preprocess:
             rendering: Any = {"do_preprocess": do_preprocess, "options": options, "owner": owner, "whole": whole}
             added = await self.prompt_ids(prompt, add_bos=not past.token_ids, images=images, **rendering)

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from asyncllm.models.config import HFConfig
+from asyncllm.models.vision.minicpm_v import read_minicpm_v
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision.phi3_v import read_phi3_v
 
 __all__ = ["PUBLISHED_MODELS", "PUBLISHED_READERS"]
 
 PUBLISHED_READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
+    "MiniCPMV": read_minicpm_v,
     "Phi3VForCausalLM": read_phi3_v,
 }
 
 PUBLISHED_MODELS: Mapping[str, str] = {
+    "MiniCPMV": "MiniCPM-Llama3-V-2.5, MiniCPM-V-2.6",
     "Phi3VForCausalLM": "Phi-3-vision, Phi-3.5-vision",
 }
 """Architecture -> the models that come under it."""

@@ -64,7 +64,13 @@ class ClipEncoder(Layer):
     def forward(self, pixels: Tensor, num_layers: int, places: Tensor | None = None) -> Tensor:
         """Return the hidden states [N, tokens, hidden] after so many layers, the class token's first if there is
         one. `places` [tokens]: which of the learned positions each has, if not its own."""
-        x: Tensor = self.patches.of_images(pixels)
+        return self._behind(self.patches.of_images(pixels), num_layers, places)
+
+    def of_patches(self, patches: Tensor, num_layers: int, places: Tensor | None = None) -> Tensor:
+        """As `forward` of pictures that are cut already: patches [N, tokens, 3 * patch * patch]."""
+        return self._behind(self.patches(patches), num_layers, places)
+
+    def _behind(self, x: Tensor, num_layers: int, places: Tensor | None) -> Tensor:
         if self.class_token is not None:
             x = torch.cat([self.class_token().expand(len(x), 1, -1), x], 1)
         x = x + (self.positions() if places is None else self.positions()[places])

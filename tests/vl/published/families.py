@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tests.vl.published.minicpm_v import MiniCPMV25, MiniCPMV26
 from tests.vl.published.model import PublishedModel
 from tests.vl.published.phi3_v import Phi3V
 
 __all__ = ["PUBLISHED"]
 
 PUBLISHED: Mapping[str, type[PublishedModel]] = {
+    "minicpm_v_2_5": MiniCPMV25,
+    "minicpm_v_2_6": MiniCPMV26,
     "phi3_v": Phi3V,
 }

@@ -1,0 +1,92 @@
+"""The tower of MiniCPM-V 2.5 and 2.6 (Yao et al., 2024): SigLIP over pictures of any ratio, and a resampler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from asyncllm.layers.layer_norm import LayerNorm
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
+from asyncllm.vl.towers.parts import Table
+from asyncllm.vl.towers.resampler import Resampler, plane_waves, resampler_weights
+
+__all__ = ["MiniCPMVConfig", "MiniCPMVTower"]
+
+EPS = 1e-6
+HEAD_SIZE = 128
+"""Of the resampler."""
+
+
+class MiniCPMVConfig(TowerConfig, frozen=True, kw_only=True):
+    """An encoder, and how many features it has of a picture."""
+
+    encoder: ClipConfig
+    num_queries: int
+    plane: bool
+    """The patches' positions are those of rows and columns; else those of one long row (2.5)."""
+
+    def build(self, hidden_size: int) -> MiniCPMVTower:
+        return MiniCPMVTower(self, hidden_size)
+
+    @property
+    def weights(self) -> Mapping[str, str]:
+        return {
+            **clip_weights("vpm", "vision.encoder"),
+            **resampler_weights("resampler", "vision.resampler"),
+            "resampler.ln_post": "vision.norm",
+            "resampler.proj": "vision.projector:weight",
+        }
+
+    @property
+    def unused(self) -> Sequence[str]:
+        return ("resampler.pos_embed",)
+
+    @property
+    def decoder_source(self) -> str:
+        return "llm"
+
+
+class MiniCPMVTower(VisionTower):
+    def __init__(self, config: MiniCPMVConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = ClipEncoder(config.encoder)
+        self.resampler = Resampler(
+            config.num_queries, config.encoder.hidden_size, hidden_size, hidden_size // HEAD_SIZE, EPS
+        )
+        self.norm = LayerNorm(hidden_size, EPS)
+        self.projector = Table(hidden_size, hidden_size)
+
+    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
+        weight = self.projector.weight
+        shapes = [shape for image in images for shape in image.pictures]
+        patches = torch.cat([torch.from_numpy(image.pixels) for image in images]).to(weight.device, weight.dtype)
+        pictures = torch.split(patches, [rows * columns for rows, columns in shapes])
+        features = patches.new_empty(len(shapes), self.config.num_queries, weight.shape[1])
+        for shape in dict.fromkeys(shapes):
+            alike = [number for number, each in enumerate(shapes) if each == shape]
+            features[alike] = self._features(torch.stack([pictures[number] for number in alike]), shape)
+        return [part.flatten(0, 1) for part in torch.split(features, [len(image.pictures) for image in images])]
+
+    def _features(self, patches: Tensor, shape: tuple[int, int]) -> Tensor:
+        """patches [N, rows * columns, numbers] of pictures of this shape -> [N, queries, hidden]."""
+        config, projector = self.config.encoder, self.projector.weight
+        places = self._places(*shape) if self.config.plane else self._places(1, shape[0] * shape[1])
+        x = self.encoder.of_patches(patches, config.num_layers, places.to(patches.device))
+        waves = plane_waves(*shape, projector.shape[0], patches.device).to(x.dtype)
+        features: Tensor = self.norm(self.resampler(x, waves)) @ projector
+        return features
+
+    def _places(self, rows: int, columns: int) -> Tensor:
+        """Return which of the learned positions each patch has: those at its share of the picture's sides. In float32,
+        in which shares are compared as they were in training."""
+        side = self.config.encoder.side
+        edges = torch.arange(1 / side, 1.0, 1 / side)
+        row, column = (
+            torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / count), edges, right=True) for count in (rows, columns)
+        )
+        return (row[:, None] * side + column).flatten()

@@ -1,0 +1,92 @@
+"""Families whose code is their authors' alone: what stands for images in their prompts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidCheckpoint, ModelError, UnsupportedModel
+from asyncllm.models.registry import open_model
+from tests.vl.checkpoints import folder_of, picture
+
+pytestmark = pytest.mark.anyio
+
+CONFIG = EngineConfig(block_size=8, num_gpu_blocks=128)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def text_of(kind: str, prompt: Any) -> str:
+    async with AsyncEngine(str(folder_of(kind)), CONFIG) as engine:
+        return engine.tokenizer.decode(await engine.encode(prompt), skip_special_tokens=False)
+
+
+FIVE = "<unk>" * 5
+PROMPTS = [
+    ("phi3_v", [(28, 28)], "<|image|>" * (5 * 4 + 3 * 2 + 1) + "\nwhat?"),
+    (
+        "minicpm_v_2_5",
+        [(28, 28), (28, 56)],
+        f"<image>{FIVE}</image>\n"
+        f"<image>{FIVE}</image><slice><image>{FIVE}</image>\n<image>{FIVE}</image></slice>\nwhat?",
+    ),
+    (
+        "minicpm_v_2_6",
+        [(28, 28), (60, 28)],
+        f"<image_id>0</image_id><image>{FIVE}</image>\n"
+        f"<image_id>1</image_id><image>{FIVE}</image>{f'<slice>{FIVE}</slice>' * 2}\nwhat?",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes", "expected"), PROMPTS)
+async def test_what_stands_for_images(kind: str, sizes: list[tuple[int, int]], expected: str) -> None:
+    pictures = [picture(seed, *size) for seed, size in enumerate(sizes)]
+    text = await text_of(kind, ("what?", pictures))
+    assert text == f"<|im_start|>user\n{expected}<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_images_are_numbered_through_a_conversation() -> None:
+    greedy = GenerationConfig(max_new_tokens=2, temperature=0, ignore_eos=True)
+    async with AsyncEngine(str(folder_of("minicpm_v_2_6")), CONFIG) as engine, engine.session() as session:
+        await session.chat(("one", [picture(1, 28, 28)]), greedy)
+        await session.chat(("two", [picture(2, 28, 28)]), greedy)
+        text = engine.tokenizer.decode(session.token_ids, skip_special_tokens=False)
+    assert [f"<image_id>{number}</image_id>" in text for number in range(3)] == [True, True, False]
+
+
+async def test_each_piece_of_a_text_begins_as_a_prompt_does(tmp_path: Path) -> None:
+    """Phi-3-vision's tokenizer puts its first token behind images too."""
+    shutil.copytree(folder_of("phi3_v"), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "add_bos_token": True}))
+    async with AsyncEngine(str(tmp_path), CONFIG) as engine:
+        ids = await engine.encode(("what?", [picture(1, 28, 28)]))
+    assert ids[[index for index, token in enumerate(ids) if token == 4][-1] + 1] == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "error", "says"),
+    [
+        ("phi3_v", {"embd_layer": {"use_hd_transform": False}}, UnsupportedModel, "use_hd_transform"),
+        ("phi3_v", {"img_processor": {"model_name": "x/y"}}, UnsupportedModel, "mm_vision_tower|model_name"),
+        ("minicpm_v_2_5", {"version": "2.0"}, UnsupportedModel, "version"),
+        ("minicpm_v_2_6", {"hidden_size": 32}, InvalidCheckpoint, "multiple of 128"),
+    ],
+)
+def test_configs_that_are_refused(
+    kind: str, changed: dict[str, Any], error: type[ModelError], says: str, tmp_path: Path
+) -> None:
+    shutil.copytree(folder_of(kind), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    with pytest.raises(error, match=says):
+        open_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
