@@ -178,7 +178,7 @@ def mlp_sizes(max_tokens: int) -> list[int]:
 def warm_up_mlps(model: DecoderLM, max_tokens: int, *, adapted: bool = False) -> None:
     """Compile what an MLP takes in steps of several prompts, which have more tokens than a session may."""
     device = next(model.parameters()).device
-    kinds: dict[type, Any] = {type(block.mlp): block.mlp for block in model.layers}
+    kinds: dict[type, Any] = {type(block.mlp): block.mlp for block in model.layers if block.mlp is not None}
     for size in mlp_sizes(max_tokens):
         step = largest_step(0, [size], size, 1, caches=(), columns=model.step_columns, adapted=adapted, device=device)
         x = model.embed(step.input_ids, step)

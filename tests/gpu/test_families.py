@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from tests.models.parity import FAMILIES, Case, folder_of, random_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(180)]
 
+SHORT = {"nemotron_h", "qwen"}
+"""Families whose tiny models have positions for 128 tokens."""
 PROMPTS = [random_tokens(20 + index, length) for index, length in enumerate((150, 40, 3, 90))]
 GREEDY = GenerationConfig(max_new_tokens=24, ignore_eos=True, logprobs=20)
 
@@ -36,28 +39,53 @@ EXACT = 1e-3
 KL_MEAN = {False: 0.002, True: 0.04}
 KL_MEDIAN = 0.001
 RECURRENT_KL_MEDIAN = 0.005
-"""Of Qwen3-Next, whose states carry roundings on: 0.0027 in bfloat16 on a CPU."""
+"""Of models whose states carry roundings on: 0.0027 is Qwen3-Next's in bfloat16 on a CPU."""
 AGREEMENT = {False: 0.99, True: 0.95}
+RECURRENT_AGREEMENT = 0.97
+"""Of these models: Bamba's is 98.6 % in bfloat16 on a CPU, Qwen3-Next's 98.0 %."""
 GAP_MEAN = 0.01
+GAP_NEAR = 0.1
+"""Above the gap of 95 % of a sparse family's tokens. A mean would say how often a router met a near tie: two tokens of
+Solar Open's 96 go another way, each 2.5 less likely, and make a mean of 0.06."""
 LOGPROB_MEAN = {False: 0.06, True: 0.12}
+
+
+def fields_of(family: str) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads((folder_of(Case(family, "default")) / "config.json").read_text())
+    return fields
+
+
+def is_recurrent(family: str) -> bool:
+    """Whether it has layers with states, by the size of these."""
+    return any(key in fields_of(family) for key in ("mamba_d_state", "ssm_state_size", "linear_num_value_heads"))
 
 
 def is_sparse(family: str) -> bool:
     """Whether it has a router: rounded to bfloat16 it may choose another expert at a near tie, which no bound on a
     single logit survives. So bfloat16 is held to means, and to the median."""
-    fields = json.loads((folder_of(Case(family, "default")) / "config.json").read_text(encoding="utf-8"))
+    fields = fields_of(family)
     return any("expert" in key for key in [*fields, *fields.get("ffn_config", {})])
 
 
+def fitting(family: str) -> dict[str, Any]:
+    """Return settings without which a family's tiny model does not start."""
+    # Llama 4's chunks begin with a block, and these are of 80 tokens.
+    return {"block_size": 16} if family == "llama4" else {}
+
+
+def prompts_of(family: str) -> list[list[int]]:
+    """Return prompts that leave room for an answer."""
+    return [prompt[:100] for prompt in PROMPTS] if family in SHORT else PROMPTS
+
+
 def cpu_engine(family: str) -> AsyncEngine:
-    config = EngineConfig(device_type="cpu", dtype="float32", num_gpu_blocks=64)
+    config = EngineConfig(device_type="cpu", dtype="float32", num_gpu_blocks=64, **fitting(family))
     return AsyncEngine(str(folder_of(Case(family, "default"))), config)
 
 
 def gpu_engine(family: str, dtype: str, **fields: object) -> AsyncEngine:
-    if family == "llama4":
-        fields = {"block_size": 16, **fields}  # chunks begin with a block, and these are of 80 tokens
-    return AsyncEngine(str(folder_of(Case(family, "default"))), device_config(dtype=dtype, **fields))
+    config = device_config(dtype=dtype, **{**fitting(family), **fields})
+    return AsyncEngine(str(folder_of(Case(family, "default"))), config)
 
 
 async def assert_answers_hold(
@@ -72,13 +100,18 @@ async def assert_answers_hold(
             gaps.append(float(row.max() - row[token]))
             assert len(logprobs) >= 20
             errors += [abs(value - float(row[each])) for each, value in logprobs.items()]
+    sparse = is_sparse(family)
     mean_gap, mean_error = sum(gaps) / len(gaps), sum(errors) / len(errors)
     if dtype == "float32":
         assert max(gaps) < EXACT
         assert max(errors) < EXACT
     else:
-        assert mean_gap < GAP_MEAN, f"chosen tokens are {mean_gap:.4f} less likely than the likeliest"
-        assert mean_error < LOGPROB_MEAN[is_sparse(family)], f"log-probabilities are off by {mean_error:.4f}"
+        if sparse:
+            near = sum(gap < GAP_NEAR for gap in gaps) / len(gaps)
+            assert near >= 0.95, f"only {near:.1%} of the chosen tokens are nearly the likeliest"
+        else:
+            assert mean_gap < GAP_MEAN, f"chosen tokens are {mean_gap:.4f} less likely than the likeliest"
+        assert mean_error < LOGPROB_MEAN[sparse], f"log-probabilities are off by {mean_error:.4f}"
 
 
 def assert_logits_hold(family: str, dtype: str, actual: Tensor, exact: Tensor) -> None:
@@ -92,9 +125,11 @@ def assert_logits_hold(family: str, dtype: str, actual: Tensor, exact: Tensor) -
     clear = best[:, 0] - best[:, 1] > 0.1
     agreement = float((actual.argmax(-1) == exact.argmax(-1))[clear].float().mean())
     assert float(divergence.mean()) < KL_MEAN[is_sparse(family)], f"KL {divergence.mean():.4f}"
-    median = RECURRENT_KL_MEDIAN if family == "qwen3_next" else KL_MEDIAN
+    median, least = KL_MEDIAN, AGREEMENT[is_sparse(family)]
+    if is_recurrent(family):
+        median, least = RECURRENT_KL_MEDIAN, min(least, RECURRENT_AGREEMENT)
     assert float(divergence.median()) < median, f"median KL {divergence.median():.4f}"
-    assert agreement >= AGREEMENT[is_sparse(family)], f"the likeliest token is the same at {agreement:.1%}"
+    assert agreement >= least, f"the likeliest token is the same at {agreement:.1%}"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -102,18 +137,19 @@ def assert_logits_hold(family: str, dtype: str, actual: Tensor, exact: Tensor) -
 async def test_logits_and_greedy_tokens(family: str, dtype: str) -> None:
     async with cpu_engine(family) as cpu, gpu_engine(family, dtype) as gpu:
         assert gpu.limits.dtype == dtype
-        whole = [await gpu.get_logits(prompt) for prompt in PROMPTS]
-        exact = [await cpu.get_logits(prompt) for prompt in PROMPTS]
+        prompts = prompts_of(family)
+        whole = [await gpu.get_logits(prompt) for prompt in prompts]
+        exact = [await cpu.get_logits(prompt) for prompt in prompts]
         assert_logits_hold(family, dtype, torch.cat(whole), torch.cat(exact))
 
-        alone = [await gpu.generate(input_ids=PROMPTS[0], gen_config=GREEDY)]
-        await assert_answers_hold(cpu, family, dtype, PROMPTS[:1], alone)
+        alone = [await gpu.generate(input_ids=prompts[0], gen_config=GREEDY)]
+        await assert_answers_hold(cpu, family, dtype, prompts[:1], alone)
         # The first prompt's full blocks are in the prefix cache by now.
-        together = await answer_all(gpu, PROMPTS, GREEDY)
+        together = await answer_all(gpu, prompts, GREEDY)
         assert together[0].cached_token_len >= gpu.limits.block_size
-        await assert_answers_hold(cpu, family, dtype, PROMPTS, together)
+        await assert_answers_hold(cpu, family, dtype, prompts, together)
         if dtype == "float32":
-            expected = await answer_all(cpu, PROMPTS, GREEDY)
+            expected = await answer_all(cpu, prompts, GREEDY)
             assert [each.token_ids for each in together] == [each.token_ids for each in expected]
 
 
@@ -122,25 +158,27 @@ async def test_logits_and_greedy_tokens(family: str, dtype: str) -> None:
 async def test_chunked_prompts_in_mixed_batches(family: str, dtype: str) -> None:
     """Chunks of at most 29 tokens run beside the decode rows of the prompts that are through."""
     async with cpu_engine(family) as cpu, gpu_engine(family, dtype, max_prefill_token_num=29) as gpu:
-        responses = await answer_all(gpu, PROMPTS, GREEDY)
+        prompts = prompts_of(family)
+        responses = await answer_all(gpu, prompts, GREEDY)
         stats = gpu.stats()
-        assert stats.prefill_tokens == sum(map(len, PROMPTS))
+        assert stats.prefill_tokens == sum(map(len, prompts))
         assert stats.steps > stats.prefill_tokens / 29
-        await assert_answers_hold(cpu, family, dtype, PROMPTS, responses)
+        await assert_answers_hold(cpu, family, dtype, prompts, responses)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_embeddings(family: str) -> None:
     """In chunks of at most 64 tokens, both kinds and answers side by side, and again after cached blocks."""
     async with cpu_engine(family) as cpu, gpu_engine(family, "float32", max_prefill_token_num=64) as gpu:
-        exact = [await cpu.embed(PROMPTS, pooling="last"), await cpu.embed(PROMPTS, pooling="mean")]
+        prompts = prompts_of(family)
+        exact = [await cpu.embed(prompts, pooling="last"), await cpu.embed(prompts, pooling="mean")]
         for _ in range(2):
             last, mean, answers = await asyncio.gather(
-                gpu.embed(PROMPTS, pooling="last"), gpu.embed(PROMPTS, pooling="mean"), answer_all(gpu, PROMPTS, GREEDY)
+                gpu.embed(prompts, pooling="last"), gpu.embed(prompts, pooling="mean"), answer_all(gpu, prompts, GREEDY)
             )
             for actual, expected in zip([*last, *mean], [*exact[0], *exact[1]], strict=True):
                 assert actual.values == pytest.approx(expected.values, abs=EXACT)
-            await assert_answers_hold(cpu, family, "float32", PROMPTS, answers)
+            await assert_answers_hold(cpu, family, "float32", prompts, answers)
 
 
 @pytest.mark.parametrize("block_size", [16, 128])

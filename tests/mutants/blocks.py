@@ -14,9 +14,9 @@ PREFIX_SHARING = mutants(
         "a block is copied in the step that writes it",
     ),
     (
-        "table.between(first, last_block)))",
-        "table.between(first, last_block + bool(offset))))",
-        "siblings share the block that both write to",
+        "        if any(table.first > self._groups",
+        "        if False and any(table.first > self._groups",
+        "a sibling shares blocks that it has given back",
     ),
     (
         "if self._cache is None or not sequence.request.reuses_prefix:",
@@ -33,7 +33,6 @@ PREFIX_SHARING = mutants(
         "return False",
         "prompts with rotary bases of their own share blocks",
     ),
-    ("            if table.first > first:", "            if False:", "a sibling shares blocks that it has given back"),
     (
         "written = len(sequence.token_ids) - 1 if num_written is None",
         "written = len(sequence.token_ids) if num_written is None",

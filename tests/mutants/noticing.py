@@ -7,7 +7,7 @@ __all__ = ["TESTS"]
 # The quickest first.
 SCHEDULER = (
     "test_scheduler test_prefill_budget test_preemption test_host_blocks test_prefix_cache test_embeddings "
-    "test_record test_groups test_machine"
+    "test_record test_groups test_block_groups test_machine"
 )
 PREPARE = (
     "test_input_processor test_async_engine test_start test_literals "
@@ -16,7 +16,9 @@ PREPARE = (
 TESTS = {
     "engine/loop.py": "test_turns test_look_ahead test_async_engine test_lifecycle",
     "engine/schedule/scheduler.py": f"{SCHEDULER} test_session test_quality_of_service test_async_engine",
-    "engine/schedule/sequence.py": f"{SCHEDULER} test_session test_quality_of_service test_async_engine",
+    "engine/schedule/sequence.py": (
+        f"{SCHEDULER} test_session test_waiting_queue test_adapters test_quality_of_service test_async_engine"
+    ),
     "engine/schedule/admission_plan.py": f"{SCHEDULER} test_quality_of_service",
     "engine/cache/block_groups.py": f"{SCHEDULER} test_swapping",
     "engine/schedule/prefill_budget.py": "test_prefill_budget test_machine",

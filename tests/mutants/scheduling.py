@@ -44,11 +44,6 @@ SCHEDULER = mutants(
         "rows are preempted although blocks are on their way back",
     ),
     (
-        "        if not self._prefilling and not self._admit(batch):\n            return\n",
-        "",
-        "decode rows alone are cut at a whole tile",
-    ),
-    (
         "return max(reversed(self._running), key=self.waiting.rank)",
         "return max(self._running, key=self.waiting.rank)",
         "the oldest row of a class is preempted, not the newest",

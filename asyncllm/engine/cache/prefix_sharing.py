@@ -18,8 +18,8 @@ class Found(NamedTuple):
 
     end: int
     """Blocks of it that are written: the tables end there."""
-    tables: list[BlockTable]
-    """By group, what a token after them sees."""
+    tables: Items[BlockTable]
+    """By group, at least what a token after them sees. Only to be read: they may be a sibling's own."""
     sources: list[int] | None = None
     """By group, a block to copy the next one from, in which all known tokens but the last are written."""
 
@@ -69,12 +69,11 @@ class PrefixSharing:
     def _of_sibling(self, sibling: Sequence, last_block: int, offset: int) -> Found | None:
         """Return what a sibling still has of the prompt, if that is enough: the full blocks, of one that is not full a
         copy, unless it holds a state."""
-        tables, copies = [], offset > 0 and not self._keeps_state
-        for group, table in enumerate(sibling.tables):
-            first = self._groups.first_needed(group, last_block * self._block_size + (offset if copies else 0))
-            if table.first > first:
-                return None
-            tables.append(BlockTable(first, table.between(first, last_block)))
+        copies = offset > 0 and not self._keeps_state
+        position = last_block * self._block_size + (offset if copies else 0)
+        tables = sibling.tables
+        if any(table.first > self._groups.first_needed(group, position) for group, table in enumerate(tables)):
+            return None
         if not copies:
             return Found(last_block, tables)
         return Found(last_block, tables, [table.between(last_block, last_block + 1)[0] for table in sibling.tables])
