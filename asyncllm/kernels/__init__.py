@@ -42,7 +42,16 @@ from asyncllm.kernels.recurrent import (
     state_space,
 )
 from asyncllm.kernels.rotary import Rotation, apply_rotary, linear_rope_fill_kv, rope_fill_kv, rotation
-from asyncllm.kernels.scaled import ScaledWeight, linear_scaled, scaled_experts
+from asyncllm.kernels.rounded import add_rms_norm_rounded, gate_rounded
+from asyncllm.kernels.scaled import (
+    RoundedRows,
+    Rounding,
+    ScaledWeight,
+    linear_rounded,
+    linear_scaled,
+    round_rows,
+    scaled_experts,
+)
 from asyncllm.kernels.step import DecodeInputs, prepare_decode, record_tokens, segments_finite
 
 __all__ = [
@@ -58,6 +67,8 @@ __all__ = [
     "PrefillPlan",
     "QuantizedKV",
     "Rotation",
+    "RoundedRows",
+    "Rounding",
     "Routing",
     "ScaledWeight",
     "StatePlan",
@@ -66,6 +77,7 @@ __all__ = [
     "add_layer_norm",
     "add_lora",
     "add_rms_norm",
+    "add_rms_norm_rounded",
     "apply_rotary",
     "copy_blocks",
     "embed",
@@ -73,6 +85,7 @@ __all__ = [
     "fill_kv_cache",
     "fused_experts",
     "fused_experts_invariant",
+    "gate_rounded",
     "gated_delta_rule",
     "gather_lines",
     "gather_rows",
@@ -86,6 +99,7 @@ __all__ = [
     "linear_invariant",
     "linear_packed",
     "linear_rope_fill_kv",
+    "linear_rounded",
     "linear_scaled",
     "linear_silu_mul",
     "packed_experts",
@@ -105,6 +119,7 @@ __all__ = [
     "rope_fill_kv",
     "rope_fill_latent",
     "rotation",
+    "round_rows",
     "route",
     "scaled_experts",
     "segments_finite",

@@ -11,7 +11,19 @@ from asyncllm.kernels.dispatch import op
 from asyncllm.kernels.linear import check_out
 from asyncllm.kernels.moe import fused_experts
 
-__all__ = ["GROUP", "LARGEST", "ScaledWeight", "expand", "linear_scaled", "round_codes", "scaled_experts"]
+__all__ = [
+    "GROUP",
+    "LARGEST",
+    "RoundedRows",
+    "Rounding",
+    "ScaledWeight",
+    "expand",
+    "linear_rounded",
+    "linear_scaled",
+    "round_codes",
+    "round_rows",
+    "scaled_experts",
+]
 
 GROUP = 128
 """Input features with one scale, in weights of blocks; else one scale is for all of them."""
@@ -31,33 +43,87 @@ class ScaledWeight(NamedTuple):
     """float32 [1]: the activations' scale, where it does not follow from them."""
 
     @property
-    def grouped(self) -> bool:
-        """Whether scales are of groups of input features, in weight and activations."""
-        return self.scales.shape[-2] > 1
+    def rounding(self) -> Rounding:
+        """How rows are rounded for a product with it."""
+        return Rounding(self.codes.dtype, self.scales.shape[-2] > 1, self.input_scale)
+
+
+class Rounding(NamedTuple):
+    """How rows become numbers of 8 bits: each row, or each group of it, is divided by its largest magnitude, so that
+    this becomes the largest number of the type; or all by a given scale."""
+
+    dtype: torch.dtype
+    """int8 or float8_e4m3fn."""
+    grouped: bool = False
+    """Whether each `GROUP` features of a row have a scale of their own."""
+    scale: Tensor | None = None
+    """float32 [1]: of all rows, where it does not follow from them."""
+
+    def groups(self, size: int) -> int:
+        """Return how many scales a row of so many features has."""
+        return -(-size // GROUP) if self.grouped else 1
+
+
+class RoundedRows(NamedTuple):
+    """Rows [T, K]: code * scale of the row, or of its group of features."""
+
+    codes: Tensor
+    """int8 or float8_e4m3fn [T, K]."""
+    scales: Tensor
+    """float32 [T, G]."""
+    dtype: torch.dtype
+    """The rows' type before, which is that of products with them."""
 
 
 @op("linear.scaled:linear_scaled")
 def linear_scaled(x: Tensor, weight: ScaledWeight, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """x weight^T + bias, with x rounded to the weight's type: each row, or each group of it where the weight has
-    groups, is divided by its largest magnitude, so that this becomes the largest number of the type; or x by
-    `input_scale`. Products are summed in float32 and rounded once.
+    """x weight^T + bias, with x rounded as the weight's `rounding` says. Products are summed in float32 and rounded
+    once.
 
     x [..., K], bias [N] of its type -> [..., N], contiguous `out` if given. Raises ValueError if `out` has another
     shape or dtype, or gaps.
     """
     check_out(x, weight.codes.shape[0], out)
-    k = x.shape[-1]
-    rows = x.reshape(-1, k).float()
-    size = GROUP if weight.grouped else k
-    y = rows.new_zeros((len(rows), weight.codes.shape[0]))
-    for group, scales in enumerate(weight.scales):
-        columns = slice(group * size, min(k, (group + 1) * size))
-        codes, own = round_codes(rows[:, columns], weight.codes.dtype, weight.input_scale)
-        y += codes.float() @ weight.codes[:, columns].float().t() * own * scales
+    rows = _rounded(x.reshape(-1, x.shape[-1]), weight.rounding)
+    y = _product(rows.codes, rows.scales, weight, bias, x.dtype).view(*x.shape[:-1], -1)
+    return y if out is None else out.copy_(y)
+
+
+@op("linear.scaled:linear_rounded")
+def linear_rounded(
+    codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor | None = None, *, dtype: torch.dtype
+) -> Tensor:
+    """`linear_scaled` of rows that are rounded already.
+
+    codes [T, K] of the weight's type and scales float32 [T, G], contiguous, bias [N] of `dtype` -> [T, N] of it.
+    """
+    return _product(codes, scales, weight, bias, dtype)
+
+
+def _product(codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    y = torch.zeros((len(codes), weight.codes.shape[0]), dtype=torch.float32, device=codes.device)
+    parts = zip(_groups(codes, weight.rounding), _groups(weight.codes, weight.rounding), strict=True)
+    for group, (rows, columns) in enumerate(parts):
+        y += rows.float() @ columns.float().t() * scales[:, group : group + 1] * weight.scales[group]
     if bias is not None:
         y += bias.float()
-    y = y.to(x.dtype).view(*x.shape[:-1], -1)
-    return y if out is None else out.copy_(y)
+    return y.to(dtype)
+
+
+def _groups(rows: Tensor, rounding: Rounding) -> tuple[Tensor, ...]:
+    return torch.split(rows, GROUP, 1) if rounding.grouped else (rows,)
+
+
+@op("rounded:round_rows")
+def round_rows(x: Tensor, rounding: Rounding) -> RoundedRows:
+    """x [T, K] -> its rows in 8 bits."""
+    return _rounded(x, rounding)
+
+
+def _rounded(x: Tensor, rounding: Rounding) -> RoundedRows:
+    rounded = [round_codes(part, rounding.dtype, rounding.scale) for part in _groups(x.float(), rounding)]
+    scales = torch.cat([scale.expand(len(x), 1) for _, scale in rounded], 1)
+    return RoundedRows(torch.cat([codes for codes, _ in rounded], 1), scales, x.dtype)
 
 
 def scaled_experts(x: Tensor, gate_up: ScaledWeight, down: ScaledWeight, weights: Tensor, expert_ids: Tensor) -> Tensor:
@@ -79,7 +145,7 @@ def expand(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
     """Return the weight, rounded once to `dtype`: codes have no more than eight bits that count, so they are exact in
     it."""
     whole, scales = weight.codes.to(dtype), weight.scales.transpose(-1, -2)
-    if not weight.grouped:
+    if scales.shape[-1] == 1:
         return whole.mul_(scales)
     if whole.shape[-1] % GROUP == 0:
         whole.view(*whole.shape[:-1], -1, GROUP).mul_(scales[..., None])

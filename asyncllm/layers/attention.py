@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
 from asyncllm.errors import UnsupportedModel
-from asyncllm.kernels import DecodePlan, KVCache, PrefillPlan, Rotation
+from asyncllm.kernels import DecodePlan, KVCache, PrefillPlan, Rotation, RoundedRows, Rounding
 from asyncllm.layers.cache_spec import CacheSpec, PagedKVSpec
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.layer_norm import HeadsLayerNorm, ListedHeadsLayerNorm
@@ -132,7 +132,10 @@ class Attention(Layer):
         """What layers that share a step's plans have in common."""
         return self.window
 
-    def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
+    def rounding(self, step: StepInputs) -> Rounding | None:
+        return self.qkv.rounding(step)
+
+    def forward(self, x: Tensor | RoundedRows, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
         """`sampled`: attend for these rows only -> [R, hidden]; keys and values of all tokens are written."""
         step = step.of_layer(self.layer)
         cache = step.caches[self.layer]
@@ -144,7 +147,7 @@ class Attention(Layer):
         out: Tensor = self.out(attended.flatten(1), step)
         return out
 
-    def _project(self, x: Tensor, step: StepInputs, cache: KVCache) -> Tensor:
+    def _project(self, x: Tensor | RoundedRows, step: StepInputs, cache: KVCache) -> Tensor:
         """Write the tokens' keys and values, return their queries [T, H, D]."""
         rotation = None if self.rope is None else step.rotations[self.rope]
         plan = self._cache_write(step, cache)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from asyncllm import kernels
+from asyncllm.kernels import RoundedRows
 from asyncllm.layers.attention import Attention
 from asyncllm.layers.latent_attention import LatentAttention
 from asyncllm.layers.layer import Layer
@@ -50,15 +51,23 @@ class Block(Layer):
         if branch is None:
             normed = self.attn_norm(residual)
         else:
-            normed, residual = self.attn_norm.add(branch, residual)
+            normed, residual = _normed(self.attn_norm, branch, residual, self.attn, step)
         attended = self._scaled(self.attn(normed, step, sampled))
         if sampled is not None:
             residual, step = kernels.gather_rows(residual, sampled.indices), sampled.inputs
-        normed, residual = self.mlp_norm.add(attended, residual)
+        normed, residual = _normed(self.mlp_norm, attended, residual, self.mlp, step)
         return self._scaled(self.mlp(normed, step)), residual
 
     def _scaled(self, branch: Tensor) -> Tensor:
         return branch if self.scale is None else branch.mul_(self.scale)
+
+
+def _normed(
+    norm: Norm, branch: Tensor, residual: Tensor, layer: nn.Module, step: StepInputs
+) -> tuple[Tensor | RoundedRows, Tensor]:
+    """(norm of residual + branch, rounded if `layer`, which takes it, has it so; residual + branch)."""
+    rounding = layer.rounding(step) if isinstance(layer, Layer) else None
+    return norm.add(branch, residual) if rounding is None else norm.add_rounded(branch, residual, rounding)
 
 
 class PostNormBlock(Block):
@@ -107,11 +116,11 @@ class SandwichBlock(Block):
         if branch is None:
             normed = self.attn_norm(residual)
         else:
-            normed, residual = self.attn_norm.add(branch, residual)
+            normed, residual = _normed(self.attn_norm, branch, residual, self.attn, step)
         attended = self._scaled(self.attn_post_norm(self.attn(normed, step, sampled)))
         if sampled is not None:
             residual, step = kernels.gather_rows(residual, sampled.indices), sampled.inputs
-        normed, residual = self.mlp_norm.add(attended, residual)
+        normed, residual = _normed(self.mlp_norm, attended, residual, self.mlp, step)
         return self._scaled(self.mlp_post_norm(self.mlp(normed, step))), residual
 
 

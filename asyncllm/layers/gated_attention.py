@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
-from asyncllm.kernels import KVCache, Rotation
+from asyncllm.kernels import KVCache, Rotation, RoundedRows
 from asyncllm.layers.attention import Attention
 from asyncllm.layers.linear import MergedLinear, QKVLinear
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
@@ -31,7 +31,7 @@ class _GatedQKVLinear(QKVLinear):
     def _slice_of_part(self, part: str | None, size: int, group: RankGroup) -> slice:
         return super()._slice_of_part("q" if part == "gate" else part, size, group)
 
-    def rope_fill_kv(self, x: Tensor, rotation: Rotation, cache: KVCache, plan: Tensor) -> Tensor | None:
+    def rope_fill_kv(self, x: Tensor | RoundedRows, rotation: Rotation, cache: KVCache, plan: Tensor) -> Tensor | None:
         return None
 
 
@@ -62,7 +62,7 @@ class GatedAttention(Attention):
         )
         self.qkv = _GatedQKVLinear(hidden_size, num_heads, num_kv_heads, head_dim, bias=bias)
 
-    def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
+    def forward(self, x: Tensor | RoundedRows, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
         step = step.of_layer(self.layer)
         cache: KVCache = step.caches[self.layer]
         width = self.num_heads * self.head_dim

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from asyncllm.distributed.group import RankGroup
+from asyncllm.kernels import Rounding
 
 __all__ = ["Layer", "settle"]
 
@@ -27,6 +28,11 @@ class Layer(nn.Module):
 
         Raises UnsupportedModel where the numbers do not allow it.
         """
+
+    def rounding(self, step: Any) -> Rounding | None:
+        """Return how the op that makes the layer's input may round it in a step, where the layer takes RoundedRows;
+        None where the layer is to have it as it is."""
+        return None
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What `settle` put here must not hide a new value.

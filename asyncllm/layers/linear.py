@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.distributed.group import RankGroup
-from asyncllm.kernels import KVCache, Rotation
+from asyncllm.kernels import KVCache, Rotation, RoundedRows, Rounding
 from asyncllm.layers.linear_method import Activation, Shard, Weighted
 from asyncllm.layers.step_inputs import Column, StepInputs
 
@@ -52,7 +52,13 @@ class Linear(Weighted):
         """Return whether adapters may add to the step's products, so that no op may take these with what follows."""
         return self.adapters is not None and step.adapted
 
-    def forward(self, x: Tensor, step: StepInputs) -> Tensor:
+    def rounding(self, step: StepInputs) -> Rounding | None:
+        """Return how the input may be rounded by the op that makes it; None where the layer is to have it as it is."""
+        return None if self.adds(step) else self.method.rounding(self)
+
+    def forward(self, x: Tensor | RoundedRows, step: StepInputs) -> Tensor:
+        if isinstance(x, RoundedRows):
+            return self.summed(self.method.product_rounded(self, x))
         y = self.method.product(self, x)
         if self.adapters is not None and step.adapted:
             # Ahead of the sum: what the ranks' shares of the input features add is a part of it as well.
@@ -66,9 +72,9 @@ class MergedLinear(Linear):
     def __init__(self, in_features: int, parts: Mapping[str, int], *, unit: int = 1, bias: bool = False) -> None:
         Weighted.__init__(self, in_features, parts, shard="column", unit=unit, bias=bias)
 
-    def gated(self, x: Tensor, activation: Activation, step: StepInputs) -> Tensor | None:
+    def gated(self, x: Tensor | RoundedRows, activation: Activation, step: StepInputs) -> Tensor | None:
         """Return activation(gate) * up, of parts gate and up, if that is one op; else None."""
-        if self.adds(step):
+        if isinstance(x, RoundedRows) or self.adds(step):
             return None
         return self.method.product_gated(self, x, activation)
 
@@ -118,8 +124,10 @@ class QKVLinear(MergedLinear):
         copies = group.size // self.num_kv_heads if part != "q" and group.size % self.num_kv_heads == 0 else 1
         return self._slice(size, group.rank // max(1, copies), group.size // max(1, copies))
 
-    def rope_fill_kv(self, x: Tensor, rotation: Rotation, cache: KVCache, plan: Tensor) -> Tensor | None:
+    def rope_fill_kv(self, x: Tensor | RoundedRows, rotation: Rotation, cache: KVCache, plan: Tensor) -> Tensor | None:
         """As `kernels.rope_fill_kv` of the product, if that is one op; else None, with nothing written."""
+        if isinstance(x, RoundedRows):
+            return None
         return self.method.product_rope_fill_kv(
             self,
             x,

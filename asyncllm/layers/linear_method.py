@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
 from asyncllm.errors import UnsupportedModel
-from asyncllm.kernels import ActivationKind, KVCache, Rotation
+from asyncllm.kernels import ActivationKind, KVCache, Rotation, RoundedRows, Rounding
 from asyncllm.layers.layer import Layer
 
 __all__ = [
@@ -310,6 +310,15 @@ class LinearMethod(ABC):
     @abstractmethod
     def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """x [..., in] -> x weight^T + bias [..., out], in `out` if given."""
+
+    def rounding(self, layer: Weighted) -> Rounding | None:
+        """Return how the layer's input is rounded before the product, so that the op that makes it may do so; None
+        where the input is taken as it is. With one there is `product_rounded`."""
+        return None
+
+    def product_rounded(self, layer: Weighted, rows: RoundedRows) -> Tensor:
+        """Return `product` of rows that are rounded already, as `rounding` says [T, out]."""
+        raise TypeError(f"{type(self).__name__} takes rows as they are")
 
     @abstractmethod
     def embed(self, layer: Weighted, ids: Tensor, scale: float | None) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from asyncllm import kernels
+from asyncllm.kernels import RoundedRows, Rounding
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear, MergedLinear
 from asyncllm.layers.linear_method import Activation
@@ -28,10 +29,17 @@ class GatedMLP(Layer):
         self.down = Linear(intermediate_size, hidden_size, shard="row", bias=bias)
         self.activation: Activation = activation
 
-    def forward(self, x: Tensor, step: StepInputs) -> Tensor:
-        gated = self.gate_up.gated(x, self.activation, step)
+    def rounding(self, step: StepInputs) -> Rounding | None:
+        return self.gate_up.rounding(step)
+
+    def forward(self, x: Tensor | RoundedRows, step: StepInputs) -> Tensor:
+        gated: Tensor | RoundedRows | None = self.gate_up.gated(x, self.activation, step)
         if gated is None:
-            gated = _GATES[self.activation](self.gate_up(x, step))
+            product, rounding = self.gate_up(x, step), self.down.rounding(step)
+            if rounding is None:
+                gated = _GATES[self.activation](product)
+            else:
+                gated = kernels.gate_rounded(product, rounding, gelu=self.activation == "gelu_tanh")
         out: Tensor = self.down(gated, step)
         return out
 

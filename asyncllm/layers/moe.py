@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
-from asyncllm.kernels import Routing
+from asyncllm.kernels import RoundedRows, Routing
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.linear_method import PartKey, Weighted
@@ -24,8 +24,8 @@ class ExactRouter(Linear):
 
     parameter_dtype = torch.float32
 
-    def forward(self, x: Tensor, step: StepInputs) -> Tensor:
-        return super().forward(x.float(), step)
+    def forward(self, x: Tensor | RoundedRows, step: StepInputs) -> Tensor:
+        return super().forward(x.float() if isinstance(x, Tensor) else x, step)
 
 
 class Correction(Layer):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
+from asyncllm.kernels import RoundedRows, Rounding
 from asyncllm.layers.layer import Layer
 
 __all__ = ["NoNorm", "Norm", "OffsetRMSNorm", "RMSNorm", "UnitNorm", "ones"]
@@ -35,6 +36,11 @@ class Norm(Layer):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of residual + x, residual + x)."""
 
+    def add_rounded(self, x: Tensor, residual: Tensor, rounding: Rounding) -> tuple[RoundedRows, Tensor]:
+        """(norm of residual + x, rounded, residual + x), of rows [T, size]."""
+        normed, total = self.add(x, residual)
+        return kernels.round_rows(normed, rounding), total
+
     def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
         return {(name, None, None): tuple(each.shape) for name, each in self.named_parameters()}
 
@@ -52,6 +58,9 @@ class RMSNorm(Norm):
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return kernels.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def add_rounded(self, x: Tensor, residual: Tensor, rounding: Rounding) -> tuple[RoundedRows, Tensor]:
+        return kernels.add_rms_norm_rounded(x, residual, self.weight, self.eps, rounding)
 
 
 class NoNorm(Norm):

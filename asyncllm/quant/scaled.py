@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from asyncllm import kernels
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
-from asyncllm.kernels import ScaledWeight
+from asyncllm.kernels import RoundedRows, Rounding, ScaledWeight
 from asyncllm.kernels.scaled import GROUP, expand, round_codes
 from asyncllm.layers.linear_method import FLOATS, LinearMethod, PartKey, Stored, Weighted, of_heads
 from asyncllm.quant.settings import Header
@@ -140,6 +140,14 @@ class Scaled(LinearMethod):
         if self.invariant:
             return kernels.linear_invariant(x, expand(_weight(layer), x.dtype), bias, out=out)
         return kernels.linear_scaled(x, _weight(layer), bias, out=out)
+
+    def rounding(self, layer: Weighted) -> Rounding | None:
+        return None if self.invariant else _weight(layer).rounding
+
+    def product_rounded(self, layer: Weighted, rows: RoundedRows) -> Tensor:
+        return kernels.linear_rounded(
+            rows.codes, rows.scales, _weight(layer), cast(_Layer, layer).offset, dtype=rows.dtype
+        )
 
     def embed(self, layer: Weighted, ids: Tensor, scale: float | None) -> Tensor:
         raise UnsupportedModel("A token embedding of 8 bits is not implemented. Use a checkpoint that keeps it.")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from asyncllm.kernels.triton import rounded
 from asyncllm.kernels.triton.linear import scaled
 from asyncllm.kernels.triton.linear.tiles import Tile
+from asyncllm.kernels.triton.norm import row_tile
 from tests.kernels.offline import Case
 
 _PDL = {"launch_pdl": True}
@@ -24,16 +28,42 @@ def product_case(tile: Tile, *, integer: bool = False, grouped: bool = False, k:
     return Case(name, scaled.scaled_kernel, signature, constexprs, tile.warps, tile.stages, options=_PDL)
 
 
-def round_case(*, integer: bool) -> Case:
-    constexprs = {
-        "K": 14336, "SIZE": 14336, "BLOCK": 2048, "LARGEST_CODE": 127.0 if integer else 448.0, "INTEGER": integer,
+_ROUNDED = {"codes_ptr": "*u8", "scales_ptr": "*fp32", "input_scale_ptr": "*fp32", "rows": "i32"}
+
+
+def _rounding(columns: int, *, grouped: bool) -> dict[str, Any]:
+    return {
+        "COLUMNS": columns, "WIDTH": 128 if grouped else columns, "LARGEST_CODE": 448.0, "INTEGER": False,
         "STATIC": False, "USE_PDL": True,
     }  # fmt: skip
+
+
+def round_case(size: int, *, grouped: bool = False) -> Case:
+    columns, warps = rounded.row_block(size, grouped)
+    constexprs = {"SIZE": size, **_rounding(columns, grouped=grouped)}
+    signature = {"x_ptr": "*bf16", **_ROUNDED}
+    name = f"round-{size}{'-grouped' if grouped else ''}"
+    return Case(name, rounded.round_rows_kernel, signature, constexprs, warps, options=_PDL)
+
+
+def gate_case(size: int, *, grouped: bool = False) -> Case:
+    columns, warps = rounded.row_block(size, grouped)
+    constexprs = {"SIZE": size, "GELU": False, **_rounding(columns, grouped=grouped)}
+    signature = {"x_ptr": "*bf16", **_ROUNDED}
+    name = f"gate-{size}{'-grouped' if grouped else ''}"
+    return Case(name, rounded.gate_rounded_kernel, signature, constexprs, warps, options=_PDL)
+
+
+def norm_case(size: int, *, grouped: bool = False) -> Case:
+    rows, columns, warps = row_tile(size)
+    constexprs = {"SIZE": size, "ROWS": rows, **_rounding(columns, grouped=grouped)}
     signature = {
-        **{"x_ptr": "*bf16", "codes_ptr": "*i8" if integer else "*u8"},
-        **{"scales_ptr": "*fp32", "input_scale_ptr": "*fp32"},
+        **dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "sum_ptr"), "*bf16"),
+        **_ROUNDED,
+        "eps": "fp32",
     }
-    return Case(f"round-{'int8' if integer else 'fp8'}", scaled.round_rows_kernel, signature, constexprs, options=_PDL)
+    name = f"norm-{size}{'-grouped' if grouped else ''}"
+    return Case(name, rounded.add_rms_norm_rounded_kernel, signature, constexprs, warps, options=_PDL)
 
 
 CASES = [
@@ -41,5 +71,11 @@ CASES = [
     product_case(scaled.TILES[3], grouped=True),
     product_case(scaled.TILES[3], integer=True),
     product_case(scaled.TILES[0], k=4000),
-    round_case(integer=False),
+    round_case(4096),
+    round_case(14336),
+    round_case(28672),
+    gate_case(14336),
+    gate_case(1536, grouped=True),
+    norm_case(4096),
+    norm_case(5120, grouped=True),
 ]

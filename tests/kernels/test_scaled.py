@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from asyncllm import kernels
-from asyncllm.kernels import ScaledWeight
+from asyncllm.kernels import Rounding, ScaledWeight
 from asyncllm.kernels.scaled import expand, round_codes
 from asyncllm.kernels.triton.counters import zero_counters
 from asyncllm.kernels.triton.linear import scaled as launchers
-from asyncllm.kernels.triton.linear.scaled import TILES, multiply, round_rows
+from asyncllm.kernels.triton.linear.scaled import LIBRARY, TILES, multiply
+from asyncllm.kernels.triton.linear.small import NarrowConfig
 from asyncllm.kernels.triton.linear.tiles import Tile
+from asyncllm.kernels.triton.rounded import round_rows
 from tests.kernels import offline
 from tests.kernels.device import DEVICE, assert_repeatable, poison, random
 
@@ -49,7 +51,7 @@ def assert_close(actual: Tensor, wanted: Tensor, magnitude: Tensor) -> None:
 def test_the_op_is_the_product_of_its_codes(dtype: torch.dtype, grouped: bool, k: int) -> None:
     weight = scaled_weight(9, k, dtype, grouped=grouped)
     x, bias = random(2, 3, k, dtype=torch.bfloat16), random(9, seed=4, dtype=torch.bfloat16)
-    parts = x.cpu().reshape(-1, k).float().split(128 if weight.grouped else k, 1)
+    parts = x.cpu().reshape(-1, k).float().split(128 if grouped and k > 128 else k, 1)
     rounded = [round_codes(part, dtype) for part in parts]
     codes, scales = torch.cat([each[0].double() for each in rounded], 1), torch.cat([each[1] for each in rounded], 1)
     wanted, magnitude = expected(codes, scales, weight)
@@ -71,14 +73,14 @@ def test_a_given_scale_clips() -> None:
 @KINDS
 @pytest.mark.parametrize("x_type", [torch.float32, torch.bfloat16])
 def test_rounded_rows_are_those_of_the_reference(dtype: torch.dtype, grouped: bool, x_type: torch.dtype) -> None:
-    weight = scaled_weight(4, 300, dtype, grouped=grouped)
     x = random(6, 300, dtype=x_type)
     x[1] = 0
     x[2] *= 1e-3
     x[3, 7] = 1000.0
     # A fraction that is a half, to both sides.
     x[4] = (torch.arange(300) % 100 - 50).to(x_type) / 2
-    codes, scales = round_rows(x, weight)
+    codes, scales, kind = round_rows(x, Rounding(dtype, grouped))
+    assert kind == x_type
     size = 128 if grouped else 300
     for group, part in enumerate(x.cpu().float().split(size, 1)):
         wanted, own = round_codes(part, dtype)
@@ -96,7 +98,7 @@ def test_every_code_is_read_and_written_as_torch_does() -> None:
     between = torch.cat([every, every * 1.03, every * 0.97, (every[:-1] + every[1:]) / 2])
     row = between.clamp(-448, 448)[None].to(DEVICE)
     weight = ScaledWeight(torch.eye(len(every)).to(FP8).to(DEVICE), torch.ones(1, len(every), device=DEVICE), None)
-    codes, scales = round_rows(row, weight)
+    codes, scales, _ = round_rows(row, weight.rounding)
     assert scales.item() == 1
     assert torch.equal(codes.cpu().float(), row.cpu().to(FP8).float())
     assert torch.equal(launchers.linear_scaled(every[None].to(DEVICE), weight).cpu(), every[None])
@@ -114,7 +116,7 @@ def test_every_code_is_read_and_written_as_torch_does() -> None:
 def test_the_kernel_on_odd_sizes(tokens: int, n: int, k: int, tile: Tile, dtype: torch.dtype, grouped: bool) -> None:
     weight = scaled_weight(n, k, dtype, grouped=grouped)
     bias = random(n, seed=5, dtype=torch.bfloat16) if tokens > 1 else None
-    codes, scales = round_rows(random(tokens, k, dtype=torch.bfloat16), weight)
+    codes, scales, _ = round_rows(random(tokens, k, dtype=torch.bfloat16), weight.rounding)
 
     def product() -> Tensor:
         poison((tokens, n), dtype=torch.bfloat16)
@@ -164,6 +166,26 @@ def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
             assert case.async_copies >= 20, name
 
 
+def test_what_multiplies_is_chosen_by_rows_and_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = NarrowConfig(64, 1, 4)
+    monkeypatch.setattr(launchers, "_table", lambda device: {(64, 128): ((4, narrow), (8, TILES[3]), (300, LIBRARY))})
+    monkeypatch.setattr(launchers, "_has_library", lambda device: True)
+
+    def chosen(
+        tokens: int, dtype: torch.dtype = FP8, *, n: int = 64, grouped: bool = False, x: torch.dtype = torch.bfloat16
+    ) -> object:
+        weight = scaled_weight(n, 256 if grouped else 128, dtype, grouped=grouped)
+        return launchers.choose(weight.codes[:1].expand(tokens, -1), weight, x)
+
+    assert [chosen(tokens) for tokens in (1, 4, 5, 9, 301)] == [narrow, narrow, TILES[3], LIBRARY, LIBRARY]
+    # What the library does not take: integers, results of other types, odd sizes, groups.
+    assert [chosen(tokens, INT8) for tokens in (4, 8, 9, 100)] == [narrow, TILES[3], TILES[0], TILES[3]]
+    assert chosen(100, x=torch.float16) == TILES[3]
+    assert [chosen(tokens, n=72) for tokens in (1, 100)] == [TILES[0], TILES[3]]
+    assert [chosen(tokens, grouped=True) for tokens in (1, 100)] == [TILES[0], TILES[3]]
+    assert [chosen(tokens, n=80) for tokens in (64, 65)] == [TILES[2], LIBRARY]
+
+
 def test_tiles_hold_more_and_more_tokens() -> None:
     assert [tile.tokens for tile in TILES] == sorted({tile.tokens for tile in TILES})
 
@@ -185,6 +207,6 @@ def test_long_sums_of_one_sign_keep_their_digits() -> None:
     """Hopper's tensor cores keep some 14 bits of a sum in fp8."""
     weight = ScaledWeight(torch.full((64, 14336), 1.125).to(FP8).to(DEVICE), torch.ones(1, 64, device=DEVICE), None)
     x = torch.rand(4, 14336, generator=torch.Generator().manual_seed(0)).add_(1).to(DEVICE)
-    codes, scales = round_rows(x, weight)
+    codes, scales, _ = round_rows(x, weight.rounding)
     wanted = codes.double().sum(1) * 1.125 * scales[:, 0].double()
     torch.testing.assert_close(kernels.linear_scaled(x, weight)[:, 0].double(), wanted, rtol=1e-3, atol=0)

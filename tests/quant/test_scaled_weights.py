@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncllm import kernels
 from asyncllm.errors import AsyncLLMError, InvalidCheckpoint, InvalidParameter, UnsupportedModel
 from asyncllm.kernels import ScaledWeight
 from asyncllm.kernels.scaled import expand
@@ -111,6 +113,24 @@ def test_fused_tensors_grouped_heads_and_experts(family: str, name: str, tmp_pat
         sizes |= {"moe_intermediate_size": 128, "head_dim": 64, "mlp_only_layers": []}
     dense = build_checkpoint(family, tmp_path / "dense", **sizes)
     assert_as_read_by_numpy(write(dense, tmp_path / "model", FORMATS[name]))
+
+
+def test_norms_and_gates_round_what_they_make(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = open_cpu(write(dense, tmp_path / "model", FORMATS["fp8-block"]))
+    expected = logits_of(model)
+    made: list[str] = []
+
+    def counted(name: str, op: Any, *args: Any, **options: Any) -> Any:
+        made.append(name)
+        return op(*args, **options)
+
+    for name in ("add_rms_norm_rounded", "gate_rounded", "linear_scaled"):
+        monkeypatch.setattr(kernels, name, partial(counted, name, getattr(kernels, name)))
+    assert torch.equal(logits_of(model), expected)
+    # Of the one layer the first norm has nothing to add, and attention's output is rounded by the product.
+    norms, gates, products = (made.count(op) for op in ("add_rms_norm_rounded", "gate_rounded", "linear_scaled"))
+    assert norms == gates > 0
+    assert products == 2 * norms
 
 
 def test_the_activations_scale_is_the_file_s(dense: Path, tmp_path: Path) -> None:

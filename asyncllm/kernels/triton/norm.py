@@ -15,7 +15,7 @@ from torch import Tensor
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured
 
-__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
+__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "normed", "rms_norm", "row_tile"]
 
 MAX_ROW = 16384
 """Longest row: 64 registers per thread at 8 warps."""
@@ -38,7 +38,7 @@ def row_tile(size: int) -> tuple[int, int, int]:
 
 
 @triton.jit
-def _normed(x, weight, eps, SIZE: tl.constexpr, dtype: tl.constexpr):
+def normed(x, weight, eps, SIZE: tl.constexpr, dtype: tl.constexpr):
     """x [ROWS, COLUMNS] float32, zeros past SIZE; rounded where the reference rounds."""
     # The mean of squares may be finite where their sum is not.
     scale = tl.rsqrt(tl.sum(x * (x * (1.0 / SIZE)), 1) + eps)
@@ -78,7 +78,7 @@ def rms_norm_kernel(
         total = round_to(x + tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32), dtype)
         tl.store(sum_ptr + offsets, total, mask=inside)
         x = total.to(tl.float32)
-    tl.store(out_ptr + offsets, _normed(x, weight, eps, SIZE, dtype), mask=inside)
+    tl.store(out_ptr + offsets, normed(x, weight, eps, SIZE, dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "eps"])

@@ -38,11 +38,11 @@ from asyncllm.kernels.triton.launch import Configured, TensorMap
 from asyncllm.kernels.triton.linear.hopper import LINES, STEP, next_stage, synchronize
 from asyncllm.kernels.triton.linear.small import NarrowConfig, token_tile
 
-__all__ = ["compile_options", "narrow", "narrow_kernel"]
+__all__ = ["compile_options", "fetch", "finish", "narrow", "narrow_kernel"]
 
 
 @gluon.jit
-def _fetch(source, row, memory, full, stage, step, PARTS: gl.constexpr):
+def fetch(source, row, memory, full, stage, step, PARTS: gl.constexpr):
     """A stage's part of the weights or of the tokens."""
     LINE: gl.constexpr = memory.shape[2]
     for part in gl.static_range(PARTS):
@@ -52,7 +52,7 @@ def _fetch(source, row, memory, full, stage, step, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _finish(acc, out_ptr, bias_ptr, row, num_tokens, out_size, dtype: gl.constexpr, HAS_BIAS: gl.constexpr):
+def finish(acc, out_ptr, bias_ptr, row, num_tokens, out_size, dtype: gl.constexpr, HAS_BIAS: gl.constexpr):
     """acc [ROWS, TOKENS] float32, plus the bias -> out [num_tokens, out_size]."""
     ROWS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
@@ -101,10 +101,10 @@ def narrow_kernel(
     first = min(end - begin, STAGES)
     for stage in range(first):
         mbarrier.expect(full.index(stage), BYTES)
-        _fetch(weight, row, weights, full, stage, begin + stage, PARTS)
+        fetch(weight, row, weights, full, stage, begin + stage, PARTS)
     wait_for_producers(USE_PDL)
     for stage in range(first):
-        _fetch(x, 0, tokens, full, stage, begin + stage, PARTS)
+        fetch(x, 0, tokens, full, stage, begin + stage, PARTS)
 
     acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
     stage = 0
@@ -122,14 +122,14 @@ def narrow_kernel(
             # All warps have read the stage.
             synchronize()
             mbarrier.expect(full.index(before), BYTES)
-            _fetch(weight, row, weights, full, before, coming, PARTS)
-            _fetch(x, 0, tokens, full, before, coming, PARTS)
+            fetch(weight, row, weights, full, before, coming, PARTS)
+            fetch(x, 0, tokens, full, before, coming, PARTS)
         before = stage
         stage, phase = next_stage(stage, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=(acc,))
 
     if SPLITS == 1:
-        _finish(acc, out_ptr, bias_ptr, row, num_tokens, out_size, dtype, HAS_BIAS)
+        finish(acc, out_ptr, bias_ptr, row, num_tokens, out_size, dtype, HAS_BIAS)
     else:
         TILE: gl.constexpr = ROWS * TOKENS
         r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))[:, None]
@@ -144,7 +144,7 @@ def narrow_kernel(
             total = gl.load(sums, cache_modifier=".cg")
             for other in gl.static_range(1, SPLITS):
                 total += gl.load(sums + other * TILE, cache_modifier=".cg")
-            _finish(total, out_ptr, bias_ptr, row, num_tokens, out_size, dtype, HAS_BIAS)
+            finish(total, out_ptr, bias_ptr, row, num_tokens, out_size, dtype, HAS_BIAS)
             gl.store(counter_ptr + tile, 0)
 
 

@@ -1,4 +1,4 @@
-"""Products of numbers of 8 bits (`kernels.scaled`): activations are rounded by one kernel and multiplied by another.
+"""Products of numbers of 8 bits (`kernels.scaled`): rows are rounded by one kernel and multiplied by another.
 
 Sums of products of fp8 go over to float32 registers after each 128 input features, as Hopper's tensor cores keep some
 14 bits of theirs; sums of integers are exact. Under the interpreter, which knows no fp8, codes are bytes.
@@ -6,25 +6,24 @@ Sums of products of fp8 go over to float32 registers after each 128 input featur
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.linear import check_out
-from asyncllm.kernels.scaled import GROUP, LARGEST, ScaledWeight
-from asyncllm.kernels.triton.language import (
-    INTERPRET,
-    e4m3_bits,
-    e4m3_value,
-    nearest_integer,
-    release_consumers,
-    wait_for_producers,
-)
-from asyncllm.kernels.triton.launch import launch
+from asyncllm.kernels.scaled import GROUP, ScaledWeight
+from asyncllm.kernels.triton.language import INTERPRET, e4m3_value, release_consumers, wait_for_producers
+from asyncllm.kernels.triton.launch import fits_tensor_map, launch
+from asyncllm.kernels.triton.linear.small import NarrowConfig
 from asyncllm.kernels.triton.linear.tiles import Tile, choose_tile, finish, split
+from asyncllm.kernels.triton.rounded import round_rows
 
-__all__ = ["TILES", "linear_scaled", "multiply", "round_rows"]
+__all__ = ["LIBRARY", "TABLES", "TILES", "Config", "choose", "linear_rounded", "linear_scaled", "multiply"]
 
 TILES = (
     Tile(64, 16, 4, 4, programs=256),
@@ -36,44 +35,44 @@ TILES = (
 of activations and with sums left to the tensor cores: 66 us for the four products of a Llama-3-8B layer with one token,
 68 with 16, 76 with 64, where cuBLAS in bfloat16 takes 122, 121 and 128. As they are here, nothing is measured."""
 
+LIBRARY: Literal["library"] = "library"
 
-@triton.jit
-def round_rows_kernel(
-    x_ptr, codes_ptr, scales_ptr, input_scale_ptr,
-    K: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LARGEST_CODE: tl.constexpr, INTEGER: tl.constexpr,
-    STATIC: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """x [T, K] -> codes [T, K], bytes, and scales [T, groups]: program (row, group) has SIZE input features."""
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
-    columns = tl.arange(0, BLOCK)
-    x_row = x_ptr + row * K
-    end = tl.minimum((group + 1) * SIZE, K)
-    wait_for_producers(USE_PDL)
-    release_consumers(USE_PDL)
-    if STATIC:
-        scale = tl.load(input_scale_ptr)
-    else:
-        largest = tl.zeros([BLOCK], tl.float32)
-        for start in range(group * SIZE, end, BLOCK):
-            inside = start + columns < end
-            x = tl.abs(tl.load(x_row + start + columns, mask=inside, other=0.0).to(tl.float32))
-            # A maximum may pass over NaN, a sum does not: one in the row is one in its scale.
-            largest = tl.where(x == x, tl.maximum(largest, x), x + largest)
-        found = tl.max(largest, 0)
-        found = tl.where(tl.sum((largest != largest).to(tl.int32), 0) > 0, float("nan"), found)
-        scale = tl.div_rn(tl.where(found < 1e-12, 1e-12, found), LARGEST_CODE)
-    for start in range(group * SIZE, end, BLOCK):
-        inside = start + columns < end
-        x = tl.div_rn(tl.load(x_row + start + columns, mask=inside, other=0.0).to(tl.float32), scale)
-        clipped = tl.where(x > LARGEST_CODE, LARGEST_CODE, tl.where(x < -LARGEST_CODE, -LARGEST_CODE, x))
-        if INTEGER:
-            # What is not a number is in the scale.
-            codes = nearest_integer(tl.where(clipped == clipped, clipped, 0.0)).to(tl.int8)
-        else:
-            codes = e4m3_bits(clipped)
-        tl.store(codes_ptr + row * K + start + columns, codes, mask=inside)
-    tl.store(scales_ptr + row * tl.num_programs(1) + group, scale)
+LIBRARY_TOKENS = 65
+"""From so many tokens on cuBLAS multiplies fp8, with a scale for each row of either side, unless a table says other."""
+
+Config = Tile | NarrowConfig | Literal["library"]
+
+Table = Mapping[tuple[int, int], tuple[tuple[int, Config], ...]]
+
+TABLES: dict[str, Table] = {}
+"""By device name, then by weight shape (N, K): the most tokens that a configuration is for, ascending. What no entry
+covers goes to `TILES` and the library."""
+
+
+def choose(codes: Tensor, weight: ScaledWeight, dtype: torch.dtype) -> Config:
+    """Return what multiplies codes [T, K] and the weight to results of `dtype`."""
+    tokens, (n, k) = len(codes), weight.codes.shape
+    # cuBLAS has this for Hopper and bfloat16 alone; its sums of fp8 keep some 14 bits until they are complete.
+    library = tokens > 0 and codes.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16
+    library = library and not weight.rounding.grouped and n % 16 == k % 16 == 0 and _has_library(codes.device)
+    if not weight.rounding.grouped:
+        for most, config in _table(codes.device).get((n, k), ()):
+            if 0 < tokens <= most:
+                usable = library if config == LIBRARY else isinstance(config, Tile) or fits_tensor_map(weight.codes)
+                if usable:
+                    return config
+                break
+    return LIBRARY if library and tokens >= LIBRARY_TOKENS else choose_tile(TILES, tokens)
+
+
+@cache
+def _table(device: torch.device) -> Table:
+    return TABLES.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
+
+
+@cache
+def _has_library(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @triton.jit
@@ -140,35 +139,37 @@ def scaled_kernel(
 def linear_scaled(x: Tensor, weight: ScaledWeight, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     n = weight.codes.shape[0]
     check_out(x, n, out)
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    into = torch.empty((len(rows), n), dtype=x.dtype, device=x.device) if out is None else out.view(-1, n)
-    if len(rows):
-        codes, scales = round_rows(rows, weight)
-        multiply(codes, scales, weight, bias, choose_tile(TILES, len(rows)), into)
-    return into.view(*x.shape[:-1], n) if out is None else out
+    rows = round_rows(x.reshape(-1, x.shape[-1]), weight.rounding)
+    into = None if out is None else out.view(-1, n)
+    y = _product(rows.codes, rows.scales, weight, bias, x.dtype, into)
+    return y.view(*x.shape[:-1], n) if out is None else out
 
 
-def round_rows(rows: Tensor, weight: ScaledWeight) -> tuple[Tensor, Tensor]:
-    """rows [T, K], contiguous and not empty -> codes [T, K] of the weight's type and scales [T, G]."""
-    tokens, k = rows.shape
-    dtype, groups = weight.codes.dtype, weight.scales.shape[0]
-    size = GROUP if weight.grouped else k
-    integer = dtype == torch.int8
-    codes = torch.empty((tokens, k), dtype=torch.int8 if integer else torch.uint8, device=rows.device)
-    scales = torch.empty((tokens, groups), dtype=torch.float32, device=rows.device)
-    launch(
-        round_rows_kernel,
-        (tokens, groups, 1),
-        (rows, codes, scales, scales if weight.input_scale is None else weight.input_scale),
-        num_warps=1 if weight.grouped else 4,
-        K=k,
-        SIZE=size,
-        BLOCK=min(triton.next_power_of_2(size), 2048),
-        LARGEST_CODE=LARGEST[dtype],
-        INTEGER=integer,
-        STATIC=weight.input_scale is not None,
-    )
-    return codes.view(dtype), scales
+def linear_rounded(
+    codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor | None = None, *, dtype: torch.dtype
+) -> Tensor:
+    return _product(codes, scales, weight, bias, dtype, None)
+
+
+def _product(
+    codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None
+) -> Tensor:
+    tokens, n = len(codes), weight.codes.shape[0]
+    config = choose(codes, weight, dtype)
+    if config == LIBRARY:
+        y = torch._scaled_mm(
+            codes, weight.codes.t(), scales, weight.scales, bias=bias, out_dtype=dtype, use_fast_accum=True
+        )
+        return y if out is None else out.copy_(y)
+    if out is None:
+        out = torch.empty((tokens, n), dtype=dtype, device=codes.device)
+    if isinstance(config, NarrowConfig):
+        from asyncllm.kernels.triton.linear.narrow_scaled import narrow_scaled
+
+        narrow_scaled(codes, scales, weight, bias, config, out)
+    elif tokens:
+        multiply(codes, scales, weight, bias, config, out)
+    return out
 
 
 def multiply(codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor | None, tile: Tile, out: Tensor) -> None:

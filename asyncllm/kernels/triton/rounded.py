@@ -1,0 +1,237 @@
+"""Rounding of rows to 8 bits (`kernels.scaled`), alone and behind what makes them: a program has a row in registers.
+
+Groups of a row that have scales of their own are programs of their own, but behind a norm, which needs the whole row.
+Under the interpreter, which knows no fp8, codes are bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.kernels.scaled import GROUP, LARGEST, RoundedRows, Rounding
+from asyncllm.kernels.triton.activation import apply_gate
+from asyncllm.kernels.triton.language import (
+    INTERPRET,
+    e4m3_bits,
+    nearest_integer,
+    release_consumers,
+    round_to,
+    wait_for_producers,
+)
+from asyncllm.kernels.triton.launch import Configured
+from asyncllm.kernels.triton.norm import normed, row_tile
+
+__all__ = ["add_rms_norm_rounded", "gate_rounded", "round_rows"]
+
+COLUMNS = 1024
+"""Columns of a program where groups have scales of their own."""
+
+
+@triton.jit
+def _scale_of(x, input_scale_ptr, LARGEST_CODE: tl.constexpr, STATIC: tl.constexpr):
+    """x [ROWS, GROUPS, WIDTH] float32 -> scales [ROWS, GROUPS]; one group with NaN has it for a scale."""
+    if STATIC:
+        return tl.zeros([x.shape[0], x.shape[1]], tl.float32) + tl.load(input_scale_ptr)
+    else:
+        magnitude = tl.abs(x)
+        # A maximum may pass over NaN.
+        found = tl.max(tl.where(magnitude == magnitude, magnitude, 0.0), 2)
+        found = tl.where(tl.max((magnitude != magnitude).to(tl.int32), 2) > 0, float("nan"), found)
+        return tl.div_rn(tl.where(found < 1e-12, 1e-12, found), LARGEST_CODE)
+
+
+@triton.jit
+def _code_of(x, scale, LARGEST_CODE: tl.constexpr, INTEGER: tl.constexpr):
+    """x float32 -> the byte of its code."""
+    divided = tl.div_rn(x, scale)
+    clipped = tl.where(divided > LARGEST_CODE, LARGEST_CODE, tl.where(divided < -LARGEST_CODE, -LARGEST_CODE, divided))
+    if INTEGER:
+        # What is not a number is in the scale.
+        return nearest_integer(tl.where(clipped == clipped, clipped, 0.0)).to(tl.int8)
+    elif INTERPRET:
+        return e4m3_bits(clipped)
+    else:
+        return clipped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _store_rounded(
+    x, row, first_group, rows, codes_ptr, scales_ptr, input_scale_ptr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, LARGEST_CODE: tl.constexpr, INTEGER: tl.constexpr, STATIC: tl.constexpr,
+):  # fmt: skip
+    """x [ROWS, COLUMNS] float32, zeros past SIZE, whose groups of WIDTH are those from `first_group` on -> codes [rows,
+    SIZE] and scales [rows, groups]."""
+    ROWS: tl.constexpr = x.shape[0]
+    GROUPS: tl.constexpr = x.shape[1] // WIDTH
+    ALL: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH
+    grouped = tl.reshape(x, [ROWS, GROUPS, WIDTH])
+    scales = _scale_of(grouped, input_scale_ptr, LARGEST_CODE, STATIC)
+    spread = tl.reshape(tl.broadcast_to(scales[:, :, None], [ROWS, GROUPS, WIDTH]), [ROWS, GROUPS * WIDTH])
+    columns = first_group * WIDTH + tl.arange(0, GROUPS * WIDTH)
+    inside = (row < rows)[:, None] & (columns < SIZE)[None, :]
+    codes = _code_of(x, spread, LARGEST_CODE, INTEGER)
+    tl.store(codes_ptr + row.to(tl.int64)[:, None] * SIZE + columns[None, :], codes, mask=inside)
+    groups = first_group + tl.arange(0, GROUPS)
+    known = (row < rows)[:, None] & (groups < ALL)[None, :]
+    tl.store(scales_ptr + row.to(tl.int64)[:, None] * ALL + groups[None, :], scales, mask=known)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def round_rows_kernel(
+    x_ptr, codes_ptr, scales_ptr, input_scale_ptr, rows,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, LARGEST_CODE: tl.constexpr, INTEGER: tl.constexpr,
+    STATIC: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """x [rows, SIZE] -> codes, bytes, and scales: program (row, block of columns)."""
+    row = tl.program_id(0) + tl.arange(0, 1)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    offsets = row.to(tl.int64)[:, None] * SIZE + columns[None, :]
+    x = tl.load(x_ptr + offsets, mask=(columns < SIZE)[None, :], other=0.0).to(tl.float32)
+    first = tl.program_id(1) * (COLUMNS // WIDTH)
+    _store_rounded(
+        x, row, first, rows, codes_ptr, scales_ptr, input_scale_ptr, SIZE, WIDTH, LARGEST_CODE, INTEGER, STATIC
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gate_rounded_kernel(
+    x_ptr, codes_ptr, scales_ptr, input_scale_ptr, rows,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, GELU: tl.constexpr, WIDTH: tl.constexpr, LARGEST_CODE: tl.constexpr,
+    INTEGER: tl.constexpr, STATIC: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """x [rows, 2 * SIZE], the gate first -> codes and scales of [rows, SIZE]: program (row, block of columns)."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    row = tl.program_id(0) + tl.arange(0, 1)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (columns < SIZE)[None, :]
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    offsets = row.to(tl.int64)[:, None] * (2 * SIZE) + columns[None, :]
+    gate = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + SIZE + offsets, mask=inside, other=0.0).to(tl.float32)
+    x = apply_gate(gate, up, dtype, GELU).to(tl.float32)
+    first = tl.program_id(1) * (COLUMNS // WIDTH)
+    _store_rounded(
+        x, row, first, rows, codes_ptr, scales_ptr, input_scale_ptr, SIZE, WIDTH, LARGEST_CODE, INTEGER, STATIC
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "eps"])
+def add_rms_norm_rounded_kernel(
+    x_ptr, residual_ptr, weight_ptr, sum_ptr, codes_ptr, scales_ptr, input_scale_ptr, rows, eps,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, LARGEST_CODE: tl.constexpr,
+    INTEGER: tl.constexpr, STATIC: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """x and residual [rows, SIZE] -> their sum, and codes and scales of its norm: program (ROWS rows)."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    columns = tl.arange(0, COLUMNS)
+    weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    offsets = row.to(tl.int64)[:, None] * SIZE + columns[None, :]
+    inside = (row < rows)[:, None] & (columns < SIZE)[None, :]
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    total = round_to(x + tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32), dtype)
+    tl.store(sum_ptr + offsets, total, mask=inside)
+    x = normed(total.to(tl.float32), weight, eps, SIZE, dtype).to(tl.float32)
+    _store_rounded(x, row, 0, rows, codes_ptr, scales_ptr, input_scale_ptr, SIZE, WIDTH, LARGEST_CODE, INTEGER, STATIC)
+
+
+def round_rows(x: Tensor, rounding: Rounding) -> RoundedRows:
+    x = x.contiguous()
+    rows, size = x.shape
+    codes, scales = _empty(rows, size, rounding, x)
+    if rows:
+        columns, kernel = _configured_round(size, *_form(rounding))
+        kernel((rows, -(-size // columns), 1), (x, codes, scales, _given(rounding, scales)), (rows,))
+    return RoundedRows(codes.view(rounding.dtype), scales, x.dtype)
+
+
+def gate_rounded(x: Tensor, rounding: Rounding, *, gelu: bool = False) -> RoundedRows:
+    x = x.contiguous()
+    rows, size = len(x), x.shape[1] // 2
+    codes, scales = _empty(rows, size, rounding, x)
+    if rows:
+        columns, kernel = _configured_gate(size, gelu, *_form(rounding))
+        kernel((rows, -(-size // columns), 1), (x, codes, scales, _given(rounding, scales)), (rows,))
+    return RoundedRows(codes.view(rounding.dtype), scales, x.dtype)
+
+
+def add_rms_norm_rounded(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounding: Rounding
+) -> tuple[RoundedRows, Tensor]:
+    x, residual = x.contiguous(), residual.contiguous()
+    rows, size = x.shape
+    total = torch.empty_like(x)
+    codes, scales = _empty(rows, size, rounding, x)
+    if rows:
+        tile, kernel = _configured_norm(size, *_form(rounding))
+        tensors = (x, residual, weight, total, codes, scales, _given(rounding, scales))
+        kernel((-(-rows // tile), 1, 1), tensors, (rows, eps))
+    return RoundedRows(codes.view(rounding.dtype), scales, x.dtype), total
+
+
+_Form = tuple[torch.dtype, bool, bool]
+
+
+def _form(rounding: Rounding) -> _Form:
+    return rounding.dtype, rounding.grouped, rounding.scale is not None
+
+
+def _given(rounding: Rounding, stand_in: Tensor) -> Tensor:
+    return stand_in if rounding.scale is None else rounding.scale
+
+
+def _empty(rows: int, size: int, rounding: Rounding, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes, as bytes, and scales."""
+    kind = torch.int8 if rounding.dtype == torch.int8 else torch.uint8
+    codes = torch.empty((rows, size), dtype=kind, device=like.device)
+    return codes, torch.empty((rows, rounding.groups(size)), dtype=torch.float32, device=like.device)
+
+
+def _constexprs(dtype: torch.dtype, grouped: bool, static: bool, columns: int) -> dict[str, Any]:
+    return {
+        "WIDTH": GROUP if grouped else columns,
+        "LARGEST_CODE": LARGEST[dtype],
+        "INTEGER": dtype == torch.int8,
+        "STATIC": static,
+    }
+
+
+def row_block(size: int, grouped: bool) -> tuple[int, int]:
+    """Return columns and warps of a program: a whole row with 32 numbers a thread, in up to 32 warps, or some of its
+    groups."""
+    columns = max(GROUP, COLUMNS if grouped else triton.next_power_of_2(size))
+    return columns, min(32, max(4, columns // 1024))
+
+
+@functools.cache
+def _configured_round(size: int, dtype: torch.dtype, grouped: bool, static: bool) -> tuple[int, Configured]:
+    columns, warps = row_block(size, grouped)
+    given = _constexprs(dtype, grouped, static, columns)
+    return columns, Configured(round_rows_kernel, num_warps=warps, SIZE=size, COLUMNS=columns, **given)
+
+
+@functools.cache
+def _configured_gate(size: int, gelu: bool, dtype: torch.dtype, grouped: bool, static: bool) -> tuple[int, Configured]:
+    columns, warps = row_block(size, grouped)
+    given = _constexprs(dtype, grouped, static, columns)
+    return columns, Configured(gate_rounded_kernel, num_warps=warps, SIZE=size, COLUMNS=columns, GELU=gelu, **given)
+
+
+@functools.cache
+def _configured_norm(size: int, dtype: torch.dtype, grouped: bool, static: bool) -> tuple[int, Configured]:
+    """Return rows of a program, and the kernel."""
+    rows, columns, warps = row_tile(max(size, GROUP))
+    given = _constexprs(dtype, grouped, static, columns)
+    kernel = Configured(add_rms_norm_rounded_kernel, num_warps=warps, SIZE=size, ROWS=rows, COLUMNS=columns, **given)
+    return rows, kernel
