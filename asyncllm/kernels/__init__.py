@@ -34,6 +34,7 @@ from asyncllm.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_
 from asyncllm.kernels.packed import PackedWeight, linear_packed, packed_experts
 from asyncllm.kernels.quantized_kv import KVFormat, QuantizedKV
 from asyncllm.kernels.recurrent import (
+    Pieces,
     StatePlan,
     States,
     gated_delta_rule,
@@ -64,6 +65,7 @@ __all__ = [
     "LoRAWeights",
     "PackedWeight",
     "PagedKV",
+    "Pieces",
     "PrefillPlan",
     "QuantizedKV",
     "Rotation",

@@ -170,7 +170,15 @@ class StepInputs:
         """Return where the rows' states are in a cache of this block group."""
         plan = self.state_plan
         if plan is None:
-            plan = plan_states(self.places, self.q_offsets, self.kv_lens, self.block_tables, cache.block_size)
+            plan = plan_states(
+                self.places,
+                self.q_offsets,
+                self.kv_lens,
+                self.block_tables,
+                cache.block_size,
+                # Pieces end where a step does: to the last bit, what a token gets depends on how prompts are cut.
+                num_serial=len(self.kv_lens) if self.batch_invariant else self.num_decode,
+            )
             self.state_plan = plan
         return plan
 

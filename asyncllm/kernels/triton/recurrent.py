@@ -10,6 +10,7 @@ from torch import Tensor
 from asyncllm.kernels.recurrent import StatePlan
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
+from asyncllm.kernels.triton.pieces import recur_by_piece
 
 __all__ = ["gated_delta_rule", "short_convolution", "state_space"]
 
@@ -215,11 +216,11 @@ def _recur(
     out = torch.empty_like(v)
     count, heads, values = v.shape
     keys = k.shape[2]
-    if count:
+    if count and plan.num_serial:
         tile = min(VALUES, triton.next_power_of_2(values))
         launch(
             delta_kernel,
-            (len(plan.sources), heads, -(-values // tile)),
+            (plan.num_serial, heads, -(-values // tile)),
             (q, k, v, log_decay, beta, state, plan.q_offsets, plan.sources, plan.targets, out),
             HEADS=heads,
             SHARING=heads // k.shape[1],
@@ -229,4 +230,6 @@ def _recur(
             VALUES=tile,
             DELTA=delta,
         )
+    if count and plan.pieces is not None:
+        recur_by_piece(q, k, v, log_decay, beta, state, plan, plan.pieces, out, delta=delta)
     return out
