@@ -29,19 +29,12 @@ from asyncllm.kernels.linear import (
     linear_silu_mul,
 )
 from asyncllm.kernels.lora import LoRAWeights, add_lora
+from asyncllm.kernels.memory import gated_delta_rule, state_space
 from asyncllm.kernels.moe import Routing, fused_experts, fused_experts_invariant, route
 from asyncllm.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from asyncllm.kernels.packed import PackedWeight, linear_packed, packed_experts
 from asyncllm.kernels.quantized_kv import KVFormat, QuantizedKV
-from asyncllm.kernels.recurrent import (
-    Pieces,
-    StatePlan,
-    States,
-    gated_delta_rule,
-    plan_states,
-    short_convolution,
-    state_space,
-)
+from asyncllm.kernels.recurrent import Pieces, StatePlan, States, plan_states, short_convolution
 from asyncllm.kernels.rotary import Rotation, apply_rotary, linear_rope_fill_kv, rope_fill_kv, rotation
 from asyncllm.kernels.rounded import add_rms_norm_rounded, gate_rounded
 from asyncllm.kernels.scaled import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncllm.kernels.triton import activation, cache, embedding, norm, recurrent, rotary, step
+from asyncllm.kernels.triton import activation, cache, embedding, memory, norm, recurrent, rotary, step
 from tests.kernels.offline import Case
 
 PDL = {"USE_PDL": True}
@@ -154,7 +154,7 @@ CASES = [
     *(
         Case(
             name,
-            recurrent.delta_kernel,
+            memory.delta_kernel,
             {
                 **{"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "decay_ptr": "*fp32", "beta_ptr": "*fp32"},
                 **{"state_ptr": "*fp32", "offset_ptr": "*i32", "source_ptr": "*i64", "target_ptr": "*i64"},
@@ -162,7 +162,7 @@ CASES = [
             },
             {
                 **{"HEADS": 32, "SHARING": sharing, "KEYS": 128, "ALL_VALUES": values},
-                **{"KEY_TILE": 128, "VALUES": recurrent.VALUES, "DELTA": delta, **PDL},
+                **{"KEY_TILE": 128, "VALUES": memory.VALUES, "DELTA": delta, **PDL},
             },
         )
         for name, sharing, values, delta in (("delta 128", 2, 128, True), ("space 128", 32, 64, False))

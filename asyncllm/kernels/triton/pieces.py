@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.kernels.recurrent import Pieces, StatePlan
+from asyncllm.kernels.recurrent import StatePlan
 from asyncllm.kernels.triton.language import INTERPRET, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 
@@ -229,12 +229,14 @@ def recur_by_piece(
     weights: Tensor,
     state: Tensor,
     plan: StatePlan,
-    pieces: Pieces,
-    out: Tensor,
     *,
+    out: Tensor,
     delta: bool,
 ) -> None:
-    """Take the plan's rows from `num_serial` on; all tensors are contiguous. out [T, H, V]."""
+    """Take the plan's rows that have pieces; all tensors are contiguous. out [T, H, V]."""
+    pieces = plan.pieces
+    if pieces is None:
+        return
     count, heads, values = v.shape
     keys = k.shape[2]
     shape = {

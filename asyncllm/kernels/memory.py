@@ -1,0 +1,131 @@
+"""Memories of keys and values: states that tokens write to and read, by the gated delta rule or as state spaces.
+
+They have two forms. By token is how they are defined, and what a row of one token takes. Prompts are cut into pieces:
+what the tokens of a piece do to each other is products of matrices, and the memory is read and written once a piece.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from asyncllm.kernels.dispatch import op
+from asyncllm.kernels.recurrent import StatePlan
+
+__all__ = ["gated_delta_rule", "state_space"]
+
+
+@op("memory:gated_delta_rule")
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, plan: StatePlan
+) -> Tensor:
+    """A memory S of keys and values by head: S decays, forgets what it says of the token's key by beta, and learns the
+    token's value in its place; then the query reads it (Yang et al., Gated Delta Networks, 2024).
+
+    q, k [T, Hk, K] of any length, v [T, H, V], log_decay and beta [T, H] float32 -> [T, H, V]. Heads h of v go with
+    head h * Hk // H of q and k, whose vectors are divided by their lengths; queries are scaled by K^-0.5. `state`
+    [blocks, H, K, V] float32.
+    """
+    q, k = _unit(q.float()) * q.shape[2] ** -0.5, _unit(k.float())
+    return _recur(q, k, v, log_decay, beta, state, plan, delta=True)
+
+
+@op("memory:state_space")
+def state_space(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, sizes: Tensor, state: Tensor, plan: StatePlan
+) -> Tensor:
+    """The state of each head decays, and is written to by the outer product of k and a step of this size along v; then
+    q reads it (Mamba-2, arXiv 2405.21060, where q is C, k is B and v is x).
+
+    q, k [T, G, N], v [T, H, P], log_decay and sizes [T, H] float32 -> [T, H, P]. Heads h go with group h * G // H.
+    `state` [blocks, H, N, P] float32.
+    """
+    return _recur(q.float(), k.float(), v, log_decay, sizes, state, plan, delta=False)
+
+
+def _recur(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    weights: Tensor,
+    state: Tensor,
+    plan: StatePlan,
+    *,
+    delta: bool,
+) -> Tensor:
+    """`delta`: what the memory says of the key already is taken from the value."""
+    heads = v.shape[1] // k.shape[1]
+    tokens = _Tokens(q.repeat_interleave(heads, 1), k.repeat_interleave(heads, 1), v.float(), log_decay, weights)
+    out = v.new_empty(v.shape)
+    memory = torch.where((plan.sources >= 0)[:, None, None, None], state[plan.sources.clamp(min=0)], 0)
+    _by_token(tokens, memory, state, plan, out, delta=delta)
+    _by_piece(tokens, memory, state, plan, out, delta=delta)
+    return out
+
+
+class _Tokens(NamedTuple):
+    q: Tensor
+    """[T, H, K], as k."""
+    k: Tensor
+    v: Tensor
+    """[T, H, V] float32."""
+    log_decay: Tensor
+    """[T, H], as weights."""
+    weights: Tensor
+
+
+def _by_token(tokens: _Tokens, memory: Tensor, state: Tensor, plan: StatePlan, out: Tensor, *, delta: bool) -> None:
+    """The first rows of the plan, all at once. memory [B, H, K, V]."""
+    q, k, v, log_decay, weights = tokens
+    begin, end = plan.q_offsets[: plan.num_serial].long(), plan.q_offsets[1 : plan.num_serial + 1].long()
+    for step in range(int((end - begin).max()) if plan.num_serial else 0):
+        rows = torch.nonzero(end - begin > step)[:, 0]
+        token = begin[rows] + step
+        held = memory[rows] * log_decay[token].exp()[..., None, None]
+        learned = v[token]
+        if delta:
+            learned = learned - torch.einsum("bhkv,bhk->bhv", held, k[token])
+        learned = learned * weights[token][..., None]
+        held += k[token][..., None] * learned[..., None, :]
+        out[token] = torch.einsum("bhkv,bhk->bhv", held, q[token]).to(out.dtype)
+        memory[rows] = held
+        written = plan.targets[token] >= 0
+        state[plan.targets[token][written]] = held[written]
+
+
+def _by_piece(tokens: _Tokens, memory: Tensor, state: Tensor, plan: StatePlan, out: Tensor, *, delta: bool) -> None:
+    """The other rows, one after the other."""
+    pieces = plan.pieces
+    if pieces is None:
+        return
+    q, k, v = (each.transpose(0, 1) for each in tokens[:3])
+    log_decay, weights = tokens.log_decay.t(), tokens.weights.t()[..., None]
+    spans, offsets = pieces.spans.tolist(), pieces.offsets.tolist()
+    for row, held in enumerate(memory[plan.num_serial :]):
+        for start, stop in spans[offsets[row] : offsets[row + 1]]:
+            queries, keys, learned, weight = (each[:, start:stop] for each in (q, k, v, weights))
+            # What is left, at each token, of what was there before the piece, and of what each token wrote.
+            decay = log_decay[:, start:stop].cumsum(1)
+            left = decay.exp()[..., None]
+            left_of = (decay[:, :, None] - decay[:, None]).tril().exp()
+            if delta:
+                # Each token forgets what the memory and the tokens before it in the piece say of its key.
+                said = (keys @ keys.mT * left_of * weight).tril(-1)
+                learned = torch.linalg.solve_triangular(
+                    said, weight * (learned - left * (keys @ held)), upper=False, unitriangular=True
+                )
+            else:
+                learned = weight * learned
+            read = left * (queries @ held) + (queries @ keys.mT * left_of).tril() @ learned
+            out[start:stop] = read.transpose(0, 1).to(out.dtype)
+            held = left[:, -1:] * held + (keys * left_of[:, -1, :, None]).mT @ learned
+            target = int(plan.targets[stop - 1])
+            if target >= 0:
+                state[target] = held
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
