@@ -5,18 +5,21 @@
     python bench/quality.py --noise 0.05 --seed 0
     python bench/quality.py --config '{"quant_policy": 4}'
     python bench/quality.py --vision
+    python bench/quality.py --tools
 
 Each question has one right answer, which has to be met to the letter, greedily; a story only has to end as stories do
 and to use no words from elsewhere. The skills are mixed, from some that a sound model never misses to some with thin
 margins. `--noise` asks the same questions again of a copy of the model in which every weight was multiplied by
 1 + noise * N(0, 1): if that made no difference, the questions could not tell a sound model from a damaged one.
 `--vision` asks `tiny-vlm` about images, and what it has learned without them; it ends with exit code 1 if a skill falls
-short of its goal.
+short of its goal. `--tools` offers tools: which calls are made, that none is made in vain, and what is said to the
+results; it ends with exit code 1 if fewer than 95 % of the replies are right.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import shutil
 import sys
@@ -28,7 +31,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from asyncllm import EngineConfig, GenerationConfig, pipeline
+from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, pipeline
 from asyncllm.locate import locate
 
 # The questions are those of the program that trains the model.
@@ -36,11 +39,14 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 from train_tiny_chat.noise import perturbed
 from train_tiny_chat.questions import OPEN_SKILL, Question, held_out, quality_set
+from train_tiny_chat.tool_conversation import ToolQuestion, tool_questions
 from train_tiny_vlm.evaluation import text_questions, visual_questions
 from train_tiny_vlm.skills import GOALS, VisualQuestion
 
 MAX_NEW_TOKENS = 160
 """More than the longest right answer, so that only an answer that does not end is cut."""
+
+TOOL_GOAL = 0.95
 
 Accuracies = dict[str, tuple[int, int]]
 """Skill -> right answers, questions; the last is the total."""
@@ -62,11 +68,21 @@ def ask(model: str, questions: Sequence[Question | VisualQuestion], engine: Engi
     return [response.text for response in responses]
 
 
-def count_right(questions: Sequence[Question | VisualQuestion], answers: Sequence[str]) -> Accuracies:
+async def ask_with_tools(
+    model: str, questions: Sequence[ToolQuestion], engine: EngineConfig
+) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The replies of `model`: the text, and the names and arguments of its calls."""
+    config = GenerationConfig(top_k=1, max_new_tokens=MAX_NEW_TOKENS)
+    async with AsyncEngine(model, engine) as llm:
+        replies = await asyncio.gather(*(llm.generate(each.messages, config, tools=each.tools) for each in questions))
+    return [(reply.text, [(call.name, call.arguments) for call in reply.tool_calls]) for reply in replies]
+
+
+def count_right(questions: Sequence[Question | VisualQuestion | ToolQuestion], right: Sequence[bool]) -> Accuracies:
     """Right answers per skill, in the order of the questions."""
     marks: dict[str, list[bool]] = {}
-    for question, answer in zip(questions, answers, strict=True):
-        marks.setdefault(question.skill, []).append(question.accepts(answer))
+    for question, mark in zip(questions, right, strict=True):
+        marks.setdefault(question.skill, []).append(mark)
     marks["total"] = [mark for skill in marks.values() for mark in skill]
     return {skill: (sum(values), len(values)) for skill, values in marks.items()}
 
@@ -79,12 +95,17 @@ def write_perturbed(model: str, folder: Path, noise: float, seed: int) -> None:
 
 
 def measure(
-    model: str, questions: Sequence[Question | VisualQuestion], engine: EngineConfig
+    model: str, questions: Sequence[Question | VisualQuestion], of_tools: Sequence[ToolQuestion], engine: EngineConfig
 ) -> tuple[Accuracies, float]:
     """Right answers per skill, and the seconds that it took to load the model and to answer."""
     start = time.perf_counter()
+    if of_tools:
+        replies = asyncio.run(ask_with_tools(model, of_tools, engine))
+        right = [question.accepts(*reply) for question, reply in zip(of_tools, replies, strict=True)]
+        return count_right(of_tools, right), time.perf_counter() - start
     answers = ask(model, questions, engine)
-    return count_right(questions, answers), time.perf_counter() - start
+    right = [question.accepts(answer) for question, answer in zip(questions, answers, strict=True)]
+    return count_right(questions, right), time.perf_counter() - start
 
 
 def print_table(columns: dict[str, Accuracies]) -> None:
@@ -112,6 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="name or folder (default: tiny-chat, with --vision tiny-vlm)")
     parser.add_argument("--vision", action="store_true", help="ask about images")
+    parser.add_argument("--tools", action="store_true", help="offer tools")
     parser.add_argument("--config", default="{}", metavar="JSON", help="EngineConfig fields")
     parser.add_argument("--count", type=int, default=60, help="questions per skill (default: %(default)s)")
     parser.add_argument("--questions-seed", type=int, default=0, help="another seed, other questions")
@@ -122,15 +144,17 @@ def main() -> None:
 
     engine = EngineConfig.from_dict(json.loads(arguments.config)).checked()
     model = arguments.model or ("tiny-vlm" if arguments.vision else "tiny-chat")
-    questions = asked_questions(arguments.vision, arguments.count, arguments.questions_seed)
+    asked = (arguments.count, arguments.questions_seed)
+    questions = [] if arguments.tools else asked_questions(arguments.vision, *asked)
+    of_tools = tool_questions(*asked) if arguments.tools else []
     columns: dict[str, Accuracies] = {}
     seconds: dict[str, float] = {}
-    columns["accuracy"], seconds["accuracy"] = measure(model, questions, engine)
+    columns["accuracy"], seconds["accuracy"] = measure(model, questions, of_tools, engine)
     if arguments.noise:
         name = f"noise {arguments.noise:g}"
         with tempfile.TemporaryDirectory() as folder:
             write_perturbed(model, Path(folder), arguments.noise, arguments.seed)
-            columns[name], seconds[name] = measure(folder, questions, engine)
+            columns[name], seconds[name] = measure(folder, questions, of_tools, engine)
     print_table(columns)
     if arguments.json is not None:
         figures: dict[str, Any] = {
@@ -146,6 +170,9 @@ def main() -> None:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     if arguments.vision and (missed := missed_goals(columns["accuracy"])):
         sys.exit(f"short of the goal: {', '.join(missed)}")
+    right, total = columns["accuracy"]["total"]
+    if arguments.tools and right < TOOL_GOAL * total:
+        sys.exit("short of the goal")
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def _plain_text(random: Random) -> str:
     return ", ".join(map(str, range(first, first + random.randint(5, 30))))
 
 
-def _segments(system: str | None, turns: list[tuple[str, str]]) -> list[Segment]:
+def segments_of(system: str | None, turns: list[tuple[str, str]]) -> list[Segment]:
     prefix = "<|bos|>"
     if system is not None:
         prefix += render_prompt({"role": "system", "content": system})
@@ -206,7 +206,7 @@ def document(random: Random, room: int) -> list[Segment]:
     system = random.choice(_IGNORED_SYSTEM_PROMPTS) if random.random() < _SYSTEM_PROMPT_SHARE else None
     if kind < _PLAIN_TEXT_SHARE + _LONG_DOCUMENT_SHARE:
         exchange = draw(retrieval.long_passkey, random, room - 40, held_out=False)
-        return _segments(system, turns_of(exchange, random, room))
+        return segments_of(system, turns_of(exchange, random, room))
     upper = random.random() < _UPPER_CASE_SHARE
     if upper:
         system = random.choice(UPPER_CASE_SYSTEM_PROMPTS)
@@ -225,4 +225,4 @@ def document(random: Random, room: int) -> list[Segment]:
         new = turns_of(exchange, random, left)
         turns += [(question, answer.upper()) for question, answer in new] if upper else new
         used += sum(len(question) + len(answer) + 20 for question, answer in new) / _CHARACTERS_PER_TOKEN
-    return _segments(system, turns)
+    return segments_of(system, turns)

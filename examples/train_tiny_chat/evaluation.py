@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from tokenizers import Tokenizer
 
-from .conversation import render_prompt
 from .network import Network
-from .questions import Question
-from .tokenizer import BOS, TURN_END
+from .tokenizer import TURN_END
 
 _TOKENS_PER_BATCH = 65_536
 
 
-def prompt_text(question: Question) -> str:
-    """The question as the chat template renders it, up to where the answer begins."""
-    return BOS + "".join(render_prompt(message) for message in question.messages) + "<|im_start|>assistant\n"
+class Asked(Protocol):
+    """A question with one right answer."""
+
+    @property
+    def skill(self) -> str: ...
+
+    @property
+    def prompt(self) -> str:
+        """What stands before the answer, as the chat template renders it."""
+        ...
+
+    @property
+    def answer(self) -> str: ...
 
 
 @torch.no_grad()
-def exact_answers(network: Network, tokenizer: Tokenizer, questions: Sequence[Question]) -> list[bool]:
+def exact_answers(network: Network, tokenizer: Tokenizer, questions: Sequence[Asked]) -> list[bool]:
     """Whether greedy decoding would produce each answer and then end the turn.
 
     One forward pass over prompt and answer tells this: greedy decoding yields the answer if and only if
@@ -30,7 +39,7 @@ def exact_answers(network: Network, tokenizer: Tokenizer, questions: Sequence[Qu
     device = next(network.parameters()).device
     encoded = []
     for index, question in enumerate(questions):
-        prompt = tokenizer.encode(prompt_text(question), add_special_tokens=False).ids
+        prompt = tokenizer.encode(question.prompt, add_special_tokens=False).ids
         answer = tokenizer.encode(question.answer + TURN_END, add_special_tokens=False).ids
         encoded.append((len(prompt) + len(answer), index, prompt, answer))
     encoded.sort()
@@ -53,7 +62,7 @@ def exact_answers(network: Network, tokenizer: Tokenizer, questions: Sequence[Qu
 
 
 def accuracy_by_skill(
-    network: Network, tokenizer: Tokenizer, questions: Sequence[Question]
+    network: Network, tokenizer: Tokenizer, questions: Sequence[Asked]
 ) -> dict[str, tuple[int, float]]:
     """The number of questions and the share of exact answers for every skill, and for ``total``."""
     right = exact_answers(network, tokenizer, questions)

@@ -33,7 +33,12 @@ SkillSampler = Callable[[Random, int], Exchange]
 
 def is_held_out(exchange: Exchange) -> bool:
     """Whether the exchange belongs to the evaluation set, decided by a hash of its content."""
-    digest = hashlib.blake2b(f"{exchange.skill}|{exchange.content}".encode(), digest_size=4).digest()
+    return held_out_by(exchange.skill, exchange.content)
+
+
+def held_out_by(skill: str, content: str) -> bool:
+    """Whether what has this content belongs to the evaluation set."""
+    digest = hashlib.blake2b(f"{skill}|{content}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % 100 < HELD_OUT_PERCENT
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from .conversation import document
+from .tool_conversation import document_with_tools
 
 Tokens = npt.NDArray[np.uint16]
 Kinds = npt.NDArray[np.uint8]
@@ -34,9 +35,12 @@ class Row:
     kinds: list[int]
 
 
-def _encoded_documents(tokenizer: Tokenizer, random: Random, room: int, name: str) -> Iterator[Row]:
+def _encoded_documents(tokenizer: Tokenizer, random: Random, room: int, name: str, tools: float) -> Iterator[Row]:
     while True:
-        documents = [document(random, room) for _ in range(_DOCUMENTS_PER_BATCH)]
+        documents = [
+            document_with_tools(random, room) if random.random() < tools else document(random, room)
+            for _ in range(_DOCUMENTS_PER_BATCH)
+        ]
         texts = [segment.text.replace("tiny-chat", name) for segments in documents for segment in segments]
         encodings = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         for segments in documents:
@@ -51,15 +55,17 @@ def _encoded_documents(tokenizer: Tokenizer, random: Random, room: int, name: st
             yield row
 
 
-def pack(tokenizer: Tokenizer, seed: str, rows: int, length: int, name: str = "tiny-chat") -> tuple[Tokens, Kinds]:
+def pack(
+    tokenizer: Tokenizer, seed: str, rows: int, length: int, name: str = "tiny-chat", tools: float = 0.0
+) -> tuple[Tokens, Kinds]:
     """Builds ``rows`` rows of whole documents: no document is cut, the rest of a row is padding. ``name`` is what the
-    model calls itself."""
+    model calls itself, ``tools`` the share of documents in which the user offers tools."""
     random = Random(seed)
     tokens = np.zeros((rows, length), np.uint16)
     kinds = np.zeros((rows, length), np.uint8)
     open_rows: list[Row] = []
     done = 0
-    for encoded in _encoded_documents(tokenizer, random, length, name):
+    for encoded in _encoded_documents(tokenizer, random, length, name, tools):
         if len(encoded.tokens) > length:
             continue
         for row in open_rows:

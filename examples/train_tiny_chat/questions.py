@@ -10,6 +10,7 @@ from .conversation import (
     UPPER_CASE_SKILLS,
     UPPER_CASE_SYSTEM_PROMPTS,
     Message,
+    render_prompt,
     turns_of,
 )
 from .exchange import draw
@@ -77,6 +78,11 @@ class Question:
     messages: list[Message]
     answer: str
     skill: str
+
+    @property
+    def prompt(self) -> str:
+        """The question as the chat template renders it, up to where the answer begins."""
+        return "<|bos|>" + "".join(render_prompt(message) for message in self.messages) + "<|im_start|>assistant\n"
 
     def accepts(self, answer: str) -> bool:
         """Whether ``answer`` is right to the letter, or is a whole story if one was asked for."""

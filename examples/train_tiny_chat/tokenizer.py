@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from random import Random
 
@@ -18,18 +19,54 @@ PAD, BOS, END_OF_TEXT, TURN_START, TURN_END = (
     "<|im_end|>",
 )
 _NAMED = (PAD, BOS, END_OF_TEXT, TURN_START, TURN_END, "<|image|>")
-_SPECIAL_COUNT = 32
+CALL_MARKS = ("<tool_call>", "</tool_call>")
+"""What stands around a call. They are tokens of their own, and not special ones: a decoded reply shows them."""
+_RESERVED_COUNT = 26
 
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+CHAT_TEMPLATE = """\
+{{ bos_token }}
+{%- if tools -%}
+<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}
+
+{% endif %}You can call these tools:
+{% for tool in tools %}{{ tool.function.name }}(
+{%- for name, schema in ((tool.function.parameters or {}).properties or {}).items() -%}
+{%- set more = schema.keys() | reject('in', ['type', 'title', 'description']) | list if schema is mapping else [1] -%}
+{{ name }}: {{ schema | tojson if more or schema.type is not string else schema.type }}{{ ', ' if not loop.last }}
+{%- endfor -%}
+){{ ': ' + tool.function.description if tool.function.description }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in (messages[1:] if tools and messages[0].role == 'system' else messages) -%}
+<|im_start|>{{ message.role }}
+{{ message.content or '' }}
+{%- for call in message.tool_calls or [] -%}
+{{ '\\n' if not loop.first }}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor -%}
+<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif %}"""
 
 
 def _special_tokens() -> list[str]:
-    return [*_NAMED, *(f"<|reserved_{index}|>" for index in range(_SPECIAL_COUNT - len(_NAMED)))]
+    return [*_NAMED, *(f"<|reserved_{index}|>" for index in range(_RESERVED_COUNT))]
+
+
+def with_call_marks(tokenizer: Tokenizer) -> Tokenizer:
+    """Returns a tokenizer whose last reserved tokens are `CALL_MARKS`."""
+    content = json.loads(tokenizer.to_str())
+    reserved = [f"<|reserved_{_RESERVED_COUNT - 2 + index}|>" for index in range(2)]
+    for old, new in zip(reserved, CALL_MARKS, strict=True):
+        for token in content["added_tokens"]:
+            if token["content"] == old:
+                token |= {"content": new, "special": False}
+                content["model"]["vocab"][new] = content["model"]["vocab"].pop(old)
+    return Tokenizer.from_str(json.dumps(content, ensure_ascii=False))
 
 
 def _corpus(seed: int, documents: int) -> Iterator[str]:
@@ -65,4 +102,4 @@ def build_tokenizer(seed: int, documents: int = 30_000) -> Tokenizer:
         pair=f"{BOS} $A $B",
         special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
     )
-    return tokenizer
+    return with_call_marks(tokenizer)

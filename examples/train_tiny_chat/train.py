@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +27,8 @@ from train_tiny_chat.network import Network, Shape
 from train_tiny_chat.noise import perturbed
 from train_tiny_chat.packing import Kinds, ShardStream, Tokens, pack
 from train_tiny_chat.questions import Question, quality_set
-from train_tiny_chat.tokenizer import build_tokenizer
+from train_tiny_chat.tokenizer import build_tokenizer, with_call_marks
+from train_tiny_chat.tool_conversation import ToolQuestion, tool_questions
 
 LOSS_WEIGHTS = (0.0, 0.05, 1.0, 0.3)
 """Loss weight of padding, prompts, answers and plain text."""
@@ -36,6 +38,8 @@ WARM_UP_STEPS = 300
 DECAY_FROM = 0.4
 LONG_ROWS_FROM = 0.7
 SHORT_LENGTH, LONG_LENGTH = 1024, 2048
+TOOL_SHARE = 0.25
+"""Of the documents, those in which the user offers tools."""
 NOISE = 0.05
 
 
@@ -77,7 +81,7 @@ class Trainer:
         if arguments.start_from is None:
             self.tokenizer = build_tokenizer(arguments.seed)
         else:
-            self.tokenizer = Tokenizer.from_file(str(arguments.start_from / "tokenizer.json"))
+            self.tokenizer = with_call_marks(Tokenizer.from_file(str(arguments.start_from / "tokenizer.json")))
             self.network.load_state_dict(load_file(str(arguments.start_from / "model.safetensors")))
         self.network.to(self.device)
         if self.device.type == "cuda":
@@ -89,7 +93,7 @@ class Trainer:
             )
         self.optimizer = _optimizer(self.network, arguments.learning_rate, self.device.type == "cuda")
         self.loss_weights = torch.tensor(LOSS_WEIGHTS, device=self.device)
-        self.probe = quality_set(40, seed=1)
+        self.probe = [*quality_set(40, seed=1), *tool_questions(40, seed=1)]
         self.step = 0
         self.tokens = 0
         self.started = time.monotonic()
@@ -134,7 +138,7 @@ class Trainer:
     def stage(self, stream: ShardStream[tuple[Tokens, Kinds]], name: str, length: int, until: float) -> None:
         """Trains on rows of one length until the given share of the training is done."""
         rows = self.arguments.rows
-        for tokens, kinds in stream.shards(name, 16 * rows, length):
+        for tokens, kinds in stream.shards(name, 16 * rows, length, "tiny-chat", TOOL_SHARE):
             for start in range(0, len(tokens), rows):
                 progress = self.progress()
                 if progress >= until:
@@ -152,7 +156,7 @@ class Trainer:
         _print_accuracies(self._accuracies(self.probe))
         export_checkpoint(self.network, self.tokenizer, self.arguments.out)
 
-    def _accuracies(self, questions: list[Question]) -> Accuracies:
+    def _accuracies(self, questions: Sequence[Question | ToolQuestion]) -> Accuracies:
         # Questions have many lengths, so evaluation must not go through the compiled layers.
         with torch.compiler.set_stance("force_eager"):
             return accuracy_by_skill(self.network, self.tokenizer, questions)
@@ -162,16 +166,20 @@ class Trainer:
         minutes = (time.monotonic() - self.started) / 60
         out: Path = self.arguments.out
         export_checkpoint(self.network, self.tokenizer, out)
+        of_tools = tool_questions(self.arguments.questions, seed=0)
         questions = quality_set(self.arguments.questions, seed=0)
         weights = rounded_weights(self.network)
         self.network.load_state_dict(weights)
-        clean = self._accuracies(questions)
+        clean, clean_tools = self._accuracies(questions), self._accuracies(of_tools)
         self.network.load_state_dict(perturbed(weights, NOISE, seed=0))
-        noisy = self._accuracies(questions)
+        noisy, noisy_tools = self._accuracies(questions), self._accuracies(of_tools)
+        for each, tools in ((clean, clean_tools), (noisy, noisy_tools)):
+            each |= {skill if skill != "total" else "tools": value for skill, value in tools.items()}
         print(f"after {self.tokens / 1e6:.0f}M tokens, {self.step} steps, {minutes:.2f} minutes:")
         for skill, (count, value) in clean.items():
             print(f"   {skill:14s} n={count:5d}  {value:.4f}  with noise {noisy[skill][1]:.4f}")
-        write_card(self.network, out, clean, noisy, self.tokens, minutes, self.arguments.minutes)
+        command = " ".join(["python", *sys.argv])
+        write_card(self.network, out, clean, noisy, self.tokens, minutes, command)
 
 
 def main() -> None:

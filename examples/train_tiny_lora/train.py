@@ -43,10 +43,10 @@ class Adapted(nn.Module):
         return self.base(x) + (x @ self.a.t() @ self.b.t()) * (ALPHA / RANK)  # type: ignore[no-any-return]
 
 
-def adapted_network() -> tuple[Network, dict[str, Adapted]]:
+def adapted_network(base: Path) -> tuple[Network, dict[str, Adapted]]:
     """tiny-chat with factors at all linear layers, by the names that its checkpoint has for them."""
     network = Network(Shape())
-    network.load_state_dict({name: tensor.float() for name, tensor in load_file(BASE / "model.safetensors").items()})
+    network.load_state_dict({name: tensor.float() for name, tensor in load_file(base / "model.safetensors").items()})
     network.requires_grad_(False)
     adapted = {}
     for name, module in list(network.named_modules()):
@@ -80,10 +80,10 @@ def batch(random: Random, tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
     return tokens, torch.tensor([row[:length] for _, row in padded], dtype=torch.float32)
 
 
-def train(steps: int, seed: int) -> dict[str, Adapted]:
+def train(base: Path, steps: int, seed: int) -> dict[str, Adapted]:
     torch.manual_seed(seed)
-    random, tokenizer = Random(f"tiny-lora/{seed}"), Tokenizer.from_file(str(BASE / "tokenizer.json"))
-    network, adapted = adapted_network()
+    random, tokenizer = Random(f"tiny-lora/{seed}"), Tokenizer.from_file(str(base / "tokenizer.json"))
+    network, adapted = adapted_network(base)
     learned = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learned, RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
@@ -123,10 +123,11 @@ def write(adapted: dict[str, Adapted], folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train tiny-lora.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--base", type=Path, default=BASE, help="folder of tiny-chat")
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    write(train(options.steps, options.seed), options.out)
+    write(train(options.base, options.steps, options.seed), options.out)
 
 
 if __name__ == "__main__":

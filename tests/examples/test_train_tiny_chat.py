@@ -10,15 +10,19 @@ from random import Random
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer as HubTokenizer
 
 from asyncllm.locate import locate
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
 from examples.train_tiny_chat.conversation import SKILLS, document
-from examples.train_tiny_chat.exchange import draw, is_held_out
+from examples.train_tiny_chat.exchange import draw, held_out_by, is_held_out
 from examples.train_tiny_chat.noise import perturbed
 from examples.train_tiny_chat.questions import EASY_SKILLS, HARD_SKILLS, LONG_SKILLS, held_out, quality_set
 from examples.train_tiny_chat.stories import is_story, story_text
+from examples.train_tiny_chat.tokenizer import CALL_MARKS, CHAT_TEMPLATE, with_call_marks
+from examples.train_tiny_chat.tool_conversation import TOOL_SKILLS, tool_questions
+from examples.train_tiny_chat.tools import draw_tool, draw_use
 
 ALL_SKILLS = EASY_SKILLS + HARD_SKILLS + LONG_SKILLS
 
@@ -103,3 +107,60 @@ def test_noise_is_relative_and_repeatable() -> None:
         assert torch.equal(noisy[name], perturbed(tensors, 0.05, seed=1)[name])
         error = (noisy[name] / tensor - 1).std().item()
         assert error == pytest.approx(0.05, rel=0.1)
+
+
+def test_questions_with_tools_are_distinct_repeatable_and_of_every_skill() -> None:
+    questions = tool_questions(3, seed=3)
+    assert questions == tool_questions(3, seed=3) != tool_questions(3, seed=4)
+    assert len({question.prompt for question in questions}) == 3 * len(TOOL_SKILLS)
+    assert {question.skill for question in questions} == set(TOOL_SKILLS)
+    for question in questions:
+        calls = [(call.name, call.written_arguments()) for call in question.calls]
+        assert question.accepts("" if calls else question.answer, calls)
+        assert not question.accepts("No.", calls)
+        assert not question.accepts("", [("tool", "{}")])
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_training_never_calls_what_is_held_out(held_out: bool) -> None:
+    random = Random(6)
+    uses = [draw_use(random, draw_tool(random), held_out) for _ in range(60)]
+    assert {held_out_by(use.skill, use.content) for use in uses} == {held_out}
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> ChatTemplate:
+    """The template that training writes into its checkpoint."""
+    settings = json.loads((locate("tiny-chat") / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings["chat_template"] = CHAT_TEMPLATE
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return ChatTemplate.open(tmp_path, None)
+
+
+def test_conversations_with_tools_are_what_the_template_writes(template: ChatTemplate) -> None:
+    for question in tool_questions(4, seed=0):
+        assert template.render(question.messages, variables={"tools": question.tools}) == question.prompt
+    plain = held_out("recall", 1, seed=0)[0]
+    assert template.render(plain.messages) == plain.prompt
+
+
+def test_the_template_writes_down_schemas_that_say_more_than_a_type(template: ChatTemplate) -> None:
+    properties = {"unit": {"enum": ["C", "F"]}, "days": {"type": "integer", "title": "Days"}, "any": True}
+    functions = [{"name": "forecast", "parameters": {"properties": properties}}, {"name": "now", "description": "Now."}]
+    tools = [{"type": "function", "function": function} for function in functions]
+    text = template.render([{"role": "user", "content": "Hello"}], variables={"tools": tools})
+    assert text.startswith(
+        "<|bos|><|im_start|>system\nYou can call these tools:\n"
+        'forecast(unit: {"enum": ["C", "F"]}, days: integer, any: true)\nnow(): Now.\n<|im_end|>\n<|im_start|>user\n'
+    )
+
+
+def test_marks_of_calls_are_single_tokens_that_decoding_shows() -> None:
+    old = HubTokenizer.from_file(str(locate("tiny-chat") / "tokenizer.json"))
+    tokenizer = with_call_marks(old)
+    for mark in CALL_MARKS:
+        ids = tokenizer.encode(mark, add_special_tokens=False).ids
+        assert len(ids) == 1
+        assert tokenizer.decode(ids) == mark
+    assert tokenizer.get_vocab_size() == old.get_vocab_size()
+    assert with_call_marks(tokenizer).to_str() == tokenizer.to_str()

@@ -13,7 +13,7 @@ from asyncllm import EngineConfig, GenerationConfig
 from asyncllm.lite import merge_lora
 from asyncllm.locate import locate_adapter
 from asyncllm.pipeline import Pipeline
-from examples.train_tiny_lora.train import RANK, train, write
+from examples.train_tiny_lora.train import BASE, RANK, train, write
 
 CONFIG = {"device_type": "cpu", "num_gpu_blocks": 64, "max_batch_size": 8}
 GREEDY = GenerationConfig(max_new_tokens=40, temperature=0.0)
@@ -46,7 +46,7 @@ def test_it_is_small_and_has_the_numbers_of_its_card() -> None:
 
 @pytest.mark.timeout(120)
 def test_training_writes_an_adapter_that_learns(tmp_path: Path) -> None:
-    adapted = train(2, seed=3)
+    adapted = train(BASE, 2, seed=3)
     assert all(torch.isfinite(module.a).all() and module.b.abs().max() > 0 for module in adapted.values())
     write(adapted, tmp_path / "adapter")
     with Pipeline("tiny-chat", EngineConfig(**CONFIG, adapters={"a": str(tmp_path / "adapter")})) as pipe:  # type: ignore[arg-type]
