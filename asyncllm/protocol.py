@@ -209,6 +209,14 @@ class VideoProcessor(ImageProcessor, Protocol):
         """Load a video's frames, as `prepare` does an image, and return what the tower is to be shown of them."""
 
 
+@runtime_checkable
+class CuttingProcessor(ImageProcessor, Protocol):
+    """Of a family that cuts images into tiles where a conversation has few of them."""
+
+    most_cut: int
+    """Images of a conversation whose images are cut."""
+
+
 class SlotStart(msgspec.Struct, frozen=True, kw_only=True):
     """A sequence takes possession of a slot, at first admission or after preemption."""
 

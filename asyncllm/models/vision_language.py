@@ -125,7 +125,6 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     "CogVLMForCausalLM": Refused(
         "CogVLM, CogVLM2", "weights of their own for images' tokens in every layer", "InternVLChatModel"
     ),
-    "DeepseekVLV2ForCausalLM": Refused("DeepSeek-VL2", _OWN_TOWER, "DeepseekVLForConditionalGeneration"),
     "Glm4vMoeForConditionalGeneration": Refused(
         "GLM-4.5V", "its decoder's positions are not written yet", "Glm4vForConditionalGeneration"
     ),

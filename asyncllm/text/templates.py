@@ -248,6 +248,12 @@ BUILTIN: dict[str, dict[str, Any]] = {
     },
     "deepseek": DEEPSEEK,
     "deepseek-vl": {**DEEPSEEK, "meta_instruction": DEEPSEEK_VL_SYSTEM, "eosys": "\n\n"},
+    "deepseek-vl2": {
+        **DEEPSEEK,
+        "user": "<|User|>: ",
+        "assistant": "<|Assistant|>: ",
+        "generation_prompt": "<|Assistant|>:",
+    },
     "deepseek-coder": {
         "meta_instruction": DEEPSEEK_CODER_SYSTEM,
         "user": "### Instruction:\n",
@@ -324,6 +330,7 @@ ARCHITECTURES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("LlavaMistralForCausalLM", {}, "mistral"),
     ("MGMLlamaForCausalLM", {}, "mini-gemini-vicuna"),
     ("MiniGeminiLlamaForCausalLM", {}, "mini-gemini-vicuna"),
+    ("MiniCPMV", {"version": 2.6}, "qwen"),
     ("MiniCPMV", {}, "llama3"),
     ("BaichuanForCausalLM", {"vocab_size": 125696}, "baichuan2"),
     ("BaiChuanForCausalLM", {"vocab_size": 125696}, "baichuan2"),
@@ -341,6 +348,7 @@ ARCHITECTURES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("DbrxForCausalLM", {}, "dbrx"),
     ("DeepseekForCausalLM", {}, "deepseek"),
     ("DeepseekV2ForCausalLM", {}, "deepseek"),
+    ("DeepseekVLV2ForCausalLM", {}, "deepseek-vl2"),
     ("MultiModalityCausalLM", {}, "deepseek-vl"),
     ("Phi3ForCausalLM", {}, "phi-3"),
     ("Phi3VForCausalLM", {}, "phi-3"),

@@ -47,7 +47,8 @@ def open_processor(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
     if not settings:
         # A processor that is saved whole has the image processor's settings within its own.
         file = folder / "processor_config.json"
-        settings = read_json_object(file).get("image_processor") or {}
+        whole = read_json_object(file)
+        settings = whole.get("image_processor") or (whole if "image_mean" in whole else {})
     if not settings and name in _OF_TOWER:
         settings = {"image_processor_type": "CLIP", **tower_settings(folder, fields.get("mm_vision_tower"))}
     if not settings:

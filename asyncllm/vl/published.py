@@ -8,10 +8,12 @@ from typing import Any
 
 from PIL import Image
 
+from asyncllm.errors import InvalidCheckpoint, short
 from asyncllm.protocol import ImageProcessor
 from asyncllm.text.checkpoint_files import read_json_object
 from asyncllm.vl.image_tokens import token_id_of, token_of
 from asyncllm.vl.known_towers import tower_fields
+from asyncllm.vl.processing.deepseek_vl import CandidatesProcessor
 from asyncllm.vl.processing.hd import HdProcessor
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.slices import SliceProcessor
@@ -19,6 +21,27 @@ from asyncllm.vl.processing.slices import SliceProcessor
 __all__ = ["PUBLISHED"]
 
 _Fields = Mapping[str, Any]
+
+HALVES = (0.5, 0.5, 0.5)
+
+
+def _deepseek_vl2(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    vision, joined = fields.get("vision_config") or {}, fields.get("projector_config") or {}
+    shapes: Any = settings.get("candidate_resolutions")
+    side = vision.get("image_size", 384)
+    read = PictureSettings(settings, where, mean=HALVES, std=HALVES)
+    if not is_grid(shapes, side):
+        raise InvalidCheckpoint(
+            f"{where}: candidate_resolutions = {short(shapes)}, where pairs of multiples of {side} belong, "
+            f"the first one [{side}, {side}]. Correct the file."
+        )
+    return CandidatesProcessor(
+        read,
+        token_id=token_of(Path(where).parent, str(settings.get("image_token", "<image>"))),
+        placeholder="<image>\n",
+        tokens=-(-(side // vision.get("patch_size", 16)) // joined.get("downsample_ratio", 2)),
+        shapes=[(height, width) for width, height in shapes],
+    )
 
 
 def _minicpm_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
@@ -51,7 +74,18 @@ def _phi3_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
+def is_grid(shapes: Any, side: int) -> bool:
+    """Return whether these are widths and heights of whole tiles, those of one first."""
+    pairs = isinstance(shapes, list) and all(isinstance(each, list) and len(each) == 2 for each in shapes)
+    return (
+        pairs
+        and shapes[:1] == [[side, side]]
+        and all(type(each) is int and 0 < each <= 64 * side and each % side == 0 for pair in shapes for each in pair)
+    )
+
+
 PUBLISHED: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
+    "DeepseekVLV2ForCausalLM": _deepseek_vl2,
     "MiniCPMV": _minicpm_v,
     "Phi3VForCausalLM": _phi3_v,
 }

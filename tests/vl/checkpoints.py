@@ -77,7 +77,8 @@ def _build_published(kind: str, folder: Path, seed: int) -> Path:
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     remote = {"AutoModelForCausalLM": f"modeling.{family.architecture}"}
     fields = {**family.fields, "architectures": [family.architecture], "auto_map": remote, "torch_dtype": "float32"}
-    files = {"config.json": fields, "preprocessor_config.json": family.pictures, **family.files}
+    pictures = {"preprocessor_config.json": family.pictures} if family.pictures else {}
+    files = {"config.json": fields, **pictures, **family.files}
     for name, content in {**files, "generation_config.json": {"eos_token_id": [3]}}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps(content))

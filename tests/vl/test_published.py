@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidCheckpoint, ModelError, UnsupportedModel
-from asyncllm.models.registry import open_model
+from asyncllm.models.config import HFConfig
+from asyncllm.models.registry import families, open_model
+from asyncllm.models.vision_language import composed
 from tests.vl.checkpoints import folder_of, picture
 
 pytestmark = pytest.mark.anyio
@@ -32,6 +34,9 @@ async def text_of(kind: str, prompt: Any) -> str:
 FIVE = "<unk>" * 5
 PROMPTS = [
     ("phi3_v", [(28, 28)], "<|image|>" * (5 * 4 + 3 * 2 + 1) + "\nwhat?"),
+    ("deepseek_vl2", [(23, 23)], "<image>" * (2 * 3 + 1 + 2 * 3) + "\nwhat?"),
+    ("deepseek_vl2", [(46, 23), (23, 23)], "<image>" * (2 * 3 + 1 + 2 * 5) + "\n" + "<image>" * 13 + "\nwhat?"),
+    ("deepseek_vl2", [(46, 23)] * 3, ("<image>" * 13 + "\n") * 3 + "what?"),
     (
         "minicpm_v_2_5",
         [(28, 28), (28, 56)],
@@ -90,3 +95,21 @@ def test_configs_that_are_refused(
     file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
     with pytest.raises(error, match=says):
         open_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "decoder"),
+    [
+        ({}, "DeepseekV2"),
+        ({"use_mla": False, "kv_lora_rank": None}, "Deepseek"),
+        ({"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}, "DeepseekV3"),
+    ],
+)
+def test_the_decoder_of_deepseek_vl2_is_of_a_generation(changed: dict[str, Any], decoder: str) -> None:
+    fields = json.loads((folder_of("deepseek_vl2") / "config.json").read_text())
+    parts = composed(
+        HFConfig({**fields, "language_config": {**fields["language_config"], **changed}}), fields["architectures"][0]
+    )
+    assert parts is not None
+    assert parts.decoder == f"{decoder}ForCausalLM"
+    families()[parts.decoder].configure(parts.text, parts.decoder)

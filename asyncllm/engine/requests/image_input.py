@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature, short
-from asyncllm.protocol import ImageProcessor, PromptImage, VideoProcessor
+from asyncllm.protocol import CuttingProcessor, ImageProcessor, PromptImage, VideoProcessor
 from asyncllm.text.image_marks import (
     OPTIONS,
     VIDEO_OPTIONS,
@@ -62,6 +62,9 @@ class ImageInput:
                 )
             return prompt, []  # which the check of messages refuses by place
         marked, sources = take_images(prompt)
+        cutting = self._processor
+        if isinstance(cutting, CuttingProcessor) and before + len(sources) > cutting.most_cut:
+            usual = {**usual, "detail": "low"}
         images = [await self._prepared(source, usual, owner) for source in sources]
         return marked, [
             msgspec.structs.replace(image, text=with_numbers(image.text, before + index))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from asyncllm.models.config import HFConfig
+from asyncllm.models.vision.deepseek_vl2 import read_deepseek_vl2
 from asyncllm.models.vision.minicpm_v import read_minicpm_v
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision.phi3_v import read_phi3_v
@@ -12,11 +13,13 @@ from asyncllm.models.vision.phi3_v import read_phi3_v
 __all__ = ["PUBLISHED_MODELS", "PUBLISHED_READERS"]
 
 PUBLISHED_READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
+    "DeepseekVLV2ForCausalLM": read_deepseek_vl2,
     "MiniCPMV": read_minicpm_v,
     "Phi3VForCausalLM": read_phi3_v,
 }
 
 PUBLISHED_MODELS: Mapping[str, str] = {
+    "DeepseekVLV2ForCausalLM": "DeepSeek-VL2, VL2-Small, VL2-Tiny",
     "MiniCPMV": "MiniCPM-Llama3-V-2.5, MiniCPM-V-2.6",
     "Phi3VForCausalLM": "Phi-3-vision, Phi-3.5-vision",
 }

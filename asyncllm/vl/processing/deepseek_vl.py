@@ -1,19 +1,20 @@
-"""Square pictures for DeepSeek-VL: all of an image, and of the 7B in two sizes."""
+"""Square pictures for DeepSeek-VL: all of an image, of the 7B in two sizes, and in DeepSeek-VL2 tiles of it besides."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from asyncllm.protocol import PromptImage
 from asyncllm.vl.loading import load_image
+from asyncllm.vl.processing.anyres import best_resolution
 from asyncllm.vl.processing.clip import CenterProcessor
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+from asyncllm.vl.processing.settings import PictureSettings, digest_of, is_low, refuse_options, resized
 
-__all__ = ["SquareProcessor", "TwoSizesProcessor"]
+__all__ = ["CandidatesProcessor", "SquareProcessor", "TwoSizesProcessor"]
 
 
 class SquareProcessor(CenterProcessor):
@@ -61,3 +62,51 @@ class TwoSizesProcessor(SquareProcessor):
             pixels=pixels,
             size=(loaded.height, loaded.width),
         )
+
+
+class CandidatesProcessor:
+    """The whole of an image, and the tiles of the candidate shape that suits it best, all with bars of the mean colour:
+    pictures [1 + rows * columns, 3, side, side]. Where a conversation has many images there is but one tile."""
+
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
+    joint = 0
+    most_cut = 2
+
+    def __init__(
+        self,
+        settings: PictureSettings,
+        *,
+        token_id: int,
+        placeholder: str,
+        tokens: int,
+        shapes: Sequence[tuple[int, int]],
+    ) -> None:
+        """`tokens`: along a tile's side. `shapes`: heights and widths, the first one that of a tile."""
+        self.settings, self.token_id, self.placeholder = settings, token_id, placeholder
+        self._tokens, self._shapes, self._side = tokens, shapes, shapes[0][0]
+
+    def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
+        refuse_options(options, "detail")
+        loaded, side = load_image(image), self._side
+        size = (loaded.height, loaded.width)
+        height, width = (side, side) if is_low(options) else best_resolution(size, self._shapes)
+        canvas = self._padded(loaded, height, width)
+        tiles = [
+            canvas.crop((left, top, left + side, top + side))
+            for top in range(0, height, side)
+            for left in range(0, width, side)
+        ]
+        pictures = [self._padded(loaded, side, side), *tiles]
+        pixels = self.settings.numbers(np.stack([np.asarray(each) for each in pictures]))
+        rows, columns, tokens = height // side, width // side, self._tokens
+        return PromptImage(
+            length=tokens * (tokens + 1) + 1 + rows * tokens * (columns * tokens + 1),
+            digest=digest_of(rows, pixels=pixels),
+            pixels=pixels,
+            size=size,
+            tiles=(rows, columns),
+        )
+
+    def _padded(self, image: Image.Image, height: int, width: int) -> Image.Image:
+        return ImageOps.pad(image, (width, height), self.settings.resample, self.settings.background)

@@ -12,7 +12,7 @@ from PIL import Image
 
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedModel, short
 
-__all__ = ["PictureSettings", "Pixels", "digest_of", "refuse_options", "resized"]
+__all__ = ["PictureSettings", "Pixels", "digest_of", "is_low", "refuse_options", "resized"]
 
 Pixels = NDArray[np.float32]
 
@@ -112,6 +112,14 @@ def digest_of(*parts: object, pixels: Pixels) -> bytes:
     digest = hashlib.sha256(repr((parts, pixels.shape)).encode())
     digest.update(pixels.data)
     return digest.digest()
+
+
+def is_low(options: Mapping[str, Any]) -> bool:
+    """Return whether `detail` asks for one tile alone. Raises InvalidParameter for what is no detail."""
+    detail = options.get("detail", "auto")
+    if detail not in ("auto", "low", "high"):
+        raise InvalidParameter(f"detail={short(detail)} is none of 'auto', 'low' and 'high'.", "messages")
+    return bool(detail == "low")
 
 
 def refuse_options(options: Mapping[str, Any], *known: str) -> None:

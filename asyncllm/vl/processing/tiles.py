@@ -11,7 +11,7 @@ import numpy as np
 from asyncllm.errors import InvalidParameter, short
 from asyncllm.protocol import PromptImage
 from asyncllm.vl.loading import load_image
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+from asyncllm.vl.processing.settings import PictureSettings, digest_of, is_low, refuse_options, resized
 
 __all__ = ["TileProcessor", "tile_grid"]
 
@@ -80,9 +80,7 @@ class TileProcessor:
     def _most_tiles(self, options: Mapping[str, Any]) -> int:
         """Return how many tiles a part of a message allows. Raises InvalidParameter."""
         refuse_options(options, "max_dynamic_patch", "detail")
-        detail, most = options.get("detail", "auto"), options.get("max_dynamic_patch", self._most)
-        if detail not in ("auto", "low", "high"):
-            raise InvalidParameter(f"detail={short(detail)} is none of 'auto', 'low' and 'high'.", "messages")
+        low, most = is_low(options), options.get("max_dynamic_patch", self._most)
         if type(most) is not int or not 1 <= most <= MAX_TILES:
             raise InvalidParameter(f"max_dynamic_patch={short(most)} is not from 1 to {MAX_TILES} tiles.", "messages")
-        return 1 if detail == "low" else most
+        return 1 if low else most

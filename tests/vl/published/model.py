@@ -27,8 +27,8 @@ class PublishedModel(nn.Module):
     """What it is made of, for the table of the documents."""
     fields: ClassVar[dict[str, Any]]
     """Of config.json."""
-    pictures: ClassVar[dict[str, Any]]
-    """preprocessor_config.json."""
+    pictures: ClassVar[dict[str, Any]] = {}
+    """preprocessor_config.json, if there is one."""
     tokens: ClassVar[list[str]]
     """The first of them is `IMAGE_ID`."""
     template: ClassVar[str | None] = None

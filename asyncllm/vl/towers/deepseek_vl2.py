@@ -1,0 +1,99 @@
+"""The tower of DeepSeek-VL2 (Wu et al., 2024): SigLIP over the whole of an image and tiles of it, squares of patches
+folded into one, an MLP, a learned end of each row and a separator between the two pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder
+from asyncllm.vl.towers.parts import Dense, Table
+
+__all__ = ["DeepseekVL2Config", "DeepseekVL2Tower"]
+
+
+class DeepseekVL2Config(TowerConfig, frozen=True, kw_only=True):
+    """An encoder, and how its patches become tokens."""
+
+    encoder: ClipConfig
+    """Of pictures cropped to whole patches."""
+    fold: int
+    """Patches along a side of the square that becomes a token; squares at the edge are filled with zeros."""
+    inner_size: int
+    """Of the projector."""
+    whole_first: bool
+
+    def build(self, hidden_size: int) -> DeepseekVL2Tower:
+        return DeepseekVL2Tower(self, hidden_size)
+
+    @property
+    def weights(self) -> Mapping[str, str]:
+        block, own = "vision.blocks.{i}", "vision.encoder.layers.{i}"
+        return {
+            "vision.patch_embed.proj": "vision.encoder.patches",
+            "vision.pos_embed": "vision.encoder.positions:weight",
+            f"{block}.norm1": f"{own}.attn_norm",
+            f"{block}.attn.qkv": f"{own}.attn.qkv[q+k+v]",
+            f"{block}.attn.proj": f"{own}.attn.out",
+            f"{block}.norm2": f"{own}.mlp_norm",
+            f"{block}.mlp.fc1": f"{own}.up",
+            f"{block}.mlp.fc2": f"{own}.down",
+            "vision.norm": "vision.encoder.last_norm",
+            "projector.layers.0": "vision.projector_1",
+            "projector.layers.2": "vision.projector_2",
+            "image_newline": "vision.row_end:weight",
+            "view_seperator": "vision.separator:weight",
+        }
+
+    @property
+    def unused(self) -> Sequence[str]:
+        return ("vision.attn_pool",)
+
+    @property
+    def decoder_source(self) -> str:
+        return "language"
+
+
+class DeepseekVL2Tower(VisionTower):
+    def __init__(self, config: DeepseekVL2Config, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        encoder = config.encoder
+        self.encoder = ClipEncoder(encoder)
+        self.encoder.positions = Table(1, encoder.side**2, encoder.hidden_size)
+        self.projector_1 = Dense(encoder.hidden_size * config.fold**2, config.inner_size)
+        self.projector_2 = Dense(config.inner_size, hidden_size)
+        self.row_end, self.separator = Table(hidden_size), Table(hidden_size)
+
+    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
+        weight, encoder = self.projector_1.weight, self.config.encoder
+        tiles = [torch.from_numpy(image.pixels) for image in images]
+        pixels = torch.cat(tiles)[..., : encoder.image_size, : encoder.image_size].to(weight.device, weight.dtype)
+        squares = self._folded(self.encoder(pixels, encoder.num_layers))
+        tokens = self.projector_2(F.gelu(self.projector_1(squares)))
+        parts = torch.split(tokens, [len(each) for each in tiles])
+        return [self._joined(part, image.tiles) for part, image in zip(parts, images, strict=True)]
+
+    def _folded(self, x: Tensor) -> Tensor:
+        """x [N, side * side, hidden] -> [N, tokens, hidden * fold * fold], each feature's patches side by side."""
+        fold, side = self.config.fold, self.config.encoder.side
+        picture = x.view(len(x), side, side, -1).permute(0, 3, 1, 2)
+        missing = -side % fold
+        return F.unfold(F.pad(picture, (0, missing, 0, missing)), fold, stride=fold).transpose(1, 2)
+
+    def _joined(self, tokens: Tensor, shape: tuple[int, int]) -> Tensor:
+        """tokens [1 + rows * columns, tokens, hidden] of an image, the whole first -> [length, hidden]."""
+        whole, tiles = self._lines(tokens[:1], 1, 1), self._lines(tokens[1:], *shape)
+        first, last = (whole, tiles) if self.config.whole_first else (tiles, whole)
+        return torch.cat([first, self.separator()[None], last])
+
+    def _lines(self, tokens: Tensor, rows: int, columns: int) -> Tensor:
+        """tokens [rows * columns, tokens, hidden] -> row by row of the whole picture, each with its end."""
+        side = -(-self.config.encoder.side // self.config.fold)
+        picture = tokens.view(rows, columns, side, side, -1).transpose(1, 2).reshape(rows * side, columns * side, -1)
+        return torch.cat([picture, self.row_end().expand(len(picture), 1, -1)], 1).flatten(0, 1)
