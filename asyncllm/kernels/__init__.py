@@ -32,7 +32,7 @@ from asyncllm.kernels.lora import LoRAWeights, add_lora
 from asyncllm.kernels.memory import gated_delta_rule, state_space
 from asyncllm.kernels.moe import Routing, fused_experts, fused_experts_invariant, route
 from asyncllm.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from asyncllm.kernels.packed import PackedWeight, linear_packed, packed_experts
+from asyncllm.kernels.packed import PackedWeight, linear_packed, linear_packed_silu_mul, packed_experts
 from asyncllm.kernels.quantized_kv import KVFormat, QuantizedKV
 from asyncllm.kernels.recurrent import Pieces, StatePlan, States, plan_states, short_convolution
 from asyncllm.kernels.rotary import Rotation, apply_rotary, linear_rope_fill_kv, rope_fill_kv, rotation
@@ -93,6 +93,7 @@ __all__ = [
     "linear_by_head_invariant",
     "linear_invariant",
     "linear_packed",
+    "linear_packed_silu_mul",
     "linear_rope_fill_kv",
     "linear_rounded",
     "linear_scaled",

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncllm.kernels.activation import silu_mul
 from asyncllm.kernels.dispatch import op
 from asyncllm.kernels.linear import check_out
 from asyncllm.kernels.moe import fused_experts
@@ -20,6 +21,7 @@ __all__ = [
     "dequantize",
     "expand_stack",
     "linear_packed",
+    "linear_packed_silu_mul",
     "natural",
     "pack_codes",
     "packed_experts",
@@ -108,6 +110,13 @@ def linear_packed(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *
     rows = x.float() if weight.order is None else x.float().index_select(-1, weight.order)
     y = F.linear(rows, whole, None if bias is None else bias.float()).to(x.dtype)
     return y if out is None else out.copy_(y)
+
+
+@op("linear.packed:linear_packed_silu_mul")
+def linear_packed_silu_mul(x: Tensor, weight: PackedWeight) -> Tensor:
+    """silu(gate) * up of the product of x [..., K] and a weight whose first half of rows is the gate's -> [..., N / 2],
+    rounded as `silu_mul` of `linear_packed` is."""
+    return silu_mul(linear_packed(x, weight))
 
 
 @op("linear.packed_experts:packed_experts")

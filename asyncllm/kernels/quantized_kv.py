@@ -7,7 +7,8 @@ of e4m3 are x / scale; their middle is 0.
 
 Four bits a number are five for keys and three for values, since an error in a key changes weights, and those of values
 average out: of `tiny-chat`'s loss by four bits for both, all is that of its keys. One byte has the codes of a key's
-number and of the same number of the value.
+number and of the same number of the value. Their outermost codes lie within the line's ends, by half a step of keys and
+an eighth of values, which makes all steps smaller: `tiny-chat` diverges a tenth less than with ends that are exact.
 
 Scale and middle are bfloat16, as that has the range of every model's type. The middle is rounded first, and the scale
 up, so that no code is cut off. Both together are one int32, the line's *range*: the scale in its low half. Where a line
@@ -36,6 +37,8 @@ class Rounding(NamedTuple):
     centre: float
     """The code, if there were one, of the line's middle; 0 for e4m3."""
     reach: float
+    """Codes from the middle of the line to its smallest and largest number."""
+    outermost: float
     """From the centre to the outermost codes."""
     dtype: torch.dtype
     """Of codes. float8_e4m3fn is stored as its bytes."""
@@ -67,14 +70,16 @@ class KVFormat(NamedTuple):
         return codes >> _KEY_BITS if self.shared else codes
 
 
-_INT8 = Rounding(-0.5, 127.5, torch.int8)
-_E4M3 = Rounding(0.0, 448.0, torch.uint8)
+_INT8 = Rounding(-0.5, 127.5, 127.5, torch.int8)
+_FIVE_BITS = Rounding(15.5, 16.0, 15.5, torch.uint8)
+_THREE_BITS = Rounding(3.5, 3.625, 3.5, torch.uint8)
+_E4M3 = Rounding(0.0, 448.0, 448.0, torch.uint8)
 
 FORMATS = {
     each.name: each
     for each in (
         KVFormat("int8", _INT8, _INT8),
-        KVFormat("k5v3", Rounding(15.5, 15.5, torch.uint8), Rounding(3.5, 3.5, torch.uint8), shared=True),
+        KVFormat("k5v3", _FIVE_BITS, _THREE_BITS, shared=True),
         KVFormat("fp8", _E4M3, _E4M3),
     )
 }
@@ -177,8 +182,8 @@ def quantize_lines(x: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
     ranges = _bits(torch.where(finite, scale, torch.nan)) >> 16 & 0xFFFF | _bits(middle)
     if not rounding.centre:
         return steps.clamp(-rounding.reach, rounding.reach).to(torch.float8_e4m3fn).view(rounding.dtype), ranges
-    lowest = rounding.centre - rounding.reach
-    return (steps + rounding.centre).round().clamp(lowest, lowest + 2 * rounding.reach).to(rounding.dtype), ranges
+    lowest, highest = rounding.centre - rounding.outermost, rounding.centre + rounding.outermost
+    return (steps + rounding.centre).round().clamp(lowest, highest).to(rounding.dtype), ranges
 
 
 def dequantize_lines(codes: Tensor, ranges: Tensor, rounding: Rounding) -> Tensor:

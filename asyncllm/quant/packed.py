@@ -19,7 +19,7 @@ from asyncllm import kernels
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
 from asyncllm.kernels import PackedWeight
 from asyncllm.kernels.packed import PLANE, chunk_of, expand_stack, natural, pack_codes
-from asyncllm.layers.linear_method import LinearMethod, PartKey, Stored, Weighted, of_heads
+from asyncllm.layers.linear_method import Activation, LinearMethod, PartKey, Stored, Weighted, of_heads
 from asyncllm.quant.settings import Header
 
 __all__ = ["INT32_COLUMNS", "INT32_ROWS", "INT32_WHOLE", "Decoded", "Packed", "pack", "scale_dtype", "unpack"]
@@ -160,6 +160,11 @@ class Packed(LinearMethod):
         if self.invariant:
             return kernels.linear_invariant(x, natural(self.weight(layer), x.dtype), bias, out=out)
         return kernels.linear_packed(x, self.weight(layer), bias, out=out)
+
+    def product_gated(self, layer: Weighted, x: Tensor, activation: Activation) -> Tensor | None:
+        if self.invariant or activation != "silu" or cast(_Layer, layer).offset is not None:
+            return None
+        return kernels.linear_packed_silu_mul(x, self.weight(layer))
 
     def embed(self, layer: Weighted, ids: Tensor, scale: float | None) -> Tensor:
         raise UnsupportedModel("A token embedding of few bits is not implemented. Use a checkpoint that keeps it.")

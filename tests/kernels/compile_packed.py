@@ -9,17 +9,20 @@ from tests.kernels.offline import Case
 _PDL = {"launch_pdl": True}
 
 
-def product_case(tile: Tile, bits: int, group: int, dtype: str = "*bf16", n: int = 4096, k: int = 4096) -> Case:
+def product_case(
+    tile: Tile, bits: int, group: int, dtype: str = "*bf16", n: int = 4096, k: int = 4096, *, gated: bool = False
+) -> Case:
     constexprs = {
         "N": n, "K": k, "BITS": bits, "GROUP": group, "BLOCK_M": tile.tokens, "BLOCK_N": tile.rows,
         "SPLITS": 4 if tile.programs > 1 else 1, "HAS_BIAS": False, "USE_PDL": True,
+        "ROUNDED": tile.tokens >= packed.LEAST_ROUNDED, "GATED": gated,
     }  # fmt: skip
     signature = {
         **dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), dtype),
         **{"words_ptr": "*i16", "scales_ptr": "*fp16", "zeros_ptr": "*u8", "partial_ptr": "*fp32"},
         **{"counter_ptr": "*i32", "tokens": "i32"},
     }
-    name = f"product-{tile.tokens}-{bits}-{group}-{dtype[1:]}-{n}x{k}"
+    name = f"product-{tile.tokens}-{bits}-{group}-{dtype[1:]}-{n}x{k}{'-gated' if gated else ''}"
     return Case(name, packed.packed_kernel, signature, constexprs, tile.warps, tile.stages, options=_PDL)
 
 
@@ -54,6 +57,8 @@ CASES = [
     experts_case(16),
     experts_case(64),
     *(product_case(tile, 4, 128) for tile in packed.TILES),
+    *(product_case(tile, 4, 128, gated=True) for tile in packed.TILES),
+    product_case(packed.TILES[-1], 4, 128, "*fp16"),
     product_case(packed.TILES[0], 4, 32, "*fp16", k=14336 + 32),
     product_case(packed.TILES[3], 8, 32),
     dequantize_case(4),

@@ -21,6 +21,7 @@ __all__ = [
     "join_codes",
     "middles_of",
     "numbers_of",
+    "pairs_of",
     "quantize_halves",
     "scales_of",
 ]
@@ -61,6 +62,71 @@ def numbers_of(codes, FORMAT: tl.constexpr, VALUES: tl.constexpr, dtype: tl.cons
         return codes.to(tl.float32)
     else:
         return codes.to(dtype)
+
+
+@triton.jit
+def pairs_of(words, FORMAT: tl.constexpr, VALUES: tl.constexpr):
+    """Two stored codes a word int16, of keys or of VALUES, of neighbouring numbers -> the first and the second ones of
+    all words, float16, or float32 under the interpreter."""
+    if INTERPRET:
+        return _by_arithmetic(words & 255, FORMAT, VALUES), _by_arithmetic((words >> 8) & 255, FORMAT, VALUES)
+    elif FORMAT == "fp8":
+        return _from_e4m3(words, False), _from_e4m3(words, True)
+    else:
+        # Two words at a time; what comes over from the upper one is masked.
+        shifted = tl.inline_asm_elementwise("shr.u32 $0, $1, 8;", "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2)
+        return _from_integers(words, FORMAT, VALUES), _from_integers(shifted, FORMAT, VALUES)
+
+
+@triton.jit
+def _from_e4m3(words, SECOND: tl.constexpr):
+    if SECOND:
+        bits = tl.inline_asm_elementwise(
+            "{.reg .b32 t; .reg .b16 l; prmt.b32 t, $1, 0, 0x4431; cvt.u16.u32 l, t; cvt.rn.f16x2.e4m3x2 $0, l;}",
+            "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        bits = tl.inline_asm_elementwise(
+            "{.reg .b32 t; .reg .b16 l; prmt.b32 t, $1, 0, 0x4420; cvt.u16.u32 l, t; cvt.rn.f16x2.e4m3x2 $0, l;}",
+            "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return bits.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _from_integers(words, FORMAT: tl.constexpr, VALUES: tl.constexpr):
+    """The lower bytes of words -> float16. A mask leaves the last bits of 1024, or of a multiple of it, to be taken
+    off again."""
+    if FORMAT == "int8":
+        # The code plus 128.
+        bits = tl.inline_asm_elementwise(
+            "{.reg .b32 t, c; mov.b32 c, 0x64806480; lop3.b32 t, $1, 0x00ff00ff, c, 0x6a; sub.rn.f16x2 $0, t, c;}",
+            "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif VALUES:
+        # 1024 + 32 code, of which a 32nd less 32 is left.
+        bits = tl.inline_asm_elementwise(
+            "{.reg .b32 t, c, d; mov.b32 c, 0x28002800; mov.b32 d, 0xd000d000; "
+            "lop3.b32 t, $1, 0x00e000e0, 0x64006400, 0xea; fma.rn.f16x2 $0, t, c, d;}",
+            "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        bits = tl.inline_asm_elementwise(
+            "{.reg .b32 t, c; mov.b32 c, 0x64006400; lop3.b32 t, $1, 0x001f001f, c, 0xea; sub.rn.f16x2 $0, t, c;}",
+            "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return bits.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _by_arithmetic(codes, FORMAT: tl.constexpr, VALUES: tl.constexpr):
+    """Bytes in int16 -> float32."""
+    if FORMAT == "fp8":
+        return e4m3_value(codes.to(tl.uint8))
+    elif FORMAT == "int8":
+        return ((codes ^ 128) - 128).to(tl.float32)
+    else:
+        return ((codes >> 5) if VALUES else (codes & 31)).to(tl.float32)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from asyncllm.kernels.triton.attention.plan import (
     key_tile,
     padded_head_dim,
 )
-from asyncllm.kernels.triton.attention.quantized import attend_quantized_keys, factor_of, load_queries
+from asyncllm.kernels.triton.attention.quantized import attend_quantized_keys, factor_of, join_pairs, load_query_pairs
 from asyncllm.kernels.triton.attention.tile import FLOOR, LOG2_E, attend_keys
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured
@@ -108,7 +108,6 @@ def decode_attention_kernel(
     USE_PDL: tl.constexpr,
 ):
     """FORMAT is that of a quantized cache, where k_ranges and v_ranges are read, or empty. PADDED is D padded."""
-    # A line of the cache, in what is stored. In 4 bits it has both halves of a head.
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     block = tl.program_id(0)
@@ -127,8 +126,15 @@ def decode_attention_kernel(
     heads = tl.arange(0, HEADS)
     dims = tl.arange(0, PADDED)
     tokens = tl.arange(0, TILE)
-    key_offsets = tokens[:, None] * D + dims[None, :]
-    value_offsets = tokens[None, :] * D + dims[:, None]
+    if FORMAT == "":
+        key_offsets = tokens[:, None] * D + dims[None, :]
+        value_offsets = tokens[None, :] * D + dims[:, None]
+    else:
+        pairs = tl.arange(0, PADDED // 2)
+        key_offsets = tokens[:, None] * (D // 2) + pairs[None, :]
+        value_offsets = tokens[None, :] * (D // 2) + pairs[:, None]
+        k = k.to(tl.pointer_type(tl.int16), bitcast=True)
+        v = v.to(tl.pointer_type(tl.int16), bitcast=True)
     while left > 0:
         taken = tl.minimum(per_head - tile, left)
         begin = first_tile + tile
@@ -147,13 +153,21 @@ def decode_attention_kernel(
         grouped = heads < GROUP
         kept = grouped[None, :] & (dims < D)[:, None]
         # A decode step has few rows: 32 bits do, and with 64 the kernel spills registers at head_dim 80.
-        lines = q + row * Q_STRIDE + query_heads[None, :] * D + dims[:, None]
-        query, query_sum = load_queries(lines, kept, 0, FORMAT)
+        lines = q + row * Q_STRIDE + query_heads[None, :] * D
+        if FORMAT == "":
+            query = tl.load(lines + dims[:, None], mask=kept, other=0.0)
+        else:
+            asked = grouped[None, :] & (pairs < D // 2)[:, None]
+            first_query, second_query, query_sum = load_query_pairs(lines + 2 * pairs[:, None], asked)
         slopes = tl.zeros([HEADS], tl.float32)
         if ALIBI:
             slopes = tl.load(alibi + query_heads, mask=grouped, other=0.0) * (LOG2_E / steepness)
 
-        acc = tl.zeros([PADDED, HEADS], tl.float32)
+        if FORMAT == "":
+            acc = tl.zeros([PADDED, HEADS], tl.float32)
+        else:
+            first_acc = tl.zeros([PADDED // 2, HEADS], tl.float32)
+            second_acc = first_acc
         weight_sum = tl.zeros([HEADS], tl.float32)
         maximum = tl.full([HEADS], FLOOR, tl.float32)
         table = block_tables + row.to(tl.int64) * table_stride
@@ -161,7 +175,7 @@ def decode_attention_kernel(
         for index in range(begin, end):
             first_key = index * TILE
             block_id = page
-            base = tile_start(page, first_key, kv_head, NUM_KV_HEADS, PAGE, D)
+            base = tile_start(page, first_key, kv_head, NUM_KV_HEADS, PAGE, D if FORMAT == "" else D // 2)
             page = tl.load(page_entry(table, tl.minimum(index + 1, end - 1), TILE, PAGE))
             if FORMAT == "":
                 acc, weight_sum, maximum = attend_keys(
@@ -184,14 +198,16 @@ def decode_attention_kernel(
                 )
             else:
                 ranges = tile_start(block_id, first_key, kv_head, NUM_KV_HEADS, PAGE, 1) + tokens
-                acc, weight_sum, maximum = attend_quantized_keys(
-                    query,
+                first_acc, second_acc, weight_sum, maximum = attend_quantized_keys(
+                    first_query,
+                    second_query,
                     query_sum,
                     k + base + key_offsets,
                     v + base + value_offsets,
                     k_ranges + ranges,
                     v_ranges + ranges,
-                    acc,
+                    first_acc,
+                    second_acc,
                     weight_sum,
                     maximum,
                     first_key + tokens,
@@ -206,6 +222,8 @@ def decode_attention_kernel(
                     SOFTCAP,
                     ALIBI,
                 )
+        if FORMAT != "":
+            acc = join_pairs(first_acc, second_acc)
         exponent = maximum * steepness
         next_table = block_tables + next_row.to(tl.int64) * table_stride
         page = tl.load(page_entry(next_table, next_first_tile, TILE, PAGE), mask=more & (next_length > 0), other=0)

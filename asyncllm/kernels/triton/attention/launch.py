@@ -35,7 +35,8 @@ class Variant(NamedTuple):
             "NUM_KV_HEADS": self.shape.num_kv_heads,
             "GROUP": self.shape.group,
             "D": self.shape.head_dim,
-            "PADDED": padded_head_dim(self.shape.head_dim),
+            # Products with pairs of codes have half of a line for their sum, 16 numbers at least.
+            "PADDED": max(padded_head_dim(self.shape.head_dim), 32 if self.shape.format else 16),
             "PAGE": self.shape.block_size,
             "FORMAT": self.shape.format,
             "HAS_WINDOW": self.has_window,

@@ -11,10 +11,25 @@ import triton
 import triton.language as tl
 
 from asyncllm.kernels.triton.attention.tile import last_factor, weigh_keys, weigh_tile
-from asyncllm.kernels.triton.language import dot, round_to
-from asyncllm.kernels.triton.quantized_kv import INT8_CENTRE, K5_CENTRE, V3_CENTRE, middles_of, numbers_of, scales_of
+from asyncllm.kernels.triton.language import INTERPRET, dot, round_to
+from asyncllm.kernels.triton.quantized_kv import (
+    INT8_CENTRE,
+    K5_CENTRE,
+    V3_CENTRE,
+    middles_of,
+    numbers_of,
+    pairs_of,
+    scales_of,
+)
 
-__all__ = ["attend_quantized_keys", "attend_quantized_tile", "factor_of", "load_queries"]
+__all__ = [
+    "attend_quantized_keys",
+    "attend_quantized_tile",
+    "factor_of",
+    "join_pairs",
+    "load_queries",
+    "load_query_pairs",
+]
 
 BOOST: tl.constexpr = tl.constexpr(256.0)
 
@@ -149,14 +164,34 @@ def attend_quantized_tile(
 
 
 @triton.jit
+def load_query_pairs(lines, kept):
+    """Queries [P / 2, H] at `lines`, each at the first of two neighbouring numbers, as products with `pairs_of` take
+    them: the first ones, the second ones, and the sums [H] of both."""
+    first = tl.load(lines, mask=kept, other=0.0)
+    second = tl.load(lines + 1, mask=kept, other=0.0)
+    if not INTERPRET:
+        first, second = _to_float16(first.to(tl.float32)), _to_float16(second.to(tl.float32))
+    return first, second, tl.sum(first.to(tl.float32) + second.to(tl.float32), 0)
+
+
+@triton.jit
+def join_pairs(first, second):
+    """[P / 2, H] each -> [P, H], where they take turns."""
+    joined = tl.permute(tl.join(first, second), [0, 2, 1])
+    return tl.reshape(joined, [2 * first.shape[0], first.shape[1]])
+
+
+@triton.jit
 def attend_quantized_keys(
-    q,
+    first_q,
+    second_q,
     q_sum,
     key_pointers,
     value_pointers,
     key_ranges,
     value_ranges,
-    acc,
+    first_acc,
+    second_acc,
     weight_sum,
     maximum,
     key_positions,
@@ -171,14 +206,17 @@ def attend_quantized_keys(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
 ):
-    """As `attend_keys`. q and acc [P, H], q_sum [H]; the rest as in `attend_quantized_tile`."""
-    PADDED: tl.constexpr = acc.shape[0]
-    dims = tl.arange(0, PADDED)
+    """As `attend_keys`, of words that have two neighbouring codes each: key_pointers [N, P / 2], value_pointers
+    [P / 2, N]. Queries and sums of values [P / 2, H] are in two, those of first and of second codes, q_sum [H]."""
+    HALF: tl.constexpr = first_acc.shape[0]
+    pairs = tl.arange(0, HALF)
     there = key_positions < kv_end
-    codes = tl.load(key_pointers) if PADDED == D else tl.load(key_pointers, mask=(dims < D)[None, :], other=0)
+    whole: tl.constexpr = 2 * HALF == D
+    words = tl.load(key_pointers) if whole else tl.load(key_pointers, mask=(pairs < D // 2)[None, :], other=0)
     ranges = tl.load(key_ranges)
-    raw = tl.zeros([key_pointers.shape[0], acc.shape[1]], tl.float32)
-    raw = dot(numbers_of(codes, FORMAT, False, q.dtype), q, raw)
+    first, second = pairs_of(words, FORMAT, False)
+    raw = dot(first, first_q, tl.zeros([key_pointers.shape[0], first_acc.shape[1]], tl.float32))
+    raw = dot(second, second_q, raw)
     scales = scales_of(ranges)
     raw = raw * scales[:, None]
     if FORMAT != "fp8":
@@ -198,10 +236,14 @@ def attend_quantized_keys(
         ALIBI,
     )
     ranges = tl.load(value_ranges, mask=there, other=0)
-    codes = tl.load(value_pointers) if PADDED == D else tl.load(value_pointers, mask=(dims < D)[:, None], other=0)
-    scaled = _scaled(weights * (scales_of(ranges) * BOOST)[:, None], q.dtype)
-    acc = acc * fade[None, :]
+    words = tl.load(value_pointers) if whole else tl.load(value_pointers, mask=(pairs < D // 2)[:, None], other=0)
+    scaled = weights * (scales_of(ranges) * BOOST)[:, None]
+    if not INTERPRET:
+        scaled = _to_float16(scaled)
+    first_acc, second_acc = first_acc * fade[None, :], second_acc * fade[None, :]
     if FORMAT != "fp8":
-        acc += tl.sum(_shares(weights, middles_of(ranges)[:, None], scaled, FORMAT), 0)[None, :]
-    acc = dot(numbers_of(codes, FORMAT, True, q.dtype), scaled, acc)
-    return acc, weight_sum, new_maximum
+        shares = tl.sum(_shares(weights, middles_of(ranges)[:, None], scaled, FORMAT), 0)[None, :]
+        first_acc, second_acc = first_acc + shares, second_acc + shares
+    first, second = pairs_of(words, FORMAT, True)
+    first_acc, second_acc = dot(first, scaled, first_acc), dot(second, scaled, second_acc)
+    return first_acc, second_acc, weight_sum, new_maximum

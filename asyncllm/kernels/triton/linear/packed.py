@@ -9,7 +9,6 @@ expanded first and multiplied by the library.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,16 +17,29 @@ from asyncllm.kernels.linear import check_out
 from asyncllm.kernels.packed import PackedWeight, chunk_of
 from asyncllm.kernels.triton.language import INTERPRET, dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
-from asyncllm.kernels.triton.linear.tiles import Tile, choose_tile, finish, split
+from asyncllm.kernels.triton.linear.gated import linear_silu_mul
+from asyncllm.kernels.triton.linear.product import linear
+from asyncllm.kernels.triton.linear.tiles import Tile, choose_tile, finish, rows_of, split
 
-__all__ = ["MOST_FUSED", "TILES", "dequantize", "expand_experts", "linear_packed", "multiply", "plane"]
+__all__ = [
+    "LEAST_ROUNDED",
+    "MOST_FUSED",
+    "TILES",
+    "dequantize",
+    "expand_experts",
+    "linear_packed",
+    "linear_packed_silu_mul",
+    "multiply",
+    "plane",
+]
 
 
 TILES = (
     Tile(64, 16, 4, 4, programs=768),
     Tile(64, 32, 4, 4, programs=384),
     Tile(128, 64, 8, 4, programs=192),
-    Tile(128, 128, 8, 3),
+    Tile(128, 128, 8, 3, programs=128),
+    Tile(128, 256, 8, 3, programs=128),
 )
 """By tokens. The first three are near the best of a small search on an H200 with tiles of the same size in another
 order: 58 us for the four products of a Llama-3-8B layer with one token, 70 with 16, 85 with 32, 114 with 64, where
@@ -36,6 +48,10 @@ cuBLAS in bfloat16 takes 122, 121, 121 and 128. In the present layout, and for t
 MOST_FUSED = 1024
 """Tokens above which expanding the weight, 170 us for such a layer, is expected to cost less than decoding it for each
 tile of tokens. Not measured."""
+
+LEAST_ROUNDED = 128
+"""Tokens of a tile from which on the weight's numbers are rounded to x's type, as an expanded weight's are: to scale
+sums instead takes a second set of them in registers."""
 
 _DEQUANTIZED_ROWS = 64
 """Rows of a program of `dequantize_kernel`."""
@@ -89,58 +105,89 @@ def plane(words, zeros, INDEX: tl.constexpr, BITS: tl.constexpr, dtype: tl.const
         return bits.to(dtype, bitcast=True)
 
 
+@triton.jit
+def _rounded(values, scales, dtype: tl.constexpr):
+    """values [R, 32] of `dtype` times scales [R], rounded once."""
+    if INTERPRET or scales.dtype != dtype:
+        return round_to(values.to(tl.float32) * scales.to(tl.float32)[:, None], dtype)
+    else:
+        factors = tl.broadcast_to(scales[:, None], values.shape).to(tl.int16, bitcast=True)
+        bits = values.to(tl.int16, bitcast=True)
+        if dtype == tl.bfloat16:
+            bits = tl.inline_asm_elementwise(
+                "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [bits, factors], dtype=tl.int16, is_pure=True, pack=2
+            )
+        else:
+            bits = tl.inline_asm_elementwise(
+                "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [bits, factors], dtype=tl.int16, is_pure=True, pack=2
+            )
+        return bits.to(dtype, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def packed_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr, tokens,
     N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, ROUNDED: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """x [tokens, K] times words [C, N, 32] with scales and zeros [G, N] -> out [tokens, N], over one of SPLITS ranges
-    of the chunks. partial: float32 [tiles, SPLITS, BLOCK_N, BLOCK_M]. counter: int32 [tiles], zero before and after."""
+    of the chunks. ROUNDED: the weight's numbers are rounded to x's type; otherwise sums over a group are scaled. The
+    rest as in `tiles.finish`."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     PLANES: tl.constexpr = 16 // BITS
     CHUNK: tl.constexpr = 32 * PLANES
     CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
+    GROUPS: tl.constexpr = 1 if GROUP >= K else K // GROUP
     ONE_SCALE: tl.constexpr = GROUP >= K or GROUP % CHUNK == 0
     EVEN_K: tl.constexpr = K % CHUNK == 0
     release_consumers(USE_PDL)
     part = tl.program_id(0)
-    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Rows beyond the end repeat the last one, which costs no mask; their products are not stored.
-    read = rows if N % BLOCK_N == 0 else tl.minimum(rows, N - 1)
+    read = rows_of(tl.program_id(1), N, BLOCK_N, GATED)
     lane = tl.arange(0, 32)
     token_ids = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     begin = CHUNKS * part // SPLITS
+    end = CHUNKS * (part + 1) // SPLITS
     word_ptrs = words_ptr + begin.to(tl.int64) * (N * 32) + read[:, None] * 32 + lane[None, :]
     x_ptrs = x_ptr + token_ids[None, :].to(tl.int64) * K + lane[:, None]
     in_step = (token_ids < tokens)[None, :]
     wait_for_producers(USE_PDL)
 
+    # The pipeline takes no loads of less than four bytes a thread: what a chunk is scaled by comes one ahead.
+    group = tl.minimum(begin * CHUNK // GROUP, GROUPS - 1)
+    next_scales = tl.load(scales_ptr + group * N + read)
+    next_zeros = tl.load(zeros_ptr + group * N + read)
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    for chunk in range(begin, CHUNKS * (part + 1) // SPLITS):
+    for chunk in range(begin, end):
         words = tl.load(word_ptrs, eviction_policy="evict_first")
         word_ptrs += N * 32
         if ONE_SCALE:
-            group = chunk * CHUNK // GROUP
-            scales = tl.load(scales_ptr + group * N + read).to(tl.float32)
-            zeros = tl.load(zeros_ptr + group * N + read).to(tl.float32)
+            scales, zeros = next_scales, next_zeros.to(tl.float32)
+            group = tl.minimum((chunk + 1) * CHUNK // GROUP, GROUPS - 1)
+            next_scales = tl.load(scales_ptr + group * N + read)
+            next_zeros = tl.load(zeros_ptr + group * N + read)
+        if ONE_SCALE and not ROUNDED:
             total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
         for index in tl.static_range(PLANES):
             first = chunk * CHUNK + index * 32
             mask = in_step if EVEN_K else in_step & (first + lane < K)[:, None]
             x = tl.load(x_ptrs + first, mask=mask, other=0.0)
-            if ONE_SCALE:
-                total = dot(plane(words, zeros, index, BITS, dtype), x, total)
-            else:
-                group = tl.minimum(first // GROUP, K // GROUP - 1)
-                scales = tl.load(scales_ptr + group * N + read).to(tl.float32)
+            if not ONE_SCALE:
+                group = tl.minimum(first // GROUP, GROUPS - 1)
+                scales = tl.load(scales_ptr + group * N + read)
                 zeros = tl.load(zeros_ptr + group * N + read).to(tl.float32)
-                values = plane(words, zeros, index, BITS, dtype)
-                acc += dot(values, x, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)) * scales[:, None]
-        if ONE_SCALE:
-            acc += total * scales[:, None]
+            values = plane(words, zeros, index, BITS, dtype)
+            if ROUNDED:
+                acc = dot(_rounded(values, scales, dtype), x, acc)
+            elif ONE_SCALE:
+                total = dot(values, x, total)
+            else:
+                products = dot(values, x, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32))
+                acc += products * scales.to(tl.float32)[:, None]
+        if ONE_SCALE and not ROUNDED:
+            acc += total * scales.to(tl.float32)[:, None]
 
-    finish(acc, bias_ptr, out_ptr, partial_ptr, counter_ptr, tokens, N, SPLITS, HAS_BIAS)
+    finish(acc, bias_ptr, out_ptr, partial_ptr, counter_ptr, tokens, N, SPLITS, HAS_BIAS, GATED)
 
 
 @triton.jit
@@ -198,31 +245,62 @@ def dequantize(
 def linear_packed(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     n = weight.out_features
     check_out(x, n, out)
+    rows = _rows(x, weight)
+    into = None if out is None else out.view(-1, n)
+    if _fused(rows):
+        y = multiply(rows, weight, bias, choose_tile(TILES, len(rows)), out=into)
+    else:
+        y = linear(rows, _expanded(weight, x.dtype), bias, out=into)
+    return y.view(*x.shape[:-1], n) if out is None else out
+
+
+def linear_packed_silu_mul(x: Tensor, weight: PackedWeight) -> Tensor:
+    rows = _rows(x, weight)
+    if _fused(rows):
+        y = multiply(rows, weight, None, choose_tile(TILES, len(rows)), gated=True)
+    else:
+        y = linear_silu_mul(rows, _expanded(weight, x.dtype))
+    return y.view(*x.shape[:-1], weight.out_features // 2)
+
+
+def _rows(x: Tensor, weight: PackedWeight) -> Tensor:
+    """Return x [T, K] in the weight's order."""
     rows = x.reshape(-1, x.shape[-1])
-    rows = rows.contiguous() if weight.order is None else rows.index_select(1, weight.order)
-    if 0 < len(rows) <= MOST_FUSED and rows.dtype.itemsize == 2:
-        y = multiply(rows, weight, bias, choose_tile(TILES, len(rows)), out=None if out is None else out.view(-1, n))
-        return y.view(*x.shape[:-1], n) if out is None else out
-    whole = dequantize(
+    return rows.contiguous() if weight.order is None else rows.index_select(1, weight.order)
+
+
+def _fused(rows: Tensor) -> bool:
+    return 0 < len(rows) <= MOST_FUSED and rows.dtype.itemsize == 2
+
+
+def _expanded(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    return dequantize(
         weight.words,
         weight.scales,
         weight.zeros,
         bits=weight.bits,
         group_size=weight.group_size,
         in_features=weight.in_features,
-        dtype=x.dtype,
+        dtype=dtype,
     )
-    y = F.linear(rows, whole, bias).view(*x.shape[:-1], n)
-    return y if out is None else out.copy_(y)
 
 
-def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, tile: Tile, *, out: Tensor | None = None) -> Tensor:
-    """x [T, K] of 16 bits, T not 0, contiguous and in the weight's order -> [T, N], `out` if given."""
+def multiply(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    tile: Tile,
+    *,
+    gated: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x [T, K] of 16 bits, T not 0, contiguous and in the weight's order -> [T, N], `out` if given. With `gated`
+    silu(gate) * up [T, N / 2] of a weight without a bias."""
     tokens, k = x.shape
     n = weight.out_features
     if out is None:
-        out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
-    grid, partial, counters = split(tile, out, -(-k // chunk_of(weight.bits)))
+        out = torch.empty((tokens, n // 2 if gated else n), dtype=x.dtype, device=x.device)
+    grid, partial, counters = split(tile, out, -(-k // chunk_of(weight.bits)), gated=gated)
     launch(
         packed_kernel,
         grid,
@@ -237,6 +315,8 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, tile: Tile, *
         BLOCK_M=tile.tokens,
         BLOCK_N=tile.rows,
         SPLITS=grid[0],
+        ROUNDED=tile.tokens >= LEAST_ROUNDED,
+        GATED=gated,
         HAS_BIAS=bias is not None,
     )
     return out

@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncllm.kernels.triton.activation import apply_gate
 from asyncllm.kernels.triton.counters import NUM_COUNTERS, zero_counters
 from asyncllm.kernels.triton.language import round_to
 
-__all__ = ["Tile", "choose_tile", "finish", "split"]
+__all__ = ["Tile", "choose_tile", "finish", "rows_of", "split"]
 
 _MAX_SPLITS = 8
 
@@ -37,34 +38,35 @@ def choose_tile(tiles: Sequence[Tile], tokens: int) -> Tile:
     return next((tile for tile in tiles if tokens <= tile.tokens), tiles[-1])
 
 
-def split(tile: Tile, out: Tensor, steps: int) -> tuple[tuple[int, int, int], Tensor, Tensor]:
+def split(tile: Tile, out: Tensor, steps: int, *, gated: bool = False) -> tuple[tuple[int, int, int], Tensor, Tensor]:
     """Return the grid (splits, tiles of rows, tiles of tokens) of a product into out [T, N], the sum of so many steps,
-    with the memory for partial sums and the counters; any tensor where there is one split."""
+    with the memory for partial sums and the counters; any tensor where there is one split. `gated`: as in `finish`."""
     tokens, n = out.shape
-    rows, token_tiles = triton.cdiv(n, tile.rows), triton.cdiv(tokens, tile.tokens)
-    splits = 1
-    while splits < _MAX_SPLITS and splits * 2 <= steps and splits * rows * 3 < tile.programs * 2:
+    rows, token_tiles = triton.cdiv(n * (2 if gated else 1), tile.rows), triton.cdiv(tokens, tile.tokens)
+    tiles, splits = rows * token_tiles, 1
+    while splits < _MAX_SPLITS and splits * 2 <= steps and splits * tiles * 3 < tile.programs * 2:
         splits *= 2
-    if splits == 1 or token_tiles > 1 or rows > NUM_COUNTERS:
+    if splits == 1 or tiles > NUM_COUNTERS:
         return (1, rows, token_tiles), out, out
-    partial = torch.empty(splits * rows * tile.rows * tile.tokens, dtype=torch.float32, device=out.device)
-    return (splits, rows, 1), partial, zero_counters(out.device)
+    partial = torch.empty(splits * tiles * tile.rows * tile.tokens, dtype=torch.float32, device=out.device)
+    return (splits, rows, token_tiles), partial, zero_counters(out.device)
 
 
 @triton.jit
 def finish(
     acc, bias_ptr, out_ptr, partial_ptr, counter_ptr, tokens,
-    N: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    N: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr = False,
 ):  # fmt: skip
     """Store acc [rows, tokens] of program (split, tile of rows, tile of tokens), plus the bias, to out [tokens, N].
 
-    partial: float32 [tiles, SPLITS, rows, tokens]. counter: int32 [tiles], zero before and after.
+    partial: float32 [tiles, SPLITS, rows, tokens]. counter: int32 [tiles], zero before and after. With GATED rows are
+    those of `rows_of`, and silu(gate) * up is stored, without a bias, to out [tokens, N / 2].
     """
     BLOCK_N: tl.constexpr = acc.shape[0]
     BLOCK_M: tl.constexpr = acc.shape[1]
-    tile = tl.program_id(1)
+    tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     if SPLITS == 1:
-        _store(acc, bias_ptr, out_ptr, tile, tokens, N, HAS_BIAS)
+        _store(acc, bias_ptr, out_ptr, tokens, N, HAS_BIAS, GATED)
     else:
         TILE: tl.constexpr = BLOCK_N * BLOCK_M
         inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
@@ -75,16 +77,40 @@ def finish(
             summed = tl.load(partial_ptrs, cache_modifier=".cg")
             for other in tl.static_range(1, SPLITS):
                 summed += tl.load(partial_ptrs + other * TILE, cache_modifier=".cg")
-            _store(summed, bias_ptr, out_ptr, tile, tokens, N, HAS_BIAS)
+            _store(summed, bias_ptr, out_ptr, tokens, N, HAS_BIAS, GATED)
             tl.store(counter_ptr + tile, 0)
 
 
 @triton.jit
-def _store(acc, bias_ptr, out_ptr, tile, tokens, N: tl.constexpr, HAS_BIAS: tl.constexpr):
-    rows = tile * acc.shape[0] + tl.arange(0, acc.shape[0])
-    token_ids = tl.program_id(2) * acc.shape[1] + tl.arange(0, acc.shape[1])
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
-    mask = (rows < N)[:, None] & (token_ids < tokens)[None, :]
-    out_ptrs = out_ptr + token_ids[None, :].to(tl.int64) * N + rows[:, None]
-    tl.store(out_ptrs, round_to(acc, out_ptr.dtype.element_ty), mask=mask)
+def rows_of(tile, N: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """Return the rows of the weight [N, K] that are the tile's. With GATED eight gate rows and the up rows that belong
+    to them follow one another: one thread has the products of both. Rows beyond the end are the last one."""
+    own = tl.arange(0, BLOCK_N)
+    if GATED:
+        rows = tile * (BLOCK_N // 2) + own // 16 * 8 + own % 8
+        if N % BLOCK_N:
+            rows = tl.minimum(rows, N // 2 - 1)
+        return rows + own // 8 % 2 * (N // 2)
+    else:
+        rows = tile * BLOCK_N + own
+        return rows if N % BLOCK_N == 0 else tl.minimum(rows, N - 1)
+
+
+@triton.jit
+def _store(acc, bias_ptr, out_ptr, tokens, N: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr):
+    BLOCK_M: tl.constexpr = acc.shape[1]
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    SIZE: tl.constexpr = N // 2 if GATED else N
+    RESULTS: tl.constexpr = acc.shape[0] // 2 if GATED else acc.shape[0]
+    rows = tl.program_id(1) * RESULTS + tl.arange(0, RESULTS)
+    token_ids = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if GATED:
+        pairs = tl.permute(tl.reshape(acc, [RESULTS // 8, 2, 8, BLOCK_M]), [0, 2, 3, 1])
+        gate, up = tl.split(tl.reshape(pairs, [RESULTS, BLOCK_M, 2]))
+        results = apply_gate(round_to(gate, dtype).to(tl.float32), round_to(up, dtype).to(tl.float32), dtype, False)
+    else:
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+        results = round_to(acc, dtype)
+    mask = (rows < SIZE)[:, None] & (token_ids < tokens)[None, :]
+    tl.store(out_ptr + token_ids[None, :].to(tl.int64) * SIZE + rows[:, None], results, mask=mask)
