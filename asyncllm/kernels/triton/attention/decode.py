@@ -199,29 +199,11 @@ def decode_attention_kernel(
             else:
                 ranges = tile_start(block_id, first_key, kv_head, NUM_KV_HEADS, PAGE, 1) + tokens
                 first_acc, second_acc, weight_sum, maximum = attend_quantized_keys(
-                    first_query,
-                    second_query,
-                    query_sum,
-                    k + base + key_offsets,
-                    v + base + value_offsets,
-                    k_ranges + ranges,
-                    v_ranges + ranges,
-                    first_acc,
-                    second_acc,
-                    weight_sum,
-                    maximum,
-                    first_key + tokens,
-                    length,
-                    window,
-                    slopes,
-                    squeeze,
-                    steepness,
-                    D,
-                    FORMAT,
-                    HAS_WINDOW,
-                    SOFTCAP,
-                    ALIBI,
-                )
+                    first_query, second_query, query_sum, k + base + key_offsets, v + base + value_offsets,
+                    k_ranges + ranges, v_ranges + ranges, first_acc, second_acc, weight_sum, maximum,
+                    first_key + tokens, length, window, slopes, squeeze, steepness,
+                    D, FORMAT, HAS_WINDOW, SOFTCAP, ALIBI,
+                )  # fmt: skip
         if FORMAT != "":
             acc = join_pairs(first_acc, second_acc)
         exponent = maximum * steepness
