@@ -118,6 +118,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+_PIXELS_PER_TOKEN = 8 * 588
+"""Towers of 0.3 to 0.7 G parameters stand before decoders of 7 to 8 G: eight patches of 14 x 14 pixels, which attend to
+each other besides, are the work of one token."""
+
+
 class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     """An image or a video of a prompt: what the model's tower is shown, and the tokens whose embeddings its features
     are."""
@@ -169,6 +174,11 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     def num_features(self) -> int:
         """Rows of features."""
         return sum(self.slots) or self.length
+
+    @property
+    def work(self) -> int:
+        """About as many tokens of the prompt take as long to compute as it takes to encode."""
+        return int(getattr(self.pixels, "size", 0)) // _PIXELS_PER_TOKEN
 
     @property
     def shift(self) -> int:

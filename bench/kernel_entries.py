@@ -51,6 +51,15 @@ class Shapes:
     prefill: tuple[tuple[int, int], ...] = ((1, 8192), (4, 2048), (16, 512))
     latent: tuple[int, int, int] = (16, 512, 64)
     """Latent attention, of DeepSeek-V2-Lite: heads, numbers of a latent, and of a rotated key."""
+    segments: tuple[tuple[int, int, tuple[int, ...]], ...] = (
+        (16, 64, (1025,)),
+        (16, 64, (1025,) * 13),
+        (16, 80, (1024,)),
+        (16, 80, (6912,)),
+        (16, 80, (64,) * 108),
+        (16, 80, (1024, 6912, 256, 2300)),
+    )
+    """Vision towers of InternVL2 and Qwen2.5-VL: heads, numbers of a head, and patches of tiles, images or windows."""
     latent_decode: tuple[tuple[int, int], ...] = ((1, 4096), (16, 16384), (64, 4096), (256, 1024))
 
 
@@ -75,7 +84,17 @@ class Entry:
 
 def entries(shapes: Shapes) -> list[Entry]:
     """All of them, in the order in which a step runs them."""
-    groups = (_norms, _linears, _rotary, _decode_attention, _prefill_attention, _latent, _activation, _sampling)
+    groups = (
+        _norms,
+        _linears,
+        _rotary,
+        _decode_attention,
+        _prefill_attention,
+        _segments,
+        _latent,
+        _activation,
+        _sampling,
+    )
     return [entry for group in groups for entry in group(shapes)]
 
 
@@ -267,6 +286,36 @@ def _prefill_attention(shapes: Shapes) -> Iterator[Entry]:
                 4.0 * features * requests * length * (length + 1) / 2,
                 None if form else peer,
             )
+
+
+def _segments(shapes: Shapes) -> Iterator[Entry]:
+    def attend(heads: int, size: int, lengths: Sequence[int]) -> Call:
+        q, k, v = _random(shapes, sum(lengths), 3, heads, size).unbind(1)
+        return partial(kernels.segment_attention, q, k, v, kernels.split_segments(lengths, q.device))
+
+    def one_by_one(heads: int, size: int, lengths: Sequence[int]) -> Call:
+        q, k, v = (_random(shapes, 1, heads, sum(lengths), size) for _ in "qkv")
+
+        def attend() -> Tensor:
+            pieces = zip(*(each.split(list(lengths), 2) for each in (q, k, v)), strict=True)
+            return torch.cat([F.scaled_dot_product_attention(*piece) for piece in pieces], 2)
+
+        return attend
+
+    for heads, size, lengths in shapes.segments:
+        even = len(set(lengths)) == 1
+        batch = (len(lengths), heads, lengths[0], size)
+        name = f"{len(lengths)}x{lengths[0]}" if even else "+".join(map(str, lengths))
+        yield Entry(
+            f"segment_attention {name} of {size}",
+            partial(attend, heads, size, lengths),
+            4 * sum(lengths) * heads * size * shapes.dtype.itemsize,
+            4.0 * heads * size * sum(length * length for length in lengths),
+            _on(shapes, F.scaled_dot_product_attention, batch, batch, batch)
+            if even
+            else partial(one_by_one, heads, size, lengths),
+            cold=False,
+        )
 
 
 def _latent(shapes: Shapes) -> Iterator[Entry]:

@@ -1,6 +1,7 @@
 """Checkpoints of random weights: any shape in the hub's layout, for timing a model that is not at hand.
 
     python bench/shapes.py llama-3-8b FOLDER
+    python bench/shapes.py qwen2.5-vl-7b FOLDER
     python bench/shapes.py my-config.json FOLDER --seed 1
 
 Writes config.json, shards of bfloat16 with their index, and a byte-level tokenizer that fills the vocabulary. Matrices
@@ -17,9 +18,9 @@ import math
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
+from vision_shapes import VISION_SHAPES, companions, tower_tensors, with_token_ids
 
 __all__ = ["SHAPES", "write_checkpoint", "write_tokenizer"]
 
@@ -140,6 +142,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "attention_bias": False,
     },
+    **VISION_SHAPES,
     "tiny": {
         **_LLAMA,
         "vocab_size": 512,
@@ -173,16 +176,25 @@ def weights(config: dict[str, Any]) -> Iterator[Weight]:
 
     Raises ValueError for an architecture whose names are not known here.
     """
+    if "vision_config" in config:
+        for weight in weights(config["text_config"]):
+            yield replace(weight, name=f"language_model.{weight.name}")
+        for name, shape, ones in tower_tensors(config):
+            yield Weight(name, shape, ones)
+        return
     architecture = config["architectures"][0]
     known = (
         "DeepseekV2ForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
+        "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
     )
     if architecture not in known:
-        raise ValueError(f"{architecture}: only Llama, Mistral, Qwen3, Qwen3-MoE and DeepSeek-V2 shapes can be written")
+        raise ValueError(
+            f"{architecture}: only Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and DeepSeek-V2 shapes can be written"
+        )
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise ValueError("shapes with biases cannot be written")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -199,6 +211,9 @@ def weights(config: dict[str, Any]) -> Iterator[Weight]:
             yield Weight(f"{prefix}.self_attn.k_proj.weight", (keys, hidden))
             yield Weight(f"{prefix}.self_attn.v_proj.weight", (keys, hidden))
             yield Weight(f"{prefix}.self_attn.o_proj.weight", (hidden, queries))
+            if architecture.startswith("Qwen2"):
+                for name, size in (("q", queries), ("k", keys), ("v", keys)):
+                    yield Weight(f"{prefix}.self_attn.{name}_proj.bias", (size,))
         if architecture.startswith("Qwen3"):
             yield Weight(f"{prefix}.self_attn.q_norm.weight", (head_dim,), ones=True)
             yield Weight(f"{prefix}.self_attn.k_norm.weight", (head_dim,), ones=True)
@@ -251,6 +266,11 @@ def write_checkpoint(
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {**config, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
+    tokens: Sequence[str] = ()
+    if "vision_config" in config:
+        config = with_token_ids(config)
+        tokens, pictures = companions(config)
+        (folder / "preprocessor_config.json").write_text(json.dumps(pictures, indent=2), encoding="utf-8")
     shards: list[list[Weight]] = [[]]
     room = max_shard_bytes
     for weight in weights(config):
@@ -268,7 +288,7 @@ def write_checkpoint(
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    write_tokenizer(folder, config["vocab_size"])
+    write_tokenizer(folder, config.get("text_config", config)["vocab_size"], tokens)
 
 
 def _write_shard(file: Path, shard: list[Weight], writer: Writer, progress: Callable[[int], object]) -> None:
@@ -342,32 +362,34 @@ class Writer:
             write.result()
 
 
-def write_tokenizer(folder: Path, vocab_size: int) -> None:
+def write_tokenizer(folder: Path, vocab_size: int, more: Sequence[str] = ()) -> None:
     """Write a byte-level tokenizer in which every id below `vocab_size` stands for text.
 
     After three special tokens and the 256 bytes come pairs and then longer runs of printable characters, each merged
-    from the run before it: encoding and opening it cost what they cost with a trained vocabulary of that size. Raises
-    ValueError for a vocabulary below 259.
+    from the run before it: encoding and opening it cost what they cost with a trained vocabulary of that size. Its last
+    ids are the special tokens `more`. Raises ValueError for a vocabulary below 259 and these.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: id_ for id_, token in enumerate((*_SPECIAL, *alphabet))}
-    if vocab_size < len(vocab):
+    plain = vocab_size - len(more)
+    if plain < len(vocab):
         raise ValueError(f"vocab_size is {vocab_size}, and the bytes alone take {len(vocab)} ids")
     letters = [character for character in alphabet if character.isascii() or character == "Ġ"]
     merges: list[tuple[str, str]] = []
     runs = (run for length in itertools.count(2) for run in itertools.product(letters, repeat=length))
-    while len(vocab) < vocab_size:
+    while len(vocab) < plain:
         *first, last = next(runs)
         merges.append(("".join(first), last))
         vocab["".join(first) + last] = len(vocab)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=_SPECIAL[0]))
-    tokenizer.add_special_tokens(list(_SPECIAL))
+    tokenizer.add_special_tokens([*_SPECIAL, *more])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **dict(zip(("unk_token", "bos_token", "eos_token"), _SPECIAL, strict=True)),
+        "added_tokens_decoder": {str(plain + index): {"content": token} for index, token in enumerate(more)},
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
     ids = {"bos_token_id": 1, "eos_token_id": 2}

@@ -11,11 +11,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from asyncllm.agent.device.tower_graphs import LARGEST, TowerGraphs
 from asyncllm.layers.images import image_parts
 from asyncllm.layers.step_inputs import JointTokens
 from asyncllm.protocol import Batch, PromptImage
 from asyncllm.vl.processor import open_processor
-from asyncllm.vl.tower import VisionTower
+from asyncllm.vl.tower import PlannedTower, VisionTower
 
 __all__ = ["ImageFeatures", "joint_tokens"]
 
@@ -27,12 +28,13 @@ _SIDES = ((64, 64), (336, 336), (672, 448), (1344, 1008))
 
 
 class ImageFeatures:
-    """Encodes images when a chunk first reaches them, and keeps the latest: of a prompt in chunks, of an image that is
-    asked about again. Used by the thread that launches steps."""
+    """Encodes images when a chunk first reaches them, as many at once as fill the device, and keeps the latest: of a
+    prompt in chunks, of an image that is asked about again. Used by the thread that launches steps."""
 
     def __init__(self, tower: VisionTower, max_batch_size: int) -> None:
         """`max_batch_size`: most images that the tower encodes at once."""
-        self._tower = tower
+        self._graphs = TowerGraphs(tower) if isinstance(tower, PlannedTower) else None
+        self._encode = tower.encode if self._graphs is None else self._graphs.encode
         self._max_batch_size = max_batch_size
         self._cached: OrderedDict[bytes, Tensor] = OrderedDict()
         """By digest, the latest last."""
@@ -67,14 +69,15 @@ class ImageFeatures:
         if processor is None:
             return 0
         for size in _SIDES[:-1]:
-            self._tower.encode([processor.prepare(Image.new("RGB", size), {})])
+            self._encode([processor.prepare(Image.new("RGB", size), {})])
         largest = processor.prepare(Image.new("RGB", _SIDES[-1]), {})
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self._tower.encode([largest] * self._max_batch_size)
+        self._encode(self._batches([largest] * self._max_batch_size)[0])
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before + MAX_CACHED_BYTES
+        # The graphs' memory is as much again, at most.
+        return (1 + (self._graphs is not None)) * (torch.cuda.max_memory_allocated() - before) + MAX_CACHED_BYTES
 
     def counts(self, batch: Batch) -> dict[int, int]:
         """Return, by slot, how many image tokens each row of a step has, of those that have any."""
@@ -85,12 +88,26 @@ class ImageFeatures:
         """Forget all: the weights that made them change, or the memory is given back."""
         self._cached.clear()
         self._num_bytes = 0
+        if self._graphs is not None:
+            self._graphs.clear()
+
+    def _batches(self, images: Sequence[PromptImage]) -> list[list[PromptImage]]:
+        """Return the images as they are encoded together: not more than are allowed, nor more than are worth it."""
+        batches: list[list[PromptImage]] = []
+        room = 0
+        for image in images:
+            size = image.pixels.size
+            if not batches or len(batches[-1]) == self._max_batch_size or size > room:
+                batches.append([])
+                room = LARGEST
+            batches[-1].append(image)
+            room -= size
+        return batches
 
     def _encoded(self, images: Sequence[PromptImage]) -> dict[bytes, Tensor]:
         encoded: dict[bytes, Tensor] = {}
-        for start in range(0, len(images), self._max_batch_size):
-            some = images[start : start + self._max_batch_size]
-            for image, features in zip(some, self._tower.encode(some), strict=True):
+        for some in self._batches(images):
+            for image, features in zip(some, self._encode(some), strict=True):
                 if len(features) != image.num_features:
                     raise RuntimeError(
                         f"an image of {image.num_features} features was given {len(features)} rows of features"

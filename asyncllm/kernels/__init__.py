@@ -46,6 +46,7 @@ from asyncllm.kernels.scaled import (
     round_rows,
     scaled_experts,
 )
+from asyncllm.kernels.segments import Segments, rotate_heads, segment_attention, split_segments
 from asyncllm.kernels.step import DecodeInputs, prepare_decode, record_tokens, segments_finite
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "Rounding",
     "Routing",
     "ScaledWeight",
+    "Segments",
     "StatePlan",
     "States",
     "activate",
@@ -114,12 +116,15 @@ __all__ = [
     "rms_norm",
     "rope_fill_kv",
     "rope_fill_latent",
+    "rotate_heads",
     "rotation",
     "round_rows",
     "route",
     "scaled_experts",
+    "segment_attention",
     "segments_finite",
     "short_convolution",
     "silu_mul",
+    "split_segments",
     "state_space",
 ]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
+import torch
 from torch import Tensor
 
+from asyncllm.kernels import Segments
 from asyncllm.layers.images import ImageMerge
 from asyncllm.layers.layer import Layer
 from asyncllm.protocol import PromptImage
 
-__all__ = ["TowerConfig", "VisionTower"]
+__all__ = ["PlannedTower", "Shown", "TowerConfig", "VisionTower"]
 
 
 class VisionTower(Layer):
@@ -28,6 +31,30 @@ class VisionTower(Layer):
 
         Where they are wider, what follows is added to the outputs of the decoder's first layers, one after the other,
         but not of its last."""
+
+
+class Shown(NamedTuple):
+    """Images as a tower reads them."""
+
+    tensors: tuple[Tensor, ...]
+    """On the tower's device, pixels first."""
+    segments: tuple[Segments, ...] = ()
+    """What sees each other, where that is not what the tensors' shapes say."""
+
+
+class PlannedTower(VisionTower):
+    """A tower that needs nothing from the host once it has what it reads, so that its launches may be captured."""
+
+    @abstractmethod
+    def show(self, images: Sequence[PromptImage]) -> Shown:
+        """Bring up what `look` reads of images."""
+
+    @abstractmethod
+    def look(self, shown: Shown) -> Tensor:
+        """Return the features of all images, one after the other."""
+
+    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
+        return list(torch.split(self.look(self.show(images)), [image.num_features for image in images]))
 
 
 class TowerConfig(msgspec.Struct, frozen=True, kw_only=True):

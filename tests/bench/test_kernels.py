@@ -25,6 +25,7 @@ SMALL = Shapes(
     chunk=20,
     decode=((1, 20), (3, 40)),
     prefill=((2, 24),),
+    segments=((2, 16, (9, 9)), (2, 16, (3, 7))),
     latent=(3, 32, 8),
     latent_decode=((2, 20),),
 )

@@ -34,14 +34,50 @@ REDUCED: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "n_routed_experts": 8,
     },
+    "internvl2-8b": {
+        "text_config": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16},
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": [56, 56],
+        },
+    },
+    "qwen2.5-vl-7b": {
+        "text_config": {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [6, 5, 5]},
+        },
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 44,
+            "out_hidden_size": 64,
+            "depth": 2,
+            "num_heads": 2,
+        },
+    },
     "qwen3-30b-a3b": {"hidden_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 16},
 }
 """Sizes that make every shape quick to write, with all that distinguishes it."""
 
 
+def reduced(shape: str) -> dict[str, Any]:
+    full = SHAPES[shape]
+    parts = {key: {**full[key], **each} if isinstance(each, dict) else each for key, each in REDUCED[shape].items()}
+    if "text_config" in parts:
+        parts["text_config"]["vocab_size"] = 300
+        return {**full, **parts}
+    return {**full, **parts, "vocab_size": 300}
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_loader_takes_every_shape(tmp_path: Path, shape: str) -> None:
-    config = {**SHAPES[shape], **REDUCED[shape], "vocab_size": 300}
+    config = reduced(shape)
     write_checkpoint(config, tmp_path, max_shard_bytes=40_000)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     model = open_model(tmp_path, dtype=torch.bfloat16, device=CPU)
@@ -57,6 +93,8 @@ def test_the_shapes_have_the_sizes_that_they_are_named_after() -> None:
     assert sizes["llama-3-8b"] == 8_030_261_248
     assert sizes["llama-3.2-1b"] == 1_235_814_400
     assert sizes["qwen3-30b-a3b"] == 30_532_122_624
+    assert sizes["internvl2-8b"] == 8_075_365_376
+    assert sizes["qwen2.5-vl-7b"] == 8_292_166_656
     assert sizes["deepseek-v2-lite"] == 15_706_484_224
 
 

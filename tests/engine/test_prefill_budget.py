@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from asyncllm.engine.requests.delivery import Delivery
-from asyncllm.engine.schedule.sequence import SequenceState
+from asyncllm.engine.schedule.sequence import Request, SequenceState
+from asyncllm.protocol import PromptImage
 from tests.engine.driver import Driver, chunk_sizes, expected_answer
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 0, 1, 2]
@@ -114,4 +117,48 @@ def test_prompts_leave_room_for_streams_that_decode(streams: list[bool], taken: 
     assert chunk_sizes(batch.prefill) == taken
     driver.drain()
     assert driver.answers(request) == [expected_answer([1] * 14, 2)]
+    driver.check_drained()
+
+
+def with_image(driver: Driver, work: int, *, ahead: int = 20) -> Request:
+    """Queue a prompt with an image of 600 tokens, whose encoding is the work of so many."""
+    pixels = SimpleNamespace(size=work * 8 * 588)
+    request = driver.build([1] * (ahead + 630), 2)
+    request.images = [PromptImage(position=ahead, length=600, digest=bytes([len(driver.requests)]), pixels=pixels)]
+    return driver.add(request)
+
+
+@pytest.mark.parametrize(
+    ("streaming", "works", "steps"),
+    [
+        # A step beside a stream has room for 399 tokens.
+        (True, [200], [[199], [399], [52]]),
+        # An image that leaves less than that has 128 tokens in its step all the same.
+        (True, [350], [[148], [399], [103]]),
+        (True, [9000], [[20], [128], [399], [103]]),
+        # One image at a time is encoded; the other's begins where there is room for it.
+        (True, [200, 200], [[199], [399], [52, 148], [398], [104]]),
+        (False, [200, 9000], [[650, 650]]),
+    ],
+    ids=["room", "little room", "none", "two", "no stream"],
+)
+def test_images_are_encoded_out_of_the_budget_beside_streams(
+    streaming: bool, works: list[int], steps: list[list[int]]
+) -> None:
+    driver = Driver(
+        num_blocks=64, block_size=64, max_batch_size=4, budget=2000, caching=False, tokens_beside_decode=400
+    )
+    running = driver.submit([1], 30, delivery=Delivery(streaming=streaming))
+    driver.turn(1)
+    for work in works:
+        with_image(driver, work)
+    sizes = []
+    while any(each.sequences[0].state in (SequenceState.WAITING, SequenceState.PREFILL) for each in driver.requests):
+        batch = driver.schedule()
+        assert batch is not None
+        sizes.append(chunk_sizes(batch.prefill))
+        driver.complete()
+    assert sizes == steps
+    driver.drain()
+    assert len(driver.answers(running)[0]) == 30
     driver.check_drained()

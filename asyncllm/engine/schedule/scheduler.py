@@ -297,6 +297,7 @@ class Scheduler:
         if not self._prefilling and not self._admit(batch):
             return
         budget = self._prefill_budget.beside(decoding)
+        bounded = budget < self._prefill_budget.most
         chunks: list[tuple[Sequence, int]] = []
         passed: list[Sequence] = []
         while budget > 0:
@@ -304,7 +305,11 @@ class Scheduler:
                 break
             sequence = self._prefilling[len(chunks) + len(passed)]
             most = budget if chunks else self._prefill_budget.most
-            length = min(len(sequence.token_ids) - sequence.num_computed, budget)
+            length, work = min(len(sequence.token_ids) - sequence.num_computed, budget), 0
+            if bounded and sequence.request.images:
+                length, work = sequence.within(length, budget, first=not chunks)
+                if not length:
+                    break
             length = sequence.uncut(length, most)
             if self.groups.windowed and length:
                 room = self._room_for_chunk(batch, sequence, length)
@@ -313,7 +318,7 @@ class Scheduler:
                 passed.append(sequence)
                 continue
             chunks.append((sequence, length))
-            budget -= length
+            budget -= length + work
         if chunks and (decoding or self.waiting):
             chunks = self._prefill_budget.whole_tiles(chunks, len(decoding))
         passed += list(self._prefilling)[len(chunks) + len(passed) :]

@@ -18,6 +18,9 @@ from asyncllm.types import FinishReason, Pooled, RequestRecord
 
 __all__ = ["ORDINARY", "Request", "RequestPolicy", "Sequence", "SequenceState"]
 
+_LEAST_OF_IMAGE = 128
+"""Tokens that are computed in the step that encodes an image, however long that takes."""
+
 
 class RequestPolicy(NamedTuple):
     """How a request stands among the others: its RequestOptions, checked by `InputProcessor`."""
@@ -344,6 +347,24 @@ class Sequence:
             return length
         start, stop = (each - self.num_computed for each in span)
         return start if start > 0 else stop if stop <= most else 0
+
+    def within(self, length: int, budget: int, *, first: bool) -> tuple[int, int]:
+        """Return how many of the next `length` known tokens the budget is enough for if it is to pay for encoding the
+        images that begin among them, and what that takes of it.
+
+        An image for which it is not enough begins another step, unless this one has nothing else (`first`): then some
+        tokens of it are computed all the same.
+        """
+        work, start = 0, self.num_computed
+        for image in self.request.images:
+            ahead = image.position - start
+            if not 0 <= ahead < length:
+                continue
+            if ahead + work + image.work >= budget and (ahead or work or not first):
+                return ahead, work
+            work += image.work
+            length = min(length, max(budget - work, ahead + _LEAST_OF_IMAGE))
+        return length, work
 
     @property
     def next_end(self) -> int:

@@ -23,7 +23,7 @@ from asyncllm.kernels.triton.language import release_consumers, round_to, wait_f
 from asyncllm.kernels.triton.launch import Configured, launch
 from asyncllm.kernels.triton.page import line_of
 
-__all__ = ["load_pairs", "rope_fill_kv", "rotation", "store_pairs"]
+__all__ = ["load_pairs", "rope_fill_kv", "rotate_heads", "rotation", "store_pairs"]
 
 ROWS = 16
 """Heads of a program: with heads of 128, two runs of 16 bytes per thread, in 40 registers (56 with norms). In a decode
@@ -323,6 +323,61 @@ def _configured(
         BLOCK_SIZE=block_size,
         FORMAT=form,
         NORM=norm,
+        INTERLEAVED=interleaved,
+        ROWS=ROWS,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def rotate_heads_kernel(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    tokens,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token, head = row // HEADS, row % HEADS
+    inside = token < tokens
+    pair = tl.arange(0, BLOCK)
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    row_ptr = x_ptr + (token.to(tl.int64) * TOKEN_STRIDE + head * HEAD_STRIDE)[:, None]
+    first, second = load_pairs(row_ptr, inside, PAIRS, BLOCK, INTERLEAVED)
+    angle = token.to(tl.int64)[:, None] * (2 * PAIRS) + pair[None, :]
+    turned = inside[:, None] & (pair < PAIRS)[None, :]
+    cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
+    sin = tl.load(sin_ptr + PAIRS + angle, mask=turned, other=0.0)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    new_first = round_to(first * cos - second * sin, dtype)
+    new_second = round_to(second * cos + first * sin, dtype)
+    store_pairs(row_ptr, new_first, new_second, inside, PAIRS, INTERLEAVED)
+
+
+def rotate_heads(x: Tensor, rotation: Rotation, *, interleaved: bool = False) -> None:
+    """See `asyncllm.kernels.segments.rotate_heads`."""
+    tokens, heads, _ = x.shape
+    if not tokens:
+        return
+    cos, sin = rotation
+    pairs = cos.shape[-1] // 2
+    launch(
+        rotate_heads_kernel,
+        (-(-tokens * heads // ROWS), 1, 1),
+        (x, cos, sin),
+        (tokens,),
+        TOKEN_STRIDE=x.stride(0),
+        HEAD_STRIDE=x.stride(1),
+        HEADS=heads,
+        PAIRS=pairs,
+        BLOCK=triton.next_power_of_2(pairs),
         INTERLEAVED=interleaved,
         ROWS=ROWS,
     )

@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asyncllm.kernels import split_segments
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.protocol import PromptImage
 from asyncllm.vl.tower import VisionTower
+from asyncllm.vl.towers.block import GATED
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, Table
 from asyncllm.vl.towers.patches import PatchesConfig
-from asyncllm.vl.towers.qwen_vl import PatchBlock, pixels_of, square_places, square_rotation
+from asyncllm.vl.towers.qwen_vl import PatchBlock, in_time, pixels_of, square_places, square_rotation
 
 __all__ = ["Glm4vConfig", "Glm4vTower"]
 
@@ -32,9 +34,9 @@ class Glm4vConfig(PatchesConfig, frozen=True, kw_only=True):
 
     @property
     def weights(self) -> Mapping[str, str]:
-        names = {f"{name}_proj": name for name in ("gate", "up", "down")}
+        names = {f"{name}_proj": name for name in GATED}
         return {
-            **self.trunk_weights(names),
+            **self.trunk_weights({theirs: GATED[name] for theirs, name in names.items()}),
             "visual.post_conv_layernorm": "vision.first_norm",
             "visual.embeddings.position_embedding": "vision.positions",
             "visual.post_layernorm": "vision.last_norm",
@@ -78,11 +80,12 @@ class Glm4vTower(VisionTower):
         square, grids = config.merge**2, [image.grid for image in images if image.grid is not None]
         places = square_places(grids, config.merge).to(device)
         lengths = [rows * columns * square for rows, columns in grids]
-        x = self.first_norm(self.patches(pixels_of(images, config.frames).to(device)))
+        x = self.first_norm(self.patches(in_time(pixels_of(images, config.frames).to(device), config.frames)))
         x = x + self._positions(places.flatten(0, 1), grids, lengths).to(x.dtype)
         rotation = square_rotation(places, config.hidden_size // config.num_heads)
+        whole = split_segments(lengths, x.device)
         for layer in self.layers:
-            x = layer(x, rotation, lengths)
+            x = layer(x, rotation, whole)
         folded = self.fold(self.last_norm(x).view(-1, square, config.hidden_size).transpose(1, 2).flatten(1))
         x = F.gelu(self.projector_norm(self.projector(folded)))
         x = self.down(ACTIVATIONS[config.activation](self.gate(x)) * self.up(x))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.protocol import PromptImage
-from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
 from asyncllm.vl.towers.block import Attention, Block
 from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table, TowerActivation
 
@@ -95,7 +95,7 @@ _REMOTE = {
 """As the model's authors published it."""
 
 
-class InternVLTower(VisionTower):
+class InternVLTower(PlannedTower):
     def __init__(self, config: InternVLConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
@@ -121,19 +121,19 @@ class InternVLTower(VisionTower):
             scaled=True,
         )
 
-    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
-        parameter = self.projector_1.weight
-        tiles = [torch.from_numpy(image.pixels) for image in images]
-        features = self._features(torch.cat(tiles).to(parameter.device, parameter.dtype))
-        return [part.flatten(0, 1) for part in torch.split(features, [len(each) for each in tiles])]
+    def show(self, images: Sequence[PromptImage]) -> Shown:
+        tiles = torch.cat([torch.from_numpy(image.pixels) for image in images])
+        return Shown((tiles.to(self.projector_1.weight.device),))
 
-    def _features(self, pixels: Tensor) -> Tensor:
-        """pixels [N, 3, size, size] -> [N, tokens, hidden]."""
+    def look(self, shown: Shown) -> Tensor:
+        """pixels [N, 3, size, size] -> [N * tokens, hidden]."""
+        (pixels,) = shown.tensors
         x = self.patches.of_images(pixels)
         x = torch.cat([self.class_token().expand(len(x), -1, -1), x], 1) + self.positions()
         for layer in self.layers[: self.config.read_layers]:
             x = layer(x)
-        projected: Tensor = self.projector_2(F.gelu(self.projector_1(self.norm(self._folded(x[:, 1:])))))
+        folded = self.norm(self._folded(x[:, 1:])).flatten(0, 1)
+        projected: Tensor = self.projector_2(F.gelu(self.projector_1(folded)))
         return projected
 
     def _folded(self, x: Tensor) -> Tensor:

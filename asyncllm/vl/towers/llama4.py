@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from asyncllm.kernels import Rotation
+from asyncllm.kernels import Rotation, split_segments
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.protocol import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
@@ -104,8 +104,9 @@ class Llama4Tower(VisionTower):
         x = torch.cat([x, self.class_token().expand(count, 1, -1)], 1) + self.positions()
         x = self.first_norm(x).flatten(0, 1)
         rotation = self._rotation(count, pixels.device)
+        tiles = split_segments([tokens] * count, pixels.device)
         for layer in self.layers:
-            x = layer(x, rotation, [tokens] * count)
+            x = layer(x, rotation, tiles)
         x = self._folded(self.last_norm(x).view(count, tokens, -1)[:, :-1])
         projected: Tensor = self.projector(F.gelu(self.adapter_2(F.gelu(self.adapter_1(x)))))
         return projected

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from asyncllm.layers.layer import Layer
 
-__all__ = ["ACTIVATIONS", "Dense", "PatchEmbedding", "Scale", "Table", "TowerActivation", "cut"]
+__all__ = ["ACTIVATIONS", "Dense", "PatchEmbedding", "Table", "TowerActivation", "cut"]
 
 TowerActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 
@@ -87,10 +87,3 @@ class Table(_Owner):
 
     def forward(self) -> Tensor:
         return self.weight
-
-
-class Scale(Table):
-    """Multiplies each feature by a learned number."""
-
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return x * self.weight

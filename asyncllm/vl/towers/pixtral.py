@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from asyncllm.kernels import Rotation
+from asyncllm.kernels import Rotation, split_segments
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.protocol import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.towers.block import GATED
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, TowerActivation
 from asyncllm.vl.towers.qwen_vl import PatchBlock
 
@@ -52,7 +53,7 @@ class PixtralConfig(TowerConfig, frozen=True, kw_only=True):
             **{f"{layer}.attention.{name}_proj": f"{own}.qkv[{name}]" for name in ("q", "k", "v")},
             f"{layer}.attention.o_proj": f"{own}.out",
             f"{layer}.ffn_norm": f"{own}.mlp_norm",
-            **{f"{layer}.feed_forward.{name}_proj": f"{own}.{name}" for name in ("gate", "up", "down")},
+            **{f"{layer}.feed_forward.{name}_proj": f"{own}.{target}" for name, target in GATED.items()},
             "multi_modal_projector.norm": "vision.norm",
             "multi_modal_projector.patch_merger.merging_layer": "vision.merger",
             **{f"multi_modal_projector.linear_{n}": f"vision.projector_{n}" for n in (1, 2)},
@@ -91,8 +92,9 @@ class PixtralTower(VisionTower):
         x = self.first_norm(torch.cat([self.patches.of_images(each)[0] for each in pictures]))
         rotation = self._rotation(grids, device)
         lengths = [rows * columns for rows, columns in grids]
+        whole = split_segments(lengths, device)
         for layer in self.layers[: config.read_layers]:
-            x = layer(x, rotation, lengths)
+            x = layer(x, rotation, whole)
         if self.norm is not None and self.merger is not None:
             x = self.merger(self._squares(self.norm(x), grids, lengths))
         x = self.projector_2(ACTIVATIONS[config.projector_activation](self.projector_1(x)))

@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asyncllm.kernels import split_segments
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.protocol import PromptImage
-from asyncllm.vl.tower import VisionTower
+from asyncllm.vl.tower import PlannedTower, Shown
 from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table
 from asyncllm.vl.towers.patches import PatchesConfig
-from asyncllm.vl.towers.qwen_vl import EPS, PatchBlock, pixels_of, square_places, square_rotation
+from asyncllm.vl.towers.qwen_vl import EPS, PatchBlock, grids_of, in_time, pixels_of, square_places, square_rotation
 
 __all__ = ["Qwen3VLConfig", "Qwen3VLTower"]
 
@@ -42,7 +43,7 @@ class Qwen3VLConfig(PatchesConfig, frozen=True, kw_only=True):
         }
 
 
-class Qwen3VLTower(VisionTower):
+class Qwen3VLTower(PlannedTower):
     """Its features have the decoder's width several times: what is merged, and what each first layer adds."""
 
     def __init__(self, config: Qwen3VLConfig, hidden_size: int) -> None:
@@ -65,29 +66,30 @@ class Qwen3VLTower(VisionTower):
         self.merger = _Merger(size, square, hidden_size, joined=False)
         self.deep_mergers = nn.ModuleList(_Merger(size, square, hidden_size, joined=True) for _ in config.deep_layers)
 
-    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
-        device = self.positions.weight.device
+    def show(self, images: Sequence[PromptImage]) -> Shown:
+        device, grids = self.positions.weight.device, grids_of(images)
+        lengths = [rows * columns * self.config.merge**2 for rows, columns in grids]
+        sizes = torch.tensor(grids).repeat_interleave(torch.tensor(lengths), 0)
+        tensors = (pixels_of(images, self.config.frames), square_places(grids, self.config.merge), sizes)
+        return Shown(tuple(each.to(device) for each in tensors), (split_segments(lengths, device),))
+
+    def look(self, shown: Shown) -> Tensor:
         config = self.config
-        grids = [image.grid for image in images if image.grid is not None]
-        places = square_places(grids, config.merge).to(device)
-        lengths = [rows * columns * config.merge**2 for rows, columns in grids]
-        x = self.patches(pixels_of(images, config.frames).to(device))
-        x = x + self._positions(places.flatten(0, 1), grids, lengths).to(x.dtype)
+        (pixels, places, sizes), (whole,) = shown
+        x = self.patches(in_time(pixels, config.frames))
+        x = x + self._positions(places.flatten(0, 1), sizes).to(x.dtype)
         rotation = square_rotation(places, config.hidden_size // config.num_heads)
         deep: list[Tensor] = []
         for number, layer in enumerate(self.layers):
-            x = layer(x, rotation, lengths)
+            x = layer(x, rotation, whole)
             if number in config.deep_layers:
                 deep.append(self.deep_mergers[config.deep_layers.index(number)](x))
-        features = torch.cat([self.merger(x), *deep], -1)
-        return list(torch.split(features, [rows * columns for rows, columns in grids]))
+        return torch.cat([self.merger(x), *deep], -1)
 
-    def _positions(self, places: Tensor, grids: Sequence[tuple[int, int]], lengths: Sequence[int]) -> Tensor:
-        """Return learned positions of the patches [T, hidden], between the four nearest of the stretched grid."""
+    def _positions(self, places: Tensor, sizes: Tensor) -> Tensor:
+        """Return learned positions of the patches [T, hidden], between the four nearest of the stretched grid. places
+        and sizes [T, 2]: a patch's row and column, and how many squares of patches its image has along them."""
         side, merge = self.config.side, self.config.merge
-        sizes = torch.tensor(grids, device=places.device).repeat_interleave(
-            torch.tensor(lengths, device=places.device), 0
-        )
         exact = places.float() * (side - 1) / (sizes * merge - 1).clamp(min=1)
         low = exact.floor()
         share, low = exact - low, low.long()

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from asyncllm.kernels import Rotation
-from asyncllm.kernels.rotary import apply_rotary
+from asyncllm import kernels
+from asyncllm.kernels import Rotation, Segments, split_segments
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.norm import Norm, RMSNorm
 from asyncllm.protocol import PromptImage
-from asyncllm.vl.tower import VisionTower
-from asyncllm.vl.towers.block import JoinedQKV
+from asyncllm.vl.tower import PlannedTower, Shown
+from asyncllm.vl.towers.block import GATED, GatedMLP, JoinedQKV
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, TowerActivation
 from asyncllm.vl.towers.patches import PatchesConfig
 
@@ -29,6 +29,7 @@ __all__ = [
     "QwenVLConfig",
     "QwenVLTower",
     "grids_of",
+    "in_time",
     "pixels_of",
     "square_places",
     "square_rotation",
@@ -51,7 +52,7 @@ class QwenVLConfig(PatchesConfig, frozen=True, kw_only=True):
 
     @property
     def weights(self) -> Mapping[str, str]:
-        gated = {f"{name}_proj": name for name in ("gate", "up", "down")}
+        gated = {f"{name}_proj": target for name, target in GATED.items()}
         return {
             **self.trunk_weights(gated if self.gated else {"fc1": "up", "fc2": "down"}),
             "visual.merger.ln_q": "vision.norm",
@@ -60,7 +61,7 @@ class QwenVLConfig(PatchesConfig, frozen=True, kw_only=True):
         }
 
 
-class QwenVLTower(VisionTower):
+class QwenVLTower(PlannedTower):
     def __init__(self, config: QwenVLConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
@@ -82,23 +83,27 @@ class QwenVLTower(VisionTower):
         self.merger_1 = Dense(square, square)
         self.merger_2 = Dense(square, hidden_size)
 
-    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
-        device = self.merger_1.weight.device
+    def show(self, images: Sequence[PromptImage]) -> Shown:
+        device, grids, square = self.merger_1.weight.device, grids_of(images), self.config.merge**2
+        order, windows = _windows(grids, self.config.window)
+        places = square_places(grids, self.config.merge)[order]
+        whole = split_segments([rows * columns * square for rows, columns in grids], device)
+        parts = split_segments([count * square for count in windows], device)
+        pixels = pixels_of(images, self.config.frames)
+        return Shown(tuple(each.to(device) for each in (pixels, order, places)), (whole, parts))
+
+    def look(self, shown: Shown) -> Tensor:
         config, size, square = self.config, self.config.hidden_size, self.config.merge**2
-        grids = grids_of(images)
-        frames = pixels_of(images, config.frames).to(device)
-        order, windows = _windows(grids, config.window)
-        x = self.patches(frames).view(-1, square, size)[order.to(device)].flatten(0, 1)
-        rotation = square_rotation(square_places(grids, config.merge)[order].to(device), size // config.num_heads)
-        whole = [rows * columns * square for rows, columns in grids]
-        parts = [count * square for count in windows]
+        (pixels, order, places), (whole, parts) = shown
+        x = self.patches(in_time(pixels, config.frames)).view(-1, square, size)[order].flatten(0, 1)
+        rotation = square_rotation(places, size // config.num_heads)
         for number, layer in enumerate(self.layers):
             within = whole if config.window is None or number in config.full_layers else parts
             x = layer(x, rotation, within)
         merged = self.merger_2(F.gelu(self.merger_1(self.norm(x).view(-1, square * size))))
         ordered = torch.empty_like(merged)
-        ordered[order.to(device)] = merged
-        return list(torch.split(ordered, [image.length for image in images]))
+        ordered[order] = merged
+        return ordered
 
 
 def grids_of(images: Sequence[PromptImage]) -> list[tuple[int, int]]:
@@ -107,13 +112,17 @@ def grids_of(images: Sequence[PromptImage]) -> list[tuple[int, int]]:
 
 
 def pixels_of(images: Sequence[PromptImage], frames: int) -> Tensor:
-    """Return the patches of all images [T, 3 * frames * patch * patch]. A patch of a video [3, frames, patch * patch]
-    goes through time; one of an image [3, patch * patch] is as many equal frames."""
-    return torch.cat([_in_time(torch.from_numpy(image.pixels), frames).flatten(1) for image in images])
+    """Return the patches of all images, [T, 3, patch * patch], or [T, 3, frames, patch * patch] where a video is among
+    them: its patches go through time, and one of an image is as many equal frames."""
+    pixels = [torch.from_numpy(image.pixels) for image in images]
+    if any(each.ndim == 4 for each in pixels):
+        pixels = [in_time(each, frames).view(len(each), 3, frames, -1) for each in pixels]
+    return torch.cat(pixels)
 
 
-def _in_time(pixels: Tensor, frames: int) -> Tensor:
-    return pixels if pixels.ndim == 4 else pixels[:, :, None].expand(-1, -1, frames, -1)
+def in_time(pixels: Tensor, frames: int) -> Tensor:
+    """pixels of `pixels_of` -> whole patches [T, 3 * frames * patch * patch]."""
+    return (pixels if pixels.ndim == 4 else pixels[:, :, None].expand(-1, -1, frames, -1)).flatten(1)
 
 
 def square_places(grids: Sequence[tuple[int, int]], merge: int) -> Tensor:
@@ -157,29 +166,25 @@ class PatchBlock(Layer):
         self.num_heads, self._interleaved = num_heads, interleaved
         self.attn_norm, self.mlp_norm = norm(size, eps), norm(size, eps)
         self.qkv, self.out = JoinedQKV(size, 3 * size, bias=bias), Dense(size, size, bias=bias)
-        self.gate = Dense(size, inner, bias=bias) if gated else None
-        self.up, self.down = Dense(size, inner, bias=bias), Dense(inner, size, bias=bias)
+        self.mlp = GatedMLP(size, inner, activation, bias=bias) if gated else None
+        self.up = None if gated else Dense(size, inner, bias=bias)
+        self.down = None if gated else Dense(inner, size, bias=bias)
         self._activation = ACTIVATIONS[activation]
 
-    def forward(self, x: Tensor, rotation: Rotation, lengths: Sequence[int]) -> Tensor:
-        """x [T, hidden], of segments of these lengths that attend to themselves -> the same."""
-        q, k, v = self.qkv(self.attn_norm(x)).view(len(x), 3, self.num_heads, -1).unbind(1)
-        q, k = (apply_rotary(each, rotation, interleaved=self._interleaved) for each in (q, k))
-        x = x + self.out(_attended(q, k, v, lengths).flatten(1))
-        h = self.mlp_norm(x)
-        inner = self._activation(self.up(h)) if self.gate is None else self._activation(self.gate(h)) * self.up(h)
-        x = x + self.down(inner)
-        return x
-
-
-def _attended(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
-    """q, k, v [T, heads, d] -> [T, heads, d]. Segments of one length, such as most windows, are one batch."""
-    if len(set(lengths)) == 1:
-        q, k, v = (each.reshape(len(lengths), -1, *each.shape[1:]).transpose(1, 2) for each in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)
-    pieces = zip(*(torch.split(each.transpose(0, 1), list(lengths), 1) for each in (q, k, v)), strict=True)
-    attended = [F.scaled_dot_product_attention(q[None], k[None], v[None])[0] for q, k, v in pieces]
-    return torch.cat(attended, 1).transpose(0, 1)
+    def forward(self, x: Tensor, rotation: Rotation, segments: Segments) -> Tensor:
+        """x [T, hidden], of segments that attend to themselves -> the same."""
+        qkv = self.qkv(self.attn_norm(x)).view(len(x), 3 * self.num_heads, -1)
+        kernels.rotate_heads(qkv[:, : 2 * self.num_heads], rotation, interleaved=self._interleaved)
+        q, k, v = qkv.chunk(3, 1)
+        attended = kernels.segment_attention(q, k, v, segments)
+        h, x = self.mlp_norm.add(self.out(attended.flatten(1)), x)
+        if self.mlp is not None:
+            out: Tensor = x + self.mlp(h)
+        else:
+            assert self.up is not None
+            assert self.down is not None
+            out = x + self.down(self._activation(self.up(h)))
+        return out
 
 
 def _windows(grids: Sequence[tuple[int, int]], window: int | None) -> tuple[Tensor, list[int]]:

@@ -1,0 +1,111 @@
+"""TowerGraphs: a vision tower's launches as CUDA graphs, one for each shape of images that comes again."""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.tower import PlannedTower, Shown
+
+__all__ = ["LARGEST", "TowerGraphs"]
+
+_MOST_GRAPHS = 16
+_MOST_REMEMBERED = 256
+"""Shapes that have been seen once."""
+
+LARGEST = 4096 * 588
+"""Numbers of the pixels of what is captured, which are 4,096 patches of 14 x 14: more take longer than their
+launches."""
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    shown: Shown
+    """What it reads."""
+    features: Tensor
+    """What it writes."""
+
+
+class TowerGraphs:
+    """Has a tower look at images. What is shown for the second time in the same shapes is captured, and replayed from
+    then on. The graphs share their memory, as they run one after another. Used by the thread that launches steps."""
+
+    def __init__(self, tower: PlannedTower) -> None:
+        self._tower = tower
+        self._pool: Any = None
+        self._graphs: OrderedDict[Hashable, _Captured | None] = OrderedDict()
+        """By shape, the latest last; None for one that has been seen once."""
+
+    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
+        """Return what the tower's `encode` does, in memory that the next call writes."""
+        shown = self._tower.show(images)
+        return list(torch.split(self._look(shown), [image.num_features for image in images]))
+
+    def clear(self) -> None:
+        """Forget all graphs, and give back their memory."""
+        self._graphs.clear()
+        self._pool = None
+
+    def _look(self, shown: Shown) -> Tensor:
+        first = shown.tensors[0]
+        if not first.is_cuda or first.numel() > LARGEST:
+            return self._tower.look(shown)
+        key = _shape_of(shown)
+        if key not in self._graphs:
+            self._graphs[key] = None
+            self._bound()
+            return self._tower.look(shown)
+        self._graphs.move_to_end(key)
+        captured = self._graphs[key]
+        if captured is None:
+            captured = self._graphs[key] = self._capture(shown)
+            self._bound()
+        else:
+            for own, new in zip(_tensors(captured.shown), _tensors(shown), strict=True):
+                own.copy_(new)
+        captured.graph.replay()
+        return captured.features
+
+    def _capture(self, shown: Shown) -> _Captured:
+        """Capture what has been launched once, so that nothing is compiled now."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # A collection in the midst of a capture could free tensors of other streams, which breaks the capture.
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            # Other threads may use their own streams meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                features = self._tower.look(shown)
+            finally:
+                graph.capture_end()
+        finally:
+            if enabled:
+                gc.enable()
+        return _Captured(graph, shown, features)
+
+    def _bound(self) -> None:
+        """Keep the latest shapes and graphs."""
+        captured = [key for key, each in self._graphs.items() if each is not None]
+        for key in captured[: max(len(captured) - _MOST_GRAPHS, 0)]:
+            del self._graphs[key]
+        if len(self._graphs) > _MOST_REMEMBERED:
+            self._graphs.popitem(last=False)
+
+
+def _tensors(shown: Shown) -> list[Tensor]:
+    return [*shown.tensors, *(each.tiles for each in shown.segments if each.tiles is not None)]
+
+
+def _shape_of(shown: Shown) -> Hashable:
+    """Return all that launches depend on."""
+    shapes = tuple((each.shape, each.dtype) for each in _tensors(shown))
+    return shapes, tuple((each.length, each.rows) for each in shown.segments)
