@@ -305,7 +305,8 @@ class Scheduler:
                 break
             sequence = self._prefilling[len(chunks) + len(passed)]
             most = budget if chunks else self._prefill_budget.most
-            length, work = min(len(sequence.token_ids) - sequence.num_computed, budget), 0
+            length = min(len(sequence.token_ids) - sequence.num_computed, budget)
+            work = 0
             if bounded and sequence.request.images:
                 length, work = sequence.within(length, budget, first=not chunks)
                 if not length:
