@@ -1,4 +1,4 @@
-"""Gated delta nets: a memory of keys and values of fixed size in attention's place (Qwen3-Next)."""
+"""Gated delta nets: a memory of keys and values of fixed size in attention's place (Qwen3-Next, Qwen3.5)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.nn import functional
 from asyncllm import kernels
 from asyncllm.layers.cache_spec import StateSpec
 from asyncllm.layers.layer import Layer
-from asyncllm.layers.linear import Linear
-from asyncllm.layers.linear_method import PartKey
+from asyncllm.layers.linear import Linear, MergedLinear
+from asyncllm.layers.linear_method import PartKey, Weighted
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.short_convolution import CausalConvolution, StateLayer
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
@@ -41,6 +41,15 @@ class Decay(Layer):
         return -self.log_rate.exp() * functional.softplus(step_size.float() + self.step_bias)
 
 
+class _WholeParts(MergedLinear):
+    """Parts that are on every rank."""
+
+    def __init__(self, in_features: int, parts: Mapping[str, int], *, stored_heads: int) -> None:
+        """`stored_heads`: in a checkpoint that holds the parts by head, how many heads there are."""
+        Weighted.__init__(self, in_features, parts, shard="replicated")
+        self.stored_heads = stored_heads
+
+
 class GatedDeltaNet(StateLayer):
     """x [T, hidden] -> [T, hidden]: queries, keys and values pass a short convolution, then `kernels.gated_delta_rule`,
     whose result is normalised by head and multiplied by silu of a gate.
@@ -67,8 +76,9 @@ class GatedDeltaNet(StateLayer):
         self.key_dim = key_dim
         self.head_dim = head_dim
         keys, values = num_key_heads * key_dim, num_heads * head_dim
-        self.inputs = Linear(hidden_size, 2 * keys + 2 * values, shard="replicated")
-        self.weights = Linear(hidden_size, 2 * num_heads, shard="replicated")
+        parts = {"q": keys, "k": keys, "v": values, "gate": values}
+        self.inputs = _WholeParts(hidden_size, parts, stored_heads=num_key_heads)
+        self.weights = _WholeParts(hidden_size, {"beta": num_heads, "step": num_heads}, stored_heads=num_key_heads)
         self.conv = CausalConvolution(2 * keys + values, conv_length, bias=False)
         self.decay = Decay(num_heads)
         self.norm = RMSNorm(head_dim, norm_eps)
@@ -82,25 +92,19 @@ class GatedDeltaNet(StateLayer):
         cache: kernels.States = step.caches[self.layer]
         inputs, memory = cache.tensors
         plan = step.states(cache)
-        heads = self.num_key_heads
-        # Both products come by key head: its queries, keys, values and gates; its values' betas and step sizes.
-        parts = self.inputs(x, step).view(len(x), heads, -1)
-        key, value = self.key_dim, (parts.shape[2] - 2 * self.key_dim) // 2
-        q, k, v, gate = parts.split([key, key, value, value], -1)
-        beta, step_size = self.weights(x, step).view(len(x), heads, 2, -1).unbind(2)
-        mixed = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], -1)
-        mixed = self.conv(mixed, inputs, plan, silu=True)
-        q, k, v = mixed.split([heads * key, heads * key, heads * value], -1)
+        heads, keys, values = self.num_key_heads, self.num_key_heads * self.key_dim, self.out.in_features
+        mixed, gate = self.inputs(x, step).split([2 * keys + values, values], -1)
+        beta, step_size = self.weights(x, step).chunk(2, -1)
+        q, k, v = self.conv(mixed, inputs, plan, silu=True).split([keys, keys, values], -1)
         y = kernels.gated_delta_rule(
-            q.view(len(x), heads, key),
-            k.view(len(x), heads, key),
+            q.view(len(x), heads, -1),
+            k.view(len(x), heads, -1),
             v.view(len(x), -1, self.head_dim),
-            self.decay(step_size.flatten(1)),
-            beta.flatten(1).float().sigmoid(),
+            self.decay(step_size),
+            beta.float().sigmoid(),
             memory,
             plan,
         ).flatten(1)
-        gate = gate.flatten(1)
         if sampled is not None:
             y, gate = (kernels.gather_rows(each.contiguous(), sampled.indices) for each in (y, gate))
             step = sampled.inputs

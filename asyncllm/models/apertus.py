@@ -16,15 +16,6 @@ __all__ = ["Apertus"]
 
 _LAYER = "model.layers.{i}"
 
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-"""The rotation of a file that names none."""
-
 
 @register(ApertusForCausalLM="Apertus 8B, 70B")
 class Apertus(DecoderLM):
@@ -68,8 +59,7 @@ class Apertus(DecoderLM):
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "xielu")
         hf.expect("mlp_bias", False)
-        if hf.fields.get("rope_parameters") is None and "rope_scaling" not in hf.fields:
-            hf = hf.changed({"rope_scaling": _LLAMA3})
+        hf = hf.turning_llama3(8.0)
         bias = hf.flag("attention_bias", False)
         return ModelConfig(
             **hf.decoder(architecture, max_position=65536, theta=12e6, norm_eps=1e-5),

@@ -149,6 +149,13 @@ class HFConfig:
         """Return the file with entries of other names, old -> usual, under the usual ones too."""
         return self.changed({new: self.fields[old] for old, new in words.items() if self.fields.get(old) is not None})
 
+    def turning_llama3(self, factor: float) -> HFConfig:
+        """Return this, where it names no rotation with Llama 3's for contexts of `factor` times 8192 tokens."""
+        if self.fields.get("rope_parameters") is not None or "rope_scaling" in self.fields:
+            return self
+        usual = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        return self.changed({"rope_scaling": {"rope_type": "llama3", "factor": factor, **usual}})
+
     def of_layers(self, kind: str) -> HFConfig:
         """Return the file as layers of this kind, such as "full_attention", read it: with their own rope_parameters,
         where these are given by kind of layer."""

@@ -11,15 +11,6 @@ from asyncllm.models.registry import register
 
 __all__ = ["CodeWorldModel"]
 
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 16.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-"""The rotation of a file that names none."""
-
 
 @register(CwmForCausalLM="Code World Model 32B")
 class CodeWorldModel(DecoderLM):
@@ -49,8 +40,7 @@ class CodeWorldModel(DecoderLM):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
-        if hf.fields.get("rope_parameters") is None and "rope_scaling" not in hf.fields:
-            hf = hf.changed({"rope_scaling": _LLAMA3})
+        hf = hf.turning_llama3(16.0)
         fields = hf.decoder(architecture, max_position=131072, theta=1e6, norm_eps=1e-5, head_dim=128)
         num_layers, window = fields["num_layers"], hf.optional_integer("sliding_window", 8192)
         fields["windows"] = hf.windows(num_layers, window, [layer % 4 != 0 for layer in range(num_layers)])

@@ -37,10 +37,10 @@ def _split_quarters(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor
 
 
 def _split_by_head(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
-    """Two parts of a tensor that holds, per query head, first that of the one and then that of the other (Qwen3-Next's
-    queries and gates)."""
-    heads = tensor.reshape(owner.stored_heads, 2, -1, *tensor.shape[1:])
-    return [heads[:, part].flatten(0, 1) for part in range(2)]
+    """Parts of a tensor that holds, per head, that of each part, one after the other along axis 0 (Qwen3-Next's queries
+    and gates)."""
+    heads = tensor.reshape(owner.stored_heads, -1, *tensor.shape[1:])
+    return [part.flatten(0, 1) for part in torch.split(heads, [size // owner.stored_heads for size in sizes], 1)]
 
 
 class Stack(NamedTuple):

@@ -15,9 +15,19 @@ from asyncllm.models.qwen3 import QWEN3_WEIGHTS
 from asyncllm.models.qwen3_moe import qwen_experts
 from asyncllm.models.registry import register
 
-__all__ = ["Qwen3Next", "Qwen3NextConfig"]
+__all__ = ["DELTA_WEIGHTS", "Qwen3Next", "Qwen3NextConfig", "delta_fields"]
 
 _LINEAR = "model.layers.{i}.linear_attn"
+
+DELTA_WEIGHTS = {
+    "model.layers.{i}.self_attn.q_proj": "layers.{i}.attn.qkv[q+gate:by_head]",
+    f"{_LINEAR}.conv1d": "layers.{i}.attn.conv",
+    f"{_LINEAR}.A_log": "layers.{i}.attn.decay:log_rate",
+    f"{_LINEAR}.dt_bias": "layers.{i}.attn.decay:step_bias",
+    f"{_LINEAR}.norm": "layers.{i}.attn.norm",
+    f"{_LINEAR}.out_proj": "layers.{i}.attn.out",
+}
+"""Rows of weight tables that Qwen3-Next and Qwen3.5 have in common."""
 
 
 class Qwen3NextConfig(ModelConfig, frozen=True, kw_only=True):
@@ -39,14 +49,9 @@ class Qwen3Next(DecoderLM):
         Qwen2MoE.weights.replaced(QWEN3_WEIGHTS.rows)
         .replaced(
             {
-                "model.layers.{i}.self_attn.q_proj": "layers.{i}.attn.qkv[q+gate:by_head]",
-                f"{_LINEAR}.in_proj_qkvz": "layers.{i}.attn.inputs",
-                f"{_LINEAR}.in_proj_ba": "layers.{i}.attn.weights",
-                f"{_LINEAR}.conv1d": "layers.{i}.attn.conv",
-                f"{_LINEAR}.A_log": "layers.{i}.attn.decay:log_rate",
-                f"{_LINEAR}.dt_bias": "layers.{i}.attn.decay:step_bias",
-                f"{_LINEAR}.norm": "layers.{i}.attn.norm",
-                f"{_LINEAR}.out_proj": "layers.{i}.attn.out",
+                **DELTA_WEIGHTS,
+                f"{_LINEAR}.in_proj_qkvz": "layers.{i}.attn.inputs[q+k+v+gate:by_head]",
+                f"{_LINEAR}.in_proj_ba": "layers.{i}.attn.weights[beta+step:by_head]",
             }
         )
         .setting_aside("mtp")
@@ -82,32 +87,11 @@ class Qwen3Next(DecoderLM):
         hf = hf.changed({"norm_topk_prob": hf.flag("norm_topk_prob", True)})
         fields = hf.decoder(architecture, max_position=32768, head_dim=256, partial_rotary=0.25)
         num_layers = fields["num_layers"]
-        interval = hf.integer("full_attention_interval", 4)
-        kinds = hf.fields.get("layer_types")
-        if kinds is None:
-            kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
-        if not isinstance(kinds, list) or len(kinds) != num_layers:
-            hf.invalid("layer_types", f"where a list of {num_layers} layer kinds belongs")
-        if not set(kinds) <= {"full_attention", "linear_attention"}:
-            hf.unsupported("layer_types", "Supported: 'full_attention', 'linear_attention'.")
-        heads = hf.integer("linear_num_value_heads", 32)
-        key_heads = hf.integer("linear_num_key_heads", 16)
-        if heads % key_heads:
-            hf.invalid("linear_num_value_heads", f"which linear_num_key_heads = {key_heads} does not divide")
         shared_size = hf.integer("shared_expert_intermediate_size", 512)
-        bias = hf.flag("attention_bias", False)
         return Qwen3NextConfig(
             **fields,
-            qkv_bias=bias,
-            out_bias=bias,
-            qk_norm="head",
+            **delta_fields(hf, num_layers),
             experts=qwen_experts(hf, num_layers, count=512, per_token=10, size=512, shared_size=shared_size),
-            attending=frozenset(layer for layer, kind in enumerate(kinds) if kind == "full_attention"),
-            delta_heads=heads,
-            delta_key_heads=key_heads,
-            delta_head_dim=hf.integer("linear_value_head_dim", 128),
-            delta_key_dim=hf.integer("linear_key_head_dim", 128),
-            conv_length=hf.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=16),
         )
 
     def attention(self, layer: int) -> AnyAttention:
@@ -134,3 +118,31 @@ class Qwen3Next(DecoderLM):
             conv_length=config.conv_length,
             norm_eps=config.norm_eps,
         )
+
+
+def delta_fields(hf: HFConfig, num_layers: int) -> dict[str, Any]:
+    """Return the fields of a Qwen3NextConfig that say what its layers attend by. Raises InvalidCheckpoint,
+    UnsupportedModel."""
+    interval = hf.integer("full_attention_interval", 4)
+    kinds = hf.fields.get("layer_types")
+    if kinds is None:
+        kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        hf.invalid("layer_types", f"where a list of {num_layers} layer kinds belongs")
+    if not set(kinds) <= {"full_attention", "linear_attention"}:
+        hf.unsupported("layer_types", "Supported: 'full_attention', 'linear_attention'.")
+    heads, key_heads = hf.integer("linear_num_value_heads", 32), hf.integer("linear_num_key_heads", 16)
+    if heads % key_heads:
+        hf.invalid("linear_num_value_heads", f"which linear_num_key_heads = {key_heads} does not divide")
+    bias = hf.flag("attention_bias", False)
+    return {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "qk_norm": "head",
+        "attending": frozenset(layer for layer, kind in enumerate(kinds) if kind == "full_attention"),
+        "delta_heads": heads,
+        "delta_key_heads": key_heads,
+        "delta_head_dim": hf.integer("linear_value_head_dim", 128),
+        "delta_key_dim": hf.integer("linear_key_head_dim", 128),
+        "conv_length": hf.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=16),
+    }

@@ -21,7 +21,7 @@ from asyncllm.models.vision.llava_original import read_original_llava
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision.pixtral import read_mistral3
 from asyncllm.models.vision.published import PUBLISHED_MODELS, PUBLISHED_READERS
-from asyncllm.models.vision.qwen_vl import read_qwen3_vl, read_qwen_vl
+from asyncllm.models.vision.qwen_vl import read_qwen3_5, read_qwen3_vl, read_qwen_vl
 from asyncllm.models.weights import WeightMap
 from asyncllm.vl.tower import TowerConfig
 
@@ -49,7 +49,7 @@ def with_tower(table: WeightMap, vision: TowerConfig) -> WeightMap:
     towers = {f"{prefix}{pattern}": target for pattern, target in vision.weights.items() for prefix in ("", "model.")}
     ignored = [f"{prefix}{name}" for name in table.ignored for prefix in ("", f"{vision.decoder_source}.")]
     unused = [f"{prefix}{name}" for name in vision.unused for prefix in ("", "model.")]
-    return WeightMap({**rows, **towers}, ignored=ignored, aside=unused)
+    return WeightMap({**rows, **towers}, ignored=ignored, aside=[*table.aside, *unused])
 
 
 _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
@@ -70,6 +70,8 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "Mistral3ForConditionalGeneration": read_mistral3,
     "Qwen2VLForConditionalGeneration": read_qwen_vl,
     "Qwen3VLForConditionalGeneration": read_qwen3_vl,
+    "Qwen3_5ForConditionalGeneration": read_qwen3_5,
+    "Qwen3_5MoeForConditionalGeneration": lambda hf: read_qwen3_5(hf, sparse=True),
     "Qwen3VLMoeForConditionalGeneration": lambda hf: read_qwen3_vl(hf, sparse=True),
     "SmolVLMForConditionalGeneration": read_idefics3,
     "Qwen2_5_VLForConditionalGeneration": lambda hf: read_qwen_vl(hf, gated=True),
@@ -95,6 +97,8 @@ VISION_MODELS: Mapping[str, str] = {
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL",
     "Qwen3VLForConditionalGeneration": "Qwen3-VL, dense",
+    "Qwen3_5ForConditionalGeneration": "Qwen3.5, dense",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
     "SmolVLMForConditionalGeneration": "SmolVLM, SmolVLM2, of images",
 }

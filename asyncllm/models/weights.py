@@ -9,6 +9,7 @@ to the module that receives it. Brackets name the part of a fused parameter:
     layers.{i}.mlp.experts.down[{e}]         expert e
     layers.{i}.attn.qkv[q+k+v]               one tensor holds q, k and v one after the other along axis 0
     layers.{i}.attn.qkv[q+k+v:grouped]       one tensor holds, per KV head, its query heads, then k, then v
+    layers.{i}.attn.qkv[q+gate:by_head]      one tensor holds, per head, its part of q and that of the gate
     layers.{i}.attn.qkv[q+k+v:transposed]    q, k and v one after the other along axis 1: a weight is [in, out]
     layers.{i}.mlp.down[:transposed]         a weight [in, out] alone
     layers.{i}.attn.qkv[q+k+v:quarters]      one tensor holds, four times, a quarter of q, of v and of k
@@ -178,6 +179,11 @@ class WeightMap:
     def ignored(self) -> tuple[str, ...]:
         """Patterns of tensor names that are skipped."""
         return self._ignored
+
+    @property
+    def aside(self) -> tuple[str, ...]:
+        """Patterns of modules that are left out whole."""
+        return self._aside
 
     def replaced(self, rows: Mapping[str, str]) -> WeightMap:
         """Return this table with `rows` added; a row whose pattern is already there takes its place."""

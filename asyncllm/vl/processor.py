@@ -285,6 +285,8 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "Qwen2VLForConditionalGeneration": _qwen_with_videos,
     "Qwen2_5_VLForConditionalGeneration": partial(_qwen_with_videos, tokens_per_second=True),
     "Qwen3VLForConditionalGeneration": _qwen,
+    "Qwen3_5ForConditionalGeneration": _qwen,
+    "Qwen3_5MoeForConditionalGeneration": _qwen,
     "Qwen3VLMoeForConditionalGeneration": _qwen,
     "SmolVLMForConditionalGeneration": _idefics3,
 }

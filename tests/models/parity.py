@@ -7,6 +7,7 @@ import copy
 import math
 from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -160,17 +161,16 @@ def folder_of(case: Case) -> Path:
     """Built once per process and removed when it ends."""
     folder = Path(mkdtemp(prefix="asyncllm-"))
     atexit.register(rmtree, folder, ignore_errors=True)
-    if case.family == "qwen3_next":
-        _take_delta_rule_by_token()
+    if case.family in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
+        _take_delta_rule_by_token(case.family)
     return build_checkpoint(case.family, folder, legacy=case.legacy, **case.overrides)
 
 
-def _take_delta_rule_by_token() -> None:
+def _take_delta_rule_by_token(family: str) -> None:
     """Of transformers' two forms of the gated delta rule, which differ by up to 4e-4 in these logits: that by chunks
     solves for all of a chunk at once, and rounds more."""
-    from transformers.models.qwen3_next import modeling_qwen3_next
-
-    modeling_qwen3_next.torch_chunk_gated_delta_rule = modeling_qwen3_next.torch_recurrent_gated_delta_rule
+    modeling = import_module(f"transformers.models.{family}.modeling_{family}")
+    modeling.torch_chunk_gated_delta_rule = modeling.torch_recurrent_gated_delta_rule  # type: ignore[attr-defined]
 
 
 @cache

@@ -136,6 +136,32 @@ def _qwen3_vl_moe() -> tuple[Any, dict[str, Any], list[str], str | None]:
     return Qwen3VLMoeConfig(**_qwen3_fields(text)), _QWEN3_PICTURES, _QWEN_TOKENS, None
 
 
+def _qwen3_5() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import Qwen3_5Config
+
+    return Qwen3_5Config(**_qwen3_5_fields({"intermediate_size": 48})), _QWEN3_PICTURES, _QWEN_TOKENS, None
+
+
+def _qwen3_5_moe() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import Qwen3_5MoeConfig
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    text = {**experts, "shared_expert_intermediate_size": 24}
+    return Qwen3_5MoeConfig(**_qwen3_5_fields(text)), _QWEN3_PICTURES, _QWEN_TOKENS, None
+
+
+def _qwen3_5_fields(text: dict[str, Any]) -> dict[str, Any]:
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    kinds = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    common = {key: value for key, value in TEXT.items() if key != "intermediate_size"}
+    own = {"linear_value_head_dim": 8, "rms_norm_eps": 0.1, "partial_rotary_factor": 0.5}
+    fields = _qwen3_fields({**common, **delta, **kinds, **own, **text})
+    fields["vision_config"].pop("deepstack_visual_indexes")
+    fields["text_config"]["rope_parameters"] = {**rope, "partial_rotary_factor": 0.5}
+    return fields
+
+
 _QWEN3_PICTURES = {**_QWEN_PICTURES, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 
 
@@ -507,6 +533,8 @@ KINDS: dict[str, Callable[[], tuple[Any, dict[str, Any], list[str], str | None]]
     "glm4v": _glm4v,
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_moe": _qwen3_5_moe,
     "deepseek_vl": _deepseek_vl,
     "deepseek_vl_hybrid": _deepseek_vl_hybrid,
     "gemma3": _gemma3,

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, axes_of, p
 from asyncllm.vl.towers.qwen3_vl import Qwen3VLConfig
 from asyncllm.vl.towers.qwen_vl import QwenVLConfig
 
-__all__ = ["read_qwen3_vl", "read_qwen_vl"]
+__all__ = ["read_qwen3_5", "read_qwen3_vl", "read_qwen_vl"]
 
 
 def read_qwen_vl(hf: HFConfig, *, gated: bool = False) -> Composed:
@@ -60,7 +60,18 @@ def read_qwen3_vl(hf: HFConfig, *, sparse: bool = False) -> Composed:
     if sparse:
         text.expect("norm_topk_prob", True)
         text = text.changed({"norm_topk_prob": True})
-    part = part_of(hf, "vision_config")
+    vision = _deep_tower(part_of(hf, "vision_config", {"deepstack_visual_indexes": [8, 16, 24]}), text)
+    return Composed(text, "Qwen3MoeForCausalLM" if sparse else "Qwen3ForCausalLM", vision, axes)
+
+
+def read_qwen3_5(hf: HFConfig, *, sparse: bool = False) -> Composed:
+    text, _ = text_of(hf)
+    text, axes = axes_of(text, interleaved=True, usual=(11, 11, 10))
+    vision = _deep_tower(part_of(hf, "vision_config", {"deepstack_visual_indexes": []}), text)
+    return Composed(text, "Qwen3_5MoeForCausalLM" if sparse else "Qwen3_5ForCausalLM", vision, axes)
+
+
+def _deep_tower(part: HFConfig, text: HFConfig) -> Qwen3VLConfig:
     hidden, heads = part.integer("hidden_size", 1152), part.integer("num_heads", 16)
     if hidden % heads or hidden // heads % 4:
         part.invalid("num_heads", "which leaves heads of a size that is no multiple of 4")
@@ -70,13 +81,13 @@ def read_qwen3_vl(hf: HFConfig, *, sparse: bool = False) -> Composed:
     side = math.isqrt(positions)
     if side * side != positions:
         part.invalid("num_position_embeddings", "which is not the number of places of a square")
-    deep = part.fields.get("deepstack_visual_indexes", [8, 16, 24])
+    deep = part.fields["deepstack_visual_indexes"]
     if not isinstance(deep, list) or deep != sorted({each for each in deep if type(each) is int and 0 <= each < depth}):
         part.invalid("deepstack_visual_indexes", f"where layers below {depth} belong, in order")
     if len(deep) >= text.integer("num_hidden_layers"):
         part.unsupported("deepstack_visual_indexes", "Supported: fewer of them than the decoder has layers.")
     part.expect("out_hidden_size", text.integer("hidden_size"))
-    vision = Qwen3VLConfig(
+    return Qwen3VLConfig(
         hidden_size=hidden,
         intermediate_size=part.integer("intermediate_size", 4304),
         num_layers=depth,
@@ -88,4 +99,3 @@ def read_qwen3_vl(hf: HFConfig, *, sparse: bool = False) -> Composed:
         side=side,
         deep_layers=tuple(deep),
     )
-    return Composed(text, "Qwen3MoeForCausalLM" if sparse else "Qwen3ForCausalLM", vision, axes)
