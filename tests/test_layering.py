@@ -21,7 +21,8 @@ PACKAGE = Path(__file__).parent.parent / "asyncllm"
 
 LEVELS = [
     {"errors", "config", "types", "protocol", "event_loop", "shown"},
-    {"kernels", "distributed", "text", "locate"},
+    {"kernels", "text", "locate"},
+    {"distributed"},
     {"layers"},
     {"quant"},
     {"vl"},
@@ -44,7 +45,7 @@ ENGINE_OPENS_LAZILY = {
 }
 """What the engine imports of the levels with torch, inside a function only."""
 
-FACES = set[str]().union(*LEVELS[9:])
+FACES = set[str]().union(*LEVELS[10:])
 """Parts that see the package's public names and, apart from `testing`, no more of the engine."""
 
 INSTANCE_FIELDS = {"chat_template_config", "config", "model_name", "model_path"}

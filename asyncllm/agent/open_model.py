@@ -97,6 +97,8 @@ class OpenedModel(NamedTuple):
                 path, dtype=dtype, device=device, group=group, by_expert=by_expert, accept=accept, **asked
             )
         settle_threads(config, model, device)
+        if group is not None:
+            group.expect_sums(config.prefill_budget + config.max_batch_size, model.config.hidden_size * dtype.itemsize)
         times.lap("load")
         return OpenedModel(model, device, dtype, accept(model), max_position, path, group)
 

@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asyncllm import kernels
+from asyncllm.distributed.peer_memory import PeerMemory
+
 __all__ = ["Meeting", "RankGroup", "TorchGroup", "rows_of"]
 
 _PATIENCE = timedelta(seconds=120)
@@ -33,8 +36,14 @@ class RankGroup(Protocol):
     rank: int
     size: int
 
+    def expect_sums(self, rows: int, row_bytes: int) -> None:
+        """Make ready for sums of up to so many rows. To be called once, before the first sum."""
+
     def add_up(self, x: Tensor) -> Tensor:
         """Return the sum of the ranks' x, in x's memory."""
+
+    def add_up_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return what `kernels.add_rms_norm` makes of `add_up`, and leave anything in x."""
 
     def collect(self, x: Tensor) -> Tensor:
         """Return every rank's x, of equal shape on all: [size, *x.shape]."""
@@ -54,7 +63,8 @@ def rows_of(group: RankGroup, num_rows: int) -> slice:
 
 
 class TorchGroup:
-    """The group of this process, by torch.distributed: NCCL between GPUs, gloo on CPUs.
+    """The group of this process, by torch.distributed: NCCL between GPUs, gloo on CPUs. Where GPUs can map each
+    other's memory, sums go through a kernel of our own instead.
 
     Of NCCL there is one communicator, made here and bound to the device, and all calls come from the stream that
     computes steps. What CUDA graphs capture has been called once outside of them, which sets connections up, and the
@@ -65,6 +75,8 @@ class TorchGroup:
         """Wait for the others. Raises RuntimeError when they do not come."""
         self.rank, self.size = meeting.rank, meeting.size
         self._device = device
+        self.peers: PeerMemory | None = None
+        """What sums go through if it takes them."""
         if device.type == "cuda":
             # A device without a number is the current one; the communicator wants it spelled out.
             device = torch.device("cuda", torch.cuda.current_device())
@@ -79,9 +91,20 @@ class TorchGroup:
             device_id=torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None,
         )
 
+    def expect_sums(self, rows: int, row_bytes: int) -> None:
+        if self._device.type == "cuda":
+            self.peers = PeerMemory.open(rows, row_bytes, torch.device("cuda", torch.cuda.current_device()))
+
     def add_up(self, x: Tensor) -> Tensor:
+        if self.peers is not None and self.peers.takes(x):
+            return self.peers.add_up(x)
         dist.all_reduce(x)
         return x
+
+    def add_up_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if self.peers is not None and self.peers.takes(x):
+            return self.peers.add_up_rms_norm(x, residual, weight, eps)
+        return kernels.add_rms_norm(self.add_up(x), residual, weight, eps)
 
     def collect(self, x: Tensor) -> Tensor:
         whole = x.new_empty(self.size, *x.shape)
@@ -100,4 +123,5 @@ class TorchGroup:
 
     def close(self) -> None:
         """Leave the group. No call is under way."""
+        self.peers = None
         dist.destroy_process_group()

@@ -112,6 +112,9 @@ class Weighted(Layer):
         """Which of a checkpoint's they are, where ranks divide experts instead of features."""
         self.group: RankGroup | None = None
         """The ranks among which the weight is divided."""
+        self.summed_later = False
+        """Whether the ranks' results of a weight divided by its input features stay what they are: the norm that
+        follows adds them up (`layers.rank_sums`)."""
         self._share: _Share | None = None
         self.attach(UNQUANTIZED)
 
@@ -245,8 +248,14 @@ class Weighted(Layer):
         return (a, b[taken]) if self.shard == "column" else (a[:, taken], b)
 
     def summed(self, y: Tensor) -> Tensor:
-        """Return the ranks' results of a weight divided by its input features added up, in y's memory."""
-        return y if self.group is None or self.shard != "row" else self.group.add_up(y)
+        """Return the ranks' results of a weight divided by its input features added up, in y's memory, unless that is
+        for the norm that follows."""
+        return y if self.group is None or self.shard != "row" or self.summed_later else self.group.add_up(y)
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the ranks' results are shares of a sum."""
+        return self.group is not None and self.shard == "row"
 
 
 class _Share(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
+from asyncllm.distributed.group import RankGroup
 from asyncllm.kernels import RoundedRows, Rounding
 from asyncllm.layers.layer import Layer
 
@@ -53,13 +54,20 @@ class Norm(Layer):
 class RMSNorm(Norm):
     """Divided by the root of the mean square."""
 
+    ranks: RankGroup | None = None
+    """Those of which x is a share in `add` and `add_rounded`, which take their sum."""
+
     def forward(self, x: Tensor) -> Tensor:
         return kernels.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if self.ranks is not None:
+            return self.ranks.add_up_rms_norm(x, residual, self.weight, self.eps)
         return kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
     def add_rounded(self, x: Tensor, residual: Tensor, rounding: Rounding) -> tuple[RoundedRows, Tensor]:
+        if self.ranks is not None:
+            x = self.ranks.add_up(x)
         return kernels.add_rms_norm_rounded(x, residual, self.weight, self.eps, rounding)
 
 

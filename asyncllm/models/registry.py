@@ -22,6 +22,7 @@ from asyncllm.errors import InvalidCheckpoint, ModelError, UnsupportedModel, sho
 from asyncllm.layers.layer import Layer, settle
 from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.moe import MoE
+from asyncllm.layers.rank_sums import sum_in_norms
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
@@ -232,6 +233,7 @@ def divide(model: DecoderLM, group: RankGroup, *, by_expert: bool = False) -> No
     for module in sorted(modules, key=lambda module: not isinstance(module, Weighted)):
         if isinstance(module, Layer):
             module.divide(group)
+    sum_in_norms(list(model.layers), model.norm, group)
 
 
 def _configure(

@@ -16,13 +16,18 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["RankProcess"]
+__all__ = ["RankProcess", "rank_environment"]
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from asyncllm.ranks.rank import main; main({descriptor}, {parent})"
 
-_DEFAULTS = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+_DEFAULTS = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+}
 """What a rank's environment has unless this process's says otherwise: no multicast over NVLink, which containers are
-often not allowed, where NCCL then fails at its start, and which two ranks gain nothing by."""
+often not allowed, where NCCL then fails at its start, and which two ranks gain nothing by. And that two GPUs are two
+although both ranks, which see one each, count theirs as the first."""
 
 
 class RankProcess:
@@ -43,7 +48,7 @@ class RankProcess:
                     [sys.executable, "-c", program],
                     pass_fds=[descriptor] if meeting is None else [descriptor, meeting],
                     stdin=subprocess.DEVNULL,
-                    env=_environment(rank) if num_ranks > 1 else None,
+                    env=rank_environment(rank) if num_ranks > 1 else None,
                     process_group=0,  # Ctrl-C is for the parent
                 )
             try:
@@ -94,7 +99,7 @@ class RankProcess:
         return f"rank {self.rank} (process {self._process.pid}) {how}"
 
 
-def _environment(rank: int) -> dict[str, str]:
+def rank_environment(rank: int) -> dict[str, str]:
     """Return the environment of a rank: of the GPUs that this process may use, the one of the rank's number."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = None if visible is None else [device for device in visible.split(",") if device]

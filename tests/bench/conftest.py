@@ -21,6 +21,7 @@ MODULES = (
     "kernel_timing",
     "roofline",
     "swap",
+    "rank_sums",
     "streams",
     "serve",
     "overload",

@@ -61,6 +61,21 @@ def test_two_ranks_give_the_logits_of_one_or_refuse_a_norm_over_all_heads(family
     torch.testing.assert_close(shares[0], whole, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "gemma"])
+def test_norms_add_up_what_comes_before_them(family: str) -> None:
+    """Both sums of each layer, but the one in front of the last layer."""
+    case = Case(family, "default")
+    folder_of(case)
+
+    def count(group: ThreadGroup) -> tuple[int, int]:
+        model = open_share(case, group)
+        logits_of(model, random_tokens(3, PROMPT + STEPS))
+        return group.fused_sums, 2 * len(model.layers) - 1
+
+    for fused, most in in_ranks(2, count):
+        assert fused == (2 + STEPS) * most > 0
+
+
 def test_more_ranks_than_key_heads_have_the_same_ones() -> None:
     case = Case("llama", "default")
     tokens = random_tokens(4, PROMPT + STEPS)

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from asyncllm import kernels
+
 __all__ = ["ThreadGroup", "in_ranks"]
 
 Result = TypeVar("Result")
@@ -21,6 +23,8 @@ class ThreadGroup:
     def __init__(self, rank: int, meet: threading.Barrier, said: list[Any]) -> None:
         self.rank, self.size = rank, meet.parties
         self._meet, self._said = meet, said
+        self.fused_sums = 0
+        """Those that a norm has taken."""
 
     def _say(self, value: Any) -> list[Any]:
         self._said[self.rank] = value
@@ -32,6 +36,13 @@ class ThreadGroup:
     def add_up(self, x: Tensor) -> Tensor:
         parts = self._say(x.clone())
         return x.copy_(torch.stack(parts).sum(0))
+
+    def expect_sums(self, rows: int, row_bytes: int) -> None:
+        pass
+
+    def add_up_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        self.fused_sums += 1
+        return kernels.add_rms_norm(self.add_up(x), residual, weight, eps)
 
     def collect(self, x: Tensor) -> Tensor:
         return torch.stack(self._say(x))

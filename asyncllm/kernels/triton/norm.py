@@ -15,7 +15,7 @@ from torch import Tensor
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured
 
-__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "normed", "rms_norm", "row_tile"]
+__all__ = ["MAX_ROW", "add_layer_norm", "add_rms_norm", "layer_norm", "normed", "rms_norm", "row_tile"]
 
 MAX_ROW = 16384
 """Longest row: 64 registers per thread at 8 warps."""
