@@ -3,10 +3,12 @@
     python bench/shapes.py llama-3-8b FOLDER
     python bench/shapes.py qwen2.5-vl-7b FOLDER
     python bench/shapes.py my-config.json FOLDER --seed 1
+    python bench/shapes.py llama-3-8b FOLDER --format int8
 
 Writes config.json, shards of bfloat16 with their index, and a byte-level tokenizer that fills the vocabulary. Matrices
-are normal with deviation 0.02, norms are ones; the same seed gives the same files on the same kind of device. Random
-numbers come from a GPU if there is one, and several threads write.
+are normal with deviation 0.02, norms are ones; the same seed gives the same files on the same kind of device. With a
+format the projections are of 8 bits, with a scale for each output feature, as LMDeploy's `smooth_quant` has them.
+Random numbers come from a GPU if there is one, and several threads write.
 """
 
 from __future__ import annotations
@@ -37,6 +39,12 @@ MAX_SHARD_BYTES = 4 * 2**30
 CHUNK_BYTES = 32 * 2**20
 """Random numbers are drawn, copied and written in pieces of this size."""
 WRITE_THREADS = 8
+
+FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+"""Types of 8 bits, and their largest numbers, which stand for five deviations."""
+
+_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}
+"""Of types in safetensors files."""
 
 _SPECIAL = ("<unk>", "<s>", "</s>")
 
@@ -159,16 +167,33 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of the checkpoint; its elements are bfloat16."""
+    """A tensor of the checkpoint."""
 
     name: str
     shape: tuple[int, ...]
-    ones: bool = False
-    """A norm, instead of random numbers."""
+    fill: float | None = None
+    """The number that all of it is, such as a norm's 1; None: random numbers."""
+    dtype: torch.dtype = torch.bfloat16
+    scale: float = 1.0
+    """What a number is divided by where it is stored."""
 
     @property
     def num_bytes(self) -> int:
-        return 2 * math.prod(self.shape)
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    @property
+    def chunk(self) -> int:
+        """How many numbers are drawn at once."""
+        return CHUNK_BYTES // max(2, self.dtype.itemsize)
+
+    def stored(self, drawn: torch.Tensor) -> torch.Tensor:
+        """Return random bfloat16 numbers, or `fill`, as the file has them."""
+        if self.dtype == torch.bfloat16:
+            return drawn
+        if self.dtype == torch.float32:
+            return drawn.float().fill_(self.fill or 0.0)
+        divided = drawn.float() / self.scale
+        return (divided.round().clamp(-127, 127) if self.dtype == torch.int8 else divided).to(self.dtype)
 
 
 def weights(config: dict[str, Any]) -> Iterator[Weight]:
@@ -203,7 +228,7 @@ def weights(config: dict[str, Any]) -> Iterator[Weight]:
     yield Weight("model.embed_tokens.weight", (config["vocab_size"], hidden))
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
-        yield Weight(f"{prefix}.input_layernorm.weight", (hidden,), ones=True)
+        yield Weight(f"{prefix}.input_layernorm.weight", (hidden,), fill=1.0)
         if architecture == "DeepseekV2ForCausalLM":
             yield from _latent_attention(f"{prefix}.self_attn", config)
         else:
@@ -215,9 +240,9 @@ def weights(config: dict[str, Any]) -> Iterator[Weight]:
                 for name, size in (("q", queries), ("k", keys), ("v", keys)):
                     yield Weight(f"{prefix}.self_attn.{name}_proj.bias", (size,))
         if architecture.startswith("Qwen3"):
-            yield Weight(f"{prefix}.self_attn.q_norm.weight", (head_dim,), ones=True)
-            yield Weight(f"{prefix}.self_attn.k_norm.weight", (head_dim,), ones=True)
-        yield Weight(f"{prefix}.post_attention_layernorm.weight", (hidden,), ones=True)
+            yield Weight(f"{prefix}.self_attn.q_norm.weight", (head_dim,), fill=1.0)
+            yield Weight(f"{prefix}.self_attn.k_norm.weight", (head_dim,), fill=1.0)
+        yield Weight(f"{prefix}.post_attention_layernorm.weight", (hidden,), fill=1.0)
         if architecture == "Qwen3MoeForCausalLM":
             yield Weight(f"{prefix}.mlp.gate.weight", (config["num_experts"], hidden))
             for expert in range(config["num_experts"]):
@@ -230,9 +255,20 @@ def weights(config: dict[str, Any]) -> Iterator[Weight]:
                 yield from _mlp(f"{prefix}.mlp.experts.{expert}", hidden, size)
         else:
             yield from _mlp(f"{prefix}.mlp", hidden, config["intermediate_size"])
-    yield Weight("model.norm.weight", (hidden,), ones=True)
+    yield Weight("model.norm.weight", (hidden,), fill=1.0)
     if not config.get("tie_word_embeddings"):
         yield Weight("lm_head.weight", (config["vocab_size"], hidden))
+
+
+def in_format(each: Weight, name: str) -> tuple[Weight, ...]:
+    """Return what a checkpoint in 8 bits has of a tensor: codes and scales of a projection, else the tensor."""
+    if not (each.name.startswith("model.layers.") and each.name.endswith("_proj.weight")):
+        return (each,)
+    dtype, largest = FORMATS[name]
+    scale = 5 * DEVIATION / largest
+    codes = replace(each, dtype=dtype, scale=scale)
+    scales = each.name.removesuffix("weight") + "scale"
+    return codes, Weight(scales, (each.shape[0], 1), fill=scale, dtype=torch.float32)
 
 
 def _latent_attention(prefix: str, config: dict[str, Any]) -> Iterator[Weight]:
@@ -241,7 +277,7 @@ def _latent_attention(prefix: str, config: dict[str, Any]) -> Iterator[Weight]:
     nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     yield Weight(f"{prefix}.q_proj.weight", (heads * (nope + rope), hidden))
     yield Weight(f"{prefix}.kv_a_proj_with_mqa.weight", (rank + rope, hidden))
-    yield Weight(f"{prefix}.kv_a_layernorm.weight", (rank,), ones=True)
+    yield Weight(f"{prefix}.kv_a_layernorm.weight", (rank,), fill=1.0)
     yield Weight(f"{prefix}.kv_b_proj.weight", (heads * (nope + value), rank))
     yield Weight(f"{prefix}.o_proj.weight", (hidden, heads * value))
 
@@ -258,11 +294,12 @@ def write_checkpoint(
     *,
     seed: int = 0,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    number_format: str | None = None,
     progress: Callable[[int], object] = lambda count: None,
 ) -> None:
     """Write a complete model folder. `config` are the fields of config.json, special token ids apart.
 
-    `progress` is told of every piece how many bytes it has.
+    `number_format` is one of `FORMATS`. `progress` is told of every piece how many bytes it has.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {**config, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
@@ -271,9 +308,11 @@ def write_checkpoint(
         config = with_token_ids(config)
         tokens, pictures = companions(config)
         (folder / "preprocessor_config.json").write_text(json.dumps(pictures, indent=2), encoding="utf-8")
+    if number_format is not None:
+        config["quantization_config"] = {"quant_method": "smooth_quant", "quant_dtype": number_format}
     shards: list[list[Weight]] = [[]]
     room = max_shard_bytes
-    for weight in weights(config):
+    for weight in tensors(config, number_format):
         if shards[-1] and weight.num_bytes > room:
             shards.append([])
             room = max_shard_bytes
@@ -291,12 +330,18 @@ def write_checkpoint(
     write_tokenizer(folder, config.get("text_config", config)["vocab_size"], tokens)
 
 
+def tensors(config: dict[str, Any], number_format: str | None) -> Iterator[Weight]:
+    """Every tensor that a checkpoint of `config` holds in that format."""
+    for each in weights(config):
+        yield from (each,) if number_format is None else in_format(each, number_format)
+
+
 def _write_shard(file: Path, shard: list[Weight], writer: Writer, progress: Callable[[int], object]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for weight in shard:
         end = position + weight.num_bytes
-        header[weight.name] = {"dtype": "BF16", "shape": weight.shape, "data_offsets": [position, end]}
+        header[weight.name] = {"dtype": _NAMES[weight.dtype], "shape": weight.shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -305,10 +350,10 @@ def _write_shard(file: Path, shard: list[Weight], writer: Writer, progress: Call
         os.write(descriptor, struct.pack("<Q", len(text)) + text)
         position = 8 + len(text)
         for weight in shard:
-            for start in range(0, weight.num_bytes, CHUNK_BYTES):
-                size = min(CHUNK_BYTES, weight.num_bytes - start)
-                writer.write(descriptor, position + start, size // 2, ones=weight.ones)
-                progress(size)
+            for start in range(0, math.prod(weight.shape), weight.chunk):
+                count = min(weight.chunk, math.prod(weight.shape) - start)
+                writer.write(descriptor, position + start * weight.dtype.itemsize, count, weight)
+                progress(count * weight.dtype.itemsize)
             position += weight.num_bytes
         writer.finish()
     finally:
@@ -325,7 +370,7 @@ class Writer:
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
         for _ in range(2 * WRITE_THREADS):
             pinned = self._device.type == "cuda"
-            self._free.put(torch.empty(CHUNK_BYTES // 2, dtype=torch.bfloat16, pin_memory=pinned))
+            self._free.put(torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned))
         self._pool = ThreadPoolExecutor(WRITE_THREADS)
         self._writes: list[Future[None]] = []
 
@@ -335,20 +380,21 @@ class Writer:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
 
-    def write(self, descriptor: int, position: int, count: int, *, ones: bool) -> None:
-        """Enqueue `count` numbers for `position` of the file."""
+    def write(self, descriptor: int, position: int, count: int, weight: Weight) -> None:
+        """Enqueue `count` numbers of a weight for `position` of the file."""
         drawn = self._drawn[:count]
-        if ones:
-            drawn.fill_(1)
-        else:
+        if weight.fill is None:
             drawn.normal_(0, DEVIATION, generator=self._generator)
+        else:
+            drawn.fill_(weight.fill)
+        data = weight.stored(drawn).view(torch.uint8)
         buffer = self._free.get()
-        buffer[:count].copy_(drawn)
-        self._writes.append(self._pool.submit(self._write, descriptor, position, buffer, count))
+        buffer[: len(data)].copy_(data)
+        self._writes.append(self._pool.submit(self._write, descriptor, position, buffer, len(data)))
 
     def _write(self, descriptor: int, position: int, buffer: torch.Tensor, count: int) -> None:
         try:
-            data = buffer[:count].view(torch.uint8).numpy().data
+            data = buffer[:count].numpy().data
             while data:
                 written = os.pwrite(descriptor, data, position)
                 position, data = position + written, data[written:]
@@ -401,6 +447,7 @@ def main() -> None:
     parser.add_argument("shape", help=f"{', '.join(SHAPES)}, or the path of a config.json")
     parser.add_argument("folder", type=Path, help="where the checkpoint is written")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--format", choices=FORMATS, help="of the projections, instead of bfloat16")
     arguments = parser.parse_args()
     if arguments.shape in SHAPES:
         config = SHAPES[arguments.shape]
@@ -409,9 +456,11 @@ def main() -> None:
             config = json.loads(Path(arguments.shape).read_text(encoding="utf-8"))
         except OSError:
             sys.exit(f"{arguments.shape} is neither a shape ({', '.join(SHAPES)}) nor the path of a config.json")
-    total = sum(weight.num_bytes for weight in weights(config))
+    total = sum(weight.num_bytes for weight in tensors(config, arguments.format))
     with tqdm(total=total, unit="B", unit_scale=True, desc=arguments.folder.name) as progress:
-        write_checkpoint(config, arguments.folder, seed=arguments.seed, progress=progress.update)
+        write_checkpoint(
+            config, arguments.folder, seed=arguments.seed, number_format=arguments.format, progress=progress.update
+        )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.registry import open_model, read_config
 from asyncllm.text.tokenizer import Tokenizer
-from bench.shapes import SHAPES, weights, write_checkpoint, write_tokenizer
+from bench.shapes import FORMATS, SHAPES, weights, write_checkpoint, write_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 CPU = torch.device("cpu")
@@ -86,6 +86,18 @@ def test_the_loader_takes_every_shape(tmp_path: Path, shape: str) -> None:
     assert embedding.std().item() == pytest.approx(0.02, rel=0.1)
     assert embedding.mean().abs() < 0.002
     assert len(embedding.unique()) > 1000
+
+
+@pytest.mark.parametrize("number_format", FORMATS)
+@pytest.mark.parametrize("shape", ["tiny", "qwen3-30b-a3b"])
+def test_the_loader_takes_projections_of_eight_bits(tmp_path: Path, shape: str, number_format: str) -> None:
+    config = {**SHAPES[shape], **REDUCED[shape], "vocab_size": 300}
+    write_checkpoint(config, tmp_path, max_shard_bytes=40_000, number_format=number_format)
+    model = open_model(tmp_path, dtype=torch.bfloat16, device=CPU)
+    out: Any = model.get_submodule("layers.0.attn.out")
+    assert out.codes.dtype == FORMATS[number_format][0]
+    assert (out.codes.float() * out.scales[0][:, None]).std().item() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(model.norm.weight, torch.ones(64, dtype=torch.bfloat16))
 
 
 def test_the_shapes_have_the_sizes_that_they_are_named_after() -> None:
