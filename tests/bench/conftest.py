@@ -16,7 +16,7 @@ MODULES = (
     "throughput",
     "latency",
     "images",
-    "images",
+    "grammars",
     "cpu",
     "kernel_timing",
     "roofline",
