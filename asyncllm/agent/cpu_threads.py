@@ -26,6 +26,7 @@ import logging
 import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,8 @@ PARAMETERS_PER_THREAD = 4_000_000
 """Fewer make parts of operators that take as long as the barrier behind them."""
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+_LOOKS, _BETWEEN_LOOKS_S = 20, 0.005
 
 _settled: weakref.WeakSet[DecoderLM] = weakref.WeakSet()
 """Models of this process that compute on the CPU."""
@@ -129,11 +132,24 @@ def _defaults() -> set[int]:
 
 
 def _load() -> float:
-    """Return how many threads on this machine computed or waited for a core in the last minute, on average."""
+    """Return how many other threads of this machine compute or wait for a core, on average of a tenth of a second.
+
+    Where the system does not say, it is the average of the last minute, in which work may be that has ended since."""
+    try:
+        return sum(_num_runnable() for _ in range(_LOOKS)) / _LOOKS
+    except (OSError, ValueError, IndexError):
+        pass
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):
         return 0.0
+
+
+def _num_runnable() -> int:
+    """Return how many other threads compute or wait for a core a moment from now."""
+    time.sleep(_BETWEEN_LOOKS_S)
+    running, _, _ = Path("/proc/loadavg").read_text().split()[3].partition("/")
+    return int(running) - 1
 
 
 def cpu_quota(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(cpu_threads, "_cores", lambda: cores)
         monkeypatch.setattr(cpu_threads, "_defaults", lambda: {torch.get_num_threads()})
         monkeypatch.setattr(cpu_threads, "cpu_quota", lambda: quota)
-        monkeypatch.setattr(cpu_threads.os, "getloadavg", lambda: (load, 0.0, 0.0))
+        monkeypatch.setattr(cpu_threads, "_load", lambda: load)
         monkeypatch.setattr(cpu_threads.os, "cpu_count", lambda: host or cores)
 
     return make
@@ -66,6 +68,17 @@ def test_chosen_by_cores_quota_load_and_size(
     assert (choice.threads, choice.chosen) == (threads, True)
     assert "million parameters" in choice.why
     assert ("quota" in choice.why) == ("quota" in where)
+
+
+def test_the_load_is_that_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = itertools.cycle([1, 3])
+    monkeypatch.setattr(
+        cpu_threads, "Path", lambda _: SimpleNamespace(read_text=lambda: f"9.0 9.0 9.0 {next(looks)}/80 1")
+    )
+    assert cpu_threads._load() == 1.0
+    monkeypatch.setattr(cpu_threads, "Path", lambda _: Path("/nowhere"))
+    monkeypatch.setattr(cpu_threads.os, "getloadavg", lambda: (2.5, 0.0, 0.0))
+    assert cpu_threads._load() == 2.5
 
 
 def test_a_setting_comes_first(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
