@@ -9,6 +9,7 @@ import asyncio
 import weakref
 from collections.abc import Callable
 
+from asyncllm.config import EngineConfig
 from asyncllm.engine.adapters import AdapterTable
 from asyncllm.engine.loop import Death, EngineLoop
 from asyncllm.engine.model_files import ModelFiles
@@ -86,18 +87,7 @@ class Lifecycle:
             executor = await self.files.find()
             self.limits = await self.files.load()
             tokenizer, template = self.files.texts()
-            if config.eviction_type == "copy" and not self.limits.num_host_blocks:
-                raise InvalidParameter(
-                    "eviction_type='copy' needs blocks in host memory, and the executor has none. Give it some, or use "
-                    "eviction_type='recompute'.",
-                    "eviction_type",
-                )
-            if config.num_adapter_slots > self.limits.num_adapter_slots:
-                raise InvalidParameter(
-                    f"adapters need {config.num_adapter_slots} slots on the device, and the executor has "
-                    f"{self.limits.num_adapter_slots}. Give it as many, or leave adapters and max_loras out.",
-                    "adapters",
-                )
+            self._check_limits(config)
             self.encoder = PromptEncoder(tokenizer, template, self.limits, config, self.files.images)
             grammars = Grammars(await self._open_grammars(executor, tokenizer, template))
             scheduler = (self._make_scheduler or Scheduler)(
@@ -119,7 +109,13 @@ class Lifecycle:
         name = f"asyncllm-engine-{self._name}"
         self.adapters = AdapterTable(self.limits.num_adapter_slots, self.files.config.adapters or {})
         self._loop = EngineLoop(
-            scheduler, executor, bounds, adapters=self.adapters, stall_timeout=config.stall_timeout, name=name
+            scheduler,
+            executor,
+            bounds,
+            adapters=self.adapters,
+            gate=self.encoder.gate,
+            stall_timeout=config.stall_timeout,
+            name=name,
         )
         self._loop.observers = self.observers
         self.sessions = SessionTable(self._loop, tokenizer)
@@ -133,6 +129,21 @@ class Lifecycle:
         )
         self._state = "running"
         _live.add(self)
+
+    def _check_limits(self, config: EngineConfig) -> None:
+        """Raise InvalidParameter for settings that a given executor does not fit."""
+        if config.eviction_type == "copy" and not self.limits.num_host_blocks:
+            raise InvalidParameter(
+                "eviction_type='copy' needs blocks in host memory, and the executor has none. Give it some, or use "
+                "eviction_type='recompute'.",
+                "eviction_type",
+            )
+        if config.num_adapter_slots > self.limits.num_adapter_slots:
+            raise InvalidParameter(
+                f"adapters need {config.num_adapter_slots} slots on the device, and the executor has "
+                f"{self.limits.num_adapter_slots}. Give it as many, or leave adapters and max_loras out.",
+                "adapters",
+            )
 
     async def _open_grammars(
         self, executor: Executor, tokenizer: Tokenizer, template: ChatTemplate

@@ -44,6 +44,7 @@ from asyncllm.errors import (
     RequestFailed,
     detached,
 )
+from asyncllm.event_loop.request_gate import RequestGate
 from asyncllm.event_loop.surroundings import Process
 from asyncllm.protocol import Command, Executor, StepDropped, StepFailed, StepOutput, UnloadAdapter
 from asyncllm.types import Chunk, FinishReason, RequestRecord
@@ -54,6 +55,9 @@ logger = logging.getLogger("asyncllm")
 
 PIPELINE_DEPTH = 2
 """Steps in flight: one on the device, one ready to follow it."""
+
+MOST_PUT_OFF = 8
+"""Turns of the event loop that the first step of a burst waits for the rest of it, each of which lets in 16 prompts."""
 
 STEP_MS_WEIGHT = 0.05
 """Of the newest step in the moving average of step times."""
@@ -77,10 +81,11 @@ class EngineLoop:
         bounds: Backpressure | None = None,
         *,
         adapters: AdapterTable | None = None,
+        gate: RequestGate | None = None,
         stall_timeout: float = 0.0,
         name: str,
     ) -> None:
-        """Take turns in the running event loop from now on."""
+        """Take turns in the running event loop from now on. `gate`: what prompts pass on their way here."""
         self.scheduler = scheduler
         self._executor = executor
         self._bounds = bounds if bounds is not None else Backpressure()
@@ -109,6 +114,9 @@ class EngineLoop:
         """Of all turns: none takes place in that of the request that asked for it."""
         self._turn_due = False
         """A turn is to come in the event loop's next one."""
+        self._gate = gate if gate is not None else RequestGate()
+        self._put_off = 0
+        """How often in a row a turn was put off."""
         self._in_turn = False
         self._readers_first = False
         """Readers have been woken, and run before another step is read."""
@@ -266,7 +274,18 @@ class EngineLoop:
 
     def _take_turn(self) -> None:
         self._turn_due = False
-        self._turn()
+        if self._waits_for_burst():
+            self._wake()
+        else:
+            self._turn()
+
+    def _waits_for_burst(self) -> bool:
+        """Return whether an idle device waits a turn for prompts that are at the gate: those that miss the first step
+        wait for a whole one, and end later by one."""
+        waits = self._gate.in_use and not self._in_flight and self._fatal is None and self._put_off < MOST_PUT_OFF
+        waits = waits and 0 < len(self._arrived) < self.scheduler.num_free_rows
+        self._put_off = self._put_off + 1 if waits else 0
+        return waits
 
     def _step_over(self) -> None:
         """Take a turn for the step that is done, unless one goes on, which looks for it at its end."""

@@ -27,6 +27,11 @@ class RequestGate:
         self._turning = False
         """Whether `_turn` will be called in the loop's next turn."""
 
+    @property
+    def in_use(self) -> bool:
+        """Whether requests pass in this turn of the event loop or the next."""
+        return self._turning
+
     async def enter(self) -> None:
         """Pass now, or in a later turn of the event loop."""
         loop = asyncio.get_running_loop()

@@ -13,7 +13,9 @@ import pytest
 
 from asyncllm import AsyncEngine
 from asyncllm.agent.executor import StepExecutor
-from asyncllm.config import GenerationConfig
+from asyncllm.config import EngineConfig, GenerationConfig
+from asyncllm.engine.loop import MOST_PUT_OFF
+from asyncllm.event_loop.request_gate import PER_TURN, RequestGate
 from asyncllm.protocol import Batch, Limits, StepOutput
 from asyncllm.testing import ByteTokenizer, FakeEngine, FakeExecutor
 from asyncllm.testing.fake_engine import FakeTemplate
@@ -187,3 +189,37 @@ async def test_turns_take_place_in_no_request_s_context() -> None:
         await generation.start()
         await generation.aclose()
     assert seen == {"unset"}
+
+
+def test_the_first_step_of_a_burst_has_all_of_it() -> None:
+    """More prompts than the gate lets in at once, while nothing is on the device; a lone one waits for none."""
+    answer = GenerationConfig(max_new_tokens=2)
+
+    async def main(loop: CountingLoop) -> None:
+        async with FakeEngine("x" * 100, EngineConfig(max_batch_size=64), num_blocks=512, num_slots=64) as engine:
+            batches = engine.executor.batches
+            count = 3 * PER_TURN + 1
+            await asyncio.gather(*(engine.generate("Hi", answer).response() for _ in range(count)))
+            assert [len(batch.prefill) for batch in batches] == [count, 0]
+
+            launched = len(batches)
+            generation = engine.generate("Hi", answer)
+            await generation.start()
+            await asyncio.sleep(0)
+            assert len(batches) > launched
+            await generation.response()
+
+    run_counted(main)
+
+
+def test_a_burst_without_end_does_not_keep_the_device_idle() -> None:
+    async def main(loop: CountingLoop) -> None:
+        gate = RequestGate(1)
+        async with FakeEngine("x" * 100, EngineConfig(max_batch_size=64), num_blocks=512, num_slots=64) as engine:
+            assert engine._lifecycle._loop is not None
+            engine._lifecycle._loop._gate = engine._lifecycle.encoder.gate = gate
+            answers = [engine.generate("Hi", GenerationConfig(max_new_tokens=2)).response() for _ in range(64)]
+            await asyncio.gather(*answers)
+            assert 1 < len(engine.executor.batches[0].prefill) <= MOST_PUT_OFF + 1
+
+    run_counted(main)

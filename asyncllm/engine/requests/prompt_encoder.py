@@ -75,7 +75,7 @@ class PromptEncoder:
         """Bytes of the longest token; 0 where that is not known."""
         self.splitter = Splitter(template, tokenizer, config)
         """What the template says about answers."""
-        self._gate = RequestGate()
+        self.gate = RequestGate()
         """For requests that begin."""
         self._threads = TextThreads(CHARACTERS_PER_TOKEN * config.max_queued_tokens)
         self.images = ImageInput(processor, self.offload)
@@ -175,13 +175,13 @@ class PromptEncoder:
             rendered = self.render(prompt, do_preprocess=do_preprocess, options=options, images=images)
             return self.encode(rendered, add_bos=add_bos, whole=whole, bounded=bounded)
 
-        await self._gate.enter()
+        await self.gate.enter()
         size = _size_of(prompt) if not options.tools else _size_of([prompt, options.tools])
         return await self.offload(encode, size, owner)
 
     async def given_ids(self, token_ids: Sequence[int] | None, name: str = "input_ids") -> list[int]:
         """Return `check_token_ids`, in a thread if they are many."""
-        await self._gate.enter()
+        await self.gate.enter()
         size = len(token_ids) if isinstance(token_ids, Sequence) else 0
         return await self.offload(lambda: self.check_token_ids(token_ids, name), size // IDS_PER_CHARACTER)
 
@@ -203,7 +203,7 @@ class PromptEncoder:
             added = await self.prompt_ids(prompt, add_bos=not past.token_ids, images=images, **rendering)
             ids, placed = self.images.placed(past.token_ids, added, images)
             return ids, [*past.images, *placed]
-        await self._gate.enter()
+        await self.gate.enter()
         size = _size_of([prompt, past.messages()])
         return await self.offload(lambda: self._with_history(past, prompt, images, options), size, owner)
 
