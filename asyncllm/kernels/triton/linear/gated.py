@@ -40,6 +40,16 @@ TABLES: dict[str, Table] = {
             (4095, GatedConfig()),  # 389.6 us at 1,024, 399.9; 751 at 2,048, 775; a layer 698, 714 at 1,024
             (16384, GatedConfig(192)),  # a layer 5,239 us at 8,192, 5,652, and 5,466 in tiles of 128
         ),
+        (14336, 4096): (
+            (1, None),
+            (64, SkinnyConfig(128, 128, splits=1, stages=4, warps=8)),
+            (192, None),
+            (256, GatedConfig(shares=True)),
+            (352, None),
+            (1023, GatedConfig(shares=True)),
+            (4095, GatedConfig()),
+            (16384, GatedConfig(192)),
+        ),
     }
 }
 """By device name, then by weight shape (2 * N, K): the most tokens that a configuration is for, ascending. What no
@@ -49,7 +59,7 @@ its four products and the gate, Triton 3.6.0, CUDA 13.0.
 None stands where nothing was measured, and where `linear` has a kernel of its own or is faster. One kernel alone is not
 faster in every row: at 512 tokens it takes 193.6 us to 190.7, at 8,192 in tiles of 192 3,058 us to 3,053 (2,930 in
 tiles of 128). There the layer as a whole decides. Up to 64 tokens that is with its norms, rotation and attention to 400
-keys a row."""
+keys a row. The second shape is half of the first, as two ranks have it: not timed yet."""
 
 
 def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:

@@ -48,6 +48,27 @@ TABLES: dict[str, Table] = {
             (64, SkinnyConfig(64, 128, splits=2, stages=5)),  # 31.6 us, 34.8
         ),
         (128256, 4096): ((1, GemvConfig(4, 4096, warps=8)),),  # 226 us, 238
+        (3072, 4096): (
+            (1, GemvConfig(4, 1024)),
+            (2, GemvConfig(8, 1024)),
+            (32, SkinnyConfig(64, 128, splits=2, stages=6)),
+            (64, SkinnyConfig(64, 128, splits=2, stages=5)),
+        ),
+        (4096, 2048): (
+            (1, GemvConfig(4, 2048, warps=8)),
+            (32, NarrowConfig(64, parts=2, stages=8, splits=2)),
+            (64, NarrowConfig(64, parts=2, stages=6, splits=2)),
+        ),
+        (14336, 4096): (
+            (1, GemvConfig(4, 2048, warps=8)),
+            (64, SkinnyConfig(128, 128, splits=1, stages=4, warps=8)),
+        ),
+        (4096, 7168): (
+            (1, GemvConfig(8, 1024, warps=8)),
+            (16, NarrowConfig(64, parts=2, stages=10, splits=2)),
+            (32, NarrowConfig(64, parts=2, stages=8, splits=2)),
+            (64, SkinnyConfig(64, 128, splits=2, stages=5)),
+        ),
     }
 }
 """By device name, then by weight shape (N, K): the most tokens that a configuration is for, ascending. What no entry
@@ -58,6 +79,8 @@ cuBLAS alone, but shorten a whole layer, as programmatic dependent launch hides 
 those where nothing stands, are of a layer's products, norms and gate in one graph (all cuBLAS: 126.9 us at 16 tokens,
 129.4 at 32, 134.6 at 64). Those of 4096 x 4096 are of a layer with attention to 400 keys a row, 250 at 60 tokens: there
 the ring of weights is filled while attention runs.
+
+The last four are halves of the first ones, as two ranks have them, and are computed in the same way: not timed yet.
 
 From 65 tokens on nothing of ours is faster than cuBLAS throughout. Products with a producer warp (see `linear_hopper`),
 in whole tiles, split or in equal shares, came within 2 % of it from 1,024 tokens on and were 3 to 26 % slower below.

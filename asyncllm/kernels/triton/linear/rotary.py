@@ -34,11 +34,16 @@ TABLES: dict[str, Table] = {
             (32, SkinnyConfig(64, 128, stages=6)),  # a layer 123.8 us at 16 tokens, in two kernels 125.1
             (64, SkinnyConfig(64, 128, stages=5)),  # a layer 149.1 us at 60 tokens, in two kernels 150.0
         ),
+        (3072, 4096): (
+            (1, None),
+            (32, SkinnyConfig(64, 128, stages=6)),
+            (64, SkinnyConfig(64, 128, stages=5)),
+        ),
     }
 }
 """By device name, then by weight shape (N, K): the most tokens that a configuration is for, ascending. What no entry
 covers, and what has None, goes to `linear` and `rope_fill_kv`. Figures are bf16, a layer with attention to 300 keys a
-row, Triton 3.6.0, CUDA 13.0."""
+row, Triton 3.6.0, CUDA 13.0. The second shape is half of the first, as two ranks have it: not timed yet."""
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["place_ptr"])
