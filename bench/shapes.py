@@ -7,7 +7,8 @@
 
 Writes config.json, shards of bfloat16 with their index, and a byte-level tokenizer that fills the vocabulary. Matrices
 are normal with deviation 0.02, norms are ones; the same seed gives the same files on the same kind of device. With a
-format the projections are of 8 bits, with a scale for each output feature, as LMDeploy's `smooth_quant` has them.
+format the projections are of 8 bits, with a scale for each output feature, as LMDeploy's `smooth_quant` has them, or
+random codes of AWQ, in groups of 128 with one scale and zero point. gpt-oss has experts in MXFP4, as it is published.
 Random numbers come from a GPU if there is one, and several threads write.
 """
 
@@ -43,7 +44,23 @@ WRITE_THREADS = 8
 FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 """Types of 8 bits, and their largest numbers, which stand for five deviations."""
 
-_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}
+AWQ_GROUP = 128
+AWQ_SCALE = DEVIATION / 4.6
+"""Codes from 0 to 15 deviate by 4.6."""
+EIGHTS = -0x77777778
+"""The int32 whose every four bits are 8."""
+MXFP4_SCALE = 120
+"""2^-7: numbers of e2m1 deviate by 2.9."""
+
+_NAMES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+}
 """Of types in safetensors files."""
 
 _SPECIAL = ("<unk>", "<s>", "</s>")
@@ -151,6 +168,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         "attention_bias": False,
     },
     **VISION_SHAPES,
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_act": "silu",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
     "tiny": {
         **_LLAMA,
         "vocab_size": 512,
@@ -172,7 +210,7 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     fill: float | None = None
-    """The number that all of it is, such as a norm's 1; None: random numbers."""
+    """The number that all of it is, such as a norm's 1; None: random numbers, or bits in int32 and uint8."""
     dtype: torch.dtype = torch.bfloat16
     scale: float = 1.0
     """What a number is divided by where it is stored."""
@@ -187,8 +225,8 @@ class Weight:
         return CHUNK_BYTES // max(2, self.dtype.itemsize)
 
     def stored(self, drawn: torch.Tensor) -> torch.Tensor:
-        """Return random bfloat16 numbers, or `fill`, as the file has them."""
-        if self.dtype == torch.bfloat16:
+        """Return random bfloat16 numbers or bits, or `fill`, as the file has them."""
+        if self.dtype in (torch.bfloat16, torch.int32, torch.uint8):
             return drawn
         if self.dtype == torch.float32:
             return drawn.float().fill_(self.fill or 0.0)
@@ -210,6 +248,7 @@ def weights(config: dict[str, Any]) -> Iterator[Weight]:
     architecture = config["architectures"][0]
     known = (
         "DeepseekV2ForCausalLM",
+        "GptOssForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "Qwen2ForCausalLM",
@@ -218,9 +257,11 @@ def weights(config: dict[str, Any]) -> Iterator[Weight]:
     )
     if architecture not in known:
         raise ValueError(
-            f"{architecture}: only Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and DeepSeek-V2 shapes can be written"
+            f"{architecture}: only Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V2 and gpt-oss shapes can be "
+            f"written"
         )
-    if config.get("attention_bias") or config.get("mlp_bias"):
+    biased = architecture == "GptOssForCausalLM"
+    if config.get("attention_bias", biased) is not biased or config.get("mlp_bias"):
         raise ValueError("shapes with biases cannot be written")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
@@ -239,6 +280,10 @@ def weights(config: dict[str, Any]) -> Iterator[Weight]:
             if architecture.startswith("Qwen2"):
                 for name, size in (("q", queries), ("k", keys), ("v", keys)):
                     yield Weight(f"{prefix}.self_attn.{name}_proj.bias", (size,))
+        if biased:
+            for name, size in (("q", queries), ("k", keys), ("v", keys), ("o", hidden)):
+                yield Weight(f"{prefix}.self_attn.{name}_proj.bias", (size,))
+            yield Weight(f"{prefix}.self_attn.sinks", (heads,))
         if architecture.startswith("Qwen3"):
             yield Weight(f"{prefix}.self_attn.q_norm.weight", (head_dim,), fill=1.0)
             yield Weight(f"{prefix}.self_attn.k_norm.weight", (head_dim,), fill=1.0)
@@ -253,6 +298,8 @@ def weights(config: dict[str, Any]) -> Iterator[Weight]:
             yield from _mlp(f"{prefix}.mlp.shared_experts", hidden, config["n_shared_experts"] * size)
             for expert in range(config["n_routed_experts"]):
                 yield from _mlp(f"{prefix}.mlp.experts.{expert}", hidden, size)
+        elif architecture == "GptOssForCausalLM":
+            yield from _mxfp4_experts(f"{prefix}.mlp", config)
         else:
             yield from _mlp(f"{prefix}.mlp", hidden, config["intermediate_size"])
     yield Weight("model.norm.weight", (hidden,), fill=1.0)
@@ -261,9 +308,14 @@ def weights(config: dict[str, Any]) -> Iterator[Weight]:
 
 
 def in_format(each: Weight, name: str) -> tuple[Weight, ...]:
-    """Return what a checkpoint in 8 bits has of a tensor: codes and scales of a projection, else the tensor."""
+    """Return what a checkpoint in 8 or 4 bits has of a tensor: codes and scales of a projection, else the tensor.
+
+    Raises ValueError for sizes that AWQ does not have.
+    """
     if not (each.name.startswith("model.layers.") and each.name.endswith("_proj.weight")):
         return (each,)
+    if name == "awq":
+        return _in_awq(each.name.removesuffix(".weight"), *each.shape)
     dtype, largest = FORMATS[name]
     scale = 5 * DEVIATION / largest
     codes = replace(each, dtype=dtype, scale=scale)
@@ -280,6 +332,29 @@ def _latent_attention(prefix: str, config: dict[str, Any]) -> Iterator[Weight]:
     yield Weight(f"{prefix}.kv_a_layernorm.weight", (rank,), fill=1.0)
     yield Weight(f"{prefix}.kv_b_proj.weight", (heads * (nope + value), rank))
     yield Weight(f"{prefix}.o_proj.weight", (hidden, heads * value))
+
+
+def _in_awq(module: str, rows: int, columns: int) -> tuple[Weight, ...]:
+    """As AWQ's `gemm` files have it."""
+    if rows % 8 or columns % AWQ_GROUP:
+        raise ValueError(f"{module} is {rows} x {columns}, and AWQ needs multiples of 8 x {AWQ_GROUP}")
+    groups = columns // AWQ_GROUP
+    return (
+        Weight(f"{module}.qweight", (columns, rows // 8), dtype=torch.int32),
+        Weight(f"{module}.qzeros", (groups, rows // 8), EIGHTS, torch.int32),
+        Weight(f"{module}.scales", (groups, rows), AWQ_SCALE, torch.float16),
+    )
+
+
+def _mxfp4_experts(prefix: str, config: dict[str, Any]) -> Iterator[Weight]:
+    hidden, count, size = config["hidden_size"], config["num_local_experts"], config["intermediate_size"]
+    yield Weight(f"{prefix}.router.weight", (count, hidden))
+    yield Weight(f"{prefix}.router.bias", (count,))
+    for name, rows, columns in (("gate_up", 2 * size, hidden), ("down", hidden, size)):
+        tensor = f"{prefix}.experts.{name}_proj"
+        yield Weight(f"{tensor}_blocks", (count, rows, columns // 32, 16), dtype=torch.uint8)
+        yield Weight(f"{tensor}_scales", (count, rows, columns // 32), MXFP4_SCALE, torch.uint8)
+        yield Weight(f"{tensor}_bias", (count, rows))
 
 
 def _mlp(prefix: str, hidden: int, intermediate: int) -> Iterator[Weight]:
@@ -299,7 +374,7 @@ def write_checkpoint(
 ) -> None:
     """Write a complete model folder. `config` are the fields of config.json, special token ids apart.
 
-    `number_format` is one of `FORMATS`. `progress` is told of every piece how many bytes it has.
+    `number_format` is one of `FORMATS`, or "awq". `progress` is told of every piece how many bytes it has.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {**config, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
@@ -308,7 +383,9 @@ def write_checkpoint(
         config = with_token_ids(config)
         tokens, pictures = companions(config)
         (folder / "preprocessor_config.json").write_text(json.dumps(pictures, indent=2), encoding="utf-8")
-    if number_format is not None:
+    if number_format == "awq":
+        config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": AWQ_GROUP, "zero_point": True}
+    elif number_format is not None:
         config["quantization_config"] = {"quant_method": "smooth_quant", "quant_dtype": number_format}
     shards: list[list[Weight]] = [[]]
     room = max_shard_bytes
@@ -383,7 +460,13 @@ class Writer:
     def write(self, descriptor: int, position: int, count: int, weight: Weight) -> None:
         """Enqueue `count` numbers of a weight for `position` of the file."""
         drawn = self._drawn[:count]
-        if weight.fill is None:
+        if weight.dtype in (torch.int32, torch.uint8):
+            drawn = self._drawn[: count * weight.dtype.itemsize // 2].view(torch.int16)
+            if weight.fill is None:
+                drawn.random_(-(2**15), 2**15, generator=self._generator)
+            else:
+                drawn.view(weight.dtype).fill_(weight.fill)
+        elif weight.fill is None:
             drawn.normal_(0, DEVIATION, generator=self._generator)
         else:
             drawn.fill_(weight.fill)
@@ -447,7 +530,7 @@ def main() -> None:
     parser.add_argument("shape", help=f"{', '.join(SHAPES)}, or the path of a config.json")
     parser.add_argument("folder", type=Path, help="where the checkpoint is written")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--format", choices=FORMATS, help="of the projections, instead of bfloat16")
+    parser.add_argument("--format", choices=[*FORMATS, "awq"], help="of the projections, instead of bfloat16")
     arguments = parser.parse_args()
     if arguments.shape in SHAPES:
         config = SHAPES[arguments.shape]

@@ -61,6 +61,15 @@ REDUCED: dict[str, dict[str, Any]] = {
             "num_heads": 2,
         },
     },
+    "gpt-oss-20b": {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "num_local_experts": 6,
+        "head_dim": 16,
+    },
     "qwen3-30b-a3b": {"hidden_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 16},
 }
 """Sizes that make every shape quick to write, with all that distinguishes it."""
@@ -100,6 +109,24 @@ def test_the_loader_takes_projections_of_eight_bits(tmp_path: Path, shape: str, 
     assert torch.equal(model.norm.weight, torch.ones(64, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("shape", ["llama-3-8b", "qwen3-30b-a3b"])
+def test_projections_in_awq(tmp_path: Path, shape: str) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "num_attention_heads": 8}
+    config = {**SHAPES[shape], **REDUCED[shape], **sizes, "num_experts": 8, "vocab_size": 300}
+    write_checkpoint(config, tmp_path, number_format="awq")
+    model = open_model(tmp_path, dtype=torch.bfloat16, device=CPU)
+    layer: Any = model.get_submodule("layers.1.attn.out")
+    assert layer.method.name == "awq"
+    product = layer.method.product(layer, torch.eye(128, dtype=torch.bfloat16)).float()
+    # Codes from 0 to 15 less a zero point of 8 have a mean of -0.5.
+    assert product.mean().item() == pytest.approx(-0.5 * 0.0043, rel=0.15)
+    assert product.std().item() == pytest.approx(0.02, rel=0.1)
+    with pytest.raises(ValueError, match="down_proj is 128 x 96"):
+        write_checkpoint(
+            {**config, "intermediate_size": 96, "moe_intermediate_size": 96}, tmp_path, number_format="awq"
+        )
+
+
 def test_the_shapes_have_the_sizes_that_they_are_named_after() -> None:
     sizes = {name: sum(weight.num_bytes // 2 for weight in weights(config)) for name, config in SHAPES.items()}
     assert sizes["llama-3-8b"] == 8_030_261_248
@@ -108,6 +135,7 @@ def test_the_shapes_have_the_sizes_that_they_are_named_after() -> None:
     assert sizes["internvl2-8b"] == 8_075_365_376
     assert sizes["qwen2.5-vl-7b"] == 8_292_166_656
     assert sizes["deepseek-v2-lite"] == 15_706_484_224
+    assert 2 * sizes["gpt-oss-20b"] == 13_761_264_768
 
 
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
