@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from asyncllm.kernels.activation import silu_mul
 from asyncllm.kernels.dispatch import op
 from asyncllm.kernels.linear import check_out
-from asyncllm.kernels.moe import fused_experts
 
 __all__ = [
     "GROUP",
@@ -126,9 +126,17 @@ def _rounded(x: Tensor, rounding: Rounding) -> RoundedRows:
     return RoundedRows(torch.cat([codes for codes, _ in rounded], 1), scales, x.dtype)
 
 
+@op("linear.scaled_experts:scaled_experts")
 def scaled_experts(x: Tensor, gate_up: ScaledWeight, down: ScaledWeight, weights: Tensor, expert_ids: Tensor) -> Tensor:
-    """`fused_experts` with the weights expanded to x's type, and x as it is."""
-    return fused_experts(x, expand(gate_up, x.dtype), expand(down, x.dtype), weights, expert_ids)
+    """`fused_experts` whose products are those of `linear_scaled`."""
+    outputs = x.new_zeros((*expert_ids.shape, x.shape[1]))
+    for expert in sorted(set(expert_ids.flatten().tolist())):
+        if expert >= 0:
+            token, choice = (expert_ids == expert).nonzero(as_tuple=True)
+            first, second = (ScaledWeight(each.codes[expert], each.scales[expert], None) for each in (gate_up, down))
+            hidden = silu_mul(linear_scaled(x[token], first))
+            outputs[token, choice] = linear_scaled(hidden, second)
+    return torch.einsum("tk,tkh->th", weights, outputs.float()).to(x.dtype)
 
 
 def round_codes(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -82,7 +82,7 @@ class Scaled(LinearMethod):
         own = cast(_Layer, layer)
         own.codes = _parameter(*stack, n, k, dtype=self.dtype)
         own.scales = _parameter(*stack, -(-k // GROUP) if self.layout == "block" else 1, n, dtype=torch.float32)
-        # Experts take activations as they are.
+        # Each expert's activations have scales that follow from them.
         static = self.static and layer.num_experts is None
         own.input_scale = _parameter(1, dtype=torch.float32) if static else None
         own.input_scales = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncllm.kernels.triton import rounded
-from asyncllm.kernels.triton.linear import scaled
+from asyncllm.kernels.triton.linear import scaled, scaled_experts
 from asyncllm.kernels.triton.linear.tiles import Tile
 from asyncllm.kernels.triton.norm import row_tile
 from tests.kernels.offline import Case
@@ -66,11 +66,30 @@ def norm_case(size: int, *, grouped: bool = False) -> Case:
     return Case(name, rounded.add_rms_norm_rounded_kernel, signature, constexprs, warps, options=_PDL)
 
 
+def experts_case(block: int, *, grouped: bool = False) -> Case:
+    tile = scaled_experts.TILES[block]
+    constexprs = {
+        "N": 1536, "K": 2048, "GROUPS": 16 if grouped else 1, "INTEGER": False, "ASSIGNMENTS_PER_X": 8,
+        "UNGROUPED": False, "BLOCK_M": tile.tokens, "BLOCK_N": tile.rows, "BLOCK_K": 128, "USE_PDL": True,
+    }  # fmt: skip
+    signature = {
+        **dict.fromkeys(("x_ptr", "weight_ptr"), "*fp8e4nv"),
+        **dict.fromkeys(("x_scales_ptr", "scales_ptr"), "*fp32"),
+        **{"y_ptr": "*bf16", "assignments_ptr": "*i32", "block_experts_ptr": "*i32", "num_assignments": "i32"},
+    }
+    name = f"product-experts-{block}{'-grouped' if grouped else ''}"
+    kernel = scaled_experts.scaled_experts_kernel
+    return Case(name, kernel, signature, constexprs, tile.warps, tile.stages, options=_PDL)
+
+
 CASES = [
     *(product_case(scaled.TILES[index]) for index in (0, 2, 3)),
     product_case(scaled.TILES[3], grouped=True),
     product_case(scaled.TILES[3], integer=True),
     product_case(scaled.TILES[0], k=4000),
+    experts_case(16),
+    experts_case(64, grouped=True),
+    experts_case(128),
     round_case(4096),
     round_case(14336),
     round_case(28672),

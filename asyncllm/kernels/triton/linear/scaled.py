@@ -23,7 +23,18 @@ from asyncllm.kernels.triton.linear.small import NarrowConfig
 from asyncllm.kernels.triton.linear.tiles import Tile, choose_tile, finish, split
 from asyncllm.kernels.triton.rounded import round_rows
 
-__all__ = ["LIBRARY", "TABLES", "TILES", "Config", "choose", "linear_rounded", "linear_scaled", "multiply"]
+__all__ = [
+    "LIBRARY",
+    "TABLES",
+    "TILES",
+    "Config",
+    "choose",
+    "linear_rounded",
+    "linear_scaled",
+    "multiply",
+    "operand",
+    "products",
+]
 
 TILES = (
     Tile(64, 16, 4, 4, programs=256),
@@ -76,7 +87,7 @@ def _has_library(device: torch.device) -> bool:
 
 
 @triton.jit
-def _products(w, x, acc, INTEGER: tl.constexpr):
+def products(w, x, acc, INTEGER: tl.constexpr):
     """acc + w @ x in float32, or in int32 for integers."""
     if INTEGER:
         if INTERPRET:
@@ -125,11 +136,11 @@ def scaled_kernel(
         if GROUPS > 1:
             none = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32 if INTEGER else tl.float32)
             scales = tl.load(scales_ptr + step * N + read)
-            acc += _products(w, tl.trans(x), none, INTEGER).to(tl.float32) * (
+            acc += products(w, tl.trans(x), none, INTEGER).to(tl.float32) * (
                 scales[:, None] * tl.load(x_scales_ptr + token * GROUPS + step)[None, :]
             )
         else:
-            acc = _products(w, tl.trans(x), acc, INTEGER)
+            acc = products(w, tl.trans(x), acc, INTEGER)
     total = acc.to(tl.float32)
     if GROUPS == 1:
         total *= tl.load(scales_ptr + read)[:, None] * tl.load(x_scales_ptr + token)[None, :]
@@ -176,7 +187,7 @@ def multiply(codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor |
     """codes [T, K] and scales [T, G] of rows, times the weight, plus bias [N], into out [T, N]."""
     n, k = weight.codes.shape
     grid, partial, counters = split(tile, out, triton.cdiv(k, GROUP))
-    x, w = _operand(codes), _operand(weight.codes)
+    x, w = operand(codes), operand(weight.codes)
     launch(
         scaled_kernel,
         grid,
@@ -196,5 +207,6 @@ def multiply(codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor |
     )
 
 
-def _operand(codes: Tensor) -> Tensor:
+def operand(codes: Tensor) -> Tensor:
+    """Return codes as kernels take them."""
     return codes.view(torch.uint8) if INTERPRET.value and codes.dtype != torch.int8 else codes
