@@ -137,6 +137,8 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     """A float32 numpy array, as the tower takes it."""
     grid: tuple[int, int] | None = None
     """Rows and columns of its tokens, where these have positions in two dimensions; None: they follow one another."""
+    shared: bool = False
+    """All of its tokens have one position, but for the first and the last."""
     steps: int = 1
     """Grids that follow one another in time; a video has several."""
     interval: float = 1.0
@@ -182,7 +184,10 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shift(self) -> int:
-        """How far the tokens behind it are moved: with a grid it is as long as its longest side, or as its time."""
+        """How far the tokens behind it are moved: with a grid it is as long as its longest side, or as its time; with a
+        shared position as long as that, the first and the last."""
+        if self.shared:
+            return 3 - self.length
         if self.grid is None:
             return 0
         return max(*self.grid, int((self.steps - 1) * self.interval) + 1) - self.length

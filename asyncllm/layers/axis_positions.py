@@ -1,6 +1,7 @@
 """Positions in several dimensions: text advances along all axes alike, an image's tokens along rows and columns.
 
-They differ from a token's number by what images before it have moved, and within an image by its place there.
+They differ from a token's number by what images before it have moved, and within an image by its place there. Where an
+image's tokens share a position, all axes are alike.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncllm.layers.step_inputs import Column, StepInputs
-from asyncllm.protocol import Batch, PrefillRow
+from asyncllm.protocol import Batch, PrefillRow, PromptImage
 
 __all__ = ["AXIS_COLUMNS", "axis_positions"]
 
@@ -42,21 +43,24 @@ def _moved_in_row(axis: int, row: PrefillRow, positions: NDArray[Any]) -> NDArra
     moved = np.full(len(positions), -total, np.int64)
     before = 0
     for image in row.images:
-        if image.grid is not None:
+        if image.grid is not None or image.shared:
             inside = (positions >= image.position) & (positions < image.end)
             place = positions[inside] - image.position
-            along = _along(axis, place, image.grid, image.interval)
+            along = _along(axis, place, image)
             moved[inside] = before - total + along - place
         before += image.shift
         moved[positions >= image.end] = before - total
     return moved
 
 
-def _along(axis: int, place: NDArray[Any], grid: tuple[int, int], interval: float) -> NDArray[Any]:
+def _along(axis: int, place: NDArray[Any], image: PromptImage) -> NDArray[Any]:
     """Return how far along an axis the tokens of an image or a video are, from their numbers in it."""
-    rows, columns = grid
+    if image.grid is None:
+        along: NDArray[Any] = np.minimum(place, 1) + (place == image.length - 1)
+        return along
+    rows, columns = image.grid
     if axis == 0:
-        return (place // (rows * columns) * interval).astype(np.int64)
+        return (place // (rows * columns) * image.interval).astype(np.int64)
     return place % (rows * columns) // columns if axis == 1 else place % columns
 
 

@@ -62,7 +62,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_factor: float = 1.0
     """yarn, longrope: multiplies cosines and sines."""
     axes: tuple[int, ...] = ()
-    """Positions have axes, time, rows and columns: by which each of the R/2 pairs turns. Empty: by the one position."""
+    """Positions have axes, time, rows and columns: by which each of the R/2 pairs turns. Empty: by the one position.
+    All by the first: that has what images move."""
 
     @property
     def by_prompt(self) -> bool:

@@ -120,12 +120,6 @@ _NEAREST_LLAVA = "LlavaNextForConditionalGeneration"
 _OWN_TOWER = "its tower is not written yet"
 
 REFUSED_MODELS: Mapping[str, Refused] = {
-    "ChatGLMModel": Refused(
-        "GLM-4V-9B",
-        "its tower and the position that all of an image's tokens share are not written yet",
-        "Glm4vForConditionalGeneration",
-        "vision_config",
-    ),
     "CogVLMForCausalLM": Refused(
         "CogVLM, CogVLM2", "weights of their own for images' tokens in every layer", "InternVLChatModel"
     ),

@@ -24,7 +24,7 @@ from asyncllm.vl.processing.qwen import DynamicProcessor, FramesProcessor
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.tiles import TileProcessor
 from asyncllm.vl.processing.video import QwenVideoProcessor
-from asyncllm.vl.published import PUBLISHED
+from asyncllm.vl.published import ALSO_TEXT, PUBLISHED, UNSAID
 
 __all__ = ["open_processor"]
 
@@ -40,7 +40,7 @@ def open_processor(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     make = _FAMILIES.get(name) if isinstance(name, str) else None
-    if make is None or (name in _ALSO_TEXT and fields.get("vision_config") is None):
+    if make is None or (name in _ALSO_TEXT and fields.get(_ALSO_TEXT[name]) is None):
         return None
     file = folder / "preprocessor_config.json"
     settings = read_json_object(file)
@@ -51,7 +51,7 @@ def open_processor(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
         settings = whole.get("image_processor") or (whole if "image_mean" in whole else {})
     if not settings and name in _OF_TOWER:
         settings = {"image_processor_type": "CLIP", **tower_settings(folder, fields.get("mm_vision_tower"))}
-    if not settings:
+    if not settings and name not in UNSAID:
         raise InvalidCheckpoint(
             f"{folder} has no preprocessor_config.json, which says how images are scaled. Download it beside "
             f"config.json."
@@ -291,8 +291,8 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "SmolVLMForConditionalGeneration": _idefics3,
 }
 
-_ALSO_TEXT = ("Llama4ForConditionalGeneration",)
-"""Classes whose files may have the decoder alone."""
+_ALSO_TEXT = {**ALSO_TEXT, "Llama4ForConditionalGeneration": "vision_config"}
+"""Classes whose files may have the decoder alone: the entry of config.json that others have."""
 
 _OF_TOWER = ("LlavaLlamaForCausalLM", "LlavaMistralForCausalLM")
 """Classes whose files say nothing of pictures, as their tower's do."""

@@ -17,8 +17,9 @@ from asyncllm.vl.processing.deepseek_vl import CandidatesProcessor
 from asyncllm.vl.processing.hd import HdProcessor
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.slices import SliceProcessor
+from asyncllm.vl.processing.squeezed import SqueezedProcessor
 
-__all__ = ["PUBLISHED"]
+__all__ = ["ALSO_TEXT", "PUBLISHED", "UNSAID"]
 
 _Fields = Mapping[str, Any]
 
@@ -41,6 +42,18 @@ def _deepseek_vl2(fields: _Fields, settings: _Fields, where: str) -> ImageProces
         placeholder="<image>\n",
         tokens=-(-(side // vision.get("patch_size", 16)) // joined.get("downsample_ratio", 2)),
         shapes=[(height, width) for width, height in shapes],
+    )
+
+
+def _glm4v_9b(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    vision = {"patch_size": 14, **fields["vision_config"]}
+    return SqueezedProcessor(
+        PictureSettings(settings, where),
+        token_id=token_id_of(fields, "boi_token_id", 151339),
+        placeholder="<|begin_of_image|>",
+        length=(vision["image_size"] // vision["patch_size"] // 2) ** 2 + 2,
+        side=vision["image_size"],
+        shared=True,
     )
 
 
@@ -85,8 +98,19 @@ def is_grid(shapes: Any, side: int) -> bool:
 
 
 PUBLISHED: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
+    "ChatGLMForConditionalGeneration": _glm4v_9b,
+    "ChatGLMModel": _glm4v_9b,
     "DeepseekVLV2ForCausalLM": _deepseek_vl2,
     "MiniCPMV": _minicpm_v,
     "Phi3VForCausalLM": _phi3_v,
 }
 """By the class that config.json names; called with its entries, those of preprocessor_config.json, and that file."""
+
+ALSO_TEXT: Mapping[str, str] = {
+    "ChatGLMForConditionalGeneration": "vision_config",
+    "ChatGLMModel": "vision_config",
+}
+"""Classes of text models too: the entry of config.json that those with a tower have."""
+
+UNSAID = frozenset({"ChatGLMForConditionalGeneration", "ChatGLMModel"})
+"""Classes whose folders say nothing of pictures, as their code does."""

@@ -49,6 +49,10 @@ class PublishedModel(nn.Module):
         """Return the numbers that a tower reads of an image, by the published rule."""
         raise NotImplementedError
 
+    def positions(self, ids: Sequence[int]) -> Tensor:
+        """Return the tokens' positions [1, T]."""
+        return torch.arange(len(ids))[None]
+
     @torch.inference_mode()
     def logits(self, ids: Sequence[int], images: Sequence[Image.Image]) -> Tensor:
         """Return the logits [tokens, vocab] of expanded ids and their images."""
@@ -56,7 +60,7 @@ class PublishedModel(nn.Module):
         embedded = self.decoder.get_input_embeddings()(inputs).clone()  # type: ignore[operator]
         if images:
             embedded[inputs == IMAGE_ID] = self.features(images)
-        result: Tensor = self.decoder(inputs_embeds=embedded).logits[0]
+        result: Tensor = self.decoder(inputs_embeds=embedded, position_ids=self.positions(ids)).logits[0]
         return result
 
 

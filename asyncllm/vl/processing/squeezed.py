@@ -1,0 +1,49 @@
+"""Images squeezed into a square, whose tokens share a position (GLM-4V, CogVLM)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.loading import load_image
+from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+
+__all__ = ["SqueezedProcessor"]
+
+
+class SqueezedProcessor:
+    """One picture [1, 3, side, side]; ratios are not kept."""
+
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
+    joint = 0
+
+    def __init__(
+        self,
+        settings: PictureSettings,
+        *,
+        token_id: int,
+        placeholder: str,
+        length: int,
+        side: int,
+        shared: bool = False,
+    ) -> None:
+        """`length`: tokens of an image. `side`: of the tower's pictures in pixels. `shared`: as of a PromptImage."""
+        self.settings, self.token_id, self.placeholder, self.length = settings, token_id, placeholder, length
+        self._side, self._shared = side, shared
+
+    def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
+        refuse_options(options)
+        loaded = load_image(image)
+        picture = resized(loaded, self._side, self._side, self.settings.resample)
+        pixels = self.settings.numbers(np.asarray(picture)[None])
+        return PromptImage(
+            length=self.length,
+            digest=digest_of(pixels=pixels),
+            pixels=pixels,
+            size=(loaded.height, loaded.width),
+            shared=self._shared,
+        )
