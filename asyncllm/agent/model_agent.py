@@ -432,6 +432,7 @@ class ModelAgent:
         features = self._features(batch, pending)
         step = self._tables.advance(batch, captured=graphs is not None and not whole and features is None)
         step.inputs.image_features = features
+        step.inputs.num_image_tokens = None if features is None else len(features)
         step.inputs.joint = () if features is None else joint_tokens(batch)
         rows = step.arrays.rows
         pending.slots = rows.slots

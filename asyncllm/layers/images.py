@@ -14,7 +14,7 @@ from asyncllm.layers.layer import Layer
 from asyncllm.layers.step_inputs import Column, StepInputs
 from asyncllm.protocol import Batch, PrefillRow, PromptImage
 
-__all__ = ["IMAGE_ROWS", "ImageMerge", "ImagePart", "image_parts"]
+__all__ = ["IMAGE_ROWS", "ImageMerge", "ImagePart", "image_parts", "image_tokens"]
 
 
 class ImagePart(NamedTuple):
@@ -56,6 +56,13 @@ def _image_rows(batch: Batch, positions: NDArray[Any]) -> NDArray[Any]:
 
 IMAGE_ROWS = Column(name="image_rows", dtype=torch.int64, per="token", padding=-1, of_step=_image_rows)
 """The row of the step's image features that a token's embedding is; -1: none, it is text."""
+
+
+def image_tokens(step: StepInputs) -> Tensor | None:
+    """Return the tokens of a step that are images' [F] int64; None where the host does not know how many they are."""
+    if step.image_tokens is None and step.num_image_tokens is not None:
+        step.image_tokens = torch.nonzero_static(step[IMAGE_ROWS] >= 0, size=step.num_image_tokens)[:, 0]
+    return step.image_tokens
 
 
 class ImageMerge(Layer):

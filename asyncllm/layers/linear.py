@@ -10,6 +10,7 @@ Adapters are chosen by row, from the step. Where a step has any, no op takes the
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -18,10 +19,11 @@ from torch import Tensor
 
 from asyncllm.distributed.group import RankGroup
 from asyncllm.kernels import KVCache, Rotation, RoundedRows, Rounding
+from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear_method import Activation, Shard, Weighted
 from asyncllm.layers.step_inputs import Column, StepInputs
 
-__all__ = ["Linear", "MergedLinear", "QKVLinear", "RowAdapters"]
+__all__ = ["ImageRows", "Linear", "MergedLinear", "QKVLinear", "RowAdapters"]
 
 
 class RowAdapters(Protocol):
@@ -35,6 +37,18 @@ class RowAdapters(Protocol):
         """Return the products y [..., out] of x [..., in] with the rows' own added, in y's memory or new."""
 
 
+class ImageRows(Layer):
+    """What the tokens of images have of their own in one layer, in steps that have any."""
+
+    columns: tuple[Column, ...]
+    """What it reads of a step."""
+
+    @abstractmethod
+    def apply_to(self, y: Tensor, x: Tensor, step: StepInputs) -> Tensor:
+        """Return the products y [T, out] of x [T, in] with those of images' tokens as they are to be, in y's memory or
+        new. Ahead of the ranks' sum."""
+
+
 class Linear(Weighted):
     """y = x W^T + b; x [..., in_features] -> [..., out_features]."""
 
@@ -42,6 +56,7 @@ class Linear(Weighted):
 
     def __init__(self, in_features: int, out_features: int, *, shard: Shard, unit: int = 1, bias: bool = False) -> None:
         super().__init__(in_features, out_features, shard=shard, unit=unit, bias=bias)
+        self.image_rows: ImageRows | None = None
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -49,8 +64,11 @@ class Linear(Weighted):
         return () if self.adapters is None else self.adapters.columns
 
     def adds(self, step: StepInputs) -> bool:
-        """Return whether adapters may add to the step's products, so that no op may take these with what follows."""
-        return self.adapters is not None and step.adapted
+        """Return whether adapters or images may change the step's products, so that no op may take these with what
+        follows."""
+        return (self.adapters is not None and step.adapted) or (
+            self.image_rows is not None and step.image_features is not None
+        )
 
     def rounding(self, step: StepInputs) -> Rounding | None:
         """Return how the input may be rounded by the op that makes it; None where the layer is to have it as it is."""
@@ -60,6 +78,8 @@ class Linear(Weighted):
         if isinstance(x, RoundedRows):
             return self.summed(self.method.product_rounded(self, x))
         y = self.method.product(self, x)
+        if self.image_rows is not None and step.image_features is not None:
+            y = self.image_rows.apply_to(y, x, step)
         if self.adapters is not None and step.adapted:
             # Ahead of the sum: what the ranks' shares of the input features add is a part of it as well.
             y = self.adapters.add(y, x, step)
@@ -71,6 +91,7 @@ class MergedLinear(Linear):
 
     def __init__(self, in_features: int, parts: Mapping[str, int], *, unit: int = 1, bias: bool = False) -> None:
         Weighted.__init__(self, in_features, parts, shard="column", unit=unit, bias=bias)
+        self.image_rows = None
 
     def gated(self, x: Tensor | RoundedRows, activation: Activation, step: StepInputs) -> Tensor | None:
         """Return activation(gate) * up, of parts gate and up, if that is one op; else None."""

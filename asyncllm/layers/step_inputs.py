@@ -138,6 +138,8 @@ class StepInputs:
     image_features: Tensor | None = None
     """[F, hidden]: the features of the step's image tokens, in order; several times as wide where layers add theirs.
     `layers.images` has each token's row."""
+    num_image_tokens: int | None = None
+    """F, where all of the step's features are for its own tokens: not of parts of the step that `select` gives."""
     joint: Sequence[JointTokens] = ()
     """Tokens that see each other, of images. Not of parts of the step that `select` gives."""
     adapted: bool = False
@@ -150,6 +152,8 @@ class StepInputs:
     query_scale: Tensor | None = field(default=None, init=False)
     """[T, 1, 1] float32: what multiplies the tokens' queries, in models that scale them by position. Written by the
     model before its first layer."""
+    image_tokens: Tensor | None = field(default=None, init=False)
+    """[F] int64: the tokens with features, in order. Written by the first layer that asks."""
     attention_plans: dict[Hashable, tuple[DecodePlan | None, PrefillPlan | None]] = field(
         default_factory=dict, init=False
     )
@@ -224,6 +228,7 @@ class StepInputs:
             q_offsets=q_offsets,
             max_q_len=max_q_len,
             prompts=None,
+            num_image_tokens=None,
             joint=(),
         )
 

@@ -64,6 +64,9 @@ class DecoderLM(nn.Module):
         self.positions = self.position_embedding()
         self.embed_norm = self.make_norm() if config.embedding_norm else None
         self.layers = nn.ModuleList(self.block(layer) for layer in range(config.num_layers))
+        image_rows = None if config.vision is None else config.vision.image_rows
+        if image_rows is not None:
+            image_rows.attach(self.layers)
         self.norm = self.last_norm()
         self.head = self.output()
         self.score = self.score_head()

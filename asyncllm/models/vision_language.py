@@ -120,9 +120,6 @@ _NEAREST_LLAVA = "LlavaNextForConditionalGeneration"
 _OWN_TOWER = "its tower is not written yet"
 
 REFUSED_MODELS: Mapping[str, Refused] = {
-    "CogVLMForCausalLM": Refused(
-        "CogVLM, CogVLM2", "weights of their own for images' tokens in every layer", "InternVLChatModel"
-    ),
     "Glm4vMoeForConditionalGeneration": Refused(
         "GLM-4.5V", "its decoder's positions are not written yet", "Glm4vForConditionalGeneration"
     ),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncllm.errors import UnsupportedFeature
+from asyncllm.text.image_marks import IMAGE_MARK
 from asyncllm.text.messages import checked_messages, checked_prompt
 from asyncllm.types import Message
 
@@ -24,6 +25,7 @@ class BaseChatTemplate:
     - `start`: what begins the sequence, where the tokenizer does not add it.
     - `user_after_system`: in place of `user` right behind the system part; None: `user`.
     - `generation_prompt`: in place of `assistant` at the end of a prompt; None: `assistant`.
+    - `images_first`: images of a user's turn stand in front of `user`.
     - `has_system`: False where the model knows no system role; system texts are left out then.
     """
 
@@ -43,6 +45,7 @@ class BaseChatTemplate:
         start: str = "",
         user_after_system: str | None = None,
         generation_prompt: str | None = None,
+        images_first: bool = False,
         has_system: bool = True,
     ) -> None:
         self.system = system
@@ -58,6 +61,7 @@ class BaseChatTemplate:
         self.start = start
         self.user_after_system = user_after_system
         self.generation_prompt = generation_prompt
+        self.images_first = images_first
         self.has_system = has_system
 
     def get_prompt(self, prompt: str, sequence_start: bool = True) -> str:
@@ -98,6 +102,9 @@ class BaseChatTemplate:
                 case "user":
                     plain = self.user_after_system is None or not after_system
                     box = self.user if plain else self.user_after_system or ""
+                    if self.images_first:
+                        parts += [IMAGE_MARK] * text.count(IMAGE_MARK)
+                        text = text.replace(IMAGE_MARK, "")
                     parts += [box.replace(ROUND, str(turn)), text, self.eoh]
                     turn += 1
                 case _:

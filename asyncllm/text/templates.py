@@ -167,6 +167,7 @@ COGVLM: dict[str, Any] = {
     "eoa": "</s>",
     "separator": "\n",
     "stop_words": ["</s>"],
+    "images_first": True,
 }
 ULTRA: dict[str, Any] = {
     "system": "User: ",

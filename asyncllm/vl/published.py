@@ -11,7 +11,7 @@ from PIL import Image
 from asyncllm.errors import InvalidCheckpoint, short
 from asyncllm.protocol import ImageProcessor
 from asyncllm.text.checkpoint_files import read_json_object
-from asyncllm.vl.image_tokens import token_id_of, token_of
+from asyncllm.vl.image_tokens import added_tokens, token_id_of, token_of
 from asyncllm.vl.known_towers import tower_fields
 from asyncllm.vl.processing.deepseek_vl import CandidatesProcessor
 from asyncllm.vl.processing.hd import HdProcessor
@@ -52,6 +52,21 @@ def _glm4v_9b(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
         token_id=token_id_of(fields, "boi_token_id", 151339),
         placeholder="<|begin_of_image|>",
         length=(vision["image_size"] // vision["patch_size"] // 2) ** 2 + 2,
+        side=vision["image_size"],
+        shared=True,
+    )
+
+
+def _cogvlm(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    vision = {"patch_size": 14, **(fields.get("vision_config") or {})}
+    fold = 1 if fields.get("num_multi_query_heads") is None else 2
+    token_id = token_id_of(fields, "pad_token_id", 0)
+    texts = {int(number): text for text, number in added_tokens(Path(where).parent).items()}
+    return SqueezedProcessor(
+        PictureSettings(settings, where),
+        token_id=token_id,
+        placeholder=texts.get(token_id, "<unk>"),
+        length=(vision["image_size"] // vision["patch_size"] // fold) ** 2 + 2,
         side=vision["image_size"],
         shared=True,
     )
@@ -100,6 +115,7 @@ def is_grid(shapes: Any, side: int) -> bool:
 PUBLISHED: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "ChatGLMForConditionalGeneration": _glm4v_9b,
     "ChatGLMModel": _glm4v_9b,
+    "CogVLMForCausalLM": _cogvlm,
     "DeepseekVLV2ForCausalLM": _deepseek_vl2,
     "MiniCPMV": _minicpm_v,
     "Phi3VForCausalLM": _phi3_v,
@@ -112,5 +128,5 @@ ALSO_TEXT: Mapping[str, str] = {
 }
 """Classes of text models too: the entry of config.json that those with a tower have."""
 
-UNSAID = frozenset({"ChatGLMForConditionalGeneration", "ChatGLMModel"})
+UNSAID = frozenset({"ChatGLMForConditionalGeneration", "ChatGLMModel", "CogVLMForCausalLM"})
 """Classes whose folders say nothing of pictures, as their code does."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.kernels import Segments
+from asyncllm.layers.image_rows import ImageRowsConfig
 from asyncllm.layers.images import ImageMerge
 from asyncllm.layers.layer import Layer
 from asyncllm.protocol import PromptImage
@@ -73,6 +74,11 @@ class TowerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def decoder_source(self) -> str:
         """The checkpoint's module of the decoder, where the tower's modules do not lie beside the decoder's own."""
         return "language_model"
+
+    @property
+    def image_rows(self) -> ImageRowsConfig | None:
+        """What images' tokens have of their own in the decoder's layers, the rows of which are among `weights`."""
+        return None
 
     @property
     def unused(self) -> Sequence[str]:

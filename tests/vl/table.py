@@ -48,7 +48,8 @@ def _checked() -> dict[str, list[tuple[str, str]]]:
         for architecture in (oracle, *classes_of(kind)):
             checked.setdefault(architecture, []).append((kind, f"`{oracle}`"))
     for kind, family in PUBLISHED.items():
-        checked.setdefault(family.architecture, []).append((kind, family.oracle))
+        for architecture in (family.architecture, *family.also):
+            checked.setdefault(architecture, []).append((kind, family.oracle))
     return checked
 
 

@@ -15,6 +15,7 @@ from asyncllm.models.config import HFConfig
 from asyncllm.models.registry import families, open_model
 from asyncllm.models.vision_language import composed
 from tests.vl.checkpoints import folder_of, picture
+from tests.vl.published.families import PUBLISHED
 
 pytestmark = pytest.mark.anyio
 
@@ -34,6 +35,8 @@ async def text_of(kind: str, prompt: Any) -> str:
 FIVE = "<unk>" * 5
 PROMPTS = [
     ("phi3_v", [(28, 28)], "<|image|>" * (5 * 4 + 3 * 2 + 1) + "\nwhat?"),
+    ("cogvlm2", [(9, 9)], "<|reserved|>" * 11 + "what?"),
+    ("glm4v_9b", [(9, 9), (20, 9)], "<|begin_of_image|>" * 22 + "what?"),
     ("deepseek_vl2", [(23, 23)], "<image>" * (2 * 3 + 1 + 2 * 3) + "\nwhat?"),
     ("deepseek_vl2", [(46, 23), (23, 23)], "<image>" * (2 * 3 + 1 + 2 * 5) + "\n" + "<image>" * 13 + "\nwhat?"),
     ("deepseek_vl2", [(46, 23)] * 3, ("<image>" * 13 + "\n") * 3 + "what?"),
@@ -113,3 +116,26 @@ def test_the_decoder_of_deepseek_vl2_is_of_a_generation(changed: dict[str, Any],
     assert parts is not None
     assert parts.decoder == f"{decoder}ForCausalLM"
     families()[parts.decoder].configure(parts.text, parts.decoder)
+
+
+async def test_images_stand_in_front_of_the_question_for_cogvlm(tmp_path: Path) -> None:
+    shutil.copytree(folder_of("cogvlm2"), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer_config.json"
+    fields = json.loads(file.read_text())
+    del fields["chat_template"]
+    file.write_text(json.dumps(fields))
+    async with AsyncEngine(str(tmp_path), CONFIG) as engine:
+        text = engine.tokenizer.decode(await engine.encode(("what?", [picture(1)])), skip_special_tokens=False)
+    assert text == "<|reserved|>" * 11 + "Question: what? Answer:"
+
+
+@pytest.mark.parametrize("kind", [kind for kind, family in PUBLISHED.items() if family.also])
+def test_other_names_of_a_class(kind: str) -> None:
+    hf = HFConfig(json.loads((folder_of(kind) / "config.json").read_text()))
+    own = composed(hf, PUBLISHED[kind].architecture)
+    for name in PUBLISHED[kind].also:
+        other = composed(hf, name)
+        assert own is not None
+        assert other is not None
+        assert own[1:] == other[1:]
+        assert own.text.fields == other.text.fields

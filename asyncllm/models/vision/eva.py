@@ -1,12 +1,15 @@
-"""GLM-4V-9B, whose tower is EVA2-CLIP."""
+"""GLM-4V-9B, CogVLM and CogVLM2, whose tower is EVA2-CLIP."""
 
 from __future__ import annotations
 
+import msgspec
+
+from asyncllm.layers.image_rows import ImageExperts
 from asyncllm.models.config import HFConfig
 from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, part_of
 from asyncllm.vl.towers.eva import EvaConfig
 
-__all__ = ["eva_of", "read_glm4v_9b"]
+__all__ = ["read_cogvlm", "read_glm4v_9b"]
 
 
 def read_glm4v_9b(hf: HFConfig) -> Composed | None:
@@ -14,25 +17,52 @@ def read_glm4v_9b(hf: HFConfig) -> Composed | None:
     if hf.fields.get("vision_config") is None:
         return None
     hidden = hf.integer("hidden_size")
-    vision = eva_of(
+    vision = _eva_of(
         part_of(hf, "vision_config"),
         fold=2,
         folded_size=hidden,
         projector_size=hf.integer("ffn_hidden_size", 13696),
         source="transformer.vision",
     )
-    text = HFConfig(
+    # Half of a head's features are turned.
+    pairs = hf.integer("kv_channels", hidden // hf.integer("num_attention_heads", 32)) // 4
+    return Composed(_text_of(hf), "ChatGLMModel", vision, axes=(0,) * pairs)
+
+
+def read_cogvlm(hf: HFConfig) -> Composed:
+    part = part_of(hf, "vision_config")
+    # The second generation has fewer key heads, folds patches, and turns by another base, which no entry says.
+    groups = hf.optional_integer("num_multi_query_heads")
+    vision = _eva_of(
+        part,
+        fold=1 if groups is None else 2,
+        folded_size=part.integer("hidden_size", 1792),
+        projector_size=hf.integer("intermediate_size"),
+        source="vision",
+    )
+    vision = msgspec.structs.replace(vision, experts=ImageExperts(qkv_bias=groups is not None), divisor=1.0)
+    heads = hf.integer("num_attention_heads")
+    text = _text_of(hf).changed(
+        {
+            "num_key_value_heads": heads if groups is None else groups,
+            "rope_theta": 10000.0 if groups is None else 500000.0,
+            "rms_norm_eps": hf.number("rms_norm_eps", 1e-6),
+        }
+    )
+    return Composed(text, "LlamaForCausalLM", vision, axes=(0,) * (hf.integer("hidden_size") // heads // 2))
+
+
+def _text_of(hf: HFConfig) -> HFConfig:
+    """Return the decoder's part of a file that has its entries beside the tower's."""
+    return HFConfig(
         {key: value for key, value in hf.fields.items() if key != "vision_config"},
         source=hf.source,
         session_len=hf.session_len,
         rope_scaling_factor=hf.rope_scaling_factor,
     )
-    # Half of a head's features are turned.
-    pairs = hf.integer("kv_channels", hidden // hf.integer("num_attention_heads", 32)) // 4
-    return Composed(text, "ChatGLMModel", vision, axes=(0,) * pairs)
 
 
-def eva_of(part: HFConfig, *, fold: int, folded_size: int, projector_size: int, source: str) -> EvaConfig:
+def _eva_of(part: HFConfig, *, fold: int, folded_size: int, projector_size: int, source: str) -> EvaConfig:
     """Return the tower that `vision_config` describes. Raises InvalidCheckpoint, UnsupportedModel."""
     part.expect("in_channels", 3)
     part.expect("hidden_act", *TOWER_ACTIVATIONS)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from asyncllm.models.config import HFConfig
 from asyncllm.models.vision.deepseek_vl2 import read_deepseek_vl2
-from asyncllm.models.vision.eva import read_glm4v_9b
+from asyncllm.models.vision.eva import read_cogvlm, read_glm4v_9b
 from asyncllm.models.vision.minicpm_v import read_minicpm_v
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision.phi3_v import read_phi3_v
@@ -16,6 +16,7 @@ __all__ = ["PUBLISHED_MODELS", "PUBLISHED_READERS"]
 PUBLISHED_READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "ChatGLMForConditionalGeneration": read_glm4v_9b,
     "ChatGLMModel": read_glm4v_9b,
+    "CogVLMForCausalLM": read_cogvlm,
     "DeepseekVLV2ForCausalLM": read_deepseek_vl2,
     "MiniCPMV": read_minicpm_v,
     "Phi3VForCausalLM": read_phi3_v,
@@ -24,6 +25,7 @@ PUBLISHED_READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
 PUBLISHED_MODELS: Mapping[str, str] = {
     "ChatGLMForConditionalGeneration": "GLM-4V-9B",
     "ChatGLMModel": "GLM-4V-9B",
+    "CogVLMForCausalLM": "CogVLM, CogVLM2",
     "DeepseekVLV2ForCausalLM": "DeepSeek-VL2, VL2-Small, VL2-Tiny",
     "MiniCPMV": "MiniCPM-Llama3-V-2.5, MiniCPM-V-2.6",
     "Phi3VForCausalLM": "Phi-3-vision, Phi-3.5-vision",

@@ -99,16 +99,16 @@ def squeezed(image: Image.Image) -> Tensor:
     return normalized(image.resize((SIDE, SIDE), Image.Resampling.BICUBIC))
 
 
-def shared_positions(ids: Sequence[int], length: int) -> Tensor:
+def shared_positions(shown: Sequence[bool], length: int) -> Tensor:
     """Return the tokens' positions [1, T]: those of an image of this length share one, but for its first and last."""
     positions, following, inside = [], 0, 0
-    for token in ids:
-        if token == IMAGE_ID and 1 < inside < length - 1:
+    for image in shown:
+        if image and 1 < inside < length - 1:
             positions.append(following - 1)
         else:
             positions.append(following)
             following += 1
-        inside = (inside + 1) % length if token == IMAGE_ID else 0
+        inside = (inside + 1) % length if image else 0
     return torch.tensor([positions])
 
 
@@ -131,6 +131,7 @@ _TEXT = {
 
 class Glm4v9b(PublishedModel):
     architecture = "ChatGLMModel"
+    also = ("ChatGLMForConditionalGeneration",)
     oracle = "`GlmForCausalLM`, and the tower in plain torch"
     fields = {
         **_TEXT,
@@ -165,5 +166,5 @@ class Glm4v9b(PublishedModel):
         found: Tensor = self.vision(torch.stack([squeezed(image) for image in images]))
         return found.flatten(0, 1)
 
-    def positions(self, ids: Sequence[int]) -> Tensor:
-        return shared_positions(ids, (SIDE // PATCH // 2) ** 2 + 2)
+    def positions(self, shown: Sequence[bool]) -> Tensor:
+        return shared_positions(shown, (SIDE // PATCH // 2) ** 2 + 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tests.vl.published.cogvlm import CogVLM, CogVLM2
 from tests.vl.published.deepseek_vl2 import DeepseekVL2, DeepseekVL2Tiny
 from tests.vl.published.eva import Glm4v9b
 from tests.vl.published.minicpm_v import MiniCPMV25, MiniCPMV26
@@ -13,6 +14,8 @@ from tests.vl.published.phi3_v import Phi3V
 __all__ = ["PUBLISHED"]
 
 PUBLISHED: Mapping[str, type[PublishedModel]] = {
+    "cogvlm": CogVLM,
+    "cogvlm2": CogVLM2,
     "deepseek_vl2": DeepseekVL2,
     "deepseek_vl2_tiny": DeepseekVL2Tiny,
     "glm4v_9b": Glm4v9b,

@@ -23,6 +23,8 @@ class PublishedModel(nn.Module):
     """Its state's names are those of published files, once they are `renamed`."""
 
     architecture: ClassVar[str]
+    also: ClassVar[tuple[str, ...]] = ()
+    """Other names of the same class."""
     oracle: ClassVar[str]
     """What it is made of, for the table of the documents."""
     fields: ClassVar[dict[str, Any]]
@@ -49,18 +51,25 @@ class PublishedModel(nn.Module):
         """Return the numbers that a tower reads of an image, by the published rule."""
         raise NotImplementedError
 
-    def positions(self, ids: Sequence[int]) -> Tensor:
-        """Return the tokens' positions [1, T]."""
-        return torch.arange(len(ids))[None]
+    def positions(self, shown: Sequence[bool]) -> Tensor:
+        """Return the tokens' positions [1, T]. `shown`: which of them are images'."""
+        return torch.arange(len(shown))[None]
+
+    def type_tokens(self, shown: Sequence[bool]) -> None:
+        """Tell layers which tokens are images'."""
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int], images: Sequence[Image.Image]) -> Tensor:
         """Return the logits [tokens, vocab] of expanded ids and their images."""
         inputs = torch.tensor([list(ids)])
         embedded = self.decoder.get_input_embeddings()(inputs).clone()  # type: ignore[operator]
-        if images:
-            embedded[inputs == IMAGE_ID] = self.features(images)
-        result: Tensor = self.decoder(inputs_embeds=embedded, position_ids=self.positions(ids)).logits[0]
+        features = self.features(images) if images else embedded[0, :0]
+        # An answer may have the token as well.
+        places = [place for place, token in enumerate(ids) if token == IMAGE_ID][: len(features)]
+        embedded[0, places] = features
+        shown = [place in places for place in range(len(ids))]
+        self.type_tokens(shown)
+        result: Tensor = self.decoder(inputs_embeds=embedded, position_ids=self.positions(shown)).logits[0]
         return result
 
 
