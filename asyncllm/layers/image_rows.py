@@ -108,8 +108,9 @@ class ImageRowsConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Give it to the linear layers of a decoder's blocks."""
         for block in layers:
             for name, module in list(block.named_modules()):
-                if isinstance(module, Linear):
-                    module.image_rows = self.of_layer(name, module)
+                own = self.of_layer(name, module) if isinstance(module, Linear) else None
+                if own is not None:
+                    module._modules["image_rows"] = own
 
 
 class ImageExperts(ImageRowsConfig, frozen=True, kw_only=True):

@@ -56,7 +56,12 @@ class Linear(Weighted):
 
     def __init__(self, in_features: int, out_features: int, *, shard: Shard, unit: int = 1, bias: bool = False) -> None:
         super().__init__(in_features, out_features, shard=shard, unit=unit, bias=bias)
-        self.image_rows: ImageRows | None = None
+
+    @property
+    def image_rows(self) -> ImageRows | None:
+        """What images' tokens have of their own here, a submodule of this name."""
+        rows = self._modules.get("image_rows")
+        return rows if isinstance(rows, ImageRows) else None
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -67,7 +72,7 @@ class Linear(Weighted):
         """Return whether adapters or images may change the step's products, so that no op may take these with what
         follows."""
         return (self.adapters is not None and step.adapted) or (
-            self.image_rows is not None and step.image_features is not None
+            step.image_features is not None and self.image_rows is not None
         )
 
     def rounding(self, step: StepInputs) -> Rounding | None:
@@ -78,8 +83,9 @@ class Linear(Weighted):
         if isinstance(x, RoundedRows):
             return self.summed(self.method.product_rounded(self, x))
         y = self.method.product(self, x)
-        if self.image_rows is not None and step.image_features is not None:
-            y = self.image_rows.apply_to(y, x, step)
+        rows = None if step.image_features is None else self.image_rows
+        if rows is not None:
+            y = rows.apply_to(y, x, step)
         if self.adapters is not None and step.adapted:
             # Ahead of the sum: what the ranks' shares of the input features add is a part of it as well.
             y = self.adapters.add(y, x, step)
@@ -91,7 +97,6 @@ class MergedLinear(Linear):
 
     def __init__(self, in_features: int, parts: Mapping[str, int], *, unit: int = 1, bias: bool = False) -> None:
         Weighted.__init__(self, in_features, parts, shard="column", unit=unit, bias=bias)
-        self.image_rows = None
 
     def gated(self, x: Tensor | RoundedRows, activation: Activation, step: StepInputs) -> Tensor | None:
         """Return activation(gate) * up, of parts gate and up, if that is one op; else None."""

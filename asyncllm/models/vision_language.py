@@ -49,7 +49,9 @@ def with_tower(table: WeightMap, vision: TowerConfig) -> WeightMap:
     towers = {f"{prefix}{pattern}": target for pattern, target in vision.weights.items() for prefix in ("", "model.")}
     ignored = [f"{prefix}{name}" for name in table.ignored for prefix in ("", f"{vision.decoder_source}.")]
     unused = [f"{prefix}{name}" for name in vision.unused for prefix in ("", "model.")]
-    return WeightMap({**rows, **towers}, ignored=ignored, aside=[*table.aside, *unused])
+    # What the decoder alone leaves out may be the tower.
+    aside = [name for name in table.aside if not any(f"{row}.".startswith(f"{name}.") for row in vision.weights)]
+    return WeightMap({**rows, **towers}, ignored=ignored, aside=[*aside, *unused])
 
 
 _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
