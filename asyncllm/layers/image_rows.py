@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from asyncllm.layers.images import IMAGE_ROWS, image_parts, image_tokens
-from asyncllm.layers.linear import ImageRows, Linear
+from asyncllm.layers.images import IMAGE_ROWS, ImageRows, image_parts, image_tokens
+from asyncllm.layers.linear import Linear
 from asyncllm.layers.linear_method import UNQUANTIZED
 from asyncllm.layers.step_inputs import Column, StepInputs
 from asyncllm.protocol import Batch

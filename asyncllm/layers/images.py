@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from asyncllm.layers.layer import Layer
 from asyncllm.layers.step_inputs import Column, StepInputs
 from asyncllm.protocol import Batch, PrefillRow, PromptImage
 
-__all__ = ["IMAGE_ROWS", "ImageMerge", "ImagePart", "image_parts", "image_tokens"]
+__all__ = ["IMAGE_ROWS", "ImageMerge", "ImagePart", "ImageRows", "image_parts", "image_tokens"]
 
 
 class ImagePart(NamedTuple):
@@ -86,3 +87,15 @@ class ImageMerge(Layer):
         rows = step[IMAGE_ROWS]
         own = features[:, (layer + 1) * size : (layer + 2) * size].index_select(0, rows.clamp(min=0))
         return residual + own * (rows >= 0)[:, None]
+
+
+class ImageRows(Layer):
+    """What the tokens of images have of their own in one layer, in steps that have any."""
+
+    columns: tuple[Column, ...]
+    """What it reads of a step."""
+
+    @abstractmethod
+    def apply_to(self, y: Tensor, x: Tensor, step: StepInputs) -> Tensor:
+        """Return the products y [T, out] of x [T, in] with those of images' tokens as they are to be, in y's memory or
+        new. Ahead of the ranks' sum."""

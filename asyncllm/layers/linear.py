@@ -10,7 +10,6 @@ Adapters are chosen by row, from the step. Where a step has any, no op takes the
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -19,11 +18,11 @@ from torch import Tensor
 
 from asyncllm.distributed.group import RankGroup
 from asyncllm.kernels import KVCache, Rotation, RoundedRows, Rounding
-from asyncllm.layers.layer import Layer
+from asyncllm.layers.images import ImageRows
 from asyncllm.layers.linear_method import Activation, Shard, Weighted
 from asyncllm.layers.step_inputs import Column, StepInputs
 
-__all__ = ["ImageRows", "Linear", "MergedLinear", "QKVLinear", "RowAdapters"]
+__all__ = ["Linear", "MergedLinear", "QKVLinear", "RowAdapters"]
 
 
 class RowAdapters(Protocol):
@@ -35,18 +34,6 @@ class RowAdapters(Protocol):
 
     def add(self, y: Tensor, x: Tensor, step: StepInputs) -> Tensor:
         """Return the products y [..., out] of x [..., in] with the rows' own added, in y's memory or new."""
-
-
-class ImageRows(Layer):
-    """What the tokens of images have of their own in one layer, in steps that have any."""
-
-    columns: tuple[Column, ...]
-    """What it reads of a step."""
-
-    @abstractmethod
-    def apply_to(self, y: Tensor, x: Tensor, step: StepInputs) -> Tensor:
-        """Return the products y [T, out] of x [T, in] with those of images' tokens as they are to be, in y's memory or
-        new. Ahead of the ranks' sum."""
 
 
 class Linear(Weighted):
