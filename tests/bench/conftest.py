@@ -22,6 +22,7 @@ MODULES = (
     "roofline",
     "swap",
     "rank_sums",
+    "adapters",
     "streams",
     "serve",
     "overload",
