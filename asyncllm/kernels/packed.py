@@ -1,5 +1,6 @@
 """Products with a weight of 4 or 8 bits for activations of 16 or 32: integers with a scale and a zero point for each
-group of input features, in the one layout that all file formats are brought to when they are loaded."""
+group of input features, or numbers of e2m1 with exponents, in the one layout that all file formats are brought to when
+they are loaded."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from asyncllm.kernels.linear import check_out
 from asyncllm.kernels.moe import fused_experts
 
 __all__ = [
+    "E2M1",
+    "E8M0_BIAS",
     "PLANE",
     "PackedWeight",
     "chunk_of",
@@ -33,14 +36,22 @@ PLANE = 32
 shift and a mask take out of a run of words is a run of features in their natural order."""
 
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Numbers of the codes 0 to 7; those of 8 to 15 are negative."""
+
+E8M0_BIAS = 127
+"""Of exponents."""
+
+
 class PackedWeight(NamedTuple):
-    """A weight [N, K], or one for each of E experts: (code - zero) * scale of the group that the feature is in."""
+    """A weight [N, K], or one for each of E experts: (code - zero) * scale of the group that the feature is in; without
+    zeros, the e2m1 number of the code, times 2 to the group's exponent."""
 
     words: Tensor
     """int16 [C, N, 32] or [E, C, N, 32], C chunks of `chunk_of(bits)` input features, the last filled up."""
     scales: Tensor
-    """[G, N] or [E, G, N], float16, bfloat16 or float32."""
-    zeros: Tensor
+    """[G, N] or [E, G, N], float16, bfloat16 or float32; of numbers of e2m1 exponents uint8 (e8m0)."""
+    zeros: Tensor | None
     """uint8, as `scales`."""
     order: Tensor | None
     """int64 [K] or [E, K]: the input feature at each place, where groups are not of neighbours; None where they are."""
@@ -82,7 +93,7 @@ def unpack_codes(words: Tensor, bits: int, in_features: int) -> Tensor:
 def dequantize(
     words: Tensor,
     scales: Tensor,
-    zeros: Tensor,
+    zeros: Tensor | None,
     *,
     bits: int,
     group_size: int,
@@ -91,10 +102,16 @@ def dequantize(
 ) -> Tensor:
     """Return the weight [N, K] of one expert or of none, its input features in the order of their places, rounded once
     to `dtype`. The other arguments are fields of `PackedWeight`."""
-    codes = unpack_codes(words, bits, in_features).float()
+    codes = unpack_codes(words, bits, in_features)
     size = min(group_size, in_features)
-    spread = [each.float().t().repeat_interleave(size, 1)[:, :in_features] for each in (zeros, scales)]
-    return codes.sub_(spread[0]).mul_(spread[1]).to(dtype)
+
+    def spread(each: Tensor) -> Tensor:
+        return each.t().repeat_interleave(size, 1)[:, :in_features]
+
+    if zeros is None:
+        values = torch.tensor([*E2M1, *(-each for each in E2M1)], device=codes.device)
+        return torch.ldexp(values[codes.int()], spread(scales).int() - E8M0_BIAS).to(dtype)
+    return codes.float().sub_(spread(zeros)).mul_(spread(scales.float())).to(dtype)
 
 
 @op("linear.packed:linear_packed")
@@ -120,13 +137,31 @@ def linear_packed_silu_mul(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 @op("linear.packed_experts:packed_experts")
-def packed_experts(x: Tensor, gate_up: PackedWeight, down: PackedWeight, weights: Tensor, expert_ids: Tensor) -> Tensor:
+def packed_experts(
+    x: Tensor,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    weights: Tensor,
+    expert_ids: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float | None = None,
+) -> Tensor:
     """`fused_experts` with packed weights, of which only the experts that are chosen are expanded, to x's type."""
     chosen, places = torch.unique(expert_ids, return_inverse=True)
+    # -1, an expert that is elsewhere, is the first of them.
+    elsewhere = int((chosen < 0).sum())
+    chosen, places = chosen[elsewhere:], places - elsewhere
     dense = []
     for stack in (gate_up, down):
-        dense.append(torch.stack([_natural(stack, expert, x.dtype) for expert in chosen.tolist()]))
-    return fused_experts(x, dense[0], dense[1], weights, places)
+        each = [_natural(stack, expert, x.dtype) for expert in chosen.tolist()]
+        none = x.new_empty(0, stack.out_features, stack.in_features)
+        dense.append(torch.stack(each) if each else none)
+    biases = [None if each is None else each[chosen] for each in (gate_up_bias, down_bias)]
+    return fused_experts(
+        x, dense[0], dense[1], weights, places, gate_up_bias=biases[0], down_bias=biases[1], limit=limit
+    )
 
 
 def expand_stack(stack: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -149,7 +184,8 @@ def _whole(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 def _natural(stack: PackedWeight, expert: int, dtype: torch.dtype) -> Tensor:
     """Return the weight of one expert, its input features in natural order."""
     order = None if stack.order is None else stack.order[expert]
-    one = stack._replace(words=stack.words[expert], scales=stack.scales[expert], zeros=stack.zeros[expert], order=order)
+    zeros = None if stack.zeros is None else stack.zeros[expert]
+    one = stack._replace(words=stack.words[expert], scales=stack.scales[expert], zeros=zeros, order=order)
     return natural(one, dtype)
 
 

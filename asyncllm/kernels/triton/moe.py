@@ -31,10 +31,14 @@ __all__ = [
     "Chunk",
     "Tile",
     "add_up",
+    "assignments_of",
     "fused_experts",
     "group",
     "multiply",
     "route",
+    "rows_of",
+    "store_block",
+    "tile_of",
     "tokens_per_block",
 ]
 
@@ -277,35 +281,18 @@ def grouped_matmul_kernel(
     """
     OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
     TILE_OUTPUTS: tl.constexpr = TILE_ROWS // 2 if SWIGLU else TILE_ROWS
-    NUM_TILES: tl.constexpr = (OUTPUTS + TILE_OUTPUTS - 1) // TILE_OUTPUTS
-    program = tl.program_id(0)
-    group = program // (BLOCKS_PER_GROUP * NUM_TILES)
-    within = program % (BLOCKS_PER_GROUP * NUM_TILES)
-    group_blocks = tl.minimum(max_blocks - group * BLOCKS_PER_GROUP, BLOCKS_PER_GROUP)
-    block = group * BLOCKS_PER_GROUP + within % group_blocks
-    first_output = (within // group_blocks) * TILE_OUTPUTS
-
+    block, first_output = tile_of(max_blocks, OUTPUTS, TILE_OUTPUTS, BLOCKS_PER_GROUP)
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     expert = tl.load(block_experts_ptr + block).to(tl.int64)
     if expert < 0:
         return
-    lane = tl.arange(0, BLOCK_TOKENS)
-    if UNGROUPED:
-        assignments = tl.where(lane == 0, block, num_assignments)
-    else:
-        assignments = tl.load(assignments_ptr + block * BLOCK_TOKENS + lane)
+    assignments = assignments_of(block, assignments_ptr, num_assignments, BLOCK_TOKENS, UNGROUPED)
     is_filled = assignments < num_assignments
     # Padding computes the first row once more, and rows beyond the weights the last one: that costs nothing and keeps
     # masks out of the loop.
     x_row = tl.where(is_filled, assignments // ASSIGNMENTS_PER_X, 0).to(tl.int64)
-    tile_row = tl.arange(0, TILE_ROWS)
-    if SWIGLU:
-        # 8 rows of the gate and the same 8 of up in turn: the tensor cores leave rows r and r + 8 in one thread.
-        output = first_output + tile_row // 16 * 8 + tile_row % 8
-        weight_row = tl.minimum(output, OUTPUTS - 1) + tile_row % 16 // 8 * OUTPUTS
-    else:
-        weight_row = tl.minimum(first_output + tile_row, OUTPUTS - 1)
+    weight_row = rows_of(first_output, OUTPUTS, TILE_ROWS, SWIGLU)
 
     depth = tl.arange(0, TILE_DEPTH)
     x_ptrs = x_ptr + x_row[None, :] * COLUMNS + depth[:, None]
@@ -322,9 +309,54 @@ def grouped_matmul_kernel(
         weight_ptrs += TILE_DEPTH
         x_ptrs += TILE_DEPTH
 
-    dtype: tl.constexpr = y_ptr.dtype.element_ty
     if BIAS:
         total += tl.load(bias_ptr + expert * ROWS + weight_row).to(tl.float32)[:, None]
+    store_block(total, y_ptr, assignments, is_filled, first_output, OUTPUTS, SWIGLU, LIMIT, SLOPE)
+
+
+@triton.jit
+def tile_of(max_blocks, OUTPUTS: tl.constexpr, TILE_OUTPUTS: tl.constexpr, BLOCKS_PER_GROUP: tl.constexpr):
+    """Return the program's block of assignments and the first of its outputs."""
+    NUM_TILES: tl.constexpr = (OUTPUTS + TILE_OUTPUTS - 1) // TILE_OUTPUTS
+    program = tl.program_id(0)
+    group = program // (BLOCKS_PER_GROUP * NUM_TILES)
+    within = program % (BLOCKS_PER_GROUP * NUM_TILES)
+    group_blocks = tl.minimum(max_blocks - group * BLOCKS_PER_GROUP, BLOCKS_PER_GROUP)
+    return group * BLOCKS_PER_GROUP + within % group_blocks, (within // group_blocks) * TILE_OUTPUTS
+
+
+@triton.jit
+def assignments_of(block, assignments_ptr, num_assignments, BLOCK_TOKENS: tl.constexpr, UNGROUPED: tl.constexpr):
+    """Return a block's assignments [BLOCK_TOKENS], num_assignments where there is none."""
+    lane = tl.arange(0, BLOCK_TOKENS)
+    if UNGROUPED:
+        return tl.where(lane == 0, block, num_assignments)
+    else:
+        return tl.load(assignments_ptr + block * BLOCK_TOKENS + lane)
+
+
+@triton.jit
+def rows_of(first_output, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, SWIGLU: tl.constexpr):
+    """Return the rows of an expert's weight that a tile has; those beyond the end are the last one."""
+    tile_row = tl.arange(0, TILE_ROWS)
+    if SWIGLU:
+        # 8 rows of the gate and the same 8 of up in turn: the tensor cores leave rows r and r + 8 in one thread.
+        output = first_output + tile_row // 16 * 8 + tile_row % 8
+        return tl.minimum(output, OUTPUTS - 1) + tile_row % 16 // 8 * OUTPUTS
+    else:
+        return tl.minimum(first_output + tile_row, OUTPUTS - 1)
+
+
+@triton.jit
+def store_block(
+    total, y_ptr, assignments, is_filled, first_output,
+    OUTPUTS: tl.constexpr, SWIGLU: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr,
+):  # fmt: skip
+    """Store the products [TILE_ROWS, BLOCK_TOKENS] of a tile, through the gate on request, to y [*, OUTPUTS]."""
+    TILE_ROWS: tl.constexpr = total.shape[0]
+    BLOCK_TOKENS: tl.constexpr = total.shape[1]
+    TILE_OUTPUTS: tl.constexpr = TILE_ROWS // 2 if SWIGLU else TILE_ROWS
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
     if SWIGLU:
         pairs = tl.reshape(total, (TILE_ROWS // 16, 2, 8, BLOCK_TOKENS)).permute(0, 2, 3, 1)
         gate, up = tl.split(pairs)

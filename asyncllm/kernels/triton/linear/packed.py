@@ -1,9 +1,10 @@
 """Products with weights of 4 or 8 bits (`kernels.packed`).
 
 `packed_kernel` has the weight as the first operand of the tensor cores, as `linear.small` does: 32 words of 16 bits a
-row are two to four runs of 32 input features, each taken out by a shift and a mask, and exact in 16 bits once the zero
-point is subtracted. The scale multiplies the sum over a group. Above `MOST_FUSED` tokens, and in float32, the weight is
-expanded first and multiplied by the library.
+row are two to four runs of 32 input features, each taken out by a shift and a mask. Nothing in that operand depends on
+the row, so that it is made in the registers where it is multiplied: what is subtracted is the middle of the codes. What
+is left of a zero point multiplies the sum of a token's features, and the scale what comes of both for a group. Above
+`MOST_FUSED` tokens, and in float32, the weight is expanded first and multiplied by the library.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ __all__ = [
     "LEAST_ROUNDED",
     "MOST_FUSED",
     "TILES",
+    "codes_of",
     "dequantize",
+    "e2m1_value",
     "expand_experts",
+    "factors_of",
     "linear_packed",
     "linear_packed_silu_mul",
     "multiply",
-    "plane",
+    "shifted_words",
 ]
 
 
@@ -58,32 +62,41 @@ _DEQUANTIZED_ROWS = 64
 
 
 @triton.jit
-def _nibbles(words, magic, INDEX: tl.constexpr):
-    """Return the bits of `magic` with nibble INDEX of each word as the last ones: for the bits of a power of two in a
-    type of 16 bits, the bits of the sum of both. Two words at a time."""
-    if INDEX == 0:
-        return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0x000f000f, $2, 0xea;", "=r,r,r", [words, magic], dtype=tl.int16, is_pure=True, pack=2
-        )
-    elif INDEX == 1:
-        return tl.inline_asm_elementwise(
-            "{.reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000f000f, $2, 0xea;}",
-            "=r,r,r", [words, magic], dtype=tl.int16, is_pure=True, pack=2,
-        )  # fmt: skip
-    elif INDEX == 2:
-        return tl.inline_asm_elementwise(
-            "{.reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000f000f, $2, 0xea;}",
-            "=r,r,r", [words, magic], dtype=tl.int16, is_pure=True, pack=2,
-        )  # fmt: skip
+def codes_of(words, INDEX: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """words int16 [R, 32] -> value INDEX of each word less the middle of the codes, 8 or 128, of `dtype`, exactly."""
+    if INTERPRET or BITS == 8:
+        codes = ((words >> (BITS * INDEX)) & ((1 << BITS) - 1)).to(tl.float32)
+        return round_to(codes - (1 << (BITS - 1)), dtype)
     else:
-        return tl.inline_asm_elementwise(
-            "{.reg .b32 t; shr.u32 t, $1, 12; lop3.b32 $0, t, 0x000f000f, $2, 0xea;}",
-            "=r,r,r", [words, magic], dtype=tl.int16, is_pure=True, pack=2,
-        )  # fmt: skip
+        shifted = words if INDEX == 0 else shifted_words(words, INDEX)
+        if dtype == tl.bfloat16:
+            bits = tl.inline_asm_elementwise(
+                "{.reg .b32 t, c; mov.b32 c, 0x43084308; lop3.b32 t, $1, 0x000f000f, 0x43004300, 0xea; "
+                "sub.rn.bf16x2 $0, t, c;}",
+                "=r,r", [shifted], dtype=tl.int16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            bits = tl.inline_asm_elementwise(
+                "{.reg .b32 t, c; mov.b32 c, 0x64086408; lop3.b32 t, $1, 0x000f000f, 0x64006400, 0xea; "
+                "sub.rn.f16x2 $0, t, c;}",
+                "=r,r", [shifted], dtype=tl.int16, is_pure=True, pack=2,
+            )  # fmt: skip
+        return bits.to(dtype, bitcast=True)
 
 
 @triton.jit
-def plane(words, zeros, INDEX: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+def shifted_words(words, INDEX: tl.constexpr):
+    """Two words at a time; what comes over from the upper one is to be masked."""
+    if INDEX == 1:
+        return tl.inline_asm_elementwise("shr.u32 $0, $1, 4;", "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2)
+    elif INDEX == 2:
+        return tl.inline_asm_elementwise("shr.u32 $0, $1, 8;", "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise("shr.u32 $0, $1, 12;", "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _plane(words, zeros, INDEX: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
     """words int16 [R, 32], zeros float32 [R] -> value INDEX of each word less the zero point, of `dtype`, exactly."""
     if INTERPRET or BITS == 8:
         codes = ((words >> (BITS * INDEX)) & ((1 << BITS) - 1)).to(tl.float32)
@@ -91,7 +104,11 @@ def plane(words, zeros, INDEX: tl.constexpr, BITS: tl.constexpr, dtype: tl.const
     else:
         BIAS: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
         MAGIC: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
-        codes = _nibbles(words, tl.full(words.shape, MAGIC, tl.int16), INDEX)
+        codes = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x000f000f, $2, 0xea;",
+            "=r,r,r", [words if INDEX == 0 else shifted_words(words, INDEX), tl.full(words.shape, MAGIC, tl.int16)],
+            dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
         shifted = (zeros + BIAS).to(dtype).to(tl.int16, bitcast=True)[:, None]
         shifted = tl.broadcast_to(shifted, words.shape)
         if dtype == tl.bfloat16:
@@ -158,46 +175,66 @@ def packed_kernel(
     next_scales = tl.load(scales_ptr + group * N + read)
     next_zeros = tl.load(zeros_ptr + group * N + read)
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    if not ROUNDED:
+        # The sum of a token's features, for every row, is a product that the tensor cores have time for.
+        ones = tl.full([BLOCK_N, 32], 1.0, tl.float32 if INTERPRET else dtype)
     for chunk in range(begin, end):
         words = tl.load(word_ptrs, eviction_policy="evict_first")
         word_ptrs += N * 32
-        if ONE_SCALE:
-            scales, zeros = next_scales, next_zeros.to(tl.float32)
-            group = tl.minimum((chunk + 1) * CHUNK // GROUP, GROUPS - 1)
-            next_scales = tl.load(scales_ptr + group * N + read)
-            next_zeros = tl.load(zeros_ptr + group * N + read)
-        if ONE_SCALE and not ROUNDED:
+        if not ROUNDED:
             total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+            x_sum = total
         for index in tl.static_range(PLANES):
             first = chunk * CHUNK + index * 32
             mask = in_step if EVEN_K else in_step & (first + lane < K)[:, None]
             x = tl.load(x_ptrs + first, mask=mask, other=0.0)
-            if not ONE_SCALE:
-                group = tl.minimum(first // GROUP, GROUPS - 1)
-                scales = tl.load(scales_ptr + group * N + read)
-                zeros = tl.load(zeros_ptr + group * N + read).to(tl.float32)
-            values = plane(words, zeros, index, BITS, dtype)
+            if index == 0 or not ONE_SCALE:
+                scales, zeros = next_scales, next_zeros.to(tl.float32)
+                coming = tl.minimum((first + (CHUNK if ONE_SCALE else 32)) // GROUP, GROUPS - 1)
+                next_scales = tl.load(scales_ptr + coming * N + read)
+                next_zeros = tl.load(zeros_ptr + coming * N + read)
             if ROUNDED:
-                acc = dot(_rounded(values, scales, dtype), x, acc)
-            elif ONE_SCALE:
-                total = dot(values, x, total)
+                acc = dot(_rounded(_plane(words, zeros, index, BITS, dtype), scales, dtype), x, acc)
             else:
-                products = dot(values, x, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32))
-                acc += products * scales.to(tl.float32)[:, None]
-        if ONE_SCALE and not ROUNDED:
-            acc += total * scales.to(tl.float32)[:, None]
+                total = dot(codes_of(words, index, BITS, dtype), x, total)
+                x_sum = dot(ones, x, x_sum)
+                if index == PLANES - 1 or not ONE_SCALE:
+                    left = zeros - (1 << (BITS - 1))
+                    acc += (total - left[:, None] * x_sum) * scales.to(tl.float32)[:, None]
+                    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+                    x_sum = total
 
     finish(acc, bias_ptr, out_ptr, partial_ptr, counter_ptr, tokens, N, SPLITS, HAS_BIAS, GATED)
+
+
+@triton.jit
+def e2m1_value(codes):
+    """Return the float32 of codes of e2m1, int16."""
+    exponent, fraction = (codes >> 1) & 3, (codes & 1).to(tl.float32) * 0.5
+    power = tl.where(exponent == 3, 4.0, tl.where(exponent == 2, 2.0, 1.0))
+    magnitude = tl.where(exponent == 0, fraction, (fraction + 1.0) * power)
+    return tl.where(codes >= 8, -magnitude, magnitude)
+
+
+@triton.jit
+def factors_of(scales, FLOATING: tl.constexpr):
+    """Scales, or of FLOATING numbers exponents (e8m0), as float32."""
+    if FLOATING:
+        # The smallest has no normal number.
+        bits = tl.where(scales == 0, 0x400000, scales.to(tl.int32) << 23)
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return scales.to(tl.float32)
 
 
 @triton.jit
 def dequantize_kernel(
     words_ptr, scales_ptr, zeros_ptr, order_ptr, out_ptr,
     N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
-    ORDERED: tl.constexpr, USE_PDL: tl.constexpr,
+    FLOATING: tl.constexpr, ORDERED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """words [E, C, N, 32], scales and zeros [E, G, N], order [E, K] if ORDERED -> out [E, N, K]. A program has BLOCK_N
-    rows of one chunk of an expert."""
+    """words [E, C, N, 32], scales and zeros [E, G, N], without zeros if FLOATING, order [E, K] if ORDERED -> out
+    [E, N, K]. A program has BLOCK_N rows of one chunk of an expert."""
     PLANES: tl.constexpr = 16 // BITS
     GROUPS: tl.constexpr = 1 if GROUP >= K else K // GROUP
     chunk = tl.program_id(0)
@@ -215,10 +252,13 @@ def dequantize_kernel(
     for index in tl.static_range(PLANES):
         first = (chunk * PLANES + index) * 32
         group = tl.minimum(first // GROUP, GROUPS - 1)
-        scales = tl.load(scales_ptr + group * N + rows, mask=exists, other=0.0).to(tl.float32)
-        zeros = tl.load(zeros_ptr + group * N + rows, mask=exists, other=0).to(tl.float32)
-        codes = ((words >> (BITS * index)) & ((1 << BITS) - 1)).to(tl.float32)
-        weight = (codes - zeros[:, None]) * scales[:, None]
+        scales = factors_of(tl.load(scales_ptr + group * N + rows, mask=exists, other=0), FLOATING)
+        codes = (words >> (BITS * index)) & ((1 << BITS) - 1)
+        if FLOATING:
+            weight = e2m1_value(codes) * scales[:, None]
+        else:
+            zeros = tl.load(zeros_ptr + group * N + rows, mask=exists, other=0).to(tl.float32)
+            weight = (codes.to(tl.float32) - zeros[:, None]) * scales[:, None]
         filled = first + lane < K
         columns = first + lane
         if ORDERED:
@@ -231,14 +271,15 @@ def dequantize_kernel(
 def dequantize(
     words: Tensor,
     scales: Tensor,
-    zeros: Tensor,
+    zeros: Tensor | None,
     *,
     bits: int,
     group_size: int,
     in_features: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    weight = PackedWeight(words[None], scales[None], zeros[None], None, bits, group_size, in_features)
+    middle = None if zeros is None else zeros[None]
+    weight = PackedWeight(words[None], scales[None], middle, None, bits, group_size, in_features)
     return expand_experts(weight, dtype)[0]
 
 
@@ -298,6 +339,7 @@ def multiply(
     silu(gate) * up [T, N / 2] of a weight without a bias."""
     tokens, k = x.shape
     n = weight.out_features
+    assert weight.zeros is not None, "products of e2m1 are those of experts"
     if out is None:
         out = torch.empty((tokens, n // 2 if gated else n), dtype=x.dtype, device=x.device)
     grid, partial, counters = split(tile, out, -(-k // chunk_of(weight.bits)), gated=gated)
@@ -329,12 +371,16 @@ def expand_experts(stack: PackedWeight, dtype: torch.dtype) -> Tensor:
     launch(
         dequantize_kernel,
         (chunks, triton.cdiv(n, _DEQUANTIZED_ROWS), experts),
-        (stack.words, stack.scales, stack.zeros, stack.words if stack.order is None else stack.order, out),
+        (
+            *(stack.words, stack.scales, stack.scales if stack.zeros is None else stack.zeros),
+            *(stack.words if stack.order is None else stack.order, out),
+        ),
         N=n,
         K=stack.in_features,
         BITS=stack.bits,
         GROUP=stack.group_size,
         BLOCK_N=_DEQUANTIZED_ROWS,
+        FLOATING=stack.zeros is None,
         ORDERED=stack.order is not None,
     )
     return out

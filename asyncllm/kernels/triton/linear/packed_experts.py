@@ -10,13 +10,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncllm.kernels.moe import GATE_SLOPE
 from asyncllm.kernels.packed import PackedWeight
-from asyncllm.kernels.triton.activation import silu_mul
-from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
+from asyncllm.kernels.triton.language import INTERPRET, dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
-from asyncllm.kernels.triton.linear.packed import expand_experts, plane
+from asyncllm.kernels.triton.linear.packed import codes_of, e2m1_value, expand_experts, factors_of, shifted_words
 from asyncllm.kernels.triton.linear.tiles import Tile
-from asyncllm.kernels.triton.moe import Blocks, add_up, fused_experts, group, tokens_per_block
+from asyncllm.kernels.triton.moe import (
+    BLOCKS_PER_GROUP,
+    Blocks,
+    add_up,
+    assignments_of,
+    fused_experts,
+    group,
+    rows_of,
+    store_block,
+    tile_of,
+    tokens_per_block,
+)
 
 __all__ = ["MOST_PER_EXPERT", "TILES", "multiply", "packed_experts"]
 
@@ -27,69 +38,127 @@ MOST_PER_EXPERT = 512
 """Assignments an expert has on average, above which weights are expanded first. Not measured."""
 
 
-@triton.jit(do_not_specialize=["num_assignments"])
-def packed_experts_kernel(
-    x_ptr, words_ptr, scales_ptr, zeros_ptr, order_ptr, y_ptr, assignments_ptr, block_experts_ptr, num_assignments,
-    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr,
-    ASSIGNMENTS_PER_X: tl.constexpr, UNGROUPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """y[a] = weight[expert of a] @ x[a // ASSIGNMENTS_PER_X] for every assignment a of a block, BLOCK_N rows of it.
+@triton.jit
+def _e2m1(words, INDEX: tl.constexpr, dtype: tl.constexpr):
+    """words int16 [R, 32] -> the e2m1 numbers of the codes INDEX, of `dtype`.
 
-    x [*, K], words [E, C, N, 32], scales and zeros [E, G, N], order [E, K] if ORDERED, y [num_assignments, N].
-    UNGROUPED: block b is assignment b, block_experts are the expert ids and assignments are not read.
+    Exponent and fraction are the last and the first bits of those of `dtype`, whose smallest numbers they make, and
+    these are brought up by a power of two.
     """
+    if INTERPRET:
+        return round_to(e2m1_value((words >> (4 * INDEX)) & 15), dtype)
+    else:
+        # The code is brought to the lowest four bits; 0x1c0 and 0xe00 are its seven lower values in place.
+        shifted = words if INDEX == 0 else shifted_words(words, INDEX)
+        if dtype == tl.bfloat16:
+            bits = tl.inline_asm_elementwise(
+                "{.reg .b32 s, m, c; shl.b32 s, $1, 12; and.b32 s, s, 0x80008000; shl.b32 m, $1, 6; "
+                "lop3.b32 m, m, 0x01c001c0, s, 0xea; mov.b32 c, 0x7e807e80; mul.rn.bf16x2 $0, m, c;}",
+                "=r,r", [shifted], dtype=tl.int16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            bits = tl.inline_asm_elementwise(
+                "{.reg .b32 s, m, c; shl.b32 s, $1, 12; and.b32 s, s, 0x80008000; shl.b32 m, $1, 9; "
+                "lop3.b32 m, m, 0x0e000e00, s, 0xea; mov.b32 c, 0x74007400; mul.rn.f16x2 $0, m, c;}",
+                "=r,r", [shifted], dtype=tl.int16, is_pure=True, pack=2,
+            )  # fmt: skip
+        return bits.to(dtype, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["num_assignments", "max_blocks"])
+def packed_experts_kernel(
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, order_ptr, y_ptr, assignments_ptr, block_experts_ptr, bias_ptr,
+    num_assignments, max_blocks,
+    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, FLOATING: tl.constexpr,
+    ORDERED: tl.constexpr, ASSIGNMENTS_PER_X: tl.constexpr, SWIGLU: tl.constexpr, BIAS: tl.constexpr,
+    LIMIT: tl.constexpr, SLOPE: tl.constexpr, UNGROUPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCKS_PER_GROUP: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """As `moe.grouped_matmul_kernel`, for words [E, C, N, 32], scales [E, G, N], of FLOATING numbers exponents, zeros
+    [E, G, N] of others, and order [E, K] if ORDERED."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     PLANES: tl.constexpr = 16 // BITS
     CHUNK: tl.constexpr = 32 * PLANES
     CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
     GROUPS: tl.constexpr = 1 if GROUP >= K else K // GROUP
-    block = tl.program_id(1)
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    read = rows if N % BLOCK_N == 0 else tl.minimum(rows, N - 1)
+    ONE_SCALE: tl.constexpr = GROUP >= K or GROUP % CHUNK == 0
+    MIDDLE: tl.constexpr = 1 << (BITS - 1)
+    OUTPUTS: tl.constexpr = N // 2 if SWIGLU else N
+    block, first_output = tile_of(max_blocks, OUTPUTS, BLOCK_N // 2 if SWIGLU else BLOCK_N, BLOCKS_PER_GROUP)
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     expert = tl.load(block_experts_ptr + block).to(tl.int64)
     if expert < 0:
         return
-    own = tl.arange(0, BLOCK_M)
-    assignments = (
-        tl.where(own == 0, block, num_assignments) if UNGROUPED else tl.load(assignments_ptr + block * BLOCK_M + own)
-    )
+    assignments = assignments_of(block, assignments_ptr, num_assignments, BLOCK_M, UNGROUPED)
     filled = assignments < num_assignments
     # Padding computes the first row once more; its results are not stored.
     x_row = tl.where(filled, assignments // ASSIGNMENTS_PER_X, 0).to(tl.int64)
+    read = rows_of(first_output, OUTPUTS, BLOCK_N, SWIGLU)
     lane = tl.arange(0, 32)
     word_ptrs = words_ptr + expert * (CHUNKS * N * 32) + read[:, None] * 32 + lane[None, :]
-    scales_ptr += expert * (GROUPS * N)
-    zeros_ptr += expert * (GROUPS * N)
+    scale_ptrs = scales_ptr + expert * (GROUPS * N) + read
+    zero_ptrs = zeros_ptr + expert * (GROUPS * N) + read
 
+    # The sum of a token's features, for every row, is a product that the tensor cores have time for.
+    ones = tl.full([BLOCK_N, 32], 1.0, tl.float32 if INTERPRET else dtype)
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    # The pipeline takes no loads of less than four bytes a thread: what comes first is scaled by is here ahead of it.
+    next_scales = tl.load(scale_ptrs)
+    next_zeros = next_scales if FLOATING else tl.load(zero_ptrs)
     for chunk in range(0, CHUNKS):
         words = tl.load(word_ptrs)
         word_ptrs += N * 32
+        total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+        x_sum = total
         for index in tl.static_range(PLANES):
             first = chunk * CHUNK + index * 32
             exists = first + lane < K
             columns = first + lane
             if ORDERED:
                 columns = tl.load(order_ptr + expert * K + columns, mask=exists, other=0)
-            x = tl.load(x_ptr + x_row[None, :] * K + columns[:, None], mask=exists[:, None], other=0.0)
-            scale_group = tl.minimum(first // GROUP, GROUPS - 1)
-            scales = tl.load(scales_ptr + scale_group * N + read).to(tl.float32)
-            zeros = tl.load(zeros_ptr + scale_group * N + read).to(tl.float32)
-            weight = plane(words, zeros, index, BITS, dtype)
-            acc += dot(weight, x, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)) * scales[:, None]
-    y_ptrs = y_ptr + assignments[None, :].to(tl.int64) * N + rows[:, None]
-    tl.store(y_ptrs, round_to(acc, y_ptr.dtype.element_ty), mask=filled[None, :] & (rows < N)[:, None])
+            x_ptrs = x_ptr + x_row[None, :] * K + columns[:, None]
+            x = tl.load(x_ptrs) if K % CHUNK == 0 else tl.load(x_ptrs, mask=exists[:, None], other=0.0)
+            if FLOATING:
+                total = dot(_e2m1(words, index, dtype), x, total)
+            else:
+                total = dot(codes_of(words, index, BITS, dtype), x, total)
+                x_sum = dot(ones, x, x_sum)
+            if index == PLANES - 1 or not ONE_SCALE:
+                scales, zeros = factors_of(next_scales, FLOATING), next_zeros
+                coming = tl.minimum((first + 32) // GROUP, GROUPS - 1)
+                next_scales = tl.load(scale_ptrs + coming * N)
+                if FLOATING:
+                    acc += total * scales[:, None]
+                else:
+                    next_zeros = tl.load(zero_ptrs + coming * N)
+                    left = zeros.to(tl.float32) - MIDDLE
+                    acc += (total - left[:, None] * x_sum) * scales[:, None]
+                total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+                x_sum = total
+    if BIAS:
+        acc += tl.load(bias_ptr + expert * N + read).to(tl.float32)[:, None]
+    store_block(acc, y_ptr, assignments, filled, first_output, OUTPUTS, SWIGLU, LIMIT, SLOPE)
 
 
-def packed_experts(x: Tensor, gate_up: PackedWeight, down: PackedWeight, weights: Tensor, expert_ids: Tensor) -> Tensor:
+def packed_experts(
+    x: Tensor,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    weights: Tensor,
+    expert_ids: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float | None = None,
+) -> Tensor:
     num_tokens, top_k = expert_ids.shape
     num_experts, num_assignments = len(gate_up.words), expert_ids.numel()
     if x.element_size() != 2 or num_assignments > num_experts * MOST_PER_EXPERT:
         first, second = expand_experts(gate_up, x.dtype), expand_experts(down, x.dtype)
-        return fused_experts(x, first, second, weights, expert_ids)
+        return fused_experts(
+            x, first, second, weights, expert_ids, gate_up_bias=gate_up_bias, down_bias=down_bias, limit=limit
+        )
     out = torch.empty_like(x)
     if not num_tokens:
         return out
@@ -99,35 +168,52 @@ def packed_experts(x: Tensor, gate_up: PackedWeight, down: PackedWeight, weights
     else:
         size = min(tokens_per_block(num_assignments, num_experts), max(TILES))
         blocks = group(expert_ids, num_experts, size)
-    hidden = torch.empty(num_assignments, gate_up.out_features, dtype=x.dtype, device=x.device)
+    hidden = torch.empty(num_assignments, gate_up.out_features // 2, dtype=x.dtype, device=x.device)
     outputs = torch.empty(num_assignments, down.out_features, dtype=x.dtype, device=x.device)
-    multiply(x, gate_up, hidden, blocks, top_k=top_k)
-    multiply(silu_mul(hidden), down, outputs, blocks, top_k=1)
+    multiply(x, gate_up, hidden, blocks, top_k=top_k, swiglu=True, bias=gate_up_bias, limit=limit)
+    multiply(hidden, down, outputs, blocks, top_k=1, swiglu=False, bias=down_bias)
     add_up(outputs, weights, out)
     return out
 
 
-def multiply(x: Tensor, weight: PackedWeight, y: Tensor, blocks: Blocks, *, top_k: int) -> None:
-    """y[a] = weight[expert of a] @ x[a // top_k] for every assignment a. x [*, K] of 16 bits, y [assignments, N]."""
+def multiply(
+    x: Tensor,
+    weight: PackedWeight,
+    y: Tensor,
+    blocks: Blocks,
+    *,
+    top_k: int,
+    swiglu: bool,
+    bias: Tensor | None = None,
+    limit: float | None = None,
+) -> None:
+    """As `moe.multiply`. x [*, K] of 16 bits, bias [E, N]."""
     tile = TILES[blocks.size]
-    n = weight.out_features
+    num_blocks = blocks.experts.shape[0]
     launch(
         packed_experts_kernel,
-        (triton.cdiv(n, tile.rows), blocks.experts.shape[0], 1),
+        (num_blocks * triton.cdiv(y.shape[1], tile.rows // 2 if swiglu else tile.rows), 1, 1),
         (
-            *(x, weight.words, weight.scales, weight.zeros),
+            *(x, weight.words, weight.scales, weight.scales if weight.zeros is None else weight.zeros),
             *(weight.words if weight.order is None else weight.order, y, blocks.assignments, blocks.experts),
+            x if bias is None else bias,
         ),
-        (y.shape[0],),
+        (y.shape[0], num_blocks),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        N=n,
+        N=weight.out_features,
         K=weight.in_features,
         BITS=weight.bits,
         GROUP=weight.group_size,
+        FLOATING=weight.zeros is None,
         ORDERED=weight.order is not None,
         ASSIGNMENTS_PER_X=top_k,
+        SWIGLU=swiglu,
+        BIAS=bias is not None,
+        LIMIT=limit or 0.0,
+        SLOPE=GATE_SLOPE,
         UNGROUPED=blocks.ungrouped,
         BLOCK_M=tile.tokens,
         BLOCK_N=tile.rows,
+        BLOCKS_PER_GROUP=BLOCKS_PER_GROUP,
     )
