@@ -94,12 +94,14 @@ def fused_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     limit: float | None = None,
+    num_chosen_from: int = 0,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, each a gated MLP.
 
     x [T, H], gate_up [E, 2I, H] (gate rows first), down [E, H, I], weights [T, k] float32, expert_ids [T, k] int64,
     gate_up_bias [E, 2I] and down_bias [E, H], both or neither -> [T, H] in x's dtype. An id of -1 stands for an expert
-    that is elsewhere, which has a weight of 0 and adds nothing. The gate is SwiGLU, or with a
+    that is elsewhere, which has a weight of 0 and adds nothing; `num_chosen_from` is how many experts there are with
+    those, where it is more than E, and changes no result. The gate is SwiGLU, or with a
     limit gpt-oss's: (up + 1) * gate * sigmoid(1.702 gate), where gate is at most the limit and up within it on both
     sides. Both products and the activation are rounded to x's dtype; the sum over experts is float32. A token's result
     depends on its own row only.
@@ -141,6 +143,7 @@ def fused_experts_invariant(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     limit: float | None = None,
+    num_chosen_from: int = 0,
 ) -> Tensor:
     """`fused_experts` whose every row comes out with the same bits whatever other rows are in x."""
     rows = [slice(row, row + 1) for row in range(len(x))]
@@ -154,6 +157,7 @@ def fused_experts_invariant(
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
             limit=limit,
+            num_chosen_from=num_chosen_from,
         )
         for row in rows
     )

@@ -438,6 +438,7 @@ class Unquantized(LinearMethod):
             gate_up_bias=gate_up.bias,
             down_bias=down.bias,
             limit=limit,
+            num_chosen_from=gate_up.stored_experts or 0,
         )
 
     def product_by_head(
@@ -506,6 +507,7 @@ class BatchInvariant(Unquantized):
             gate_up_bias=gate_up.bias,
             down_bias=down.bias,
             limit=limit,
+            num_chosen_from=gate_up.stored_experts or 0,
         )
 
     # The fused ops take their sums in another order.

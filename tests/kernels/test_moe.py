@@ -237,6 +237,28 @@ def test_grouping_many_assignments(num_experts: int, block_tokens: int) -> None:
     assert torch.equal(filled[filled < len(flat)].long(), flat.argsort(stable=True))
 
 
+def test_a_rank_with_some_of_the_experts_takes_blocks_for_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, gate_up, down = random(70, 16), random(4, 32, 16, seed=1) / 4, random(4, 16, 16, seed=2) / 4
+    x, gate_up, down = (each.bfloat16() for each in (x, gate_up, down))
+    weights, expert_ids = moe.route(random(70, 16, seed=3), Routing(2))
+    elsewhere = expert_ids >= 4
+    weights, expert_ids = weights.masked_fill(elsewhere, 0.0), expert_ids.masked_fill(elsewhere, -1)
+    sizes, group = [], moe.group
+
+    def grouped(ids: Tensor, num_experts: int, block_tokens: int) -> moe.Blocks:
+        sizes.append(block_tokens)
+        return group(ids, num_experts, block_tokens)
+
+    monkeypatch.setattr(moe, "group", grouped)
+    found = [moe.fused_experts(x, gate_up, down, weights, expert_ids, num_chosen_from=count) for count in (0, 16)]
+    assert sizes == [64, 16]
+    expected = kernels.fused_experts.reference(  # type: ignore[attr-defined]
+        x, gate_up, down, weights, expert_ids, num_chosen_from=16
+    )
+    for actual in found:
+        torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
+
+
 def test_blocks_are_no_larger_than_the_experts_need() -> None:
     assert [moe.tokens_per_block(tokens * 2, 8) for tokens in (1, 42, 64, 128, 4096)] == [16, 16, 32, 64, 128]
     assert [moe.tokens_per_block(tokens * 8, 128) for tokens in (1, 64, 256, 4096)] == [16, 16, 32, 128]

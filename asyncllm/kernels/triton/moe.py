@@ -442,6 +442,7 @@ def fused_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     limit: float | None = None,
+    num_chosen_from: int = 0,
 ) -> Tensor:
     """Launch the op of `asyncllm.kernels.moe`: four launches, or five with `group`. All arguments are contiguous."""
     num_tokens, top_k = expert_ids.shape
@@ -451,9 +452,11 @@ def fused_experts(
     out = torch.empty_like(x)
     if not num_tokens:
         return out
-    block_tokens = tokens_per_block(num_assignments, num_experts) if x.element_size() == 2 else 16
+    # All assignments count, but so do all experts: those of this rank get their share.
+    num_all = max(num_experts, num_chosen_from)
+    block_tokens = tokens_per_block(num_assignments, num_all) if x.element_size() == 2 else 16
     tiles = TILES[block_tokens]
-    if num_assignments <= max(top_k, num_experts // 8):
+    if num_assignments <= max(top_k, num_all // 8):
         # So few hardly ever share an expert: each is a block of its own, and nothing needs to be grouped.
         ids = expert_ids.view(-1)
         blocks, tiles = Blocks(ids, ids, block_tokens, True), UNGROUPED_TILES
