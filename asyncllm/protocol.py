@@ -140,7 +140,7 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     shared: bool = False
     """All of its tokens have one position, but for the first and the last."""
     steps: int = 1
-    """Grids that follow one another in time; a video has several."""
+    """Grids that follow one another in time; a video has several, in a place each if it has `slots`."""
     interval: float = 1.0
     """Positions from one step to the next."""
     size: tuple[int, int] = (0, 0)
@@ -190,6 +190,8 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
             return 3 - self.length
         if self.grid is None:
             return 0
+        if self.slots:
+            return len(self.slots) * (max(self.grid) - self.slots[0])
         return max(*self.grid, int((self.steps - 1) * self.interval) + 1) - self.length
 
 
@@ -220,8 +222,9 @@ class VideoProcessor(ImageProcessor, Protocol):
     video_token_id: int
     """The token that a video's own take the place of."""
 
-    def prepare_video(self, frames: Sequence[Any], options: Mapping[str, Any]) -> PromptImage:
-        """Load a video's frames, as `prepare` does an image, and return what the tower is to be shown of them."""
+    def prepare_video(self, video: Any, options: Mapping[str, Any]) -> PromptImage:
+        """Load a video, a list of frames or a file, as `prepare` does an image, and return what the tower is to be
+        shown of it."""
 
 
 @runtime_checkable

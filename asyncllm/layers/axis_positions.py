@@ -43,13 +43,17 @@ def _moved_in_row(axis: int, row: PrefillRow, positions: NDArray[Any]) -> NDArra
     moved = np.full(len(positions), -total, np.int64)
     before = 0
     for image in row.images:
-        if image.grid is not None or image.shared:
-            inside = (positions >= image.position) & (positions < image.end)
-            place = positions[inside] - image.position
+        if image.grid is None and not image.shared:
+            continue
+        spans = image.spans or ((0, image.length),)
+        for start, stop in spans:
+            start, stop = image.position + start, image.position + stop
+            inside = (positions >= start) & (positions < stop)
+            place = positions[inside] - start
             along = _along(axis, place, image)
             moved[inside] = before - total + along - place
-        before += image.shift
-        moved[positions >= image.end] = before - total
+            before += image.shift // len(spans)
+            moved[positions >= stop] = before - total
     return moved
 
 

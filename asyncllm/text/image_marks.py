@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature, short
+from asyncllm.errors import InvalidMessage, InvalidParameter, short
 
 __all__ = [
     "IMAGE_MARK",
@@ -55,7 +55,7 @@ MAX_FRAMES = 768
 IMAGE_PARTS = ("image_url", "image_data", "image")
 VIDEO_PARTS = ("video_url", "video")
 OPTIONS = frozenset({"detail", "max_dynamic_patch", "min_pixels", "max_pixels"})
-VIDEO_OPTIONS = frozenset({"fps", "min_pixels", "max_pixels"})
+VIDEO_OPTIONS = frozenset({"fps", "num_frames", "min_pixels", "max_pixels"})
 """What a part may say about its image besides where it is."""
 
 
@@ -67,7 +67,7 @@ class ImageSource(NamedTuple):
     """An image or a video as a prompt names it."""
 
     image: Any
-    """A path, a URL, bytes, or an image of PIL's; of a video a list of these."""
+    """A path, a URL, bytes, or an image of PIL's; of a video a file, or a list of these."""
     options: Mapping[str, Any]
     is_video: bool = False
 
@@ -180,10 +180,6 @@ def _source(part: Mapping[str, Any], kind: str, where: str) -> ImageSource:
             f"{where} has the unknown option {short(unknown[0])}. Its options are: {', '.join(sorted(known))}.",
             "messages",
         )
-    if is_video and (not isinstance(value, list | tuple) or not 1 <= len(value) <= MAX_FRAMES):
-        raise UnsupportedFeature(
-            f"{where} is a video, which is given as a list of 1 to {MAX_FRAMES} frames, each as an image is. Files of "
-            f"videos are not read: cut the video into frames.",
-            "messages",
-        )
+    if is_video and isinstance(value, list | tuple) and not 1 <= len(value) <= MAX_FRAMES:
+        raise InvalidMessage(f"{where} is a video of {len(value)} frames, and it has 1 to {MAX_FRAMES}. Send fewer.")
     return ImageSource(value, options, is_video)

@@ -12,7 +12,7 @@ import urllib.parse
 import urllib.request
 from io import BytesIO
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -26,6 +26,7 @@ __all__ = [
     "decode_image",
     "encode_image_base64",
     "load_image",
+    "media_bytes",
 ]
 
 MAX_IMAGE_BYTES = 2**26
@@ -60,29 +61,47 @@ def load_image(image_url: str | bytes | Path | Image.Image, *, timeout: float = 
             f"An image is a path, a URL, bytes or a PIL image, not {type(image_url).__name__}. Load it by "
             f"asyncllm.vl.load_image."
         )
-    path = Path(urllib.parse.unquote(str(image_url).removeprefix("file://")))
+    return decode_image(_file_of(image_url, "image"))
+
+
+def media_bytes(source: Any, what: str, *, timeout: float = FETCH_SECONDS) -> bytes:
+    """Return the bytes of a file of media from a path, an http(s) or `data:` URL, or bytes, as `load_image` reads them:
+    of too many, some more than are allowed. `what` it is goes into errors. Raises InvalidMessage."""
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, str) and source.startswith("data:"):
+        return decode_data_url(source, what)
+    if isinstance(source, str) and source.startswith(("http://", "https://")):
+        return _fetched(source, timeout, what)
+    if not isinstance(source, str | Path):
+        raise InvalidMessage(f"A {what} is a path, a URL or bytes, not {type(source).__name__}. Give one of them.")
+    return _file_of(source, what)
+
+
+def _file_of(source: str | Path, what: str) -> bytes:
+    path = Path(urllib.parse.unquote(str(source).removeprefix("file://")))
     try:
         with path.open("rb") as file:
-            return decode_image(file.read(MAX_IMAGE_BYTES + 1))
+            return file.read(MAX_IMAGE_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise InvalidMessage(f"The image {short(str(image_url))} cannot be read: {reason}. Check the path.") from None
+        raise InvalidMessage(f"The {what} {short(str(source))} cannot be read: {reason}. Check the path.") from None
 
 
-def decode_data_url(url: str) -> bytes:
+def decode_data_url(url: str, what: str = "image") -> bytes:
     """Return the bytes of `data:image/...;base64,...`. Raises InvalidMessage."""
     head, comma, text = url.partition(",")
     if not comma or not head.startswith("data:") or not head.endswith(";base64"):
         raise InvalidMessage(
-            f"The image's URL begins with {short(head[:40])}, and is not data:image/...;base64,... Encode the file by "
-            f"base64."
+            f"The {what}'s URL begins with {short(head[:40])}, and is not data:{what}/...;base64,... Encode the file "
+            f"by base64."
         )
     if len(text) > MAX_IMAGE_BYTES * 4 // 3 + 4:
-        _too_many_bytes()
+        _too_many_bytes(what)
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InvalidMessage(f"The image's data: URL is not base64 ({error}). Encode the file again.") from None
+        raise InvalidMessage(f"The {what}'s data: URL is not base64 ({error}). Encode the file again.") from None
 
 
 def decode_image(data: bytes) -> Image.Image:
@@ -151,7 +170,7 @@ def _finished(image: Image.Image) -> Image.Image:
     return converted
 
 
-def _fetched(url: str, timeout: float) -> bytes:
+def _fetched(url: str, timeout: float, what: str = "image") -> bytes:
     """Return what a program's own URL gives."""
     request = urllib.request.Request(url, headers={"User-Agent": "asyncllm"})
     try:
@@ -159,11 +178,11 @@ def _fetched(url: str, timeout: float) -> bytes:
             data: bytes = answer.read(MAX_IMAGE_BYTES + 1)
             return data
     except (OSError, ValueError) as error:
-        raise InvalidMessage(f"The image {short(url)} cannot be fetched: {error}. Check the URL.") from None
+        raise InvalidMessage(f"The {what} {short(url)} cannot be fetched: {error}. Check the URL.") from None
 
 
-def _too_many_bytes() -> NoReturn:
-    raise InvalidMessage(f"The image has more than {MAX_IMAGE_BYTES} bytes. Send a smaller one.")
+def _too_many_bytes(what: str = "image") -> NoReturn:
+    raise InvalidMessage(f"The {what} has more than {MAX_IMAGE_BYTES} bytes. Send a smaller one.")
 
 
 def _too_many_pixels(what: str) -> InvalidMessage:

@@ -20,10 +20,10 @@ from asyncllm.vl.processing.gemma3 import Gemma3Processor
 from asyncllm.vl.processing.idefics3 import SplitProcessor
 from asyncllm.vl.processing.llama4 import CanvasProcessor
 from asyncllm.vl.processing.pixtral import RowsProcessor
-from asyncllm.vl.processing.qwen import DynamicProcessor, FramesProcessor
+from asyncllm.vl.processing.qwen import FramesProcessor
 from asyncllm.vl.processing.settings import PictureSettings
-from asyncllm.vl.processing.tiles import TileProcessor
-from asyncllm.vl.processing.video import QwenVideoProcessor
+from asyncllm.vl.processing.tiles import TileVideoProcessor
+from asyncllm.vl.processing.video import Qwen3VideoProcessor, QwenVideoProcessor
 from asyncllm.vl.published import ALSO_TEXT, PUBLISHED, UNSAID
 
 __all__ = ["open_processor"]
@@ -143,21 +143,22 @@ def _idefics3(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
-def _qwen(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
-    return DynamicProcessor(
-        PictureSettings(settings, where),
-        token_id=image_token(fields, 151655),
-        placeholder="<|vision_start|><|image_pad|><|vision_end|>",
-    )
-
-
-def _qwen_with_videos(
-    fields: _Fields, settings: _Fields, where: str, *, tokens_per_second: bool = False
+def _qwen(
+    fields: _Fields,
+    settings: _Fields,
+    where: str,
+    *,
+    kind: type[QwenVideoProcessor] = QwenVideoProcessor,
+    tokens_per_second: bool = False,
 ) -> ImageProcessor:
     file = Path(where).parent / "video_preprocessor_config.json"
     own = read_json_object(file)
+    if kind is Qwen3VideoProcessor and not own:
+        # Bounds of images are none of whole videos.
+        rest = {key: value for key, value in settings.items() if key not in ("min_pixels", "max_pixels")}
+        own, file = {**rest, "size": {"shortest_edge": 4096, "longest_edge": 32 * 32 * 2 * 12288}}, Path(where)
     vision = fields.get("vision_config") or {}
-    return QwenVideoProcessor(
+    return kind(
         PictureSettings(settings, where),
         token_id=image_token(fields, 151655),
         placeholder="<|vision_start|><|image_pad|><|vision_end|>",
@@ -245,7 +246,7 @@ def _intern(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     remote = fields.get("llm_config") is not None
     folder = Path(where).parent
     frame = [] if remote else [[token_of(folder, text)] for text in ("<img>", "</img>")]
-    return TileProcessor(
+    return TileVideoProcessor(
         PictureSettings(settings, where, mean=IMAGENET_MEAN, std=IMAGENET_STD),
         token_id=token_of(folder, "<IMG_CONTEXT>") if remote else image_token(fields, 151667),
         placeholder="<img><IMG_CONTEXT></img>\n" if remote else "<IMG_CONTEXT>\n",
@@ -266,6 +267,8 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PINPOINTS = [(336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)]
 
 
+_qwen3 = partial(_qwen, kind=Qwen3VideoProcessor)
+
 _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     **PUBLISHED,
     "DeepseekVLForConditionalGeneration": _deepseek,
@@ -282,12 +285,12 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "LlavaNextForConditionalGeneration": _llava_next,
     "LlavaOnevisionForConditionalGeneration": _onevision,
     "Mistral3ForConditionalGeneration": _mistral3,
-    "Qwen2VLForConditionalGeneration": _qwen_with_videos,
-    "Qwen2_5_VLForConditionalGeneration": partial(_qwen_with_videos, tokens_per_second=True),
-    "Qwen3VLForConditionalGeneration": _qwen,
-    "Qwen3_5ForConditionalGeneration": _qwen,
-    "Qwen3_5MoeForConditionalGeneration": _qwen,
-    "Qwen3VLMoeForConditionalGeneration": _qwen,
+    "Qwen2VLForConditionalGeneration": _qwen,
+    "Qwen2_5_VLForConditionalGeneration": partial(_qwen, tokens_per_second=True),
+    "Qwen3VLForConditionalGeneration": _qwen3,
+    "Qwen3_5ForConditionalGeneration": _qwen3,
+    "Qwen3_5MoeForConditionalGeneration": _qwen3,
+    "Qwen3VLMoeForConditionalGeneration": _qwen3,
     "SmolVLMForConditionalGeneration": _idefics3,
 }
 

@@ -182,7 +182,7 @@ def _qwen3_fields(text: dict[str, Any]) -> dict[str, Any]:
         "image_token_id": IMAGE_ID,
         "vision_start_token_id": IMAGE_ID + 1,
         "vision_end_token_id": IMAGE_ID + 2,
-        "video_token_id": 319,
+        "video_token_id": IMAGE_ID + 3,
     }
 
 

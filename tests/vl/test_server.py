@@ -136,3 +136,44 @@ def test_public_addresses() -> None:
     assert is_public("2001:4860:4860::8888")
     for address in ("192.168.0.1", "fe80::1%eth0", "fd00::1", "0.0.0.0", "224.0.0.1", "nonsense", "::ffff:10.0.0.1"):
         assert not is_public(address)
+
+
+async def test_how_images_are_prepared_may_be_said_on_every_route() -> None:
+    """An image of 20 tokens, or of fewer where fewer pixels are allowed."""
+    url = data_url(1)
+    data = url.partition(",")[2]
+    responses = {
+        "input": [
+            {
+                "role": "user",
+                "content": [{"type": "input_text", "text": "what?"}, {"type": "input_image", "image_url": url}],
+            }
+        ],
+        "max_output_tokens": 3,
+    }
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    messages = {
+        "messages": [{"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": "?"}]}]
+    }
+    engine = AsyncEngine(str(folder_of("qwen2_vl")), EngineConfig(block_size=8, num_gpu_blocks=128))
+    async with serving(engine) as server:
+
+        async def tokens(route: str, body: dict[str, Any], options: dict[str, Any] | None = None) -> int:
+            more = {} if options is None else {"mm_processor_kwargs": options}
+            status, answer = await server.post(route, body | more)
+            assert status == 200, answer
+            usage = answer.get("usage", answer)
+            return int(usage.get("input_tokens") or usage["prompt_tokens"])
+
+        for route, body in (
+            ("/v1/chat/completions", question(url)),
+            ("/v1/responses", responses),
+            ("/v1/messages", messages | {"max_tokens": 3}),
+            ("/v1/messages/count_tokens", messages),
+        ):
+            usual = await tokens(route, body)
+            assert usual - await tokens(route, body, {"max_pixels": 8 * 8 * 6}) == 20 - 4, route
+            assert await tokens(route, body, {}) == usual
+            for wrong in ({"max_pixels": 1}, {"a": 1}, {"max_dynamic_patch": 2}):
+                status, answer = await server.post(route, body | {"mm_processor_kwargs": wrong})
+                assert status == 400, (route, answer)

@@ -20,7 +20,7 @@ from tests.vl.kinds import IMAGE_ID
 
 pytestmark = pytest.mark.anyio
 
-KINDS = ("qwen2_vl", "qwen2_5_vl")
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 VIDEO_ID = IMAGE_ID + 3
 GREEDY = GenerationConfig(max_new_tokens=6, temperature=0, ignore_eos=True, logprobs=0)
 CONFIG = EngineConfig(block_size=8, num_gpu_blocks=128, max_prefill_token_num=24)
@@ -47,6 +47,8 @@ def expected_logprobs(kind: str, ids: list[int], num_prompt: int, shown: list[An
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     patch, merge = 4, 2
     mean, std = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
+    if kind == "qwen3_vl":
+        mean, std = np.full(3, 0.5), np.full(3, 0.5)
     arguments: dict[str, list[Any]] = {"pixel_values": [], "image_grid_thw": []}
     videos: dict[str, list[Any]] = {"pixel_values_videos": [], "video_grid_thw": []}
     for each in shown:
@@ -130,6 +132,7 @@ async def test_time_counts_where_the_family_counts_it() -> None:
                 answers.setdefault(kind, []).append(await engine.generate(prompt, GREEDY))
             slow = await engine.generate(asked(frames_of(4)), GREEDY, mm_processor_kwargs={"fps": 1.0})
             assert slow.logprobs == answers[kind][0].logprobs
+    assert answers["qwen3_vl"][0].logprobs != answers["qwen3_vl"][1].logprobs
     assert answers["qwen2_vl"][0].logprobs == answers["qwen2_vl"][1].logprobs
     assert answers["qwen2_5_vl"][0].logprobs != answers["qwen2_5_vl"][1].logprobs
     assert answers["qwen2_5_vl"][1].cached_token_len < 16, "another time is another video"
@@ -181,14 +184,17 @@ async def test_a_video_over_http() -> None:
         assert status == 200, answer
         assert answer["choices"][0]["message"]["content"] == expected.text
         assert answer["usage"]["prompt_tokens_details"]["image_tokens"] == 40
-        for wrong in (
-            "https://example.com/x.mp4",
-            ["/etc/passwd"],
-            ["http://127.0.0.1/x.png"],
-            "data:video/mp4,x",
+        for wrong, says in (
+            ("https://example.com/x.mp4", "does not fetch images from"),
+            ("/etc/passwd", "Files of the server are not read"),
+            ("DATA:video/mp4;base64,AAAA", "not of the form http"),
+            (["/etc/passwd"], "None is fetched"),
+            (["http://127.0.0.1/x.png"], "None is fetched"),
+            ("data:video/mp4,x", "Encode the file by base64"),
+            ("data:video/mp4;base64,AAAA", "no container"),
         ):
             messages = asked({"type": "video_url", "video_url": {"url": wrong}})
             status, answer = await server.post("/v1/chat/completions", {"messages": messages, **body})
             assert status == 400
-            assert "list of frames" in answer["error"]["message"]
+            assert says in answer["error"]["message"]
         engine.check_idle()

@@ -25,6 +25,8 @@ __all__ = ["ImageInput"]
 IMAGE_SIZE = 2**16
 """Characters as which an image counts for the time that decoding and resizing take."""
 
+FILE_FRAMES = 64
+"""Images as which a video's file counts for that."""
 
 _Options = Mapping[str, int | float | str]
 
@@ -85,7 +87,8 @@ class ImageInput:
                 "messages",
             )
         prepare = partial(processor.prepare_video, source.image, options)
-        return await self._offload(prepare, IMAGE_SIZE * len(source.image), owner)
+        count = len(source.image) if isinstance(source.image, list | tuple) else FILE_FRAMES
+        return await self._offload(prepare, IMAGE_SIZE * count, owner)
 
     def _checked(self, options: _Options | None) -> _Options:
         """Return a request's options of images. Raises InvalidParameter."""

@@ -10,8 +10,8 @@ from msgspec import Meta
 from asyncllm.config import MAX_COUNT, RequestKeywords
 from asyncllm.config.tools import MAX_TOOLS
 from asyncllm.server.http.errors import ApiError
-from asyncllm.server.request.arguments import thinking_options
-from asyncllm.server.request.fields import MAX_MESSAGES, Body, NewTokens, SamplingFields, Variables
+from asyncllm.server.request.arguments import image_options, thinking_options
+from asyncllm.server.request.fields import MAX_MESSAGES, Body, ImageOptions, NewTokens, SamplingFields, Variables
 from asyncllm.text.chat_template import ChatTemplate
 
 __all__ = ["CountTokensRequest", "MessagesRequest", "options_of"]
@@ -59,6 +59,7 @@ class CountTokensRequest(Body, kw_only=True):
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions | None = None
     chat_template_kwargs: Variables | None = None
+    mm_processor_kwargs: ImageOptions | None = None
 
 
 class MessagesRequest(SamplingFields, kw_only=True):
@@ -74,6 +75,8 @@ class MessagesRequest(SamplingFields, kw_only=True):
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions | None = None
     chat_template_kwargs: Variables | None = None
+    mm_processor_kwargs: ImageOptions | None = None
+    """How images are prepared, as in chat completions."""
     stop_sequences: Words | None = None
     stream: bool | None = None
 
@@ -83,7 +86,8 @@ WORDS = {"any": "required"}
 
 
 def options_of(body: CountTokensRequest | MessagesRequest, template: ChatTemplate) -> RequestKeywords:
-    """Return the tools and how much the model thinks as keywords of the engine. Raises ApiError."""
+    """Return the tools, how much the model thinks and how images are prepared, as keywords of the engine. Raises
+    ApiError."""
     variables = dict(body.chat_template_kwargs or {})
     thinking, output = body.thinking, body.output_config
     effort = None if output is None else output.effort
@@ -92,7 +96,7 @@ def options_of(body: CountTokensRequest | MessagesRequest, template: ChatTemplat
         effort, param = "none", "thinking"
     elif thinking is not None and thinking.type == "enabled" and "enable_thinking" in template.variables:
         variables.setdefault("enable_thinking", True)
-    options = thinking_options(template, effort, variables, param)
+    options = thinking_options(template, effort, variables, param) | image_options(body)
     if thinking is not None and thinking.budget_tokens is not None:
         options["thinking_budget"] = thinking.budget_tokens
     if body.tools:

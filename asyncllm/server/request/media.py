@@ -1,4 +1,4 @@
-"""Images that clients send: as data: URLs, or as addresses of a few domains, from which the server fetches them.
+"""Images and videos that clients send: as data: URLs, or as addresses of a few domains, which the server fetches.
 
 A client may read neither the server's files nor what only the server can reach. So addresses are those of the owner's
 domains, each is resolved once, to public addresses alone, and every redirect is held to the same.
@@ -25,6 +25,8 @@ __all__ = ["MediaFetcher", "is_public", "with_images"]
 
 MAX_BYTES = 2**24
 """Of a fetched image."""
+MAX_VIDEO_BYTES = 2**26
+"""Of a fetched video."""
 MAX_REDIRECTS = 3
 SECONDS = 10.0
 """For one image, redirects and all."""
@@ -42,17 +44,19 @@ def is_public(address: str) -> bool:
 
 
 async def with_images(request: web.Request, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with the bytes of images in place of their http(s) addresses; the others are data: URLs.
-    Raises ApiError."""
-    _check_videos(messages)
-    images = list(_images(messages))
-    for _, _, url in images:
-        if not isinstance(url, str) or not url.lower().startswith(("data:", "http://", "https://")):
+    """Return the messages with the bytes of images and videos in place of their http(s) addresses; the others are data:
+    URLs. Raises ApiError."""
+    media = list(_media(messages))
+    for _, kind, url in media:
+        if kind in VIDEO_PARTS and isinstance(url, list):
+            if not all(_is_data(frame) for frame in url):
+                raise _refused("Each frame of a list is a URL of the form data:image/png;base64,... None is fetched.")
+        elif not isinstance(url, str) or not url.lower().startswith(("data:", "http://", "https://")):
             raise _refused(
-                "An image is sent as a URL of the form data:image/png;base64,... or, where the server allows domains, "
-                "as http(s)://. Files of the server are not read."
+                "An image or a video is sent as a URL of the form data:image/png;base64,... or, where the server "
+                "allows domains, as http(s)://, and a video also as a list of frames. Files of the server are not read."
             )
-    found = [(part, kind, url) for part, kind, url in images if not url.lower().startswith("data:")]
+    found = [(part, kind, url) for part, kind, url in media if isinstance(url, str) and not _is_data(url)]
     if not found:
         return messages
     if len(found) > MAX_IMAGES:
@@ -60,11 +64,11 @@ async def with_images(request: web.Request, messages: list[dict[str, Any]]) -> l
     fetcher = MediaFetcher(service_of(request).config.allowed_media_domains or ())
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def fetch(url: str) -> bytes:
+    async def fetch(kind: str, url: str) -> bytes:
         async with gate:
-            return await fetcher.fetch(url)
+            return await fetcher.fetch(url, MAX_VIDEO_BYTES if kind in VIDEO_PARTS else MAX_BYTES)
 
-    tasks = [asyncio.ensure_future(fetch(url)) for _, _, url in found]
+    tasks = [asyncio.ensure_future(fetch(kind, url)) for _, kind, url in found]
     try:
         fetched = await asyncio.gather(*tasks)
     finally:
@@ -91,18 +95,18 @@ class MediaFetcher:
         self._accepts = accepts
         self._resolver = resolver
 
-    async def fetch(self, url: str) -> bytes:
-        """Return what an address gives. Raises ApiError 400."""
+    async def fetch(self, url: str, most: int = MAX_BYTES) -> bytes:
+        """Return what an address gives, at most so many bytes. Raises ApiError 400."""
         resolver = _CheckedResolver(self._resolver or aiohttp.ThreadedResolver(), self._accepts)
         connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, force_close=True)
         timeout = aiohttp.ClientTimeout(total=SECONDS)
         try:
             async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as session:
-                return await self._follow(session, url)
+                return await self._follow(session, url, most)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise _refused(f"An image could not be fetched ({type(error).__name__}). Send it as a data: URL.") from None
 
-    async def _follow(self, session: aiohttp.ClientSession, url: str) -> bytes:
+    async def _follow(self, session: aiohttp.ClientSession, url: str, most: int) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
             target = self._checked(url)
             async with session.get(target, allow_redirects=False) as answer:
@@ -111,15 +115,15 @@ class MediaFetcher:
                     continue
                 if answer.status != 200:
                     raise _refused(f"An image could not be fetched: status {answer.status}. Send it as a data: URL.")
-                return await self._read(answer)
+                return await self._read(answer, most)
         raise _refused(f"An image's address redirects more than {MAX_REDIRECTS} times. Send its last address.")
 
-    async def _read(self, answer: aiohttp.ClientResponse) -> bytes:
+    async def _read(self, answer: aiohttp.ClientResponse, most: int) -> bytes:
         data = bytearray()
         async for piece in answer.content.iter_chunked(2**16):
             data += piece
-            if len(data) > MAX_BYTES:
-                raise _refused(f"An image has more than {MAX_BYTES} bytes. Send a smaller one.")
+            if len(data) > most:
+                raise _refused(f"An image or a video has more than {most} bytes. Send a smaller one.")
         return bytes(data)
 
     def _checked(self, url: str) -> URL:
@@ -159,35 +163,21 @@ class _CheckedResolver(AbstractResolver):
         await self._inner.close()
 
 
-def _images(messages: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield each part that is an image: itself, its type, and what it names."""
+def _media(messages: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield each part that is an image or a video: itself, its type, and what it names."""
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind in IMAGE_PARTS:
+            if isinstance(kind, str) and kind in (*IMAGE_PARTS, *VIDEO_PARTS):
                 value = part.get(kind)
-                yield part, kind, value.get("url", value.get("data")) if isinstance(value, dict) else value
-
-
-def _check_videos(messages: list[dict[str, Any]]) -> None:
-    """Raise ApiError for a video with a frame that is no data: URL."""
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind in VIDEO_PARTS:
-                value = part.get(kind)
-                frames = value.get("url", value.get("frames")) if isinstance(value, dict) else value
-                if not isinstance(frames, list) or not all(_is_data(frame) for frame in frames):
-                    raise _refused(
-                        "A video is sent as a list of frames, each a URL of the form data:image/png;base64,... Videos "
-                        "are not fetched, and their files are not read."
-                    )
+                if isinstance(value, dict):
+                    value = next((value[name] for name in ("url", "data", "frames") if name in value), None)
+                yield part, kind, value
 
 
 def _is_data(url: object) -> bool:
-    return isinstance(url, str) and url.lower().startswith("data:")
+    return isinstance(url, str) and url.startswith("data:")
 
 
 def _is_literal(host: str) -> bool:

@@ -19,7 +19,7 @@ from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.responses import built_response, encode, json_response
 from asyncllm.server.openai.answers import chat_logprobs, size_of
 from asyncllm.server.openai.responses import TokenLogprob
-from asyncllm.server.request.arguments import request_options, sampled_config, thinking_options
+from asyncllm.server.request.arguments import image_options, request_options, sampled_config, thinking_options
 from asyncllm.server.request.decode import read_request
 from asyncllm.server.request.media import with_images
 from asyncllm.server.responses.items import messages_of
@@ -123,6 +123,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
             request_options(request, body)
             | thinking_options(service.engine.chat_template, effort, body.chat_template_kwargs, "reasoning")
             | tools_of(body)
+            | image_options(body)
         ),
     )
     await generation.start()

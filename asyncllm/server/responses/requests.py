@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from asyncllm.config import MAX_LOGPROBS, RequestKeywords
 from asyncllm.server.http.errors import ApiError
-from asyncllm.server.request.fields import MAX_MESSAGES, NewTokens, SamplingFields, Variables
+from asyncllm.server.request.fields import MAX_MESSAGES, ImageOptions, NewTokens, SamplingFields, Variables
 
 __all__ = ["ResponsesRequest", "check_included", "format_of", "logprobs_of", "tools_of"]
 
@@ -71,6 +71,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     chat_template_kwargs: Variables | None = None
+    mm_processor_kwargs: ImageOptions | None = None
+    """How images are prepared, as in chat completions."""
 
 
 def check_included(body: ResponsesRequest) -> None:

@@ -11,11 +11,15 @@ import numpy as np
 from asyncllm.errors import InvalidParameter, short
 from asyncllm.protocol import PromptImage
 from asyncllm.vl.loading import load_image
+from asyncllm.vl.processing.sampling import Asked, asked_of, check_numbers, check_taken
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, is_low, refuse_options, resized
+from asyncllm.vl.video_files import Recording, open_clip
 
-__all__ = ["TileProcessor", "tile_grid"]
+__all__ = ["TileProcessor", "TileVideoProcessor", "tile_grid"]
 
 MAX_TILES = 128
+FRAMES = 8
+"""Of a video's file."""
 
 
 @lru_cache(8)
@@ -84,3 +88,43 @@ class TileProcessor:
         if type(most) is not int or not 1 <= most <= MAX_TILES:
             raise InvalidParameter(f"max_dynamic_patch={short(most)} is not from 1 to {MAX_TILES} tiles.", "messages")
         return 1 if low else most
+
+
+class TileVideoProcessor(TileProcessor):
+    """Each frame of a video is one tile behind its number."""
+
+    @property
+    def video_token_id(self) -> int:
+        return self.token_id
+
+    def prepare_video(self, video: Any, options: Mapping[str, Any]) -> PromptImage:
+        """Show a list of frames as it is; of a file `fps` frames a second, or `num_frames`, which are 8 if neither is
+        said, each from the middle of its part of the time.
+
+        Raises InvalidMessage, InvalidParameter, UnsupportedFeature as `prepare`.
+        """
+        asked = asked_of(options)
+        with open_clip(video, lambda recording: _chosen(recording, asked)) as clip:
+            if clip.rate is None:
+                asked.check_list()
+            count, side = len(clip.indices), self._side
+            check_numbers(count, side, side)
+            frames = [np.asarray(resized(frame, side, side, self.settings.resample)) for frame in clip.frames]
+        pixels = self.settings.numbers(np.stack(frames))
+        return PromptImage(
+            length=count * self._tokens,
+            digest=digest_of("video", pixels=pixels),
+            pixels=pixels,
+            size=(clip.height, clip.width),
+            slots=(self._tokens,) * count,
+            text="".join(f"Frame{number}: {self.placeholder}" for number in range(1, count + 1)),
+        )
+
+
+def _chosen(recording: Recording, asked: Asked) -> list[int]:
+    total = recording.total
+    count = asked.num_frames or min(FRAMES, total)
+    if asked.fps is not None:
+        count = max(int(total / recording.rate * asked.fps), 1)
+    check_taken(count, total)
+    return [int((number + 0.5) * (total / count)) for number in range(count)]

@@ -1,23 +1,27 @@
-"""Videos for the towers of Qwen2-VL and Qwen2.5-VL: frames of one size, of which some become a step in time."""
+"""Videos for the towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: frames of one size, some of which become a step."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from asyncllm.errors import InvalidMessage, InvalidParameter, short
 from asyncllm.protocol import PromptImage
-from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.qwen import DynamicProcessor, whole_squares
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+from asyncllm.vl.processing.sampling import MAX_FRAMES, asked_of, check_numbers, check_taken
+from asyncllm.vl.processing.settings import PictureSettings, Pixels, digest_of, resized
+from asyncllm.vl.video_files import Clip, Recording, open_clip
 
-__all__ = ["QwenVideoProcessor"]
+__all__ = ["Qwen3VideoProcessor", "QwenVideoProcessor"]
 
 FRAMES_PER_SECOND = 2.0
-"""Of a list of frames that does not say."""
-MAX_FRAMES_PER_SECOND = 1000.0
+"""Of a list of frames that does not say, and out of a file unless it is asked for otherwise."""
+LEAST_FRAMES = 4
+"""Out of a file that has them."""
+MAX_TOKENS = 115_200
+"""Squares of patches of all frames of a video, above which frames are made smaller."""
 
 
 class QwenVideoProcessor(DynamicProcessor):
@@ -42,42 +46,124 @@ class QwenVideoProcessor(DynamicProcessor):
         self._frames = video_settings.integer("temporal_patch_size", 2, maximum=64)
         self._tokens_per_second = tokens_per_second
 
-    def prepare_video(self, frames: Sequence[Any], options: Mapping[str, Any]) -> PromptImage:
-        """Frames of other sizes than the first one's are refused; the last one is repeated to a whole step.
+    def prepare_video(self, video: Any, options: Mapping[str, Any]) -> PromptImage:
+        """Show a list of frames as it is, whose `fps` says how far apart they are; of a file `fps` frames a second, or
+        `num_frames`. The last frame is repeated to a whole step.
 
         Raises InvalidMessage, InvalidParameter, UnsupportedFeature as `prepare`.
         """
-        refuse_options(options, "min_pixels", "max_pixels", "fps")
-        interval = self._interval(options.get("fps", FRAMES_PER_SECOND))
+        asked = asked_of(options, "min_pixels", "max_pixels")
         least, most = self._video.bounds(options)
-        loaded = [load_image(frame) for frame in frames]
-        if len({frame.size for frame in loaded}) != 1:
-            raise InvalidMessage("The frames of a video are of one size, and there is at least one. Scale them alike.")
-        loaded += [loaded[-1]] * (-len(loaded) % self._frames)
-        settings, patch, merge = self._video.settings, self._video.patch, self._video.merge
-        size = (loaded[0].height, loaded[0].width)
-        height, width = whole_squares(*size, patch * merge, least, most)
-        pictures = np.stack([np.asarray(resized(frame, height, width, settings.resample)) for frame in loaded])
-        steps, rows, columns = len(loaded) // self._frames, height // patch // merge, width // patch // merge
-        numbers = settings.numbers(pictures).reshape(steps, self._frames, 3, rows, merge, patch, columns, merge, patch)
-        cut = numbers.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
-        pixels = np.ascontiguousarray(cut).reshape(-1, 3, self._frames, patch * patch)
+        with open_clip(video, lambda recording: self._chosen(recording, asked.fps, asked.num_frames)) as clip:
+            if clip.rate is None:
+                asked.check_list()
+            count = len(clip.indices) + -len(clip.indices) % self._frames
+            height, width = self._shown_size(count, clip.height, clip.width, least, most)
+            check_numbers(count, height, width)
+            pixels = self._cut(clip, count, height, width)
+        factor = self._video.patch * self._video.merge
+        grid = height // factor, width // factor
+        rate = asked.fps or FRAMES_PER_SECOND
+        if clip.rate is None:
+            seconds = [index / rate for index in clip.indices]
+        else:
+            seconds = [index / clip.rate for index in clip.indices]
+            rate = len(clip.indices) / clip.total * clip.rate
+        return self._image(pixels, grid, (clip.height, clip.width), seconds, rate)
+
+    def _chosen(self, recording: Recording, fps: float | None, num_frames: int | None) -> Sequence[int]:
+        """Return which frames of a recording are shown. Raises InvalidParameter."""
+        step, total = self._frames, recording.total
+        if num_frames is None:
+            whole = max(min(MAX_FRAMES, total) // step * step, 1)
+            wanted = total / recording.rate * (fps or FRAMES_PER_SECOND)
+            count = max(math.floor(min(max(wanted, LEAST_FRAMES), whole) / step) * step, 1)
+        else:
+            count = max(round(num_frames / step) * step, 1)
+        check_taken(count, total)
+        return [int(number * (total / count)) for number in range(count)]
+
+    def _shown_size(self, count: int, height: int, width: int, least: int, most: int) -> tuple[int, int]:
+        """Return height and width of the shown frames."""
+        factor = self._video.patch * self._video.merge
+        share = MAX_TOKENS * factor**2 * self._frames // count
+        return whole_squares(height, width, factor, least, max(min(most, share), int(least * 1.05)))
+
+    def _image(
+        self,
+        pixels: Pixels,
+        grid: tuple[int, int],
+        size: tuple[int, int],
+        seconds: Sequence[float],
+        rate: float,
+    ) -> PromptImage:
+        """Return the video of these patches. `size`: height and width before; `seconds`: when each frame is; `rate`:
+        shown frames a second."""
+        rows, columns = grid
+        steps = len(pixels) // (rows * columns * self._video.merge**2)
+        interval = 1.0 if self._tokens_per_second is None else self._tokens_per_second * self._frames / rate
         return PromptImage(
             length=steps * rows * columns,
             digest=digest_of("video", steps, rows, columns, interval, pixels=pixels),
             pixels=pixels,
-            grid=(rows, columns),
+            grid=grid,
             steps=steps,
             interval=interval,
             size=size,
             text=self._video.placeholder,
         )
 
-    def _interval(self, fps: object) -> float:
-        """Return the positions from one step to the next. Raises InvalidParameter."""
-        if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= MAX_FRAMES_PER_SECOND:
-            raise InvalidParameter(
-                f"fps={short(fps)} is no number of frames a second from above 0 to {MAX_FRAMES_PER_SECOND:g}.",
-                "messages",
-            )
-        return 1.0 if self._tokens_per_second is None else self._tokens_per_second * self._frames / fps
+    def _cut(self, clip: Clip, count: int, height: int, width: int) -> Pixels:
+        """Return the patches of a clip of so many frames of this size, the last one repeated."""
+        settings, patch, merge, depth = self._video.settings, self._video.patch, self._video.merge, self._frames
+        rows, columns = height // patch // merge, width // patch // merge
+        pixels = np.empty((count // depth, rows * columns * merge**2, 3, depth, patch**2), np.float32)
+        frames = [np.asarray(resized(frame, height, width, settings.resample)) for frame in clip.frames]
+        frames += [frames[-1]] * (count - len(frames))
+        for step, cut in enumerate(pixels):
+            numbers = settings.numbers(np.stack(frames[step * depth : (step + 1) * depth]))
+            squares = numbers.reshape(depth, 3, rows, merge, patch, columns, merge, patch)
+            cut[:] = squares.transpose(2, 5, 3, 6, 1, 0, 4, 7).reshape(cut.shape)
+        return pixels.reshape(-1, 3, depth, patch**2)
+
+
+class Qwen3VideoProcessor(QwenVideoProcessor):
+    """Each step is a place of its own behind the second when it is, and bounds of pixels are those of all frames."""
+
+    def _chosen(self, recording: Recording, fps: float | None, num_frames: int | None) -> Sequence[int]:
+        total = recording.total
+        if num_frames is None:
+            wanted = int(total / recording.rate * (fps or FRAMES_PER_SECOND))
+            num_frames = min(max(wanted, LEAST_FRAMES), MAX_FRAMES, total)
+        check_taken(num_frames, total)
+        return [int(each) for each in np.linspace(0, total - 1, num_frames).round()]
+
+    def _shown_size(self, count: int, height: int, width: int, least: int, most: int) -> tuple[int, int]:
+        factor = self._video.patch * self._video.merge
+        short = min(height, width)
+        if short < factor:
+            height, width = int(height * (factor / short)), int(width * (factor / short))
+        return whole_squares(height, width, factor, least / count, most / count)
+
+    def _image(
+        self,
+        pixels: Pixels,
+        grid: tuple[int, int],
+        size: tuple[int, int],
+        seconds: Sequence[float],
+        rate: float,
+    ) -> PromptImage:
+        rows, columns = grid
+        steps = len(pixels) // (rows * columns * self._video.merge**2)
+        whole = [*seconds, *[seconds[-1]] * (steps * self._frames - len(seconds))]
+        ends = zip(whole[:: self._frames], whole[self._frames - 1 :: self._frames], strict=True)
+        return PromptImage(
+            length=steps * rows * columns,
+            digest=digest_of("video", steps, rows, columns, pixels=pixels),
+            pixels=pixels,
+            grid=grid,
+            steps=steps,
+            size=size,
+            slots=(rows * columns,) * steps,
+            text="".join(f"<{(first + last) / 2:.1f} seconds>{self._video.placeholder}" for first, last in ends),
+        )

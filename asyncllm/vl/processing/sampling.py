@@ -1,0 +1,67 @@
+"""Which frames of a video are shown: what may be asked, and its bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from asyncllm.errors import InvalidMessage, InvalidParameter, short
+from asyncllm.text.image_marks import MAX_FRAMES
+from asyncllm.vl.processing.settings import refuse_options
+
+__all__ = ["MAX_FRAMES", "Asked", "asked_of", "check_numbers", "check_taken"]
+
+MAX_FRAMES_PER_SECOND = 1000.0
+MAX_NUMBERS = 2**28
+"""Of all shown frames, three for a pixel: a GiB in float32."""
+
+
+class Asked(NamedTuple):
+    """What a request says of its video."""
+
+    fps: float | None
+    num_frames: int | None
+
+    def check_list(self) -> None:
+        """Raise InvalidParameter for what only a file's frames can be asked for."""
+        if self.num_frames is not None:
+            raise InvalidParameter(
+                "num_frames says how many frames of a file are shown, and a list of frames is shown as it is. Leave "
+                "it out.",
+                "messages",
+            )
+
+
+def asked_of(options: Mapping[str, Any], *known: str) -> Asked:
+    """Return how the frames of a video are chosen. Raises InvalidParameter, for options that are neither about that
+    nor `known` too."""
+    refuse_options(options, "fps", "num_frames", *known)
+    fps, num_frames = options.get("fps"), options.get("num_frames")
+    if fps is not None and (
+        isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= MAX_FRAMES_PER_SECOND
+    ):
+        raise InvalidParameter(
+            f"fps={short(fps)} is no number of frames a second from above 0 to {MAX_FRAMES_PER_SECOND:g}.", "messages"
+        )
+    if num_frames is not None and (type(num_frames) is not int or not 1 <= num_frames <= MAX_FRAMES):
+        raise InvalidParameter(f"num_frames={short(num_frames)} is not from 1 to {MAX_FRAMES} frames.", "messages")
+    if fps is not None and num_frames is not None:
+        raise InvalidParameter("fps and num_frames both say which frames are shown. Send one of them.", "messages")
+    return Asked(fps, num_frames)
+
+
+def check_taken(count: int, total: int) -> None:
+    """Raise InvalidParameter for more frames than a file has, or than any video is shown as."""
+    if count > total:
+        raise InvalidParameter(f"{count} frames are asked for, and the video has {total}. Ask for fewer.", "messages")
+    if count > MAX_FRAMES:
+        raise InvalidParameter(f"{count} frames are asked for, more than {MAX_FRAMES}. Ask for fewer.", "messages")
+
+
+def check_numbers(count: int, height: int, width: int) -> None:
+    """Raise InvalidMessage for frames that are too large together, as they are shown."""
+    if 3 * count * height * width > MAX_NUMBERS:
+        raise InvalidMessage(
+            f"The video is shown as {count} frames of {width} x {height}, more than {MAX_NUMBERS // 3} pixels. Ask for "
+            f"a lower fps, num_frames or max_pixels."
+        )

@@ -1,0 +1,155 @@
+"""Videos: frames out of a file, or a list of frames as they are, one after the other.
+
+A file is read by PyAV, which is an extra (`pip install asyncllm[video]`). It may come from a stranger. So its container
+is one of a few, named by us and not by the file, as some kinds are lists of other addresses; and how much of it will be
+decoded is bounded before any of it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from asyncllm.errors import InvalidMessage, UnsupportedFeature
+from asyncllm.vl.loading import MAX_IMAGE_BYTES, load_image, media_bytes
+
+__all__ = ["MAX_VIDEO_PIXELS", "Choose", "Clip", "Recording", "open_clip"]
+
+MAX_VIDEO_SECONDS = 3600
+MAX_VIDEO_PIXELS = 2**34
+"""Of all frames that have to be decoded: half a minute of one core. 8,000 of 1920 x 1080, 41,000 of 640 x 640."""
+
+_CONTAINERS = ("AVI", "Matroska", "MP4", "QuickTime", "WebM")
+
+
+class Recording(NamedTuple):
+    """What frames are chosen by."""
+
+    total: int
+    """Frames."""
+    rate: float
+    """Frames a second."""
+
+
+Choose = Callable[[Recording], Sequence[int]]
+"""Returns which frames are shown, in order. Raises InvalidParameter."""
+
+
+class Clip(NamedTuple):
+    """The chosen frames of a video, of one size."""
+
+    height: int
+    width: int
+    indices: Sequence[int]
+    rate: float | None
+    """Frames a second of the recording, of which `indices` are; None for a list of frames."""
+    total: int
+    """Frames of the recording."""
+    frames: Iterator[Image.Image]
+    """RGB, one after the other."""
+
+
+@contextmanager
+def open_clip(video: Any, choose: Choose) -> Iterator[Clip]:
+    """Open a list of frames, each as `load_image` takes it, or a file: a path, an http(s) or `data:` URL, or bytes.
+
+    A list is shown as it is, a file's frames as `choose` says. Raises InvalidMessage, UnsupportedFeature, and what
+    `choose` raises.
+    """
+    if isinstance(video, list | tuple):
+        frames = [load_image(frame) for frame in video]
+        if len({frame.size for frame in frames}) != 1:
+            raise InvalidMessage("The frames of a video are of one size, and there is at least one. Scale them alike.")
+        first, count = frames[0], len(frames)
+        yield Clip(first.height, first.width, range(count), None, count, iter(frames))
+        return
+    data = media_bytes(video, "video")
+    form = _container_of(data)
+    av = _library()
+    try:
+        with av.open(BytesIO(data), mode="r", format=form) as container:
+            yield _clip_of(container, choose)
+    except av.FFmpegError as error:
+        raise _broken(error) from None
+
+
+def _library() -> Any:
+    try:
+        import av
+    except ImportError:
+        raise UnsupportedFeature(
+            "Files of videos are read by PyAV, which is not installed. Install it with `pip install asyncllm[video]`, "
+            "or send some of the video's frames as a list.",
+            "messages",
+        ) from None
+    return av
+
+
+def _container_of(data: bytes) -> str:
+    """Return FFmpeg's name of a file's format, by its first bytes. Raises InvalidMessage."""
+    if len(data) > MAX_IMAGE_BYTES:
+        raise InvalidMessage(f"The video has more than {MAX_IMAGE_BYTES} bytes. Send a smaller one.")
+    if data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"):
+        return "mov"
+    if data.startswith(b"\x1a\x45\xdf\xa3"):
+        return "matroska"
+    if data.startswith(b"RIFF") and data[8:12] == b"AVI ":
+        return "avi"
+    raise InvalidMessage(
+        f"The video's {len(data)} bytes are of no container that is read. Send one of: {', '.join(_CONTAINERS)}; or "
+        f"some of its frames as a list."
+    )
+
+
+def _clip_of(container: Any, choose: Choose) -> Clip:
+    if not container.streams.video:
+        raise InvalidMessage("The video has no pictures. Send a file with a video stream.")
+    stream = container.streams.video[0]
+    context = stream.codec_context
+    # Requests are what runs side by side here.
+    context.thread_count = 1
+    height, width, rate = context.height, context.width, float(stream.average_rate or 0)
+    if height < 1 or width < 1 or not 0 < rate <= 1000:
+        raise InvalidMessage("The video does not say how large and how fast it is. Save it again.")
+    total = sum(packet.size > 0 for packet in container.demux(stream))
+    if not total:
+        raise InvalidMessage("The video has no frames. Send the whole file.")
+    if total > MAX_VIDEO_SECONDS * rate:
+        raise InvalidMessage(f"The video is longer than {MAX_VIDEO_SECONDS} seconds. Send a part of it.")
+    indices = list(choose(Recording(total, rate)))
+    if (indices[-1] + 1) * height * width > MAX_VIDEO_PIXELS:
+        raise InvalidMessage(
+            f"The video has {total} frames of {width} x {height}, and at most {MAX_VIDEO_PIXELS} pixels are decoded. "
+            f"Send a shorter or a smaller one."
+        )
+    container.seek(0)
+    return Clip(height, width, indices, rate, total, _chosen(container, stream, indices))
+
+
+def _chosen(container: Any, stream: Any, indices: Sequence[int]) -> Iterator[Image.Image]:
+    """Yield the frames of these ascending numbers. Where packets had no frames, the last one stands for the missing."""
+    place, last = 0, None
+    size = (stream.codec_context.width, stream.codec_context.height)
+    for number, frame in enumerate(container.decode(stream)):
+        if place < len(indices) and indices[place] <= number:
+            last = frame.to_image()
+            if last.size != size:
+                raise InvalidMessage("The video's frames change their size. Save it again with one.")
+        while place < len(indices) and indices[place] <= number:
+            assert last is not None
+            yield last
+            place += 1
+        if place == len(indices):
+            return
+    if last is None:
+        raise InvalidMessage("The video has no frame that can be decoded. Send the whole file.")
+    for _ in range(place, len(indices)):
+        yield last
+
+
+def _broken(error: BaseException) -> InvalidMessage:
+    return InvalidMessage(f"The video is broken or of a kind that is not read ({error}). Save it again as MP4.")
