@@ -60,6 +60,8 @@ class Shapes:
         (16, 80, (1024, 6912, 256, 2300)),
     )
     """Vision towers of InternVL2 and Qwen2.5-VL: heads, numbers of a head, and patches of tiles, images or windows."""
+    memory: tuple[int, int, int] = (32, 16, 128)
+    """Delta nets of Qwen3-Next: heads, those of queries and keys, and features of a head."""
     latent_decode: tuple[tuple[int, int], ...] = ((1, 4096), (16, 16384), (64, 4096), (256, 1024))
 
 
@@ -380,6 +382,37 @@ def _latent(shapes: Shapes) -> Iterator[Entry]:
             partial(expanded, requests, length),
             (tokens * heads * (4 * value + rope) + tokens * rope) * itemsize,
             2.0 * heads * pairs * (2 * value + rope),
+        )
+
+
+def _memory(shapes: Shapes) -> Iterator[Entry]:
+    heads, key_heads, size = shapes.memory
+    block = 1024
+
+    def build(requests: int, length: int) -> Call:
+        device, tokens, blocks = shapes.device, requests * length, -(-length // block)
+        tables = torch.arange(requests * blocks, dtype=torch.int32, device=device).view(requests, blocks)
+        positions = torch.arange(length, device=device)
+        places = (tables[:, positions // block] * block + positions % block).long().flatten()
+        offsets = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device)
+        lens = torch.full((requests,), length, dtype=torch.int32, device=device)
+        plan = kernels.plan_states(places, offsets, lens, tables, block, num_serial=requests if length == 1 else 0)
+        q, k = (_random(shapes, tokens, key_heads, size) for _ in range(2))
+        decay, beta = (torch.rand(tokens, heads, device=device) for _ in range(2))
+        state = torch.zeros(requests * blocks, heads, size, size, device=device)
+        v = _random(shapes, tokens, heads, size)
+        return partial(kernels.gated_delta_rule, q, k, v, decay.log(), beta, state, plan)
+
+    for requests, length in (*((rows, 1) for rows in shapes.rows), *shapes.prefill):
+        tokens, states = requests * length, requests * (1 + -(-length // block))
+        vectors = tokens * (2 * key_heads + 2 * heads) * size * shapes.dtype.itemsize
+        # By tokens: what each writes and reads of the memory, and what a piece's tokens do to each other.
+        pairs = 0 if length == 1 else 64
+        yield Entry(
+            f"gated_delta_rule {requests}x{length}",
+            partial(build, requests, length),
+            vectors + 4 * states * heads * size * size,
+            tokens * heads * (6.0 * size * size + 8.0 * pairs * size if pairs else 0.0),
         )
 
 

@@ -2,7 +2,7 @@
 
     python bench/kernels.py [--only REGEX] [--no-peers] [--json FILE]
 
-Latent attention has the shapes of DeepSeek-V2-Lite.
+Latent attention has the shapes of DeepSeek-V2-Lite, delta nets those of Qwen3-Next.
 
 Each op is captured in a CUDA graph of at least 20 calls, on as many sets of inputs in turn as it takes for none to be
 found in the L2 cache, unless the entry says that they lie there in a step as well. The figure is the median over

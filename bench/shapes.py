@@ -189,6 +189,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "quantization_config": {"quant_method": "mxfp4"},
     },
+    # Every eighth of the experts, and a quarter of the layers.
+    "qwen3-next-cut": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        **{"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 12},
+        **{"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "full_attention_interval": 4},
+        **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4},
+        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        **{"num_experts": 64, "num_experts_per_tok": 10, "norm_topk_prob": True},
+        **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+        **{"max_position_embeddings": 262144, "rope_theta": 10000000.0, "tie_word_embeddings": False},
+    },
     "tiny": {
         **_LLAMA,
         "vocab_size": 512,
@@ -254,26 +266,30 @@ def weights(config: dict[str, Any]) -> Iterator[Weight]:
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM",
     )
     if architecture not in known:
-        raise ValueError(
-            f"{architecture}: only Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V2 and gpt-oss shapes can be "
-            f"written"
-        )
+        raise ValueError(f"{architecture}: the shapes that can be written are those of {', '.join(known)}")
     biased = architecture == "GptOssForCausalLM"
     if config.get("attention_bias", biased) is not biased or config.get("mlp_bias"):
         raise ValueError("shapes with biases cannot be written")
+    is_next = architecture == "Qwen3NextForCausalLM"
+    # Its norms store what their factors are above 1.
+    plain = 0.0 if is_next else 1.0
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     queries, keys = heads * head_dim, config.get("num_key_value_heads", heads) * head_dim
     yield Weight("model.embed_tokens.weight", (config["vocab_size"], hidden))
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
-        yield Weight(f"{prefix}.input_layernorm.weight", (hidden,), fill=1.0)
+        delta = is_next and (layer + 1) % config["full_attention_interval"] > 0
+        yield Weight(f"{prefix}.input_layernorm.weight", (hidden,), fill=plain)
         if architecture == "DeepseekV2ForCausalLM":
             yield from _latent_attention(f"{prefix}.self_attn", config)
+        elif delta:
+            yield from _delta_net(f"{prefix}.linear_attn", config)
         else:
-            yield Weight(f"{prefix}.self_attn.q_proj.weight", (queries, hidden))
+            yield Weight(f"{prefix}.self_attn.q_proj.weight", ((1 + is_next) * queries, hidden))
             yield Weight(f"{prefix}.self_attn.k_proj.weight", (keys, hidden))
             yield Weight(f"{prefix}.self_attn.v_proj.weight", (keys, hidden))
             yield Weight(f"{prefix}.self_attn.o_proj.weight", (hidden, queries))
@@ -284,11 +300,14 @@ def weights(config: dict[str, Any]) -> Iterator[Weight]:
             for name, size in (("q", queries), ("k", keys), ("v", keys), ("o", hidden)):
                 yield Weight(f"{prefix}.self_attn.{name}_proj.bias", (size,))
             yield Weight(f"{prefix}.self_attn.sinks", (heads,))
-        if architecture.startswith("Qwen3"):
-            yield Weight(f"{prefix}.self_attn.q_norm.weight", (head_dim,), fill=1.0)
-            yield Weight(f"{prefix}.self_attn.k_norm.weight", (head_dim,), fill=1.0)
-        yield Weight(f"{prefix}.post_attention_layernorm.weight", (hidden,), fill=1.0)
-        if architecture == "Qwen3MoeForCausalLM":
+        if architecture.startswith("Qwen3") and not delta:
+            yield Weight(f"{prefix}.self_attn.q_norm.weight", (head_dim,), fill=plain)
+            yield Weight(f"{prefix}.self_attn.k_norm.weight", (head_dim,), fill=plain)
+        yield Weight(f"{prefix}.post_attention_layernorm.weight", (hidden,), fill=plain)
+        if architecture in ("Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"):
+            if is_next:
+                yield from _mlp(f"{prefix}.mlp.shared_expert", hidden, config["shared_expert_intermediate_size"])
+                yield Weight(f"{prefix}.mlp.shared_expert_gate.weight", (1, hidden))
             yield Weight(f"{prefix}.mlp.gate.weight", (config["num_experts"], hidden))
             for expert in range(config["num_experts"]):
                 yield from _mlp(f"{prefix}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
@@ -302,7 +321,7 @@ def weights(config: dict[str, Any]) -> Iterator[Weight]:
             yield from _mxfp4_experts(f"{prefix}.mlp", config)
         else:
             yield from _mlp(f"{prefix}.mlp", hidden, config["intermediate_size"])
-    yield Weight("model.norm.weight", (hidden,), fill=1.0)
+    yield Weight("model.norm.weight", (hidden,), fill=plain)
     if not config.get("tie_word_embeddings"):
         yield Weight("lm_head.weight", (config["vocab_size"], hidden))
 
@@ -355,6 +374,19 @@ def _mxfp4_experts(prefix: str, config: dict[str, Any]) -> Iterator[Weight]:
         yield Weight(f"{tensor}_blocks", (count, rows, columns // 32, 16), dtype=torch.uint8)
         yield Weight(f"{tensor}_scales", (count, rows, columns // 32), MXFP4_SCALE, torch.uint8)
         yield Weight(f"{tensor}_bias", (count, rows))
+
+
+def _delta_net(prefix: str, config: dict[str, Any]) -> Iterator[Weight]:
+    hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = heads * config["linear_value_head_dim"]
+    yield Weight(f"{prefix}.in_proj_qkvz.weight", (2 * keys + 2 * values, hidden))
+    yield Weight(f"{prefix}.in_proj_ba.weight", (2 * heads, hidden))
+    yield Weight(f"{prefix}.conv1d.weight", (2 * keys + values, 1, config["linear_conv_kernel_dim"]))
+    yield Weight(f"{prefix}.A_log", (heads,))
+    yield Weight(f"{prefix}.dt_bias", (heads,))
+    yield Weight(f"{prefix}.norm.weight", (config["linear_value_head_dim"],), fill=1.0)
+    yield Weight(f"{prefix}.out_proj.weight", (hidden, values))
 
 
 def _mlp(prefix: str, hidden: int, intermediate: int) -> Iterator[Weight]:

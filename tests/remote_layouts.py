@@ -339,6 +339,14 @@ LAYOUTS: dict[str, Layout] = {
             "multi_modal_projector.linear_1.weight": torch.ones(8, 8),
         },
     ),
+    "falcon_h1_plain": Layout(
+        "falcon_h1",
+        "falcon_h1",
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        extra={"mamba_rms_norm": False, "mamba_d_ssm": None, "mamba_d_head": "auto"},
+        dropped=("mlp_multipliers", "ssm_multipliers", "key_multiplier", "mamba_norm_before_gate"),
+    ),
     "granite_4_dense": Layout(
         "granite_hybrid",
         "granitemoehybrid",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from asyncllm import kernels
 from asyncllm.kernels import RoundedRows
 from asyncllm.layers.attention import Attention
+from asyncllm.layers.joint_mixers import JointMixers
 from asyncllm.layers.latent_attention import LatentAttention
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.norm import Norm
@@ -31,7 +32,7 @@ class Block(Layer):
         self,
         *,
         attn_norm: Norm,
-        attn: AnyAttention,
+        attn: AnyAttention | JointMixers,
         mlp_norm: Norm,
         mlp: nn.Module,
         scale: float | None = None,

@@ -108,7 +108,7 @@ class Mamba2(StateLayer):
         cache: kernels.States = step.caches[self.layer]
         inputs, memory = cache.tensors
         plan = step.states(cache)
-        gate, mixed, steps = self.inputs(x, step).split(self.sizes, -1)
+        gate, mixed, steps = torch.split(self._project(x, step), self.sizes, -1)
         mixed = self.conv(mixed, inputs, plan, silu=True)
         inner, shared = self.sizes[0], self.num_groups * self.state_size
         values, writes, reads = mixed.split([inner, shared, shared], -1)
@@ -129,3 +129,8 @@ class Mamba2(StateLayer):
             step = sampled.inputs
         out: Tensor = self.out(self.norm(y, gate), step)
         return out
+
+    def _project(self, x: Tensor, step: StepInputs) -> Tensor:
+        """-> [T, sum(sizes)]: gates, what the convolution takes, and steps."""
+        projected: Tensor = self.inputs(x, step)
+        return projected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from asyncllm.layers.linear import Linear, MergedLinear
 from asyncllm.layers.linear_method import Activation
 from asyncllm.layers.step_inputs import StepInputs
 
-__all__ = ["GatedMLP", "PlainMLP"]
+__all__ = ["GatedMLP", "PlainMLP", "ScaledMLP"]
 
 _GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_tanh_mul}
 
@@ -42,6 +43,23 @@ class GatedMLP(Layer):
                 gated = kernels.gate_rounded(product, rounding, gelu=self.activation == "gelu_tanh")
         out: Tensor = self.down(gated, step)
         return out
+
+
+class ScaledMLP(GatedMLP):
+    """As `GatedMLP`, with a factor of the gate in front of its activation, and one of the result (Falcon-H1)."""
+
+    def __init__(self, *sizes: int, gate_scale: float, scale: float, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.gate_scale, self.scale = gate_scale, scale
+
+    def rounding(self, step: StepInputs) -> Rounding | None:
+        return None
+
+    def forward(self, x: Tensor | RoundedRows, step: StepInputs) -> Tensor:
+        product = self.gate_up(x, step)
+        product[:, : product.shape[1] // 2] *= self.gate_scale
+        out: Tensor = self.down(_GATES[self.activation](product), step)
+        return out.mul_(self.scale)
 
 
 class PlainMLP(Layer):

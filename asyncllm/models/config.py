@@ -200,6 +200,17 @@ class HFConfig:
             return None
         return default if key not in self.fields else self.number(key)
 
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """Return so many real numbers; ones where the key is absent."""
+        values = self.fields.get(key)
+        if values is None:
+            return (1.0,) * count
+        if not isinstance(values, list) or len(values) != count:
+            self.invalid(key, f"where a list of {count} numbers belongs")
+        each = {str(index): value for index, value in enumerate(values)}
+        part = HFConfig(each, source=f"{self.source}: {key}")
+        return tuple(part.number(name, positive=False) for name in each)
+
     def flag(self, key: str, default: Any = _MISSING) -> bool:
         value = self._read(key, default)
         if not isinstance(value, bool):

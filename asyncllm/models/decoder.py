@@ -22,6 +22,7 @@ from asyncllm.layers.mlp import GatedMLP, PlainMLP
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import Norm, RMSNorm
 from asyncllm.layers.rotary import RotaryEmbedding
+from asyncllm.layers.scaled_mamba2 import ScaledMamba2
 from asyncllm.layers.score_head import ScoreHead
 from asyncllm.layers.step_inputs import Column, SampledRows, StepInputs
 from asyncllm.models.config import HFConfig, ModelConfig
@@ -289,5 +290,5 @@ def allocate(tree: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
             kept = owns.get(name, own) if parameter.is_floating_point() else parameter.dtype
             empty = torch.empty(parameter.shape, dtype=kept, device=device)
             setattr(module, name, nn.Parameter(empty, requires_grad=False))
-        if isinstance(module, Attention):
+        if isinstance(module, Attention | ScaledMamba2):
             module.place(device)

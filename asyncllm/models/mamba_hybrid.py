@@ -8,7 +8,7 @@ from typing import Any
 from asyncllm.layers.mamba2 import Mamba2
 from asyncllm.models.config import HFConfig, ModelConfig
 
-__all__ = ["MAMBA_WEIGHTS", "MambaConfig", "attending_layers", "mamba_fields", "mamba_layer"]
+__all__ = ["MAMBA_WEIGHTS", "MambaConfig", "attending_layers", "mamba_fields", "mamba_layer", "mamba_sizes"]
 
 _MAMBA = "model.layers.{i}.mamba"
 
@@ -43,16 +43,16 @@ class MambaConfig(ModelConfig, frozen=True, kw_only=True):
     """Of the products around it."""
 
 
-def mamba_fields(hf: HFConfig, hidden_size: int) -> dict[str, Any]:
-    """Return the fields of a MambaConfig that say what its Mamba-2 layers are. Raises InvalidCheckpoint,
-    UnsupportedModel."""
+def mamba_fields(hf: HFConfig, hidden_size: int, inner: int | None = None) -> dict[str, Any]:
+    """Return the fields of a MambaConfig that say what its Mamba-2 layers are. `inner`: how many features their states
+    follow, where that is not mamba_expand x `hidden_size`. Raises InvalidCheckpoint, UnsupportedModel."""
     if _limits(hf.fields.get("time_step_limit")) not in (None, (0.0, math.inf)):
         hf.unsupported("time_step_limit", "Steps of any size above 0 are.")
     heads, groups = hf.integer("mamba_n_heads", 128), hf.integer("mamba_n_groups", 1)
-    inner = hf.integer("mamba_expand", 2) * hidden_size
+    inner = inner or hf.integer("mamba_expand", 2) * hidden_size
     head_dim = inner // heads if hf.fields.get("mamba_d_head", "auto") == "auto" else hf.integer("mamba_d_head")
     if heads * head_dim != inner:
-        hf.invalid("mamba_d_head", f"of which {heads} heads are not mamba_expand x hidden_size = {inner}")
+        hf.invalid("mamba_d_head", f"of which {heads} heads are not the {inner} features that states follow")
     if heads % groups:
         hf.invalid("mamba_n_groups", f"which does not divide mamba_n_heads = {heads}")
     return {
@@ -68,19 +68,21 @@ def mamba_fields(hf: HFConfig, hidden_size: int) -> dict[str, Any]:
 
 def mamba_layer(config: MambaConfig, layer: int, *, least_step: float = 0.0) -> Mamba2:
     """Make layer `layer`'s Mamba-2, whose steps are not smaller than `least_step`."""
-    return Mamba2(
-        layer,
-        config.hidden_size,
-        num_heads=config.mamba_heads,
-        head_dim=config.mamba_head_dim,
-        num_groups=config.mamba_groups,
-        state_size=config.mamba_state,
-        conv_length=config.conv_length,
-        conv_bias=config.conv_bias,
-        bias=config.mamba_bias,
-        norm_eps=config.norm_eps,
-        least_step=least_step,
-    )
+    return Mamba2(layer, config.hidden_size, **mamba_sizes(config), least_step=least_step)
+
+
+def mamba_sizes(config: MambaConfig) -> dict[str, Any]:
+    """Return the arguments of `Mamba2` that all of a model's have in common."""
+    return {
+        "num_heads": config.mamba_heads,
+        "head_dim": config.mamba_head_dim,
+        "num_groups": config.mamba_groups,
+        "state_size": config.mamba_state,
+        "conv_length": config.conv_length,
+        "conv_bias": config.conv_bias,
+        "bias": config.mamba_bias,
+        "norm_eps": config.norm_eps,
+    }
 
 
 def attending_layers(hf: HFConfig, num_layers: int) -> frozenset[int] | None:

@@ -1,0 +1,34 @@
+"""Attention and a state layer side by side, in the place of attention (Falcon-H1)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from asyncllm.layers.attention import Attention
+from asyncllm.layers.layer import Layer
+from asyncllm.layers.short_convolution import StateLayer
+from asyncllm.layers.step_inputs import SampledRows, StepInputs
+
+__all__ = ["JointMixers"]
+
+
+class JointMixers(Layer):
+    """x [T, hidden] -> attention(x) + state(x), each with a factor of what it is given and one of what it gives."""
+
+    def __init__(
+        self, attention: Attention, state: StateLayer, *, given: tuple[float, float], gives: tuple[float, float]
+    ) -> None:
+        super().__init__()
+        self.attention = attention
+        self.state = state
+        self.given, self.gives = given, gives
+
+    def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
+        """`sampled`: what these rows get -> [R, hidden]; keys, values and states of all tokens are written."""
+        attended: Tensor = self.attention(_scaled(x, self.given[0]), step, sampled)
+        stated: Tensor = self.state(_scaled(x, self.given[1]), step, sampled)
+        return attended.mul_(self.gives[0]).add_(stated, alpha=self.gives[1])
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor

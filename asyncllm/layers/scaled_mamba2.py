@@ -1,0 +1,66 @@
+"""Mamba-2 with multipliers, and with the gate behind the norm or without a norm (Falcon-H1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from asyncllm.layers.linear import Linear
+from asyncllm.layers.mamba2 import GroupedNorm, Mamba2
+from asyncllm.layers.step_inputs import StepInputs
+
+__all__ = ["Gate", "ScaledMamba2"]
+
+Gate = Literal["before_norm", "behind_norm", "alone"]
+"""Whether silu of the gate multiplies what is normalised, or the result, or there is no norm."""
+
+
+class _Gate(nn.Module):
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x [T, size] times silu of a gate."""
+        return (x * functional.silu(gate.float())).to(x.dtype)
+
+
+class _GatedBehind(GroupedNorm):
+    """Root mean square norm of each group of neighbouring features, of x [T, size]; times silu of a gate."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        grouped = x.float().view(len(x), self.groups, -1)
+        normed = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)).view_as(x)
+        return (self.weight * normed * functional.silu(gate.float())).to(x.dtype)
+
+
+class ScaledMamba2(Mamba2):
+    def __init__(
+        self,
+        layer: int,
+        hidden_size: int,
+        *,
+        gate: Gate,
+        multipliers: Sequence[float],
+        out_bias: bool,
+        **sizes: Any,
+    ) -> None:
+        """`multipliers`: of the gate, the values, what writes, what reads, and the steps. `out_bias` is that of the
+        last product. `sizes`: the other arguments of `Mamba2`."""
+        super().__init__(layer, hidden_size, **sizes)
+        inner, shared = self.sizes[0], self.num_groups * self.state_size
+        if gate == "alone":
+            self.norm = _Gate()  # type: ignore[assignment]
+        elif gate == "behind_norm":
+            self.norm = _GatedBehind(inner, self.num_groups, self.norm.eps)
+        self.out = Linear(inner, hidden_size, shard="replicated", bias=out_bias)
+        self.multipliers = tuple(zip(multipliers, (inner, inner, shared, shared, self.num_heads), strict=True))
+        self.multiplier: Tensor | None = None
+
+    def place(self, device: torch.device) -> None:
+        """Put what no checkpoint stores on `device`."""
+        self.multiplier = torch.cat([torch.full((size,), factor, device=device) for factor, size in self.multipliers])
+
+    def _project(self, x: Tensor, step: StepInputs) -> Tensor:
+        assert self.multiplier is not None
+        return (super()._project(x, step) * self.multiplier).to(x.dtype)
