@@ -19,6 +19,7 @@ from asyncllm.vl.processing.deepseek_vl import SquareProcessor, TwoSizesProcesso
 from asyncllm.vl.processing.gemma3 import Gemma3Processor
 from asyncllm.vl.processing.idefics3 import SplitProcessor
 from asyncllm.vl.processing.llama4 import CanvasProcessor
+from asyncllm.vl.processing.onevision import OneVisionProcessor
 from asyncllm.vl.processing.pixtral import RowsProcessor
 from asyncllm.vl.processing.qwen import FramesProcessor
 from asyncllm.vl.processing.settings import PictureSettings
@@ -110,8 +111,9 @@ def _onevision(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor
     steps = [vision["image_size"] * number for number in range(1, 7)]
     patches = vision["image_size"] // vision["patch_size"]
     tiles = str(fields.get("vision_aspect_ratio") or "anyres_max_9").removeprefix("anyres_max_")
-    return AnyresProcessor(
+    return OneVisionProcessor(
         PictureSettings({"do_center_crop": False, **settings}, where),
+        video_token_id=token_id_of(fields, "video_token_index", 151647),
         token_id=image_token(fields, 151646),
         placeholder="<image>\n",
         side=vision["image_size"],

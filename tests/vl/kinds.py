@@ -316,6 +316,7 @@ def _onevision() -> tuple[Any, dict[str, Any], list[str], str | None]:
         image_token_index=IMAGE_ID,
         image_grid_pinpoints=pinpoints,
         vision_aspect_ratio="anyres_max_2",
+        video_token_index=IMAGE_ID + 1,
     )
     pictures = {
         "image_processor_type": "LlavaOnevisionImageProcessor",
@@ -326,7 +327,7 @@ def _onevision() -> tuple[Any, dict[str, Any], list[str], str | None]:
         "resample": 3,
         "do_pad": True,
     }
-    return config, pictures, ["<image>"], None
+    return config, pictures, ["<image>", "<video>"], None
 
 
 _PIXTRAL_TOWER = {

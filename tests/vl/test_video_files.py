@@ -67,6 +67,8 @@ def test_recordings_are_what_they_seem() -> None:
         # The middles of equal parts.
         ("internvl", {}, [2, 7, 12, 17, 22, 27, 32, 37]),
         ("internvl", {"fps": 1}, [5, 15, 25, 35]),
+        ("onevision", {"num_frames": 4}, [0, 10, 20, 30]),
+        ("onevision", {"fps": 0.5}, [0, 20]),
     ],
 )
 def test_the_familys_frames_are_shown(kind: str, options: dict[str, Any], indices: list[int]) -> None:
@@ -75,7 +77,8 @@ def test_the_familys_frames_are_shown(kind: str, options: dict[str, Any], indice
     expected = shown(kind, [frames[index] for index in indices], {})
     actual = shown(kind, data, options)
     assert np.array_equal(actual.pixels, expected.pixels)
-    assert (actual.grid, actual.steps, actual.slots) == (expected.grid, expected.steps, expected.slots)
+    for name in ("length", "grid", "steps", "slots"):
+        assert getattr(actual, name) == getattr(expected, name)
     others = shown(kind, [frames[index - (index > 0)] for index in indices], {})
     assert not np.array_equal(actual.pixels, others.pixels)
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidMessage, InvalidParameter
 from asyncllm.vl.processor import open_processor
 from tests.server.serving import serving
-from tests.vl.checkpoints import folder_of, picture
+from tests.vl.checkpoints import folder_of, image_processor_of, picture
 from tests.vl.kinds import IMAGE_ID
 
 pytestmark = pytest.mark.anyio
@@ -198,3 +198,32 @@ async def test_a_video_over_http() -> None:
             assert status == 400
             assert says in answer["error"]["message"]
         engine.check_idle()
+
+
+async def test_a_frame_of_onevision_has_a_quarter_of_the_tokens() -> None:
+    """Its features are shrunk, and one token is behind those of all frames."""
+    folder, frames = folder_of("onevision"), frames_of(3, size=(28, 28))
+    async with AsyncEngine(str(folder), CONFIG) as engine:
+        prompt = asked(frames, {"type": "image", "image": picture(1, 28, 28)})
+        (ids,) = await engine.encode([prompt])  # type: ignore[list-item, misc]
+        answer = await engine.generate(prompt, GREEDY)
+        engine.check_idle()
+    assert isinstance(ids, list)
+    assert ids.count(IMAGE_ID + 1) == 3 * 4 + 1
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    pictures = image_processor_of(folder)([picture(1, 28, 28)], return_tensors="pt")
+    mean, std = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
+    shown = (np.stack([np.asarray(frame) for frame in frames]) / 255 - mean) / std
+
+    def expected(pixels: np.ndarray[Any, Any]) -> torch.Tensor:
+        videos = torch.tensor(pixels.transpose(0, 3, 1, 2)[None], dtype=torch.float32)
+        with torch.inference_mode():
+            inputs = torch.tensor([[*ids, *answer.token_ids]])
+            logits = model(input_ids=inputs, pixel_values_videos=videos, **pictures).logits[0]
+        return torch.log_softmax(logits[len(ids) - 1 : -1], -1)
+
+    assert answer.logprobs is not None
+    right, reversed_ = expected(shown), expected(shown[::-1].copy())
+    for index, (token, entry) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
+        assert abs(right[index, token].item() - entry[token]) < 1e-4
+    assert (right - reversed_).abs().max() > 1e-3, "the oracle would notice another order of frames"

@@ -89,7 +89,8 @@ class LlavaTower(VisionTower):
 
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         parameter = self.projector_1.weight
-        tiles = [torch.from_numpy(image.pixels) for image in images]
+        # Those of a video [1, frames, ...] are its frames.
+        tiles = [torch.from_numpy(image.pixels).flatten(0, -4) for image in images]
         features = self._features(torch.cat(tiles).to(parameter.device, parameter.dtype))
         return [
             self._joined(part, image)
@@ -107,10 +108,15 @@ class LlavaTower(VisionTower):
         return projected
 
     def _joined(self, features: Tensor, image: PromptImage) -> Tensor:
-        """features [tiles, patches, hidden] of one image -> [length, hidden]."""
+        """features [tiles, patches, hidden] of one image, or of a video's frames -> [length, hidden]."""
         if self.newline is None:
             return features[0]
         side = self.config.encoder.side
+        if image.pixels.ndim == 5:
+            half = -(-side // 2)
+            squares = features.transpose(1, 2).reshape(len(features), -1, side, side)
+            frames = F.interpolate(squares, (half, half), mode="bilinear")
+            return torch.cat([frames.flatten(2).transpose(1, 2).flatten(0, 1), self.newline()[None]])
         rows, columns = grid_of(image.size, self.config.pinpoints, self.config.encoder.image_size)
         whole, tiles = features[0], features[1:].view(rows, columns, side, side, -1)
         picture = tiles.transpose(1, 2).reshape(rows * side, columns * side, -1)
