@@ -23,8 +23,10 @@ __all__ = ["ImageFeatures", "joint_tokens"]
 MAX_CACHED_BYTES = 2**28
 """Of features beyond those of the step: 32,000 tokens of 4,096 numbers in 16 bits."""
 
-_SIDES = ((64, 64), (336, 336), (672, 448), (1344, 1008))
-"""Width and height of the images that the tower is tried with before the first request, the largest last."""
+_SIDES = (((64, 64),), ((336, 336),), ((672, 448),), ((64, 64), (96, 60)), ((336, 336), (620, 440)))
+"""Width and height of the images that the tower is tried with before the first request, together and alone: attention
+has kernels of its own for few patches and for many, of one length and of several."""
+_LARGEST = (1344, 1008)
 
 
 class ImageFeatures:
@@ -68,9 +70,9 @@ class ImageFeatures:
         processor = open_processor(folder, overrides)
         if processor is None:
             return 0
-        for size in _SIDES[:-1]:
-            self._encode([processor.prepare(Image.new("RGB", size), {})])
-        largest = processor.prepare(Image.new("RGB", _SIDES[-1]), {})
+        for sizes in _SIDES:
+            self._encode([processor.prepare(Image.new("RGB", size), {}) for size in sizes])
+        largest = processor.prepare(Image.new("RGB", _LARGEST), {})
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
