@@ -1,13 +1,11 @@
-"""What images' tokens have of their own in a decoder's linear layers: weights (CogVLM's visual experts: Wang et al.,
-2023), or products of low rank besides (InternLM-XComposer2's partial LoRA: Dong et al., 2024).
-
-Steps without images do not see any of it.
-"""
+"""What images' tokens have of their own in a decoder's linear layers, and weights as one kind of it: the visual experts
+of CogVLM (Wang et al., 2023). Steps without images do not see any of it."""
 
 from __future__ import annotations
 
 import copy
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -22,7 +20,7 @@ from asyncllm.layers.linear_method import UNQUANTIZED
 from asyncllm.layers.step_inputs import Column, StepInputs
 from asyncllm.protocol import Batch
 
-__all__ = ["ExpertRows", "ImageExperts", "ImageRowsConfig", "LowRankRows"]
+__all__ = ["ExpertRows", "ImageExperts", "ImageRowsConfig"]
 
 
 def _inner(batch: Batch, positions: NDArray[Any]) -> NDArray[Any]:
@@ -62,43 +60,11 @@ class ExpertRows(ImageRows):
         return y
 
 
-class LowRankRows(ImageRows):
-    """Tokens of images have B A x `scale` besides. Gates and ups have an A each, which follow one another."""
-
-    columns = (IMAGE_ROWS,)
-
-    def __init__(self, linear: Linear, *, rank: int, scale: float) -> None:
-        super().__init__()
-        self._scale, divided = scale, linear.shard == "row"
-        gated = "gate" in linear.rows
-        self._groups = [[name] for name in linear.rows] if gated else [list(linear.rows)]
-        self.a = Linear(linear.in_features, rank * len(self._groups), shard="row" if divided else "replicated")
-        self.b = copy.deepcopy(linear)
-        self.b.in_features, self.b.has_bias = rank, False
-        self.b.whole_shapes = {name: (shape[0], rank) for name, shape in linear.whole_shapes.items()}
-        self.b.shard = "replicated" if divided else linear.shard
-        self.b.attach(UNQUANTIZED)
-
-    def apply_to(self, y: Tensor, x: Tensor, step: StepInputs) -> Tensor:
-        tokens = image_tokens(step)
-        if tokens is None:
-            return torch.where(step[IMAGE_ROWS][:, None] >= 0, y + self._added(x), y)
-        y[tokens] += self._added(x[tokens])
-        return y
-
-    def _added(self, x: Tensor) -> Tensor:
-        """x [T, in] -> what is added to the layer's product [T, out]."""
-        inner = self.a.method.product(self.a, x).chunk(len(self._groups), -1)
-        weight, rows = self.b.weight, self.b.rows
-        added = [
-            torch.nn.functional.linear(part, torch.cat([weight[rows[name]] for name in names]))
-            for part, names in zip(inner, self._groups, strict=True)
-        ]
-        return torch.cat(added, -1) * self._scale
-
-
 class ImageRowsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a decoder's layers have for images' tokens."""
+
+    weights: Mapping[str, str]
+    """Rows of a weight table, from the checkpoint's modules to the decoder's and these."""
 
     @abstractmethod
     def of_layer(self, name: str, linear: Linear) -> ImageRows | None:

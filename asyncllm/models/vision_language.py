@@ -47,6 +47,8 @@ def with_tower(table: WeightMap, vision: TowerConfig) -> WeightMap:
 
     rows = {each: target for pattern, target in table.rows.items() for each in prefixed(pattern)}
     towers = {f"{prefix}{pattern}": target for pattern, target in vision.weights.items() for prefix in ("", "model.")}
+    if vision.image_rows is not None:
+        rows |= vision.image_rows.weights
     ignored = [f"{prefix}{name}" for name in table.ignored for prefix in ("", f"{vision.decoder_source}.")]
     unused = [f"{prefix}{name}" for name in vision.unused for prefix in ("", "model.")]
     # What the decoder alone leaves out may be the tower.
@@ -126,9 +128,6 @@ REFUSED_MODELS: Mapping[str, Refused] = {
         "GLM-4.5V", "its decoder's positions are not written yet", "Glm4vForConditionalGeneration"
     ),
     "Idefics2ForConditionalGeneration": Refused("Idefics2", _OWN_TOWER, "Idefics3ForConditionalGeneration"),
-    "InternLMXComposer2ForCausalLM": Refused(
-        "InternLM-XComposer2 and 2.5", "weights of their own for images' tokens in every layer", "InternVLChatModel"
-    ),
     "KimiVLForConditionalGeneration": Refused("Kimi-VL", _OWN_TOWER, "Qwen2_5_VLForConditionalGeneration"),
     "LlavaQwenForCausalLM": Refused(
         "LLaVA-OneVision as its authors published it",
@@ -145,6 +144,5 @@ REFUSED_MODELS: Mapping[str, Refused] = {
         "DeepSeek-VL as its authors published it", "its names are not read", "DeepseekVLForConditionalGeneration"
     ),
     "Phi4MMForCausalLM": Refused("Phi-4-multimodal", _OWN_TOWER, _NEAREST_LLAVA),
-    "QWenLMHeadModel": Refused("Qwen-VL", _OWN_TOWER, "Qwen2VLForConditionalGeneration", "visual"),
 }
 """Architecture -> what is said of it."""

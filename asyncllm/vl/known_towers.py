@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from asyncllm.errors import UnsupportedModel, short
 from asyncllm.text.checkpoint_files import read_json_object
 
-__all__ = ["tower_fields", "tower_settings"]
+__all__ = ["XComposer", "tower_fields", "tower_settings", "xcomposer_kind", "xcomposer_tower"]
 
 _LARGE = {
     "model_type": "clip_vision_model",
@@ -46,6 +46,24 @@ def tower_fields(folder: Path, name: Any) -> Mapping[str, Any]:
 def tower_settings(folder: Path, name: Any) -> Mapping[str, Any]:
     """Return what the tower's preprocessor_config.json says; nothing where there is none."""
     return _inner(folder, name, "preprocessor_config.json")
+
+
+XComposer = Literal["2", "4khd", "2.5"]
+
+
+def xcomposer_kind(folder: Path) -> XComposer:
+    """Return which InternLM-XComposer a checkpoint is of, by how the code in its folder, which is not run, calls its
+    preparation of images."""
+    file = folder / "ixc_utils.py"
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    return "2.5" if "def Image_transform" in text else "4khd" if "def HD_transform" in text else "2"
+
+
+def xcomposer_tower(fields: Mapping[str, Any], kind: XComposer) -> Mapping[str, Any]:
+    """Return the `vision_config` of its tower, of which config.json has the size of pictures at most: CLIP's large one,
+    unless there is such an entry all the same."""
+    usual = {"2": 224, "4khd": 336, "2.5": 560}[kind]
+    return {**_LARGE, "image_size": fields.get("img_size", usual), **(fields.get("vision_config") or {})}
 
 
 def _inner(folder: Path, name: Any, file: str) -> Mapping[str, Any]:

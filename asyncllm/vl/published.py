@@ -11,10 +11,11 @@ from PIL import Image
 from asyncllm.errors import InvalidCheckpoint, short
 from asyncllm.protocol import ImageProcessor
 from asyncllm.text.checkpoint_files import read_json_object
-from asyncllm.vl.image_tokens import added_tokens, token_id_of, token_of
-from asyncllm.vl.known_towers import tower_fields
+from asyncllm.text.image_marks import NUMBER_MARK
+from asyncllm.vl.image_tokens import added_tokens, stand_in, token_id_of, token_of
+from asyncllm.vl.known_towers import tower_fields, xcomposer_kind, xcomposer_tower
 from asyncllm.vl.processing.deepseek_vl import CandidatesProcessor
-from asyncllm.vl.processing.hd import HdProcessor
+from asyncllm.vl.processing.hd import HdProcessor, SparingHdProcessor
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.slices import SliceProcessor
 from asyncllm.vl.processing.squeezed import SqueezedProcessor
@@ -72,6 +73,25 @@ def _cogvlm(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
+def _xcomposer2(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    folder = Path(where).parent
+    kind = xcomposer_kind(folder)
+    tower = xcomposer_tower(fields, kind)
+    side = tower["image_size"]
+    patches = side // tower["patch_size"]
+    same: dict[str, Any] = {
+        "token_id": stand_in(folder),
+        "placeholder": "<image>" if "<image>" in added_tokens(folder) else "<unk>",
+        "side": side,
+    }
+    if kind == "2":
+        return SqueezedProcessor(PictureSettings(settings, where), length=patches**2, **same)
+    read = PictureSettings(settings, where, resample=Image.Resampling.BILINEAR)
+    if kind == "4khd":
+        return HdProcessor(read, tokens=patches // 2, most=25, **same)
+    return SparingHdProcessor(read, tokens=patches // 2, most=24, few=6, **same)
+
+
 def _minicpm_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     half = [0.5, 0.5, 0.5]
     colours = {"image_mean": settings.get("norm_mean", half), "image_std": settings.get("norm_std", half)}
@@ -81,6 +101,19 @@ def _minicpm_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor
         token_id=token_of(Path(where).parent, "<unk>"),
         tokens=PictureSettings(fields, "config.json").integer("query_num", 64),
         numbered=str(fields.get("version")) != "2.5",
+    )
+
+
+def _qwen_visual(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    vision = fields["visual"]
+    begin = token_id_of(vision, "image_start_id", 151857)
+    return SqueezedProcessor(
+        PictureSettings(settings, where),
+        # Behind the tokens of begin and end.
+        token_id=begin + 2,
+        placeholder=f"Picture {NUMBER_MARK}: <img><imgpad></img>\n",
+        length=256,
+        side=vision.get("image_size", 448),
     )
 
 
@@ -117,16 +150,27 @@ PUBLISHED: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "ChatGLMModel": _glm4v_9b,
     "CogVLMForCausalLM": _cogvlm,
     "DeepseekVLV2ForCausalLM": _deepseek_vl2,
+    "InternLMXComposer2ForCausalLM": _xcomposer2,
     "MiniCPMV": _minicpm_v,
     "Phi3VForCausalLM": _phi3_v,
+    "QWenLMHeadModel": _qwen_visual,
 }
 """By the class that config.json names; called with its entries, those of preprocessor_config.json, and that file."""
 
 ALSO_TEXT: Mapping[str, str] = {
     "ChatGLMForConditionalGeneration": "vision_config",
     "ChatGLMModel": "vision_config",
+    "QWenLMHeadModel": "visual",
 }
 """Classes of text models too: the entry of config.json that those with a tower have."""
 
-UNSAID = frozenset({"ChatGLMForConditionalGeneration", "ChatGLMModel", "CogVLMForCausalLM"})
+UNSAID = frozenset(
+    {
+        "ChatGLMForConditionalGeneration",
+        "ChatGLMModel",
+        "CogVLMForCausalLM",
+        "InternLMXComposer2ForCausalLM",
+        "QWenLMHeadModel",
+    }
+)
 """Classes whose folders say nothing of pictures, as their code does."""

@@ -61,6 +61,9 @@ class PlannedTower(VisionTower):
 class TowerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a tower is, read from config.json by `models.vision_language`."""
 
+    image_rows: ImageRowsConfig | None = None
+    """What images' tokens have of their own in the decoder's layers."""
+
     @abstractmethod
     def build(self, hidden_size: int) -> VisionTower:
         """Return the tower, unfilled, for a decoder of this width."""
@@ -74,11 +77,6 @@ class TowerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def decoder_source(self) -> str:
         """The checkpoint's module of the decoder, where the tower's modules do not lie beside the decoder's own."""
         return "language_model"
-
-    @property
-    def image_rows(self) -> ImageRowsConfig | None:
-        """What images' tokens have of their own in the decoder's layers, the rows of which are among `weights`."""
-        return None
 
     @property
     def unused(self) -> Sequence[str]:

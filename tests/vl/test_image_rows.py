@@ -16,7 +16,7 @@ from asyncllm.models.registry import open_model
 from tests.ranks.threads import in_ranks
 from tests.vl.checkpoints import folder_of
 
-KINDS = ["cogvlm2"]
+KINDS = ["cogvlm2", "xcomposer2_4khd"]
 NUM_TOKENS = 7
 ROWS = torch.tensor([-1, 0, 1, 2, -1, 3, 4])
 INNER = torch.tensor([0, 1, 1, 0, 0, 1, 0])

@@ -6,10 +6,25 @@ import msgspec
 
 from asyncllm.layers.image_rows import ImageExperts
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, part_of
+from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, part_of, without
 from asyncllm.vl.towers.eva import EvaConfig
 
 __all__ = ["read_cogvlm", "read_glm4v_9b"]
+
+
+_LAYER, _OWN = "model.layers.{i}", "layers.{i}"
+_EXPERTS = {
+    f"{_LAYER}.self_attn.language_expert_query_key_value": f"{_OWN}.attn.qkv[q+k+v]",
+    f"{_LAYER}.self_attn.language_expert_dense": f"{_OWN}.attn.out",
+    f"{_LAYER}.self_attn.vision_expert_query_key_value": f"{_OWN}.attn.qkv.image_rows.linear[q+k+v]",
+    f"{_LAYER}.self_attn.vision_expert_dense": f"{_OWN}.attn.out.image_rows.linear",
+    **{
+        f"{_LAYER}.mlp.{kind}_mlp.{name}_proj": f"{_OWN}.mlp.{part.replace('*', rows)}"
+        for kind, rows in (("language", ""), ("vision", ".image_rows.linear"))
+        for name, part in (("gate", "gate_up*[gate]"), ("up", "gate_up*[up]"), ("down", "down*"))
+    },
+}
+"""CogVLM's decoder, in which each layer has a weight for text and one for images."""
 
 
 def read_glm4v_9b(hf: HFConfig) -> Composed | None:
@@ -26,7 +41,7 @@ def read_glm4v_9b(hf: HFConfig) -> Composed | None:
     )
     # Half of a head's features are turned.
     pairs = hf.integer("kv_channels", hidden // hf.integer("num_attention_heads", 32)) // 4
-    return Composed(_text_of(hf), "ChatGLMModel", vision, axes=(0,) * pairs)
+    return Composed(without(hf, "vision_config"), "ChatGLMModel", vision, axes=(0,) * pairs)
 
 
 def read_cogvlm(hf: HFConfig) -> Composed:
@@ -40,9 +55,10 @@ def read_cogvlm(hf: HFConfig) -> Composed:
         projector_size=hf.integer("intermediate_size"),
         source="vision",
     )
-    vision = msgspec.structs.replace(vision, experts=ImageExperts(qkv_bias=groups is not None), divisor=1.0)
+    experts = ImageExperts(weights=_EXPERTS, qkv_bias=groups is not None)
+    vision = msgspec.structs.replace(vision, image_rows=experts, divisor=1.0)
     heads = hf.integer("num_attention_heads")
-    text = _text_of(hf).changed(
+    text = without(hf, "vision_config").changed(
         {
             "num_key_value_heads": heads if groups is None else groups,
             "rope_theta": 10000.0 if groups is None else 500000.0,
@@ -50,16 +66,6 @@ def read_cogvlm(hf: HFConfig) -> Composed:
         }
     )
     return Composed(text, "LlamaForCausalLM", vision, axes=(0,) * (hf.integer("hidden_size") // heads // 2))
-
-
-def _text_of(hf: HFConfig) -> HFConfig:
-    """Return the decoder's part of a file that has its entries beside the tower's."""
-    return HFConfig(
-        {key: value for key, value in hf.fields.items() if key != "vision_config"},
-        source=hf.source,
-        session_len=hf.session_len,
-        rope_scaling_factor=hf.rope_scaling_factor,
-    )
 
 
 def _eva_of(part: HFConfig, *, fold: int, folded_size: int, projector_size: int, source: str) -> EvaConfig:

@@ -10,7 +10,7 @@ from asyncllm.vl.tower import TowerConfig
 from asyncllm.vl.towers.clip import ClipConfig
 from asyncllm.vl.towers.parts import ACTIVATIONS, TowerActivation
 
-__all__ = ["TOWER_ACTIVATIONS", "Composed", "axes_of", "clip_of", "part_of", "square_of", "text_of"]
+__all__ = ["TOWER_ACTIVATIONS", "Composed", "axes_of", "clip_of", "part_of", "square_of", "text_of", "without"]
 
 TOWER_ACTIVATIONS: Mapping[str, TowerActivation] = {
     **{name: name for name in ACTIVATIONS},
@@ -63,6 +63,16 @@ def part_of(hf: HFConfig, key: str, defaults: Mapping[str, Any] | None = None) -
     return HFConfig(
         {**(defaults or {}), **known},
         source=f"{hf.source}: {key}",
+        session_len=hf.session_len,
+        rope_scaling_factor=hf.rope_scaling_factor,
+    )
+
+
+def without(hf: HFConfig, key: str) -> HFConfig:
+    """Return the file without an entry, as the decoder's part of one that has its entries beside the tower's."""
+    return HFConfig(
+        {name: value for name, value in hf.fields.items() if name != key},
+        source=hf.source,
         session_len=hf.session_len,
         rope_scaling_factor=hf.rope_scaling_factor,
     )

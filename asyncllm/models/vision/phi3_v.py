@@ -11,6 +11,16 @@ from asyncllm.vl.towers.hd import FOLD, HdConfig
 
 __all__ = ["read_phi3_v"]
 
+SOURCE = "vision_embed_tokens"
+_JOINING = {
+    f"{SOURCE}.sub_GN": "vision.row_end:weight",
+    f"{SOURCE}.glb_GN": "vision.separator:weight",
+    f"{SOURCE}.img_projection.0": "vision.projector_1",
+    f"{SOURCE}.img_projection.2": "vision.projector_2",
+    # Files have the decoder's embedding under its own name, or under this one.
+    f"{SOURCE}.wte": "embed",
+}
+
 
 def read_phi3_v(hf: HFConfig) -> Composed:
     named, joined = part_of(hf, "img_processor"), part_of(hf, "embd_layer")
@@ -30,5 +40,10 @@ def read_phi3_v(hf: HFConfig) -> Composed:
         named.unsupported("layer_idx", "Supported: a layer counted from the end, below 0.")
     if encoder.side % FOLD:
         named.invalid("model_name", "whose patches along a side are not even in number")
-    vision = HdConfig(encoder=encoder, read_layers=encoder.num_layers + 1 + last)
+    vision = HdConfig(
+        encoder=encoder,
+        read_layers=encoder.num_layers + 1 + last,
+        source=f"{SOURCE}.img_processor.vision_model",
+        names=_JOINING,
+    )
     return Composed(hf, "Phi3ForCausalLM", vision)

@@ -10,6 +10,8 @@ from asyncllm.models.vision.eva import read_cogvlm, read_glm4v_9b
 from asyncllm.models.vision.minicpm_v import read_minicpm_v
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision.phi3_v import read_phi3_v
+from asyncllm.models.vision.qwen_visual import read_qwen_visual
+from asyncllm.models.vision.xcomposer2 import read_xcomposer2
 
 __all__ = ["PUBLISHED_MODELS", "PUBLISHED_READERS"]
 
@@ -18,8 +20,10 @@ PUBLISHED_READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "ChatGLMModel": read_glm4v_9b,
     "CogVLMForCausalLM": read_cogvlm,
     "DeepseekVLV2ForCausalLM": read_deepseek_vl2,
+    "InternLMXComposer2ForCausalLM": read_xcomposer2,
     "MiniCPMV": read_minicpm_v,
     "Phi3VForCausalLM": read_phi3_v,
+    "QWenLMHeadModel": read_qwen_visual,
 }
 
 PUBLISHED_MODELS: Mapping[str, str] = {
@@ -27,7 +31,9 @@ PUBLISHED_MODELS: Mapping[str, str] = {
     "ChatGLMModel": "GLM-4V-9B",
     "CogVLMForCausalLM": "CogVLM, CogVLM2",
     "DeepseekVLV2ForCausalLM": "DeepSeek-VL2, VL2-Small, VL2-Tiny",
+    "InternLMXComposer2ForCausalLM": "InternLM-XComposer2, 2-4KHD, 2.5",
     "MiniCPMV": "MiniCPM-Llama3-V-2.5, MiniCPM-V-2.6",
     "Phi3VForCausalLM": "Phi-3-vision, Phi-3.5-vision",
+    "QWenLMHeadModel": "Qwen-VL, the first generation",
 }
 """Architecture -> the models that come under it."""

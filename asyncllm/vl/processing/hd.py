@@ -1,4 +1,5 @@
-"""Images in so many tiles as suits them, without their ratio being bent, and the whole in one tile (Phi-3-vision)."""
+"""Images in so many tiles as suits them, without their ratio being bent, and the whole in one tile (Phi-3-vision,
+InternLM-XComposer2-4KHD and 2.5)."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from PIL import Image
 
 from asyncllm.protocol import PromptImage
 from asyncllm.vl.loading import load_image
-from asyncllm.vl.processing.settings import PictureSettings, Pixels, digest_of, refuse_options, resized
+from asyncllm.vl.processing.settings import PictureSettings, Pixels, digest_of, is_low, refuse_options, resized
 
-__all__ = ["HdProcessor", "hd_length"]
+__all__ = ["HdProcessor", "SparingHdProcessor", "hd_length"]
 
 WHITE = (255, 255, 255)
 
@@ -39,7 +40,7 @@ class HdProcessor:
         *,
         token_id: int,
         placeholder: str,
-        after: Sequence[int],
+        after: Sequence[int] = (),
         side: int,
         tokens: int,
         most: int,
@@ -49,9 +50,9 @@ class HdProcessor:
         self._side, self._tokens, self._most = side, tokens, most
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
-        refuse_options(options)
+        most = self._most_tiles(options)
         loaded, side = load_image(image), self._side
-        canvas = self._canvas(loaded)
+        canvas = self._canvas(loaded, most)
         numbers = self.settings.numbers(np.asarray(canvas))
         rows, columns = canvas.height // side, canvas.width // side
         tiles = numbers.reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4).reshape(-1, 3, side, side)
@@ -64,14 +65,24 @@ class HdProcessor:
             tiles=(rows, columns),
         )
 
-    def _canvas(self, image: Image.Image) -> Image.Image:
+    def _most_tiles(self, options: Mapping[str, Any]) -> int:
+        """Return how many tiles a part of a message allows. Raises InvalidParameter."""
+        refuse_options(options)
+        return self._most
+
+    def _columns(self, width: int, most: int) -> int:
+        """Return how many tiles an image of this width has along its longer side, of so many at most."""
+        return most
+
+    def _canvas(self, image: Image.Image, most: int) -> Image.Image:
         """Return the image in whole tiles; an upright one lies down for it, as its authors do."""
         upright = image.width < image.height
         if upright:
             image = image.transpose(Image.Transpose.TRANSPOSE)
         ratio, columns = image.width / image.height, 1
-        while (columns + 1) * math.ceil((columns + 1) / ratio) <= self._most:
+        while (columns + 1) * math.ceil((columns + 1) / ratio) <= most:
             columns += 1
+        columns = self._columns(image.width, columns)
         width = columns * self._side
         height = max(1, int(width / ratio))
         canvas = Image.new("RGB", (width, math.ceil(height / self._side) * self._side), WHITE)
@@ -82,3 +93,21 @@ class HdProcessor:
         """numbers [3, height, width] -> [1, 3, side, side]."""
         picture = torch.from_numpy(numbers)[None]
         return F.interpolate(picture, (self._side, self._side), mode="bicubic").numpy()
+
+
+class SparingHdProcessor(HdProcessor):
+    """Images are not enlarged beyond whole tiles, and have fewer where a conversation has several of them."""
+
+    most_cut = 1
+
+    def __init__(self, settings: PictureSettings, *, few: int, **rest: Any) -> None:
+        """`few`: tiles of an image that is one of several, or whose `detail` is low."""
+        super().__init__(settings, **rest)
+        self._few = few
+
+    def _most_tiles(self, options: Mapping[str, Any]) -> int:
+        refuse_options(options, "detail")
+        return self._few if is_low(options) else self._most
+
+    def _columns(self, width: int, most: int) -> int:
+        return min(math.ceil(width / self._side), most)

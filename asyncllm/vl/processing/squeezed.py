@@ -1,4 +1,4 @@
-"""Images squeezed into a square, whose tokens share a position (GLM-4V, CogVLM)."""
+"""Images squeezed into a square (Qwen-VL, InternLM-XComposer2), whose tokens may share a position (GLM-4V, CogVLM)."""
 
 from __future__ import annotations
 
@@ -45,5 +45,6 @@ class SqueezedProcessor:
             digest=digest_of(pixels=pixels),
             pixels=pixels,
             size=(loaded.height, loaded.width),
+            text=self.placeholder,
             shared=self._shared,
         )

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from asyncllm.layers.image_rows import ImageExperts
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.protocol import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
@@ -40,8 +39,6 @@ class EvaConfig(TowerConfig, frozen=True, kw_only=True):
     """Of all features."""
     source: str = "vision"
     """The checkpoint's module of the tower."""
-    experts: ImageExperts | None = None
-    """Those of the decoder's layers, of CogVLM."""
 
     @property
     def side(self) -> int:
@@ -73,27 +70,7 @@ class EvaConfig(TowerConfig, frozen=True, kw_only=True):
             f"{source}.linear_proj.dense_4h_to_h": "vision.down",
             f"{source}.boi": "vision.begin:weight",
             f"{source}.eoi": "vision.end:weight",
-            **({} if self.experts is None else _EXPERTS),
         }
-
-    @property
-    def image_rows(self) -> ImageExperts | None:
-        return self.experts
-
-
-_LAYER, _OWN = "model.layers.{i}", "layers.{i}"
-_EXPERTS = {
-    f"{_LAYER}.self_attn.language_expert_query_key_value": f"{_OWN}.attn.qkv[q+k+v]",
-    f"{_LAYER}.self_attn.language_expert_dense": f"{_OWN}.attn.out",
-    f"{_LAYER}.self_attn.vision_expert_query_key_value": f"{_OWN}.attn.qkv.image_rows.linear[q+k+v]",
-    f"{_LAYER}.self_attn.vision_expert_dense": f"{_OWN}.attn.out.image_rows.linear",
-    **{
-        f"{_LAYER}.mlp.{kind}_mlp.{name}_proj": f"{_OWN}.mlp.{part.replace('*', rows)}"
-        for kind, rows in (("language", ""), ("vision", ".image_rows.linear"))
-        for name, part in (("gate", "gate_up*[gate]"), ("up", "gate_up*[up]"), ("down", "down*"))
-    },
-}
-"""CogVLM's decoder, in which each layer has a weight for text and one for images."""
 
 
 class EvaBlock(Block):

@@ -1,5 +1,6 @@
-"""The tower of Phi-3-vision (Abdin et al., 2024): CLIP over tiles and the whole, squares of patches folded into one, a
-learned end of each row and a separator between the two pictures, and an MLP over all of it."""
+"""The tower of Phi-3-vision (Abdin et al., 2024) and of InternLM-XComposer2-4KHD and 2.5 (Dong et al., 2024): CLIP over
+tiles and the whole, squares of patches folded into one, a learned end of each row and a separator between the two
+pictures, and an MLP over all of it."""
 
 from __future__ import annotations
 
@@ -25,27 +26,22 @@ class HdConfig(TowerConfig, frozen=True, kw_only=True):
 
     encoder: ClipConfig
     read_layers: int
+    source: str
+    """The checkpoint's module of the encoder."""
+    names: Mapping[str, str]
+    """Rows of the ends, the separator and the projector."""
+    whole_first: bool = False
 
     def build(self, hidden_size: int) -> HdTower:
         return HdTower(self, hidden_size)
 
     @property
     def weights(self) -> Mapping[str, str]:
-        own = "vision_embed_tokens"
-        return {
-            **clip_weights(f"{own}.img_processor.vision_model", "vision.encoder"),
-            f"{own}.sub_GN": "vision.row_end:weight",
-            f"{own}.glb_GN": "vision.separator:weight",
-            f"{own}.img_projection.0": "vision.projector_1",
-            f"{own}.img_projection.2": "vision.projector_2",
-            # Files have the decoder's embedding under its own name, or under this one.
-            f"{own}.wte": "embed",
-        }
+        return {**clip_weights(self.source, "vision.encoder"), **self.names}
 
     @property
     def unused(self) -> Sequence[str]:
-        source = "vision_embed_tokens.img_processor.vision_model"
-        return [f"{source}.post_layernorm", f"{source}.embeddings.position_ids"]
+        return [f"{self.source}.post_layernorm", f"{self.source}.embeddings.position_ids"]
 
 
 class HdTower(VisionTower):
@@ -67,9 +63,10 @@ class HdTower(VisionTower):
         return list(torch.split(features, [len(each) for each in joined]))
 
     def _joined(self, patches: Tensor, shape: tuple[int, int]) -> Tensor:
-        """patches [1 + rows * columns, patches, hidden], the whole first -> the tiles' rows, then the whole's."""
+        """patches [1 + rows * columns, patches, hidden], the whole first -> rows of one picture, then of the other."""
         tiles, whole = self._lines(patches[1:], *shape), self._lines(patches[:1], 1, 1)
-        return torch.cat([tiles, self.separator()[0], whole])
+        first, last = (whole, tiles) if self.config.whole_first else (tiles, whole)
+        return torch.cat([first, self.separator()[0], last])
 
     def _lines(self, patches: Tensor, rows: int, columns: int) -> Tensor:
         """patches [rows * columns, patches, hidden] -> [tokens, width], row by row of the whole picture."""

@@ -47,6 +47,7 @@ class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
     def weights(self) -> Mapping[str, str]:
         names = ("multi_modal_projector.linear_", "aligner.linear")
         projector = {f"{name}{n}": f"vision.projector_{n}" for name in names for n in (1, 2)}
+        projector |= {"vision_proj.0": "vision.projector_1", "vision_proj.2": "vision.projector_2"}
         projector |= {"mm_projector.0": "vision.projector_1"}
         if self.projector_norms:
             own = {"1": "vision.norm_1", "3": "vision.projector_2", "4": "vision.norm_2"}

@@ -10,6 +10,8 @@ from tests.vl.published.eva import Glm4v9b
 from tests.vl.published.minicpm_v import MiniCPMV25, MiniCPMV26
 from tests.vl.published.model import PublishedModel
 from tests.vl.published.phi3_v import Phi3V
+from tests.vl.published.qwen_visual import QwenVisual
+from tests.vl.published.xcomposer2 import XComposer2, XComposer24khd, XComposer25
 
 __all__ = ["PUBLISHED"]
 
@@ -22,4 +24,8 @@ PUBLISHED: Mapping[str, type[PublishedModel]] = {
     "minicpm_v_2_5": MiniCPMV25,
     "minicpm_v_2_6": MiniCPMV26,
     "phi3_v": Phi3V,
+    "qwen_visual": QwenVisual,
+    "xcomposer2": XComposer2,
+    "xcomposer2_4khd": XComposer24khd,
+    "xcomposer2_5": XComposer25,
 }

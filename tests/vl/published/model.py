@@ -36,6 +36,8 @@ class PublishedModel(nn.Module):
     template: ClassVar[str | None] = None
     files: ClassVar[Mapping[str, dict[str, Any]]] = {}
     """Further files of the folder."""
+    code: ClassVar[str] = ""
+    """What ixc_utils.py has, if there is one."""
     decoder: nn.Module
     """A causal model of transformers."""
 

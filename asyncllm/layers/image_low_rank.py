@@ -1,0 +1,70 @@
+"""Products of low rank that images' tokens have besides: the partial LoRA of InternLM-XComposer2 (Dong et al., 2024)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncllm.layers.image_rows import ImageRowsConfig
+from asyncllm.layers.images import IMAGE_ROWS, ImageRows, image_tokens
+from asyncllm.layers.linear import Linear, MergedLinear
+from asyncllm.layers.linear_method import UNQUANTIZED
+from asyncllm.layers.step_inputs import StepInputs
+
+__all__ = ["LowRankProducts", "LowRankRows"]
+
+
+class LowRankRows(ImageRows):
+    """Tokens of images have B A x `scale` besides. Gates and ups have an A each, which follow one another."""
+
+    columns = (IMAGE_ROWS,)
+
+    def __init__(self, linear: Linear, *, rank: int, scale: float) -> None:
+        super().__init__()
+        self._scale, divided = scale, linear.shard == "row"
+        gated = "gate" in linear.rows
+        self._groups = [[name] for name in linear.rows] if gated else [list(linear.rows)]
+        self.a = (
+            MergedLinear(linear.in_features, dict.fromkeys(("gate", "up"), rank))
+            if gated
+            else Linear(linear.in_features, rank, shard="row")
+        )
+        self.a.shard = "row" if divided else "replicated"
+        self.b = copy.deepcopy(linear)
+        self.b.in_features, self.b.has_bias = rank, False
+        self.b.whole_shapes = {name: (shape[0], rank) for name, shape in linear.whole_shapes.items()}
+        self.b.shard = "replicated" if divided else linear.shard
+        self.b.attach(UNQUANTIZED)
+
+    def apply_to(self, y: Tensor, x: Tensor, step: StepInputs) -> Tensor:
+        tokens = image_tokens(step)
+        if tokens is None:
+            return torch.where(step[IMAGE_ROWS][:, None] >= 0, y + self._added(x), y)
+        y[tokens] += self._added(x[tokens])
+        return y
+
+    def _added(self, x: Tensor) -> Tensor:
+        """x [T, in] -> what is added to the layer's product [T, out]."""
+        inner = self.a.method.product(self.a, x).chunk(len(self._groups), -1)
+        weight, rows = self.b.weight, self.b.rows
+        added = [
+            F.linear(part, torch.cat([weight[rows[name]] for name in names]))
+            for part, names in zip(inner, self._groups, strict=True)
+        ]
+        return torch.cat(added, -1) * self._scale
+
+
+class LowRankProducts(ImageRowsConfig, frozen=True, kw_only=True):
+    """Each has products of low rank besides."""
+
+    rank: int
+    ranks: Mapping[str, tuple[int, float]]
+    """By name of layers with another rank: that and the scale, which is 1 elsewhere."""
+
+    def of_layer(self, name: str, linear: Linear) -> ImageRows | None:
+        rank, scale = self.ranks.get(name, (self.rank, 1.0))
+        return LowRankRows(linear, rank=rank, scale=scale)
