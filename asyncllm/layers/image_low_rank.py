@@ -1,4 +1,4 @@
-"""Products of low rank that images' tokens have besides: the partial LoRA of InternLM-XComposer2 (Dong et al., 2024)."""
+"""Products of low rank for images' tokens besides: the partial LoRA of InternLM-XComposer2 (Dong et al., 2024)."""
 
 from __future__ import annotations
 
