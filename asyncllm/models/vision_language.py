@@ -128,7 +128,6 @@ REFUSED_MODELS: Mapping[str, Refused] = {
         "GLM-4.5V", "its decoder's positions are not written yet", "Glm4vForConditionalGeneration"
     ),
     "Idefics2ForConditionalGeneration": Refused("Idefics2", _OWN_TOWER, "Idefics3ForConditionalGeneration"),
-    "KimiVLForConditionalGeneration": Refused("Kimi-VL", _OWN_TOWER, "Qwen2_5_VLForConditionalGeneration"),
     "LlavaQwenForCausalLM": Refused(
         "LLaVA-OneVision as its authors published it",
         "its names are not read",

@@ -16,6 +16,7 @@ from asyncllm.vl.image_tokens import added_tokens, stand_in, token_id_of, token_
 from asyncllm.vl.known_towers import tower_fields, xcomposer_kind, xcomposer_tower
 from asyncllm.vl.processing.deepseek_vl import CandidatesProcessor
 from asyncllm.vl.processing.hd import HdProcessor, SparingHdProcessor
+from asyncllm.vl.processing.native import NativeProcessor
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.slices import SliceProcessor
 from asyncllm.vl.processing.squeezed import SqueezedProcessor
@@ -92,6 +93,17 @@ def _xcomposer2(fields: _Fields, settings: _Fields, where: str) -> ImageProcesso
     return SparingHdProcessor(read, tokens=patches // 2, most=24, few=6, **same)
 
 
+def _kimi_vl(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    vision = PictureSettings(fields.get("vision_config") or {}, "config.json")
+    merge = vision.fields.get("merge_kernel_size", [2, 2])
+    return NativeProcessor(
+        PictureSettings(settings, where, mean=HALVES, std=HALVES),
+        token_id=token_id_of(fields, "media_placeholder_token_id", 163605),
+        patch=vision.integer("patch_size", 14, maximum=1024),
+        merge=merge[0] if isinstance(merge, list) else merge,
+    )
+
+
 def _minicpm_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     half = [0.5, 0.5, 0.5]
     colours = {"image_mean": settings.get("norm_mean", half), "image_std": settings.get("norm_std", half)}
@@ -151,6 +163,7 @@ PUBLISHED: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "CogVLMForCausalLM": _cogvlm,
     "DeepseekVLV2ForCausalLM": _deepseek_vl2,
     "InternLMXComposer2ForCausalLM": _xcomposer2,
+    "KimiVLForConditionalGeneration": _kimi_vl,
     "MiniCPMV": _minicpm_v,
     "Phi3VForCausalLM": _phi3_v,
     "QWenLMHeadModel": _qwen_visual,

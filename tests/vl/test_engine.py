@@ -83,7 +83,7 @@ async def test_the_place_of_an_image_counts(engine: AsyncEngine) -> None:
     assert forward.logprobs != backward.logprobs
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "cogvlm2"])
 async def test_answers_survive_preemption(kind: str) -> None:
     images = [picture(seed) for seed in range(4)]
     long = GenerationConfig(max_new_tokens=40, temperature=0, ignore_eos=True, logprobs=1)
@@ -106,7 +106,13 @@ async def test_several_answers_and_a_stream(engine: AsyncEngine) -> None:
     assert {chunk.index for chunk in pieces} == {0, 1}
 
 
-@pytest.mark.parametrize("kind", ["llava", "llava_next", "qwen2_vl", "pixtral", "idefics3", "gemma3_scan", "llama4"])
+SESSIONS = [
+    *("llava", "llava_next", "qwen2_vl", "pixtral", "idefics3", "gemma3_scan", "llama4"),
+    *("cogvlm2", "glm4v_9b", "minicpm_v_2_6", "xcomposer2"),
+]
+
+
+@pytest.mark.parametrize("kind", SESSIONS)
 async def test_a_session_keeps_its_images(kind: str) -> None:
     async with AsyncEngine(str(folder_of(kind)), config()) as engine, engine.session() as session:
         await session.chat(("what is it?", picture(1)), GREEDY)

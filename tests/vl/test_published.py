@@ -10,10 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidCheckpoint, ModelError, UnsupportedModel
+from asyncllm import (
+    AsyncEngine,
+    EngineConfig,
+    GenerationConfig,
+    InvalidCheckpoint,
+    InvalidMessage,
+    ModelError,
+    UnsupportedModel,
+)
 from asyncllm.models.config import HFConfig
 from asyncllm.models.registry import families, open_model
 from asyncllm.models.vision_language import composed
+from asyncllm.vl.processor import open_processor
 from tests.vl.checkpoints import folder_of, picture
 from tests.vl.published.families import PUBLISHED
 
@@ -41,6 +50,11 @@ PROMPTS = [
         "qwen_visual",
         [(9, 9), (20, 9)],
         "".join(f"Picture {n}: <img>{'<imgpad>' * 256}</img>\n" for n in (1, 2)) + "what?",
+    ),
+    (
+        "kimi_vl",
+        [(17, 8)],
+        "<|media_start|>image<|media_content|>" + "<|media_pad|>" * 3 + "<|media_end|>what?",
     ),
     ("xcomposer2", [(9, 9)], "<image>" * 16 + "what?"),
     ("xcomposer2_5", [(56, 28)], "<image>" * (3 * 4 + 2 * 2 + 1) + "what?"),
@@ -93,6 +107,7 @@ async def test_each_piece_of_a_text_begins_as_a_prompt_does(tmp_path: Path) -> N
     [
         ("phi3_v", {"embd_layer": {"use_hd_transform": False}}, UnsupportedModel, "use_hd_transform"),
         ("phi3_v", {"img_processor": {"model_name": "x/y"}}, UnsupportedModel, "mm_vision_tower|model_name"),
+        ("kimi_vl", {"vision_config": {"num_attention_heads": 5}}, InvalidCheckpoint, "num_attention_heads"),
         ("qwen_visual", {"hidden_size": 64}, UnsupportedModel, "output_dim"),
         ("xcomposer2_5", {"vision_config": {"image_size": 30}}, InvalidCheckpoint, "patches of 14"),
         ("cogvlm", {"vision_config": {"image_size": 30}}, InvalidCheckpoint, "image_size"),
@@ -150,3 +165,16 @@ def test_other_names_of_a_class(kind: str) -> None:
         assert other is not None
         assert own[1:] == other[1:]
         assert own.text.fields == other.text.fields
+
+
+def test_images_that_moonvit_cannot_see(tmp_path: Path) -> None:
+    source = folder_of("kimi_vl")
+    fields = json.loads((source / "preprocessor_config.json").read_text())
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**fields, "pad_input": False}))
+    with pytest.raises(UnsupportedModel, match="pad_input"):
+        open_processor(tmp_path)
+    processor = open_processor(source)
+    assert processor is not None
+    with pytest.raises(InvalidMessage, match="511 patches"):
+        processor.prepare(picture(1, 2060, 2), {})

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from asyncllm.models.config import HFConfig
 from asyncllm.models.vision.deepseek_vl2 import read_deepseek_vl2
 from asyncllm.models.vision.eva import read_cogvlm, read_glm4v_9b
+from asyncllm.models.vision.kimi_vl import read_kimi_vl
 from asyncllm.models.vision.minicpm_v import read_minicpm_v
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision.phi3_v import read_phi3_v
@@ -21,6 +22,7 @@ PUBLISHED_READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "CogVLMForCausalLM": read_cogvlm,
     "DeepseekVLV2ForCausalLM": read_deepseek_vl2,
     "InternLMXComposer2ForCausalLM": read_xcomposer2,
+    "KimiVLForConditionalGeneration": read_kimi_vl,
     "MiniCPMV": read_minicpm_v,
     "Phi3VForCausalLM": read_phi3_v,
     "QWenLMHeadModel": read_qwen_visual,
@@ -32,6 +34,7 @@ PUBLISHED_MODELS: Mapping[str, str] = {
     "CogVLMForCausalLM": "CogVLM, CogVLM2",
     "DeepseekVLV2ForCausalLM": "DeepSeek-VL2, VL2-Small, VL2-Tiny",
     "InternLMXComposer2ForCausalLM": "InternLM-XComposer2, 2-4KHD, 2.5",
+    "KimiVLForConditionalGeneration": "Kimi-VL-A3B",
     "MiniCPMV": "MiniCPM-Llama3-V-2.5, MiniCPM-V-2.6",
     "Phi3VForCausalLM": "Phi-3-vision, Phi-3.5-vision",
     "QWenLMHeadModel": "Qwen-VL, the first generation",

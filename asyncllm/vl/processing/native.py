@@ -1,0 +1,69 @@
+"""Images in about their own size for MoonViT: scaled down where they have too many patches, and filled up with black to
+whole squares of patches (Kimi-VL)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from asyncllm.errors import InvalidMessage, UnsupportedModel
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.loading import load_image
+from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+
+__all__ = ["NativeProcessor"]
+
+MAX_SIDE = 511
+"""Patches."""
+
+
+class NativeProcessor:
+    """Patches [count, 3, patch * patch] in the order of the squares that become a token each."""
+
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
+    joint = 0
+    placeholder = "<|media_start|>image<|media_content|><|media_pad|><|media_end|>"
+
+    def __init__(self, settings: PictureSettings, *, token_id: int, patch: int, merge: int) -> None:
+        """`merge`: patches along a side of a square. Raises UnsupportedModel."""
+        if settings.fields.get("pad_input", False) is not True:
+            raise UnsupportedModel(f"{settings.where}: pad_input is not true, and cut images are not implemented.")
+        self.settings, self.token_id, self._patch, self._merge = settings, token_id, patch, merge
+        self._most = settings.integer("in_token_limit", 4096)
+
+    def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
+        refuse_options(options)
+        loaded, patch, merge = load_image(image), self._patch, self._merge
+        canvas = self._canvas(loaded)
+        rows, columns = (each // (patch * merge) for each in (canvas.height, canvas.width))
+        if max(rows, columns) * merge > MAX_SIDE:
+            raise InvalidMessage(
+                f"The image of {loaded.width} x {loaded.height} has more than {MAX_SIDE} patches along a side. Cut it "
+                f"into several."
+            )
+        numbers = self.settings.numbers(np.asarray(canvas))
+        cut = numbers.reshape(3, rows, merge, patch, columns, merge, patch).transpose(1, 4, 2, 5, 0, 3, 6)
+        pixels = np.ascontiguousarray(cut).reshape(-1, 3, patch * patch)
+        return PromptImage(
+            length=rows * columns,
+            digest=digest_of(rows, columns, pixels=pixels),
+            pixels=pixels,
+            pictures=((rows * merge, columns * merge),),
+            size=(loaded.height, loaded.width),
+        )
+
+    def _canvas(self, image: Image.Image) -> Image.Image:
+        patches = (image.width // self._patch) * (image.height // self._patch)
+        if patches > self._most:
+            scale = math.sqrt(self._most / patches)
+            width, height = max(1, int(image.width * scale)), max(1, int(image.height * scale))
+            image = resized(image, height, width, self.settings.resample)
+        square = self._patch * self._merge
+        canvas = Image.new("RGB", (-(-image.width // square) * square, -(-image.height // square) * square))
+        canvas.paste(image)
+        return canvas
