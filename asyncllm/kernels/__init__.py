@@ -47,6 +47,7 @@ from asyncllm.kernels.scaled import (
     scaled_experts,
 )
 from asyncllm.kernels.segments import Segments, rotate_heads, segment_attention, split_segments
+from asyncllm.kernels.selective_scan import selective_scan
 from asyncllm.kernels.step import DecodeInputs, prepare_decode, record_tokens, segments_finite
 
 __all__ = [
@@ -123,6 +124,7 @@ __all__ = [
     "scaled_experts",
     "segment_attention",
     "segments_finite",
+    "selective_scan",
     "short_convolution",
     "silu_mul",
     "split_segments",

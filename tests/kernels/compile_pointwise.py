@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncllm.kernels.triton import activation, cache, embedding, memory, norm, recurrent, rotary, step
+from asyncllm.kernels.triton import activation, cache, embedding, memory, norm, recurrent, rotary, selective_scan, step
 from tests.kernels.offline import Case
 
 PDL = {"USE_PDL": True}
@@ -141,6 +141,19 @@ CASES = [
             **{"row_ptr": "*i64", "offset_ptr": "*i32", "source_ptr": "*i64", "y_ptr": "*bf16"},
         },
         {"SIZE": 2048, "LENGTH": 4, "COLUMNS": recurrent.COLUMNS, "HAS_BIAS": True, "SILU": True, **PDL},
+    ),
+    Case(
+        "scan 16",
+        selective_scan.selective_scan_kernel,
+        {
+            **{"x_ptr": "*bf16", "size_ptr": "*fp32", "rate_ptr": "*fp32", "write_ptr": "*bf16", "read_ptr": "*bf16"},
+            **{"state_ptr": "*fp32", "end_ptr": "*i32", "source_ptr": "*i64", "target_ptr": "*i64", "first": "i32"},
+            **{"span_ptr": "*i32", "offset_ptr": "*i32", "out_ptr": "*bf16"},
+        },
+        {
+            **{"ALL_FEATURES": 8192, "STATE": 16, "STATE_TILE": 16, "FEATURES": selective_scan.FEATURES},
+            **{"TOKENS": selective_scan.TOKENS, "SIZE": 64, **PDL},
+        },
     ),
     Case(
         "inputs 2048",

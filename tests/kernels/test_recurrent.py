@@ -3,6 +3,7 @@ these come in chunks, and are cut into pieces or taken token by token."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from asyncllm.kernels import Pieces, StatePlan, memory, plan_states, recurrent
+from asyncllm.kernels.selective_scan import selective_scan
 from asyncllm.kernels.triton import memory as memory_launchers
 from asyncllm.kernels.triton import recurrent as launchers
+from asyncllm.kernels.triton import selective_scan as scan_launchers
 from tests.kernels import offline
 from tests.kernels.device import DEVICE, fresh_seed, poison, random
 
@@ -193,6 +196,47 @@ def test_state_space(
     torch.testing.assert_close(found.float(), expected, **tolerance(dtype, expected))
 
 
+@pytest.mark.parametrize("scan", [selective_scan, scan_launchers.selective_scan], ids=["op", "launcher"])
+@DTYPES
+@pytest.mark.parametrize(("features", "size", "lens", "block"), [(11, 3, LENS, BLOCK), (5, 4, LONG, 80)])
+def test_selective_scan(
+    scan: Callable[..., Tensor],
+    dtype: torch.dtype,
+    features: int,
+    size: int,
+    lens: tuple[int, ...],
+    block: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seed = fresh_seed()
+    if DEVICE.type == "cpu":
+        # The interpreter goes through a scan number by number.
+        monkeypatch.setattr(scan_launchers, "TOKENS", 4)
+        monkeypatch.setattr(scan_launchers, "FEATURES", 8)
+    count = sum(lens)
+    x = random(count, features, seed=seed, dtype=dtype)
+    sizes, rates = random(count, features, seed=seed + 1).abs(), -random(features, size, seed=seed + 2).abs()
+    writes, reads = (random(count, size, seed=seed + each, dtype=dtype) for each in (3, 4))
+    expected = torch.zeros(count, features, device=DEVICE)
+    first = 0
+    for length in lens:
+        held = torch.zeros(features, size, device=DEVICE)
+        for token in range(first, first + length):
+            held *= (sizes[token, :, None] * rates).exp()
+            held += torch.outer(sizes[token] * x[token].float(), writes[token].float())
+            expected[token] = held @ reads[token].float()
+        first += length
+    state = torch.full((-(-max(lens) // block) * len(lens), size, features), 1e3, device=DEVICE)
+    found = torch.full_like(x, torch.nan)
+    for chunk in chunks(Random(seed), lens, block):
+        tokens, real = chunk.tokens.to(DEVICE), len(chunk.tokens) - 2
+        poison((len(tokens), features), dtype=dtype)
+        y = scan(x[tokens], sizes[tokens], rates, writes[tokens], reads[tokens], state, chunk.plan)
+        assert y.isfinite().all()
+        found[tokens[:real]] = y[:real]
+    torch.testing.assert_close(found.float(), expected, **tolerance(dtype, expected))
+
+
 def tolerance(dtype: torch.dtype, expected: Tensor | None = None) -> dict[str, float]:
     """What sums over a whole row are is rounded with their largest terms: those of `expected`."""
     if dtype == torch.float32:
@@ -225,7 +269,7 @@ def test_pieces_learn_what_tokens_do(delta: bool) -> None:
         assert (serial - pieces).norm() < 1e-2 * serial.norm()
 
 
-@pytest.mark.parametrize("name", ["convolution 2048", "inputs 2048", "delta 128", "space 128"])
+@pytest.mark.parametrize("name", ["convolution 2048", "inputs 2048", "delta 128", "space 128", "scan 16"])
 def test_kernels_compile_for_hopper(name: str) -> None:
     assert offline.compiled("compile_pointwise")[name].spilled_bytes == 0
 

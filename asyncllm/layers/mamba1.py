@@ -1,0 +1,96 @@
+"""Mamba: a selective state space of each feature, in attention's place (Gu and Dao, arXiv 2312.00752)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from asyncllm import kernels
+from asyncllm.layers.cache_spec import StateSpec
+from asyncllm.layers.layer import Layer
+from asyncllm.layers.linear import Linear
+from asyncllm.layers.linear_method import PartKey
+from asyncllm.layers.norm import RMSNorm
+from asyncllm.layers.short_convolution import CausalConvolution, StateLayer
+from asyncllm.layers.step_inputs import SampledRows, StepInputs
+
+__all__ = ["Mamba"]
+
+
+class FeatureStates(Layer):
+    """What each feature has of its own. Always float32."""
+
+    parameter_dtype = torch.float32
+
+    def __init__(self, size: int, state_size: int) -> None:
+        super().__init__()
+        self.log_rate = nn.Parameter(torch.empty(size, state_size), requires_grad=False)
+        self.skip = nn.Parameter(torch.empty(size), requires_grad=False)
+
+    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
+        return {(name, None, None): tuple(each.shape) for name, each in self.named_parameters()}
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        self.get_parameter(suffix).copy_(tensor)
+
+
+class Mamba(StateLayer):
+    """x [T, hidden] -> [T, hidden]: the inputs pass a short convolution; what they write, what they read and their
+    steps are maps of them, each normed (Jamba). The result is gated.
+
+    The state is the latest inputs of the convolution, in the model's type, and that of the features [N, C], in float32.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        hidden_size: int,
+        *,
+        inner_size: int,
+        state_size: int,
+        step_rank: int,
+        conv_length: int,
+        conv_bias: bool,
+        bias: bool,
+        norm_eps: float,
+    ) -> None:
+        """`state_size` numbers of a state for each of `inner_size` features; steps are made of `step_rank` numbers."""
+        super().__init__()
+        self.layer = layer
+        self.sizes = [step_rank, state_size, state_size]
+        self.inputs = Linear(hidden_size, 2 * inner_size, shard="replicated", bias=bias)
+        self.conv = CausalConvolution(inner_size, conv_length, bias=conv_bias)
+        self.maps = Linear(inner_size, sum(self.sizes), shard="replicated")
+        self.step_norm, self.write_norm, self.read_norm = (RMSNorm(size, norm_eps) for size in self.sizes)
+        self.steps = Linear(step_rank, inner_size, shard="replicated", bias=True)
+        self.states = FeatureStates(inner_size, state_size)
+        self.out = Linear(inner_size, hidden_size, shard="replicated", bias=bias)
+        self.cache_spec = StateSpec((self.conv.state_shape, (state_size, inner_size)), (None, torch.float32))
+
+    def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
+        """`sampled`: what these rows get -> [R, hidden]; the states of all tokens are written."""
+        step = step.of_layer(self.layer)
+        cache: kernels.States = step.caches[self.layer]
+        inputs, memory = cache.tensors
+        plan = step.states(cache)
+        values, gate = self.inputs(x, step).chunk(2, -1)
+        values = self.conv(values, inputs, plan, silu=True)
+        steps, writes, reads = (each.contiguous() for each in self.maps(values, step).split(self.sizes, -1))
+        y = kernels.selective_scan(
+            values,
+            functional.softplus(self.steps(self.step_norm(steps), step).float()),
+            -self.states.log_rate.exp(),
+            self.write_norm(writes),
+            self.read_norm(reads),
+            memory,
+            plan,
+        )
+        y = (y + self.states.skip * values) * functional.silu(gate.float())
+        y = y.to(x.dtype)
+        if sampled is not None:
+            y, step = kernels.gather_rows(y, sampled.indices), sampled.inputs
+        out: Tensor = self.out(y, step)
+        return out
