@@ -63,6 +63,9 @@ class Progress(Protocol):
     def consume(self, token: int) -> None:
         """Take note of the answer's next token."""
 
+    def forced(self) -> list[int]:
+        """Return the tokens that have to come next, where there is no choice; often none."""
+
     def fill(self, words: Any) -> None:
         """Write the bits of the tokens that may come next: an int32 array, 32 tokens each, the lowest bit first."""
 
@@ -276,6 +279,9 @@ class PrefillRow(msgspec.Struct, frozen=True, kw_only=True):
     the head says of the latter (score)."""
     images: Sequence[PromptImage] = ()
     """All of the prompt, in order, whether they reach into the chunk or not."""
+    forced: Sequence[int] = ()
+    """Where the chunk is sampled from, the last known tokens that no step drew: they were forced (`StepOutput.forced`),
+    and the slot's sampling has not seen them."""
 
     @property
     def scored(self) -> bool:
@@ -341,6 +347,9 @@ class StepOutput(msgspec.Struct, kw_only=True):
     """Slot -> the sum that its row's `pooling` asks for [hidden], added in float32, or scores [labels]."""
     errors: dict[int, str] = {}
     """Slot -> why this row failed (a non-finite logit, say). The other rows are unharmed."""
+    forced: dict[int, list[int]] = {}
+    """Slot -> the tokens that have to follow its token, where they are several. Steps draw them one by one unless a
+    prefill row brings them; those in flight draw the first of them in any case."""
     elapsed_ms: float = 0.0
 
 

@@ -461,6 +461,7 @@ class ModelAgent:
             tokens = torch.empty(count, dtype=torch.int64, device=self._device)
             flags = torch.empty(count, dtype=torch.int32, device=self._device)
             results = torch.empty(2, count, dtype=torch.int32, device=self._device)
+            self.sampler.follow(batch.prefill)
             if count:
                 if not self.sampler.take_largest(logits, rows.slots, tokens, flags):
                     self.sampler.draw(logits, step.slots, step.positions, tokens, flags)

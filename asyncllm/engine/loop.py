@@ -502,12 +502,13 @@ class EngineLoop:
         try:
             request, answer, token_ids = sequence.request, sequence.answer, sequence.token_ids
             num_prompt, last = sequence.num_prompt, sequence.finish_reason is not None
-            answer.read(token_ids[num_prompt + answer.num_read :], last=last)
+            answer.read_new(token_ids[num_prompt + answer.num_read :], last=last)
             if answer.stop_reason is not None or (answer.splits and answer.over):
                 if sequence.finish_reason in (None, "length"):
                     self.scheduler.finish(sequence, "stop")
                     sequence.finish_reason = "stop"
                     last = True
+                self.scheduler.cut(sequence, answer.num_read)
             elif sequence.finish_reason == "stop" and token_ids[-1] in request.named_stop_ids:
                 answer.stop_reason = token_ids[-1]
             if sequence.finish_reason == "stop" and answer.called:

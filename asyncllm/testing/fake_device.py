@@ -113,6 +113,8 @@ class _Slot:
         self.serials: list[list[int]] = [[] for _ in range(num_groups)]
         """By block group, which write put each of them there."""
         self.last_token: int | None = None
+        self.num_told = start.num_tokens
+        """Tokens that its sampling knows of."""
 
 
 class _ComputedStep:
@@ -158,9 +160,11 @@ class FakeDevice:
         num_adapter_slots: int = 0,
         oracle: Oracle | None = None,
         row_failure: Callable[[list[int]], str | None] | None = None,
+        forces: Callable[[list[int]], int] | None = None,
     ) -> None:
-        """`row_failure(history)` gives the error of a row that shall fail inside the step, else None. `windows`, of two
-        positions or more, and `keeps_state`: see `Limits`."""
+        """`row_failure(history)` gives the error of a row that shall fail inside the step, else None. `forces(history)`
+        says how many tokens are forced behind these: they are those that the oracle says, up to a row that fails.
+        `windows`, of two positions or more, and `keeps_state`: see `Limits`."""
         if any(window is not None and window < 2 for window in windows):
             raise ValueError(f"a window shows at least the token before, not {windows}")
         self.runs_ahead = self.blocked = False
@@ -184,6 +188,7 @@ class FakeDevice:
         )
         self.oracle = oracle or hash_oracle(vocab_size)
         self.row_failure = row_failure
+        self.forces = forces
         self.num_steps = 0
         self.num_tokens = 0
         self._cells = [_Cells(block_size) for _ in range(num_blocks)]
@@ -260,6 +265,7 @@ class FakeDevice:
         for row in batch.prefill:
             self._score(row, output)
             if row.sample:
+                self._slots[row.slot].num_told += len(row.forced)
                 self._sample(batch.step, row.slot, row.position, output)
             else:
                 self._compute(row, self._read(batch.step, row.slot, row.position), output)
@@ -364,16 +370,21 @@ class FakeDevice:
         state = self._slot(step, row.slot)
         if not row.tokens:
             raise self._violation(step, row.slot, "has an empty chunk")
-        if state.last_token is not None:
-            raise self._violation(step, row.slot, "prefills after it began to decode")
         if not state.history and row.position > 0:
             self._take_beginning(step, row)
         if row.position != len(state.history):
             raise self._violation(
                 step, row.slot, f"prefills at {row.position}, but its cache ends at {len(state.history)}"
             )
-        num_known = state.start.num_tokens
         end = row.position + len(row.tokens)
+        if state.last_token is not None:
+            known = list(state.history)
+            for token in row.tokens:
+                if self.forces is None or token != self.oracle(known, state.start):
+                    raise self._violation(step, row.slot, f"prefills {token} after it began to decode, unforced")
+                known.append(token)
+            return
+        num_known = state.start.num_tokens
         if end > num_known or (row.sample and end != num_known):
             raise self._violation(
                 step, row.slot, f"chunk ends at {end} of {num_known} known tokens with sample={row.sample}"
@@ -473,11 +484,27 @@ class FakeDevice:
             banned.update((token_id,) for token_id in params.stop_token_ids)
         while (token,) in banned:
             token = (token + 1) % self.limits.vocab_size
+        if state.num_told != len(history):
+            raise self._violation(step, slot, f"samples behind {len(history)} tokens, and knows of {state.num_told}")
+        state.num_told += 1
         state.last_token = token
         output.slots.append(slot)
         output.tokens.append(token)
+        if self.forces is not None and error is None:
+            self._force(slot, [*history, token], output)
         if params.logprobs is not None:
             output.logprobs[slot] = self._logprobs(token, token, params.logprobs)
+
+    def _force(self, slot: int, known: list[int], output: StepOutput) -> None:
+        """Say which tokens have to follow the known ones, if several have."""
+        assert self.forces is not None
+        state, forced = self._slots[slot], list[int]()
+        for _ in range(self.forces(known)):
+            if self.row_failure is not None and self.row_failure([*known, *forced]) is not None:
+                break
+            forced.append(self.oracle([*known, *forced], state.start))
+        if len(forced) > 1:
+            output.forced[slot] = forced
 
     def _compute(self, row: PrefillRow, history: list[int], output: StepOutput) -> None:
         """Write what a row without a token gives: an error, or the sum of made-up hidden states that its `pooling` asks

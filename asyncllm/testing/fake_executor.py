@@ -47,6 +47,7 @@ class FakeExecutor:
         adapters: Sequence[int] = (),
         oracle: Oracle | None = None,
         row_failure: Callable[[list[int]], str | None] | None = None,
+        forces: Callable[[list[int]], int] | None = None,
         latency: float = 0.0,
         fail_at: int | None = None,
         start_error: Exception | None = None,
@@ -72,6 +73,7 @@ class FakeExecutor:
             num_adapter_slots=num_adapter_slots,
             oracle=oracle,
             row_failure=row_failure,
+            forces=forces,
         )
         self.device.adapters.update(adapters)
         self._agent: Agent = self.device if wrap is None else wrap(self.device)

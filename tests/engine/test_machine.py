@@ -62,6 +62,11 @@ def row_failure(history: list[int]) -> str | None:
     return "not finite" if history[-1] > 1 and zlib.crc32(bytes(history)) % 17 == 0 else None
 
 
+def forces(history: list[int]) -> int:
+    """How many tokens are forced behind these: mostly none, sometimes more than there is room for."""
+    return (0, 0, 0, 0, 1, 2, 3, 5, 9, 30)[zlib.crc32(bytes(history)) % 10]
+
+
 class Asked:
     """A request, and what must come of it."""
 
@@ -109,6 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         keeps_state=st.booleans(),
         with_quality=st.booleans(),
         failing=st.booleans(),
+        forcing=st.booleans(),
         max_queued=st.sampled_from([(0, 0), (0, 0), (2, 0), (0, 12), (3, 20)]),
         num_adapter_slots=st.integers(1, 3),
     )
@@ -129,6 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         keeps_state: bool,
         with_quality: bool,
         failing: bool,
+        forcing: bool,
         max_queued: tuple[int, int],
         num_adapter_slots: int,
     ) -> None:
@@ -153,6 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             keeps_state=keeps_state,
             waiting=self.queue,
             row_failure=row_failure if failing else None,
+            forces=forces if forcing else None,
             num_adapter_slots=num_adapter_slots,
             adapters=[adapter.number for adapter in ADAPTERS],
         )

@@ -213,8 +213,8 @@ SEQUENCE = mutants(
         "prompt log-probabilities are doubled by a preemption",
     ),
     (
-        "sample=end == known and self.remaining > 0,",
-        "sample=end == known,",
+        "sample = end == known and self.remaining > 0",
+        "sample = end == known",
         "a token is sampled after prompts that are only scored",
     ),
     (

@@ -51,6 +51,9 @@ class SlotParams:
         """How far the slots' answers have come in what they are held to."""
         self.masks = GrammarMasks(vocab_size)
         """What `grammars` allow next."""
+        self._hurried: set[int] = set()
+        """Slots with grammars whose forced tokens need no step each: their log-probabilities are not asked for, and
+        nothing may ban them."""
         self.faults: dict[int, str] = {}
         """Slot -> why its parameters cannot be sampled with."""
 
@@ -68,6 +71,7 @@ class SlotParams:
         self.stops.pop(slot, None)
         if self.grammars.pop(slot, None) is not None:
             self.masks.forget(slot)
+        self._hurried.discard(slot)
         self.faults.pop(slot, None)
         self.edits[slot] = 0
         self.plain[slot] = False
@@ -84,6 +88,8 @@ class SlotParams:
         if params.grammar is not None:
             grammar: Grammar = params.grammar
             self.grammars[slot] = grammar.start(start.token_ids[start.num_prompt :])
+            if params.logprobs is None and not params.bad_words:
+                self._hurried.add(slot)
         self.edits[slot] = (
             PENALTIES * penalized
             | BIAS * bool(params.logit_bias)
@@ -94,17 +100,30 @@ class SlotParams:
         )
         self.plain[slot] = params.greedy and params.logprobs is None and not self.edits[slot]
 
-    def observe(self, slots: Sequence[int], tokens: Sequence[int], *, ahead: bool) -> None:
-        """Take note of a token that each of `slots` has drawn. `ahead`: begin to fill what they may draw next."""
+    def observe(self, slots: Sequence[int], tokens: Sequence[int], *, ahead: bool) -> dict[int, list[int]]:
+        """Take note of a token that each of `slots` has drawn, and return those that have to follow, where they are
+        several (`StepOutput.forced`). `ahead`: begin to fill what they may draw next."""
+        forced: dict[int, list[int]] = {}
         if self.grammars:
             self.masks.finish()
             held = {}
             for slot, token in zip(slots, tokens, strict=True):
                 if slot in self.grammars:
-                    held[slot] = self.grammars[slot]
-                    held[slot].consume(token)
+                    progress = held[slot] = self.grammars[slot]
+                    progress.consume(token)
+                    if slot in self._hurried and len(following := progress.forced()) > 1:
+                        forced[slot] = following
             if ahead:
                 self.masks.begin(held)
+        return forced
+
+    def follow(self, slot: int, tokens: Sequence[int]) -> None:
+        """Take note of tokens that were forced, and that no step drew."""
+        if slot in self.grammars:
+            self.masks.finish()
+            self.masks.forget(slot)
+            for token in tokens:
+                self.grammars[slot].consume(token)
 
     def errors(self, slots: NDArray[np.int64], flags: NDArray[np.int32]) -> dict[int, str]:
         """Return slot -> why its token is meaningless, from the `flags` of `sampling.sample`, 0 where nothing

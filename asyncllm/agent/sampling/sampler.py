@@ -7,6 +7,8 @@ host, `errors` and `PendingLogprobs.result` say the rest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,7 +22,7 @@ from asyncllm.agent.sampling.rank_rows import RankRows
 from asyncllm.agent.sampling.token_history import TokenHistory
 from asyncllm.distributed.group import RankGroup
 from asyncllm.kernels import sampling
-from asyncllm.protocol import SlotStart
+from asyncllm.protocol import PrefillRow, SlotStart
 
 __all__ = ["Sampler"]
 
@@ -129,12 +131,20 @@ class Sampler:
         `observe`."""
         return bool((self._params.edits[slots[slots >= 0]] & (LONG_BAD_WORDS | GRAMMAR)).any())
 
-    def observe(self, slots: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
-        """Take note of the `tokens` [R] that a step drew for `slots` [R]; once for each step and in order."""
+    def observe(self, slots: NDArray[np.int64], tokens: NDArray[np.int64]) -> dict[int, list[int]]:
+        """Take note of the `tokens` [R] that a step drew for `slots` [R]; once for each step and in order. Return those
+        that have to follow (`StepOutput.forced`)."""
         listed, drawn = slots.tolist(), tokens.tolist()
         self._history.observe(listed, drawn)
         # Of ranks each fills its own rows, which the next step decides on.
-        self._params.observe(listed, drawn, ahead=self.ranks is None)
+        return self._params.observe(listed, drawn, ahead=self.ranks is None)
+
+    def follow(self, rows: Sequence[PrefillRow]) -> None:
+        """Take note of the forced tokens that a step's `rows` bring. All steps before it have been observed."""
+        for row in rows:
+            if row.forced:
+                self._history.follow(row.slot, row.forced)
+                self._params.follow(row.slot, row.forced)
 
     def logprobs(self, logits: Tensor, slots: NDArray[np.int64], tokens: Tensor) -> PendingLogprobs | None:
         """Return log-probabilities of the drawn `tokens` [R] under the model's own `logits` [R, V]; None if none are

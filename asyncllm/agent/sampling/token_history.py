@@ -85,6 +85,14 @@ class TokenHistory:
             self._counts[rows, drawn] += 1
             self._seen.index_put_((rows, drawn), self._true)
 
+    def follow(self, slot: int, tokens: Sequence[int]) -> None:
+        """Add tokens that were known before they were drawn, of a slot without bad words."""
+        row = int(self._row[slot])
+        if row != _NO_ROW:
+            known = upload(np.array(tokens, np.int64), self._device)
+            self._seen[row].index_put_((known,), self._true)
+            self._counts[row].index_add_(0, known, torch.ones_like(known, dtype=torch.int32))
+
     def observe(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """Append one token to the last tokens of each of `slots` that has bad words."""
         if self._tails:

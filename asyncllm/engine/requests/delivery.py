@@ -77,6 +77,16 @@ class Answer:
         """Put into a response all that the answer says."""
         response.text = self.text
 
+    def read_new(self, tokens: Sequence[int], *, last: bool) -> None:
+        """Read new tokens. Of several, which were forced, those behind the end that the text says are left."""
+        if len(tokens) > 1 and self.watches_text:
+            for token in tokens[:-1]:
+                self.read([token], last=False)
+                if self.over:
+                    return
+            tokens = tokens[-1:]
+        self.read(tokens, last=last)
+
     def read(self, tokens: Sequence[int], *, last: bool) -> None:
         """Turn new tokens into text; after the `last` ones nothing is held back. May set `stop_reason`."""
         self.num_read += len(tokens)

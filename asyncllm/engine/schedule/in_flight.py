@@ -26,7 +26,10 @@ class StepInFlight:
         """The step gives none."""
         for sequence in self.sampled:
             sequence.pending -= 1
-            sequence.remaining += 1
+            if sequence.ahead:
+                sequence.ahead -= 1
+            else:
+                sequence.remaining += 1
 
     def live_rows(self) -> list[Sequence]:
         """Return the sequences with a row in this step that have not ended since."""

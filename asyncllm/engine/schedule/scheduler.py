@@ -5,10 +5,10 @@ who is next. The engine calls `schedule()` for the next `Batch`, possibly before
 `update()` with each `StepOutput` in order. Everything about unread steps is arithmetic on `Sequence.pending`, so that
 the next step never waits for a token's value.
 
-A sequence holds blocks for all of its known tokens from admission on; only decoding asks for more, and a prompt that
-is longer than a window (`BlockGroups`). When there are none, or an earlier group lacks a row, the newest running
-sequence of the lowest class is preempted, so that the oldest of the highest class always progresses. If the host has
-room (`HostBlocks`), its blocks wait there for it.
+A sequence holds blocks for all of its known tokens from admission on; only decoding asks for more, a prompt that is
+longer than a window (`BlockGroups`), and forced tokens, which are computed as a prompt's are. When there are none, or
+an earlier group lacks a row, the newest running sequence of the lowest class is preempted, so that the oldest of the
+highest class always progresses. If the host has room (`HostBlocks`), its blocks wait there for it.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Scheduler:
 
     def _schedule_decode(self, batch: Batch) -> list[Sequence]:
         """Advance every decoding sequence by one token, oldest first."""
-        step, windowed = batch.step, self.groups.windowed
+        step = batch.step
         decode, scheduled = batch.decode, []
         rows = list(self._running)
         if self.blocks.num_available < len(rows) * self.groups.count:
@@ -160,7 +160,7 @@ class Scheduler:
             rows.sort(key=self.waiting.rank)
         for sequence in rows:
             if sequence.state is not SequenceState.DECODE or sequence.remaining <= 0:
-                if windowed and sequence.state is SequenceState.PREFILL:
+                if sequence.state is SequenceState.PREFILL and sequence.capacity < len(sequence.token_ids):
                     self._has_room(batch, sequence, sequence.next_end)
                 continue
             position = sequence.num_computed
@@ -312,7 +312,7 @@ class Scheduler:
                 if not length:
                     break
             length = sequence.uncut(length, most)
-            if self.groups.windowed and length:
+            if length and sequence.num_computed + length > sequence.capacity:
                 room = self._room_for_chunk(batch, sequence, length)
                 length = sequence.uncut(room, room)
             if not length:
@@ -359,6 +359,7 @@ class Scheduler:
             if row.sample:
                 sequence.pending += 1
                 sequence.remaining -= 1
+                sequence.forced = ()
 
     def _admit(self, batch: Batch) -> bool:
         """Give the first waiting sequence a slot and blocks for all of its known tokens, if there is room."""
@@ -390,6 +391,7 @@ class Scheduler:
             self._passed_it += 1
         sequence.tables, sequence.capacity = tables, self.groups.capacity(tables)
         sequence.slot = self._free_slots.pop()
+        sequence.forced = ()  # it starts with all that is known
         if sequence.request.adapter is not None:
             sequence.adapter_slot = self.adapters.take(sequence.request.adapter)
         sequence.num_computed = cached
@@ -442,6 +444,7 @@ class Scheduler:
         flight = self._next_flight()
         assert flight.step == output.step, f"step {output.step} was read before step {flight.step}"
         advanced: list[Sequence] = []
+        hurried: list[Sequence] = []
         self.prefilled.clear()
         for sequence, row in flight.prefill:
             if self._read_prefill(sequence, row, output):
@@ -453,8 +456,13 @@ class Scheduler:
             if sequence.state is SequenceState.FINISHED:
                 continue
             sequence.pending -= 1
+            failed = bool(errors) and slot in errors
+            if sequence.ahead:
+                sequence.ahead -= 1
+                if not failed:
+                    continue
             advanced.append(sequence)
-            if errors and slot in errors:
+            if failed:
                 sequence.error = errors[slot]
                 self.finish(sequence, "error")
                 without_token += 1
@@ -470,10 +478,36 @@ class Scheduler:
                 self.finish(sequence, "stop")
             elif sequence.remaining <= 0 and sequence.pending == 0:
                 self.finish(sequence, "length")
-        self.counts.sampled_tokens += len(advanced) - without_token
-        self.waiting.charge(advanced)
+            elif output.forced and slot in output.forced:
+                hurried += [sequence] * self._take_forced(sequence, slot, output.forced[slot])
+        self.counts.sampled_tokens += len(advanced) - without_token + len(hurried)
+        self.waiting.charge([*advanced, *hurried])
         self._lift_fence(flight.step)
         return advanced
+
+    def _take_forced(self, sequence: Sequence, slot: int, tokens: list[int]) -> int:
+        """Append tokens that have to follow the newest one, to be computed as a prompt's are, if that saves a step. Of
+        these, steps in flight draw the first. Return how many there are."""
+        if sequence.state is not SequenceState.DECODE or sequence.slot != slot:
+            return 0
+        stop = next((place for place, token in enumerate(tokens) if token in sequence.stop_ids), len(tokens))
+        forced = tokens[: min(stop, sequence.pending + sequence.remaining)]
+        if len(forced) - sequence.pending < self._prefill_interval:
+            return 0
+        sequence.token_ids += forced
+        sequence.ahead = sequence.pending
+        sequence.forced = forced[sequence.pending :]
+        sequence.remaining -= len(sequence.forced)
+        if sequence.remaining <= 0:
+            self.finish(sequence, "length")
+        else:
+            sequence.state = SequenceState.PREFILL
+            self._prefilling.appendleft(sequence)
+        return len(forced)
+
+    def cut(self, sequence: Sequence, num_generated: int) -> None:
+        """Drop what a finished sequence has beyond so many tokens of its answer: forced ones, behind a stop word."""
+        del sequence.token_ids[sequence.num_prompt + num_generated :]
 
     def step_failed(self, cause: BaseException | None) -> list[Sequence]:
         """End the rows of the oldest step in flight, which raised, and return them.

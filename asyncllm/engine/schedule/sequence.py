@@ -228,12 +228,14 @@ class Sequence:
 
     __slots__ = (
         "adapter_slot",
+        "ahead",
         "answer",
         "capacity",
         "cause",
         "committed",
         "error",
         "finish_reason",
+        "forced",
         "hashes",
         "host_step",
         "host_tables",
@@ -277,6 +279,10 @@ class Sequence:
         """Tokens whose K and V are written, counting the steps in flight."""
         self.pending = 0
         """Tokens sampled by steps in flight, not read yet."""
+        self.ahead = 0
+        """How many of these are known already, as they are forced."""
+        self.forced: Items[int] = ()
+        """The last of `token_ids`, if no step draws them: the row that is sampled next tells the device."""
         self.remaining = max_new_tokens
         """Tokens that may still be scheduled."""
         self.tables: list[BlockTable] = []
@@ -376,17 +382,19 @@ class Sequence:
         """Return the row that computes its next `length` known tokens."""
         known, start, request = len(self.token_ids), self.num_computed, self.request
         end = start + length
+        sample = end == known and self.remaining > 0
         wants_logprobs = self.index == 0 and not request.prompt_is_scored
         return PrefillRow(
             slot=self.slot,
             tokens=self.token_ids[start:end],
             position=start,
-            sample=end == known and self.remaining > 0,
+            sample=sample,
             prompt_logprobs=request.prompt_logprobs_asked if wants_logprobs else None,
             next_token=self.token_ids[end] if wants_logprobs and end < known else None,
             output_logits=request.output_logits,
             pooling=request.pooling if end == known or request.pooling == "mean" else None,
             images=request.images,
+            forced=self.forced if sample else (),
         )
 
     def __repr__(self) -> str:

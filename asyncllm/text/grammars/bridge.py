@@ -287,6 +287,14 @@ class GrammarProgress:
         if self._matcher is not None and not self.ended and not self._matcher.consume_token(token):
             self.error = self._matcher.get_error() or "the token is not allowed"
 
+    def forced(self) -> list[int]:
+        """Return the tokens that have to come next. A mask in front of them allows the next one alone."""
+        # In front of reasoning that may begin, and in it, there is a choice.
+        if self._matcher is None or self._free or self._opens is not None or self.ended or self.error is not None:
+            return []
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        return tokens
+
     def fill(self, words: NDArray[np.int32]) -> None:
         """Write the bits of the tokens that may come next; none where the answer cannot go on, which every rank then
         learns from the draw."""
