@@ -98,7 +98,8 @@ class OpenedModel(NamedTuple):
             )
         settle_threads(config, model, device)
         if group is not None:
-            group.expect_sums(config.prefill_budget + config.max_batch_size, model.config.hidden_size * dtype.itemsize)
+            rows, row_bytes = config.prefill_budget + config.max_batch_size, model.config.hidden_size * dtype.itemsize
+            group.expect_sums(rows, row_bytes, alike=config.batch_invariant)
         times.lap("load")
         return OpenedModel(model, device, dtype, accept(model), max_position, path, group)
 

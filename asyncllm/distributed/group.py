@@ -36,8 +36,9 @@ class RankGroup(Protocol):
     rank: int
     size: int
 
-    def expect_sums(self, rows: int, row_bytes: int) -> None:
-        """Make ready for sums of up to so many rows. To be called once, before the first sum."""
+    def expect_sums(self, rows: int, row_bytes: int, *, alike: bool = False) -> None:
+        """Make ready for sums of up to so many rows. To be called once, before the first sum. `alike`: a row's sum is
+        the same whatever other rows there are."""
 
     def add_up(self, x: Tensor) -> Tensor:
         """Return the sum of the ranks' x, in x's memory."""
@@ -91,9 +92,11 @@ class TorchGroup:
             device_id=torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None,
         )
 
-    def expect_sums(self, rows: int, row_bytes: int) -> None:
+    def expect_sums(self, rows: int, row_bytes: int, *, alike: bool = False) -> None:
         if self._device.type == "cuda":
-            self.peers = PeerMemory.open(rows, row_bytes, torch.device("cuda", torch.cuda.current_device()))
+            self.peers = PeerMemory.open(
+                rows, row_bytes, torch.device("cuda", torch.cuda.current_device()), always=alike
+            )
 
     def add_up(self, x: Tensor) -> Tensor:
         if self.peers is not None and self.peers.takes(x):

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asyncllm import kernels
+
 if TYPE_CHECKING:
     from asyncllm.kernels.triton.rank_sum import Mailbox
 
-__all__ = ["SWITCH", "PeerMemory"]
+__all__ = ["SWITCH", "PeerMemory", "most_rows"]
 
 logger = logging.getLogger("asyncllm.ranks")
 
@@ -21,77 +23,107 @@ SWITCH = "ASYNCLLM_PEER_MEMORY"
 """Set to 0 in the environment, all sums go through NCCL."""
 
 _MAX_BYTES = 256 * 2**20
-"""Of a rank's mailbox: with two ranks 16,384 rows of 8 KB, with eight 2,340. Sums of more rows are the library's."""
+"""Of a rank's mailbox: with two ranks 16,384 rows of 8 KB."""
+
+_MOST_BYTES = {3: 16 * 2**20, 4: 4 * 2**20}
+_MOST_BYTES_OF_MORE = 2**20
+"""By the number of ranks, the largest sum that is faster than NCCL's. Each rank sends all that it has to every other
+one, which NCCL does not, but that takes 20 us longer to begin. With two ranks there is no such size, as measured on
+H200s; the others follow from 371 GB/s a link and NCCL's figures for eight ranks, and are not measured."""
+
+
+def most_rows(ranks: int, rows: int, row_bytes: int, *, always: bool) -> int:
+    """Return for how many of `rows` rows memory is worth taking. `always`: not only for sums that are faster so."""
+    if ranks > 2 and not always:
+        rows = min(rows, _MOST_BYTES.get(ranks, _MOST_BYTES_OF_MORE) // row_bytes)
+    return max(1, rows)
 
 
 class PeerMemory:
-    """A rank's mailbox, and those of the others as it sees them.
+    """A rank's mailbox, and who may use it."""
 
-    It is torch's symmetric memory, without multicast. Each rank sees one GPU alone, so that all call theirs by the same
-    number, which torch takes for one GPU unless TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES says otherwise.
-    """
-
-    def __init__(self, rows: int, row_bytes: int, device: torch.device) -> None:
-        """See `open`. Raises RuntimeError where the ranks cannot map each other's memory, or torch has no way to."""
-        from torch._C._distributed_c10d import _SymmetricMemory
-        from torch.distributed._symmetric_memory import rendezvous
-
+    def __init__(self, mailbox: Mailbox, *, always: bool, mapping: Any = None) -> None:
+        """`always`: sums of more rows than the mailbox has are taken in parts, not left to the library. `mapping` is
+        what has to live as long as the mailbox."""
         # Only here, as CPUs have no Triton.
         from asyncllm.kernels.triton import rank_sum
 
         self._kernels = rank_sum
-        group = dist.group.WORLD
-        assert group is not None
-        rank, size = dist.get_rank(), dist.get_world_size()
-        row_bytes = -(-row_bytes // 16) * 16
-        rows = min(rows, _MAX_BYTES // rank_sum.mailbox_bytes(size, 1, row_bytes))
-        count = rank_sum.mailbox_bytes(size, rows, row_bytes)
-        own = _SymmetricMemory.empty_strided_p2p((count,), (1,), torch.uint8, device)
-        self._handle: Any = rendezvous(own, group.group_name)
-        self._views: list[Tensor] = [self._handle.get_buffer(each, (count,), torch.uint8) for each in range(size)]
-        addresses = torch.tensor([view.data_ptr() for view in self._views], device=device)
-        self.mailbox: Mailbox = rank_sum.Mailbox(
-            rank, size, addresses, own, torch.zeros(rows, dtype=torch.int32, device=device), row_bytes
-        )
+        self._mailbox, self._always, self._mapping = mailbox, always, mapping
+        self._rows = len(mailbox.turns)
 
     @staticmethod
-    def open(rows: int, row_bytes: int, device: torch.device) -> PeerMemory | None:
-        """Return memory for sums of up to `rows` rows, fewer if they would take too much, among the ranks of
-        torch.distributed's group, which all call this; None, with a line in the log, where there is no way between
-        their GPUs."""
+    def open(rows: int, row_bytes: int, device: torch.device, *, always: bool = False) -> PeerMemory | None:
+        """Return memory for sums of up to `rows` rows, or of those that are faster than the library's, among the ranks
+        of torch.distributed's group, which all call this; None, with a line in the log, where there is no way between
+        their GPUs.
+
+        It is torch's symmetric memory, without multicast. Each rank sees one GPU alone, so that all call theirs by the
+        same number, which torch takes for one GPU unless TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES says otherwise.
+        """
         if os.environ.get(SWITCH) == "0":
             logger.info("Sums of ranks go through NCCL, as %s is 0", SWITCH)
             return None
         found, cause = None, "another rank cannot"
         try:
-            found = PeerMemory(rows, row_bytes, device)
+            found = _Mapping(rows, row_bytes, device, always=always)
         except Exception as error:
             cause = str(error).partition("\n")[0]
         if not _all_have(found is not None, device):
             logger.warning("Sums of ranks go through NCCL: the GPUs' memory cannot be mapped (%s)", cause)
             return None
         assert found is not None
-        if not _all_have(found._arrives(device), device):
+        if not _all_have(found.arrives(device), device):
             logger.warning("Sums of ranks go through NCCL: what one GPU writes to another's memory does not arrive")
             return None
         found.mailbox.clear()
         # No rank writes before all have cleared theirs.
         _all_have(True, device)
-        return found
+        return PeerMemory(found.mailbox, always=always, mapping=found)
 
     def takes(self, x: Tensor) -> bool:
-        """Return whether there is room for the rows of x [..., H]."""
-        return self._kernels.fits(x, self.mailbox)
+        """Return whether sums of x [..., H] go through the mailbox."""
+        return self._kernels.fits(x, self._mailbox) and (self._always or x.numel() <= self._rows * x.shape[-1])
 
     def add_up(self, x: Tensor) -> Tensor:
         """As `RankGroup.add_up` of what this `takes`."""
-        return self._kernels.sum_of_ranks(x, self.mailbox)
+        for part in torch.split(x.view(-1, x.shape[-1]), self._rows):
+            self._kernels.sum_of_ranks(part, self._mailbox)
+        return x
 
     def add_up_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """As `RankGroup.add_up_rms_norm` of what this `takes`."""
-        return self._kernels.add_sum_rms_norm(x, residual, weight, eps, self.mailbox)
+        if x.numel() > self._rows * x.shape[-1]:
+            return kernels.add_rms_norm(self.add_up(x), residual, weight, eps)
+        return self._kernels.add_sum_rms_norm(x, residual, weight, eps, self._mailbox)
 
-    def _arrives(self, device: torch.device) -> bool:
+
+class _Mapping:
+    """A new mailbox, and those of the others as this process sees them."""
+
+    def __init__(self, rows: int, row_bytes: int, device: torch.device, *, always: bool) -> None:
+        """See `PeerMemory.open`. Raises RuntimeError where the ranks cannot map each other's memory, or torch has no
+        way to."""
+        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed._symmetric_memory import rendezvous
+
+        from asyncllm.kernels.triton.rank_sum import Mailbox, mailbox_bytes
+
+        group = dist.group.WORLD
+        assert group is not None
+        rank, size = dist.get_rank(), dist.get_world_size()
+        row_bytes = -(-row_bytes // 16) * 16
+        rows = most_rows(size, rows, row_bytes, always=always)
+        rows = min(rows, _MAX_BYTES // mailbox_bytes(size, 1, row_bytes))
+        count = mailbox_bytes(size, rows, row_bytes)
+        own = _SymmetricMemory.empty_strided_p2p((count,), (1,), torch.uint8, device)
+        self._handle: Any = rendezvous(own, group.group_name)
+        self._views: list[Tensor] = [self._handle.get_buffer(each, (count,), torch.uint8) for each in range(size)]
+        addresses = torch.tensor([view.data_ptr() for view in self._views], device=device)
+        turns = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.mailbox = Mailbox(rank, size, addresses, own, turns, row_bytes)
+
+    def arrives(self, device: torch.device) -> bool:
         """Write to all ranks' memory; return whether what all have written is here."""
         rank, size = self.mailbox.rank, self.mailbox.size
         for view in self._views:

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from asyncllm import kernels
+from asyncllm.distributed.peer_memory import PeerMemory, most_rows
 from asyncllm.kernels.triton import rank_sum
 from tests.kernels import offline
 from tests.kernels import rank_sum_process as ranks_process
-from tests.kernels.device import interpreted, poison
+from tests.kernels.device import DEVICE, interpreted, poison, random
 
 RANKS = 3
 
@@ -53,14 +54,41 @@ def test_all_ranks_have_the_bits_of_the_reference(tmp_path: Path) -> None:
             torch.testing.assert_close(normed_there, normed, equal_nan=True)
 
 
-def test_what_does_not_fit_is_told() -> None:
-    own = torch.zeros(rank_sum.mailbox_bytes(2, 4, 256), dtype=torch.uint8)
-    box = rank_sum.Mailbox(0, 2, torch.zeros(2, dtype=torch.int64), own, torch.zeros(4, dtype=torch.int32), 256)
-    fitting = torch.zeros(4, 128, dtype=torch.bfloat16)
-    assert rank_sum.fits(fitting, box)
-    assert rank_sum.fits(fitting.view(2, 2, 128), box)
-    for other in (fitting.float(), torch.zeros(5, 128, dtype=torch.bfloat16), fitting.t(), fitting.long()):
-        assert not rank_sum.fits(other, box)
+def mailbox_of_one(rows: int) -> rank_sum.Mailbox:
+    """What a single rank has: no other one sends it anything."""
+    addresses, turns = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.zeros(rows, dtype=torch.int32)
+    own = torch.zeros(16, dtype=torch.uint8, device=DEVICE)
+    return rank_sum.Mailbox(0, 1, addresses, own, turns.to(DEVICE), 256)
+
+
+def test_rows_that_do_not_fit_are_told() -> None:
+    memory = PeerMemory(mailbox_of_one(4), always=False)
+    fitting = random(4, 128, dtype=torch.bfloat16)
+    assert memory.takes(fitting)
+    assert memory.takes(fitting.view(2, 2, 128))
+    for other in (fitting.float(), random(5, 128, dtype=torch.bfloat16), fitting.t(), fitting.long()):
+        assert not memory.takes(other)
+
+
+def test_more_rows_than_there_is_room_for_are_added_up_in_parts() -> None:
+    memory = PeerMemory(mailbox_of_one(2), always=True)
+    x, residual, weight = random(5, 64), random(5, 64, seed=1), random(64, seed=2)
+    assert memory.takes(x)
+    assert torch.equal(memory.add_up(x.clone()), x)
+    for found, expected in zip(
+        memory.add_up_rms_norm(x.clone(), residual, weight, 1e-5),
+        kernels.add_rms_norm(x, residual, weight, 1e-5),
+        strict=True,
+    ):
+        assert torch.equal(found, expected)
+    assert memory._mailbox.turns.tolist() == [6, 4]
+
+
+def test_memory_is_for_sums_that_are_faster_than_the_librarys() -> None:
+    assert [most_rows(ranks, 8192, 8192, always=False) for ranks in (2, 3, 4, 8)] == [8192, 2048, 512, 128]
+    assert most_rows(8, 8192, 8192, always=True) == 8192
+    assert most_rows(8, 64, 8192, always=False) == 64
+    assert most_rows(8, 64, 2**21, always=False) == 1
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class ThreadGroup:
         parts = self._say(x.clone())
         return x.copy_(torch.stack(parts).sum(0))
 
-    def expect_sums(self, rows: int, row_bytes: int) -> None:
+    def expect_sums(self, rows: int, row_bytes: int, *, alike: bool = False) -> None:
         pass
 
     def add_up_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -65,11 +65,10 @@ def mailbox_bytes(size: int, rows: int, row_bytes: int) -> int:
 
 
 def fits(x: Tensor, box: Mailbox) -> bool:
-    """Return whether x [..., H] goes through the mailbox."""
+    """Return whether rows of x [..., H] fit, however many there are."""
     size = x.shape[-1]
     return (
-        x.numel() <= size * len(box.turns)
-        and size * x.itemsize <= box.row_bytes
+        size * x.itemsize <= box.row_bytes
         and size <= MAX_ROW
         and x.is_contiguous()
         and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -155,7 +154,10 @@ def sum_kernel(
 
 
 def sum_of_ranks(x: Tensor, box: Mailbox) -> Tensor:
-    """Return the sum of the ranks' x [..., H], which `fits`, in x's memory, added up in float32 and rounded once."""
+    """Return the sum of the ranks' x [..., H], which `fits`, of no more rows than the mailbox has, in x's memory.
+
+    It is added up in float32 and rounded once.
+    """
     _launch(x, x, x, x, x, 0.0, box, norm=False)
     return x
 
