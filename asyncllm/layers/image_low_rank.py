@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.layers.image_rows import ImageRowsConfig
@@ -27,7 +26,7 @@ class LowRankRows(ImageRows):
         super().__init__()
         self._scale, divided = scale, linear.shard == "row"
         gated = "gate" in linear.rows
-        self._groups = [[name] for name in linear.rows] if gated else [list(linear.rows)]
+        self._num_inputs = len(linear.rows) if gated else 1
         self.a = (
             MergedLinear(linear.in_features, dict.fromkeys(("gate", "up"), rank))
             if gated
@@ -49,12 +48,12 @@ class LowRankRows(ImageRows):
 
     def _added(self, x: Tensor) -> Tensor:
         """x [T, in] -> what is added to the layer's product [T, out]."""
-        inner = self.a.method.product(self.a, x).chunk(len(self._groups), -1)
-        weight, rows = self.b.weight, self.b.rows
-        added = [
-            F.linear(part, torch.cat([weight[rows[name]] for name in names]))
-            for part, names in zip(inner, self._groups, strict=True)
-        ]
+        inner = self.a.method.product(self.a, x).chunk(self._num_inputs, -1)
+        method, rows = self.b.method, self.b.rows
+        if self._num_inputs == 1:
+            return method.product(self.b, inner[0]) * self._scale
+        # Each part takes its own rows of the product with its own A.
+        added = [method.product(self.b, part)[..., rows[name]] for part, name in zip(inner, rows, strict=True)]
         return torch.cat(added, -1) * self._scale
 
 

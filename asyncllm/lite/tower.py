@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from asyncllm.errors import UnsupportedModel
 from asyncllm.lite.walk import Walk
 from asyncllm.models.output_folder import copy_companions
 
@@ -15,10 +16,23 @@ def tower_modules(walk: Walk) -> list[str]:
     """Return the names of the tower and the projector, and those of all modules in them; none of a model without.
 
     Readers differ in what they look for: a part of a name, its beginning in memory, where "model." may come first, or
-    the whole of it.
+    the whole of it. Raises UnsupportedModel where a name would be the decoder's as well, or images' tokens have weights
+    in the decoder, which texts do not show.
     """
+    vision = walk.model.config.vision
+    if vision is not None and vision.image_rows is not None:
+        raise UnsupportedModel(
+            f"{walk.checkpoint.folder}: images' tokens have weights of their own in the decoder, which is quantized by "
+            f"texts. Serve the model as it is."
+        )
     found = (name for name, target in walk.plan.targets.items() if target.module.partition(".")[0] == "vision")
     parts = dict.fromkeys(part for name in found if "." in (part := _part_of(name)))
+    own = {_part_of(name) for name, target in walk.plan.targets.items() if target.module.partition(".")[0] == "layers"}
+    if own & parts.keys():
+        raise UnsupportedModel(
+            f"{walk.checkpoint.folder}: the tower lies among the decoder's modules ({', '.join(sorted(own))}), so that "
+            f"a quantized file could not name it apart. Serve the model as it is."
+        )
     inner = [
         name.removesuffix(".weight")
         for name, entry in walk.checkpoint.tensors.items()

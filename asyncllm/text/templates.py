@@ -251,6 +251,7 @@ BUILTIN: dict[str, dict[str, Any]] = {
     "deepseek-vl": {**DEEPSEEK, "meta_instruction": DEEPSEEK_VL_SYSTEM, "eosys": "\n\n"},
     "deepseek-vl2": {
         **DEEPSEEK,
+        "start": "<｜begin▁of▁sentence｜>",
         "user": "<|User|>: ",
         "assistant": "<|Assistant|>: ",
         "generation_prompt": "<|Assistant|>:",

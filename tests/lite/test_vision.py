@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from asyncllm import GenerationConfig, lite
+from asyncllm import GenerationConfig, UnsupportedModel, lite
 from asyncllm.pipeline import Pipeline
 from tests.models.parity import random_tokens
 from tests.vl.checkpoints import folder_of, picture
@@ -27,6 +27,8 @@ KINDS: list[tuple[str, Callable[..., Any] | None, str, dict[str, Any], list[str]
     ("llava", original_llava, "smooth_quant", {"texts": TEXTS}, ["model.vision_tower", "model.mm_projector"]),
     ("qwen2_vl", None, "smooth_quant", {"texts": TEXTS}, ["visual"]),
     ("internvl", remote_intern, "smooth_quant", {"texts": TEXTS, "quant_dtype": "fp8"}, ["vision_model", "mlp1"]),
+    ("minicpm_v_2_6", None, "smooth_quant", {"texts": TEXTS}, ["vpm", "resampler"]),
+    ("deepseek_vl2", None, "blocked_fp8", {}, ["vision", "projector"]),
     ("gemma3", None, "blocked_fp8", {}, ["vision_tower", "multi_modal_projector"]),
 ]
 """Checkpoint, its layout, tool and options, and the beginnings of what stays."""
@@ -105,3 +107,9 @@ def test_transformers_takes_the_same_modules_for_quantized(kind: str, tmp_path: 
     }
     assert set(taken.values()) == {True, False}
     assert taken == {name: ".language_model." in name for name in taken}
+
+
+@pytest.mark.parametrize(("kind", "says"), [("cogvlm2", "weights of their own"), ("glm4v_9b", "among the decoder's")])
+def test_towers_that_cannot_be_told_apart(kind: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=says):
+        lite.TOOLS["smooth_quant"](folder_of(kind), str(tmp_path / "written"), texts=TEXTS)

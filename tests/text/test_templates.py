@@ -77,7 +77,10 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     ),
     "deepseek": ("S" + DEEPSEEK, []),
     "deepseek-vl": ("S\n\n" + DEEPSEEK, []),
-    "deepseek-vl2": ("S" + DEEPSEEK.replace("User", "<|User|>").replace("Assistant", "<|Assistant|>"), []),
+    "deepseek-vl2": (
+        "<｜begin▁of▁sentence｜>S" + DEEPSEEK.replace("User", "<|User|>").replace("Assistant", "<|Assistant|>"),
+        [],
+    ),
     "deepseek-coder": (
         "S### Instruction:\nU\n### Response:\nA\n<|EOT|>\n### Instruction:\nV\n### Response:\n",
         ["<|EOT|>"],

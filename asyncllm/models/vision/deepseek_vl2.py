@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import Composed, part_of
+from asyncllm.models.vision.parts import Composed, part_of, text_of
 from asyncllm.vl.towers.clip import ClipConfig
 from asyncllm.vl.towers.deepseek_vl2 import DeepseekVL2Config
 
@@ -30,10 +30,10 @@ _TEXT = {
 
 
 def read_deepseek_vl2(hf: HFConfig) -> Composed:
-    given = part_of(hf, "language_config").fields
+    text, _ = text_of(hf.changed({"text_config": part_of(hf, "language_config").fields}))
     # Null means that queries come straight from the hidden states.
     rank = {"q_lora_rank": None} if hf.fields["language_config"].get("q_lora_rank", 0) is None else {}
-    text = part_of(hf, "language_config").changed({**_TEXT, **given, **rank})
+    text = text.changed({**_TEXT, **text.fields, **rank})
     if not text.flag("use_mla"):
         decoder = "DeepseekForCausalLM"
         text.expect("topk_method", "greedy")
