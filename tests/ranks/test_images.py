@@ -86,7 +86,7 @@ async def test_pixels_go_out_bit_by_bit() -> None:
     receiver.close()
 
 
-@pytest.mark.parametrize(("kind", "tp"), [("llava", 1), ("qwen2_vl", 2)])
+@pytest.mark.parametrize(("kind", "tp"), [("minicpm_v_2_5", 1), ("qwen2_vl", 2), ("cogvlm2", 2)])
 async def test_answers_are_those_of_one_process(kind: str, tp: int) -> None:
     prompts: list[Any] = [
         ("what?", picture(1)),
