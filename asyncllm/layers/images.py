@@ -61,8 +61,13 @@ IMAGE_ROWS = Column(name="image_rows", dtype=torch.int64, per="token", padding=-
 
 def image_tokens(step: StepInputs) -> Tensor | None:
     """Return the tokens of a step that are images' [F] int64; None where the host does not know how many they are."""
-    if step.image_tokens is None and step.num_image_tokens is not None:
-        step.image_tokens = torch.nonzero_static(step[IMAGE_ROWS] >= 0, size=step.num_image_tokens)[:, 0]
+    count = step.num_image_tokens
+    if step.image_tokens is None and count is not None:
+        rows = step[IMAGE_ROWS]
+        # Text goes to a place behind the last one.
+        tokens = rows.new_empty(count + 1)
+        tokens[torch.where(rows >= 0, rows, count)] = torch.arange(len(rows), device=rows.device)
+        step.image_tokens = tokens[:count]
     return step.image_tokens
 
 

@@ -30,7 +30,7 @@ def _lines() -> Iterator[str]:
     for architecture, models in sorted(VISION_MODELS.items()):
         kinds, oracles = zip(*checked[architecture], strict=True)
         own = ", ".join(f"`{kind}`" for kind in kinds)
-        yield f"| `{architecture}` | {models} | {own} | {', '.join(dict.fromkeys(oracles))} |\n"
+        yield f"| `{architecture}` | {models} | {own} | {'; '.join(dict.fromkeys(oracles))} |\n"
     yield "\nRefused, with the reason and the nearest that works:\n\n"
     yield "| class | models | why | nearest |\n| --- | --- | --- | --- |\n"
     for architecture, each in REFUSED_MODELS.items():

@@ -178,7 +178,7 @@ class MiniCPMV25(PublishedModel):
 class MiniCPMV26(MiniCPMV25):
     """Without its tower's last layer."""
 
-    oracle = "`Qwen2ForCausalLM`, the layers of `Idefics2VisionTransformer`, and the rest in plain torch"
+    oracle = "the same with `Qwen2ForCausalLM`"
     version = "2.6"
     fields = {
         **MiniCPMV25.fields,

@@ -109,7 +109,7 @@ class XComposer2(PublishedModel):
 
 
 class XComposer24khd(XComposer2):
-    oracle = "as `xcomposer2`, with tiles"
+    oracle = "the same with tiles"
     attention = (8, 2.0)
     width = 4 * CLIP["hidden_size"]
     most, few = 25, 25
