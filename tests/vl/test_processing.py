@@ -57,6 +57,18 @@ def test_pixels_are_those_of_the_published_rule(kind: str) -> None:
         assert np.abs(prepared.pixels - expected).max() < 1e-5, size
 
 
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_lines_are_prepared_or_refused(kind: str) -> None:
+    processor = open_processor(folder_of(kind))
+    assert processor is not None
+    for size in ((3000, 1), (1, 3000)):
+        if kind == "kimi_vl":
+            with pytest.raises(InvalidMessage, match="Cut it"):
+                processor.prepare(picture(1, *size), {})
+        else:
+            assert processor.prepare(picture(1, *size), {}).length > 0
+
+
 def test_both_sizes_are_those_of_the_towers(tmp_path: Path) -> None:
     source = folder_of("deepseek_vl_hybrid")
     fields = json.loads((source / "preprocessor_config.json").read_text())
