@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.deepseek_v3 import DeepseekV3
+from asyncllm.models.latent import leading_dense
 from asyncllm.models.registry import register
 
 __all__ = ["Glm4MoELite"]
@@ -33,12 +34,5 @@ class Glm4MoELite(DeepseekV3):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         absent = {key: value for key, value in _USUAL.items() if hf.fields.get(key) is None}
-        kinds = hf.fields.get("mlp_layer_types")
-        if kinds is None:
-            absent["first_k_dense_replace"] = hf.integer("first_k_dense_replace", 1, minimum=0)
-        else:
-            dense = kinds.count("dense") if isinstance(kinds, list) else -1
-            if dense < 0 or kinds != ["dense"] * dense + ["sparse"] * (hf.integer("num_hidden_layers") - dense):
-                hf.invalid("mlp_layer_types", "where dense layers and then sparse ones belong, as many as there are")
-            absent["first_k_dense_replace"] = dense
+        absent["first_k_dense_replace"] = leading_dense(hf, hf.integer("num_hidden_layers"), 1)
         return DeepseekV3.configure(hf.changed(absent), architecture)

@@ -19,6 +19,7 @@ __all__ = [
     "expert_groups",
     "latent_experts",
     "latent_fields",
+    "leading_dense",
 ]
 
 _NORM_EPS = 1e-6
@@ -142,6 +143,17 @@ def latent_experts(
         exact_router=True,
         shared_size=shared * size,
     )
+
+
+def leading_dense(hf: HFConfig, num_layers: int, default: int) -> int:
+    """Return how many layers, the first ones, have an MLP and no experts. Raises InvalidCheckpoint."""
+    kinds = hf.fields.get("mlp_layer_types")
+    if kinds is None:
+        return hf.integer("first_k_dense_replace", default, minimum=0)
+    dense: int = kinds.count("dense") if isinstance(kinds, list) else -1
+    if dense < 0 or kinds != ["dense"] * dense + ["sparse"] * (num_layers - dense):
+        hf.invalid("mlp_layer_types", "where dense layers and then sparse ones belong, as many as there are")
+    return dense
 
 
 def expert_groups(hf: HFConfig, groups: int = 1, top_groups: int = 1) -> dict[str, Any]:

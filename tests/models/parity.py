@@ -108,8 +108,8 @@ ATTENTION = {"falcon_rw": "sdpa"}
 OWN_LENGTH = {"qwen"}
 """Their tiny files say how long a context they were trained for."""
 
-LEGACY_OF_THEIR_OWN = {"falcon"}
-"""Their first files have entries that transformers does not read."""
+LEGACY_OF_THEIR_OWN = {"falcon", "mellum"}
+"""Their first files have entries that transformers does not read, or would have."""
 
 
 def scalings_of(family: str) -> list[str]:
