@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.kernels.activation import silu_mul
+from asyncllm.kernels.activation import activate, silu_mul
 from asyncllm.kernels.dispatch import op
 
 __all__ = ["Routing", "fused_experts", "fused_experts_invariant", "route"]
@@ -96,15 +96,15 @@ def fused_experts(
     limit: float | None = None,
     num_chosen_from: int = 0,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, each a gated MLP.
+    """Return the weighted sum of each token's experts, each a gated MLP, or a plain one with squared ReLU.
 
-    x [T, H], gate_up [E, 2I, H] (gate rows first), down [E, H, I], weights [T, k] float32, expert_ids [T, k] int64,
-    gate_up_bias [E, 2I] and down_bias [E, H], both or neither -> [T, H] in x's dtype. An id of -1 stands for an expert
-    that is elsewhere, which has a weight of 0 and adds nothing; `num_chosen_from` is how many experts there are with
-    those, where it is more than E, and changes no result. The gate is SwiGLU, or with a
-    limit gpt-oss's: (up + 1) * gate * sigmoid(1.702 gate), where gate is at most the limit and up within it on both
-    sides. Both products and the activation are rounded to x's dtype; the sum over experts is float32. A token's result
-    depends on its own row only.
+    x [T, H], gate_up [E, 2I, H] (gate rows first) or [E, I, H] of plain ones, down [E, H, I], weights [T, k]
+    float32, expert_ids [T, k] int64, gate_up_bias [E, 2I] and down_bias [E, H], both or neither -> [T, H] in x's
+    dtype. An id of -1 stands for an expert that is elsewhere, which has a weight of 0 and adds nothing;
+    `num_chosen_from` is how many experts there are with those, where it is more than E, and changes no result. The
+    gate is SwiGLU, or with a limit gpt-oss's: (up + 1) * gate * sigmoid(1.702 gate), where gate is at most the
+    limit and up within it on both sides. Both products and the activation are rounded to x's dtype; the sum over
+    experts is float32. A token's result depends on its own row only.
     """
     top_k = expert_ids.shape[1]
     order = expert_ids.flatten().argsort(stable=True)
@@ -114,7 +114,10 @@ def fused_experts(
     for expert, count in enumerate(counts):
         if count:
             product = F.linear(rows[start : start + count], gate_up[expert], _row(gate_up_bias, expert))
-            hidden = silu_mul(product) if limit is None else _limited_mul(product, limit)
+            if gate_up.shape[1] == down.shape[2]:
+                hidden = activate(product, "squared_relu")
+            else:
+                hidden = silu_mul(product) if limit is None else _limited_mul(product, limit)
             outputs[start : start + count] = F.linear(hidden, down[expert], _row(down_bias, expert))
             start += count
     chosen = torch.empty_like(outputs).index_copy_(0, order, outputs).view(*expert_ids.shape, -1)

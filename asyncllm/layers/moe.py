@@ -96,13 +96,21 @@ class MoE(Layer):
             elsewhere = (expert_ids < own.start) | (expert_ids >= own.stop)
             weights = weights.masked_fill(elsewhere, 0.0)
             expert_ids = (expert_ids - own.start).masked_fill_(elsewhere, -1)
-        chosen = self.down.summed(self._chosen(x, weights, expert_ids))
+        chosen = self._given(self.down.summed(self._chosen(self._read(x, step), weights, expert_ids)), step)
         if self.shared is None:
             return chosen
         shared = self.shared(x, step)
         if self.shared_gate is not None:
             shared = shared * self.shared_gate(x, step).sigmoid()
         return chosen.add_(shared)
+
+    def _read(self, x: Tensor, step: StepInputs) -> Tensor:
+        """Return what experts read of x [T, hidden]."""
+        return x
+
+    def _given(self, chosen: Tensor, step: StepInputs) -> Tensor:
+        """Return [T, hidden] of what experts give."""
+        return chosen
 
     def _chosen(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts. x [T, hidden], weights and expert_ids [T, k]."""

@@ -1,14 +1,20 @@
-"""Nemotron-H: Mamba-2, attention without positions and plain MLPs, each in layers of its own."""
+"""Nemotron-H: Mamba-2, attention without positions, plain MLPs and plain experts, each in layers of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import msgspec
+from torch import nn
+
+from asyncllm.kernels import Routing
 from asyncllm.layers.block import AnyAttention, AnyBlock
+from asyncllm.layers.plain_moe import PlainMoE
 from asyncllm.layers.single_block import SingleBlock
-from asyncllm.models.config import HFConfig, ModelConfig
+from asyncllm.models.config import ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.latent import expert_groups, latent_experts
 from asyncllm.models.mamba_hybrid import MambaConfig, mamba_layer
 from asyncllm.models.registry import register
 from asyncllm.models.weights import WeightMap
@@ -26,12 +32,14 @@ _KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 class NemotronHConfig(MambaConfig, frozen=True, kw_only=True):
     kinds: tuple[str, ...]
-    """Per layer: linear_attention, full_attention or mlp."""
+    """Per layer: linear_attention, full_attention, mlp or moe."""
+    latent_size: int | None
+    """Of what experts read, in the place of the whole token."""
     least_step: float
     """Of Mamba-2, below which no token's step is."""
 
 
-@register(NemotronHForCausalLM="Nemotron-H 4B, 8B, 47B, 56B, Nemotron Nano 2 9B, 12B")
+@register(NemotronHForCausalLM="Nemotron-H 4B, 8B, 47B, 56B, Nemotron Nano 2 9B, 12B, Nemotron 3 Nano 30B-A3B, Super")
 class NemotronH(DecoderLM):
     config: NemotronHConfig
     base_prefix = "backbone."
@@ -52,6 +60,14 @@ class NemotronH(DecoderLM):
             f"{_MIXER}.o_proj": "layers.{i}.attn.out",
             f"{_MIXER}.up_proj": "layers.{i}.mlp.up",
             f"{_MIXER}.down_proj": "layers.{i}.mlp.down",
+            f"{_MIXER}.gate": "layers.{i}.mlp.router",
+            f"{_MIXER}.gate.e_score_correction_bias": "layers.{i}.mlp.correction:bias",
+            f"{_MIXER}.experts.{{e}}.up_proj": "layers.{i}.mlp.gate_up[up,{e}]",
+            f"{_MIXER}.experts.{{e}}.down_proj": "layers.{i}.mlp.down[{e}]",
+            f"{_MIXER}.shared_experts.up_proj": "layers.{i}.mlp.shared.up",
+            f"{_MIXER}.shared_experts.down_proj": "layers.{i}.mlp.shared.down",
+            f"{_MIXER}.fc1_latent_proj": "layers.{i}.mlp.into",
+            f"{_MIXER}.fc2_latent_proj": "layers.{i}.mlp.back",
             "backbone.norm_f": "norm",
             "lm_head": "head",
         }
@@ -92,6 +108,8 @@ class NemotronH(DecoderLM):
             hf.invalid("n_groups", f"which does not divide mamba_num_heads = {heads}")
         return NemotronHConfig(
             **fields,
+            experts=_experts(hf, kinds),
+            latent_size=hf.optional_integer("moe_latent_size"),
             gated=False,
             activation="squared_relu",
             mlp_bias=hf.flag("mlp_bias", False),
@@ -108,13 +126,27 @@ class NemotronH(DecoderLM):
         )
 
     def block(self, layer: int) -> AnyBlock:
-        if self.config.kinds[layer] == "mlp":
+        if self.config.kinds[layer] in ("mlp", "moe"):
             return SingleBlock(norm=self.make_norm(), mlp=self.mlp(layer))
         return SingleBlock(norm=self.make_norm(), attn=self.attention(layer))
 
+    def mlp(self, layer: int) -> nn.Module:
+        config, experts = self.config, self.config.experts
+        if experts is None or layer not in experts.layers:
+            return super().mlp(layer)
+        return PlainMoE(
+            config.hidden_size,
+            experts.size,
+            num_experts=experts.count,
+            routing=experts.routing,
+            shared_size=experts.shared_size,
+            latent_size=config.latent_size,
+            bias=config.mlp_bias,
+        )
+
     def attention(self, layer: int) -> AnyAttention:
         # MLPs have no cache, and are not counted.
-        place = sum(kind != "mlp" for kind in self.config.kinds[:layer])
+        place = sum(kind not in ("mlp", "moe") for kind in self.config.kinds[:layer])
         if layer in self.config.attending:
             return super().attention(place)
         return mamba_layer(self.config, place, least_step=self.config.least_step)
@@ -131,6 +163,33 @@ def _kinds(hf: HFConfig) -> tuple[str, ...]:
         kinds = [_LETTERS.get(letter) for letter in pattern]
     if not isinstance(kinds, list) or not all(kind in (*_KINDS, *_LETTERS.values()) for kind in kinds):
         hf.invalid(key, f"where a list of layer kinds out of {', '.join(_LETTERS.values())} belongs")
-    if "moe" in kinds:
-        hf.unsupported(key, "Experts without a gate are not. Use a model without experts.")
     return tuple(_KINDS.get(str(kind), str(kind)) for kind in kinds)
+
+
+def _experts(hf: HFConfig, kinds: Sequence[str]) -> ExpertsConfig | None:
+    """Return those of the layers with experts. Raises InvalidCheckpoint, UnsupportedModel."""
+    if "moe" not in kinds:
+        return None
+    hf.expect("n_shared_experts", 1)
+    experts = latent_experts(
+        hf.changed({"mlp_bias": False}),
+        len(kinds),
+        first=0,
+        count=hf.integer("n_routed_experts", hf.fields.get("num_local_experts", 8)),
+        shared=0,
+        size=hf.integer("moe_intermediate_size", 7688),
+        corrected=True,
+        routing=Routing(
+            hf.integer("num_experts_per_tok", 2),
+            scores="sigmoid",
+            renormalize=hf.flag("norm_topk_prob", True),
+            scale=hf.number("routed_scaling_factor", 1.0),
+            group_score="top2",
+            **expert_groups(hf),
+        ),
+    )
+    return msgspec.structs.replace(
+        experts,
+        layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == "moe"),
+        shared_size=hf.integer("moe_shared_expert_intermediate_size", 7688),
+    )

@@ -165,6 +165,20 @@ def test_fused_experts(ops: tuple, tokens: int, num_experts: int, top_k: int) ->
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
+def test_experts_without_a_gate(ops: tuple, tokens: int) -> None:
+    """Token by token, in float64."""
+    x, up, down = random(tokens, 6), random(8, 5, 6, seed=1), random(8, 6, 5, seed=2)
+    weights, expert_ids = ops[0](random(tokens, 8, seed=3), Routing(2))
+    actual = ops[1](x, up, down, weights, expert_ids)
+    expected = torch.zeros(tokens, 6, dtype=torch.float64, device=DEVICE)
+    for token, choice in itertools.product(range(tokens), range(2)):
+        expert = expert_ids[token, choice]
+        hidden = (up[expert].double() @ x[token].double()).relu().square()
+        expected[token] += weights[token, choice] * (down[expert].double() @ hidden)
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize("limit", [None, 0.5])
 def test_fused_experts_with_biases_and_a_limit(ops: tuple, tokens: int, limit: float | None) -> None:
     """Token by token, in float64."""

@@ -94,7 +94,7 @@ SCALINGS_OF = {
 
 UNROTATED = {
     *("baichuan_13b", "bloom", "falcon_rw", "gpt2", "gpt_bigcode", "granite_4_dense", "jamba", "mpt"),
-    *("nemotron_h", "nemotron_h_pattern", "opt", "opt_350m"),
+    *("nemotron_h", "nemotron_h_experts", "nemotron_h_pattern", "opt", "opt_350m"),
 }
 """They know positions by other means."""
 

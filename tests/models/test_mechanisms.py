@@ -109,7 +109,7 @@ def structure(model: DecoderLM) -> Iterator[Mechanism]:
         weight = model.layers[-1].mlp.gate_up.weight
         weight.copy_(weight.roll(weight.shape[-2] // 2, dims=-2).clone())
 
-    if hasattr(model.layers[-1].mlp, "gate_up"):
+    if "gate" in getattr(getattr(model.layers[-1].mlp, "gate_up", None), "rows", ()):
         yield "gate and up swapped", swap_gate_and_up
     if any(isinstance(block, ParallelBlock) for block in model.layers):
         yield "one branch after the other", one_after_the_other

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from asyncllm.kernels import moe as reference
 from asyncllm.kernels.moe import GATE_SLOPE, Routing
+from asyncllm.kernels.triton.activation import activate
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 
@@ -444,7 +445,8 @@ def fused_experts(
     limit: float | None = None,
     num_chosen_from: int = 0,
 ) -> Tensor:
-    """Launch the op of `asyncllm.kernels.moe`: four launches, or five with `group`. All arguments are contiguous."""
+    """Launch the op of `asyncllm.kernels.moe`: four launches, one more with `group`, one more for plain experts. All
+    arguments are contiguous."""
     num_tokens, top_k = expert_ids.shape
     num_experts, _, width = gate_up.shape
     hidden_size = down.shape[2]
@@ -466,7 +468,10 @@ def fused_experts(
         tiles = (FLOAT32_TILE, FLOAT32_TILE)
     hidden = torch.empty(num_assignments, hidden_size, dtype=x.dtype, device=x.device)
     outputs = torch.empty(num_assignments, width, dtype=x.dtype, device=x.device)
-    multiply(x, gate_up, hidden, blocks, tiles[0], top_k=top_k, swiglu=True, bias=gate_up_bias, limit=limit)
+    gated = gate_up.shape[1] != hidden_size
+    multiply(x, gate_up, hidden, blocks, tiles[0], top_k=top_k, swiglu=gated, bias=gate_up_bias, limit=limit)
+    if not gated:
+        hidden = activate(hidden, "squared_relu")
     multiply(hidden, down, outputs, blocks, tiles[1], top_k=1, swiglu=False, bias=down_bias)
     add_up(outputs, weights, out)
     return out
