@@ -10,7 +10,7 @@ from asyncllm.models.config import MAX_NUMBER, HFConfig, ModelConfig
 from asyncllm.models.granite import Granite
 from asyncllm.models.registry import register
 
-__all__ = ["GraniteSWA"]
+__all__ = ["GraniteSWA", "with_windows"]
 
 
 @register(GraniteSWAForCausalLM="Granite SWASH 2B")
@@ -28,21 +28,30 @@ class GraniteSWA(Granite):
 
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
-        usual = {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
-        hf = hf.changed({key: value for key, value in usual.items() if hf.fields.get(key) is None})
-        base = Granite.configure(hf, architecture)
-        num_layers = base.num_layers
-        window = hf.optional_integer("sliding_window", 128)
-        windows = hf.windows(num_layers, window, [layer % 4 != 0 for layer in range(num_layers)])
-        rope, thetas = base.rope, hf.fields.get("layer_rope_theta")
-        if thetas is None or rope is None:
-            return msgspec.structs.replace(base, sinks=True, windows=windows)
-        if not isinstance(thetas, list) or len(thetas) != num_layers or not all(map(_is_theta, thetas)):
-            hf.invalid("layer_rope_theta", f"where a list of {num_layers} numbers, 0 or above 1, belongs")
-        if hf.rope_scaling_factor:
-            hf.unsupported("layer_rope_theta", "Bases of several kinds are not scaled: use rope_scaling_factor=0.")
-        ropes = tuple(msgspec.structs.replace(rope, theta=float(theta)) if theta else None for theta in thetas)
-        return msgspec.structs.replace(base, sinks=True, windows=windows, layer_ropes=ropes)
+        return with_windows(hf, Granite.configure(_usual(hf), architecture))
+
+
+def _usual(hf: HFConfig) -> HFConfig:
+    """Return the file with what it leaves out."""
+    usual = {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    return hf.changed({key: value for key, value in usual.items() if hf.fields.get(key) is None})
+
+
+def with_windows(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    """Return the model with sinks, and with each layer's own window and positions. Raises InvalidCheckpoint,
+    UnsupportedModel."""
+    num_layers = base.num_layers
+    window = hf.optional_integer("sliding_window", 128)
+    windows = hf.windows(num_layers, window, [layer % 4 != 0 for layer in range(num_layers)])
+    rope, thetas = base.rope, hf.fields.get("layer_rope_theta")
+    if thetas is None or rope is None:
+        return msgspec.structs.replace(base, sinks=True, windows=windows)
+    if not isinstance(thetas, list) or len(thetas) != num_layers or not all(map(_is_theta, thetas)):
+        hf.invalid("layer_rope_theta", f"where a list of {num_layers} numbers, 0 or above 1, belongs")
+    if hf.rope_scaling_factor:
+        hf.unsupported("layer_rope_theta", "Bases of several kinds are not scaled: use rope_scaling_factor=0.")
+    ropes = tuple(msgspec.structs.replace(rope, theta=float(theta)) if theta else None for theta in thetas)
+    return msgspec.structs.replace(base, sinks=True, windows=windows, layer_ropes=ropes)
 
 
 def _is_theta(value: Any) -> bool:
