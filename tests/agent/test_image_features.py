@@ -31,7 +31,7 @@ def test_batches_have_so_many_images_and_pixels() -> None:
     assert batches_of(8) == []
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "internvl"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "internvl", "glm4v", "gemma3", "idefics3", "llama4"])
 @torch.inference_mode()
 def test_images_may_be_encoded_one_by_one(kind: str) -> None:
     """What images of several sizes are in one launch, they are alone; so no segment sees another."""

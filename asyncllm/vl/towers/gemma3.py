@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncllm.layers.norm import OffsetRMSNorm
 from asyncllm.protocol import PromptImage
-from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
 from asyncllm.vl.towers.parts import Table
 
@@ -41,7 +41,7 @@ class Gemma3TowerConfig(TowerConfig, frozen=True, kw_only=True):
         return ("vision_tower.head", "vision_tower.vision_model.head")
 
 
-class Gemma3VisionTower(VisionTower):
+class Gemma3VisionTower(PlannedTower):
     def __init__(self, config: Gemma3TowerConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
@@ -49,10 +49,13 @@ class Gemma3VisionTower(VisionTower):
         self.norm = OffsetRMSNorm(config.encoder.hidden_size, config.encoder.eps)
         self.projection = Table(config.encoder.hidden_size, hidden_size)
 
-    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
+    def show(self, images: Sequence[PromptImage]) -> Shown:
+        pixels = torch.cat([torch.from_numpy(image.pixels) for image in images])
+        return Shown((pixels.to(self.projection().device),))
+
+    def look(self, shown: Shown) -> Tensor:
         table, side = self.projection(), self.config.encoder.side
-        pictures = [torch.from_numpy(image.pixels) for image in images]
-        x = self.encoder(torch.cat(pictures).to(table.device, table.dtype), self.config.encoder.num_layers)
+        x = self.encoder(shown.tensors[0].to(table.dtype), self.config.encoder.num_layers)
         x = F.avg_pool2d(x.transpose(1, 2).unflatten(2, (side, side)), self.config.pool).flatten(2).transpose(1, 2)
-        features = self.norm(x.contiguous()) @ table
-        return [part.flatten(0, 1) for part in torch.split(features, [len(each) for each in pictures])]
+        features: Tensor = self.norm(x.contiguous()) @ table
+        return features.flatten(0, 1)

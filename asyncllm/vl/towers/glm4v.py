@@ -13,11 +13,11 @@ from asyncllm.kernels import split_segments
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.protocol import PromptImage
-from asyncllm.vl.tower import VisionTower
+from asyncllm.vl.tower import PlannedTower, Shown
 from asyncllm.vl.towers.block import GATED
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, Table
 from asyncllm.vl.towers.patches import PatchesConfig
-from asyncllm.vl.towers.qwen_vl import PatchBlock, in_time, pixels_of, square_places, square_rotation
+from asyncllm.vl.towers.qwen_vl import PatchBlock, grids_of, in_time, pixels_of, square_places, square_rotation
 
 __all__ = ["Glm4vConfig", "Glm4vTower"]
 
@@ -47,7 +47,7 @@ class Glm4vConfig(PatchesConfig, frozen=True, kw_only=True):
         }
 
 
-class Glm4vTower(VisionTower):
+class Glm4vTower(PlannedTower):
     def __init__(self, config: Glm4vConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
@@ -75,27 +75,30 @@ class Glm4vTower(VisionTower):
         self.up = Dense(hidden_size, config.merger_size, bias=False)
         self.down = Dense(config.merger_size, hidden_size, bias=False)
 
-    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
-        config, device = self.config, self.positions.weight.device
-        square, grids = config.merge**2, [image.grid for image in images if image.grid is not None]
-        places = square_places(grids, config.merge).to(device)
-        lengths = [rows * columns * square for rows, columns in grids]
-        x = self.first_norm(self.patches(in_time(pixels_of(images, config.frames).to(device), config.frames)))
-        x = x + self._positions(places.flatten(0, 1), grids, lengths).to(x.dtype)
+    def show(self, images: Sequence[PromptImage]) -> Shown:
+        config, device, grids = self.config, self.positions.weight.device, grids_of(images)
+        lengths = [rows * columns * config.merge**2 for rows, columns in grids]
+        sizes = torch.tensor(grids).repeat_interleave(torch.tensor(lengths), 0) * config.merge
+        tensors = (pixels_of(images, config.frames), square_places(grids, config.merge), sizes)
+        return Shown(tuple(each.to(device) for each in tensors), (split_segments(lengths, device),))
+
+    def look(self, shown: Shown) -> Tensor:
+        config, square = self.config, self.config.merge**2
+        (pixels, places, sizes), (whole,) = shown
+        x = self.first_norm(self.patches(in_time(pixels, config.frames)))
+        x = x + self._positions(places.flatten(0, 1), sizes).to(x.dtype)
         rotation = square_rotation(places, config.hidden_size // config.num_heads)
-        whole = split_segments(lengths, x.device)
         for layer in self.layers:
             x = layer(x, rotation, whole)
         folded = self.fold(self.last_norm(x).view(-1, square, config.hidden_size).transpose(1, 2).flatten(1))
         x = F.gelu(self.projector_norm(self.projector(folded)))
-        x = self.down(ACTIVATIONS[config.activation](self.gate(x)) * self.up(x))
-        return list(torch.split(x, [rows * columns for rows, columns in grids]))
+        features: Tensor = self.down(ACTIVATIONS[config.activation](self.gate(x)) * self.up(x))
+        return features
 
-    def _positions(self, places: Tensor, grids: Sequence[tuple[int, int]], lengths: Sequence[int]) -> Tensor:
-        """Return learned positions of the patches [T, hidden], by cubic interpolation in the stretched grid."""
-        device, side = places.device, self.config.side
-        counts = torch.tensor(lengths, device=device)
-        sizes = torch.tensor(grids, device=device).repeat_interleave(counts, 0) * self.config.merge
+    def _positions(self, places: Tensor, sizes: Tensor) -> Tensor:
+        """Return learned positions of the patches [T, hidden], by cubic interpolation in the stretched grid. places
+        and sizes [T, 2]: a patch's row and column, and how many patches its image has along them."""
+        side = self.config.side
         along = (places + 0.5) / sizes * 2 - 1
         table = self.positions().float().view(side, side, -1).permute(2, 0, 1)[None]
         # Columns come first.

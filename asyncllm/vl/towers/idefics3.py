@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.protocol import PromptImage
-from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
 from asyncllm.vl.towers.parts import Dense
 
@@ -33,21 +33,25 @@ class Idefics3TowerConfig(TowerConfig, frozen=True, kw_only=True):
         }
 
 
-class Idefics3VisionTower(VisionTower):
+class Idefics3VisionTower(PlannedTower):
     def __init__(self, config: Idefics3TowerConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
         self.encoder = ClipEncoder(config.encoder)
         self.projector = Dense(config.encoder.hidden_size * config.fold**2, hidden_size, bias=False)
 
-    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
-        weight, encoder, fold = self.projector.weight, self.config.encoder, self.config.fold
-        tiles = [torch.from_numpy(image.pixels) for image in images]
-        pixels = torch.cat(tiles).to(weight.device, weight.dtype)
-        x = self.encoder(pixels, encoder.num_layers, self._places().to(weight.device))
+    def show(self, images: Sequence[PromptImage]) -> Shown:
+        device = self.projector.weight.device
+        pixels = torch.cat([torch.from_numpy(image.pixels) for image in images])
+        return Shown((pixels.to(device), self._places().to(device)))
+
+    def look(self, shown: Shown) -> Tensor:
+        (pixels, places), encoder, fold = shown.tensors, self.config.encoder, self.config.fold
+        x = self.encoder(pixels.to(self.projector.weight.dtype), encoder.num_layers, places)
         side = encoder.side // fold
         squares = x.view(len(x), side, fold, side, fold, -1).permute(0, 1, 3, 2, 4, 5).reshape(len(x), side * side, -1)
-        return [part.flatten(0, 1) for part in torch.split(self.projector(squares), [len(each) for each in tiles])]
+        projected: Tensor = self.projector(squares)
+        return projected.flatten(0, 1)
 
     def _places(self) -> Tensor:
         """Return the position that each patch has among the learned ones: that of its share of the picture's side, as

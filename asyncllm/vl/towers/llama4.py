@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from asyncllm.kernels import Rotation, split_segments
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.protocol import PromptImage
-from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
 from asyncllm.vl.towers.parts import Dense, Table, cut
 from asyncllm.vl.towers.qwen_vl import PatchBlock
 
@@ -64,7 +64,7 @@ class Llama4TowerConfig(TowerConfig, frozen=True, kw_only=True):
         }
 
 
-class Llama4Tower(VisionTower):
+class Llama4Tower(PlannedTower):
     def __init__(self, config: Llama4TowerConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
@@ -91,14 +91,13 @@ class Llama4Tower(VisionTower):
         self.adapter_2 = Dense(width, width, bias=False)
         self.projector = Dense(width, hidden_size, bias=False)
 
-    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
-        weight = self.projector.weight
-        tiles = [torch.from_numpy(image.pixels) for image in images]
-        features = self._features(torch.cat(tiles).to(weight.device, weight.dtype))
-        return [part.flatten(0, 1) for part in torch.split(features, [len(each) for each in tiles])]
+    def show(self, images: Sequence[PromptImage]) -> Shown:
+        tiles = torch.cat([torch.from_numpy(image.pixels) for image in images])
+        return Shown((tiles.to(self.projector.weight.device),))
 
-    def _features(self, pixels: Tensor) -> Tensor:
-        """pixels [N, 3, size, size] -> [N, tokens, hidden]."""
+    def look(self, shown: Shown) -> Tensor:
+        """pixels [N, 3, size, size] -> [N * tokens, hidden]."""
+        pixels = shown.tensors[0].to(self.projector.weight.dtype)
         x = self.patches(cut(pixels, self.config.patch_size))
         count, tokens = len(x), x.shape[1] + 1
         x = torch.cat([x, self.class_token().expand(count, 1, -1)], 1) + self.positions()
@@ -109,7 +108,7 @@ class Llama4Tower(VisionTower):
             x = layer(x, rotation, tiles)
         x = self._folded(self.last_norm(x).view(count, tokens, -1)[:, :-1])
         projected: Tensor = self.projector(F.gelu(self.adapter_2(F.gelu(self.adapter_1(x)))))
-        return projected
+        return projected.flatten(0, 1)
 
     def _folded(self, x: Tensor) -> Tensor:
         """x [N, side * side, hidden] -> squares of neighbours as one [N, tokens, fold * fold * hidden]."""
