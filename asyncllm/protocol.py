@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
@@ -159,6 +159,8 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[tuple[int, int], ...] = ()
     """From which of its tokens to before which there are features, place by place; what is between them is text.
     Written where it gets its position; () for all."""
+    apart: bool = False
+    """The tower sees each place by itself, which has an equal part of the pixels."""
     joint: bool = False
     """The tokens of a place see each other, so that they are computed in one step."""
 
@@ -180,10 +182,28 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
         """Rows of features."""
         return sum(self.slots) or self.length
 
-    @property
-    def work(self) -> int:
-        """About as many tokens of the prompt take as long to compute as it takes to encode."""
-        return int(getattr(self.pixels, "size", 0)) // _PIXELS_PER_TOKEN
+    def encodings(self) -> Iterator[tuple[int, int]]:
+        """Yield from which position on what the tower sees at once is needed, and the work: about as many tokens of the
+        prompt take as long to compute as that takes to encode."""
+        work = int(getattr(self.pixels, "size", 0)) // _PIXELS_PER_TOKEN
+        starts = [start for start, _ in self.spans] if self.apart else [0]
+        for start in starts:
+            yield self.position + start, work // len(starts)
+
+    def seen_at(self, place: int) -> PromptImage:
+        """Return what the tower sees for a place with this number."""
+        if not self.apart:
+            return self
+        share = len(self.pixels) // len(self.slots)
+        return msgspec.structs.replace(
+            self,
+            length=self.slots[place],
+            digest=self.digest + place.to_bytes(4, "little"),
+            pixels=self.pixels[place * share : (place + 1) * share],
+            steps=1,
+            slots=(self.slots[place],),
+            spans=(),
+        )
 
     @property
     def shift(self) -> int:

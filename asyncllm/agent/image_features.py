@@ -47,15 +47,16 @@ class ImageFeatures:
         parts = [part for row in batch.prefill if row.images for part in image_parts(row)]
         if not parts:
             return None
-        missing = {image.digest: image for image, *_ in parts if image.digest not in self._cached}
+        seen = [part.image.seen_at(part.place) for part in parts]
+        missing = {image.digest: image for image in seen if image.digest not in self._cached}
         encoded = self._encoded(list(missing.values()))
         found = []
-        for image, _, first, last in parts:
+        for image, part in zip(seen, parts, strict=True):
             features = encoded.get(image.digest)
             if features is None:
                 features = self._cached[image.digest]
                 self._cached.move_to_end(image.digest)
-            found.append(features[first:last])
+            found.append(features[part.first : part.last])
         joined = torch.cat(found)
         for digest, features in encoded.items():
             self._keep(digest, features)

@@ -27,7 +27,9 @@ class ImagePart(NamedTuple):
     first: int
     """The first one's row among the image's features, and"""
     last: int
-    """the row behind the last one's."""
+    """the row behind the last one's; of `PromptImage.seen_at` this"""
+    place: int
+    """number of a place."""
 
 
 def image_parts(row: PrefillRow) -> Iterator[ImagePart]:
@@ -35,12 +37,12 @@ def image_parts(row: PrefillRow) -> Iterator[ImagePart]:
     end = row.position + len(row.tokens)
     for image in row.images:
         rows = 0
-        for start, stop in image.spans or ((0, image.length),):
+        for place, (start, stop) in enumerate(image.spans or ((0, image.length),)):
             start, stop = image.position + start, image.position + stop
             first, last = max(row.position, start), min(end, stop)
             if first < last:
-                yield ImagePart(image, first, rows + first - start, rows + last - start)
-            rows += stop - start
+                yield ImagePart(image, first, rows + first - start, rows + last - start, place)
+            rows += 0 if image.apart else stop - start
 
 
 def _image_rows(batch: Batch, positions: NDArray[Any]) -> NDArray[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from asyncllm.engine.requests.delivery import Delivery
@@ -134,10 +135,10 @@ def with_image(driver: Driver, work: int, *, ahead: int = 20) -> Request:
         # A step beside a stream has room for 399 tokens.
         (True, [200], [[199], [399], [52]]),
         # An image that leaves less than that has 128 tokens in its step all the same.
-        (True, [350], [[148], [399], [103]]),
+        (True, [350], [[49], [399], [202]]),
         (True, [9000], [[20], [128], [399], [103]]),
         # One image at a time is encoded; the other's begins where there is room for it.
-        (True, [200, 200], [[199], [399], [52, 148], [398], [104]]),
+        (True, [200, 200], [[199], [399], [52, 147], [398], [105]]),
         (False, [200, 9000], [[650, 650]]),
     ],
     ids=["room", "little room", "none", "two", "no stream"],
@@ -161,4 +162,28 @@ def test_images_are_encoded_out_of_the_budget_beside_streams(
     assert sizes == steps
     driver.drain()
     assert len(driver.answers(running)[0]) == 30
+    driver.check_drained()
+
+
+def test_steps_of_a_video_are_paid_for_one_by_one() -> None:
+    """Of 600 tokens in 6 places, each of which is the work of 100."""
+    driver = Driver(
+        num_blocks=64, block_size=64, max_batch_size=4, budget=2000, caching=False, tokens_beside_decode=400
+    )
+    driver.submit([1], 30, delivery=Delivery(streaming=True))
+    driver.turn(1)
+    request = with_image(driver, 600)
+    places = tuple((start, start + 100) for start in range(0, 600, 100))
+    request.images = [
+        msgspec.structs.replace(image, apart=True, spans=places, slots=(100,) * 6) for image in request.images
+    ]
+    sizes = []
+    while request.sequences[0].state in (SequenceState.WAITING, SequenceState.PREFILL):
+        batch = driver.schedule()
+        assert batch is not None
+        sizes += chunk_sizes(batch.prefill)
+        driver.complete()
+    # 399 tokens are 200 of work and 199 that are computed, which begin two places.
+    assert sizes == [199, 199, 199, 53]
+    driver.drain()
     driver.check_drained()

@@ -13,6 +13,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidMessage, InvalidParameter
+from asyncllm.agent.image_features import ImageFeatures
 from asyncllm.vl.processor import open_processor
 from tests.server.serving import serving
 from tests.vl.checkpoints import folder_of, image_processor_of, picture
@@ -227,3 +228,22 @@ async def test_a_frame_of_onevision_has_a_quarter_of_the_tokens() -> None:
     for index, (token, entry) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
         assert abs(right[index, token].item() - entry[token]) < 1e-4
     assert (right - reversed_).abs().max() > 1e-3, "the oracle would notice another order of frames"
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl"])
+async def test_steps_are_encoded_as_they_are_reached(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of a prompt has the tower see the steps of a video that it reaches into, each once."""
+    encode, counts = ImageFeatures._encoded, []
+
+    def counted(self: ImageFeatures, images: Any) -> Any:
+        counts.append(len(images))
+        return encode(self, images)
+
+    monkeypatch.setattr(ImageFeatures, "_encoded", counted)
+    async with AsyncEngine(str(folder_of(kind)), CONFIG) as engine:
+        answer = await engine.generate(asked(frames_of(8)), GREEDY)
+        assert answer.num_images == 1
+        engine.check_idle()
+    assert sum(counts) == {"qwen3_vl": 4, "internvl": 8}[kind]
+    assert max(counts) <= 3
+    assert len([count for count in counts if count]) > 2

@@ -362,14 +362,14 @@ class Sequence:
         tokens of it are computed all the same.
         """
         work, start = 0, self.num_computed
-        for image in self.request.images:
-            ahead = image.position - start
+        for position, own in (each for image in self.request.images for each in image.encodings()):
+            ahead = position - start
             if not 0 <= ahead < length:
                 continue
-            if ahead + work + image.work >= budget and (ahead or work or not first):
+            if ahead + work + own >= budget and (ahead or work or not first):
                 return ahead, work
-            work += image.work
-            length = min(length, max(budget - work, ahead + _LEAST_OF_IMAGE))
+            work += own
+            length = min(length, budget - work if ahead + work < budget else _LEAST_OF_IMAGE)
         return length, work
 
     @property

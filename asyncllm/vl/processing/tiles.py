@@ -117,6 +117,7 @@ class TileVideoProcessor(TileProcessor):
             pixels=pixels,
             size=(clip.height, clip.width),
             slots=(self._tokens,) * count,
+            apart=True,
             text="".join(f"Frame{number}: {self.placeholder}" for number in range(1, count + 1)),
         )
 

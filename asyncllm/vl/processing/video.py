@@ -165,5 +165,6 @@ class Qwen3VideoProcessor(QwenVideoProcessor):
             steps=steps,
             size=size,
             slots=(rows * columns,) * steps,
+            apart=True,
             text="".join(f"<{(first + last) / 2:.1f} seconds>{self._video.placeholder}" for first, last in ends),
         )
