@@ -1,36 +1,28 @@
-"""MXFP4 as gpt-oss has it (`quant_method` "mxfp4"): experts of 4 bits, which become plain weights as they are read."""
+"""MXFP4 as gpt-oss has it (`quant_method` "mxfp4"): experts of e2m1, in groups with an exponent, kept in 4 bits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from asyncllm.errors import InvalidCheckpoint
-from asyncllm.layers.linear_method import (
-    FLOATS,
-    BatchInvariant,
-    LinearMethod,
-    PartKey,
-    Stored,
-    Unquantized,
-    Weighted,
-)
+from asyncllm import kernels
+from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
+from asyncllm.kernels import PackedWeight
+from asyncllm.kernels.packed import E2M1, E8M0_BIAS, PLANE, chunk_of, expand_stack, pack_codes
+from asyncllm.layers.linear_method import FLOATS, LinearMethod, PartKey, Stored, Weighted
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
 
-__all__ = ["MXFP4", "ExpandedMXFP4"]
+__all__ = ["MXFP4", "PackedMXFP4"]
 
 GROUP = 32
 """Neighbouring input features with one scale, two in a byte."""
 
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the codes 0 to 7 of e2m1; those of 8 to 15 are negative."""
-
-_BIAS = 127
-"""Of the scales, which are exponents of 2 (e8m0)."""
+_BITS = 4
 
 _NAN = 255
 
@@ -39,28 +31,36 @@ _BYTES = Stored(frozenset({"U8"}))
 
 @register("mxfp4")
 class MXFP4(Scheme):
-    """`blocks` and `scales` in the place of a weight, of modules that have them."""
+    """`blocks` and `scales` in the place of a weight, of experts that have them."""
 
     @classmethod
     def read(cls, settings: QuantSettings) -> MXFP4:
         return cls()
 
     def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:
-        return EXPANDED if {"blocks", "scales"} & tensors.keys() else None
+        return PackedMXFP4() if {"blocks", "scales"} & tensors.keys() else None
 
 
 class _Layer(Protocol):
     """What a layer of this method has beside its own."""
 
+    words: Tensor | None
+    scales: Tensor | None
+    whole: Tensor | None
+    """The weights in the model's type, of a rank whose input features do not begin and end with a group."""
+    offset: Tensor | None
     pending: dict[tuple[str | None, int | None], dict[str, Tensor]]
     """One tensor of parts whose other has not come yet."""
 
 
-class ExpandedMXFP4(Unquantized):
-    """blocks uint8 [N, K / 32, 16], the feature of the even number in the low four bits, and scales uint8 [N, K / 32]
-    fill the parameter `weight` of the model's type. In bfloat16 and float32 nothing is lost."""
+@dataclass(frozen=True)
+class PackedMXFP4(LinearMethod):
+    """blocks uint8 [N, K / 32, 16], the feature of the even number in the low four bits, and scales uint8 [N, K / 32],
+    of each expert."""
 
     name: ClassVar[str] = "mxfp4"
+    by_row = True
+    invariant: bool = False
 
     @property
     def replaceable(self) -> bool:
@@ -70,57 +70,109 @@ class ExpandedMXFP4(Unquantized):
         return FLOATS if suffix == "bias" else _BYTES
 
     def create(self, layer: Weighted) -> None:
-        super().create(layer)
-        cast(_Layer, layer).pending = {}
+        if layer.num_experts is None:
+            raise UnsupportedModel("MXFP4 weights that are no experts are not implemented.")
+        own, stack = cast(_Layer, layer), (layer.num_experts, layer.out_features)
+        n, k = layer.out_features, layer.in_features
+        columns = layer.own_columns()
+        own.words = own.scales = own.whole = None
+        if columns.start % GROUP or k % GROUP:
+            own.whole = nn.Parameter(torch.empty(*stack, k), requires_grad=False)
+        else:
+            shapes = {"words": (-(-k // chunk_of(_BITS)), n, PLANE), "scales": (k // GROUP, n)}
+            types = {"words": torch.int16, "scales": torch.uint8}
+            own.words, own.scales = (
+                nn.Parameter(torch.empty(layer.num_experts, *shapes[each], dtype=types[each]), requires_grad=False)
+                for each in shapes
+            )
+        own.offset = nn.Parameter(torch.empty(*stack), requires_grad=False) if layer.has_bias else None
+        own.pending = {}
 
     def expected_parts(self, layer: Weighted) -> Mapping[PartKey, tuple[int, ...]]:
         groups, rest = divmod(layer.in_features, GROUP)
         if rest:
             raise InvalidCheckpoint(f"{layer.in_features} input features are not divided into groups of {GROUP}")
         parts: dict[PartKey, tuple[int, ...]] = {}
-        for (suffix, part, index), shape in super().expected_parts(layer).items():
-            if suffix == "weight":
-                parts["blocks", part, index] = (shape[0], groups, GROUP // 2)
-                parts["scales", part, index] = (shape[0], groups)
-            else:
-                parts[suffix, part, index] = shape
+        for index in range(layer.num_experts or 0):
+            for part, rows in layer.rows.items():
+                size = rows.stop - rows.start
+                parts["blocks", part, index] = (size, groups, GROUP // 2)
+                parts["scales", part, index] = (size, groups)
+                if layer.has_bias:
+                    parts["bias", part, index] = (size,)
         return parts
 
     def share(self, layer: Weighted, suffix: str, tensor: Tensor, taken: slice, *, first: bool) -> Tensor:
-        if layer.shard == "column" or suffix == "bias":
-            return super().share(layer, suffix, tensor, taken, first=first)
+        if layer.shard == "column":
+            return tensor[taken]
+        if suffix == "bias":
+            return tensor if first else torch.zeros_like(tensor)
         # A rank's input features need not begin or end with a group.
         return _by_feature(tensor)[:, taken]
 
     def load_part(self, layer: Weighted, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        own, rows = cast(_Layer, layer), layer.rows[part]
         if suffix == "bias":
-            super().load_part(layer, suffix, part, index, tensor)
+            assert own.offset is not None
+            own.offset[index, rows].copy_(tensor)
             return
-        pending = cast(_Layer, layer).pending
-        waiting = pending.setdefault((part, index), {})
-        waiting[suffix] = tensor.to(layer.weight.device, copy=True)
+        device = next(each.device for each in (own.words, own.whole) if each is not None)
+        waiting = own.pending.setdefault((part, index), {})
+        waiting[suffix] = tensor.to(device, copy=True)
         if len(waiting) < 2:
             return
-        del pending[part, index]
+        del own.pending[part, index]
         codes, scales = (
             each if each.shape[1:] == (layer.in_features,) else _by_feature(each)
             for each in (waiting["blocks"], waiting["scales"])
         )
         if (scales == _NAN).any():
             raise InvalidCheckpoint("the scales of this weight are not all numbers; download it again")
-        values = torch.tensor([*_VALUES, *(-each for each in _VALUES)], device=codes.device)
-        weight = torch.ldexp(values[codes.int()], scales.int() - _BIAS)
-        super().load_part(layer, "weight", part, index, weight)
+        if own.whole is not None:
+            values = torch.tensor([*E2M1, *(-each for each in E2M1)], device=codes.device)
+            own.whole[index, rows].copy_(torch.ldexp(values[codes.int()], scales.int() - E8M0_BIAS))
+        elif own.words is not None and own.scales is not None:
+            own.words[index][:, rows] = pack_codes(codes, _BITS)
+            own.scales[index][:, rows] = scales[:, ::GROUP].t()
 
     def batch_invariant(self) -> LinearMethod:
-        return BATCH_INVARIANT_EXPANDED
+        return replace(self, invariant=True)
 
+    def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        raise TypeError("the weight is one of experts")
 
-class _BatchInvariantMXFP4(ExpandedMXFP4, BatchInvariant):
-    """The same parameters and products that round every row alike."""
+    def embed(self, layer: Weighted, ids: Tensor, scale: float | None) -> Tensor:
+        raise TypeError("the weight is one of experts")
 
+    def experts(
+        self,
+        gate_up: Weighted,
+        down: Weighted,
+        x: Tensor,
+        weights: Tensor,
+        expert_ids: Tensor,
+        *,
+        limit: float | None = None,
+    ) -> Tensor:
+        first, second = self.weight(gate_up), self.weight(down)
+        biases = [cast(_Layer, each).offset for each in (gate_up, down)]
+        if not self.invariant and isinstance(first, PackedWeight) and isinstance(second, PackedWeight):
+            return kernels.packed_experts(
+                x, first, second, weights, expert_ids, gate_up_bias=biases[0], down_bias=biases[1], limit=limit
+            )
+        product = kernels.fused_experts_invariant if self.invariant else kernels.fused_experts
+        dense = [expand_stack(each, x.dtype) if isinstance(each, PackedWeight) else each for each in (first, second)]
+        return product(
+            x, dense[0], dense[1], weights, expert_ids, gate_up_bias=biases[0], down_bias=biases[1], limit=limit
+        )
 
-EXPANDED, BATCH_INVARIANT_EXPANDED = ExpandedMXFP4(), _BatchInvariantMXFP4()
+    def weight(self, layer: Weighted) -> PackedWeight | Tensor:
+        """Return what the layer holds: packed, or [E, N, K] in the model's type."""
+        own = cast(_Layer, layer)
+        if own.words is None or own.scales is None:
+            assert own.whole is not None
+            return own.whole
+        return PackedWeight(own.words, own.scales, None, None, _BITS, GROUP, layer.in_features)
 
 
 def _by_feature(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ from torch import Tensor
 
 from asyncllm.agent.model_agent import ModelAgent
 from asyncllm.config.engine import EngineConfig
+from asyncllm.distributed.group import RankGroup
 from asyncllm.errors import AsyncLLMError, InvalidCheckpoint, InvalidParameter, UnsupportedModel
+from asyncllm.kernels.packed import expand_stack
+from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.weights import plan_update
 from asyncllm.protocol import Sleep, Wake
 from tests.checkpoints import build_checkpoint
@@ -41,13 +45,15 @@ def decoded(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["seed0", "seed1"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("mxfp4") / "model", request.param, **SIZES)
+
+
+def written(folder: Path, seed: int, **sizes: int) -> Path:
     """Experts of every code and several scales, and under "plain" the same in float32, by numpy."""
-    root = tmp_path_factory.mktemp("mxfp4")
-    plain = build_checkpoint("gpt_oss", root / "model" / "plain", seed=request.param, **SIZES)
-    folder = root / "model"
+    plain = build_checkpoint("gpt_oss", folder / "plain", seed=seed, **sizes)
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(plain / name, folder / name)
-    random, packed, dense = np.random.default_rng(request.param), {}, {}
+    random, packed, dense = np.random.default_rng(seed), {}, {}
     for name, tensor in load_file(plain / "model.safetensors").items():
         if not name.endswith(("gate_up_proj", "down_proj")):
             packed[name] = dense[name] = tensor
@@ -67,13 +73,22 @@ def copied(folder: Path, target: Path) -> Path:
     return Path(shutil.copytree(folder, target, ignore=shutil.ignore_patterns("plain")))
 
 
+def weight_of(model: DecoderLM, name: str) -> Tensor:
+    """The weights of a layer's experts [E, N, K] in float32."""
+    layer: Any = model.get_submodule(name)
+    held = layer.method.weight(layer)
+    return held if isinstance(held, Tensor) else expand_stack(held, torch.float32)
+
+
 def test_experts_are_those_that_numpy_reads(folder: Path) -> None:
     model, plain = open_cpu(folder), open_cpu(folder / "plain")
-    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(parameter, other), name
+    for name in ("layers.0.mlp.gate_up", "layers.1.mlp.gate_up", "layers.0.mlp.down", "layers.1.mlp.down"):
+        assert torch.equal(weight_of(model, name), plain.get_parameter(f"{name}.weight")), name
+        assert torch.equal(model.get_parameter(f"{name}.offset"), plain.get_parameter(f"{name}.bias")), name
     assert torch.equal(logits_of(model), logits_of(plain))
-    half = open_cpu(folder, model_format="mxfp4").get_parameter("layers.0.mlp.down.weight").bfloat16()
-    assert torch.equal(half.float(), plain.get_parameter("layers.0.mlp.down.weight")), "bfloat16 holds them exactly"
+    # 4 bits each, and 8 for 32 of them; a chunk of 128 input features is filled up.
+    layer = model.get_submodule("layers.1.mlp.down")
+    assert sum(each.nbytes for each in (layer.words, layer.scales)) == 5 * 64 * (128 // 2 + 96 // 32)
     model.make_batch_invariant()
     torch.testing.assert_close(logits_of(model), logits_of(plain), rtol=1e-4, atol=1e-4)
 
@@ -93,12 +108,22 @@ def test_logits_are_those_of_transformers(folder: Path) -> None:
     torch.testing.assert_close(row.result, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_ranks_whose_features_do_not_end_with_a_group(folder: Path) -> None:
-    """96 features of 2 ranks are one group and a half each."""
+@pytest.mark.parametrize("size", [96, 128])
+def test_ranks(folder: Path, tmp_path: Path, size: int) -> None:
+    """96 features of 2 ranks are one group and a half each, and their weights are expanded; 128 are two groups each."""
+    if size != SIZES["intermediate_size"]:
+        folder = written(tmp_path / "model", 3, **{**SIZES, "intermediate_size": size})
     with torch.inference_mode():
         expected = logits_of(open_cpu(folder))
-    for share in in_ranks(2, lambda group: logits_of(open_cpu(folder, group=group))):
-        torch.testing.assert_close(share, expected, rtol=1e-4, atol=1e-4)
+
+    def share(group: RankGroup) -> tuple[Tensor, bool]:
+        model = open_cpu(folder, group=group)
+        down: Any = model.get_submodule("layers.0.mlp.down")
+        return logits_of(model), isinstance(down.method.weight(down), Tensor)
+
+    for found, whole in in_ranks(2, share):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert whole == (size == 96)
 
 
 @pytest.mark.parametrize("level", [1, 2])
