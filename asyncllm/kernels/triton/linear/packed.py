@@ -9,6 +9,8 @@ is left of a zero point multiplies the sum of a token's features, and the scale 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,7 @@ from asyncllm.kernels.triton.language import INTERPRET, dot, release_consumers, 
 from asyncllm.kernels.triton.launch import launch
 from asyncllm.kernels.triton.linear.gated import linear_silu_mul
 from asyncllm.kernels.triton.linear.product import linear
-from asyncllm.kernels.triton.linear.tiles import Tile, choose_tile, finish, rows_of, split
+from asyncllm.kernels.triton.linear.tiles import RingConfig, Tile, choose_tile, finish, rows_of, split
 
 __all__ = [
     "LEAST_ROUNDED",
@@ -45,13 +47,57 @@ TILES = (
     Tile(128, 128, 8, 3, programs=128),
     Tile(128, 256, 8, 3, programs=128),
 )
-"""By tokens. The first three are near the best of a small search on an H200 with tiles of the same size in another
-order: 58 us for the four products of a Llama-3-8B layer with one token, 70 with 16, 85 with 32, 114 with 64, where
-cuBLAS in bfloat16 takes 122, 121, 121 and 128. In the present layout, and for the last one, nothing is measured."""
+"""By tokens, for what `TABLES` does not have. The first three are near the best of a small search on an H200 with tiles
+of the same size in another order. As they are, nothing is timed but the last (`TABLES`)."""
 
-MOST_FUSED = 1024
-"""Tokens above which expanding the weight, 170 us for such a layer, is expected to cost less than decoding it for each
-tile of tokens. Not measured."""
+Table = dict[tuple[int, int], tuple[tuple[int, RingConfig | Tile | None], ...]]
+
+TABLES: dict[str, Table] = {
+    "NVIDIA H200": {
+        (6144, 4096): (
+            (8, RingConfig(64, 8, 8, splits=4)),  # 9.2 us, bf16 12.2
+            (16, RingConfig(64, 16, 8, splits=4)),  # 9.9 us, 15.6
+            (32, RingConfig(64, 32, 4, splits=4)),
+            (64, RingConfig(64, 64, 4, splits=2)),  # 17.0 us, 16.9
+            (128, RingConfig(64, 128, 3, splits=2, rounded=True)),  # 29.7 us, expanded first 32.3, bf16 16.5
+            (256, None),  # 38.6 us, 46.4 without, bf16 20.4
+        ),
+        (4096, 4096): (
+            (8, RingConfig(64, 8, 8, splits=8)),  # 6.2 us, bf16 8.9
+            (16, RingConfig(64, 16, 8, splits=4)),  # 8.2 us, 9.8
+            (32, RingConfig(64, 32, 4, splits=4)),
+            (64, RingConfig(64, 64, 4, splits=4)),  # 14.4 us, 12.7
+            (256, None),  # 24.7 us at 128, bf16 13.4; 25.9 at 256, 16.4
+        ),
+        (28672, 4096): (
+            (8, RingConfig(64, 8, 4, splits=4)),  # 22.7 us, bf16 53.4
+            (16, RingConfig(64, 16, 8)),  # 28.7 us, 57.0
+            (32, RingConfig(64, 32, 4)),
+            (64, RingConfig(64, 64, 4)),  # 38.9 us, 59.4
+            (128, RingConfig(128, 128, 3, rounded=True)),  # 84.6 us, expanded first 146, bf16 64.4
+            (256, Tile(128, 256, 8, 3)),  # 152 us, as a ring 165, expanded first 173, bf16 92.6
+        ),
+        (4096, 14336): (
+            (8, RingConfig(64, 8, 8, splits=8)),  # 14.8 us, bf16 26.9
+            (16, RingConfig(64, 16, 4, splits=8)),  # 19.8 us, 28.2
+            (32, RingConfig(64, 32, 4, splits=8)),
+            (64, RingConfig(64, 64, 4, splits=4)),  # 27.3 us, 32.2
+            (128, RingConfig(64, 128, 3, splits=2, rounded=True)),  # 51.8 us, expanded first 77.7, bf16 36.4
+            (256, Tile(128, 256, 8, 3, programs=128)),  # 76.5 us, as a ring 86.7, expanded first 86.9, bf16 47.4
+        ),
+    }
+}
+"""By device name, then by weight shape (N, K) of 4 bits in groups of 128 or more: the most tokens that a configuration
+is for, ascending; None: the weight is expanded first. Figures are of one token, 16, 64, 128 and 256 in bfloat16 with
+scales of float16, 12 weights in turn, that of 28672 x 4096 with its gate. 17 to 32 tokens are not timed. What no entry
+covers has a tile of `TILES`.
+
+The four products of a layer take 53 us with one token, 67 with 16 and 98 with 64, where those of bfloat16 take 101,
+111 and 121, and reading the words takes 27. From 65 tokens on they are slower than these: each block reads all tokens,
+which is more than its words. At 512 tokens all four take less time expanded."""
+
+MOST_FUSED = 256
+"""Tokens above which the weight is expanded first, which takes 170 us for the four weights of such a layer."""
 
 LEAST_ROUNDED = 128
 """Tokens of a tile from which on the weight's numbers are rounded to x's type, as an expanded weight's are: to scale
@@ -288,18 +334,16 @@ def linear_packed(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *
     check_out(x, n, out)
     rows = _rows(x, weight)
     into = None if out is None else out.view(-1, n)
-    if _fused(rows):
-        y = multiply(rows, weight, bias, choose_tile(TILES, len(rows)), out=into)
-    else:
+    y = _decoded(rows, weight, bias, gated=False, out=into)
+    if y is None:
         y = linear(rows, _expanded(weight, x.dtype), bias, out=into)
     return y.view(*x.shape[:-1], n) if out is None else out
 
 
 def linear_packed_silu_mul(x: Tensor, weight: PackedWeight) -> Tensor:
     rows = _rows(x, weight)
-    if _fused(rows):
-        y = multiply(rows, weight, None, choose_tile(TILES, len(rows)), gated=True)
-    else:
+    y = _decoded(rows, weight, None, gated=True)
+    if y is None:
         y = linear_silu_mul(rows, _expanded(weight, x.dtype))
     return y.view(*x.shape[:-1], weight.out_features // 2)
 
@@ -310,8 +354,31 @@ def _rows(x: Tensor, weight: PackedWeight) -> Tensor:
     return rows.contiguous() if weight.order is None else rows.index_select(1, weight.order)
 
 
-def _fused(rows: Tensor) -> bool:
-    return 0 < len(rows) <= MOST_FUSED and rows.dtype.itemsize == 2
+def _decoded(
+    rows: Tensor, weight: PackedWeight, bias: Tensor | None, *, gated: bool, out: Tensor | None = None
+) -> Tensor | None:
+    """Return the product, with its gate, by a kernel that decodes the weight; None where it is to be expanded first."""
+    tokens = len(rows)
+    if not 0 < tokens <= MOST_FUSED or rows.dtype.itemsize != 2:
+        return None
+    table = _table(rows.device)
+    if table:
+        from asyncllm.kernels.triton.linear.hopper_packed import fits, ring
+
+        entries = table.get((weight.out_features, weight.in_features), ()) if fits(rows, weight) else ()
+        for most, config in entries:
+            if tokens <= most:
+                if config is None:
+                    return None
+                if isinstance(config, RingConfig):
+                    return ring(rows, weight, bias, config, gated=gated, out=out)
+                return multiply(rows, weight, bias, config, gated=gated, out=out)
+    return multiply(rows, weight, bias, choose_tile(TILES, tokens), gated=gated, out=out)
+
+
+@cache
+def _table(device: torch.device) -> Table:
+    return TABLES.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
 
 
 def _expanded(weight: PackedWeight, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ from asyncllm.kernels.triton.activation import apply_gate
 from asyncllm.kernels.triton.counters import NUM_COUNTERS, zero_counters
 from asyncllm.kernels.triton.language import round_to
 
-__all__ = ["Tile", "choose_tile", "finish", "rows_of", "split"]
+__all__ = ["RingConfig", "Tile", "choose_tile", "finish", "rows_of", "split"]
 
 _MAX_SPLITS = 8
 
@@ -31,6 +31,16 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     programs: int = 1
+
+
+class RingConfig(NamedTuple):
+    """Tile of `hopper_packed.ring_kernel`: `rows` (64 or 128) of the weight, or gate and up rows each, by `tokens`."""
+
+    rows: int
+    tokens: int
+    stages: int
+    splits: int = 1
+    rounded: bool = False
 
 
 def choose_tile(tiles: Sequence[Tile], tokens: int) -> Tile:

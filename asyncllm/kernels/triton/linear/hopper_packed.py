@@ -1,0 +1,344 @@
+"""Products with weights of 4 bits for Hopper, in Gluon: decoded in registers, on the way from the ring to the tensor
+cores.
+
+As in `linear.narrow` a block has a ring of STAGES in shared memory, which TMA fills: a stage has one chunk, 128 input
+features, of ROWS rows of words and of all its tokens; and it asks for words before it waits for the kernel before. The
+words are read in the layout of the tensor cores' first operand, so that a shift and a mask of them are that operand,
+and nothing goes through shared memory again. The products of a chunk run while the next run of 32 features is decoded.
+
+What a block's chunks are scaled by and their zero points lie in a table in shared memory, which is filled before the
+wait: no kernel writes weights. Sums over a chunk are scaled, or with ROUNDED, for many tokens, the weight's numbers,
+which are rounded to the tokens' type: then there is one set of sums, and none is scaled.
+
+With GATED a block has ROWS gate rows and the ROWS up rows that belong to them, and stores silu(gate) * up. Splits are
+added up as in `linear.narrow`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from asyncllm.kernels.packed import PackedWeight
+from asyncllm.kernels.triton.activation import apply_gate
+from asyncllm.kernels.triton.counters import NUM_COUNTERS, zero_counters
+from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
+from asyncllm.kernels.triton.launch import Configured, TensorMap, fits_tensor_map
+from asyncllm.kernels.triton.linear.hopper import next_stage, synchronize
+from asyncllm.kernels.triton.linear.tiles import RingConfig
+
+__all__ = ["CHUNK", "LINES", "compile_options", "fits", "ring", "ring_kernel"]
+
+CHUNK = 128
+"""Input features of a stage: four runs of 32."""
+
+LINES = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+"""How runs of 32 words or tokens' features lie in shared memory."""
+
+
+@gluon.jit
+def _fetch_words(words, row, up, memory, full, stage, chunk, out_size, GATED: gl.constexpr):
+    HALVES: gl.constexpr = 2 if GATED else 1
+    tma.async_copy_global_to_shared(words, [chunk * out_size + row, 0], full.index(stage), memory.index(stage * HALVES))
+    if GATED:
+        tma.async_copy_global_to_shared(
+            words, [chunk * out_size + up, 0], full.index(stage), memory.index(stage * HALVES + 1)
+        )
+
+
+@gluon.jit
+def _fetch_tokens(x, token, memory, full, stage, chunk):
+    for run in gl.static_range(4):
+        tma.async_copy_global_to_shared(
+            x, [token, chunk * 128 + run * 32], full.index(stage), memory.index(stage * 4 + run)
+        )
+
+
+@gluon.jit
+def _nibbles(words, magic, INDEX: gl.constexpr):
+    """As `linear.packed._nibbles`."""
+    if INDEX == 0:
+        return gl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x000f000f, $2, 0xea;", "=r,r,r", [words, magic], gl.int16, True, 2
+        )
+    elif INDEX == 1:
+        return gl.inline_asm_elementwise(
+            "{.reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000f000f, $2, 0xea;}",
+            "=r,r,r", [words, magic], gl.int16, True, 2,
+        )  # fmt: skip
+    elif INDEX == 2:
+        return gl.inline_asm_elementwise(
+            "{.reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000f000f, $2, 0xea;}",
+            "=r,r,r", [words, magic], gl.int16, True, 2,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            "{.reg .b32 t; shr.u32 t, $1, 12; lop3.b32 $0, t, 0x000f000f, $2, 0xea;}",
+            "=r,r,r", [words, magic], gl.int16, True, 2,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _decode(words, magic, shifted, scales, INDEX: gl.constexpr, dtype: gl.constexpr, ROUNDED: gl.constexpr):
+    """words and shifted int16 [R, 32], scales [R, 32] -> the weight's numbers of run INDEX, of `dtype`."""
+    codes = _nibbles(words, magic, INDEX)
+    if dtype == gl.bfloat16:
+        bits = gl.inline_asm_elementwise("sub.rn.bf16x2 $0, $1, $2;", "=r,r,r", [codes, shifted], gl.int16, True, 2)
+    else:
+        bits = gl.inline_asm_elementwise("sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [codes, shifted], gl.int16, True, 2)
+    values = bits.to(dtype, bitcast=True)
+    if ROUNDED:
+        values = (values.to(gl.float32) * scales).to(dtype)
+    return values
+
+
+@gluon.jit
+def _add_chunk(
+    acc, weights, tokens, scales, shifted, magic, nothing, stage, place, own, dtype: gl.constexpr, ROUNDED: gl.constexpr
+):  # fmt: skip
+    """acc plus the products of the words at `place` of the ring and a stage's tokens; `own`: their line of the
+    table."""
+    ACC: gl.constexpr = acc.type.layout
+    DOT: gl.constexpr = magic.type.layout
+    found = weights.index(place).load(DOT)
+    less = shifted.index(own).load(gl.SliceLayout(1, DOT))[:, None] + nothing
+    factors = scales.index(own).load(gl.SliceLayout(1, DOT)).to(gl.float32)[:, None] if ROUNDED else 0.0
+    a = _decode(found, magic, less, factors, 0, dtype, ROUNDED)
+    total = warpgroup_mma(a, tokens.index(stage * 4).permute((1, 0)), acc, use_acc=ROUNDED, is_async=True)
+    b = _decode(found, magic, less, factors, 1, dtype, ROUNDED)
+    total = warpgroup_mma(b, tokens.index(stage * 4 + 1).permute((1, 0)), total, is_async=True)
+    if ROUNDED:
+        # The sums take so many registers that there are none for four operands.
+        total, a = warpgroup_mma_wait(1, deps=(total, a))
+    c = _decode(found, magic, less, factors, 2, dtype, ROUNDED)
+    total = warpgroup_mma(c, tokens.index(stage * 4 + 2).permute((1, 0)), total, is_async=True)
+    if ROUNDED:
+        total, b = warpgroup_mma_wait(1, deps=(total, b))
+    d = _decode(found, magic, less, factors, 3, dtype, ROUNDED)
+    total = warpgroup_mma(d, tokens.index(stage * 4 + 3).permute((1, 0)), total, is_async=True)
+    if ROUNDED:
+        total, c, d = warpgroup_mma_wait(0, deps=(total, c, d))
+    else:
+        total, a, b, c, d = warpgroup_mma_wait(0, deps=(total, a, b, c, d))
+    if not ROUNDED:
+        total = acc + total * scales.index(own).load(gl.SliceLayout(1, ACC)).to(gl.float32)[:, None]
+    return total
+
+
+@gluon.jit
+def _fill_table(
+    scales_ptr, zeros_ptr, scales, shifted, row, begin, end, out_size,
+    K: gl.constexpr, GROUP: gl.constexpr, CHUNKS: gl.constexpr, ROWS: gl.constexpr, dtype: gl.constexpr,
+    HALVES: gl.constexpr,
+):  # fmt: skip
+    """Bring the scales of chunks begin to end, and what is subtracted from their codes, to shared memory."""
+    GROUPS: gl.constexpr = 1 if GROUP >= K else K // GROUP
+    BIAS: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    place = gl.arange(0, CHUNKS * HALVES * ROWS, layout=FLAT)
+    chunk = begin + place // (HALVES * ROWS)
+    own = row + place % ROWS
+    group = gl.minimum(chunk * 128 // GROUP, GROUPS - 1)
+    mask = (chunk < end) & (own < out_size // HALVES)
+    if HALVES == 2:
+        own += place // ROWS % 2 * (out_size // 2)
+    found = gl.load(scales_ptr + group * out_size + own, mask=mask, other=0.0)
+    zeros = gl.load(zeros_ptr + group * out_size + own, mask=mask, other=0)
+    scales._reinterpret(scales.dtype, [CHUNKS * HALVES * ROWS], PLAIN).store(found)
+    bits = (zeros.to(gl.float32) + BIAS).to(dtype).to(gl.int16, bitcast=True)
+    shifted._reinterpret(gl.int16, [CHUNKS * HALVES * ROWS], PLAIN).store(bits)
+
+
+@gluon.jit
+def _finish(acc, up, out_ptr, bias_ptr, row, token, num_tokens, out_size, dtype: gl.constexpr,
+            HAS_BIAS: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
+    """acc [ROWS, TOKENS] float32, plus the bias -> out [num_tokens, out_size]; with GATED silu(acc) * up."""
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    if HAS_BIAS:
+        own = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout))
+        acc += gl.load(bias_ptr + own, mask=own < out_size, other=0.0).to(gl.float32)[:, None]
+    if GATED:
+        rounded = apply_gate(acc.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), dtype, False)
+    else:
+        rounded = acc.to(dtype)
+    # A thread stores eight results of one token at once.
+    STORED: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
+    results = gl.convert_layout(rounded, STORED)
+    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))[:, None]
+    tokens = token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORED))[None, :]
+    gl.store(out_ptr + tokens * out_size + rows, results, mask=(tokens < num_tokens) & (rows < out_size))
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "out_size"])
+def ring_kernel(
+    x, words, out_ptr, bias_ptr, scales_ptr, zeros_ptr, partial_ptr, counter_ptr, num_tokens, out_size,
+    K: gl.constexpr, GROUP: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
+    ROUNDED: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr, USE_PDL: gl.constexpr,
+):  # fmt: skip
+    """x [num_tokens, K] and words [C * N, 32] are tensor descriptors of 16-bit numbers in blocks of [TOKENS, 32] and
+    [ROWS, 32]; scales and zeros [G, N], GROUP a multiple of 128 or at least K; N is out_size, or twice that with GATED;
+    out [num_tokens, out_size].
+
+    A block has up to CHUNKS chunks, a power of two. partial: float32 [tiles, SPLITS, 1 or 2, ROWS, TOKENS]. counter:
+    int32 [tiles], zero before and after.
+    """
+    dtype: gl.constexpr = x.dtype
+    TOKENS: gl.constexpr = x.block_type.shape[0]
+    ROWS: gl.constexpr = words.block_type.shape[0]
+    HALVES: gl.constexpr = 2 if GATED else 1
+    STEPS: gl.constexpr = (K + 127) // 128
+    BYTES: gl.constexpr = (HALVES * ROWS + 4 * TOKENS) * 32 * 2
+    MAGIC: gl.constexpr = 0x4300 if dtype == gl.bfloat16 else 0x6400
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
+    DOT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    release_consumers(USE_PDL)
+    weights = gl.allocate_shared_memory(gl.int16, [HALVES * STAGES, ROWS, 32], words.layout)
+    tokens = gl.allocate_shared_memory(dtype, [4 * STAGES, TOKENS, 32], x.layout)
+    scales = gl.allocate_shared_memory(scales_ptr.dtype.element_ty, [HALVES * CHUNKS, ROWS], PLAIN)
+    shifted = gl.allocate_shared_memory(gl.int16, [HALVES * CHUNKS, ROWS], PLAIN)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    fence_async_shared()
+    synchronize()
+
+    split = gl.program_id(0)
+    row = gl.program_id(1) * ROWS
+    token = gl.program_id(2) * TOKENS
+    tile = gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)
+    begin = STEPS * split // SPLITS
+    end = STEPS * (split + 1) // SPLITS
+    first = min(end - begin, STAGES)
+    whole = out_size * HALVES
+    for stage in range(first):
+        mbarrier.expect(full.index(stage), BYTES)
+        _fetch_words(words, row, row + out_size, weights, full, stage, begin + stage, whole, GATED)
+    _fill_table(scales_ptr, zeros_ptr, scales, shifted, row, begin, end, whole, K, GROUP, CHUNKS, ROWS, dtype, HALVES)
+    wait_for_producers(USE_PDL)
+    for stage in range(first):
+        _fetch_tokens(x, token, tokens, full, stage, begin + stage)
+    synchronize()
+
+    magic = gl.full([ROWS, 32], MAGIC, gl.int16, DOT)
+    nothing = gl.zeros([ROWS, 32], gl.int16, DOT)
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
+    up = acc
+    stage = 0
+    phase = 0
+    for step in range(begin, end):
+        own = (step - begin) * HALVES
+        mbarrier.wait(full.index(stage), phase)
+        acc = _add_chunk(
+            acc, weights, tokens, scales, shifted, magic, nothing, stage, stage * HALVES, own, dtype, ROUNDED
+        )
+        if GATED:
+            up = _add_chunk(
+                up, weights, tokens, scales, shifted, magic, nothing, stage, stage * 2 + 1, own + 1, dtype, ROUNDED
+            )
+        coming = step + STAGES
+        if coming < end:
+            # All warps have read the stage.
+            synchronize()
+            mbarrier.expect(full.index(stage), BYTES)
+            _fetch_words(words, row, row + out_size, weights, full, stage, coming, whole, GATED)
+            _fetch_tokens(x, token, tokens, full, stage, coming)
+        stage, phase = next_stage(stage, phase, STAGES)
+
+    if SPLITS == 1:
+        _finish(acc, up, out_ptr, bias_ptr, row, token, num_tokens, out_size, dtype, HAS_BIAS, GATED)
+    else:
+        TILE: gl.constexpr = ROWS * TOKENS
+        r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))[:, None]
+        c = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, ACC))[None, :]
+        sums = partial_ptr + tile * (SPLITS * HALVES * TILE) + r * TOKENS + c
+        gl.store(sums + split * (HALVES * TILE), acc)
+        if GATED:
+            gl.store(sums + split * (HALVES * TILE) + TILE, up)
+        # All threads have stored before one of them counts.
+        synchronize()
+        arrived = gl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        synchronize()
+        if arrived == SPLITS - 1:
+            total = gl.load(sums, cache_modifier=".cg")
+            total_up = total
+            if GATED:
+                total_up = gl.load(sums + TILE, cache_modifier=".cg")
+            for other in gl.static_range(1, SPLITS):
+                total += gl.load(sums + other * (HALVES * TILE), cache_modifier=".cg")
+                if GATED:
+                    total_up += gl.load(sums + other * (HALVES * TILE) + TILE, cache_modifier=".cg")
+            _finish(total, total_up, out_ptr, bias_ptr, row, token, num_tokens, out_size, dtype, HAS_BIAS, GATED)
+            gl.store(counter_ptr + tile, 0)
+
+
+def fits(x: Tensor, weight: PackedWeight) -> bool:
+    """Return whether the kernel can multiply x [T, K] by the weight: of 4 bits, with groups of whole chunks."""
+    whole_chunks = weight.group_size % CHUNK == 0 or weight.group_size >= weight.in_features
+    return weight.bits == 4 and whole_chunks and weight.out_features % 16 == 0 and fits_tensor_map(x)
+
+
+def compile_options(config: RingConfig, in_size: int, group_size: int, *, gated: bool, bias: bool) -> dict[str, Any]:
+    """Constexprs (but for USE_PDL) and launch options."""
+    chunks = -(-in_size // CHUNK)
+    return {
+        "K": in_size,
+        "GROUP": group_size,
+        "CHUNKS": 1 << (-(-chunks // config.splits) - 1).bit_length(),
+        "STAGES": config.stages,
+        "SPLITS": config.splits,
+        "ROUNDED": config.rounded,
+        "GATED": gated,
+        "HAS_BIAS": bias,
+        "num_warps": config.rows // 16,
+    }
+
+
+def ring(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    config: RingConfig,
+    *,
+    gated: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x [T, K], contiguous and in the weight's order -> [T, N], `out` if given; with `gated` silu(gate) * up [T, N / 2]
+    of a weight without a bias."""
+    tokens, k = x.shape
+    n = weight.out_features // 2 if gated else weight.out_features
+    assert weight.zeros is not None, "products of e2m1 are those of experts"
+    if out is None:
+        out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+    rows, token_tiles = -(-n // config.rows), -(-tokens // config.tokens)
+    partial = counters = out
+    if config.splits > 1:
+        assert rows * token_tiles <= NUM_COUNTERS, "more tiles than there are counters"
+        numbers = config.splits * rows * token_tiles * config.rows * config.tokens * (2 if gated else 1)
+        partial = torch.empty(numbers, dtype=torch.float32, device=x.device)
+        counters = zero_counters(x.device)
+    maps = (TensorMap(x, (config.tokens, 32), LINES), TensorMap(weight.words.view(-1, 32), (config.rows, 32), LINES))
+    tensors = (out, out if bias is None else bias, weight.scales, weight.zeros, partial, counters)
+    configured = _configured(config, k, weight.group_size, gated, bias is not None)
+    configured((config.splits, rows, token_tiles), tensors, (tokens, n), maps)
+    return out
+
+
+@functools.cache
+def _configured(config: RingConfig, in_size: int, group_size: int, gated: bool, bias: bool) -> Configured:
+    return Configured(ring_kernel, **compile_options(config, in_size, group_size, gated=gated, bias=bias))
