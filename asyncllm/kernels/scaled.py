@@ -121,9 +121,17 @@ def round_rows(x: Tensor, rounding: Rounding) -> RoundedRows:
 
 
 def _rounded(x: Tensor, rounding: Rounding) -> RoundedRows:
-    rounded = [round_codes(part, rounding.dtype, rounding.scale) for part in _groups(x.float(), rounding)]
-    scales = torch.cat([scale.expand(len(x), 1) for _, scale in rounded], 1)
-    return RoundedRows(torch.cat([codes for codes, _ in rounded], 1), scales, x.dtype)
+    largest = LARGEST[rounding.dtype]
+    codes, scales = [], []
+    for part in _groups(x.float(), rounding):
+        scale = rounding.scale
+        if scale is None:
+            scale = part.abs().amax(-1, keepdim=True).clamp(min=1e-12) / largest
+        # A product is one operation where a division is many.
+        code = (part * scale.reciprocal()).clamp(-largest, largest)
+        codes.append((code.round() if rounding.dtype == torch.int8 else code).to(rounding.dtype))
+        scales.append(scale.expand(len(x), 1))
+    return RoundedRows(torch.cat(codes, 1), torch.cat(scales, 1), x.dtype)
 
 
 @op("linear.scaled_experts:scaled_experts")
@@ -140,8 +148,8 @@ def scaled_experts(x: Tensor, gate_up: ScaledWeight, down: ScaledWeight, weights
 
 
 def round_codes(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """rows [T, K] float32 -> codes of `dtype` [T, K] and scales float32 [T, 1], or [1] if given: code * scale is the
-    nearest there is, to even."""
+    """Rows of a weight [N, K] float32 -> codes of `dtype` [N, K] and scales float32 [N, 1], or those given: code *
+    scale is the nearest there is, to even."""
     largest = LARGEST[dtype]
     if scale is None:
         scale = rows.abs().amax(-1, keepdim=True).clamp(min=1e-12) / largest

@@ -287,6 +287,14 @@ class LinearMethod(ABC):
         """Whether the parts of a filled layer may be given anew, one by one."""
         return True
 
+    @property
+    def together(self) -> bool:
+        """Whether they may, but each part's tensors only all at once."""
+        return False
+
+    def check(self, suffix: str, tensor: Tensor) -> None:  # noqa: B027 - plain numbers are all right
+        """Raise InvalidCheckpoint for numbers that `load_part` would refuse, before a filled layer is given any."""
+
     def stored(self, suffix: str) -> Stored:
         """As `Weighted.stored`: floats, the output features first, unless a method says otherwise."""
         return FLOATS

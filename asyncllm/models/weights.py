@@ -39,6 +39,7 @@ from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedMode
 from asyncllm.layers.linear_method import FLOATS, PartKey, Stored, Weighted
 from asyncllm.models.checkpoint import Checkpoint, TensorEntry
 from asyncllm.models.fused import LAYOUTS, STACKS, Stack
+from asyncllm.models.name_tree import PLACEHOLDER, tree_of, walk
 from asyncllm.models.stream import DTYPES, stream
 
 __all__ = [
@@ -56,8 +57,6 @@ __all__ = [
 
 logger = logging.getLogger("asyncllm")
 
-_Tree = dict[str | None, Any]
-
 _FORMAT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _IN_MEMORY = "update_weights"
@@ -72,8 +71,6 @@ _MAX_REFUSED = 5
 _ROTARY_BUFFER = re.compile(r"(?:.+\.)?(?:rotary(?:_pos)?_emb\.\w+|(?:\w+_)?inv_freq|(?:cos|sin)_cached?)")
 """Names of frequencies, cosines and sines that older checkpoints store, and config.json determines."""
 
-_PLACEHOLDER = re.compile(r"\{([a-z]\w*)\}")
-_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 _TARGET = re.compile(
     r"(?P<module>[^\[\]:]+)(?::(?P<suffix>\w+))?"
     r"(?:\[(?:(?P<parts>\w+(?:\+\w+)*)(?::(?P<layout>\w+))?(?:,\{(?P<index>\w+)\})?"
@@ -140,7 +137,7 @@ class _Row:
         match = _TARGET.fullmatch(target)
         if match is None:
             raise ValueError(f"weight table: {target!r} is not of the form module[part,{{index}}]")
-        unbound = set(_PLACEHOLDER.findall(target)) - set(_PLACEHOLDER.findall(pattern))
+        unbound = set(PLACEHOLDER.findall(target)) - set(PLACEHOLDER.findall(pattern))
         if unbound:
             raise ValueError(f"weight table: {target!r} uses {sorted(unbound)}, which {pattern!r} does not bind")
         parts, layout, index = match["parts"], match["layout"] or match["whole"], match["index"] or match["alone"]
@@ -166,9 +163,9 @@ class WeightMap:
         self._rows = MappingProxyType(dict(rows))
         self._ignored = tuple(dict.fromkeys(ignored))
         self._aside = tuple(dict.fromkeys(aside))
-        self._modules = _tree((pattern, True) for pattern in self._aside)
-        self._tree = _tree((pattern, _Row.parse(pattern, target)) for pattern, target in self._rows.items())
-        self._names = _tree((pattern, True) for pattern in self._ignored)
+        self._modules = tree_of((pattern, True) for pattern in self._aside)
+        self._tree = tree_of((pattern, _Row.parse(pattern, target)) for pattern, target in self._rows.items())
+        self._names = tree_of((pattern, True) for pattern in self._ignored)
 
     @property
     def rows(self) -> Mapping[str, str]:
@@ -214,7 +211,7 @@ class WeightMap:
     def module_aside(self, name: str) -> str | None:
         """Return the module that is left out with tensor `name`; None where none is."""
         segments = name.split(".")
-        depths = [depth for depth, _, _ in _walk(self._modules, segments)]
+        depths = [depth for depth, _, _ in walk(self._modules, segments)]
         return ".".join(segments[: depths[0]]) if depths else None
 
     def resolve(self, name: str) -> Target | None:
@@ -224,12 +221,12 @@ class WeightMap:
         Raises InvalidCheckpoint when no row matches.
         """
         segments = name.split(".")
-        ignored = any(depth == len(segments) for depth, _, _ in _walk(self._names, segments))
+        ignored = any(depth == len(segments) for depth, _, _ in walk(self._names, segments))
         if ignored or self.module_aside(name) or _ROTARY_BUFFER.fullmatch(name):
             return None
         found = [
             match
-            for match in _walk(self._tree, segments)
+            for match in walk(self._tree, segments)
             if (match[0] == len(segments)) == (match[1].suffix is not None) and all(segments)
         ]
         if not found:
@@ -239,7 +236,7 @@ class WeightMap:
             )
         depth, row, numbers = max(found, key=lambda match: match[0])
         suffix = row.suffix or ".".join(segments[depth:])
-        module = _PLACEHOLDER.sub(lambda match: str(numbers[match[1]]), row.module)
+        module = PLACEHOLDER.sub(lambda match: str(numbers[match[1]]), row.module)
         index = None if row.index is None else numbers[row.index]
         return Target(module, tuple((suffix, part, index) for part in row.parts), row.layout)
 
@@ -308,6 +305,28 @@ class LoadPlan:
         target = self._table.resolve(name)
         owner = None if target is None else self._owners.get(target.module)
         return target.module if target and isinstance(owner, Weighted) and not owner.method.replaceable else None
+
+    def check(self, name: str, tensor: Tensor) -> None:
+        """Raise InvalidCheckpoint for numbers that `copy` would refuse."""
+        target = self.targets.get(name)
+        owner = None if target is None else self._owners[target.module]
+        if target is not None and isinstance(owner, Weighted):
+            try:
+                owner.method.check(target.keys[0][0], tensor)
+            except InvalidCheckpoint as error:
+                raise InvalidCheckpoint(f"{short(name)}: {error}") from None
+
+    def incomplete(self) -> list[str]:
+        """Return what no tensor fills of parts whose tensors have to come together, and of which some have come."""
+        begun = {(path, part, index) for path, (_, part, index) in self._filled}
+        return [
+            _describe(path, key)
+            for path, key in self.expected
+            if (path, key) not in self._filled
+            and (path, *key[1:]) in begun
+            and isinstance(owner := self._owners[path], Weighted)
+            and owner.method.together
+        ]
 
     def missing(self) -> str | None:
         """Return what no tensor fills, as the middle of a sentence; None if all is filled."""
@@ -448,6 +467,7 @@ def plan_update(
                     f"Update the other layers, or open the new checkpoint."
                 )
             plan.add(_offer(name, tensor))
+            plan.check(name, tensor)
         except (InvalidCheckpoint, UnsupportedModel) as error:
             refused.append(str(error))
     if refused:
@@ -457,6 +477,13 @@ def plan_update(
             "weights",
         )
     _check_tied(plan, tensors, table)
+    incomplete = plan.incomplete()
+    if incomplete:
+        raise InvalidParameter(
+            f"No weight was changed: {', '.join(incomplete[:5])}{', ...' if len(incomplete) > 5 else ''} is missing, "
+            f"and the tensors of a quantized weight make sense only together. Pass all of them.",
+            "weights",
+        )
     missing = plan.missing() if whole else None
     if missing is not None:
         raise InvalidParameter(
@@ -555,41 +582,3 @@ def _describe(path: str, key: PartKey) -> str:
     suffix, part, index = key
     inner = ",".join(str(item) for item in (part, index) if item is not None)
     return f"{path}.{suffix}[{inner}]" if inner else f"{path}.{suffix}"
-
-
-def _tree(patterns: Iterable[tuple[str, Any]]) -> _Tree:
-    """Patterns as nested dicts by segment: None stands for a number, and "" holds (value, placeholder names)."""
-    root: _Tree = {}
-    for pattern, value in patterns:
-        node = root
-        names: list[str] = []
-        for segment in pattern.split("."):
-            key: str | None = segment
-            placeholder = _PLACEHOLDER.fullmatch(segment)
-            if not segment or (placeholder is None and "{" in segment):
-                raise ValueError(f"weight table: {pattern!r} is not a dotted name with {{i}} placeholders")
-            if placeholder is not None:
-                names.append(placeholder[1])
-                key = None
-            node = node.setdefault(key, {})
-        if "" in node or len(set(names)) < len(names):
-            raise ValueError(f"weight table: {pattern!r} is ambiguous")
-        node[""] = (value, tuple(names))
-    return root
-
-
-def _walk(tree: _Tree, segments: list[str]) -> list[tuple[int, Any, dict[str, int]]]:
-    """Return every pattern that matches the first segments: (how many segments, its value, the placeholders'
-    numbers)."""
-    found = []
-    states: list[tuple[_Tree, tuple[int, ...]]] = [(tree, ())]
-    for depth, segment in enumerate(segments, start=1):
-        following = [(node[segment], numbers) for node, numbers in states if segment and segment in node]
-        if _INDEX.fullmatch(segment):
-            following += [(node[None], (*numbers, int(segment))) for node, numbers in states if None in node]
-        for node, numbers in following:
-            if "" in node:
-                value, names = node[""]
-                found.append((depth, value, dict(zip(names, numbers, strict=True))))
-        states = following
-    return found

@@ -59,8 +59,14 @@ class Scaled(LinearMethod):
         return {"codes": self.dtype, "scales": torch.float32, "input_scale": torch.float32}
 
     @property
-    def replaceable(self) -> bool:
-        return self.scale is None
+    def together(self) -> bool:
+        return self.scale is not None
+
+    def check(self, suffix: str, tensor: Tensor) -> None:
+        if suffix == "input_scale":
+            _input_scale(tensor)
+        elif suffix == self.scale:
+            _checked(tensor)
 
     def stored(self, suffix: str) -> Stored:
         if suffix == "weight" and self.scale is not None:
@@ -117,10 +123,7 @@ class Scaled(LinearMethod):
         elif suffix == "weight":
             _of(own.codes, index)[rows] = tensor[taken, columns]
         elif suffix == "input_scale":
-            scale = float(_checked(tensor))
-            if not scale:
-                raise InvalidCheckpoint("a scale of 0 for activations, which cannot be divided by it")
-            own.input_scales[part] = scale
+            own.input_scales[part] = _input_scale(tensor)
             if own.input_scale is not None:
                 own.input_scale.fill_(max(own.input_scales.values()))
         else:
@@ -210,6 +213,13 @@ def scaled(dtype: torch.dtype, scale: str, tensors: Mapping[str, Header], *, blo
 def _weight(layer: Weighted) -> ScaledWeight:
     own = cast(_Layer, layer)
     return ScaledWeight(own.codes, own.scales, own.input_scale)
+
+
+def _input_scale(tensor: Tensor) -> float:
+    scale = float(_checked(tensor))
+    if not scale:
+        raise InvalidCheckpoint("a scale of 0 for activations, which cannot be divided by it")
+    return scale
 
 
 def _checked(scales: Tensor) -> Tensor:

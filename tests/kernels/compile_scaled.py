@@ -106,6 +106,7 @@ CASES = [
     *(product_case(scaled.TILES[index]) for index in (0, 2, 3)),
     product_case(scaled.TILES[3], grouped=True),
     product_case(scaled.TILES[3], integer=True),
+    product_case(scaled.WIDE, integer=True),
     product_case(scaled.TILES[0], k=4000),
     experts_case(16),
     experts_case(64, grouped=True),

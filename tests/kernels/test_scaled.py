@@ -52,9 +52,11 @@ def assert_close(actual: Tensor, wanted: Tensor, magnitude: Tensor) -> None:
 def test_the_op_is_the_product_of_its_codes(dtype: torch.dtype, grouped: bool, k: int) -> None:
     weight = scaled_weight(9, k, dtype, grouped=grouped)
     x, bias = random(2, 3, k, dtype=torch.bfloat16), random(9, seed=4, dtype=torch.bfloat16)
-    parts = x.cpu().reshape(-1, k).float().split(128 if grouped and k > 128 else k, 1)
-    rounded = [round_codes(part, dtype) for part in parts]
-    codes, scales = torch.cat([each[0].double() for each in rounded], 1), torch.cat([each[1] for each in rounded], 1)
+    rows = x.cpu().reshape(-1, k)
+    codes, scales, _ = kernels.round_rows.reference(rows, weight.rounding)  # type: ignore[attr-defined]
+    spread = scales.repeat_interleave(128 if scales.shape[1] > 1 else k, 1)[:, :k]
+    step = spread if dtype == INT8 else rows.float().abs() / 8 + spread / 2**6
+    assert ((codes.float() * spread - rows.float()).abs() <= step * 0.5001).all()
     wanted, magnitude = expected(codes, scales, weight)
     y = kernels.linear_scaled(x, weight, bias)
     assert_close(y.reshape(-1, 9), wanted + bias.cpu().double(), magnitude)
@@ -84,7 +86,7 @@ def test_rounded_rows_are_those_of_the_reference(dtype: torch.dtype, grouped: bo
     assert kind == x_type
     size = 128 if grouped else 300
     for group, part in enumerate(x.cpu().float().split(size, 1)):
-        wanted, own = round_codes(part, dtype)
+        wanted, own, _ = kernels.round_rows.reference(part, Rounding(dtype))  # type: ignore[attr-defined]
         torch.testing.assert_close(scales[:, group].cpu(), own[:, 0], rtol=1e-6, atol=0)
         found = codes[:, group * size :][:, :size].cpu().float()
         # A division that is rounded otherwise may lead to the neighbour.
@@ -196,6 +198,7 @@ def test_what_multiplies_is_chosen_by_rows_and_shape(monkeypatch: pytest.MonkeyP
     assert chosen(100, x=torch.float16) == TILES[3]
     assert [chosen(tokens, n=72) for tokens in (1, 100)] == [TILES[0], TILES[3]]
     assert [chosen(tokens, grouped=True) for tokens in (1, 100)] == [TILES[0], TILES[3]]
+    assert [chosen(tokens, INT8, n=128 * 66) for tokens in (128, 256, 257)] == [TILES[3], TILES[3], launchers.WIDE]
     assert [chosen(tokens, n=80) for tokens in (64, 65)] == [TILES[2], LIBRARY]
 
 

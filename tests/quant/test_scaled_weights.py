@@ -283,7 +283,24 @@ def test_weights_that_were_rounded_here_can_be_replaced(tmp_path: Path) -> None:
     assert torch.equal(logits_of(model), logits_of(expected))
 
 
-def test_those_of_a_quantized_file_cannot(dense: Path, tmp_path: Path) -> None:
-    model = open_cpu(write(dense, tmp_path / "model", FORMATS["fp8-block"]))
-    with pytest.raises(InvalidParameter, match="whose weight is quantized"):
-        plan_update(model, {f"{DOWN_0}.weight": torch.zeros(256, 384)}, model.weight_map)
+@pytest.mark.parametrize("name", ["fp8-block", "smooth-int8", "compressed-fp8-tensor-static"])
+def test_a_weight_comes_with_its_scales(name: str, dense: Path, tmp_path: Path) -> None:
+    from asyncllm.models.checkpoint import Checkpoint
+
+    model = open_cpu(write(dense, tmp_path / "model", FORMATS[name]))
+    before = logits_of(model)
+    other = build_checkpoint("llama", tmp_path / "dense", seed=1, mlp_bias=False, **SIZES)
+    folder = write(other, tmp_path / "other", FORMATS[name])
+    given = {key: tensor.clone() for key, tensor in Checkpoint.open(folder).read()}
+    weight = f"{DOWN_0}.weight"
+    scales = [key for key in given if key.startswith(DOWN_0) and key != weight]
+    for tensors, match in (
+        ({weight: given[weight]}, "only together"),
+        ({key: given[key] for key in scales}, "only together"),
+        ({weight: given[weight], **{key: given[key] * torch.nan for key in scales}}, "not all finite"),
+    ):
+        with pytest.raises(InvalidParameter, match=match):
+            plan_update(model, tensors, model.weight_map)
+    assert torch.equal(logits_of(model), before)
+    plan_update(model, given, model.weight_map)()
+    assert torch.equal(logits_of(model), logits_of(open_cpu(folder)))

@@ -35,29 +35,28 @@ COLUMNS = 1024
 
 @triton.jit
 def _scale_of(x, input_scale_ptr, LARGEST_CODE: tl.constexpr, STATIC: tl.constexpr):
-    """x [ROWS, GROUPS, WIDTH] float32 -> scales [ROWS, GROUPS]; one group with NaN has it for a scale."""
+    """x [ROWS, GROUPS, WIDTH] float32 -> scales [ROWS, GROUPS]; that of a group with NaN is infinite."""
     if STATIC:
         return tl.zeros([x.shape[0], x.shape[1]], tl.float32) + tl.load(input_scale_ptr)
     else:
-        magnitude = tl.abs(x)
         # A maximum may pass over NaN.
-        found = tl.max(tl.where(magnitude == magnitude, magnitude, 0.0), 2)
-        found = tl.where(tl.max((magnitude != magnitude).to(tl.int32), 2) > 0, float("nan"), found)
+        found = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 2)
         return tl.div_rn(tl.where(found < 1e-12, 1e-12, found), LARGEST_CODE)
 
 
 @triton.jit
-def _code_of(x, scale, LARGEST_CODE: tl.constexpr, INTEGER: tl.constexpr):
-    """x float32 -> the byte of its code."""
-    divided = tl.div_rn(x, scale)
-    clipped = tl.where(divided > LARGEST_CODE, LARGEST_CODE, tl.where(divided < -LARGEST_CODE, -LARGEST_CODE, divided))
+def _code_of(x, per_scale, LARGEST_CODE: tl.constexpr, INTEGER: tl.constexpr):
+    """x float32, and one by its scale -> the byte of its code."""
+    code = x * per_scale
+    if not INTEGER and not INTERPRET:
+        # To nearest even, and to the largest number where it is beyond.
+        return code.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    clipped = tl.where(code > LARGEST_CODE, LARGEST_CODE, tl.where(code < -LARGEST_CODE, -LARGEST_CODE, code))
     if INTEGER:
         # What is not a number is in the scale.
         return nearest_integer(tl.where(clipped == clipped, clipped, 0.0)).to(tl.int8)
-    elif INTERPRET:
-        return e4m3_bits(clipped)
     else:
-        return clipped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return e4m3_bits(clipped)
 
 
 @triton.jit
@@ -72,7 +71,8 @@ def _store_rounded(
     ALL: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH
     grouped = tl.reshape(x, [ROWS, GROUPS, WIDTH])
     scales = _scale_of(grouped, input_scale_ptr, LARGEST_CODE, STATIC)
-    spread = tl.reshape(tl.broadcast_to(scales[:, :, None], [ROWS, GROUPS, WIDTH]), [ROWS, GROUPS * WIDTH])
+    per_scale = tl.div_rn(tl.full([ROWS, GROUPS], 1.0, tl.float32), scales)
+    spread = tl.reshape(tl.broadcast_to(per_scale[:, :, None], [ROWS, GROUPS, WIDTH]), [ROWS, GROUPS * WIDTH])
     columns = first_group * WIDTH + tl.arange(0, GROUPS * WIDTH)
     inside = (row < rows)[:, None] & (columns < SIZE)[None, :]
     codes = _code_of(x, spread, LARGEST_CODE, INTEGER)

@@ -27,6 +27,7 @@ __all__ = [
     "LIBRARY",
     "TABLES",
     "TILES",
+    "WIDE",
     "Config",
     "choose",
     "linear_rounded",
@@ -46,6 +47,13 @@ TILES = (
 of activations and with sums left to the tensor cores: 66 us for the four products of a Llama-3-8B layer with one token,
 68 with 16, 76 with 64, where cuBLAS in bfloat16 takes 122, 121 and 128. As they are here, nothing is measured."""
 
+WIDE = Tile(128, 256, 8, 3)
+"""Of int8 where such tiles keep all multiprocessors busy: 830 us for the four products with 2,048 tokens on an H200,
+1,015 in tiles of 128 by 128. Sums of fp8 and of groups have no room for it."""
+
+_BUSY = 132
+"""Multiprocessors of an H200."""
+
 LIBRARY: Literal["library"] = "library"
 
 LIBRARY_TOKENS = 65
@@ -55,9 +63,36 @@ Config = Tile | GemvConfig | NarrowConfig | Literal["library"]
 
 Table = Mapping[tuple[int, int], tuple[tuple[int, Config], ...]]
 
-TABLES: dict[str, Table] = {}
+TABLES: dict[str, Table] = {
+    "NVIDIA H200": {
+        (6144, 4096): (
+            (16, NarrowConfig(64, 2, 5)),  # 7.8 us at 1 row, 8.1 at 16; tiles 10.3, 10.1
+            (32, NarrowConfig(64, 2, 9)),  # 10.0 us; tiles 10.0
+            (64, NarrowConfig(64, 2, 6)),  # 10.9 us; tiles 11.4; from 65 on cuBLAS: 14.2 at 128, the ring 17.4
+        ),
+        (4096, 4096): (
+            (16, NarrowConfig(64, 2, 5)),  # 6.3 and 6.7 us; tiles 8.4, 7.9
+            (32, NarrowConfig(64, 2, 9)),  # 7.6 us; tiles 8.9
+            (64, NarrowConfig(64, 2, 6)),  # 9.3 us, tiles 9.0; a layer 114.8 us, with tiles 116.0
+        ),
+        (28672, 4096): (
+            (1, NarrowConfig(256, 1, 3)),  # 31.1 us, 29.6 with 6 stages; a layer 75.2 us, with 6 stages 75.6
+            (16, NarrowConfig(128, 1, 6)),  # 32.3 us; tiles 32.9
+            (32, Tile(128, 32, 4, 4)),  # 33.3 us; the ring 34.0
+            (64, Tile(128, 64, 4, 4)),  # 34.5 us; the ring 38.8, cuBLAS 36.9
+        ),
+        (4096, 14336): (
+            (1, NarrowConfig(64, 2, 11, splits=2)),  # 16.6 us; tiles 19.2
+            (16, NarrowConfig(64, 2, 5, splits=4)),  # 17.5 us; tiles 18.7
+            (32, NarrowConfig(64, 2, 9, splits=2)),  # 18.0 us; tiles 20.7
+            (64, NarrowConfig(64, 2, 6, splits=2)),  # 20.1 us; tiles 20.9
+            (128, NarrowConfig(64, 1, 9, splits=2)),  # 27.5 us, cuBLAS 37.4; at 256 rows 42.6 and 38.3
+        ),
+    }
+}
 """By device name, then by weight shape (N, K): the most tokens that a configuration is for, ascending. What no entry
-covers goes to `TILES` and the library."""
+covers goes to `TILES` and the library. Figures are fp8, weights in turn, and those of a layer with attention to 300
+tokens a row; Triton 3.6.0, CUDA 13.0. With int8 the order is the same up to 64 rows, and figures within 5 %."""
 
 
 def choose(codes: Tensor, weight: ScaledWeight, dtype: torch.dtype) -> Config:
@@ -73,7 +108,12 @@ def choose(codes: Tensor, weight: ScaledWeight, dtype: torch.dtype) -> Config:
                 if usable:
                     return config
                 break
-    return LIBRARY if library and tokens >= LIBRARY_TOKENS else choose_tile(TILES, tokens)
+    if library and tokens >= LIBRARY_TOKENS:
+        return LIBRARY
+    wide = triton.cdiv(n, WIDE.rows) * triton.cdiv(tokens, WIDE.tokens) >= _BUSY and tokens > TILES[-1].tokens
+    if wide and codes.dtype == torch.int8 and not weight.rounding.grouped:
+        return WIDE
+    return choose_tile(TILES, tokens)
 
 
 @cache
