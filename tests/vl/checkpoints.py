@@ -113,7 +113,9 @@ def oracle_of(folder: Path) -> Callable[[Sequence[int], Sequence[Image.Image]], 
 
     @torch.inference_mode()
     def logits(ids: Sequence[int], images: Sequence[Image.Image]) -> Tensor:
-        pictures = processor(list(images), return_tensors="pt") if images else {}
+        # Of several images in one prompt, LLaVA-OneVision's are not tiled.
+        given = [list(images)] if "batch_num_images" in processor.model_input_names else list(images)
+        pictures = processor(given, return_tensors="pt") if images else {}
         inputs = torch.tensor([list(ids)])
         if "image_grid_thw" in pictures:
             pictures["mm_token_type_ids"] = (inputs == IMAGE_ID).int()

@@ -65,7 +65,10 @@ class ImageInput:
             return prompt, []  # which the check of messages refuses by place
         marked, sources = take_images(prompt)
         cutting = self._processor
-        if isinstance(cutting, CuttingProcessor) and before + len(sources) > cutting.most_cut:
+        if (
+            isinstance(cutting, CuttingProcessor)
+            and before + sum(not source.is_video for source in sources) > cutting.most_cut
+        ):
             usual = {**usual, "detail": "low"}
         images = [await self._prepared(source, usual, owner) for source in sources]
         return marked, [

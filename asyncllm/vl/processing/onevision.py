@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from asyncllm.protocol import PromptImage
+from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.clip import AnyresProcessor
 from asyncllm.vl.processing.sampling import Asked, asked_of, check_numbers, check_taken
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, resized
+from asyncllm.vl.processing.settings import PictureSettings, digest_of, is_low, refuse_options, resized
 from asyncllm.vl.video_files import Recording, open_clip
 
 __all__ = ["OneVisionProcessor"]
@@ -20,12 +22,32 @@ FRAMES = 32
 
 
 class OneVisionProcessor(AnyresProcessor):
-    """Pixels of a video are [1, frames, 3, side, side], and its tokens have one more behind them."""
+    """Pixels of a video are [1, frames, 3, side, side], and its tokens have one more behind them. So have those of each
+    of several images, which are made squares by bars of the mean colour and not tiled."""
+
+    most_cut = 1
 
     def __init__(self, settings: PictureSettings, *, video_token_id: int, **given: Any) -> None:
         """`given`: as `AnyresProcessor` takes it."""
         super().__init__(settings, **given)
         self.video_token_id = video_token_id
+
+    def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
+        refuse_options(options, "detail")
+        if not is_low(options):
+            return super().prepare(image, {})
+        loaded = load_image(image)
+        side = max(loaded.size)
+        canvas = Image.new("RGB", (side, side), self.settings.background)
+        canvas.paste(loaded, ((side - loaded.width) // 2, (side - loaded.height) // 2))
+        whole = resized(canvas, self.edge, self.edge, self.settings.resample)
+        pixels = self.settings.numbers(np.asarray(whole)[None])
+        return PromptImage(
+            length=self._patches**2 + 1,
+            digest=digest_of(pixels=pixels),
+            pixels=pixels,
+            size=(loaded.height, loaded.width),
+        )
 
     def prepare_video(self, video: Any, options: Mapping[str, Any]) -> PromptImage:
         """Show a list of frames as it is; of a file `fps` frames a second, or `num_frames` (32), from the beginning on.

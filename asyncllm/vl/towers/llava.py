@@ -118,6 +118,8 @@ class LlavaTower(VisionTower):
             squares = features.transpose(1, 2).reshape(len(features), -1, side, side)
             frames = F.interpolate(squares, (half, half), mode="bilinear")
             return torch.cat([frames.flatten(2).transpose(1, 2).flatten(0, 1), self.newline()[None]])
+        if len(features) == 1:
+            return torch.cat([features[0], self.newline()[None]])
         rows, columns = grid_of(image.size, self.config.pinpoints, self.config.encoder.image_size)
         whole, tiles = features[0], features[1:].view(rows, columns, side, side, -1)
         picture = tiles.transpose(1, 2).reshape(rows * side, columns * side, -1)
