@@ -99,7 +99,9 @@ def test_a_prompt_that_spans_chunks(ops: Any, invariant: bool) -> None:
     token = 0
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         for position in range(length - count, length):
-            wanted = expected(q[token], *pages.contexts[row], position) if length else torch.zeros(1, 1, 1)
+            wanted = (
+                expected(q[token], *pages.contexts[row], position) if length else torch.zeros(1, 1, 1, device=DEVICE)
+            )
             found = out[token : token + 1].double()
             torch.testing.assert_close(found, wanted.double().expand_as(found), atol=1e-4, rtol=1e-4)
             token += 1
