@@ -47,7 +47,8 @@ is downloaded and no other model is involved. Training saw {tokens} million fres
 ## Accuracy
 
 Share of exactly right greedy answers on held-out questions, and the same after every weight was
-multiplied by 1 + 0.05 N(0, 1); `bench/quality.py --noise 0.05` measures both. A question is held out by a
+multiplied by 1 + 0.05 N(0, 1); `bench/quality.py --noise 0.05` measures both, and with `--tools` the last
+lines: the right call, no call where none helps, and what is said to results. A question is held out by a
 hash of its content (the pair of operands, the passkey, the pair of fact and phrasing), so no paraphrase of
 it was trained on. The answers of world, follow_up, museum, small_talk and out_of_scope are learned by
 heart: there the held-out questions are unseen combinations of fact and phrasing.

@@ -57,7 +57,7 @@ def _special_tokens() -> list[str]:
     return [*_NAMED, *(f"<|reserved_{index}|>" for index in range(_RESERVED_COUNT))]
 
 
-def with_call_marks(tokenizer: Tokenizer) -> Tokenizer:
+def _with_call_marks(tokenizer: Tokenizer) -> Tokenizer:
     """Returns a tokenizer whose last reserved tokens are `CALL_MARKS`."""
     content = json.loads(tokenizer.to_str())
     reserved = [f"<|reserved_{_RESERVED_COUNT - 2 + index}|>" for index in range(2)]
@@ -102,4 +102,4 @@ def build_tokenizer(seed: int, documents: int = 30_000) -> Tokenizer:
         pair=f"{BOS} $A $B",
         special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
     )
-    return with_call_marks(tokenizer)
+    return _with_call_marks(tokenizer)

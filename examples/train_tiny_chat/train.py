@@ -27,7 +27,7 @@ from train_tiny_chat.network import Network, Shape
 from train_tiny_chat.noise import perturbed
 from train_tiny_chat.packing import Kinds, ShardStream, Tokens, pack
 from train_tiny_chat.questions import Question, quality_set
-from train_tiny_chat.tokenizer import build_tokenizer, with_call_marks
+from train_tiny_chat.tokenizer import build_tokenizer
 from train_tiny_chat.tool_conversation import ToolQuestion, tool_questions
 
 LOSS_WEIGHTS = (0.0, 0.05, 1.0, 0.3)
@@ -81,7 +81,7 @@ class Trainer:
         if arguments.start_from is None:
             self.tokenizer = build_tokenizer(arguments.seed)
         else:
-            self.tokenizer = with_call_marks(Tokenizer.from_file(str(arguments.start_from / "tokenizer.json")))
+            self.tokenizer = Tokenizer.from_file(str(arguments.start_from / "tokenizer.json"))
             self.network.load_state_dict(load_file(str(arguments.start_from / "model.safetensors")))
         self.network.to(self.device)
         if self.device.type == "cuda":

@@ -12,7 +12,7 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 EXPECTED = {
-    "agent": "called add(",
+    "agent": "4711 + 815 = 5526.",
     "async_generate": "stopped by its deadline",
     "stream_infer": "What is 17 + 25? -> ",
     "chat_session": "the fork has 3 turns, the conversation 2",

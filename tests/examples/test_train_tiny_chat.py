@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as HubTokenizer
 
+from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
 from asyncllm.locate import locate
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
@@ -20,7 +22,7 @@ from examples.train_tiny_chat.exchange import draw, held_out_by, is_held_out
 from examples.train_tiny_chat.noise import perturbed
 from examples.train_tiny_chat.questions import EASY_SKILLS, HARD_SKILLS, LONG_SKILLS, held_out, quality_set
 from examples.train_tiny_chat.stories import is_story, story_text
-from examples.train_tiny_chat.tokenizer import CALL_MARKS, CHAT_TEMPLATE, with_call_marks
+from examples.train_tiny_chat.tokenizer import CALL_MARKS, CHAT_TEMPLATE, build_tokenizer
 from examples.train_tiny_chat.tool_conversation import TOOL_SKILLS, tool_questions
 from examples.train_tiny_chat.tools import draw_tool, draw_use
 
@@ -129,12 +131,11 @@ def test_training_never_calls_what_is_held_out(held_out: bool) -> None:
 
 
 @pytest.fixture
-def template(tmp_path: Path) -> ChatTemplate:
-    """The template that training writes into its checkpoint."""
+def template() -> ChatTemplate:
+    """The bundled model's, which training has written."""
     settings = json.loads((locate("tiny-chat") / "tokenizer_config.json").read_text(encoding="utf-8"))
-    settings["chat_template"] = CHAT_TEMPLATE
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    return ChatTemplate.open(tmp_path, None)
+    assert settings["chat_template"] == CHAT_TEMPLATE
+    return ChatTemplate.open(locate("tiny-chat"), None)
 
 
 def test_conversations_with_tools_are_what_the_template_writes(template: ChatTemplate) -> None:
@@ -155,12 +156,26 @@ def test_the_template_writes_down_schemas_that_say_more_than_a_type(template: Ch
     )
 
 
-def test_marks_of_calls_are_single_tokens_that_decoding_shows() -> None:
-    old = HubTokenizer.from_file(str(locate("tiny-chat") / "tokenizer.json"))
-    tokenizer = with_call_marks(old)
+@pytest.mark.parametrize("trained", [True, False])
+def test_marks_of_calls_are_single_tokens_that_decoding_shows(trained: bool) -> None:
+    bundled = HubTokenizer.from_file(str(locate("tiny-chat") / "tokenizer.json"))
+    tokenizer = build_tokenizer(0, documents=20) if trained else bundled
     for mark in CALL_MARKS:
         ids = tokenizer.encode(mark, add_special_tokens=False).ids
-        assert len(ids) == 1
+        assert ids == [bundled.token_to_id(mark)]
         assert tokenizer.decode(ids) == mark
-    assert tokenizer.get_vocab_size() == old.get_vocab_size()
-    assert with_call_marks(tokenizer).to_str() == tokenizer.to_str()
+    assert tokenizer.get_vocab_size() == bundled.get_vocab_size()
+
+
+@pytest.mark.anyio
+async def test_the_bundled_model_calls_tools_and_says_what_they_return() -> None:
+    greedy = GenerationConfig(temperature=0.0, max_new_tokens=80)
+    right: dict[str, list[bool]] = {}
+    async with AsyncEngine("tiny-chat", EngineConfig(device_type="cpu", num_gpu_blocks=64)) as llm:
+        questions = tool_questions(2, seed=7)
+        replies = await asyncio.gather(*(llm.generate(each.messages, greedy, tools=each.tools) for each in questions))
+    for question, reply in zip(questions, replies, strict=True):
+        calls = [(call.name, call.arguments) for call in reply.tool_calls]
+        right.setdefault(question.skill, []).append(question.accepts(reply.text, calls))
+    assert sum(map(any, right.values())) == len(TOOL_SKILLS)
+    assert sum(map(sum, right.values())) >= 2 * len(TOOL_SKILLS) - 2

@@ -198,7 +198,7 @@ async def test_what_is_served_is_told(tmp_path: Path) -> None:
     assert listed.details.parameter_size.endswith("M")
     assert shown.details == listed.details
     assert shown.modelinfo[f"{listed.details.family}.context_length"] == 512
-    assert shown.capabilities == ["completion"]
+    assert shown.capabilities == ["completion", "tools"]
     assert version["version"]
     async with serving(FakeEngine(ANSWER, THINKS)) as served, client_of(served) as client:
         shown = await client.show("fake")
