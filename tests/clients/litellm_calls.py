@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from typing import Any
 
@@ -10,6 +11,9 @@ import litellm
 
 WHERE = {"api_base": os.environ["ASYNCLLM_TEST_URL"] + "/v1", "api_key": os.environ["ASYNCLLM_TEST_KEY"]}
 QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]
+NUMBER = {"type": "integer"}
+SCHEMA = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a", "b"]}
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds two numbers.", "parameters": SCHEMA}}
 litellm.telemetry = False
 
 
@@ -35,6 +39,19 @@ async def not_blocking(asked: dict[str, Any]) -> None:
     assert "42" in text_of([chunk async for chunk in stream])
 
 
+def with_tools(asked: dict[str, Any]) -> None:
+    """A call, as a whole and by pieces, and the answer to its result."""
+    message = litellm.completion(**asked, tools=[ADD]).choices[0].message
+    chunks = list(litellm.completion(**asked, tools=[ADD], stream=True))
+    rebuilt = litellm.stream_chunk_builder(chunks).choices[0].message
+    for said in (message, rebuilt):
+        assert said.tool_calls[0].function.name == "add"
+        assert json.loads(said.tool_calls[0].function.arguments) == {"a": 17, "b": 25}
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "42"}
+    answer = litellm.completion(**{**asked, "messages": [*QUESTION, message, result]}, tools=[ADD])
+    assert "42" in answer.choices[0].message.content
+
+
 def mistaken(asked: dict[str, Any], error: type[Exception], **mistake: Any) -> None:
     try:
         litellm.completion(**{**asked, **mistake})
@@ -49,6 +66,8 @@ for provider in ("openai", "hosted_vllm"):
     did(f"{provider}: completion, stream")
     asyncio.run(not_blocking(asked))
     did(f"{provider}: async")
+    with_tools(asked)
+    did(f"{provider}: a tool's round trip, streamed and not")
     mistaken(asked, litellm.NotFoundError, model=f"{provider}/other")
     mistaken(asked, litellm.AuthenticationError, api_key="wrong")
     mistaken(asked, litellm.ContextWindowExceededError, messages=[{"role": "user", "content": "word " * 9000}])

@@ -45,7 +45,7 @@ async def main() -> None:
         assert result.usage.output_tokens > 0
         did(kind.__name__)
     for _ in range(20):
-        assert isinstance((await tooled.run("How is the weather?")).output, Weather)
+        assert isinstance((await tooled.run("Call look with city Oslo.")).output, Weather)
         if called:
             break
     assert called
