@@ -6,6 +6,7 @@ time; it runs several times, so that a cold entry finds none of its inputs in a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm import kernels
-from asyncllm.kernels import KVCache, LatentKV, PagedKV, QuantizedKV, sampling
+from asyncllm.kernels import KVCache, LatentKV, PackedWeight, PagedKV, QuantizedKV, sampling
+from asyncllm.kernels.packed import PLANE, chunk_of
 from asyncllm.kernels.quantized_kv import FORMATS
 
 __all__ = ["LLAMA_3_8B", "Entry", "Shapes", "entries"]
@@ -89,6 +91,7 @@ def entries(shapes: Shapes) -> list[Entry]:
     groups = (
         _norms,
         _linears,
+        _packed,
         _rotary,
         _decode_attention,
         _prefill_attention,
@@ -168,6 +171,46 @@ def _linears(shapes: Shapes) -> Iterator[Entry]:
                 (out_size * in_size + rows * (in_size + out_size)) * shapes.dtype.itemsize,
                 flops=2.0 * rows * out_size * in_size,
                 peer=_on(shapes, F.linear, *sizes),
+            )
+
+
+def _packed(shapes: Shapes) -> Iterator[Entry]:
+    """The same weights in 4 bits, in groups of 128 input features, that of gate and up with its gate."""
+    heads = shapes.heads * shapes.head_dim
+    weights = {
+        "qkv": (heads + 2 * shapes.kv_heads * shapes.head_dim, shapes.hidden),
+        "out": (shapes.hidden, heads),
+        "gate_up": (2 * shapes.intermediate, shapes.hidden),
+        "down": (shapes.hidden, shapes.intermediate),
+    }
+
+    def build(rows: int, out_size: int, in_size: int, gated: bool) -> Call:
+        size = math.gcd(128, in_size)
+        words = (-(-in_size // chunk_of(4)), out_size, PLANE)
+        groups = (in_size // size, out_size)
+        weight = PackedWeight(
+            torch.randint(-(2**15), 2**15, words, dtype=torch.int16, device=shapes.device),
+            torch.full(groups, 0.004, dtype=torch.float16, device=shapes.device),
+            torch.full(groups, 8, dtype=torch.uint8, device=shapes.device),
+            None,
+            4,
+            size,
+            in_size,
+        )
+        product = kernels.linear_packed_silu_mul if gated else kernels.linear_packed
+        return partial(product, _random(shapes, rows, in_size), weight)
+
+    for name, (out_size, in_size) in weights.items():
+        for rows in shapes.rows:
+            # Half a byte for each code, and three for the scale and the zero point of 128.
+            stored = out_size * in_size * (0.5 + 3 / 128)
+            gated = name == "gate_up"
+            moved = rows * (in_size + (out_size // 2 if gated else out_size)) * shapes.dtype.itemsize
+            yield Entry(
+                f"linear_packed {name} {rows}",
+                partial(build, rows, out_size, in_size, gated),
+                stored + moved,
+                flops=2.0 * rows * out_size * in_size,
             )
 
 

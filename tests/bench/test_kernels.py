@@ -54,6 +54,7 @@ def test_names_are_unique_and_cover_the_model() -> None:
         "add_rms_norm 64",
         "linear gate_up 256",
         "linear head 1",
+        "linear_packed gate_up 64",
         "rope_fill_kv 8192",
         "decode_attention 256x1024",
         "decode_attention 1x256",
