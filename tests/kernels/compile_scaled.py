@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncllm.kernels.triton import rounded
-from asyncllm.kernels.triton.linear import gemv_scaled, scaled, scaled_experts
-from asyncllm.kernels.triton.linear.small import GemvConfig
+from asyncllm.kernels.triton.linear import scaled, scaled_experts
 from asyncllm.kernels.triton.linear.tiles import Tile
 from asyncllm.kernels.triton.norm import row_tile
 from tests.kernels.offline import Case
@@ -83,26 +82,7 @@ def experts_case(block: int, *, grouped: bool = False) -> Case:
     return Case(name, kernel, signature, constexprs, tile.warps, tile.stages, options=_PDL)
 
 
-def gemv_case(config: GemvConfig, *, integer: bool = False) -> Case:
-    constexprs = {
-        "K": 4096, "BLOCK_N": config.rows, "BLOCK_K": config.columns, "LANE": 16, "INTEGER": integer,
-        "HAS_BIAS": False, "USE_PDL": True,
-    }  # fmt: skip
-    signature = {
-        **dict.fromkeys(("x_ptr", "weight_ptr"), "*u8"),
-        **dict.fromkeys(("x_scale_ptr", "scales_ptr", "bias_ptr"), "*fp32"),
-        "out_ptr": "*bf16",
-    }
-    name = f"gemv-{'int8' if integer else 'fp8'}-{'-'.join(map(str, vars(config).values()))}"
-    return Case(name, gemv_scaled.gemv_scaled_kernel, signature, constexprs, config.warps, options=_PDL)
-
-
 CASES = [
-    gemv_case(GemvConfig(4, 2048)),
-    gemv_case(GemvConfig(8, 2048)),
-    gemv_case(GemvConfig(8, 2048, warps=8)),
-    gemv_case(GemvConfig(16, 2048, warps=8)),
-    gemv_case(GemvConfig(8, 2048, warps=8), integer=True),
     *(product_case(scaled.TILES[index]) for index in (0, 2, 3)),
     product_case(scaled.TILES[3], grouped=True),
     product_case(scaled.TILES[3], integer=True),

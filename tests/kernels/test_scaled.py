@@ -11,9 +11,8 @@ from asyncllm.kernels import Rounding, ScaledWeight
 from asyncllm.kernels.scaled import expand, round_codes
 from asyncllm.kernels.triton.counters import zero_counters
 from asyncllm.kernels.triton.linear import scaled as launchers
-from asyncllm.kernels.triton.linear.gemv_scaled import gemv_scaled
 from asyncllm.kernels.triton.linear.scaled import LIBRARY, TILES, multiply
-from asyncllm.kernels.triton.linear.small import GemvConfig, NarrowConfig
+from asyncllm.kernels.triton.linear.small import NarrowConfig
 from asyncllm.kernels.triton.linear.tiles import Tile
 from asyncllm.kernels.triton.rounded import round_rows
 from tests.kernels import offline
@@ -130,18 +129,6 @@ def test_the_kernel_on_odd_sizes(tokens: int, n: int, k: int, tile: Tile, dtype:
     wanted, magnitude = expected(codes, scales, weight)
     assert_close(assert_repeatable(product), wanted + (0 if bias is None else bias.cpu().double()), magnitude)
     assert not zero_counters(codes.device).any()
-
-
-@pytest.mark.parametrize("dtype", [FP8, INT8])
-def test_one_row_without_tensor_cores(dtype: torch.dtype) -> None:
-    weight, bias = scaled_weight(48, 1024, dtype, grouped=False), random(48, seed=5, dtype=torch.bfloat16)
-    codes, scales, _ = round_rows(random(1, 1024, dtype=torch.bfloat16), weight.rounding)
-    wanted, magnitude = expected(codes, scales, weight)
-    for config in (GemvConfig(8, 256), GemvConfig(4, 1024, warps=8)):
-        poison((1, 48), dtype=torch.bfloat16)
-        out = torch.empty(1, 48, dtype=torch.bfloat16, device=DEVICE)
-        gemv_scaled(codes, scales, weight, bias, config, out)
-        assert_close(out, wanted + bias.cpu().double(), magnitude)
 
 
 @KINDS

@@ -19,7 +19,7 @@ from asyncllm.kernels.linear import check_out
 from asyncllm.kernels.scaled import GROUP, ScaledWeight
 from asyncllm.kernels.triton.language import INTERPRET, e4m3_value, release_consumers, wait_for_producers
 from asyncllm.kernels.triton.launch import fits_tensor_map, launch
-from asyncllm.kernels.triton.linear.small import GemvConfig, NarrowConfig
+from asyncllm.kernels.triton.linear.small import NarrowConfig
 from asyncllm.kernels.triton.linear.tiles import Tile, choose_tile, finish, split
 from asyncllm.kernels.triton.rounded import round_rows
 
@@ -59,7 +59,7 @@ LIBRARY: Literal["library"] = "library"
 LIBRARY_TOKENS = 65
 """From so many tokens on cuBLAS multiplies fp8, with a scale for each row of either side, unless a table says other."""
 
-Config = Tile | GemvConfig | NarrowConfig | Literal["library"]
+Config = Tile | NarrowConfig | Literal["library"]
 
 Table = Mapping[tuple[int, int], tuple[tuple[int, Config], ...]]
 
@@ -218,10 +218,6 @@ def _product(
         from asyncllm.kernels.triton.linear.narrow_scaled import narrow_scaled
 
         narrow_scaled(codes, scales, weight, bias, config, out)
-    elif isinstance(config, GemvConfig):
-        from asyncllm.kernels.triton.linear.gemv_scaled import gemv_scaled
-
-        gemv_scaled(codes, scales, weight, bias, config, out)
     elif tokens:
         multiply(codes, scales, weight, bias, config, out)
     return out
