@@ -80,6 +80,19 @@ def test_a_row_alone_waits_for_what_its_window_leaves(depth: int) -> None:
     driver.check_drained()
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_forced_tokens_find_the_blocks_that_their_window_leaves(depth: int) -> None:
+    """Of a run that begins while draws of its first tokens are in flight, over the border of a block."""
+    for most in range(1, 12):
+        driver = Driver(
+            num_blocks=5, block_size=2, budget=1, caching=False, windows=(9,), forces=lambda known, n=most: n
+        )
+        request = driver.submit([0], 30)
+        driver.drain(depth)
+        assert driver.answers(request) == [expected_answer([0], 30)]
+        driver.check_drained()
+
+
 def test_a_prompt_leaves_what_decoding_rows_are_about_to_need() -> None:
     """It runs alone at first, so that its table grows chunk by chunk; those who come then take blocks one by one."""
     driver = Driver(windows=(13,), num_blocks=7, block_size=4, budget=16, caching=False)

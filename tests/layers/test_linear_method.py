@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
+from asyncllm.layers.joint_mixers import JointMixers
 from asyncllm.layers.linear_method import LinearMethod, PartKey, Weighted
 from asyncllm.layers.short_convolution import StateLayer
 from asyncllm.models.checkpoint import Checkpoint
@@ -132,9 +133,9 @@ SHARDS = {
 def test_every_layer_of_every_family_says_how_it_may_be_divided(family: str) -> None:
     """So that what a divided layer gives a rank is what the next one takes there."""
     model = open_case(Case(family, "default"))
-    layers = layers_of(model)
+    layers = {name.replace("attn.attention.", "attn."): layer for name, layer in layers_of(model).items()}
     latent = hasattr(model.layers[0].attn, "kv")
-    whole = {f"layers.{n}.attn" for n, block in enumerate(model.layers) if isinstance(block.attn, StateLayer)}
+    whole = {name for name, module in model.named_modules() if isinstance(module, StateLayer)}
     projections = {"attn.q", "attn.kv"} if latent else {"attn.qkv"}
     inner = "mlp.gate_up" if model.config.gated else "mlp.up"
     assert {"attn.out", "mlp.down", *projections, inner} <= {name.split(".", 2)[-1] for name in layers}
@@ -147,6 +148,8 @@ def test_every_layer_of_every_family_says_how_it_may_be_divided(family: str) -> 
         assert all(size % layer.unit == 0 for size in divided)
     for block in model.layers:
         heads, attn = model.config.head_dim, block.attn
+        if isinstance(attn, JointMixers):
+            attn = attn.attention
         if latent:
             assert attn.q.unit == heads
             assert attn.kv.unit == attn.nope_dim + attn.out.unit
@@ -164,9 +167,7 @@ def test_every_layer_of_every_family_says_how_it_may_be_divided(family: str) -> 
     owned = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
     # A rank has a layer with a state whole.
     owned |= {id(block.attn.sinks.logits) for block in model.layers if getattr(block.attn, "sinks", None) is not None}
-    owned |= {
-        id(each) for block in model.layers if isinstance(block.attn, StateLayer) for each in block.attn.parameters()
-    }
+    owned |= {id(each) for module in model.modules() if isinstance(module, StateLayer) for each in module.parameters()}
     others = [name for name, parameter in model.named_parameters() if id(parameter) not in owned]
     assert all(name.rsplit(".", 2)[-2].endswith(("norm", "correction", "act")) for name in others), (
         "which every rank has whole"

@@ -84,9 +84,14 @@ SCHEDULER = mutants(
         "whose class is higher is not admitted before a long prompt is through",
     ),
     (
-        "        if sequence.last_step <= self._last_read:",
-        "        if True:",
+        "        if sequence.last_step <= self._last_read:\n            self._free_slots",
+        "        if True:\n            self._free_slots",
         "a slot is given away while a step in flight uses it",
+    ),
+    (
+        "                    if sequence.last_step <= self._last_read:",
+        "                    if False:",
+        "forced tokens wait for blocks that no window reaches",
     ),
     (
         "self.blocks.retire(sequence.blocks, sequence.last_step, self._last_read)",

@@ -161,6 +161,9 @@ class Scheduler:
         for sequence in rows:
             if sequence.state is not SequenceState.DECODE or sequence.remaining <= 0:
                 if sequence.state is SequenceState.PREFILL and sequence.capacity < len(sequence.token_ids):
+                    if sequence.last_step <= self._last_read:
+                        # Draws of tokens that were known already are read without a look at blocks.
+                        self._free_unreached(sequence, sequence.num_computed)
                     self._has_room(batch, sequence, sequence.next_end)
                 continue
             position = sequence.num_computed
