@@ -143,3 +143,22 @@ def test_a_run_of_them_takes_one_step_more_than_those_in_flight() -> None:
     assert [len(row.tokens) for batch in driver.batches for row in batch.prefill] == [3, 9]
     assert len(driver.batches) < 16 - 9 + 4
     assert driver.scheduler.counts.sampled_tokens == 16
+
+
+@pytest.mark.parametrize(("others", "taken"), [(0, True), (18, True), (19, False)])
+def test_a_run_has_to_save_a_step_for_every_five_rows(others: int, taken: bool) -> None:
+    """Of 4 tokens with one step in flight, which saves 3."""
+    driver = Driver(
+        num_slots=24,
+        max_batch_size=24,
+        num_blocks=256,
+        forces=lambda history: 4 if history[0] == 7 and len(history) == 4 else 0,
+    )
+    rest = [driver.submit([1, number % 8, 3], 24) for number in range(others)]
+    request = driver.submit([7, 2, 3], 16)
+    driver.drain()
+    assert driver.answers(request) == [expected_answer([7, 2, 3], 16)]
+    for number, other in enumerate(rest):
+        assert driver.answers(other) == [expected_answer([1, number % 8, 3], 24)]
+    assert any(row.forced for batch in driver.batches for row in batch.prefill) == taken
+    driver.check_drained()

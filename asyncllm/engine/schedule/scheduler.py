@@ -35,6 +35,9 @@ __all__ = ["Scheduler"]
 
 _MOST_LOOKED_AT = 64
 """Waiting sequences, when one is to pass the first."""
+_ROWS_PER_STEP_SAVED = 5
+"""A step with a chunk takes about a fifth longer than one of decode rows alone. So a run of forced tokens has to save
+its row a step for every five rows that wait for the chunk, or all of them together lose more than it gains."""
 
 
 class Scheduler:
@@ -489,13 +492,13 @@ class Scheduler:
         return advanced
 
     def _take_forced(self, sequence: Sequence, slot: int, tokens: list[int]) -> int:
-        """Append tokens that have to follow the newest one, to be computed as a prompt's are, if that saves a step. Of
-        these, steps in flight draw the first. Return how many there are."""
+        """Append tokens that have to follow the newest one, to be computed as a prompt's are, if that saves enough
+        steps. Of these, steps in flight draw the first. Return how many there are."""
         if sequence.state is not SequenceState.DECODE or sequence.slot != slot:
             return 0
         stop = next((place for place, token in enumerate(tokens) if token in sequence.stop_ids), len(tokens))
         forced = tokens[: min(stop, sequence.pending + sequence.remaining)]
-        if len(forced) - sequence.pending < self._prefill_interval:
+        if len(forced) - sequence.pending < max(self._prefill_interval, len(self._running) // _ROWS_PER_STEP_SAVED):
             return 0
         sequence.token_ids += forced
         sequence.ahead = sequence.pending
