@@ -17,7 +17,7 @@ from asyncllm.models.registry import register
 __all__ = ["ExaoneMoE"]
 
 
-@register(ExaoneMoEForCausalLM="K-EXAONE 236B-A23B, its first files", ExaoneMoeForCausalLM="K-EXAONE 236B-A23B")
+@register(ExaoneMoeForCausalLM="K-EXAONE 236B-A23B", ExaoneMoEForCausalLM="K-EXAONE 236B-A23B, its first files")
 class ExaoneMoE(DecoderLM):
     # Its layer that guesses further tokens is left out.
     weights = Glm4MoE.weights.replaced(

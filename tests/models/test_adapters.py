@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from asyncllm.agent.open_model import OpenedModel
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelError, ModelNotFound, UnsupportedModel
 from asyncllm.layers.lora import ADAPTER_SLOTS
-from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.adapter_files import AdapterFiles
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import open_model
 from tests.adapters import delta, merge, shapes_of, write_adapter
 from tests.checkpoints import build_checkpoint
+from tests.layers.steps import step_at
 from tests.models.parity import Case, Runner, hub_model, open_case, random_tokens
 from tests.models.test_shares import open_share
 from tests.ranks.threads import in_ranks
@@ -279,9 +280,8 @@ def test_quantized_weights_take_adapters(tmp_path: Path) -> None:
         if name.endswith("q_proj.weight")
     }
     adapter = write_adapter(tmp_path / "a", names)
-    x, step = torch.randn(3, 128), StepInputs.__new__(StepInputs)
-    step.adapted, step.batch_invariant = True, False
-    step.more = {ADAPTER_SLOTS: torch.tensor([0, -1, 0], dtype=torch.int32)}
+    x, slots = torch.randn(3, 128), torch.tensor([0, -1, 0], dtype=torch.int32)
+    step = replace(step_at([0, 1, 2]), adapted=True, more={ADAPTER_SLOTS: slots})
     for name, model in opened.items():
         qkv = model.layers[0].attn.qkv
         plain = qkv(x, step)

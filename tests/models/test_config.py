@@ -335,7 +335,6 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path, key: str, value: Any
         ("MptForCausalLM", "logit_scale", 0.5),
         ("MptForCausalLM", "no_bias", False),
         ("OPTForCausalLM", "layer_norm_elementwise_affine", False),
-        ("QWenLMHeadModel", "visual", {"heads": 16}),
         ("QWenLMHeadModel", "no_bias", False),
     ],
 )
@@ -372,6 +371,7 @@ def test_mpt_refuses_other_attention(tmp_path: Path, key: str, value: Any) -> No
         ("Phi3ForCausalLM", "partial_rotary_factor", 0.35),
         ("Phi3ForCausalLM", "partial_rotary_factor", 1.5),
         ("QWenLMHeadModel", "intermediate_size", 1),
+        ("QWenLMHeadModel", "visual", {"heads": 16}),
         ("QWenLMHeadModel", "bf16", "yes"),
     ],
 )

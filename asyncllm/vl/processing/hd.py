@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from PIL import Image
 
 from asyncllm.protocol import PromptImage
@@ -91,6 +89,10 @@ class HdProcessor:
 
     def _whole(self, numbers: Pixels) -> Pixels:
         """numbers [3, height, width] -> [1, 3, side, side]."""
+        # Here, since a process whose model runs in another one needs no torch for text.
+        import torch
+        import torch.nn.functional as F
+
         picture = torch.from_numpy(numbers)[None]
         return F.interpolate(picture, (self._side, self._side), mode="bicubic").numpy()
 
