@@ -1,4 +1,4 @@
-"""Every error that asyncllm raises on purpose.
+"""The errors that asyncllm raises.
 
     AsyncLLMError
     ├── InvalidRequest (ValueError)          the caller's input cannot be served as it stands
@@ -16,11 +16,11 @@
     ├── EngineError (RuntimeError)
     │   ├── EngineClosed                     the engine was closed, or never started
     │   ├── EngineDead                       the engine loop died; the cause is chained
-    │   ├── QueueFull                        too much waits already; `retry_after` says when to come back
-    │   └── RequestFailed                    one request failed, or the step that it was in; the others go on
-    │       └── DeadlineExceeded (TimeoutError)  its `timeout` is over
-    └── ServerError (RuntimeError)           a client was told so by its server, with status and code
-        └── ServerUnreachable (ConnectionError)  it was told nothing
+    │   ├── QueueFull                        too much waits already; `retry_after` says when to try again
+    │   └── RequestFailed                    the request failed, or a step that it was in; the others go on
+    │       └── DeadlineExceeded (TimeoutError)  the request's `timeout` is over
+    └── ServerError (RuntimeError)           a server answered its client with an error, with status and code
+        └── ServerUnreachable (ConnectionError)  no server answered
 
 Messages say what is wrong, why, and what to do, in that order.
 """
@@ -61,7 +61,7 @@ Kept = typing.TypeVar("Kept", bound=BaseException)
 
 
 class AsyncLLMError(Exception):
-    """Base of every error raised on purpose by asyncllm."""
+    """Base class of asyncllm's errors."""
 
 
 class InvalidRequest(AsyncLLMError, ValueError):
@@ -84,11 +84,11 @@ class InvalidMessage(InvalidRequest):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt can never fit; `prompt_len` and `limit` are in tokens."""
+    """The prompt can never fit. `prompt_len`: its tokens. `limit`: most tokens that a prompt may have."""
 
     def __init__(self, prompt_len: int, limit: int, why: str, *, scored: bool = False, at_least: bool = False) -> None:
-        """`scored`: the prompt is only scored or embedded, and needs no room for a new token. `at_least`: it was not
-        counted to its end."""
+        """`scored`: the prompt is only scored or embedded, so it needs no room for a new token. `at_least`: the
+        prompt has `prompt_len` tokens or more."""
         room = f"{limit} prompt tokens" if scored else f"{limit} prompt tokens and one new token"
         tokens = f"at least {prompt_len}" if at_least else prompt_len
         super().__init__(
@@ -100,7 +100,7 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class UnsupportedFeature(InvalidRequest):
-    """The request is well-formed but asks for something that is not implemented."""
+    """The request is well-formed, but asks for something that is not implemented. `param` names the parameter."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -112,7 +112,7 @@ class ModelError(AsyncLLMError, RuntimeError):
 
 
 class ModelNotFound(ModelError):
-    """No folder, bundled model or hub id goes by this name."""
+    """There is no folder, bundled model or hub id of this name."""
 
 
 class InvalidCheckpoint(ModelError):
@@ -144,11 +144,11 @@ class EngineClosed(EngineError):
 
 
 class EngineDead(EngineError):
-    """The engine loop died; `__cause__` is the error that killed it."""
+    """The engine loop died. `__cause__` is the error that ended it."""
 
 
 class QueueFull(EngineError):
-    """Too many requests or tokens wait already. `retry_after`: seconds after which there should be room."""
+    """Too many requests or tokens wait already. `retry_after`: seconds until there should be room."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -156,8 +156,8 @@ class QueueFull(EngineError):
 
 
 class RequestFailed(EngineError):
-    """One request failed, or a whole step that it had a row in; `__cause__` is what was raised, if anything was. The
-    others go on."""
+    """One request failed, or a step that it had a row in, and the others go on. `__cause__` is the error behind it, if
+    there is one."""
 
 
 class DeadlineExceeded(RequestFailed, TimeoutError):
@@ -165,7 +165,7 @@ class DeadlineExceeded(RequestFailed, TimeoutError):
 
 
 class ServerError(AsyncLLMError, RuntimeError):
-    """What a server answered to its client. The fields are those of the answer, None where it has none."""
+    """A server answered its client with an error. Fields that the answer lacks are None."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class ServerError(AsyncLLMError, RuntimeError):
         param: str | None = None,
         retry_after: float | None = None,
     ) -> None:
-        """`status`: that of HTTP; None for an answer that failed while it was streamed. `retry_after`: seconds."""
+        """`status`: the HTTP status; None if the answer failed while it was streamed. `retry_after`: seconds."""
         super().__init__(message)
         self.status = status
         self.type = type
@@ -191,23 +191,23 @@ class ServerUnreachable(ServerError, ConnectionError):
 
 
 def short(name: object) -> str:
-    """Return `name` quoted for a message: unprintable characters escaped, and cut to a length that fits a line."""
+    """Return `name` quoted for a message, with unprintable characters escaped, cut to about 150 characters."""
     try:
         text = repr(name)
     except ValueError:
-        # Python writes no integer of more than 4,300 digits.
+        # Python refuses to write an integer of more than 4,300 digits.
         text = f"<{type(name).__name__} too long to write>"
     return text if len(text) <= 160 else f"{text[:150]}...{text[-1]}"
 
 
-# By its traceback an error refers to the frames that it passed, and these to the prompt, the request and whatever keeps
-# the error itself: a cycle, which only the garbage collector frees. The next two are for errors that are kept.
+# An error refers through its traceback to the frames that it passed, and these refer to the prompt, the request and
+# the error itself. Keeping such an error makes a cycle that only the garbage collector frees; these two avoid it.
 
 
 def unraised(error: Kept, *, cause: bool) -> Kept:
-    """Return a copy that has not been raised, with the cause of the original or with none: the message names it."""
-    # The arguments of a class's own __init__ are not known here, and what it has set is copied. The built-in class that
-    # it is laid out as makes it.
+    """Return a copy of `error` without its traceback, and without its cause unless `cause`."""
+    # A class's own __init__ may take other arguments than `args`, so the built-in base class makes the copy, and the
+    # attributes are copied.
     kind: type[BaseException] = type(error)
     while "__new__" not in vars(kind):
         assert kind.__base__ is not None
@@ -221,8 +221,8 @@ def unraised(error: Kept, *, cause: bool) -> Kept:
 
 
 def detached(error: Kept) -> Kept:
-    """Return the error, for the function that has caught it to keep: the tracebacks of it and its causes become a note,
-    as even a cleared frame refers to those that called it."""
+    """Return `error` with its own traceback as a note, and without the tracebacks of it and its causes: even a cleared
+    frame refers to its callers."""
     error.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
     link: BaseException | None = error
     while link is not None:

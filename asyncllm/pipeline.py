@@ -1,4 +1,4 @@
-"""pipeline(): the synchronous face, with LMDeploy's names. It adapts AsyncEngine and implements nothing of its own."""
+"""pipeline(): the synchronous interface, with LMDeploy's names. It only adapts AsyncEngine."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ GenConfigs = GenerationConfig | Sequence[GenerationConfig] | None
 
 LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
 
-SEED_ERA_OPTIONS = {
+DIRECT_OPTIONS = {
     "request_output_len": "max_new_tokens",
     **{
         name: name
         for name in ("top_k", "top_p", "temperature", "repetition_penalty", "ignore_eos", "random_seed", "stop_words")
     },
 }
-"""Keywords of a call that older programs pass instead of a GenerationConfig -> its fields."""
+"""Keywords that programs for older versions of LMDeploy pass in place of a GenerationConfig -> its fields."""
 
 
 def pipeline(
@@ -75,13 +75,19 @@ def pipeline(
     vision_config: VisionConfig | None = None,
     **unknown: Any,
 ) -> Pipeline:
-    """Load a model, and return what answers prompts with it.
+    """Load a model and return a Pipeline, which answers prompts: `pipeline("tiny-chat")("Hello").text`.
 
-    `model_path` is a folder, the name of the bundled model, or a model id of the hub. `model_name` names a chat
-    template, as in LMDeploy; `chat_template_config` says more. `log_level` sets the logger "asyncllm".
-    `backend` ("pytorch" or "turbomind"), `tp` and `instance_num` (most sequences at once) are what older programs
-    pass; both back ends are this engine. `vision_config` says how images are
-    encoded. Raises InvalidParameter, UnsupportedFeature, ModelError.
+    Args:
+        model_path: a folder, the name of a bundled model, or a model id of the hub.
+        model_name: name of a chat template, as in LMDeploy; `chat_template_config` says more.
+        backend_config: settings of the engine.
+        log_level: level of the logger "asyncllm".
+        backend: "pytorch" or "turbomind", as LMDeploy's older programs pass it; both mean this engine.
+        tp: replaces `backend_config.tp`.
+        instance_num: replaces `backend_config.max_batch_size`.
+        vision_config: how images are encoded.
+
+    Raises InvalidParameter, UnsupportedFeature, ModelError.
     """
     if unknown:
         name = next(iter(unknown))
@@ -110,10 +116,10 @@ def pipeline(
 
 
 class Pipeline:
-    """A model that answers from synchronous code. Usable from several threads at once, also inside a running loop.
+    """A model for synchronous code, usable from several threads at once, and inside a running event loop too.
 
-    It owns one thread with an event loop, and the AsyncEngine in it. `close()` or `with` ends both; a forgotten close
-    gives a ResourceWarning and does not keep the interpreter from exiting.
+    A Pipeline owns a thread with an event loop and an AsyncEngine. `close()` or the end of a `with` block ends them. A
+    forgotten close gives a ResourceWarning and does not keep the interpreter from exiting.
     """
 
     def __init__(
@@ -123,7 +129,8 @@ class Pipeline:
         chat_template_config: ChatTemplateConfig | str | None = None,
         **parts: Any,
     ) -> None:
-        """`parts` go to AsyncEngine as they are. Raises InvalidParameter, UnsupportedFeature, ModelError."""
+        """Load the model. `parts`: further arguments of AsyncEngine. Raises InvalidParameter, UnsupportedFeature,
+        ModelError."""
         from asyncllm.engine.async_engine import AsyncEngine
         from asyncllm.event_loop.loop_thread import LoopThread
 
@@ -141,12 +148,12 @@ class Pipeline:
         use_tqdm: bool = False,
         **options: Any,
     ) -> Response | list[Response]:
-        """Answer one prompt (str or messages) with a Response, or a list of prompts with a list of them, in order.
+        """Return the Response to one prompt (str or messages), or a list of them for a list of prompts, in order.
 
-        `gen_config` is one for all prompts, or a list with one for each. `options` are the fields of RequestOptions
-        (priority, timeout...), and those of `gen_config` that older programs pass directly. Bad input raises before
-        anything runs; a prompt that fails inside a step, or at its timeout, gives a Response with finish_reason
-        'error', and the others go on.
+        `gen_config` is one config for all prompts, or a list with one for each. `options` are the fields of
+        `asyncllm.config.RequestOptions` (priority, timeout and so on), or of `gen_config`, as in older versions of
+        LMDeploy. `use_tqdm` shows a progress bar. Raises InvalidRequest and EngineError. A prompt that fails in a
+        step, or at its timeout, gives a Response with finish_reason 'error', and the others go on.
         """
         config, keywords = _split(gen_config, options)
         total = 1 if is_single(prompts) else len(prompts)
@@ -166,7 +173,7 @@ class Pipeline:
         return self._loop.wait(future)
 
     def batch_infer(self, prompts: Prompts, gen_config: GenConfigs = None, **options: Any) -> Response | list[Response]:
-        """Answer prompts; LMDeploy's name of calling the pipeline."""
+        """LMDeploy's name of calling the pipeline."""
         return self(prompts, gen_config, **options)
 
     def stream_infer(
@@ -177,9 +184,9 @@ class Pipeline:
         adapter_name: str | None = None,
         **options: Any,
     ) -> Iterator[Chunk]:
-        """Yield the chunks of all answers as they come; `chunk.index` says to which prompt one belongs.
+        """Yield the chunks of all answers as they come. `chunk.index` is the number of the prompt.
 
-        Leaving the loop early ends the answers. Bad input raises with the first chunk.
+        Leaving the loop early ends the answers. The first chunk raises InvalidRequest and EngineError.
         """
         config, keywords = _split(gen_config, options)
         return self._stream(
@@ -227,9 +234,9 @@ class Pipeline:
         adapter_name: str | None = None,
         **options: Any,
     ) -> ChatSession | Iterator[Chunk]:
-        """Return the next turn of a conversation, or the first of a new one.
+        """Take the next turn of `session`, or the first turn of a new one.
 
-        Returns the ChatSession, whose `response` is the answer; with `stream_response`, an iterator of its Chunks.
+        Return the ChatSession, whose `response` is the answer, or with `stream_response` an iterator of Chunks.
         """
         found = session if session is not None else self.session()
         if not isinstance(found, ChatSession):
@@ -248,8 +255,7 @@ class Pipeline:
         return found
 
     def prepare_inputs(self, prompts: Prompts, do_preprocess: bool = True) -> dict[str, Any]:
-        """Return the token ids that prompts become: {"input_ids": list of ids, or a list of them for a list of
-        prompts}."""
+        """Return {"input_ids": token ids of the prompt, or a list of these for a list of prompts}."""
         return {"input_ids": self._loop.call(self._engine.encode(prompts, do_preprocess=do_preprocess))}
 
     def embed(
@@ -274,7 +280,7 @@ class Pipeline:
     def get_reward_score(
         self, input_ids: Sequence[int] | Sequence[Sequence[int]], **options: Unpack[RequestKeywords]
     ) -> list[float]:
-        """Return the reward of each sequence, as `AsyncEngine.get_reward_score`."""
+        """Return the reward of each sequence, as `AsyncEngine.get_reward_score` does."""
         return self._loop.call(_gather(partial(self._engine.get_reward_score, **options), _sequences(input_ids)))
 
     def get_ppl(
@@ -307,15 +313,15 @@ class Pipeline:
         self._loop.call(self._engine.load_adapter(name, path))
 
     def unload_adapter(self, name: str) -> None:
-        """Let no prompt name a LoRA adapter any more, as `AsyncEngine.unload_adapter`."""
+        """Unload a LoRA adapter, as `AsyncEngine.unload_adapter`."""
         self._loop.call(self._engine.unload_adapter(name))
 
     def sleep(self, level: int = 1) -> None:
-        """Give the device's memory back until `wake`, as `AsyncEngine.sleep`."""
+        """Free the device's memory until `wake`, as `AsyncEngine.sleep`."""
         self._loop.call(self._engine.sleep(level))
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory again, as `AsyncEngine.wake`."""
+        """Allocate the memory again, as `AsyncEngine.wake`."""
         self._loop.call(self._engine.wake(tags))
 
     def stats(self) -> EngineStats:
@@ -345,7 +351,7 @@ class Pipeline:
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
-            self._loop.end()  # the collector may run in any thread, this loop's own included, so nothing waits here
+            self._loop.end()  # must not wait: the garbage collector may run in any thread, this loop's own included
             message = f"A pipeline for {self.model_name!r} was not closed. Use `with`, or call close()."
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
 
@@ -417,34 +423,33 @@ class ChatSession:
 
 
 def _replace(config: Config, fields: dict[str, Any]) -> Config:
-    """Return a checked copy of a config with other fields; what is no config is left for the engine to refuse."""
+    """Return a checked copy of `config` with these fields. A wrong type is returned for the engine to refuse."""
     if not isinstance(config, EngineConfig | GenerationConfig):
         return config
     return config.from_dict({**msgspec.structs.asdict(config), **fields}).checked()
 
 
 def _split(gen_config: GenConfigs, options: dict[str, Any]) -> tuple[GenConfigs, RequestKeywords]:
-    """Return `gen_config`, with the fields that older programs pass directly in their place; and what is about the
-    request."""
+    """Return `gen_config` with the fields among the options, and those options that are about the request."""
     keywords: Any = {name: value for name, value in options.items() if name in RequestKeywords.__optional_keys__}
     options = {name: value for name, value in options.items() if name not in keywords}
     for name in options:
-        if name not in SEED_ERA_OPTIONS:
+        if name not in DIRECT_OPTIONS:
             raise InvalidParameter(
                 f"There is no option {name!r}. Sampling is set in gen_config; direct options are "
-                f"{', '.join([*sorted(RequestKeywords.__optional_keys__), *SEED_ERA_OPTIONS])}.",
+                f"{', '.join([*sorted(RequestKeywords.__optional_keys__), *DIRECT_OPTIONS])}.",
                 name,
             )
     if not options:
         return gen_config, keywords
-    fields = {SEED_ERA_OPTIONS[name]: value for name, value in options.items()}
+    fields = {DIRECT_OPTIONS[name]: value for name, value in options.items()}
     if isinstance(gen_config, list | tuple):
         return [_replace(config, fields) for config in gen_config], keywords
     return _replace(GenerationConfig() if gen_config is None else cast(GenerationConfig, gen_config), fields), keywords
 
 
 def _sequences(input_ids: Any) -> list[Any]:
-    """Return one sequence of ids or several, as several."""
+    """Return a list of sequences, of one if `input_ids` is a single one."""
     several = isinstance(input_ids, Sequence) and len(input_ids) > 0 and not isinstance(input_ids[0], int)
     return list(input_ids) if several else [input_ids]
 

@@ -1,5 +1,4 @@
-"""What users give and get back: weights and what to embed; chunks while an answer streams, responses as the sum of
-their chunks, and the record of a request that has ended."""
+"""Types of the public API: inputs, the chunks and responses of answers, and the record of a request that has ended."""
 
 from __future__ import annotations
 
@@ -28,109 +27,114 @@ __all__ = [
 Kind = TypeVar("Kind")
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
-"""stop: end-of-sequence, a stop token or a stop word. length: max_new_tokens or the session length.
-tool_calls: as stop, behind at least one complete call of a tool.
-abort: cancelled by `stop_session` or by closing. error: this request failed inside a step, or its timeout was over."""
+"""Why an answer ended.
+
+stop: an end-of-sequence token, a stop token or a stop word. tool_calls: the same after at least one complete tool
+call. length: max_new_tokens or the session length. abort: `stop_session`, or the reader left. error: the request
+failed in a step, or its timeout was over.
+"""
 
 Message = dict[str, Any]
 """An OpenAI chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str | list of parts}."""
 
 ImagePrompt = tuple[str, Any]
-"""A text, and an image or a list of them: paths, URLs, bytes or images of PIL's."""
+"""A text, and an image or a list of images: paths, URLs, bytes or PIL images."""
 
 EmbeddingInput = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 """One prompt to embed (a text or token ids), or a list of them."""
 
 Weights = Mapping[str, Any] | Iterable[tuple[str, Any]]
-"""torch.Tensor by name, or pairs of both."""
+"""A mapping of names to torch.Tensor, or an iterable of (name, tensor)."""
 
 Pooling = Literal["last", "mean"]
-"""Which hidden states of a prompt make its embedding: the last token's, or the mean of all."""
+"""Which hidden states of a prompt become its embedding: the last token's, or the mean over all tokens."""
 
 Pooled = Pooling | Literal["score"]
-"""What is made of a prompt's hidden states: an embedding, or the scores that the model's head gives the last one."""
+"""What a prompt's hidden states become: an embedding, or the scores of the model's head at the last token."""
 
 Logprobs = list[dict[int, float]]
-"""One dict per token: the chosen token first, then the most likely ones in falling order."""
+"""One dict {token id: log-probability} per token: the chosen token first, then the most likely ones in falling
+order."""
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A call of a tool that the model asks for."""
+    """A tool call that the model asks for."""
 
     id: str
     name: str
     arguments: str
-    """JSON text, as the model wrote it; it may break the tool's schema, or off where the answer was cut."""
+    """JSON text as the model wrote it. It may violate the tool's schema, or be incomplete if the answer was cut."""
 
 
 class ToolCallPiece(msgspec.Struct, kw_only=True):
-    """A piece of a call. The first one of a call has its id and its name; the arguments of all of them join."""
+    """A piece of a tool call. The first piece has the call's id and name; the arguments of all pieces are joined."""
 
     index: int
-    """Which call of the answer, from 0; they come one after the other."""
+    """Which call of the answer this belongs to, from 0. A call is complete before the next one begins."""
     id: str | None = None
     name: str | None = None
     arguments: str = ""
 
 
 class Chunk(msgspec.Struct, kw_only=True):
-    """A piece of an answer. Concatenating the `text` of a choice's chunks gives the whole answer, byte for byte.
+    """A piece of an answer. The joined `text` of a choice's chunks is the whole answer, byte for byte.
 
-    Within a chunk reasoning comes first, then text, then calls.
+    Within a chunk, reasoning comes before text, and text before tool calls.
     """
 
     text: str = ""
     reasoning: str = ""
-    """What the model thinks before it answers, where the format of that is known; it is no part of `text`."""
+    """The model's reasoning before its answer, if its format is known. `text` does not contain it."""
     tool_calls: list[ToolCallPiece] = []
-    """Pieces of calls, in a request with tools."""
+    """Pieces of tool calls, in a request with tools."""
     reasoning_token_len: int = 0
-    """Of the tokens generated so far, those of reasoning, its marks included."""
+    """Number of reasoning tokens generated so far, with the marks around them."""
     token_ids: list[int] = []
-    """Tokens new in this chunk. A token may come before its text, while a character or a stop word is incomplete."""
+    """New tokens of this chunk. A token may come before its text, if a character or a stop word is still
+    incomplete."""
     logprobs: Logprobs | None = None
     """One entry per id in `token_ids`, if asked for."""
     finish_reason: FinishReason | None = None
     """Set on the last chunk of a choice, and only there."""
     stop_reason: int | str | None = None
-    """The stop token id or stop word that ended the answer, if it was one the caller named."""
+    """The stop token id or stop word of the request that ended the answer; None for any other end."""
     index: int = 0
-    """Which prompt of a batch this answers (`stream_infer`)."""
+    """Number of the prompt within a batch (`stream_infer`)."""
     choice: int = 0
-    """Which of the `n` answers to the prompt this belongs to."""
+    """Number of the answer among the `n` answers to the prompt."""
     input_token_len: int = 0
-    """Tokens of this turn's prompt."""
+    """Number of tokens of this turn's prompt."""
     generate_token_len: int = 0
-    """Tokens generated so far for this choice."""
+    """Number of tokens generated so far for this choice."""
     history_token_len: int = 0
-    """Tokens of the session before this turn."""
+    """Number of tokens of the session before this turn."""
     cached_token_len: int = 0
-    """Prompt and history tokens that came from the prefix cache."""
+    """Number of prompt and history tokens that came from the prefix cache."""
     num_images: int = 0
-    """Images of the prompt and the history."""
+    """Number of images in prompt and history."""
     image_token_len: int = 0
-    """Tokens that stand for them."""
+    """Number of prompt tokens that stand for images."""
     prompt_logprobs: list[dict[int, float] | None] | None = None
-    """On the first chunk, if asked for: one entry per prompt token; None for the first, which nothing precedes."""
+    """On the first chunk, if asked for: one entry per prompt token, None for the first token."""
     logits: Any = None
-    """On the last chunk of a scoring request: float32 tensor [tokens, vocab]."""
+    """On the last chunk of `get_logits`: float32 CPU tensors of the prompt's chunks, each [tokens, vocab]."""
     pooled: Sequence[float] | None = None
-    """On the last chunk of an embedding request: the sum of the pooled hidden states [hidden]; of one that asks for
-    scores, these [labels]."""
+    """On the last chunk of `embed`: the sum of the pooled hidden states [hidden]. Of `classify`: the scores
+    [labels]."""
 
     @property
     def response(self) -> str:
-        """The seed-era name of `text`."""
+        """LMDeploy's name of `text`."""
         return self.text
 
     @property
     def session_id(self) -> int:
-        """The seed-era name of `index`."""
+        """LMDeploy's name of `index`."""
         return self.index
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """A whole answer: the sum of its chunks."""
+    """A whole answer: the sum of its chunks, whose docstring describes the fields."""
 
     text: str = ""
     reasoning: str = ""
@@ -155,16 +159,16 @@ class Response(msgspec.Struct, kw_only=True):
 
     @property
     def session_id(self) -> int:
-        """The seed-era name of `index`."""
+        """LMDeploy's name of `index`."""
         return self.index
 
     @property
     def parsed(self) -> Any:
-        """The text as JSON. Raises ValueError where it is none, as of an answer that was cut."""
+        """The text, parsed as JSON. Raises ValueError if it is not JSON, as when the answer was cut."""
         return msgspec.json.decode(self.text)
 
     def parsed_as(self, kind: type[Kind]) -> Kind:
-        """Return the text as a msgspec Struct, a dataclass or a pydantic model. Raises ValueError where it is none."""
+        """Return the JSON text as `kind`: a msgspec Struct, a dataclass or a pydantic model. Raises ValueError."""
         validate = getattr(kind, "model_validate_json", None)
         if validate is not None:
             found: Kind = validate(self.text)
@@ -216,42 +220,41 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class Embedding(msgspec.Struct, kw_only=True):
-    """A prompt as a vector."""
+    """The embedding of a prompt."""
 
     values: list[float]
-    """Plain floats, as JSON and every vector store take them."""
     input_token_len: int
     """Tokens of the prompt."""
 
 
 class SequenceScores(msgspec.Struct, kw_only=True):
-    """What a head for labels or rewards says of a sequence."""
+    """The scores of a prompt by a head for labels or rewards."""
 
     values: list[float]
-    """One for each label, as the head gives them."""
+    """The head's output, one score per label."""
     input_token_len: int
     """Tokens of the prompt."""
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that has ended, as an engine's observers are told. Times are seconds of `time.monotonic`."""
+    """A request that has ended, for `AsyncEngine.observers`. Times are in seconds of `time.monotonic`."""
 
     prompt_tokens: int
-    """History included."""
+    """Tokens of prompt and history."""
     cached_tokens: int
-    """Those of them that the prefix cache had."""
+    """Prompt tokens that came from the prefix cache."""
     generated_tokens: int
-    """Of all its answers."""
+    """Generated tokens of all answers."""
     longest_answer: int
-    """Tokens of the longest of them."""
+    """Tokens of the longest answer."""
     finish_reasons: tuple[FinishReason, ...]
     """One for each answer."""
     arrived: float
-    """When it was first awaited, before its prompt was encoded."""
+    """Time of the first await, before the prompt was encoded."""
     queued: float
-    """When it entered the queue."""
+    """Time at which the request entered the queue."""
     admitted: float | None
-    """When its first sequence first got a row; None: it ended in the queue."""
+    """Time at which its first sequence got a row; None if it ended in the queue."""
     prefilled: float | None
-    """When the step that computed the last of its prompt was read; None: it ended before that."""
+    """Time at which the step with the end of its prompt was read; None if the request ended before that."""
     ended: float

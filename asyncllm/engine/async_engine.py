@@ -1,4 +1,4 @@
-"""AsyncEngine: the public face. Each method says what is wanted; `Lifecycle` has the parts that do it.
+"""AsyncEngine, the public face of the engine: its methods pass calls on to the parts that `Lifecycle` holds.
 
 generate() ── Call ──> InputProcessor.prepare ── Request ──> EngineLoop.open ──> Scheduler ──> Executor
 async for chunk <── Generation <── Delivery <── EngineLoop
@@ -55,8 +55,8 @@ class AsyncEngine:
             async for chunk in engine.generate("What is 17 + 25?"):
                 print(chunk.text, end="")
 
-    States: new, starting, running, closing, closed. After `start`, `tokenizer`, `chat_template` and `limits` say what
-    was opened.
+    States: new, starting, running, closing, closed. `tokenizer`, `chat_template` and `limits` exist once `start` has
+    returned.
     """
 
     def __init__(
@@ -73,7 +73,8 @@ class AsyncEngine:
         """Check the settings; nothing is loaded before `start`. Raises InvalidParameter, UnsupportedFeature.
 
         `model_path` is a folder, the name of a bundled model, or a model id of the hub. `executor`, `tokenizer` and
-        `chat_template` replace what would be opened from there, and `scheduler` what makes the engine's scheduler.
+        `chat_template` replace those that `start` would open from the model's folder; `scheduler` replaces the
+        Scheduler class.
         """
         if not isinstance(model_path, str) or not model_path:
             raise InvalidParameter(f"model_path must be a non-empty str, not {model_path!r}.", "model_path")
@@ -87,7 +88,7 @@ class AsyncEngine:
         self._lifecycle = Lifecycle(files, scheduler, self.model_name)
 
     async def start(self) -> None:
-        """Load the model and start the engine. Raises ModelError, EngineError; then nothing is left behind."""
+        """Load the model and start the engine. Raises ModelError, EngineError, and then leaves nothing behind."""
         await self._lifecycle.start()
 
     async def close(self) -> None:
@@ -116,27 +117,27 @@ class AsyncEngine:
 
     @property
     def reply_format(self) -> ReplyFormat:
-        """How the model writes reasoning and calls of tools, as far as it is known."""
+        """The format in which the model writes reasoning and tool calls, as far as it is known."""
         return self._lifecycle.encoder.splitter.form
 
     @property
     def limits(self) -> Limits:
-        """What the model side found out at start."""
+        """Sizes and capabilities of the loaded model, such as `max_position` and `vocab_size`."""
         return self._lifecycle.limits
 
     @property
     def session_len(self) -> int:
-        """Most tokens of prompt, history and answer together."""
+        """Maximum number of tokens of history, prompt and answer together."""
         return self._lifecycle.encoder.session_len
 
     @property
     def sleep_level(self) -> int:
-        """1 or 2 from a sleep until everything is awake again, else 0. Raises EngineError unless the engine runs."""
+        """The level of `sleep` (1 or 2) until everything is awake again, then 0. Raises EngineError unless running."""
         return self.running().sleep_level
 
     @property
     def observers(self) -> list[Callable[[RequestRecord], None]]:
-        """Called, by the engine's loop, with every request that ends. Append to it to know of them."""
+        """Functions that the engine's loop calls with the record of each request that ends. Append your own."""
         return self._lifecycle.observers
 
     @observers.setter
@@ -148,11 +149,11 @@ class AsyncEngine:
         self.running()
 
     def running(self) -> EngineLoop:
-        """Return the engine's loop, for its tests. Raises as `check_running`."""
+        """Return the engine's loop, for tests. Raises what `check_running` raises."""
         return self._lifecycle.running()
 
     async def wait_ended(self) -> Death | None:
-        """Wait until a started engine has died, and return of what; None once it is closed."""
+        """Wait until the engine has ended. Return why it died, or None if it was closed."""
         return await self._lifecycle.wait_ended()
 
     def generate(
@@ -170,13 +171,13 @@ class AsyncEngine:
         stream_response: bool = True,
         **options: Unpack[RequestKeywords],
     ) -> Generation:
-        """Answer a prompt (str), a conversation (messages) or token ids.
+        """Answer a prompt (str), a conversation (messages) or token ids. Iterate the result for chunks, or await it.
 
-        `session_id` with `sequence_end=False` keeps the conversation for a next call with `sequence_start=False`,
-        which goes on after its first `step` tokens, or after all of them if `step` is 0. With
-        `stream_response=False` the reader gets one chunk, at the end. `options` are the fields of RequestOptions:
-        priority, timeout, user_id, cache_salt, and for the chat template add_generation_prompt, continue_final_message,
-        chat_template_kwargs and tools. Errors are raised by the first await.
+        `session_id` with `sequence_end=False` keeps the conversation. A later call with the same `session_id` and
+        `sequence_start=False` continues it after its first `step` tokens, or after all of them if `step` is 0.
+        With `stream_response=False` the only chunk comes at the end. `options` are the fields of
+        `asyncllm.config.RequestOptions`: priority, timeout, user_id, cache_salt, tools and so on. The first await
+        raises InvalidRequest, SessionError and EngineError; a later one raises RequestFailed and EngineError.
         """
         call = Call(
             prompt=messages,
@@ -203,7 +204,7 @@ class AsyncEngine:
         adapter_name: str | None = None,
         **options: Unpack[RequestKeywords],
     ) -> Generation:
-        """Answer the next turn of a session, or the first of a new one, which the Generation carries as `session`."""
+        """Answer the next turn of `session`, or the first turn of a new one, which is `Generation.session`."""
         found = session or self.session()
         return found.chat(prompt, gen_config, do_preprocess=do_preprocess, adapter_name=adapter_name, **options)
 
@@ -213,7 +214,7 @@ class AsyncEngine:
         return Session(self._lifecycle, self._lifecycle.sessions.new())
 
     async def stop_session(self, session_id: int) -> None:
-        """End the answers that run under this id, with finish_reason 'abort'. The session keeps what there is."""
+        """End the running answers of this id with finish_reason 'abort'. The session keeps the text so far."""
         loop = self.running()
         conversation = self._lifecycle.sessions.get(session_id)
         if conversation is not None:
@@ -225,7 +226,7 @@ class AsyncEngine:
             await request.delivery.wait_end()
 
     async def end_session(self, session_id: int) -> None:
-        """Stop what runs under this id and forget the conversation. Raises SessionNotFound."""
+        """Stop the running answers of this id and forget the conversation. Raises SessionNotFound."""
         await self.stop_session(session_id)
         self.check_running()
         self._lifecycle.sessions.find(session_id).close()
@@ -240,18 +241,18 @@ class AsyncEngine:
         on_response: Callable[[Response], None] | None = None,
         **options: Unpack[RequestKeywords],
     ) -> Response | list[Response]:
-        """Answer one prompt, or a list of them; responses come in the prompts' order.
+        """Return the answer to one prompt, or the answers to a list of prompts in order.
 
-        As all are awaited together, those with the largest `max_new_tokens` are admitted first, unless there is a
-        `timeout`. `on_response` is called for each in order, as soon as it and those before it are complete. Bad input
-        raises before anything runs to its end. A request that fails inside a step, or at its deadline, gives a Response
+        Prompts with the largest `max_new_tokens` start first, unless there is a `timeout`. `on_response` is called
+        with each response in order, as soon as it and those before it are complete. Raises InvalidRequest and
+        EngineError, which end all the answers. A request that fails in a step, or at its deadline, gives a Response
         with finish_reason 'error', and the others go on.
         """
         pairs = pair_with_configs(prompts, gen_config)
         generations = self._answers(
             pairs, do_preprocess=do_preprocess, adapter_name=adapter_name, streaming=False, options=options
         )
-        # Under a timeout a long answer in front would be the end of those behind it.
+        # Under a timeout, a long answer that starts first would use up the time of those behind it.
         order = range(len(pairs)) if options.get("timeout") else longest_first([config for _, config in pairs])
         responses = await responses_of(generations, order, on_response)
         return responses[0] if is_single(prompts) else responses
@@ -265,7 +266,7 @@ class AsyncEngine:
         adapter_name: str | None = None,
         **options: Unpack[RequestKeywords],
     ) -> AsyncIterator[Chunk]:
-        """Yield the chunks of all answers as they come; `chunk.index` says to which prompt one belongs."""
+        """Yield the chunks of all answers as they come. `chunk.index` is the number of the prompt."""
         pairs = pair_with_configs(prompts, gen_config)
         answers = self._answers(
             pairs, do_preprocess=do_preprocess, adapter_name=adapter_name, streaming=True, options=options
@@ -273,7 +274,7 @@ class AsyncEngine:
         return interleave(answers)
 
     def _answers(self, pairs: Sequence[tuple[Any, GenerationConfig | None]], **same: Any) -> list[Generation]:
-        """Return a Generation per (prompt, config), not started. `same`: fields of all their calls."""
+        """Return a Generation for each (prompt, config), not started. `same`: fields that all their calls share."""
         answers = []
         for index, (prompt, config) in enumerate(pairs):
             given = {"input_ids": prompt} if is_token_ids(prompt) else {"prompt": prompt}
@@ -292,10 +293,11 @@ class AsyncEngine:
     ) -> Embedding | list[Embedding]:
         """Return the embedding of one prompt (a text or token ids), or of a list of them in order.
 
-        It is the hidden state after the final norm of the `last` token, or the `mean` of all, cut to `dimensions`
-        entries and then scaled to length 1 (`normalize`); None: as the checkpoint's files say, else the last at length
-        1. A text is encoded without a chat template, with the end that the checkpoint's tokenizer gives it.
-        The first error, of whichever prompt, ends the call. Raises InvalidRequest, RequestFailed, EngineError.
+        An embedding is the hidden state after the final norm of the `last` token, or the `mean` over all tokens, cut
+        to `dimensions` entries, then scaled to length 1 if `normalize`. None takes the checkpoint's own setting, or
+        without one the last token and length 1. A text is encoded without a chat template, with the final token that
+        the checkpoint's tokenizer adds. The first error of any prompt ends the call. Raises InvalidRequest,
+        RequestFailed, EngineError.
         """
         self.check_running()
         defaults = self._lifecycle.files.embedding
@@ -307,16 +309,18 @@ class AsyncEngine:
     ) -> SequenceScores | list[SequenceScores]:
         """Return the scores that the model's head gives one prompt (a text or token ids), or each of a list in order.
 
-        The head of a class that ends in ForSequenceClassification or ForRewardModel reads the hidden state of the last
-        token after the final norm. A text is encoded as by `embed`. The first error, of whichever prompt, ends the
-        call. Raises InvalidRequest, RequestFailed, EngineError.
+        Models of a class that ends in ForSequenceClassification or ForRewardModel have such a head; it reads the last
+        token's hidden state after the final norm. A text is encoded as in `embed`. The first error of any prompt ends
+        the call. Raises InvalidRequest, RequestFailed, EngineError.
         """
         self.check_running()
         return await pool(self._lifecycle, prompts, ScoreForm(self.limits), options, adapter_name)
 
     async def get_reward_score(self, input_ids: Sequence[int], **options: Unpack[RequestKeywords]) -> float:
-        """Return how good the last token's head finds a sequence: of models with one score. Raises InvalidRequest,
-        RequestFailed, EngineError."""
+        """Return the reward of a sequence: the only score of the model's head at its last token.
+
+        Raises UnsupportedFeature for a model with several scores, InvalidRequest, RequestFailed, EngineError.
+        """
         self.check_running()
         if self.limits.num_labels > 1:
             raise UnsupportedFeature(f"The model gives {self.limits.num_labels} scores, not a reward. Call classify.")
@@ -335,8 +339,8 @@ class AsyncEngine:
     ) -> list[int] | list[list[int]]:
         """Return the token ids that `generate` would make of a prompt, or of each of a list of prompts.
 
-        `add_bos=False` leaves out what the checkpoint's tokenizer puts in front. `bounded`: a text that can never fit
-        is refused before it is encoded to its end. Long texts are encoded in a thread. Raises InvalidRequest,
+        `add_bos=False` leaves out the tokens that the checkpoint's tokenizer puts in front. `bounded` refuses a text
+        that can never fit before all of it is encoded. Long texts are encoded in a thread. Raises InvalidRequest,
         EngineClosed.
         """
         self.check_running()
@@ -347,7 +351,7 @@ class AsyncEngine:
         return encoded[0] if is_single(prompts) else encoded
 
     async def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of token ids, many of them decoded in a thread. Raises InvalidParameter, EngineClosed."""
+        """Return the text of token ids. Decodes long lists in a thread. Raises InvalidParameter, EngineClosed."""
         encoder = self._lifecycle.encoder
 
         def decode() -> str:
@@ -357,8 +361,8 @@ class AsyncEngine:
         return await encoder.offload(decode, len(tokens) if isinstance(tokens, Sequence) else 0)
 
     async def offload(self, call: Callable[[], Result], size: int) -> Result:
-        """Return what `call` returns, which has to do with `size` tokens or characters of text: with many, it runs in
-        one of the threads that encode long prompts, so that the event loop stays free. Raises EngineClosed."""
+        """Return what `call` returns. If `size`, in tokens or characters of the text that it handles, is large, run it
+        in one of the threads that encode long prompts, so that the event loop stays free. Raises EngineClosed."""
         return await self._lifecycle.encoder.offload(call, size)
 
     async def get_logits(
@@ -383,7 +387,7 @@ class AsyncEngine:
     async def _scored(
         self, wanted: Wanted, input_ids: Sequence[int], adapter_name: str | None, options: RequestKeywords
     ) -> Chunk:
-        """Return the one chunk of a prompt that nothing follows. Raises InvalidRequest, EngineError."""
+        """Return the only chunk of a call that generates no tokens. Raises InvalidRequest, EngineError."""
         call = Call(
             wanted=wanted,
             input_ids=input_ids,
@@ -396,13 +400,13 @@ class AsyncEngine:
             return await generation.only_chunk()
 
     async def update_weights(self, weights: Weights) -> None:
-        """Replace weights in place, by their names in the checkpoint's safetensors files: all, or only some.
+        """Replace some or all weights in place, between two steps, by their names in the checkpoint's safetensors.
 
-        Tensors may lie on any device and have any float type. All are checked before the first is copied: with
-        InvalidParameter nothing has changed. It happens between two steps. What was computed with the old weights is
-        used no more: running answers keep their tokens and go on from them, computed again; the prefix cache, on the
-        device, in host memory and for sessions, begins anew. If this is cancelled, either nothing changes or all does;
-        leave the tensors alone until a next call of these methods has returned. Raises EngineError.
+        Tensors may be on any device and of any float type. All are checked before the first is copied. Running
+        answers keep their tokens, whose keys and values are computed again; every cached prefix is dropped. After a
+        cancellation either all weights are replaced or none, and the tensors must stay unchanged until the next
+        command (such as `sleep`) has returned. Raises InvalidParameter, after which nothing has changed, and
+        EngineError.
         """
         await self.running().change(update_of(weights))
 
@@ -412,11 +416,12 @@ class AsyncEngine:
         return self._lifecycle.adapters.paths
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter from a folder of PEFT's, or from the hub, for requests with `adapter_name=name`.
+        """Load a LoRA adapter in PEFT's format, from a folder or the hub, for requests with `adapter_name=name`.
 
-        It is read between two steps. One of its name must be unloaded first; what is loaded again under its name shares
-        no cached prefix with it. The engine needs room: `EngineConfig.adapters` or `max_loras`. Raises ModelError,
-        InvalidParameter, UnsupportedFeature, EngineError; nothing has changed then.
+        The adapter is read between two steps. The name must be free. An adapter that is loaded again shares no cached
+        prefix with its predecessor. The engine must have been started with room for adapters
+        (`EngineConfig.adapters` or `max_loras`). Raises ModelError, InvalidParameter, UnsupportedFeature, EngineError,
+        after which nothing has changed.
         """
         loop = self.running()
         if name == self.model_name:
@@ -432,7 +437,7 @@ class AsyncEngine:
         await loop.change(msgspec.structs.replace(command, path=folder))
 
     async def unload_adapter(self, name: str) -> None:
-        """Let no request name a LoRA adapter any more. Open ones keep it, and its memory goes with the last of them.
+        """Unload a LoRA adapter. Open requests keep it; its memory is freed when the last of them has ended.
 
         Raises InvalidParameter, EngineError.
         """
@@ -440,24 +445,25 @@ class AsyncEngine:
         loop.drop(loop.adapters.remove(name))
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the device's memory back between two steps, until `wake`. Asleep already: nothing, or the deeper level.
+        """Free the device's memory between two steps, until `wake`. A sleeping engine can go from level 1 to 2.
 
-        The weights wait in host memory (level 1), or are dropped (2), and come back by `update_weights` with all of
-        them or from the checkpoint. Requests are not lost: running ones are computed again after `wake`, and what
-        arrives waits as well, within the queue's bounds and its `timeout`. Raises InvalidParameter, ModelError,
+        Level 1 keeps the weights in host memory. Level 2 drops them; `wake` reads them from the checkpoint, unless
+        `update_weights` has brought all of them back. Requests are not lost: running ones are computed again after
+        `wake`, and new ones wait, within the queue's bounds and their `timeout`. Raises InvalidParameter, ModelError,
         EngineError.
         """
         await self.running().change(sleep_of(level))
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory again; awake already: nothing. `tags`: "weights" first and "kv_cache" later, say, to update
-        weights in between. With ModelError, when something has no room, the engine sleeps on, and may be asked again.
-        Raises InvalidParameter, EngineError.
+        """Allocate the device's memory again. Does nothing if the engine is awake.
+
+        `tags` wakes "weights" and "kv_cache" one by one, so that weights can be updated in between; None wakes both.
+        Raises ModelError if memory is short (the engine then still sleeps), InvalidParameter, EngineError.
         """
         await self.running().change(wake_of(tags))
 
     async def wakeup(self, tags: Sequence[str] | None = None) -> None:
-        """Do as `wake`: this is LMDeploy's name of it."""
+        """LMDeploy's name of `wake`."""
         await self.wake(tags)
 
     def stats(self) -> EngineStats:
@@ -465,6 +471,8 @@ class AsyncEngine:
         return self.running().stats(len(self._lifecycle.sessions))
 
     def check_idle(self) -> None:
-        """Raise AssertionError if a request is open, or a row or block is held by anything but steps that still run;
-        for tests, right after the last answer too."""
+        """Raise AssertionError if a request is open, or if a row or block is held by anything but unread steps.
+
+        For tests. It holds as soon as the last answer has ended.
+        """
         self._lifecycle.check_idle()

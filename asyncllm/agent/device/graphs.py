@@ -6,7 +6,7 @@ graph reads it, and everything else lies on the device already. What a step has 
 nothing is read or kept.
 
 A decode step has two parts, forward pass and sampling, so that what only delays the choice of tokens does not delay the
-forward pass. A mixed step, of prompts and decode rows, has one: all layers but the last (`agent/mixed_size.py`).
+forward pass. A mixed step, of prompts and decode rows, has one: all layers but the last (`agent/step/graph_sizes.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Generation and Session: what a caller holds of an answer and of a conversation. Each gives the other."""
+"""Generation and Session: a caller's handles of an answer and of a conversation."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Generation:
 
         response = await engine.generate("Hi")
 
-    Nothing happens before the first await, which raises whatever is wrong with the input. Leaving it early by
-    whatever way ends the request within a step: a cancelled task, a timeout, `aclose()`, the end of an `async with`,
-    or the last reference going away, as after `break` in a loop over `engine.generate(...)`. Errors of a running
+    Nothing happens before the first await, which raises InvalidRequest, SessionError or EngineError. Leaving early
+    ends the request within a step, be it by a cancelled task, a timeout, `aclose()`, the end of an `async with`, or
+    the loss of the last reference, as after a `break` in a loop over `engine.generate(...)`. Errors of a running
     request (RequestFailed, EngineDead, EngineClosed) are raised after the chunks that came before them.
     """
 
@@ -40,17 +40,17 @@ class Generation:
         self._call = call
         self._delivery = Delivery(streaming=call.streaming)
         self._request: Request | None = None
-        """Set while the engine may know of it."""
+        """The request once it is queued. Written by `start`."""
         self._started = False
         self._response: Response | None = None
         """The answer, once it has been awaited."""
         self.session = session
-        """The conversation that `engine.chat` started for this answer, or was given."""
+        """The conversation that this answer is a turn of, if it was asked for by `chat`."""
         self.index = index
-        """Stamped on every chunk: which prompt of a batch this answers."""
+        """Which prompt of a batch this answers, as every chunk says."""
 
     async def start(self) -> None:
-        """Validate, encode and queue the request. Raises InvalidRequest, SessionError, EngineError, and no other."""
+        """Validate, encode and queue the request. Raises InvalidRequest, SessionError, EngineError. Idempotent."""
         if self._started or self._delivery.abandoned:
             return
         self._started = True
@@ -75,7 +75,7 @@ class Generation:
         self._request = request
 
     async def _prepared(self) -> Request:
-        """Return the request. What tokenizer and template raise of themselves becomes RequestFailed."""
+        """Return the prepared request. Turns errors of tokenizer and template code into RequestFailed."""
         try:
             return await self._engine.inputs.prepare(self._call, self._delivery)
         except AsyncLLMError:
@@ -86,7 +86,7 @@ class Generation:
             ) from error
 
     def poll(self) -> Chunk | None:
-        """Return a chunk if one is there. Raises the request's error once the chunks before it are taken."""
+        """Return the next chunk, or None if there is none yet. Raises the request's error after its last chunk."""
         chunk = self._delivery.take()
         if chunk is not None:
             chunk.index = self.index
@@ -111,7 +111,7 @@ class Generation:
             raise
 
     async def response(self) -> Response:
-        """Return the whole answer, or what an iteration has left of it. The caller is woken once, at the end."""
+        """Return the whole answer, or the part that an iteration has left. Wakes the caller once, at the end."""
         if self._response is None:
             if not self._started:
                 self._delivery.streaming = False
@@ -119,7 +119,7 @@ class Generation:
         return self._response
 
     async def only_chunk(self) -> Chunk:
-        """Return the one chunk of a request that generates nothing. Raises its error, which comes after that."""
+        """Return the only chunk of a request that generates no tokens. Raises the request's error."""
         (chunk,) = [chunk async for chunk in self]
         return chunk
 
@@ -127,21 +127,21 @@ class Generation:
         return self.response().__await__()
 
     def cancel(self) -> None:
-        """Ask the engine to end the request. Returns at once; more calls change nothing."""
+        """Ask the engine to end the request, and return at once. Idempotent."""
         if not self._delivery.abandoned:
             self._delivery.abandoned = True
             if self._request is not None and not self._delivery.ended:
                 self._loop.abandon(self._request)
 
     async def aclose(self) -> None:
-        """End the request and wait until its row and blocks are on their way back. Idempotent."""
+        """End the request, and wait until the engine has released its row and blocks. Idempotent."""
         self.cancel()
         if self._request is not None:
             await self._delivery.wait_end()
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt as the model gets it, history included. Raises EngineError before `start`."""
+        """The token ids of the prompt with its history. Raises EngineError before `start`."""
         return self._known().prompt_ids
 
     def _known(self) -> Request:
@@ -151,28 +151,29 @@ class Generation:
 
     @property
     def splits(self) -> bool:
-        """Whether reasoning and calls are split off its text. False before `start`."""
+        """Whether reasoning and tool calls are split off the text. False before `start`."""
         return self._request is not None and self._request.sequences[0].answer.splits
 
     @property
     def arrived(self) -> float:
-        """When it was first awaited, in seconds of `time.monotonic`. Raises EngineError before `start`."""
+        """Time of the first await, in seconds of `time.monotonic`. Raises EngineError before `start`."""
         return self._known().times.arrived
 
     @property
     def prefilled(self) -> float | None:
-        """When its prompt had been computed; None: it has not. Raises EngineError before `start`."""
+        """Time at which the prompt had been computed, or None before that. Raises EngineError before `start`."""
         return self._known().times.prefilled
 
     @property
     def ended(self) -> bool:
-        """Whether the terminal event has come."""
+        """Whether the request has ended. Chunks may still wait to be read."""
         return self._delivery.ended
 
     def listen(self, listener: Callable[[], None], taker: Callable[[Chunk], bool] | None = None) -> None:
-        """Call `listener`, in the loop, whenever `poll` may have something new. `taker`, which raises nothing, is
-        offered chunks as they come, ahead of that, and returns whether it took one: `poll` does not give it then.
-        Both are let go of at the end; after it nothing comes."""
+        """Call `listener` in the event loop whenever `poll` may have something new, until the request has ended.
+
+        `taker` is offered each chunk first, and returns True to keep it from `poll`. It must not raise.
+        """
         if not self._delivery.ended:
             self._delivery.listener = listener
             self._delivery.taker = taker
@@ -194,7 +195,7 @@ class Generation:
 
 
 class Session:
-    """A conversation. States: idle or in a turn, until closed.
+    """A conversation, which keeps its history from call to call. States: idle or in a turn, until closed.
 
     async with engine.session() as session:
         async for chunk in session.chat("Hi"):
@@ -211,7 +212,7 @@ class Session:
 
     @property
     def token_ids(self) -> list[int]:
-        """The whole conversation so far: prompts, template and answers."""
+        """Token ids of the whole conversation so far: prompts, template and answers."""
         return self._conversation.past.token_ids
 
     @property
@@ -225,12 +226,12 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Tokens in the history: the position at which the next turn starts."""
+        """Number of tokens in the history, which is the position of the next turn's first token."""
         return len(self.token_ids)
 
     @property
     def response(self) -> Response | None:
-        """The last turn's answer, when it ran to its end or was stopped."""
+        """The answer of the last turn that has ended or was stopped; None if there is none."""
         return self._conversation.response
 
     @property
@@ -251,7 +252,8 @@ class Session:
         adapter_name: str | None = None,
         **options: Unpack[RequestKeywords],
     ) -> Generation:
-        """Return the answer of the next turn. Raises SessionBusy, SessionNotFound at the first await."""
+        """Return the answer of the next turn, as `AsyncEngine.generate` does. Its first await may also raise
+        SessionBusy and SessionNotFound."""
         call = Call(
             prompt=prompt,
             config=gen_config,
@@ -267,11 +269,14 @@ class Session:
         self._conversation.past = self._conversation.cut(step)
 
     def fork(self) -> Session:
-        """Return a second conversation with the same history; both go on independently and share their blocks."""
+        """Return a second conversation with the same history. Both go on independently and share cached blocks.
+
+        Raises SessionBusy, SessionNotFound.
+        """
         return Session(self._engine, self._conversation.fork())
 
     def stop(self) -> None:
-        """Stop the running turn, if any; what was generated so far stays in the history."""
+        """Stop the running turn, if any. The text generated so far stays in the history."""
         self._conversation.stop()
 
     def close(self) -> None:
