@@ -23,6 +23,7 @@ __all__ = [
     "Command",
     "Executor",
     "Grammar",
+    "ImagePreparation",
     "ImageProcessor",
     "Limits",
     "LoadAdapter",
@@ -256,6 +257,19 @@ class CuttingProcessor(ImageProcessor, Protocol):
 
     most_cut: int
     """Images of a conversation whose images are cut."""
+
+
+class ImagePreparation(Protocol):
+    """An `ImageProcessor` that may remember what it has prepared. Used by several threads at once."""
+
+    @property
+    def processor(self) -> ImageProcessor: ...
+
+    def prepare(
+        self, image: Any, options: Mapping[str, Any], cache_salt: str | None = None, *, is_video: bool = False
+    ) -> PromptImage:
+        """Return what the processor's `prepare` does, or its `prepare_video`. Under unequal salts nothing is shared,
+        and digests differ."""
 
 
 class SlotStart(msgspec.Struct, frozen=True, kw_only=True):

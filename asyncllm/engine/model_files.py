@@ -11,7 +11,7 @@ import msgspec
 from asyncllm.config import ChatTemplateConfig, EngineConfig
 from asyncllm.errors import InvalidParameter
 from asyncllm.event_loop.in_thread import in_thread
-from asyncllm.protocol import Executor, ImageProcessor, Limits
+from asyncllm.protocol import Executor, ImagePreparation, Limits
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.sentence_transformers import EmbeddingDefaults
 from asyncllm.text.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ class ModelFiles:
     chat_template: ChatTemplate | None
     embedding: EmbeddingDefaults = field(default_factory=EmbeddingDefaults)
     """How the model is meant to embed, after `load`."""
-    images: ImageProcessor | None = None
+    images: ImagePreparation | None = None
     """Of the model's family, after `load`; None for a model that takes only text."""
     _folder: Path | None = None
     """Where what is missing is to be opened, once it is found."""
@@ -102,12 +102,12 @@ class ModelFiles:
         return self.tokenizer, self.chat_template
 
     def _open_text(self) -> None:
-        from asyncllm.vl.processor import open_processor
+        from asyncllm.vl.processor import open_images
 
         assert self._folder is not None
         self.embedding = EmbeddingDefaults.read(self._folder)
-        self.images = open_processor(self._folder, self.config.hf_overrides)
-        joint, most = 0 if self.images is None else self.images.joint, self.config.prefill_budget
+        self.images = open_images(self._folder, self.config.hf_overrides)
+        joint, most = 0 if self.images is None else self.images.processor.joint, self.config.prefill_budget
         if joint > most:
             raise InvalidParameter(
                 f"max_prefill_token_num={most} is less than the {joint} tokens of a picture, which see each other and "

@@ -14,6 +14,7 @@ from asyncllm.protocol import ImageProcessor
 from asyncllm.text.checkpoint_files import read_json_object
 from asyncllm.vl.image_tokens import added_tokens, image_token, stand_in, token_id_of, token_of
 from asyncllm.vl.known_towers import tower_fields, tower_settings
+from asyncllm.vl.prepared_images import PreparedImages
 from asyncllm.vl.processing.clip import AnyresProcessor, CenterProcessor, PaddedProcessor
 from asyncllm.vl.processing.deepseek_vl import SquareProcessor, TwoSizesProcessor
 from asyncllm.vl.processing.gemma3 import Gemma3Processor
@@ -27,7 +28,7 @@ from asyncllm.vl.processing.tiles import TileVideoProcessor
 from asyncllm.vl.processing.video import Qwen3VideoProcessor, QwenVideoProcessor
 from asyncllm.vl.published import ALSO_TEXT, PUBLISHED, UNSAID
 
-__all__ = ["open_processor"]
+__all__ = ["open_images", "open_processor"]
 
 _Fields = Mapping[str, Any]
 
@@ -58,6 +59,12 @@ def open_processor(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
             f"config.json."
         )
     return make(fields, settings, str(file))
+
+
+def open_images(folder: Path, overrides: Mapping[str, Any] | None = None) -> PreparedImages | None:
+    """Return `open_processor` with a memory of what it has prepared."""
+    processor = open_processor(folder, overrides)
+    return None if processor is None else PreparedImages(processor)
 
 
 def _llava(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from asyncllm.config import RequestOptions
 from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature, short
-from asyncllm.protocol import CuttingProcessor, ImageProcessor, PromptImage, VideoProcessor
+from asyncllm.protocol import CuttingProcessor, ImagePreparation, PromptImage, VideoProcessor
 from asyncllm.text.image_marks import (
     OPTIONS,
     VIDEO_OPTIONS,
@@ -40,21 +41,22 @@ class _Offload(Protocol):
 class ImageInput:
     """Loads images in threads and gives them their places. Holds no state of a request."""
 
-    def __init__(self, processor: ImageProcessor | None, offload: _Offload) -> None:
-        """`processor`: of the model's family, None for a model that takes only text."""
-        self._processor = processor
+    def __init__(self, preparation: ImagePreparation | None, offload: _Offload) -> None:
+        """`preparation`: by the model's family, None for a model that takes only text."""
+        self._preparation = preparation
+        self._processor = None if preparation is None else preparation.processor
         self._offload = offload
 
     async def take(
-        self, prompt: Any, options: _Options | None = None, owner: Hashable = None, before: int = 0
+        self, prompt: Any, options: RequestOptions, owner: Hashable = None, before: int = 0
     ) -> tuple[Any, list[PromptImage]]:
         """Return a prompt with marks in place of its images, and these as the model is to be shown them, in order.
 
-        `options` (`RequestOptions.mm_processor_kwargs`) is for all of them; what an image's own part says goes first.
+        `mm_processor_kwargs` of the options is for all of them; what an image's own part says goes first.
         `before`: images of the conversation so far. Each is loaded in a thread, at the owner's turn. Raises
         InvalidRequest, EngineError.
         """
-        usual = self._checked(options)
+        usual = self._checked(options.mm_processor_kwargs)
         if not holds_images(prompt):
             return prompt, []
         if self._processor is None:
@@ -70,28 +72,30 @@ class ImageInput:
             and before + sum(not source.is_video for source in sources) > cutting.most_cut
         ):
             usual = {**usual, "detail": "low"}
-        images = [await self._prepared(source, usual, owner) for source in sources]
+        images = [await self._prepared(source, usual, owner, options.cache_salt) for source in sources]
         return marked, [
             msgspec.structs.replace(image, text=with_numbers(image.text, before + index))
             for index, image in enumerate(images)
         ]
 
-    async def _prepared(self, source: ImageSource, usual: _Options, owner: Hashable) -> PromptImage:
-        processor = self._processor
-        assert processor is not None  # as `take` has seen
+    async def _prepared(
+        self, source: ImageSource, usual: _Options, owner: Hashable, cache_salt: str | None
+    ) -> PromptImage:
+        preparation = self._preparation
+        assert preparation is not None  # as `take` has seen
         known = VIDEO_OPTIONS if source.is_video else OPTIONS
         options = {**{name: value for name, value in usual.items() if name in known}, **source.options}
+        prepare = partial(preparation.prepare, source.image, options, cache_salt)
         if not source.is_video:
-            return await self._offload(partial(processor.prepare, source.image, options), IMAGE_SIZE, owner)
-        if not isinstance(processor, VideoProcessor):
+            return await self._offload(prepare, IMAGE_SIZE, owner)
+        if not isinstance(preparation.processor, VideoProcessor):
             raise UnsupportedFeature(
                 "The prompt has a video, and this model's family is given images alone. Send some of its frames as "
                 "images.",
                 "messages",
             )
-        prepare = partial(processor.prepare_video, source.image, options)
         count = len(source.image) if isinstance(source.image, list | tuple) else FILE_FRAMES
-        return await self._offload(prepare, IMAGE_SIZE * count, owner)
+        return await self._offload(partial(prepare, is_video=True), IMAGE_SIZE * count, owner)
 
     def _checked(self, options: _Options | None) -> _Options:
         """Return a request's options of images. Raises InvalidParameter."""

@@ -15,7 +15,7 @@ from asyncllm.engine.requests.text_threads import TextThreads
 from asyncllm.engine.sessions.history import History
 from asyncllm.errors import ContextLengthExceeded, InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.event_loop.request_gate import RequestGate
-from asyncllm.protocol import ImageProcessor, Limits, PromptImage
+from asyncllm.protocol import ImagePreparation, Limits, PromptImage
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.literals import Literals
 from asyncllm.text.messages import as_messages
@@ -61,15 +61,15 @@ class PromptEncoder:
         template: ChatTemplate,
         limits: Limits,
         config: EngineConfig,
-        processor: ImageProcessor | None = None,
+        images: ImagePreparation | None = None,
     ) -> None:
-        """`processor`: of the images that prompts may have."""
+        """`images`: of those that prompts may have; None for a model that takes only text."""
         self.tokenizer = tokenizer
         self.template = template
         self.vocab_size = limits.vocab_size
         self.session_len = min(limits.max_position, config.session_len or limits.max_position)
         """Most tokens of prompt, history and answer together."""
-        self._pool_tokens = pool_tokens(limits, 0 if processor is None else processor.joint)
+        self._pool_tokens = pool_tokens(limits, 0 if images is None else images.processor.joint)
         pieces = [] if tokenizer.table is None else tokenizer.table.pieces
         self._longest_piece = max((len(piece) for piece in pieces if piece), default=0)
         """Bytes of the longest token; 0 where that is not known."""
@@ -78,7 +78,7 @@ class PromptEncoder:
         self.gate = RequestGate()
         """For requests that begin."""
         self._threads = TextThreads(CHARACTERS_PER_TOKEN * config.max_queued_tokens)
-        self.images = ImageInput(processor, self.offload)
+        self.images = ImageInput(images, self.offload)
 
     def close(self) -> None:
         """Let the encoding threads end when they are through with what they have."""
@@ -197,7 +197,7 @@ class PromptEncoder:
     ) -> tuple[list[int], Sequence[PromptImage]]:
         """Return the token ids of what was said before and of the prompt that follows, as `prompt_ids`, and the images
         among them."""
-        prompt, images = await self.images.take(prompt, options.mm_processor_kwargs, owner, len(past.images))
+        prompt, images = await self.images.take(prompt, options, owner, len(past.images))
         if not past.turns or not do_preprocess:
             rendering: Any = {"do_preprocess": do_preprocess, "options": options, "owner": owner, "whole": whole}
             added = await self.prompt_ids(prompt, add_bos=not past.token_ids, images=images, **rendering)
@@ -239,7 +239,7 @@ class PromptEncoder:
             if is_token_ids(prompt):
                 encoded.append(await self.given_ids(prompt))
             else:
-                marked, images = await self.images.take(prompt, options.mm_processor_kwargs)
+                marked, images = await self.images.take(prompt, options)
                 ids = await self.prompt_ids(
                     marked,
                     do_preprocess=do_preprocess,

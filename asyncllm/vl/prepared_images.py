@@ -1,0 +1,89 @@
+"""PreparedImages: images that were prepared lately, by what was given, so that one that is asked about again is neither
+decoded nor scaled again."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncllm.protocol import ImageProcessor, PromptImage, VideoProcessor
+from asyncllm.vl.loading import load_image, media_bytes
+
+__all__ = ["PreparedImages"]
+
+MAX_KEPT_BYTES = 2**28
+"""Of the numbers that towers are shown: 8 images of 13 tiles of 448 x 448 pixels, and 200 of one."""
+
+
+class PreparedImages:
+    """Keeps the latest images while there is room. Used by several threads at once."""
+
+    def __init__(self, processor: ImageProcessor, max_bytes: int = MAX_KEPT_BYTES) -> None:
+        self.processor = processor
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        """For the two below."""
+        self._kept: OrderedDict[bytes, PromptImage] = OrderedDict()
+        """By name, the latest last."""
+        self._num_bytes = 0
+
+    def prepare(
+        self, image: Any, options: Mapping[str, Any], cache_salt: str | None = None, *, is_video: bool = False
+    ) -> PromptImage:
+        """Return what the processor's `prepare` does, or its `prepare_video`, under this salt.
+
+        Files and addresses are read each time, as they may change. Raises what the processor does.
+        """
+        source, parts = _read(image, is_video)
+        named = hashlib.sha256(repr((cache_salt, is_video, sorted(options.items()), len(parts))).encode(*_ANY))
+        for part in parts:
+            named.update(hashlib.sha256(part).digest())
+        name = named.digest()
+        with self._lock:
+            known = self._kept.get(name)
+            if known is not None:
+                self._kept.move_to_end(name)
+                return known
+        if is_video:
+            assert isinstance(self.processor, VideoProcessor)
+            prepared = self.processor.prepare_video(source, options)
+        else:
+            prepared = self.processor.prepare(source, options)
+        if cache_salt is not None:
+            salted = hashlib.sha256(prepared.digest + cache_salt.encode(*_ANY)).digest()
+            prepared = msgspec.structs.replace(prepared, digest=salted)
+        self._keep(name, prepared)
+        return prepared
+
+    def _keep(self, name: bytes, image: PromptImage) -> None:
+        with self._lock:
+            if name in self._kept:
+                return  # by the other thread
+            self._kept[name] = image
+            self._num_bytes += image.pixels.nbytes
+            while self._num_bytes > self._max_bytes:
+                _, oldest = self._kept.popitem(last=False)
+                self._num_bytes -= oldest.pixels.nbytes
+
+
+_ANY = ("utf-8", "surrogatepass")
+
+
+def _read(image: Any, is_video: bool = False) -> tuple[Any, list[bytes]]:
+    """Return an image or a video as it is to be loaded, and all that its content depends on. Raises InvalidMessage."""
+    if is_video and isinstance(image, list | tuple):
+        frames = [_read(frame) for frame in image]
+        return [frame for frame, _ in frames], [part for _, parts in frames for part in parts]
+    if isinstance(image, str) and image.startswith("data:"):
+        return image, [b"url", image.encode(*_ANY)]
+    if is_video or isinstance(image, str | bytes | Path):
+        data = media_bytes(image, "video" if is_video else "image")
+        return data, [b"file", data]
+    loaded = load_image(image)
+    return loaded, [b"pixels", repr(loaded.size).encode(), loaded.tobytes()]
