@@ -71,6 +71,13 @@ _MAX_REFUSED = 5
 _ROTARY_BUFFER = re.compile(r"(?:.+\.)?(?:rotary(?:_pos)?_emb\.\w+|(?:\w+_)?inv_freq|(?:cos|sin)_cached?)")
 """Names of frequencies, cosines and sines that older checkpoints store, and config.json determines."""
 
+_CACHE_SCALE = re.compile(
+    r"(?:.+\.)?(?:self_attn|attn|attention)\.(?:attn\.|[kv]_proj\.)?"
+    r"(?:(?:k|v|kv)_(?:scale|zero_point)|(?<=[kv]_proj\.)output_scale)"
+)
+"""Names of one scale for all keys or values of a layer, found for caches of 8 bits. Ours are plain, or each token has
+its own."""
+
 _TARGET = re.compile(
     r"(?P<module>[^\[\]:]+)(?::(?P<suffix>\w+))?"
     r"(?:\[(?:(?P<parts>\w+(?:\+\w+)*)(?::(?P<layout>\w+))?(?:,\{(?P<index>\w+)\})?"
@@ -215,14 +222,15 @@ class WeightMap:
         return ".".join(segments[: depths[0]]) if depths else None
 
     def resolve(self, name: str) -> Target | None:
-        """Return where tensor `name` goes, or None if it is left out, as rotary buffers are. The longest matching row
-        wins.
+        """Return where tensor `name` goes, or None if it is left out, as rotary buffers and scales of caches are. The
+        longest matching row wins.
 
         Raises InvalidCheckpoint when no row matches.
         """
         segments = name.split(".")
         ignored = any(depth == len(segments) for depth, _, _ in walk(self._names, segments))
-        if ignored or self.module_aside(name) or _ROTARY_BUFFER.fullmatch(name):
+        derived = _ROTARY_BUFFER.fullmatch(name) or _CACHE_SCALE.fullmatch(name)
+        if ignored or derived or self.module_aside(name):
             return None
         found = [
             match

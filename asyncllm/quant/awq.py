@@ -20,6 +20,8 @@ from asyncllm.quant.settings import Header, QuantSettings
 
 __all__ = ["AWQ", "Gemm", "Gemv", "awq_settings", "encode_gemm"]
 
+_LAYOUT_KEYS = ("version", "checkpoint_format", "format")
+
 _BITS = 4
 _IN_WORD = 32 // _BITS
 _IN_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -90,10 +92,12 @@ class AWQ(Scheme):
             settings.unsupported("bits" if "bits" in settings.fields else "w_bit", "AWQ is of 4 bits.")
         if not settings.flag("zero_point", True):
             settings.unsupported("zero_point", "AWQ without zero points is not read.")
-        version = str(settings.get("version") or "gemm").lower()
+        # GPTQModel has a key of its own for it.
+        key = next((each for each in _LAYOUT_KEYS if settings.get(each) is not None), _LAYOUT_KEYS[0])
+        version = str(settings.get(key) or "gemm").lower()
         layouts: dict[str, type[Packed]] = {"gemm": Gemm, "gemv": Gemv}
         if version not in layouts:
-            settings.unsupported("version", f"Supported: {', '.join(layouts)}.")
+            settings.unsupported(key, f"Supported: {', '.join(layouts)}.")
         return cls(layouts[version], settings.group_size("group_size", "q_group_size"))
 
     def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:

@@ -80,8 +80,6 @@ class CompressedTensors(Scheme):
         settings.expect("quantization_status", "compressed", "frozen")
         if settings.get("transform_config"):
             settings.unsupported("transform_config", "Weights that are turned first are not read.")
-        if settings.get("kv_cache_scheme"):
-            settings.unsupported("kv_cache_scheme", "Remove it and the k_scale and v_scale tensors.")
         if settings.object("sparsity_config").get("format") not in (None, "dense"):
             settings.unsupported("sparsity_config", "Sparse weights are not read.")
         whole = settings.get("format")
@@ -93,6 +91,8 @@ class CompressedTensors(Scheme):
             if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
                 group.invalid("targets", "where a list of names belongs")
             kind = group.get("format") or whole
+            if kind == "naive-quantized":
+                kind = f"{group.object('weights').get('type')}-quantized"
             if kind not in _CHECKS:
                 named_in = group if group.get("format") else settings
                 named_in.unsupported("format", f"Supported: {', '.join(_CHECKS)}.")
@@ -110,7 +110,7 @@ class CompressedTensors(Scheme):
         if kind == "pack-quantized":
             return PackQuantized(
                 bits=weights.integer("num_bits"),
-                group_size=weights.integer("group_size") if weights.get("strategy") == "group" else -1,
+                group_size=_group_size(weights),
                 scale_dtype=scale_dtype(tensors.get("weight_scale")),
                 ordered=weights.get("actorder") == "group",
                 symmetric=weights.flag("symmetric", True),
@@ -142,8 +142,13 @@ def _check_packed(group: QuantSettings) -> None:
     weights.expect("actorder", "group", "weight", "static")
     weights.expect("dynamic", False)
     weights.flag("symmetric", True)
-    if weights.get("strategy") == "group":
-        weights.group_size("group_size")
+    _group_size(weights)
+
+
+def _group_size(weights: QuantSettings) -> int:
+    """Return the input features with one scale, -1 for all. What has no strategy has that of its group_size."""
+    grouped = weights.get("strategy") == "group" or (weights.get("strategy") is None and weights.get("group_size"))
+    return weights.group_size("group_size") if grouped else -1
 
 
 def _check_scaled(group: QuantSettings) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -80,50 +81,73 @@ class GPTQWeights(Packed):
 
 @register("gptq")
 class GPTQ(Scheme):
-    def __init__(self, **settings: Any) -> None:
-        self._settings = settings
+    """`dynamic` has other settings for modules that a regular expression names, or leaves them as they are."""
+
+    def __init__(self, fields: Mapping[str, Any], rules: Sequence[tuple[re.Pattern[str], Mapping[str, Any]]]) -> None:
+        self._fields = fields
+        self._rules = rules
 
     @classmethod
     def read(cls, settings: QuantSettings) -> GPTQ:
-        bits = settings.integer("bits")
-        if bits not in (2, 3, 4, 8):
-            settings.unsupported("bits", "Supported: 2, 3, 4, 8.")
-        name = "checkpoint_format" if settings.get("checkpoint_format") is not None else "format"
-        stored = settings.get(name)
-        if stored is not None and (not isinstance(stored, str) or stored not in _FORMATS):
-            settings.unsupported(name, f"Supported: {', '.join(_FORMATS)}.")
-        if settings.get("dynamic"):
-            settings.unsupported("dynamic", "All modules must be of one number of bits and one group size.")
-        size = settings.group_size("group_size")
-        writer = settings.object("meta").get("quantizer")
-        writers = writer if isinstance(writer, list) else [writer]
-        less_one = _FORMATS[stored or "gptq"]
-        # Three bits have no whole number of places in a word; their zero points are not less one across words.
-        by_words = any(isinstance(each, str) and each.startswith("gptqmodel") for each in writers)
-        symmetric = settings.flag("sym", True)
-        if less_one and not symmetric and by_words and bits == 3:
-            settings.unsupported("sym", "Of 3 bits with zero points, only the format gptq_v2 is read.")
-        return cls(
-            bits=bits,
-            group_size=size,
-            # One group has no order.
-            ordered=settings.flag("desc_act", False) and size != -1,
-            less_one=less_one,
-            carries=less_one and by_words and not symmetric,
-        )
+        settings.expect("pack_dtype", "int32")
+        settings.expect("is_marlin_format", False)
+        return cls(_fields(settings), _rules(settings))
 
     def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:
         if not _MARKS & tensors.keys():
             return None
-        settings = dict(self._settings)
+        fields = next((fields for pattern, fields in self._rules if pattern.match(module)), self._fields)
         # Without g_idx there is no order but the natural one, unless it is missing from a file that needs it.
-        has_groups = "g_idx" in tensors or settings["ordered"]
+        has_groups = "g_idx" in tensors or fields["ordered"]
         return GPTQWeights(
-            **settings,
+            **fields,
             has_groups=has_groups,
             stray_bias="bias" in tensors,
             scale_dtype=scale_dtype(tensors.get("scales")),
         )
+
+
+def _fields(settings: QuantSettings) -> dict[str, Any]:
+    """Return what `GPTQWeights` are to be of these settings. Raises InvalidCheckpoint, UnsupportedModel."""
+    bits = settings.integer("bits")
+    if bits not in (2, 3, 4, 8):
+        settings.unsupported("bits", "Supported: 2, 3, 4, 8.")
+    name = "checkpoint_format" if settings.get("checkpoint_format") is not None else "format"
+    stored = settings.get(name)
+    if stored is not None and (not isinstance(stored, str) or stored not in _FORMATS):
+        settings.unsupported(name, f"Supported: {', '.join(_FORMATS)}.")
+    size = settings.group_size("group_size")
+    writer = settings.object("meta").get("quantizer")
+    writers = writer if isinstance(writer, list) else [writer]
+    less_one = _FORMATS[stored or "gptq"]
+    # Three bits have no whole number of places in a word; their zero points are not less one across words.
+    by_words = any(isinstance(each, str) and each.startswith("gptqmodel") for each in writers)
+    symmetric = settings.flag("sym", True)
+    if less_one and not symmetric and by_words and bits == 3:
+        settings.unsupported("sym", "Of 3 bits with zero points, only the format gptq_v2 is read.")
+    return {
+        "bits": bits,
+        "group_size": size,
+        # One group has no order.
+        "ordered": settings.flag("desc_act", False) and size != -1,
+        "less_one": less_one,
+        "carries": less_one and by_words and not symmetric,
+    }
+
+
+def _rules(settings: QuantSettings) -> Sequence[tuple[re.Pattern[str], Mapping[str, Any]]]:
+    """Return GPTQModel's `dynamic`: for modules that a pattern matches from the beginning, the first that does counts.
+    Behind "-:" are those that are plain, which the files show. Raises InvalidCheckpoint, UnsupportedModel."""
+    rules = []
+    dynamic = settings.object("dynamic")
+    for name in dynamic.fields:
+        try:
+            pattern = re.compile(name.removeprefix("+:").removeprefix("-:"))
+        except (re.error, RecursionError):
+            dynamic.invalid(name, "whose name is no regular expression")
+        own = dynamic.object(name)
+        rules.append((pattern, _fields(QuantSettings({**settings.fields, **own.fields}, own.source))))
+    return rules
 
 
 def encode_gptq(weight: Decoded, bits: int) -> dict[str, Tensor]:

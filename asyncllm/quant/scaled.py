@@ -20,6 +20,8 @@ __all__ = ["ScaleLayout", "Scaled", "holds_codes", "scaled"]
 
 ScaleLayout = Literal["tensor", "channel", "block"]
 
+_OF_INPUTS = ("input_scale", "activation_scale")
+
 _TYPES = {torch.int8: Stored(frozenset({"I8"})), torch.float8_e4m3fn: Stored(frozenset({"F8_E4M3"}))}
 
 
@@ -45,11 +47,11 @@ class Scaled(LinearMethod):
     scale_shape: tuple[int, ...] = ()
     """Of a scale for the whole tensor: [] or [1]."""
     input_shape: tuple[int, ...] = (1,)
-    """Of input_scale."""
+    """Of the activations' scale."""
     columns: bool = True
     """Scales of channels are [N, 1], not [N]."""
-    static: bool = False
-    """The file has an input_scale, which is the activations'."""
+    of_inputs: str | None = None
+    """The suffix of the activations' scale; None where theirs follow from them."""
     invariant: bool = False
 
     name: ClassVar[str] = "fp8"
@@ -63,7 +65,7 @@ class Scaled(LinearMethod):
         return self.scale is not None
 
     def check(self, suffix: str, tensor: Tensor) -> None:
-        if suffix == "input_scale":
+        if suffix == self.of_inputs:
             _input_scale(tensor)
         elif suffix == self.scale:
             _checked(tensor)
@@ -71,7 +73,7 @@ class Scaled(LinearMethod):
     def stored(self, suffix: str) -> Stored:
         if suffix == "weight" and self.scale is not None:
             return _TYPES[self.dtype]
-        whole = suffix == "input_scale" or (suffix == self.scale and self.layout == "tensor")
+        whole = suffix == self.of_inputs or (suffix == self.scale and self.layout == "tensor")
         return Stored(axis=None) if whole else FLOATS
 
     def create(self, layer: Weighted) -> None:
@@ -89,7 +91,7 @@ class Scaled(LinearMethod):
         own.codes = _parameter(*stack, n, k, dtype=self.dtype)
         own.scales = _parameter(*stack, -(-k // GROUP) if self.layout == "block" else 1, n, dtype=torch.float32)
         # Each expert's activations have scales that follow from them.
-        static = self.static and layer.num_experts is None
+        static = self.of_inputs is not None and layer.num_experts is None
         own.input_scale = _parameter(1, dtype=torch.float32) if static else None
         own.input_scales = {}
         own.offset = _parameter(*stack, n) if layer.has_bias else None
@@ -101,8 +103,8 @@ class Scaled(LinearMethod):
             shapes: dict[str, tuple[int, ...]] = {"weight": (size, layer.in_features)}
             if self.scale is not None:
                 shapes[self.scale] = self._shape(size, layer.in_features)
-            if self.static:
-                shapes["input_scale"] = self.input_shape
+            if self.of_inputs is not None:
+                shapes[self.of_inputs] = self.input_shape
             if layer.has_bias:
                 shapes["bias"] = (size,)
             for index in (None,) if layer.num_experts is None else range(layer.num_experts):
@@ -122,7 +124,7 @@ class Scaled(LinearMethod):
             _of(own.scales, index)[:, rows] = scales.t()
         elif suffix == "weight":
             _of(own.codes, index)[rows] = tensor[taken, columns]
-        elif suffix == "input_scale":
+        elif suffix == self.of_inputs:
             own.input_scales[part] = _input_scale(tensor)
             if own.input_scale is not None:
                 own.input_scale.fill_(max(own.input_scales.values()))
@@ -195,18 +197,20 @@ def holds_codes(tensors: Mapping[str, Header]) -> bool:
 
 def scaled(dtype: torch.dtype, scale: str, tensors: Mapping[str, Header], *, block: bool, static: bool) -> Scaled:
     """Return the method of a module with these tensors, whose scales are called `scale`: of blocks, else as its shape
-    says."""
+    says. `static`: there is a scale for activations, by the name that it has in llm-compressor's files or in those of
+    transformers."""
     shape = tensors[scale].shape if scale in tensors else (1,)
     layout: ScaleLayout = "block" if block else "tensor" if shape in ((), (1,)) else "channel"
-    of_input = tensors["input_scale"].shape if static and "input_scale" in tensors else ()
+    of_inputs = next((name for name in _OF_INPUTS if name in tensors), _OF_INPUTS[0]) if static else None
+    input_shape = () if of_inputs is None or of_inputs not in tensors else tensors[of_inputs].shape
     return Scaled(
         dtype,
         scale,
         layout,
         scale_shape=shape if layout == "tensor" else (1,),
-        input_shape=of_input if of_input == () else (1,),
+        input_shape=input_shape if input_shape == () else (1,),
         columns=len(shape) == 2,
-        static=static,
+        of_inputs=of_inputs,
     )
 
 

@@ -21,11 +21,8 @@ _Class = TypeVar("_Class", bound="type[Scheme]")
 
 _SCHEMES: dict[str, type[Scheme]] = {}
 
-_INSTEAD: Mapping[str, str] = {
-    "bitsandbytes": "Use the model's own checkpoint in bfloat16, or one in AWQ, GPTQ or compressed-tensors.",
-    "gguf": "Use the model's own checkpoint in safetensors, or one in AWQ, GPTQ or compressed-tensors.",
-}
-"""What to do about formats that are refused."""
+_BY_KEY: Mapping[str, str] = {"config_groups": "compressed-tensors", "quantization": "modelopt"}
+"""Entries of settings without a `quant_method` -> what it would be."""
 
 
 class Scheme(ABC):
@@ -88,7 +85,7 @@ def scheme_of(config: Mapping[str, Any], folder: Path, model_format: str | None)
     name = settings.get("quant_method")
     if name is None:
         # Files of before the key existed; AutoAWQ's have a version.
-        name = "compressed-tensors" if "config_groups" in settings.fields else model_format
+        name = next((each for key, each in _BY_KEY.items() if key in settings.fields), model_format)
         name = name or ("awq" if settings.get("version") is not None else "gptq")
     if model_format is not None and model_format != name:
         raise InvalidParameter(
@@ -98,9 +95,8 @@ def scheme_of(config: Mapping[str, Any], folder: Path, model_format: str | None)
     scheme = schemes().get(name) if isinstance(name, str) else None
     if scheme is None:
         known = [each for each in schemes() if " " not in each]
-        instead = _INSTEAD.get(name, "") if isinstance(name, str) else ""
         raise UnsupportedModel(
-            f"{settings.source}: quant_method = {short(name)} is not implemented. Implemented: {', '.join(known)}. "
-            f"{instead}".rstrip()
+            f"{settings.source}: quant_method = {short(name)} is not implemented. Use the model's own checkpoint in "
+            f"bfloat16, which asyncllm lite quantizes, or one in {', '.join(known)}."
         )
     return scheme.read(settings)

@@ -12,9 +12,9 @@ from asyncllm.errors import InvalidCheckpoint, UnsupportedModel, short
 __all__ = ["Header", "QuantSettings"]
 
 _KEYS = ("quantization_config", "compression_config")
-_NESTED = ("text_config", "llm_config")
-_FILES = ("quant_config.json", "quantize_config.json")
-"""What AutoAWQ and AutoGPTQ wrote before config.json had the entry."""
+_NESTED = ("text_config", "llm_config", "language_config")
+_FILES = ("quant_config.json", "quantize_config.json", "hf_quant_config.json")
+"""What AutoAWQ, AutoGPTQ and ModelOpt wrote before config.json had the entry."""
 
 
 class Header(NamedTuple):
