@@ -1,4 +1,4 @@
-"""EngineLoop: owns scheduler, steps in flight and delivery, and takes a turn when there is news.
+"""EngineLoop owns the scheduler, the steps in flight and delivery. It takes a turn whenever something has happened.
 
     new request ──> _arrived ───┐
     reader left ──> _abandoned ─┤
@@ -7,10 +7,10 @@
 
     new weights, sleep ──> Control, while nothing is in flight
 
-Two steps are in flight whenever there is work, or more where they are short: while the device computes step N + 1, the
-loop reads step N, launches N + 2, and only then turns N's tokens into text. A turn is a plain call: the executor makes
-it when a step is done, in the same turn of the event loop, and the other three have the event loop make it in its next
-one. Nothing polls. A task waits for the end of the engine, and ends what is open then.
+Two steps are in flight whenever there is work, or more if steps are short: while the device computes step N + 1, the
+loop reads step N, launches N + 2, and only then turns N's tokens into text. A turn is a plain call. The executor makes
+it as soon as a step is done; the other three events schedule it for the event loop's next iteration. Nothing polls. A
+task waits for the end of the engine, and then ends the open requests.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from asyncllm.errors import (
 from asyncllm.event_loop.request_gate import RequestGate
 from asyncllm.event_loop.surroundings import Process
 from asyncllm.protocol import Command, Executor, StepDropped, StepFailed, StepOutput, UnloadAdapter
-from asyncllm.types import Chunk, FinishReason, RequestRecord
+from asyncllm.types import FinishReason, RequestRecord
 
 __all__ = ["Death", "EngineLoop"]
 
@@ -57,22 +57,22 @@ PIPELINE_DEPTH = 2
 """Steps in flight: one on the device, one ready to follow it."""
 
 MOST_PUT_OFF = 8
-"""Turns of the event loop that the first step of a burst waits for the rest of it, each of which lets in 16 prompts."""
+"""Iterations of the event loop that an idle engine waits for the rest of a burst; each lets in 16 prompts."""
 
 STEP_MS_WEIGHT = 0.05
-"""Of the newest step in the moving average of step times."""
+"""Weight of the newest step in the moving average of step times."""
 
 
 class Death(NamedTuple):
-    """How an engine loop died."""
+    """Why an engine loop died."""
 
     cause: BaseException
     lost_device: bool
-    """Whether the device did not survive a step or does not complete one, so that a new engine would not help."""
+    """Whether this process can use the device no more, so that a new engine would not help."""
 
 
 class EngineLoop:
-    """States: running, then closed or dead. Written by its turns, except for the inboxes that they empty."""
+    """States: running, then closed or dead. Its turns write all state but the inboxes, which they empty."""
 
     def __init__(
         self,
@@ -85,18 +85,18 @@ class EngineLoop:
         stall_timeout: float = 0.0,
         name: str,
     ) -> None:
-        """Take turns in the running event loop from now on. `gate`: what prompts pass on their way here."""
+        """Start in the running event loop. `gate`: the RequestGate that prompts pass on their way here."""
         self.scheduler = scheduler
         self._executor = executor
         self._bounds = bounds if bounds is not None else Backpressure()
         self._state = "running"
         self._cause: BaseException | None = None
         self._open: dict[Request, asyncio.TimerHandle | None] = {}
-        """Requests that have not had their terminal event -> the timer of their deadline."""
+        """Requests that have not ended -> the timer of their deadline."""
         self._arrived: deque[Request] = deque()
         """Inbox of `open`."""
         self._arrived_tokens = 0
-        """Prompt tokens of the requests in it."""
+        """Prompt tokens of the requests in that inbox."""
         self._overdue: deque[Request] = deque()
         """Inbox of the timers."""
         self._abandoned: deque[Request] = deque()
@@ -104,31 +104,31 @@ class EngineLoop:
         self._in_flight: deque[asyncio.Future[StepOutput]] = deque()
         """Submitted steps, oldest first; the executor resolves them."""
         self._settling = False
-        """A step has failed, and those launched behind it have not all been read: none is launched until then."""
+        """Whether a step has failed, and steps launched after it are unread. Until they are read, none is launched."""
         self._started = self._finished = self._cancelled = self._failed = self._expired = 0
         self._step_ms = 0.0
         self.observers: list[Callable[[RequestRecord], None]] = []
-        """Called with every request that ends. Written by the engine."""
+        """Functions to call with the record of each request that ends. Written by the engine."""
         self._event_loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
-        """Of all turns: none takes place in that of the request that asked for it."""
+        """Context of all turns, so that none runs in the context of the request that caused it."""
         self._turn_due = False
-        """A turn is to come in the event loop's next one."""
+        """Whether a turn is scheduled for the event loop's next iteration."""
         self._gate = gate if gate is not None else RequestGate()
         self._put_off = 0
-        """How often in a row a turn was put off."""
+        """How many times in a row a turn was put off."""
         self._in_turn = False
         self._readers_first = False
-        """Readers have been woken, and run before another step is read."""
+        """Whether readers have been woken, which run before another step is read."""
         self._ended: asyncio.Future[None] = self._event_loop.create_future()
-        """Done when there are no more turns."""
+        """Done when no turn will follow."""
         self._process = Process()
         self.adapters = adapters if adapters is not None else AdapterTable(0, {})
         self._control = Control(executor, scheduler, self._wake, self.adapters)
         self._stall_timeout = stall_timeout
         self._watchdog = Watchdog(self._event_loop, stall_timeout, self._note_stall)
         self._fatal: Exception | None = None
-        """Written by the watchdog and the executor: what the loop shall die of."""
+        """The error that the loop is to die of. Written by the callbacks of watchdog and executor."""
         executor.watch(self._step_over, self._note_executor_died)
         self._lost_device = False
         self._task = self._event_loop.create_task(self._run(), name=name)
@@ -162,18 +162,18 @@ class EngineLoop:
             self._task.result()
 
     async def wait_ended(self) -> Death | None:
-        """Wait until the task has ended; None if it was closed."""
+        """Wait until the task has ended. Return why the loop died, or None if it was closed."""
         await asyncio.wait([self._task])
         return None if self._cause is None else Death(self._cause, self._lost_device)
 
     @property
     def requests(self) -> list[Request]:
-        """Requests that have not had their terminal event."""
+        """Requests that have not ended."""
         return list(self._open)
 
     @property
     def sleep_level(self) -> int:
-        """1 or 2 from a sleep until everything is awake again, else 0."""
+        """The level of `sleep` (1 or 2) until everything is awake again, then 0."""
         return self._control.sleep_level
 
     def open(self, request: Request) -> None:
@@ -195,7 +195,7 @@ class EngineLoop:
         """Raise what `open` raises."""
         self.check_running()
         if request.adapter is not None and request.adapter.retired:
-            # Unloaded while the prompt was encoded: says so.
+            # Unloaded while the prompt was encoded. This raises the error that says so.
             self.adapters.find(request.adapter.name)
         now, deadline = self._event_loop.time(), request.policy.deadline
         if deadline is not None and deadline <= now:
@@ -207,8 +207,8 @@ class EngineLoop:
             self._bounds.check(requests, tokens, len(request.prompt_ids), now)
 
     def _has_own_place(self, request: Request) -> bool:
-        """Return whether its user has less waiting than its quota's part of the queue: a user who comes too often may
-        fill what is left of the queue, but not keep others from their share, nor earlier groups from being first."""
+        """Return whether the requests that wait of its user fill less than the user's quota of the queue. So a user
+        with many requests can fill the rest of the queue, but not the share of other users."""
         user = request.policy.user
         if user is None:
             return False
@@ -217,7 +217,7 @@ class EngineLoop:
         return self._bounds.has_place(user.quota / 100, requests, tokens, len(request.prompt_ids))
 
     def num_queued(self) -> tuple[int, int]:
-        """Return how many requests wait for a row, and their tokens, without those that find one at the next turn."""
+        """Return how many requests wait for a row, and their tokens, without those that the next turn can admit."""
         waiting = self.scheduler.waiting
         served = 0 if waiting or self._control.hold else min(self.scheduler.num_free_rows, len(self._arrived))
         served_tokens = sum(len(request.prompt_ids) for request in islice(self._arrived, served))
@@ -225,27 +225,28 @@ class EngineLoop:
         return requests, waiting.num_tokens + self._arrived_tokens - served_tokens
 
     async def change(self, command: Command) -> None:
-        """Have the executor carry out a command while no step is in flight. Raises what it raises, and EngineError.
+        """Have the executor carry out a command while no step is in flight. Raises EngineError and its errors.
 
-        When this is cancelled, a command that is not begun is withdrawn, and one that is begun is carried out.
+        A cancellation withdraws a command that has not begun; one that has begun is carried out.
         """
         self.check_running()
         await self._control.ask(command)
 
     def drop(self, adapter: Adapter) -> None:
-        """Have the executor forget an adapter that was unloaded, unless an open request has it, whose end does this."""
+        """Have the executor free an unloaded adapter, unless an open request uses it. The end of the last one does
+        this then."""
         if adapter.retired and not adapter.num_requests and self._state == "running":
             self._control.ask(UnloadAdapter(adapter.number)).add_done_callback(_retrieve)
 
     def abandon(self, request: Request) -> None:
-        """End a request whose reader has left, at the loop's next turn."""
+        """End a request at the next turn: its reader has left."""
         self._abandoned.append(request)
         self._wake()
 
     def abandon_threadsafe(self, request: Request) -> None:
         """Do as `abandon`, from a finalizer, which may run anywhere."""
         with contextlib.suppress(RuntimeError):
-            # The loop may be closed, and then nothing is left to end.
+            # Raised by a closed event loop, in which no request is open.
             self._event_loop.call_soon_threadsafe(self.abandon, request)
 
     def _time_is_over(self, request: Request) -> None:
@@ -267,7 +268,7 @@ class EngineLoop:
         self._wake()
 
     def _wake(self) -> None:
-        """Have a turn in the event loop's next one."""
+        """Schedule a turn for the event loop's next iteration."""
         if not self._turn_due:
             self._turn_due = True
             self._event_loop.call_soon(self._take_turn, context=self._context)
@@ -280,15 +281,15 @@ class EngineLoop:
             self._turn()
 
     def _waits_for_burst(self) -> bool:
-        """Return whether an idle device waits a turn for prompts that are at the gate: those that miss the first step
-        wait for a whole one, and end later by one."""
+        """Return whether an idle engine waits an iteration for prompts that are at the gate. A prompt that misses the
+        first step of a burst would wait for the whole of it, and end a step later."""
         waits = self._gate.in_use and not self._in_flight and self._fatal is None and self._put_off < MOST_PUT_OFF
         waits = waits and 0 < len(self._arrived) < self.scheduler.num_free_rows
         self._put_off = self._put_off + 1 if waits else 0
         return waits
 
     def _step_over(self) -> None:
-        """Take a turn for the step that is done, unless one goes on, which looks for it at its end."""
+        """Take a turn, as a step is done. A turn in progress sees the step at its own end."""
         if not self._in_turn:
             self._turn()
 
@@ -298,7 +299,7 @@ class EngineLoop:
             self._turn()
 
     def _turn(self) -> None:
-        """Do all that there is to do. What it raises is what the engine dies of."""
+        """Do all work at hand. An error in it is what the engine dies of."""
         if self._state != "running":
             return
         self._in_turn = True
@@ -306,7 +307,7 @@ class EngineLoop:
             self._advance()
         except BaseException as error:
             logger.exception("The engine loop died.")
-            # By its traceback the cause refers to the variables of the functions that it passed.
+            # Through its traceback the error would keep the variables of the functions that it passed alive.
             traceback.clear_frames(error.__traceback__)
             self._state, self._cause = "dead", error
             self._stop_turns()
@@ -316,7 +317,7 @@ class EngineLoop:
             self._in_turn = False
 
     def _advance(self) -> None:
-        """Take in what has come, read a step, launch the next ones, deliver what was read."""
+        """Empty the inboxes, read a step, launch the next ones, then deliver what was read."""
         if self._fatal is not None:
             self._lost_device = not self._executor.isolated
             raise self._fatal
@@ -331,7 +332,7 @@ class EngineLoop:
                 self._readers_first = True
                 self._event_loop.call_soon(self._readers_ran, context=self._context)
             if self.scheduler.num_waiting and len(self._in_flight) < self._depth():
-                # An answer that a stop word has ended may have made room.
+                # An answer that ended at a stop word may have made room.
                 self._wake()
         if self._in_flight:
             if self._in_flight[0].done() and not self._readers_first:
@@ -343,12 +344,12 @@ class EngineLoop:
             self._watchdog.rest()
 
     def _stop_turns(self) -> None:
-        """Take no more turns, and have the task end what is open."""
+        """Take no more turns, and let the task end the open requests."""
         if not self._ended.done():
             self._ended.set_result(None)
 
     async def _run(self) -> None:
-        """Wait for the end, and leave nothing open: the engine's task."""
+        """The engine's task: wait for the end, then end what is open."""
         try:
             await self._ended
         except asyncio.CancelledError:
@@ -396,7 +397,7 @@ class EngineLoop:
                 self._end(request, request.deadline_exceeded())
 
     def _cut_short(self, request: Request, reason: FinishReason) -> bool:
-        """End an open request's sequences and send what they have; False if it is not open, or not any more."""
+        """End the sequences of an open request and send what they have. Return whether it is still open."""
         if request not in self._open:
             return False
         unfinished = [sequence for sequence in request.sequences if sequence.finish_reason is None]
@@ -406,7 +407,7 @@ class EngineLoop:
         return request in self._open
 
     def _end(self, request: Request, error: AsyncLLMError | None = None) -> None:
-        """Give an open request its terminal event."""
+        """End an open request: tell its reader and the observers."""
         timer = self._open.pop(request)
         if timer is not None:
             timer.cancel()
@@ -429,10 +430,10 @@ class EngineLoop:
                 logger.exception("An observer of ended requests failed.")
 
     def _read_step(self, future: asyncio.Future[StepOutput]) -> list[Sequence]:
-        """Take in a completed step, or what a failed one leaves behind. Raises what the device does not survive."""
+        """Read a step that is done, and return the sequences that advanced or ended. Raises fatal errors."""
         if future.cancelled():
             raise RuntimeError("the executor cancelled a step")
-        # The error is not raised here: it would refer to this frame, and to all that ends with the step.
+        # Raising a survivable error here would tie it to this frame, and to all that ends with the step.
         match future.exception():
             case None:
                 output = future.result()
@@ -459,7 +460,7 @@ class EngineLoop:
         return advanced
 
     def _launch(self) -> None:
-        """Keep the pipeline full. After a failed step it runs empty first: what is in it was built on that step."""
+        """Keep the pipeline full. After a failed step it runs empty first, as the steps in it build on that one."""
         if self._settling and self._in_flight:
             return
         self._settling = False
@@ -474,12 +475,12 @@ class EngineLoop:
             self._in_flight.append(self._executor.submit(batch))
 
     def _depth(self) -> int:
-        """Return how many steps to have in flight. A prompt that waits is admitted between two, and not behind many."""
+        """Return how many steps to have in flight: few while a sequence waits, so that it is admitted soon."""
         most = self.scheduler.max_steps_in_flight
         return min(PIPELINE_DEPTH, most) if self.scheduler.num_waiting else most
 
     def _deliver(self, advanced: list[Sequence]) -> bool:
-        """Turn the tokens of a step into text and hand them over. Return whether readers were woken by it."""
+        """Turn the tokens of a step into text and hand them over. Return whether that has woken readers."""
         woken = False
         for sequence in advanced:
             answer, delivery = sequence.answer, sequence.request.delivery
@@ -489,20 +490,21 @@ class EngineLoop:
             if sequence.finish_reason is None and not delivery.streaming and not answer.watches_text:
                 continue
             woken |= self._send(sequence)
-        # Only now, as several answers to one prompt may end in the same step.
+        # After all chunks, as several answers to one prompt may end in the same step.
         for sequence in advanced:
             if sequence.finish_reason is not None and sequence.request in self._open:
                 self._sequence_ended(sequence)
         return woken
 
     def _send(self, sequence: Sequence) -> bool:
-        """Bring a sequence's answer up to date and put what is new into its cell. A failure ends this request alone.
+        """Turn a sequence's new tokens into text, and deliver them as a chunk. A failure ends this request alone.
 
-        Return whether its reader was woken."""
+        Return whether its reader was woken.
+        """
         try:
             request, answer, token_ids = sequence.request, sequence.answer, sequence.token_ids
-            num_prompt, last = sequence.num_prompt, sequence.finish_reason is not None
-            answer.read_new(token_ids[num_prompt + answer.num_read :], last=last)
+            last = sequence.finish_reason is not None
+            answer.read_new(token_ids[sequence.num_prompt + answer.num_read :], last=last)
             if answer.stop_reason is not None or (answer.splits and answer.over):
                 if sequence.finish_reason in (None, "length"):
                     self.scheduler.finish(sequence, "stop")
@@ -515,32 +517,7 @@ class EngineLoop:
                 sequence.finish_reason = "tool_calls"
             if not last and not request.delivery.streaming:
                 return False
-            text, logprobs = answer.take()
-            num_generated = len(token_ids) - num_prompt
-            chunk = Chunk(
-                text=text,
-                token_ids=token_ids[num_prompt + answer.num_sent :],
-                logprobs=logprobs,
-                finish_reason=sequence.finish_reason,
-                stop_reason=answer.stop_reason,
-                choice=sequence.index,
-                input_token_len=num_prompt - request.history_len,
-                generate_token_len=num_generated,
-                history_token_len=request.history_len,
-                cached_token_len=request.cached_tokens,
-                num_images=len(request.images),
-                image_token_len=request.image_tokens,
-            )
-            if answer.splits:
-                answer.complete(chunk)
-            if sequence.index == 0 and answer.num_sent == 0 and request.prompt_logprobs_asked is not None:
-                chunk.prompt_logprobs = [None, *(dict(entry) for entry in request.prompt_logprobs)]
-            if last and request.logits:
-                chunk.logits = request.logits
-            if last:
-                chunk.pooled = request.pooled
-            answer.num_sent = num_generated
-            return request.delivery.put(chunk)
+            return request.delivery.put(sequence.take_chunk())
         except Exception as error:
             logger.exception("An answer could not be delivered.")
             if sequence.request in self._open:
@@ -585,15 +562,15 @@ class EngineLoop:
         )
 
     def check_idle(self) -> None:
-        """Raise AssertionError if a request is open, or a row or block is held; for tests.
+        """Raise AssertionError if a request is open, or if a row or block is held. For tests.
 
-        Steps that were launched before it was known that all answers have ended may still run, and the blocks that
-        they may write are theirs until they have been read. `stats()` counts them.
+        Steps that were launched before the last answer was known to have ended may still run. They hold the blocks
+        that they may write until they have been read; `stats()` counts these.
         """
         check_idle(self.scheduler, len(self._open), num_in_flight=len(self._in_flight))
 
 
 def _retrieve(step: asyncio.Future[StepOutput] | asyncio.Future[None]) -> None:
-    """Take notice of an error that no caller awaits, or the event loop would report it."""
+    """Retrieve an error that no caller awaits, which the event loop would report otherwise."""
     if not step.cancelled():
         step.exception()

@@ -1,14 +1,14 @@
-"""The scheduler: which tokens of which sequences the next step computes.
+"""The scheduler decides which tokens of which sequences the next step computes.
 
-It keeps the running sequences, slots and blocks, and knows nothing of time, text, tensors or tasks; `WaitingQueue` says
-who is next. The engine calls `schedule()` for the next `Batch`, possibly before it has read the ones before, and
-`update()` with each `StepOutput` in order. Everything about unread steps is arithmetic on `Sequence.pending`, so that
-the next step never waits for a token's value.
+It keeps the running sequences, slots and blocks, and knows nothing of time, text, tensors or tasks. `WaitingQueue`
+chooses the sequence to admit next. The engine calls `schedule()` for the next `Batch`, possibly before it has read the
+previous ones, and `update()` with each `StepOutput` in order. `Sequence.pending` counts unread tokens, so that the next
+step never waits for a token's value.
 
-A sequence holds blocks for all of its known tokens from admission on; only decoding asks for more, a prompt that is
-longer than a window (`BlockGroups`), and forced tokens, which are computed as a prompt's are. When there are none, or
-an earlier group lacks a row, the newest running sequence of the lowest class is preempted, so that the oldest of the
-highest class always progresses. If the host has room (`HostBlocks`), its blocks wait there for it.
+At admission a sequence gets blocks for all of its known tokens. It needs more for decoding, for a prompt longer than a
+window (`BlockGroups`), and for forced tokens, which are computed like a prompt's. When no block is left, or an earlier
+group lacks a row, the newest running sequence of the lowest class is preempted, so that the oldest one of the highest
+class always progresses. Its blocks are copied to host memory if there is room (`HostBlocks`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from asyncllm.engine.cache.prefix_sharing import PrefixSharing
 from asyncllm.engine.schedule.adapter_slots import AdapterSlots
 from asyncllm.engine.schedule.admission_plan import AdmissionPlan
 from asyncllm.engine.schedule.counts import SchedulerCounts
-from asyncllm.engine.schedule.in_flight import StepInFlight
 from asyncllm.engine.schedule.prefill_budget import PrefillBudget
-from asyncllm.engine.schedule.sequence import Request, Sequence, SequenceState
+from asyncllm.engine.schedule.sequence import Request, Sequence, SequenceState, StepInFlight
 from asyncllm.engine.schedule.waiting_queue import MAX_PASSED, WaitingQueue
 from asyncllm.protocol import Batch, Limits, PrefillRow, StepOutput
 from asyncllm.types import FinishReason
@@ -34,7 +33,7 @@ from asyncllm.types import FinishReason
 __all__ = ["Scheduler"]
 
 _MOST_LOOKED_AT = 64
-"""Waiting sequences, when one is to pass the first."""
+"""Waiting sequences that may pass the first one."""
 _ROWS_PER_STEP_SAVED = 5
 """A step with a chunk takes about a fifth longer than one of decode rows alone. So a run of forced tokens has to save
 its row a step for every five rows that wait for the chunk, or all of them together lose more than it gains."""
@@ -69,26 +68,26 @@ class Scheduler:
         self._without_slot: Sequence | None = None
         """The first waiting sequence, if its adapter finds no slot."""
         self._passed_it = 0
-        """How many have been admitted since it became that."""
+        """How many sequences have been admitted before it since then."""
         self.counts = SchedulerCounts()
         self.admitted: list[Request] = []
-        """Requests whose first sequence has got a row by the last `schedule()`."""
+        """Requests whose first sequence the last `schedule()` has admitted."""
         self.prefilled: list[Request] = []
-        """Requests whose prompt has been found computed by the last `update()`."""
+        """Requests whose prompt is computed, as the last `update()` has read."""
         self.waiting = waiting if waiting is not None else WaitingQueue()
         self.num_waiting = 0
-        """Sequences in the queue, and siblings whose leader is not through with the prompt."""
+        """Sequences in the queue, and siblings that wait for the prompt to be computed."""
         self._running: dict[Sequence, None] = {}
         """Sequences with a slot, in order of admission; preempted ones come back in order of arrival."""
         self._prefilling: deque[Sequence] = deque()
-        """The running ones whose known tokens are not all scheduled yet."""
+        """Running sequences with known tokens that are not scheduled yet."""
         self._free_slots = list(range(limits.num_slots - 1, -1, -1))
         self._fenced_slots: deque[tuple[int, int]] = deque()
-        self._flights: deque[StepInFlight] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._step = 0
         self._last_read = -1
         self._decode_steps = 0
-        """Steps since prompt tokens were last taken in, while some waited."""
+        """Steps without prompt tokens in a row, while prompts waited."""
 
     @property
     def num_running(self) -> int:
@@ -96,7 +95,7 @@ class Scheduler:
 
     @property
     def num_free_rows(self) -> int:
-        """Sequences that would find a row at once."""
+        """Number of sequences that could be admitted, as far as rows go."""
         return min(len(self._free_slots), self._max_running - len(self._running))
 
     def add(self, request: Request) -> None:
@@ -142,12 +141,12 @@ class Scheduler:
             else:
                 self._decode_steps = 0
                 self._schedule_prefill(batch, sampled, prefill)
-        # Rows that wait for room for tokens which are computed in one step may get blocks in a step without tokens.
+        # A step without tokens may give blocks to a row whose tokens have to be computed together.
         if not (batch.decode or batch.prefill or batch.starts or batch.new_blocks or self.host.plan):
             return None
         batch.swaps = self.host.take_plan(step)
         sampled.extend(sequence for sequence, row in prefill if row.sample)
-        self._flights.append(StepInFlight(step, sampled, prefill, batch.swaps))
+        self._in_flight.append(StepInFlight(step, sampled, prefill, batch.swaps))
         self._step += 1
         self.counts.steps += 1
         self.counts.decode_tokens += len(batch.decode)
@@ -159,13 +158,14 @@ class Scheduler:
         decode, scheduled = batch.decode, []
         rows = list(self._running)
         if self.blocks.num_available < len(rows) * self.groups.count:
-            # A preempted sequence comes last then, and has no part in this step, ahead of which it is copied down.
+            # Then a sequence that is preempted comes last, before this step has a row for it: it is copied down ahead
+            # of the step.
             rows.sort(key=self.waiting.rank)
         for sequence in rows:
             if sequence.state is not SequenceState.DECODE or sequence.remaining <= 0:
                 if sequence.state is SequenceState.PREFILL and sequence.capacity < len(sequence.token_ids):
                     if sequence.last_step <= self._last_read:
-                        # Draws of tokens that were known already are read without a look at blocks.
+                        # `update` frees no blocks for tokens that were forced.
                         self._free_unreached(sequence, sequence.num_computed)
                     self._has_room(batch, sequence, sequence.next_end)
                 continue
@@ -181,21 +181,21 @@ class Scheduler:
         return scheduled
 
     def _has_room(self, batch: Batch, sequence: Sequence, end: int) -> bool:
-        """Make sure that there is room for a sequence's tokens before `end`; False: not in this step."""
+        """Make room for the sequence's tokens up to `end`. Return False if there is none in this step."""
         while sequence.capacity < end:
             if not self._has_room_for_block(batch, sequence):
                 return False
         return True
 
     def _has_room_for_block(self, batch: Batch, sequence: Sequence) -> bool:
-        """Give a sequence one more block of each group; False: not in this step."""
+        """Give the sequence one more block of each group. Return False if there is none in this step."""
         lacking = [table for table in sequence.tables if table.end * self._block_size == sequence.capacity]
         while self.blocks.num_available < len(lacking):
             if self.blocks.num_fenced or (self.groups.windowed and sequence.last_step > self._last_read):
-                # What steps in flight hold comes back without another preemption, and so does what they see last.
+                # Blocks that steps in flight hold, or see last, come back without another preemption.
                 return False
             victim = self._last_of_lowest_class()
-            # A prompt keeps what it has until one of a higher class, or before it, needs that.
+            # A prompt keeps its blocks until an older sequence, or one of a higher class, needs them.
             if victim is not sequence or sequence.state is SequenceState.DECODE:
                 self._preempt(victim)
             if victim is sequence:
@@ -204,7 +204,7 @@ class Scheduler:
         return True
 
     def _extend(self, batch: Batch, sequence: Sequence, end: int, most: int) -> None:
-        """Give a sequence up to `most` blocks, so that its tables come close to ending at block `end`."""
+        """Give a sequence up to `most` blocks, so that its tables end at block `end`, or as close to it as they can."""
         for group, first, blocks in self.groups.extend(sequence.tables, end, most, self.blocks.allocate):
             batch.new_blocks.append((sequence.slot, group, first, blocks))
         sequence.capacity = self.groups.capacity(sequence.tables)
@@ -214,10 +214,10 @@ class Scheduler:
         return max(reversed(self._running), key=self.waiting.rank)
 
     def _give_way(self, batch: Batch) -> None:
-        """Admit sequences whose group comes before a running one's; the last of all gives up row and blocks if need be.
+        """Admit sequences whose group comes before a running one's, and preempt the last running ones for them.
 
-        Ahead of the decode rows: what is copied down is as the steps before have left it, and of the blocks that an
-        admission leaves there is one for each of them.
+        This comes ahead of the decode rows, so that a preempted sequence has no row in this step, and an admission
+        leaves a block for each of them.
         """
         while self._running and (sequence := self.waiting.first_of_groups()) is not None:
             victim = self._last_of_lowest_class()
@@ -237,15 +237,16 @@ class Scheduler:
         return self._missing_blocks(self._plan_admission(sequence)) <= self.blocks.num_fenced
 
     def let_go(self) -> None:
-        """Forget all sequences: the engine has ended, and neither reads a step nor schedules one any more."""
-        for kept in (self._running, self._prefilling, self._flights, self.admitted, self.prefilled, self.host.swapped):
+        """Forget all sequences. The engine has ended."""
+        for kept in (self._running, self._prefilling, self.admitted, self.prefilled, self.host.swapped):
             kept.clear()
+        self._in_flight.clear()
         self._without_slot = None
         self.waiting.let_go()
 
     def forget(self) -> None:
-        """Forget all KV, on the device and the host: running sequences are computed again. No step is in flight."""
-        assert not self._flights, "steps in flight write KV"
+        """Forget all keys and values on device and host. Running sequences are computed again. No step is in flight."""
+        assert not self._in_flight, "steps in flight write KV"
         for request in {sequence.request: None for sequence in (*self._running, *self.waiting)}:
             if not request.prompt_is_scored:
                 request.prompt_logprobs.clear()
@@ -255,8 +256,8 @@ class Scheduler:
         self.blocks.clear()
 
     def _preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Give up a running sequence's blocks; when there is room, they are copied back, or computed again, as they are
-        without `keep`."""
+        """Take the row and blocks of a running sequence. It goes on from a copy on the host if there is room and
+        `keep`, else it is computed again."""
         self.counts.preemptions += 1
         if keep and self.host.swap_out(sequence):
             self._requeue(sequence)
@@ -271,7 +272,7 @@ class Scheduler:
         sequence.committed = 0
 
     def _compute_again(self, sequence: Sequence) -> None:
-        """Let a sequence wait for a row, to be computed from its tokens."""
+        """Let a sequence wait for a row, to be computed again from its tokens."""
         if sequence in self._running:
             self._requeue(sequence)
         else:
@@ -334,7 +335,7 @@ class Scheduler:
             self._schedule_chunk(batch, sequence, length, prefill)
 
     def _room_for_chunk(self, batch: Batch, sequence: Sequence, length: int) -> int:
-        """Return how many of the next `length` tokens of a prompt there is room for, without the blocks in reserve."""
+        """Return how many of a prompt's next `length` tokens find room. The blocks in reserve are not touched."""
         end = sequence.num_computed + length
         if end > sequence.capacity:
             spare = self.blocks.num_available - len(self._running) * self.groups.count
@@ -342,7 +343,7 @@ class Scheduler:
         return min(end, sequence.capacity) - sequence.num_computed
 
     def _put_prompts_in_order(self, batch: Batch) -> None:
-        """Admit sequences of a higher class than one whose prompt is being computed, and put them ahead of it."""
+        """Sort the prompts being computed by class, and admit waiting sequences of a higher class than the last one."""
         while self._prefilling:
             self._prefilling = deque(sorted(self._prefilling, key=self.waiting.rank))
             first, rank = self.waiting.first(), self.waiting.rank
@@ -411,8 +412,8 @@ class Scheduler:
         return True
 
     def _next_waiting(self) -> Sequence | None:
-        """Return the sequence to admit next. Where the first one's adapter finds no slot, others of its priority that
-        need none, or have theirs, pass it, at most `MAX_PASSED` in a row."""
+        """Return the sequence to admit next. If the first one's adapter finds no slot, others of its priority with a
+        slot, or without an adapter, may pass it, at most `MAX_PASSED` in a row."""
         first = self.waiting.first()
         if first is None or self.waiting.quality is not None or self._has_slot(first):
             self._without_slot = None
@@ -434,31 +435,31 @@ class Scheduler:
         return AdmissionPlan.of(sequence, self.groups, self.sharing, self.host, alone=not self._running)
 
     def _missing_blocks(self, plan: AdmissionPlan) -> int:
-        """Return how many blocks are missing to admit a sequence."""
-        # One block of each group in reserve for each running sequence keeps an admission from preempting at once.
+        """Return how many blocks are missing for an admission."""
+        # A reserve of one block per group and running sequence keeps an admission from causing a preemption at once.
         reserve = len(self._running) * self.groups.count
         return plan.num_blocks(self.blocks) + reserve - self.blocks.num_available
 
     def _free_unreached(self, sequence: Sequence, num_read: int) -> None:
-        """Give back the blocks that no window reaches any more: of the sequence's tokens so many have been read, and no
-        unread step begins before them."""
+        """Free the blocks that no window reaches any more. `num_read` tokens have been read, and no unread step begins
+        before them."""
         if self.groups.windowed and sequence.tables:
             self.blocks.retire(self.groups.trim(sequence.tables, num_read), self._last_read, self._last_read)
 
     def update(self, output: StepOutput) -> list[Sequence]:
-        """Read the oldest step in flight. Returns the sequences that got a token or ended by this step."""
-        flight = self._next_flight()
-        assert flight.step == output.step, f"step {output.step} was read before step {flight.step}"
+        """Read the oldest step in flight. Return the sequences that got a token or ended in it."""
+        oldest = self._pop_oldest()
+        assert oldest.step == output.step, f"step {output.step} was read before step {oldest.step}"
         advanced: list[Sequence] = []
-        hurried: list[Sequence] = []
+        forced: list[Sequence] = []
         self.prefilled.clear()
-        for sequence, row in flight.prefill:
+        for sequence, row in oldest.prefill:
             if self._read_prefill(sequence, row, output):
                 advanced.append(sequence)
         without_token = len(advanced)
         logprobs, errors = output.logprobs, output.errors
         block_size = self._block_size
-        for sequence, slot, token in zip(flight.sampled, output.slots, output.tokens, strict=True):
+        for sequence, slot, token in zip(oldest.sampled, output.slots, output.tokens, strict=True):
             if sequence.state is SequenceState.FINISHED:
                 continue
             sequence.pending -= 1
@@ -485,15 +486,15 @@ class Scheduler:
             elif sequence.remaining <= 0 and sequence.pending == 0:
                 self.finish(sequence, "length")
             elif output.forced and slot in output.forced:
-                hurried += [sequence] * self._take_forced(sequence, slot, output.forced[slot])
-        self.counts.sampled_tokens += len(advanced) - without_token + len(hurried)
-        self.waiting.charge([*advanced, *hurried])
-        self._lift_fence(flight.step)
+                forced += [sequence] * self._take_forced(sequence, slot, output.forced[slot])
+        self.counts.sampled_tokens += len(advanced) - without_token + len(forced)
+        self.waiting.charge([*advanced, *forced])
+        self._lift_fence(oldest.step)
         return advanced
 
     def _take_forced(self, sequence: Sequence, slot: int, tokens: list[int]) -> int:
-        """Append tokens that have to follow the newest one, to be computed as a prompt's are, if that saves enough
-        steps. Of these, steps in flight draw the first. Return how many there are."""
+        """Append tokens that have to follow the newest one, to be computed like a prompt's, if that saves enough steps.
+        Return how many were appended. Steps in flight sample the first of them."""
         if sequence.state is not SequenceState.DECODE or sequence.slot != slot:
             return 0
         stop = next((place for place, token in enumerate(tokens) if token in sequence.stop_ids), len(tokens))
@@ -512,61 +513,61 @@ class Scheduler:
         return len(forced)
 
     def cut(self, sequence: Sequence, num_generated: int) -> None:
-        """Drop what a finished sequence has beyond so many tokens of its answer: forced ones, behind a stop word."""
+        """Drop the tokens of a finished answer after the first `num_generated`: forced ones after a stop word."""
         del sequence.token_ids[sequence.num_prompt + num_generated :]
 
     def step_failed(self, cause: BaseException | None) -> list[Sequence]:
-        """End the rows of the oldest step in flight, which raised, and return them.
+        """End the sequences with a row in the oldest step in flight, which raised, and return them.
 
-        Their blocks enter no cache, as only a step that has been read puts them there.
+        Their blocks do not enter the prefix cache: only `update` offers blocks to it.
         """
-        flight = self._next_flight()
-        ended = flight.live_rows()
+        oldest = self._pop_oldest()
+        ended = oldest.live_rows()
         for sequence in ended:
             sequence.error, sequence.cause = f"the step raised {cause!r}", cause
             self.finish(sequence, "error")
-        self._lose_copies(flight)
-        self._lift_fence(flight.step)
+        self._lose_copies(oldest)
+        self._lift_fence(oldest.step)
         self.counts.failed_steps += 1
         return ended
 
     def step_dropped(self) -> None:
-        """Compute the rows of the oldest step in flight again: it was not run, as one before it failed."""
-        flight = self._next_flight()
-        flight.take_back_tokens()
-        for sequence in flight.live_rows():
+        """Compute the rows of the oldest step in flight again. It was not run, because an earlier one failed."""
+        oldest = self._pop_oldest()
+        oldest.take_back_tokens()
+        for sequence in oldest.live_rows():
             self._compute_again(sequence)
-        self._lose_copies(flight)
-        self._lift_fence(flight.step)
+        self._lose_copies(oldest)
+        self._lift_fence(oldest.step)
 
-    def _next_flight(self) -> StepInFlight:
-        flight = self._flights.popleft()
-        self._last_read = flight.step
-        return flight
+    def _pop_oldest(self) -> StepInFlight:
+        oldest = self._in_flight.popleft()
+        self._last_read = oldest.step
+        return oldest
 
-    def _lose_copies(self, flight: StepInFlight) -> None:
-        """Compute again the sequences whose copies, between device and host, the step has not made."""
-        for sequence in self.host.copies_lost(flight.step, flight.swaps):
+    def _lose_copies(self, lost: StepInFlight) -> None:
+        """Compute the sequences again whose copies between device and host were part of a lost step."""
+        for sequence in self.host.copies_lost(lost.step, lost.swaps):
             self._compute_again(sequence)
 
     def _lift_fence(self, step: int) -> None:
-        """Nothing that step `step` or one before it may write is in flight any more."""
+        """Free the blocks and slots that were held until step `step` had been read."""
         self.blocks.step_read(step)
         self.host.step_read(step)
         while self._fenced_slots and self._fenced_slots[0][0] <= step:
             self._free_slots.append(self._fenced_slots.popleft()[1])
 
     def _read_prefill(self, sequence: Sequence, row: PrefillRow, output: StepOutput) -> bool:
-        """Take in what a prefill row gave besides a token; True if it ended a sequence that wants no token."""
+        """Read what a prefill row gave besides its token. Return whether it ended a sequence that wants no token."""
         request = sequence.request
         if row.prompt_logprobs is not None:
             request.take_prompt_logprobs(row.position, output.prompt_logprobs.get(row.slot, []))
         failed = row.slot in output.errors
         if sequence.slot != row.slot and not (failed and sequence.state is SequenceState.SWAPPED):
-            # Finished since, or preempted; but what is swapped out must not come back if it is wrong.
+            # Finished or preempted since. But a failed row that was swapped out must not come back.
             return False
         if failed:
-            # Nothing of this row may enter the prefix cache. A row that samples ends with its token.
+            # Nothing of this row may enter the prefix cache. A row that samples is ended by `update`.
             if not row.sample:
                 sequence.error = output.errors[row.slot]
                 self.finish(sequence, "error")
@@ -584,7 +585,7 @@ class Scheduler:
         return True
 
     def _admit_siblings(self, request: Request) -> None:
-        """Queue the other answers to the prompt, whose prompt is computed."""
+        """Queue the other answers to a prompt that has been computed."""
         if request.siblings_queued:
             return
         request.siblings_queued = True

@@ -1,4 +1,4 @@
-"""Request: what was asked. Sequence: one decoding row of it, of which `n` > 1 gives several."""
+"""The scheduler's records: a Request is one call, a Sequence one of its `n` answers, a StepInFlight an unread step."""
 
 from __future__ import annotations
 
@@ -13,24 +13,32 @@ from asyncllm.engine.requests.delivery import Answer, Delivery
 from asyncllm.engine.schedule.adapter_slots import Adapter
 from asyncllm.engine.schedule.quality_of_service import User
 from asyncllm.errors import DeadlineExceeded
-from asyncllm.protocol import PrefillRow, PromptImage, SamplingParams, SlotStart, StepOutput, TokenLogprobs
-from asyncllm.types import FinishReason, Pooled, RequestRecord
+from asyncllm.protocol import (
+    PrefillRow,
+    PromptImage,
+    SamplingParams,
+    SlotStart,
+    StepOutput,
+    SwapPlan,
+    TokenLogprobs,
+)
+from asyncllm.types import Chunk, FinishReason, Pooled, RequestRecord
 
-__all__ = ["ORDINARY", "Request", "RequestPolicy", "Sequence", "SequenceState"]
+__all__ = ["ORDINARY", "Request", "RequestPolicy", "Sequence", "SequenceState", "StepInFlight"]
 
 _LEAST_OF_IMAGE = 128
-"""Tokens that are computed in the step that encodes an image, however long that takes."""
+"""Tokens that the step which encodes an image computes, however long the encoding takes."""
 
 
 class RequestPolicy(NamedTuple):
-    """How a request stands among the others: its RequestOptions, checked by `InputProcessor`."""
+    """How a request ranks among the others: its RequestOptions, checked by `InputProcessor`."""
 
     priority: int = 0
-    """Lower is served earlier."""
+    """Lower values are served earlier."""
     user: User | None = None
-    """The user whose quota it counts for; None: there is no quality of service."""
+    """The user whose quota the request counts for; None without quality of service."""
     deadline: float | None = None
-    """In the event loop's time: when the request ends, answered or not."""
+    """Time of the event loop at which the request ends, answered or not."""
     cache_salt: str | None = None
     """Only requests of equal salt share cached prefixes."""
 
@@ -39,27 +47,26 @@ ORDINARY = RequestPolicy()
 
 
 class RequestTimes:
-    """When a request got how far, in seconds of `time.monotonic`; an event loop's own may be as coarse as 1 ms.
-
-    Observers are told at its end, in a `RequestRecord`."""
+    """Times of a request's progress, in seconds of `time.monotonic`, which observers get in a `RequestRecord`. The
+    event loop's own clock may be as coarse as 1 ms."""
 
     __slots__ = ("admitted", "arrived", "prefilled", "queued")
 
     def __init__(self) -> None:
         self.arrived = time.monotonic()
-        """When it was first awaited, before its prompt was encoded. Written by the generation."""
+        """First await, before the prompt is encoded. Written by the Generation."""
         self.queued = self.arrived
-        """When it entered the queue. Written by the loop, as are the rest."""
+        """Entry into the queue. Written by the engine loop, like the next two."""
         self.admitted: float | None = None
-        """When its first sequence first got a row."""
+        """First admission of the first sequence."""
         self.prefilled: float | None = None
-        """When the step that computed the last of its prompt was read, which gave the first token if one was wanted."""
+        """Reading of the step that computed the end of the prompt, and sampled the first token if one was wanted."""
 
 
 class SequenceState(enum.Enum):
-    """WAITING -> PREFILL -> DECODE -> FINISHED, which any state may come to.
+    """WAITING -> PREFILL -> DECODE -> FINISHED. A sequence can finish in any state.
 
-    Preemption: PREFILL or DECODE -> WAITING, to be computed again, or -> SWAPPED -> PREFILL, where it left off.
+    Preemption: PREFILL or DECODE -> WAITING, to be computed again, or -> SWAPPED -> PREFILL, to go on from the copy.
     """
 
     WAITING = "waiting"
@@ -118,27 +125,27 @@ class Request:
         adapter: Adapter | None = None,
     ) -> None:
         self.id = id
-        """Rises in the order of arrival."""
+        """Number in the order of arrival."""
         self.policy = policy
         self.adapter = adapter
-        """The LoRA adapter that its tokens are computed with."""
+        """The LoRA adapter of all its tokens."""
         self.times = RequestTimes()
         self.prompt_ids = prompt_ids
         self.images = images
-        """Those of the prompt, in order. They stay until the request ends, as a preempted prompt is computed again."""
+        """Images of the prompt, in order. Kept until the end, as a preempted prompt is computed again."""
         self.image_tokens = sum(image.num_features for image in images)
-        """Tokens of the prompt that stand for them."""
+        """Number of prompt tokens that stand for images."""
         self.named_stop_ids = named_stop_ids
-        """Those of the stop ids that the caller named, reported as `stop_reason`."""
+        """Stop ids that the caller named, which are reported as `stop_reason`."""
         self.session_id = session_id
         """The caller's label, for `stop_session`."""
         self.history_len = history_len
-        """Tokens of `prompt_ids` that earlier turns of the session brought in."""
+        """Leading tokens of `prompt_ids` that come from earlier turns of the session."""
         self.prompt_logprobs_asked = prompt_logprobs
         self.output_logits = output_logits
         self.pooling = pooling
         self.reuses_prefix = prompt_logprobs is None and not output_logits and pooling != "mean"
-        """False when every position of the prompt must be computed again, because its hidden states are needed."""
+        """False if the hidden states of all prompt tokens are needed, so that none may come from the prefix cache."""
         self.delivery = delivery
         self.sequences = [
             Sequence(self, index, params[index], stop_ids, max_new_tokens, answers[index])
@@ -158,18 +165,19 @@ class Request:
         """Sum of the hidden states that `pooling` asks for. Written by the scheduler, chunk by chunk."""
 
     def let_go(self) -> None:
-        """Part from its sequences, which refer to it: it has ended, or was refused, and all has been said of them."""
+        """Drop the sequences, which refer back to the request: it has ended or was refused. Without this cycle it is
+        freed at once."""
         self.sequences = []
 
     def take_prompt_logprobs(self, position: int, scores: list[TokenLogprobs]) -> None:
-        """Take in those of the tokens after `position`. After a preemption, chunks may overlap those before it, and go
-        on into the answer."""
+        """Append the log-probabilities of the tokens after `position`. After a preemption, a chunk may overlap earlier
+        ones and reach into the answer."""
         known = self.prompt_logprobs
         first, end = len(known) - position, len(self.prompt_ids) - 1 - position
         known.extend(scores[max(0, first) : max(0, end)])
 
     def take_hidden(self, row: PrefillRow, output: StepOutput) -> None:
-        """Take in the logits and the sum of hidden states that a chunk of the prompt gave."""
+        """Add a prompt chunk's logits and its sum of hidden states."""
         if row.output_logits and row.slot in output.logits:
             self.logits.append(output.logits[row.slot])
         if row.pooling is not None:
@@ -177,14 +185,14 @@ class Request:
             self.pooled = chunk if before is None else [a + b for a, b in zip(before, chunk, strict=True)]
 
     def forget_hidden(self) -> None:
-        """Forget what its prompt's hidden states gave. Logits and embeddings are asked for alone, without an answer:
-        the prompt is all that is computed again."""
+        """Drop logits and sums of hidden states: the whole prompt is computed again. Requests for these have no
+        answer."""
         self.logits.clear()
         self.pooled = None
 
     @property
     def prefix_root(self) -> PrefixRoot:
-        """What its prompt's keys stand for besides tokens, but for what follows from the prompt's length."""
+        """Root of the prompt's hash chain, without the part that depends on the prompt's length."""
         adapter = None if self.adapter is None else self.adapter.number
         return PrefixRoot(cache_salt=self.policy.cache_salt, adapter=adapter)
 
@@ -194,11 +202,11 @@ class Request:
 
     @property
     def prompt_is_scored(self) -> bool:
-        """Whether all log-probabilities of the prompt that were asked for are there."""
+        """Whether all requested log-probabilities of the prompt are known."""
         return self.prompt_logprobs_asked is None or len(self.prompt_logprobs) >= len(self.prompt_ids) - 1
 
     def deadline_exceeded(self) -> DeadlineExceeded:
-        """Return the error that ends it when its time is over."""
+        """Return the error that ends the request at its deadline."""
         done = self.sequences[0].num_generated
         so_far = f"{done} tokens of its answer were there" if done else "it had no token yet"
         return DeadlineExceeded(
@@ -207,7 +215,7 @@ class Request:
         )
 
     def record(self, unfinished: FinishReason) -> RequestRecord:
-        """Return what observers are told at its end, which is now; `unfinished` is the reason of unfinished answers."""
+        """Return the record for observers of a request that ends now. `unfinished`: finish_reason of open answers."""
         return RequestRecord(
             prompt_tokens=len(self.prompt_ids),
             cached_tokens=self.cached_tokens,
@@ -223,8 +231,8 @@ class Request:
 
 
 class Sequence:
-    """One decoding row. Only the scheduler writes its fields, except for `answer`, which delivery advances, and
-    `keeps_row`."""
+    """One of a request's `n` answers: known tokens, state, blocks and row. Written by the scheduler alone, except for
+    `answer`, which the engine loop advances, and `keeps_row`."""
 
     __slots__ = (
         "adapter_slot",
@@ -276,42 +284,42 @@ class Sequence:
         """The prompt and every generated token that the host has read."""
         self.num_prompt = len(request.prompt_ids)
         self.num_computed = 0
-        """Tokens whose K and V are written, counting the steps in flight."""
+        """Leading tokens whose keys and values are written, by steps in flight too."""
         self.pending = 0
         """Tokens sampled by steps in flight, not read yet."""
         self.ahead = 0
-        """How many of these are known already, as they are forced."""
+        """Those of the pending tokens that are forced, and so are in `token_ids` already."""
         self.forced: Items[int] = ()
-        """The last of `token_ids`, if no step draws them: the row that is sampled next tells the device."""
+        """The forced tokens at the end of `token_ids` that no step samples. The next row that samples carries them."""
         self.remaining = max_new_tokens
         """Tokens that may still be scheduled."""
         self.tables: list[BlockTable] = []
-        """Its blocks, by block group; empty while it has no row."""
+        """Block table of each block group; empty while the sequence has no row."""
         self.capacity = 0
-        """Tokens that have room in them, of all groups."""
+        """Tokens for which the block tables of all groups have room."""
         self.host_tables: list[BlockTable] = []
-        """Blocks in host memory that hold what is needed of the first `num_computed` tokens, when state is SWAPPED."""
+        """In state SWAPPED, blocks in host memory with the keys and values of `num_computed` tokens, by group."""
         self.host_step = -1
-        """The step that copies to them: they return to the pool when it has been read, at the earliest."""
+        """The step that copies to the host blocks. They may be freed when it has been read."""
         self.hashes: list[bytes] = []
-        """Hash chain over the full blocks of `token_ids`, as far as it is known."""
+        """Hash chain over the full blocks of `token_ids`, as far as it is computed."""
         self.committed = 0
         """Leading blocks that the prefix cache has been offered."""
         self.keeps_row = False
-        """Whether it was admitted for having waited so long, so that it counts as of the highest class. Written by the
-        waiting queue."""
+        """Whether the sequence was admitted because it had waited long, so that it ranks in the highest class. Written
+        by the waiting queue."""
         self.slot = -1
         self.adapter_slot = -1
-        """Where its adapter is on the device while it has a row."""
+        """Slot of its adapter on the device while the sequence has a row."""
         self.last_step = -1
-        """The newest step that may write to the blocks: they return to the pool when it has been read."""
+        """The newest step that may write to the blocks. They are freed when it has been read."""
         self.logprobs: TokenLogprobs | None = None
-        """Of the newest token."""
+        """Log-probabilities of the newest token."""
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
-        """Why it ended, when finish_reason is 'error'."""
+        """Why the sequence failed, if finish_reason is 'error'."""
         self.cause: BaseException | None = None
-        """What was raised, if its step failed as a whole."""
+        """The error of the step, if the whole step failed."""
 
     @property
     def blocks(self) -> list[int]:
@@ -328,7 +336,7 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     def slot_start(self) -> SlotStart:
-        """Return what its new slot begins with."""
+        """Return what the device has to know of the sequence in its new slot."""
         return SlotStart(
             slot=self.slot,
             params=self.params,
@@ -341,13 +349,15 @@ class Sequence:
         )
 
     def joint_around(self, end: int) -> tuple[int, int] | None:
-        """Return from where to where tokens see each other that a chunk would cut which ends at `end`; None: there are
-        none."""
+        """Return start and end of the image tokens that see each other and that a chunk ending at `end` would cut, or
+        None."""
         return next((span for image in self.request.images if (span := image.joint_around(end)) is not None), None)
 
     def uncut(self, length: int, most: int) -> int:
-        """Return how many known tokens a chunk of about `length` has, so that it cuts no tokens that see each other:
-        fewer, or where they come first more, up to `most`; 0 if that is not enough."""
+        """Return the length of a chunk of about `length` tokens that does not cut tokens which see each other.
+
+        It is shorter than `length`, or longer, up to `most`, if such tokens come first; 0 if `most` is too few.
+        """
         span = self.joint_around(self.num_computed + length)
         if span is None:
             return length
@@ -355,11 +365,11 @@ class Sequence:
         return start if start > 0 else stop if stop <= most else 0
 
     def within(self, length: int, budget: int, *, first: bool) -> tuple[int, int]:
-        """Return how many of the next `length` known tokens the budget is enough for if it is to pay for encoding the
-        images that begin among them, and what that takes of it.
+        """Return how many of the next `length` known tokens fit the budget together with the encoding of their images,
+        and what the encoding takes of it; all in tokens.
 
-        An image for which it is not enough begins another step, unless this one has nothing else (`first`): then some
-        tokens of it are computed all the same.
+        An image that does not fit is left to a later step. If it comes `first` in this one, its first tokens are
+        computed all the same.
         """
         work, start = 0, self.num_computed
         for position, own in (each for image in self.request.images for each in image.encodings()):
@@ -374,12 +384,12 @@ class Sequence:
 
     @property
     def next_end(self) -> int:
-        """Where the shortest chunk ends that may come next."""
+        """End of the shortest possible next chunk."""
         span = self.joint_around(self.num_computed + 1)
         return self.num_computed + 1 if span is None else span[1]
 
     def next_chunk(self, length: int) -> PrefillRow:
-        """Return the row that computes its next `length` known tokens."""
+        """Return the row of a step that computes the next `length` known tokens."""
         known, start, request = len(self.token_ids), self.num_computed, self.request
         end = start + length
         sample = end == known and self.remaining > 0
@@ -397,9 +407,67 @@ class Sequence:
             forced=self.forced if sample else (),
         )
 
+    def take_chunk(self) -> Chunk:
+        """Return what no chunk has carried yet of the answer, which has been read up to the newest token."""
+        request, answer, last = self.request, self.answer, self.finish_reason is not None
+        text, logprobs = answer.take()
+        chunk = Chunk(
+            text=text,
+            token_ids=self.token_ids[self.num_prompt + answer.num_sent :],
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=answer.stop_reason,
+            choice=self.index,
+            input_token_len=self.num_prompt - request.history_len,
+            generate_token_len=self.num_generated,
+            history_token_len=request.history_len,
+            cached_token_len=request.cached_tokens,
+            num_images=len(request.images),
+            image_token_len=request.image_tokens,
+        )
+        if answer.splits:
+            answer.complete(chunk)
+        if self.index == 0 and answer.num_sent == 0 and request.prompt_logprobs_asked is not None:
+            chunk.prompt_logprobs = [None, *(dict(entry) for entry in request.prompt_logprobs)]
+        if last and request.logits:
+            chunk.logits = request.logits
+        if last:
+            chunk.pooled = request.pooled
+        answer.num_sent = chunk.generate_token_len
+        return chunk
+
     def __repr__(self) -> str:
         return (
             f"<Sequence {self.request.id}.{self.index} {self.state.value} slot={self.slot} "
             f"tokens={len(self.token_ids)} computed={self.num_computed} pending={self.pending} "
             f"blocks={self.tables}>"
         )
+
+
+class StepInFlight:
+    """A submitted step that has not been read. Written once, when it is scheduled."""
+
+    __slots__ = ("prefill", "sampled", "step", "swaps")
+
+    def __init__(
+        self, step: int, sampled: list[Sequence], prefill: list[tuple[Sequence, PrefillRow]], swaps: SwapPlan
+    ) -> None:
+        self.step = step
+        self.sampled = sampled
+        """Sequences that sample in this step, in batch order."""
+        self.prefill = prefill
+        self.swaps = swaps
+
+    def take_back_tokens(self) -> None:
+        """Undo the counting of the step's tokens: it was not run."""
+        for sequence in self.sampled:
+            sequence.pending -= 1
+            if sequence.ahead:
+                sequence.ahead -= 1
+            else:
+                sequence.remaining += 1
+
+    def live_rows(self) -> list[Sequence]:
+        """Return the sequences with a row in this step that have not ended since."""
+        rows = dict.fromkeys([*self.sampled, *(sequence for sequence, _ in self.prefill)])
+        return [sequence for sequence in rows if sequence.state is not SequenceState.FINISHED]
