@@ -206,7 +206,7 @@ def _rewrite_as_legacy(file: Path) -> None:
         # Llama 3.1's files and those of layers of several kinds say rope_type, most older ones say type.
         config["rope_scaling"] = {"rope_type" if kind == "llama3" or by_layer else "type": kind, **rope}
     config = {names.get(key, key): value for key, value in config.items()}
-    if kind == "longrope":
+    if kind == "longrope" and "long_mscale" not in rope:
         config["original_max_position_embeddings"] = config["rope_scaling"].pop("original_max_position_embeddings")
     if "mamba_n_heads" in config and "layer_types" in config:
         named = {"linear_attention": "mamba", "full_attention": "attention"}

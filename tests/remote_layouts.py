@@ -221,6 +221,27 @@ def _layer_norms(model: nn.Module) -> None:
                 setattr(module, name, nn.LayerNorm(fields.hidden_size, eps=fields.rms_norm_eps))
 
 
+def _first_of_groups(tensors: Tensors) -> Tensors:
+    """MPT's keys and values, 6 heads of 16, for the first of each 3."""
+    return _of_groups(tensors, lambda part: part.unflatten(0, (2, 3, 16))[:, 0])
+
+
+def _repeated_in_groups(tensors: Tensors) -> Tensors:
+    """Those for all heads, from the first of each 3."""
+    return _of_groups(
+        tensors, lambda part: part.unflatten(0, (2, 3, 16))[:, :1].expand(2, 3, 16, -1).reshape(6, 16, -1)
+    )
+
+
+def _of_groups(tensors: Tensors, change: Callable[[Tensor], Tensor]) -> Tensors:
+    changed = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith("Wqkv.weight"):
+            q, k, v = tensor.chunk(3)
+            changed[name] = torch.cat([q, *(change(part).flatten(0, 1) for part in (k, v))])
+    return changed
+
+
 def _unfused_experts(tensors: Tensors, fields: Fields) -> Tensors:
     unfused = {}
     for name, tensor in tensors.items():
@@ -421,6 +442,23 @@ LAYOUTS: dict[str, Layout] = {
         "GraniteMoeSharedForCausalLM",
         extra={"shared_intermediate_size": 48},
     ),
+    "mpt_grouped": Layout(
+        "mpt",
+        "mpt",
+        "mpt",
+        "MPTForCausalLM",
+        extra={
+            "attn_config": {
+                "attn_type": "grouped_query_attention",
+                "kv_n_heads": 2,
+                "clip_qkv": 1.0,
+                "softmax_scale": 0.3,
+            }
+        },
+        native={"attn_config": {"clip_qkv": 1.0, "softmax_scale": 0.3}},
+        rename=lambda tensors, fields: _first_of_groups(tensors),
+        oracle=_repeated_in_groups,
+    ),
     "orion": Layout("orion", "orion", "llama", "OrionForCausalLM", patch=_layer_norms),
     "phi4_mini": Layout(
         "phi3",
@@ -488,6 +526,14 @@ LAYOUTS: dict[str, Layout] = {
         "stablelm",
         "StableLmForCausalLM",
         extra={"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": False},
+    ),
+    "xverse": Layout(
+        "llama",
+        "xverse",
+        "llama",
+        "XverseForCausalLM",
+        dropped=(*_BIAS_OF_LLAMA, "num_key_value_heads"),
+        native={"num_key_value_heads": 4},
     ),
     "yi": Layout(
         "llama",

@@ -38,7 +38,8 @@ class Cohere(DecoderLM):
 
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
-        hf = hf.named({"layer_norm_eps": "rms_norm_eps"})
+        # Command R says max_position_embeddings = 8192 of buffers in its own code, and the context as the latter.
+        hf = hf.named({"layer_norm_eps": "rms_norm_eps", "model_max_length": "max_position_embeddings"})
         hf.expect("hidden_act", "silu")
         bias = hf.flag("attention_bias", False)
         return ModelConfig(

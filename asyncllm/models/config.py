@@ -83,6 +83,8 @@ _ROPE_KEYS = frozenset(
         "extrapolation_factor",
         "short_factor",
         "long_factor",
+        "short_mscale",
+        "long_mscale",
         "partial_rotary_factor",
         "finetuned",
     }
@@ -250,6 +252,7 @@ class HFConfig:
         Raises InvalidCheckpoint for wrong types and impossible sizes, UnsupportedModel for what is not implemented.
         """
         self.expect("use_logn_attn", False)
+        self.expect("is_causal", True)
         hidden_size = self.integer("hidden_size")
         num_heads = self.integer("num_attention_heads", maximum=2**16)
         num_kv_heads = self.integer("num_key_value_heads", num_heads, maximum=2**16)
@@ -263,7 +266,7 @@ class HFConfig:
         if head_dim % 2 or head_dim > 2**14:
             self.invalid("head_dim", f"giving heads of {head_dim}, where rotary embedding needs an even size")
         num_layers = self.integer("num_hidden_layers", maximum=MAX_LAYERS)
-        trained = self.integer("max_position_embeddings", max_position, maximum=MAX_POSITION)
+        trained = self._whole_chunk(self.integer("max_position_embeddings", max_position, maximum=MAX_POSITION))
         rope = None
         if rotary:
             rope, trained = self._rope(head_dim, trained, theta, partial_rotary)
@@ -321,6 +324,17 @@ class HFConfig:
         if name not in DTYPES:
             self.unsupported(key, f"Supported: {', '.join(DTYPES)}.")
         return DTYPES[name]
+
+    def _whole_chunk(self, trained: int) -> int:
+        """Return how many of `trained` positions attention by chunks (Qwen's, of a million tokens) leaves as they are:
+        beyond the first chunk it changes distances, which is not implemented."""
+        entries = self.fields.get("dual_chunk_attention_config")
+        if entries is None:
+            return trained
+        if not isinstance(entries, dict):
+            self.invalid("dual_chunk_attention_config", "where an object belongs")
+        chunks = HFConfig(entries, source=f"{self.source}: dual_chunk_attention_config")
+        return min(trained, chunks.integer("chunk_size", trained, maximum=MAX_POSITION))
 
     def _rope(self, head_dim: int, trained: int, default_theta: float, partial: float | None) -> tuple[RopeConfig, int]:
         """Return the rotary embedding, and the positions that it allows a model trained on `trained` of them."""
@@ -437,13 +451,14 @@ class HFConfig:
         long = (self.session_len or trained) > original
         ratio = scaling.number("factor", trained / original)
         grown = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 and original > 1 else 1.0
+        derived = scaling.number("attention_factor", grown)
         return RopeConfig(
             kind="longrope",
             theta=theta,
             dim=dim,
             original_max_position=original,
             divisors=sets["long_factor" if long else "short_factor"],
-            attention_factor=scaling.number("attention_factor", grown),
+            attention_factor=scaling.number("long_mscale" if long else "short_mscale", derived),
         )
 
     def _divisors(self, scaling: HFConfig, key: str, count: int) -> tuple[float, ...]:

@@ -33,7 +33,8 @@ class ErnieMoE(DecoderLM):
             **LATENT_EXPERTS,
             "model.layers.{i}.mlp.moe_statics.e_score_correction_bias": "layers.{i}.mlp.correction:bias",
         }
-    )
+        # They guess the tokens after the next one.
+    ).setting_aside(*(f"model.mtp_{part}.{{i}}" for part in ("block", "emb_norm", "hidden_norm", "linear_proj")))
     tiny: ClassVar[dict[str, Any]] = {
         **Ernie.tiny,
         "model_type": "ernie4_5_moe",

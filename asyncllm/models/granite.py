@@ -53,7 +53,8 @@ class MiniCPM(Granite):
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
         hf.expect("num_experts", 0)
-        fields = hf.decoder(architecture)
+        hf.expect("use_output_gate", False)
+        fields = hf.decoder(architecture, tied=True)
         bias = hf.flag("attention_bias", False)
         return ModelConfig(
             **fields,

@@ -1,4 +1,4 @@
-"""Llama 1, 2, 3, 3.1 and 3.2, and what computes as they do: Code Llama, Vicuna, Yi, Aquila."""
+"""Llama 1, 2, 3, 3.1 and 3.2, and what computes as they do: Code Llama, Vicuna, Yi, Aquila, XVERSE."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ LLAMA_WEIGHTS = WeightMap(
     LlamaForCausalLM="Llama 1 to 3.3, Code Llama, Vicuna, Yi, Solar, SmolLM 2, DeepSeek LLM and Coder",
     LLaMAForCausalLM="the first conversions of Llama",
     AquilaForCausalLM="Aquila, Aquila2",
+    XverseForCausalLM="XVERSE 7B, 13B, 65B",
     YiForCausalLM="the first files of Yi",
 )
 class Llama(DecoderLM):
@@ -60,6 +61,7 @@ class Llama(DecoderLM):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
+        hf.expect("num_experts", 0)
         bias = hf.flag("attention_bias", False)
         return ModelConfig(
             **hf.decoder(architecture), qkv_bias=bias, out_bias=bias, mlp_bias=hf.flag("mlp_bias", False)

@@ -1,4 +1,5 @@
-"""MPT: ALiBi, bounded queries, keys and values, layer norms and linear layers without biases."""
+"""MPT: ALiBi, bounded queries, keys and values, layer norms and linear layers without biases; Replit has fewer KV
+heads."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ WORDS = {
 """Entries of its own -> their usual names."""
 
 
-@register(MptForCausalLM="MPT 7B, 30B, Replit", MPTForCausalLM="the first files of MPT")
+@register(MptForCausalLM="MPT 7B, 30B", MPTForCausalLM="the first files of MPT; Replit Code 1.5")
 class Mpt(DecoderLM):
     weights = WeightMap(
         {
@@ -60,12 +61,15 @@ class Mpt(DecoderLM):
         if not isinstance(entries, dict):
             hf.invalid("attn_config", "where an object belongs")
         attention = HFConfig(entries, source=f"{hf.source}: attn_config")
-        attention.expect("attn_type", "multihead_attention")
+        attention.expect("attn_type", "multihead_attention", "grouped_query_attention", "multiquery_attention")
         attention.expect("alibi", True)
-        attention.expect("kv_n_heads")
         for key in ("prefix_lm", "qk_ln", "rope"):
             attention.expect(key, False)
         inner = hf.integer("expansion_ratio", 4) * hf.integer("hidden_size")
+        shared = {"grouped_query_attention": attention.fields.get("kv_n_heads"), "multiquery_attention": 1}
+        kv_heads = shared.get(str(attention.fields.get("attn_type")))
+        attention.expect("kv_n_heads", *([] if kv_heads is None else [kv_heads]))
+        hf = hf.changed({"num_key_value_heads": kv_heads})
         fields = hf.decoder(architecture, norm_eps=1e-5, tied=True, rotary=False, intermediate_size=inner)
         return ModelConfig(
             **fields,

@@ -93,7 +93,10 @@ class OPT(DecoderLM):
     @property
     def weight_map(self) -> WeightMap:
         table = super().weight_map
-        return table.replaced(_PROJECTIONS) if self.projects else table
+        if not self.projects:
+            return table
+        bare = {name.removeprefix(self.base_prefix): target for name, target in _PROJECTIONS.items()}
+        return table.replaced({**_PROJECTIONS, **bare})
 
     def embedding(self) -> nn.Module:
         config = self.config

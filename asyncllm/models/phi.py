@@ -41,6 +41,8 @@ class Phi(DecoderLM):
 
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
+        if hf.fields.get("model_type") == "phi-msft":
+            hf.unsupported("model_type", "Its authors have renamed the files: take those whose model_type is 'phi'.")
         hf = hf.named({"layer_norm_eps": "rms_norm_eps"})
         hf.expect("tie_word_embeddings", False)
         return ModelConfig(

@@ -15,6 +15,15 @@ from asyncllm.models.weights import WeightMap
 
 __all__ = ["Qwen"]
 
+FIRST_WORDS = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+    "ffn_hidden_size": "intermediate_size",
+}
+"""Entries of the first files -> those of later ones."""
+
 
 @register(QWenLMHeadModel="Qwen 1.8B, 7B, 14B, 72B, the first generation")
 class Qwen(Qwen2):
@@ -51,6 +60,7 @@ class Qwen(Qwen2):
 
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
+        hf = hf.named(FIRST_WORDS)
         hf.expect("no_bias", True)
         hf.expect("scale_attn_weights", True)
         hf.expect("rotary_pct", 1.0, 1)

@@ -8,6 +8,7 @@ import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -56,6 +57,7 @@ _WITH_HEAD, _WITHOUT_HEAD = ("ForCausalLM", "LMHeadModel"), "Model"
 
 _BY_MODEL_TYPE: Mapping[str, str] = {
     "aquila": "AquilaForCausalLM",
+    "deepseek_vl_v2": "DeepseekVLV2ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "internlm": "InternLMForCausalLM",
     "internlm3": "InternLM3ForCausalLM",
@@ -63,6 +65,7 @@ _BY_MODEL_TYPE: Mapping[str, str] = {
     "llama4": "Llama4ForConditionalGeneration",
     "minicpm": "MiniCPMForCausalLM",
     "ministral": "MinistralForCausalLM",
+    "multi_modality": "MultiModalityCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "RefinedWeb": "RWForCausalLM",
     "RefinedWebModel": "RWForCausalLM",
@@ -273,8 +276,11 @@ def _configure(
         if family is not None:
             return family, settled(family.configure(hf, name)), scheme_of(hf.fields, path, model_format)
     remote = "Its own code (auto_map) is never run. " if hf.fields.get("auto_map") else ""
-    known = ", ".join([*families(), *VISION_MODELS])
-    raise UnsupportedModel(f"{hf.source}: architectures = {names} is not implemented. {remote}Implemented: {known}.")
+    known = [*families(), *VISION_MODELS]
+    near = next((f"The nearest name is {each}. " for each in get_close_matches(names[0], known, 1)), "")
+    raise UnsupportedModel(
+        f"{hf.source}: architectures = {names} is not implemented. {remote}{near}Implemented: {', '.join(known)}."
+    )
 
 
 def _composed_config(parts: Composed, architecture: str) -> tuple[type[DecoderLM], ModelConfig]:

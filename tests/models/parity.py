@@ -28,6 +28,7 @@ from tests.checkpoints import build_checkpoint, build_oracle, tiny_fields
 from tests.remote_layouts import LAYOUTS
 
 __all__ = [
+    "COMMON_SCALINGS",
     "FAMILIES",
     "PROMPT",
     "SCALINGS",
@@ -75,25 +76,37 @@ SCALINGS: dict[str, dict[str, Any]] = {
     },
     "longrope_short": {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128},
     "longrope_long": {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32},
+    "longrope_mscale": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 32,
+        "short_mscale": 0.7,
+        "long_mscale": 1.3,
+    },
 }
 
 DYNAMIC_MAX_POSITION = 32
+
+COMMON_SCALINGS = [each for each in SCALINGS if each != "longrope_mscale"]
+"""Without what the files of one family alone have."""
 
 UNDER_ALL_SCALINGS = ("gemma2", "internlm2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 SCALINGS_OF = {
     "deepseek_v2": ["default", "yarn_mscale"],
     "deepseek_v3": ["default", "yarn_mscale"],
-    **{family: list(SCALINGS) for family in UNDER_ALL_SCALINGS},
+    **{family: COMMON_SCALINGS for family in UNDER_ALL_SCALINGS},
     "minicpm3": ["default", "longrope_long"],
     "phi": ["default", "dynamic"],
     "phi3": ["default", "longrope_short", "longrope_long"],
+    "phimoe": ["default", "longrope_mscale"],
 }
 """Families that are tested under more than their own rotary embedding. Others add what no scaling meets."""
 
 
 UNROTATED = {
     *("baichuan_13b", "bloom", "falcon_rw", "gpt2", "gpt_bigcode", "granite_4_dense", "jamba", "mpt"),
+    "mpt_grouped",
     *("nemotron_h", "nemotron_h_experts", "nemotron_h_pattern", "opt", "opt_350m"),
 }
 """They know positions by other means."""
@@ -140,7 +153,9 @@ class Case:
         if rope["rope_type"] == "longrope":
             half = self.head_dim // 2
             rope["short_factor"] = [1.0 + 0.1 * index for index in range(half)]
-            rope["long_factor"] = [1.5 + 0.4 * index for index in range(half)]
+            # With these entries transformers takes the short factors whatever the length, unlike the model's own code.
+            apart = "long_mscale" not in rope
+            rope["long_factor"] = [1.5 + 0.4 * index for index in range(half)] if apart else rope["short_factor"]
         position = DYNAMIC_MAX_POSITION if self.scaling == "dynamic" else 256
         tiny, layout = tiny_fields(self.family), LAYOUTS.get(self.family)
         given = "rope_parameters" in tiny or (layout is not None and layout.rope is not None)

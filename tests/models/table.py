@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from asyncllm.models.registry import described, families
 from tests.checkpoints import tiny_fields
-from tests.models.parity import FAMILIES, SCALINGS, UNROTATED, scalings_of
+from tests.models.parity import COMMON_SCALINGS, FAMILIES, UNROTATED, scalings_of
 from tests.remote_layouts import LAYOUTS, RELATIVES
 
 __all__ = ["PAGE", "text"]
@@ -23,7 +23,9 @@ HEAD = (
     "`pytest tests/models -k NAME` compares their logits with the *oracle*'s in float32, to 1e-4: whole prompts, "
     "chunks, token by token, behind cached blocks, after preemption and in mixed batches. It also leaves out each "
     "mechanism that the model has, and sees the logits move. The files are written as transformers writes them now, "
-    "and as it did before version 5. Published checkpoints are not among them.\n\n"
+    "and as it did before version 5. Of published checkpoints, "
+    "`tests/models/published.jsonl` has entries of config.json, names of tensors and numbers of parameters; each is "
+    "read and planned as it would be loaded, without weights.\n\n"
     "Where transformers has no class of a name, the oracle is the class that computes the same, and the tensors have "
     "the layout of that name. Entries of config.json that change the computation and are not implemented are "
     "refused.\n\n"
@@ -70,7 +72,7 @@ def _rotary(names: list[str]) -> str:
     if all(name in UNROTATED for name in names):
         return "not rotary"
     scalings = {each for name in names for each in scalings_of(name)}
-    return "all" if scalings == set(SCALINGS) else ", ".join(sorted(scalings))
+    return "all" if scalings == set(COMMON_SCALINGS) else ", ".join(sorted(scalings))
 
 
 if __name__ == "__main__":

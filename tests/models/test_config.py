@@ -329,6 +329,9 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path, key: str, value: Any
         ("GemmaForCausalLM", "hidden_act", "relu"),
         ("Phi3ForCausalLM", "rope_scaling", {"type": "linear", "factor": 2.0}),
         ("BloomForCausalLM", "apply_residual_connection_post_layernorm", True),
+        ("Qwen2ForCausalLM", "is_causal", False),
+        ("PhiForCausalLM", "model_type", "phi-msft"),
+        ("MiniCPMForCausalLM", "use_output_gate", True),
         ("GPT2LMHeadModel", "scale_attn_by_inverse_layer_idx", True),
         ("GPT2LMHeadModel", "activation_function", "tanh"),
         ("GPTJForCausalLM", "tie_word_embeddings", True),
@@ -370,6 +373,7 @@ def test_mpt_refuses_other_attention(tmp_path: Path, key: str, value: Any) -> No
         ("MptForCausalLM", "attn_config", 3),
         ("Phi3ForCausalLM", "partial_rotary_factor", 0.35),
         ("Phi3ForCausalLM", "partial_rotary_factor", 1.5),
+        ("Qwen2ForCausalLM", "dual_chunk_attention_config", 3),
         ("QWenLMHeadModel", "intermediate_size", 1),
         ("QWenLMHeadModel", "visual", {"heads": 16}),
         ("QWenLMHeadModel", "bf16", "yes"),
@@ -378,6 +382,21 @@ def test_mpt_refuses_other_attention(tmp_path: Path, key: str, value: Any) -> No
 def test_families_refuse_impossible_values(tmp_path: Path, architecture: str, key: str, value: Any) -> None:
     with pytest.raises(InvalidCheckpoint, match=key):
         read(tmp_path, {key: value}, tiny(architecture))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [("deepseek_vl_v2", "DeepseekVLV2ForCausalLM"), ("multi_modality", "MultiModalityCausalLM")],
+)
+def test_a_model_of_images_without_architectures(tmp_path: Path, model_type: str, architecture: str) -> None:
+    """Those of DeepSeek-VL have none. The one is read, and misses its language model here; the other is refused."""
+    with pytest.raises((InvalidCheckpoint, UnsupportedModel), match=rf"language_config|{architecture}"):
+        read(tmp_path, {"architectures": ABSENT, "model_type": model_type})
+
+
+def test_an_unknown_class_is_told_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"The nearest name is Phi3ForCausalLM\."):
+        read(tmp_path, {"architectures": ["Phi3SmallForCausalLM"]})
 
 
 def test_remote_code_is_named_and_never_run(tmp_path: Path) -> None:
