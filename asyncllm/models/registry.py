@@ -276,10 +276,10 @@ def _configure(
         if family is not None:
             return family, settled(family.configure(hf, name)), scheme_of(hf.fields, path, model_format)
     remote = "Its own code (auto_map) is never run. " if hf.fields.get("auto_map") else ""
-    known = [*families(), *VISION_MODELS]
-    near = next((f"The nearest name is {each}. " for each in get_close_matches(names[0], known, 1)), "")
+    every = [*families(), *VISION_MODELS]
+    near = next((f"The nearest name is {each}. " for each in get_close_matches(names[0], every, 1)), "")
     raise UnsupportedModel(
-        f"{hf.source}: architectures = {names} is not implemented. {remote}{near}Implemented: {', '.join(known)}."
+        f"{hf.source}: architectures = {names} is not implemented. {remote}{near}Implemented: {', '.join(every)}."
     )
 
 
