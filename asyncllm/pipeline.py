@@ -20,6 +20,7 @@ from asyncllm.config import (
     VisionConfig,
     checked,
 )
+from asyncllm.config.lmdeploy_settings import PIPELINES, without_neutral
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.text.prompts import Prompts, is_single
 from asyncllm.types import (
@@ -86,9 +87,11 @@ def pipeline(
         tp: replaces `backend_config.tp`.
         instance_num: replaces `backend_config.max_batch_size`.
         vision_config: how images are encoded.
+        unknown: LMDeploy's further arguments, where they ask for nothing (config/lmdeploy_settings.py).
 
     Raises InvalidParameter, UnsupportedFeature, ModelError.
     """
+    unknown = without_neutral(PIPELINES, unknown)
     if unknown:
         name = next(iter(unknown))
         raise UnsupportedFeature(
@@ -100,6 +103,8 @@ def pipeline(
         raise InvalidParameter(f"log_level must be one of {', '.join(LOG_LEVELS)} (given: {log_level!r}).", "log_level")
     if backend not in (None, "pytorch", "turbomind"):
         raise InvalidParameter(f"backend must be 'pytorch' or 'turbomind' (given: {backend!r}).", "backend")
+    if isinstance(model_name, EngineConfig):
+        raise InvalidParameter("Pass the EngineConfig as backend_config=...: the second is model_name.", "model_name")
     if model_name is not None:
         if chat_template_config is not None:
             raise InvalidParameter(
@@ -172,8 +177,12 @@ class Pipeline:
             _show_progress(future, done, total)
         return self._loop.wait(future)
 
+    def infer(self, prompts: Prompts, gen_config: GenConfigs = None, **options: Any) -> Response | list[Response]:
+        """Answer prompts; LMDeploy's name of calling the pipeline."""
+        return self(prompts, gen_config, **options)
+
     def batch_infer(self, prompts: Prompts, gen_config: GenConfigs = None, **options: Any) -> Response | list[Response]:
-        """LMDeploy's name of calling the pipeline."""
+        """Answer prompts; LMDeploy's older name of it."""
         return self(prompts, gen_config, **options)
 
     def stream_infer(

@@ -163,6 +163,11 @@ class Response(msgspec.Struct, kw_only=True):
         return self.index
 
     @property
+    def cached_tokens(self) -> int:
+        """LMDeploy's name of `cached_token_len`."""
+        return self.cached_token_len
+
+    @property
     def parsed(self) -> Any:
         """The text, parsed as JSON. Raises ValueError if it is not JSON, as when the answer was cut."""
         return msgspec.json.decode(self.text)

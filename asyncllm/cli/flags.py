@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 import msgspec
 
 from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, ServerConfig
+from asyncllm.config.lmdeploy_settings import COMMANDS, without_neutral
 from asyncllm.errors import InvalidParameter
 
 __all__ = [
@@ -26,7 +27,9 @@ __all__ = [
     "Parser",
     "add",
     "add_model_settings",
+    "add_neutral",
     "add_plugin",
+    "check_neutral",
     "load",
     "load_plugins",
     "load_template",
@@ -35,6 +38,14 @@ __all__ = [
 
 DEFAULT_MODEL = "tiny-chat"
 MODEL_HELP = f"A folder, a bundled model or a hub id. Default: {DEFAULT_MODEL}."
+
+ALIASES = {
+    "device_type": ["--device"],
+    "capability": ["--cap"],
+    "meta_instruction": ["--meta-instruct"],
+    "disable_docs": ["--disable-fastapi-docs"],
+}
+"""Field -> LMDeploy's names of its option."""
 
 Config = TypeVar("Config", EngineConfig, GenerationConfig, ChatTemplateConfig, ServerConfig)
 
@@ -77,8 +88,8 @@ def add(
 ) -> None:
     """Give `parser` an option for each field of `config`, except those in `leave_out`.
 
-    `several`: an option for a list takes all words that follow, as LMDeploy's server has it. `defaults`: the command's
-    own, where they are not the config's.
+    `several`: an option for a list or pairs takes all words that follow, as LMDeploy's server has it. `defaults`: the
+    command's own, where they are not the config's.
     """
     hints = typing.get_type_hints(config, include_extras=True)
     shown = {**{field.name: field.default for field in msgspec.structs.fields(config)}, **defaults}
@@ -86,10 +97,14 @@ def add(
         if name in leave_out:
             continue
         annotation, description = _unwrap(hints[name])
-        option = "--" + name.replace("_", "-")
+        options = _spelled(name), *ALIASES.get(name, ())
         help_text = f"{description} Default: {shown[name]}.".replace("%", "%%")
         kind = _kind(annotation, several)
-        parser.add_argument(option, dest=name, default=defaults.get(name, argparse.SUPPRESS), help=help_text, **kind)
+        parser.add_argument(*options, dest=name, default=defaults.get(name, argparse.SUPPRESS), help=help_text, **kind)
+
+
+def _spelled(name: str) -> str:
+    return "--" + name.replace("_", "-").rstrip("-")
 
 
 def load(namespace: argparse.Namespace, config: type[Config], **fixed: Any) -> Config:
@@ -98,7 +113,7 @@ def load(namespace: argparse.Namespace, config: type[Config], **fixed: Any) -> C
     for name, value in fields.items():
         annotation, _ = _unwrap(typing.get_type_hints(config, include_extras=True)[name])
         if typing.get_origin(_without_none(annotation)) is dict:
-            fields[name] = dict(value)
+            fields[name] = {key: item for pairs in value for key, item in pairs.items()}
     return config.from_dict({**fields, **fixed}).checked()
 
 
@@ -134,7 +149,8 @@ def _kind(annotation: Any, several: bool) -> dict[str, Any]:
         return {**action, "type": item, "metavar": item.__name__.upper()}
     if origin is dict:
         key, value = (_unwrap(each)[0] for each in typing.get_args(inner))
-        return {"action": "append", "type": _pair(key, value), "metavar": "NAME=VALUE"}
+        action = {"action": "extend", "nargs": "+"} if several else {"action": "append"}
+        return {**action, "type": _pair(key, value, several), "metavar": "NAME=VALUE"}
     return {"type": _or_none(inner) if optional else inner, "metavar": inner.__name__.upper()}
 
 
@@ -146,12 +162,16 @@ def _or_none(kind: Any) -> Any:
     return parse
 
 
-def _pair(key: Any, value: Any) -> Any:
-    def parse(text: str) -> tuple[Any, Any]:
+def _pair(key: Any, value: Any, several: bool) -> Any:
+    def parse(text: str) -> dict[Any, Any]:
+        whole = _json_or_text(text) if value is Any else None
+        if isinstance(whole, dict):
+            return whole
         name, equals, rest = text.partition("=")
         if not equals:
-            raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-        return key(name), _json_or_text(rest) if value is Any else value(rest)
+            hint = ". A model's name stands before the option" if several else ""
+            raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE{hint}")
+        return {key(name): _json_or_text(rest) if value is Any else value(rest)}
 
     parse.__name__ = "NAME=VALUE"
     return parse
@@ -171,14 +191,38 @@ def refuse(error: InvalidParameter) -> str:
     return f"--{error.param.replace('_', '-')}: {error}"
 
 
-def add_model_settings(parser: Parser, defaults: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Give `parser` the options of the chat template and of the engine. `defaults`: of the command's engine."""
+def add_model_settings(
+    parser: Parser, defaults: Mapping[str, Any] = MappingProxyType({}), *, several: bool = False
+) -> None:
+    """Give `parser` the options of the chat template and of the engine. `several`, `defaults`: as of `add`."""
+    parser.add_argument(
+        "--backend", choices=("pytorch", "turbomind"), help="LMDeploy's back ends; both are this engine."
+    )
     parser.add_argument(
         "--chat-template", metavar="NAME|FILE", help="A built-in chat template (`asyncllm list`) or a JSON file."
     )
     template_fields = set(ChatTemplateConfig.__struct_fields__) - {"meta_instruction", "capability"}
     add(parser.add_argument_group("chat template"), ChatTemplateConfig, leave_out=template_fields)
-    add(parser.add_argument_group("engine"), EngineConfig, defaults=defaults)
+    add(parser.add_argument_group("engine"), EngineConfig, several=several, defaults=defaults)
+    add_neutral(parser, COMMANDS)
+
+
+def add_neutral(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
+    """Give `parser`, without a word in its help, LMDeploy's options of these names, which are not implemented, for
+    those who ask for nothing by them. `check_neutral` refuses what asks for something."""
+    for name in names:
+        values = COMMANDS[name].values or ()
+        is_flag = bool(values) and all(isinstance(value, bool) for value in values)
+        kind: dict[str, Any] = {"action": "store_true"} if is_flag else {"type": _json_or_text, "metavar": "VALUE"}
+        parser.add_argument(
+            _spelled(name), dest=f"neutral_{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind
+        )
+
+
+def check_neutral(namespace: argparse.Namespace) -> None:
+    """Raise UnsupportedFeature for an option of LMDeploy's that asks for what is not implemented."""
+    given = vars(namespace)
+    without_neutral(COMMANDS, {name: given[f"neutral_{name}"] for name in COMMANDS if f"neutral_{name}" in given})
 
 
 def load_template(options: argparse.Namespace) -> ChatTemplateConfig:

@@ -43,11 +43,13 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         left_out = [field for field in LiteConfig.__struct_fields__ if field not in tool.options]
         flags.add(parser, LiteConfig, leave_out=left_out, defaults=tool.defaults)
         flags.add_plugin(parser)
+        flags.add_neutral(parser, ["trust_remote_code"])
 
 
 def _run(options: argparse.Namespace) -> int:
     from asyncllm.lite import TOOLS, QuantizeReport
 
+    flags.check_neutral(options)
     flags.load_plugins(options)
     given = {name: value for name, value in vars(options).items() if name in LiteConfig.__struct_fields__}
     if sys.stderr.isatty() and options.tool != "merge_lora":

@@ -12,18 +12,27 @@ from asyncllm.cli import flags
 from asyncllm.cli.flags import DEFAULT_MODEL, MODEL_HELP, add_model_settings, load_template
 from asyncllm.cli.terminal import CHAT_HELP, converse
 from asyncllm.config import DEFAULT_URL, SERVED_QUEUE, EngineConfig, ServerConfig
+from asyncllm.errors import UnsupportedFeature
 
 __all__ = ["add", "spelled_out"]
 
 SERVER, CLIENT = "api_server", "api_client"
-WORDS = (SERVER, CLIENT, "-h", "--help")
+REFUSED = {
+    "gradio": "There is no gradio here: `asyncllm serve MODEL` has a page to chat with the model at /.",
+    "proxy": "There is no proxy here: put any balancer in front; a server's /health/ready is for it.",
+}
+"""LMDeploy's further commands -> what to do instead."""
+WORDS = (SERVER, CLIENT, *REFUSED, "-h", "--help")
 """What may follow `serve`; anything else belongs to its api_server."""
 
 
 def spelled_out(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with `serve MODEL`, as vLLM has it, and `serve` alone spelled `serve api_server`."""
+    """Return the arguments with `serve MODEL`, as vLLM has it, and `serve` alone spelled `serve api_server`, and
+    without those of a command that is refused."""
     if arguments[:1] == ["serve"] and (len(arguments) == 1 or arguments[1] not in WORDS):
         return ["serve", SERVER, *arguments[1:]]
+    if arguments[:1] == ["serve"] and arguments[1] in REFUSED:
+        return ["serve", arguments[1]]
     return list(arguments)
 
 
@@ -44,17 +53,11 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     server.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     group = server.add_argument_group("server", "An option with a list takes all words that follow.")
     flags.add(group, ServerConfig, several=True)
-    group.add_argument(
-        "--disable-fastapi-docs",
-        dest="disable_docs",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="LMDeploy's name of --disable-docs.",
-    )
-    group.add_argument(
-        "--backend", choices=("pytorch", "turbomind"), help="LMDeploy's back ends; both are this engine."
-    )
-    add_model_settings(server, SERVED_QUEUE)
+    add_model_settings(server, SERVED_QUEUE, several=True)
+
+    for name, instead in REFUSED.items():
+        refused = kinds.add_parser(name)
+        refused.set_defaults(run=_refuse, parser=refused, instead=instead)
 
     about = f"Have a conversation with a server. {CHAT_HELP}"
     client = kinds.add_parser(CLIENT, help="Have a conversation with a server.", description=about)
@@ -70,6 +73,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    flags.check_neutral(options)
     config = flags.load(options, ServerConfig)
     engine_config = flags.load(options, EngineConfig)
     template = load_template(options)
@@ -100,9 +104,14 @@ def _talk(options: argparse.Namespace) -> int:
     return 0
 
 
+def _refuse(options: argparse.Namespace) -> int:
+    raise UnsupportedFeature(options.instead)
+
+
 def _refuse_lost_model(options: argparse.Namespace) -> None:
     """Refuse a list that takes the model's name, which comes after it: the default model would be served instead."""
-    lists = [name for name in ServerConfig.__struct_fields__ if isinstance(getattr(options, name, None), list)]
+    fields = (*ServerConfig.__struct_fields__, *EngineConfig.__struct_fields__)
+    lists = [name for name in fields if isinstance(getattr(options, name, None), list)]
     longest = max(lists, key=lambda name: len(getattr(options, name)), default=None)
     if options.model is None and longest is not None and len(getattr(options, longest)) > 1:
         option = f"--{longest.replace('_', '-')}"

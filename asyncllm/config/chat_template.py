@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
+from asyncllm.config.lmdeploy_settings import TEMPLATES
+from asyncllm.config.neutral import Neutral
 from asyncllm.config.settings import Settings
 from asyncllm.errors import InvalidParameter
 
@@ -21,6 +24,8 @@ class ChatTemplateConfig(Settings, frozen=True):
     A built-in template composes a conversation as `system + meta_instruction + eosys`, then for each turn
     `user + text + eoh`, `assistant + text + eoa`, with `separator` between turns.
     """
+
+    NEUTRAL: ClassVar[Mapping[str, Neutral]] = TEMPLATES
 
     model_name: Annotated[
         str | None, Meta(description="Name of a built-in or registered template (`asyncllm list`).")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
+from asyncllm.config.lmdeploy_settings import ENGINES
+from asyncllm.config.neutral import Neutral
 from asyncllm.config.settings import MAX_COUNT, Settings
 from asyncllm.errors import InvalidParameter, short
 
@@ -23,6 +25,8 @@ clients, and some 150 MB of prompts."""
 
 class EngineConfig(Settings, frozen=True, kw_only=True):
     """How a model is loaded and run."""
+
+    NEUTRAL: ClassVar[Mapping[str, Neutral]] = ENGINES
 
     model_name: Annotated[str, Meta(description="Name under which the model answers; empty: the folder's name.")] = ""
     dtype: Annotated[
@@ -229,6 +233,14 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         str | None, Meta(description="Where models from the hub are kept; None: the hub library's cache.")
     ] = None
     revision: Annotated[str | None, Meta(description="Branch, tag or commit of a model from the hub.")] = None
+
+    @classmethod
+    def own_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        own = super().own_fields(fields)
+        for name in ("max_batch_size", "model_name"):
+            if name in own and own[name] is None:  # LMDeploy's default
+                del own[name]
+        return own
 
     @property
     def kv_format(self) -> str | None:

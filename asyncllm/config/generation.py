@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
 
+from asyncllm.config.lmdeploy_settings import ANSWERS
+from asyncllm.config.neutral import Neutral
 from asyncllm.config.response_format import as_response_format, grammar_of
 from asyncllm.config.settings import MAX_COUNT, Settings
-from asyncllm.errors import InvalidParameter
+from asyncllm.errors import InvalidParameter, short
 
 __all__ = ["GenerationConfig"]
 
@@ -17,6 +20,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_WORDS = 64
 MAX_LOGIT_BIAS = 512
 MAX_CHOICES = 128
+LMDEPLOY_TOP_K = 50
+"""Its default, where do_sample asks for sampling."""
 
 
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Answers per prompt; they share the prompt's blocks.")]
@@ -42,7 +47,12 @@ LogitBias = Annotated[
 
 
 class GenerationConfig(Settings, frozen=True, kw_only=True):
-    """How an answer is generated. The default is greedy, as top_k is 1."""
+    """How an answer is generated. The default is greedy, as top_k is 1.
+
+    LMDeploy's `do_sample` may be given too: False stands for top_k=1, and True for its top_k=50 if that is left out.
+    """
+
+    NEUTRAL: ClassVar[Mapping[str, Neutral]] = ANSWERS
 
     n: Choices = 1
     max_new_tokens: Annotated[
@@ -84,6 +94,16 @@ class GenerationConfig(Settings, frozen=True, kw_only=True):
         dict[str, Any] | None,
         Meta(description="What the answer is held to: a JSON schema, a regular expression, a choice or a grammar."),
     ] = None
+
+    @classmethod
+    def own_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        sampled = fields.get("do_sample")
+        if sampled not in (None, False, True):
+            raise InvalidParameter(f"do_sample must be None, False or True, not {short(sampled)}.", "do_sample")
+        own = super().own_fields({name: value for name, value in fields.items() if name != "do_sample"})
+        if sampled is not None:
+            own["top_k"] = own.get("top_k", LMDEPLOY_TOP_K) if sampled else 1
+        return own
 
     def __post_init__(self) -> None:
         if isinstance(self.response_format, type):

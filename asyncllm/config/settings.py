@@ -1,6 +1,6 @@
 """Settings: a validated, immutable group of settings, which every config is.
 
-Constructors do not validate, as in msgspec; code that takes a config calls `checked()` on it, which does.
+Constructors check names alone, as in msgspec; code that takes a config calls `checked()` on it, which does the rest.
 """
 
 from __future__ import annotations
@@ -8,10 +8,15 @@ from __future__ import annotations
 import re
 import reprlib
 import typing
-from typing import Any, Self, TypeVar
+from collections.abc import Mapping
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 
+from asyncllm.config.lmdeploy_settings import without_neutral
+from asyncllm.config.neutral import Neutral
 from asyncllm.errors import InvalidParameter
 
 __all__ = ["MAX_COUNT", "Settings", "checked"]
@@ -19,8 +24,33 @@ __all__ = ["MAX_COUNT", "Settings", "checked"]
 MAX_COUNT = 2**31 - 1
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Named(msgspec.StructMeta):
+    """Calls the class with its own fields only, whatever names they were given under."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        return super().__call__(*args, **cls.own_fields(fields))  # type: ignore[attr-defined]
+
+
+class Settings(msgspec.Struct, metaclass=_Named, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A validated, immutable group of settings."""
+
+    NEUTRAL: ClassVar[Mapping[str, Neutral]] = MappingProxyType({})
+    """Names of LMDeploy's that are no fields here."""
+
+    @classmethod
+    def own_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `fields` under this class's names, without what asks for nothing.
+
+        Raises InvalidParameter for unknown names, and UnsupportedFeature for what is not implemented.
+        """
+        own = without_neutral(cls.NEUTRAL, fields)
+        for name in own:
+            if name not in cls.__struct_fields__:
+                nearest = get_close_matches(name, cls.__struct_fields__, n=1)
+                hint = f"Did you mean {nearest[0]}? " if nearest else ""
+                known = ", ".join(sorted(cls.__struct_fields__))
+                raise InvalidParameter(f"{cls.__name__} has no field {name!r}. {hint}Its fields are: {known}.", name)
+        return own
 
     def checked(self) -> Self:
         """Return this config if every field holds, else raise InvalidParameter or UnsupportedFeature."""
@@ -31,11 +61,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """Build from plain data. Raises InvalidParameter for unknown fields, wrong types and values out of range."""
-        for name in fields:
-            if name not in cls.__struct_fields__:
-                known = ", ".join(sorted(cls.__struct_fields__))
-                raise InvalidParameter(f"{cls.__name__} has no field {name!r}. Its fields are: {known}.", name)
+        """Build from plain data. Raises as `own_fields`; InvalidParameter for wrong types and values out of range."""
+        fields = cls.own_fields(fields)
         try:
             return msgspec.convert(fields, cls)
         except msgspec.ValidationError as error:

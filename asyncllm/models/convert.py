@@ -69,7 +69,10 @@ def convert(source: Path, destination: Path | None = None, *, max_shard_bytes: i
     """
     source = Path(source)
     if not source.is_dir():
-        raise ModelNotFound(f"{source} is not a folder. Give the folder that holds config.json and the .bin files.")
+        raise ModelNotFound(
+            f"{source} is not a folder. Give the folder that holds config.json and the .bin files. LMDeploy's step of "
+            f"this name is not needed: a model is loaded as the hub has it."
+        )
     if max_shard_bytes <= 0:
         raise InvalidParameter(f"max_shard_bytes is {max_shard_bytes}, and must be positive.", "max_shard_bytes")
     tied = _read_json(source / "config.json").get("tie_word_embeddings") is True

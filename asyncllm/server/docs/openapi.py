@@ -17,6 +17,7 @@ from aiohttp import web
 
 from asyncllm import __version__
 from asyncllm.config import MAX_LOGIT_BIAS, GenerationConfig
+from asyncllm.config.neutral import Neutral
 from asyncllm.server.docs.field_notes import field_notes
 from asyncllm.server.http.access import Auth
 from asyncllm.server.http.errors import NAMES
@@ -24,7 +25,7 @@ from asyncllm.server.http.routing import Route
 from asyncllm.server.openai.requests import CompletionRequest, OpenAIFields
 from asyncllm.server.request.arguments import COMPLETION_TOKENS
 from asyncllm.server.request.fields import Body, Prompt, SamplingFields
-from asyncllm.server.request.neutral import NEUTRAL, Neutral
+from asyncllm.server.request.neutral import NEUTRAL
 from asyncllm.server.request.structure import Structured
 from asyncllm.server.service import Service, service_of, table_of
 

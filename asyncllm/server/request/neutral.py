@@ -10,37 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
+from asyncllm.config.neutral import Neutral
 from asyncllm.server.http.errors import ApiError
 
-__all__ = ["NEUTRAL", "Neutral", "check_neutral"]
-
-
-class Neutral(msgspec.Struct, frozen=True):
-    """What may be sent under a name that is not implemented."""
-
-    peers: str
-    """The servers in whose documents the name stands."""
-    values: tuple[Any, ...] | None
-    """Those that ask for nothing beyond the default; None: any value, as no answer could show a difference."""
-    why: str
-    """Why other values are refused, and what to do; for any value, why it makes no difference."""
-
-    def takes(self, value: Any) -> bool:
-        """Return whether the value asks for nothing."""
-        return self.values is None or value is None or any(_is_same(value, each) for each in self.values)
-
-
-def _is_same(value: Any, neutral: Any) -> bool:
-    """Return whether it is the neutral value, perhaps mistyped as a field of that type may be: 1.0 and "1" for 1."""
-    if isinstance(neutral, (bool, int, float)) and isinstance(value, (bool, int, float, str)):
-        try:
-            return bool(msgspec.convert(value, type(neutral), strict=False) == neutral)
-        except msgspec.ValidationError:
-            return False
-    return type(value) is type(neutral) and bool(value == neutral)
-
+__all__ = ["NEUTRAL", "check_neutral"]
 
 _GRAMMAR = "The route holds answers to nothing. Leave it out, or use /v1/chat/completions or /v1/completions."
 _FIXED = "White space is bounded as it is. Leave it out."

@@ -14,8 +14,9 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
+from asyncllm.config.neutral import Neutral
 from asyncllm.server.openai.requests import ChatRequest, CompletionRequest, EmbeddingRequest, OpenAIFields
-from asyncllm.server.request.neutral import NEUTRAL, Neutral
+from asyncllm.server.request.neutral import NEUTRAL
 from asyncllm.server.responses.requests import ResponsesRequest
 from asyncllm.testing import FakeEngine
 from tests.server.serving import Served, serving

@@ -1,0 +1,116 @@
+"""LMDeploy's settings that asyncllm has no field for, so that programs and commands written for LMDeploy run where they
+say what is the case here anyway, and are told what to use where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncllm.config.neutral import Neutral
+from asyncllm.errors import UnsupportedFeature, short
+
+__all__ = ["ANSWERS", "COMMANDS", "ENGINES", "PIPELINES", "TEMPLATES", "without_neutral"]
+
+
+def _each(names: str, values: tuple[Any, ...] | None, why: str) -> dict[str, Neutral]:
+    return {name: Neutral("LMDeploy", values, why) for name in names.split()}
+
+
+ENGINES: Mapping[str, Neutral] = {
+    **_each("thread_safe", (False, True), "Calls from several threads are always safe."),
+    **_each("dp dp_rank cp nnodes node_rank", (0, 1), "An engine is one replica on one machine; divide it with tp."),
+    **_each(
+        "device_num attn_tp_size attn_cp_size attn_dp_size mlp_tp_size mlp_dp_size moe_tp_size outer_dp_size",
+        (),
+        "All layers are divided alike; set tp, and ep for whole experts.",
+    ),
+    **_each("devices", (), "Ranks take the GPUs of CUDA_VISIBLE_DEVICES in order; set that."),
+    **_each("distributed_executor_backend", ("uni",), "Ranks are child processes of the engine's own; leave it out."),
+    **_each("dist_init_addr", (), "Ranks are on one machine and find each other; leave it out."),
+    **_each("communicator", ("nccl",), "Sums over ranks choose their own way; leave it out."),
+    **_each("enable_mp_engine", (False,), "Set isolated=True for a model in a process of its own."),
+    **_each("mp_engine_backend", ("mp",), "Set isolated=True for a model in a process of its own."),
+    **_each("enable_transfer_obj_ref", (False,), "Nothing is handed over by Ray; leave it out."),
+    **_each("eager_mode", (False,), "Decode steps are CUDA graphs on a GPU, and plain calls on a CPU; leave it out."),
+    **_each("cudagraph_capture_batch_sizes", (), "The sizes follow from max_batch_size; set that."),
+    **_each("kernel_block_size", (-1,), "Kernels read blocks as they are; set block_size."),
+    **_each("cache_chunk_size", (-1,), "The pool of blocks is allocated once; set cache_max_entry_count."),
+    **_each("max_prefill_iters", (1,), "A prompt takes as many steps as it needs; set max_prefill_token_num."),
+    **_each("max_context_token_num", (1,), "Set max_prefill_token_num."),
+    **_each("async_", (1,), "The next step is always prepared while one runs; leave it out."),
+    **_each("use_context_fmha", (1,), "There is one kernel for prompts; leave it out."),
+    **_each("use_dynamic_ntk", (False,), "Set rope_scaling_factor."),
+    **_each("group_size", (0, 128), "The checkpoint's config.json says it; leave it out."),
+    **_each("kv_bits", (8,), "Set quant_policy."),
+    **_each("custom_module_map", (), "Set plugin to a Python file that registers a family (docs/extending.md)."),
+    **_each("empty_init", (False,), "Load the checkpoint, and replace its weights by update_weights."),
+    **_each("enable_microbatch enable_eplb", (False,), "Experts are not moved between ranks; leave it out."),
+    **_each("enable_metrics", (True,), "What /metrics shows is counted in any case; hide it by --disable-metrics."),
+    **_each("language_model_only", (False,), "A vision tower is loaded with its model; leave it out."),
+    **_each(
+        "logprobs_mode", ("raw_logprobs",), "Log-probabilities are those of the model, before sampling changes them."
+    ),
+    **_each("enable_return_routed_experts", (False,), "Which experts ran is not recorded; leave it out."),
+    **_each(
+        "prefix_cache_state_budget prefix_cache_decode_state_interval", (0,), "States are kept by the blocks' own rule."
+    ),
+    **_each("cache_checkpoint_interval", (4096,), "States are kept by the blocks' own rule; leave it out."),
+    **_each("cache_prompt cache_generation", ("auto",), "Set enable_prefix_caching."),
+    **_each("cache_prompt_boundary_skip", (1,), "Set enable_prefix_caching."),
+    **_each("role", ("Hybrid",), "KV blocks are not handed to other servers; leave it out."),
+    **_each("migration_backend", ("DLSlime",), "KV blocks are not handed to other servers; leave it out."),
+    **_each("dllm_block_length dllm_denoising_steps", (), "Diffusion language models are not implemented."),
+    **_each("dllm_unmasking_strategy", ("low_confidence_dynamic",), "Diffusion language models are not implemented."),
+    **_each("dllm_confidence_threshold", (0.85,), "Diffusion language models are not implemented."),
+}
+"""Of PytorchEngineConfig and TurbomindEngineConfig."""
+
+_SCORES = "Call get_logits, get_ppl or embed with the token ids."
+_LOOPS = "Use repetition_penalty or frequency_penalty against loops."
+_HANDED = "KV blocks are not handed to other servers; leave it out."
+
+ANSWERS: Mapping[str, Neutral] = {
+    **_each("spaces_between_special_tokens", (False, True), "The tokenizer's own rule says what stands there."),
+    **_each("output_logits output_last_hidden_state", (), _SCORES),
+    **_each("return_ppl", (False,), _SCORES),
+    **_each("logits_processors", ([],), "Use logit_bias, bad_words, penalties or response_format."),
+    **_each("repetition_ngram_size repetition_ngram_threshold", (0,), _LOOPS),
+    **_each("return_routed_experts", (False,), "Which experts ran is not recorded; leave it out."),
+    **_each("with_cache preserve_cache", (False,), _HANDED),
+    **_each("migration_request", (), _HANDED),
+}
+"""Of GenerationConfig."""
+
+TEMPLATES: Mapping[str, Neutral] = _each(
+    "tool eotool", (), "Results of tools are written by a Jinja template: the checkpoint's, or chat_template."
+)
+"""Of ChatTemplateConfig."""
+
+PIPELINES: Mapping[str, Neutral] = {
+    **_each("trust_remote_code", (False, True), "No code of a checkpoint is run."),
+    **_each("max_log_len", None, "Prompts are not logged."),
+    **_each("speculative_config", (), "Speculative decoding is not implemented."),
+    **_each("allowed_media_domains", (), "A program fetches what it names itself; the server has such a list."),
+}
+"""Arguments of pipeline()."""
+
+COMMANDS: Mapping[str, Neutral] = {
+    **ENGINES,
+    **{name: PIPELINES[name] for name in ("trust_remote_code", "max_log_len")},
+    **_each(
+        "speculative_algorithm speculative_draft_model speculative_num_draft_tokens",
+        (),
+        "Speculative decoding is not implemented.",
+    ),
+    **_each("proxy_url", (), "There is no proxy to register with: give the server's address to your balancer."),
+    **_each("enable_abort_handling", (False,), "Close the connection to abort an answer."),
+}
+"""Options of `lmdeploy chat` and `lmdeploy serve api_server`."""
+
+
+def without_neutral(table: Mapping[str, Neutral], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `fields` without those of the table. Raises UnsupportedFeature for one that asks for something."""
+    for name, value in fields.items():
+        if name in table and not table[name].takes(value):
+            raise UnsupportedFeature(f"{name}={short(value)} of LMDeploy's is not supported. {table[name].why}", name)
+    return {name: value for name, value in fields.items() if name not in table}
