@@ -18,10 +18,9 @@ from asyncllm.engine.lifecycle import Lifecycle
 from asyncllm.engine.loop import Death, EngineLoop
 from asyncllm.engine.model_files import ModelFiles
 from asyncllm.engine.requests.batches import interleave, responses_of
-from asyncllm.engine.requests.embeddings import EmbeddingForm, pool
 from asyncllm.engine.requests.generation import Generation, Session
 from asyncllm.engine.requests.input_processor import Call, Wanted
-from asyncllm.engine.requests.scores import ScoreForm
+from asyncllm.engine.requests.pooling import EmbeddingForm, ScoreForm, pool
 from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.engine.stats import EngineStats
 from asyncllm.errors import InvalidParameter, UnsupportedFeature

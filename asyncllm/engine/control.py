@@ -1,9 +1,9 @@
-"""Control: what is asked of the model as a whole, new weights, adapters, sleep and waking up, between two steps.
+"""Control: commands to the model as a whole between two steps, such as new weights, adapters, sleep and wake.
 
-    asked ──> no step is launched ──> those in flight have been read ──> the executor carries it out ──> what follows
+    asked ──> no step is launched ──> steps in flight are read ──> the executor carries it out ──> steps go on
 
-A sleeping model is a change that no step follows until everything is awake again. Requests wait meanwhile: they may
-come, be aborted or reach their deadlines as ever.
+While the model sleeps, no step is launched until everything is awake again. Requests wait meanwhile. They may arrive,
+be aborted and reach their deadlines as always.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ PARTS: frozenset[ResidentPart] = frozenset(get_args(ResidentPart))
 
 
 class Control:
-    """Commands in the order of the calls, one at a time. Written by the engine's turns, the inbox of `ask` apart."""
+    """Carries out commands one at a time, in the order of the calls. Written by the engine's turns, except `_asked`."""
 
     def __init__(
         self, executor: Executor, scheduler: Scheduler, wake: Callable[[], None], adapters: AdapterTable
     ) -> None:
-        """`wake` has the engine take a turn."""
+        """`wake` schedules a turn of the engine."""
         self._executor = executor
         self._scheduler = scheduler
         self._wake = wake
         self._adapters = adapters
         self._event_loop = asyncio.get_running_loop()
         self._asked: deque[tuple[Command, asyncio.Future[None]]] = deque()
-        """Inbox of `ask`, with the futures that wait. A cancelled future withdraws what is not begun."""
+        """Inbox of `ask`: commands and their callers' futures. Cancelling a future withdraws a command that has not
+        begun."""
         self._carried_out: asyncio.Future[None] | None = None
-        """When the executor has carried out the head of `_asked`; None: it has not begun."""
+        """Done when the executor has carried out the first of `_asked`; None before it has begun."""
         self.asleep: frozenset[ResidentPart] = frozenset()
-        """What is not on the device."""
+        """Parts of the model that are not on the device."""
         self.sleep_level = 0
         """0 when everything is awake."""
         self.num_updates = 0
@@ -61,7 +62,7 @@ class Control:
         return bool(self._asked or self.asleep)
 
     def ask(self, command: Command) -> asyncio.Future[None]:
-        """Queue a command; the future ends with it."""
+        """Queue a command, and return a future that is done when it has been carried out."""
         done: asyncio.Future[None] = self._event_loop.create_future()
         done.add_done_callback(lambda _: self._wake())
         self._asked.append((command, done))
@@ -69,7 +70,8 @@ class Control:
         return done
 
     def advance(self, *, quiet: bool) -> None:
-        """Go on, in a turn of the engine; `quiet`: no step is in flight. Raises what left the model halfway."""
+        """Begin or finish commands, in a turn of the engine. `quiet`: no step is in flight. Raises the error of a
+        command that failed halfway."""
         while self._asked:
             if self._carried_out is None:
                 command, done = self._asked[0]
@@ -86,7 +88,7 @@ class Control:
             self._finish(*self._asked.popleft(), error)
 
     def _finish(self, command: Command, done: asyncio.Future[None], error: BaseException | None) -> None:
-        """Tell the caller, if it still waits, how the executor carried the command out."""
+        """End a command, and tell its caller, if it still waits, how that went."""
         self._is_over(command)
         if error is None:
             self._take_in(command)
@@ -99,16 +101,17 @@ class Control:
             raise error
 
     def _is_over(self, command: Command) -> None:
-        """Free the name of an adapter: also when the call has been cancelled and its command was not."""
+        """Free the name of an adapter that was being loaded, even if its caller has left."""
         if isinstance(command, LoadAdapter):
             self._adapters.end(command)
 
     def _take_in(self, command: Command) -> None:
+        """Change the engine's own state as the model's has changed."""
         match command:
             case UpdateWeights():
                 self.num_updates += 1
                 if self.sleep_level == 2:
-                    # Lost weights have come back by this, and lie on the device.
+                    # The weights that level 2 dropped are on the device now.
                     self._awaken(frozenset({"weights"}))
                 self._scheduler.forget()
             case Sleep(level):
@@ -128,7 +131,8 @@ class Control:
             self.sleep_level = 0
 
     async def end(self, error: AsyncLLMError) -> None:
-        """Wait for what the executor is at, and refuse the rest with `error`: the engine has ended."""
+        """Wait for the command that the executor carries out, and refuse the others with `error`. The engine has
+        ended."""
         if self._carried_out is not None:
             await asyncio.wait([self._carried_out])
             _, done = self._asked.popleft()
@@ -145,7 +149,8 @@ class Control:
 
 
 def update_of(weights: Any) -> UpdateWeights:
-    """Return the command. Raises InvalidParameter unless there are pairs of a name and a tensor, and each name once."""
+    """Return the command for `AsyncEngine.update_weights`. Raises InvalidParameter unless `weights` are pairs of a name
+    and a tensor, with each name once."""
     if not isinstance(weights, Iterable):
         raise InvalidParameter(
             f"weights must be a mapping of names to tensors, or pairs of them, not {type(weights).__name__}.", "weights"
@@ -163,7 +168,7 @@ def update_of(weights: Any) -> UpdateWeights:
 
 
 def sleep_of(level: Any) -> Sleep:
-    """Return the command. Raises InvalidParameter for a level that is neither 1 nor 2."""
+    """Return the command for `AsyncEngine.sleep`. Raises InvalidParameter unless `level` is 1 or 2."""
     if type(level) is not int or level not in (1, 2):
         raise InvalidParameter(
             f"level must be 1, which keeps the weights in host memory, or 2, which keeps none (given: {short(level)}).",
@@ -173,7 +178,7 @@ def sleep_of(level: Any) -> Sleep:
 
 
 def wake_of(tags: Any) -> Wake:
-    """Return the command; None: everything. Raises InvalidParameter for an unknown part."""
+    """Return the command for `AsyncEngine.wake`. Raises InvalidParameter for an unknown part."""
     if tags is None:
         return Wake(PARTS)
     names = list(tags) if isinstance(tags, list | tuple | set | frozenset) else []

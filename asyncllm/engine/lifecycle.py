@@ -1,4 +1,4 @@
-"""Lifecycle: from a new engine to a closed one, and the parts that it has between: loop, sessions, what prepares calls.
+"""Lifecycle starts and closes an engine, and holds its parts: loop, sessions, input processor.
 
 new -> starting -> running -> closing -> closed
 """
@@ -37,7 +37,7 @@ _live: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
 
 
 class Lifecycle:
-    """The state of one engine, and what `start` has opened: the rest of an engine finds it here."""
+    """The state of one engine, and the parts that `start` opens."""
 
     limits: Limits
     encoder: PromptEncoder
@@ -45,22 +45,22 @@ class Lifecycle:
     inputs: InputProcessor
 
     def __init__(self, files: ModelFiles, make_scheduler: Callable[..., Scheduler] | None, name: str) -> None:
-        """`name` goes into the names of tasks."""
+        """`name`: the model's, which the names of tasks contain."""
         self.files = files
         self._make_scheduler = make_scheduler
         self._name = name
         self._state = "new"
         self.adapters = AdapterTable(0, {})
-        """The loaded ones, once the engine runs."""
+        """The loaded adapters, once the engine runs."""
         self._loop: EngineLoop | None = None
         self._executor: Executor | None = None
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self.observers: list[Callable[[RequestRecord], None]] = []
-        """Called, by the engine's loop, with every request that ends."""
+        """Functions that the engine's loop calls with the record of each request that ends."""
 
     async def start(self) -> None:
-        """Load the model and start the engine's loop. Raises ModelError, EngineError; then nothing is left behind."""
+        """Load the model and start the engine's loop. Raises ModelError, EngineError; nothing is left behind then."""
         if self._state != "new":
             raise EngineError(f"The engine was started before and is {self._state}. Make a new AsyncEngine.")
         loop = asyncio_loop()
@@ -69,7 +69,7 @@ class Lifecycle:
         try:
             await self._starting
         except asyncio.CancelledError:
-            # The start may have come to its end in the same turn of the loop as the cancellation.
+            # The start may have ended in the same iteration of the event loop in which this was cancelled.
             if self._starting.done() and not self._starting.cancelled():
                 self._starting.exception()
             await self.close()
@@ -131,7 +131,7 @@ class Lifecycle:
         _live.add(self)
 
     def _check_limits(self, config: EngineConfig) -> None:
-        """Raise InvalidParameter for settings that a given executor does not fit."""
+        """Raise InvalidParameter for settings that the executor, given by the caller, does not support."""
         if config.eviction_type == "copy" and not self.limits.num_host_blocks:
             raise InvalidParameter(
                 "eviction_type='copy' needs blocks in host memory, and the executor has none. Give it some, or use "
@@ -148,14 +148,14 @@ class Lifecycle:
     async def _open_grammars(
         self, executor: Executor, tokenizer: Tokenizer, template: ChatTemplate
     ) -> GrammarCompiler | None:
-        """Return what compiles grammars; None where answers cannot be held to anything."""
+        """Return the compiler of grammars, or None if this model's answers cannot be constrained."""
         ends = ends_of(tokenizer, template, self.limits)
         if not ends:
             return None
         if executor.isolated:
             await executor.carry_out(TakeVocabulary(ends))
         vocab_size = self.limits.vocab_size
-        # It takes up to a second for a large vocabulary, and holds the interpreter meanwhile.
+        # A large vocabulary takes up to a second.
         return await in_thread(lambda: GrammarCompiler(tokenizer, vocab_size, ends))
 
     def running(self) -> EngineLoop:
@@ -166,7 +166,7 @@ class Lifecycle:
         return self._loop
 
     async def wait_ended(self) -> Death | None:
-        """Wait until a started engine has died, and return of what; None once it is closed."""
+        """Wait until a started engine has ended. Return why it died, or None if it was closed."""
         assert self._loop is not None, "the engine was never started"
         return await self._loop.wait_ended()
 
@@ -201,7 +201,6 @@ class Lifecycle:
             await self._executor.close()
 
     def check_idle(self) -> None:
-        """Raise AssertionError if a request is open, or a row or block is held by anything but steps that still run;
-        for tests, right after the last answer too."""
+        """See `EngineLoop.check_idle`."""
         if self._loop is not None:
             self._loop.check_idle()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm.engine.requests.embeddings import EmbeddingForm
+from asyncllm.engine.requests.pooling import EmbeddingForm
 from asyncllm.errors import InvalidCheckpoint, UnsupportedFeature
 from asyncllm.text.sentence_transformers import EmbeddingDefaults
 

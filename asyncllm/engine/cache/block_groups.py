@@ -1,8 +1,8 @@
-"""Block groups: what a sequence keeps of its tokens, which layers with a sliding window need for a while only.
+"""Block groups: which blocks a sequence keeps for layers with and without a sliding window.
 
-A sequence has a block table in each group, all over the same positions. A group without a window keeps all blocks. One
-with a window keeps those that some query still to be read may see: its table loses blocks at the front as steps are
-read, and gets them chunk by chunk, so that a long prompt never has more than the window and a chunk.
+A sequence has a block table in each group, all for the same positions. A group without a window keeps all blocks. A
+group with a window keeps those that an unread query may still see: its table loses blocks at the front as steps are
+read, and grows chunk by chunk, so that a long prompt never holds more than a window and a chunk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["BlockGroups", "BlockTable", "pool_tokens"]
 
 
 class BlockTable:
-    """A sequence's blocks in one group: the block of its tokens number `first` * block_size on, and those after it."""
+    """A sequence's blocks in one group: `blocks[0]` holds the tokens from position `first` * block_size on."""
 
     __slots__ = ("blocks", "first")
 
@@ -28,20 +28,20 @@ class BlockTable:
 
     @property
     def end(self) -> int:
-        """How many blocks there are from the sequence's first token on, whether it still has them or not."""
+        """Number of the block after the last one, counted from the sequence's first token."""
         return self.first + len(self.blocks)
 
     def between(self, first: int, end: int) -> list[int]:
-        """Return the blocks number `first` to `end` - 1, of which it has all."""
+        """Return the blocks number `first` to `end` - 1. The table has them all."""
         return self.blocks[max(0, first - self.first) : max(0, end - self.first)]
 
 
 class BlockGroups:
-    """The groups of one model, and what follows from their windows. Has no state; counts blocks by their number in a
-    sequence."""
+    """The block groups of one model, and the rules that follow from their windows. Has no state. Blocks are numbered
+    from the beginning of a sequence."""
 
     def __init__(self, limits: Limits, chunk: int) -> None:
-        """`chunk`: most tokens of a prompt that a step computes."""
+        """`chunk`: the most prompt tokens that a step computes."""
         self.count = len(limits.windows)
         self.block_size = limits.block_size
         self._windows = limits.windows
@@ -50,16 +50,16 @@ class BlockGroups:
         self._whole = [group for group, window in enumerate(limits.windows) if window is None]
 
     def first_needed(self, group: int, position: int) -> int:
-        """Return the first block that a token at `position`, or a later one, sees."""
+        """Return the first block that a token at `position` or later sees."""
         window = self._windows[group]
         return 0 if window is None else max(0, position - window + 1) // self.block_size
 
     def cover(self, group: int, first: int, cached: int, known: int, *, alone: bool) -> int:
-        """Return up to which block a sequence of `known` tokens has its own when it is admitted, of which `cached` are
-        computed, and whose table begins at `first`.
+        """Return the end of the block table, in blocks, that a sequence gets at admission.
 
-        With a window it gets as many as the window and a chunk take, which are enough for the whole prompt then. What
-        runs `alone` waits for no one to give up blocks, and takes no more than the window at first.
+        `known`: its tokens. `cached`: those that are computed. `first`: the table's first block. With a window it gets
+        room for the window and a chunk, which are reused for the rest of the prompt. A sequence that runs `alone` does
+        not have to take blocks before others do, and gets room for the window only.
         """
         needed = -(-known // self.block_size)
         window = self._windows[group]
@@ -69,14 +69,14 @@ class BlockGroups:
         return min(needed, max(cached // self.block_size + 1, first + most))
 
     def capacity(self, tables: Sequence[BlockTable]) -> int:
-        """Return how many tokens have room in all groups."""
+        """Return for how many tokens all block tables have room."""
         return min(table.end for table in tables) * self.block_size
 
     def extend(
         self, tables: Sequence[BlockTable], end: int, most: int, allocate: Callable[[int], list[int]]
     ) -> Iterator[tuple[int, int, list[int]]]:
-        """Let all tables end at block `end`, or as close to it as up to `most` more blocks allow. Yield group, number
-        of the first block, and blocks."""
+        """Extend all tables to block `end`, or as far as `most` more blocks allow. Yield (group, number of the first
+        new block, new blocks)."""
         lacking = [group for group, table in enumerate(tables) if table.end < end]
         for index, group in enumerate(lacking):
             table = tables[group]
@@ -88,7 +88,7 @@ class BlockGroups:
                 yield group, first, blocks
 
     def trim(self, tables: Sequence[BlockTable], num_read: int) -> list[int]:
-        """Take blocks out of the tables that no token from position `num_read` on sees, and return them."""
+        """Remove the blocks that no token from position `num_read` on sees from the tables, and return them."""
         unreached: list[int] = []
         for group in self.windowed:
             table = tables[group]
@@ -100,17 +100,18 @@ class BlockGroups:
         return unreached
 
     def key(self, group: int, key: bytes) -> bytes:
-        """Return what the prefix cache calls a group's block, of which `key` is the place in the prefix chain."""
+        """Return the prefix cache's key of a group's block, from its key in the hash chain."""
         return key + group.to_bytes(1, "little") if group else key
 
     def keys(self, group: int, chain: Sequence[bytes], num_tokens: int) -> list[bytes]:
-        """Return the keys of a group's blocks in the chain that a token after the first `num_tokens` sees."""
+        """Return the keys of a group's blocks in the chain that the token after the first `num_tokens` sees."""
         return [self.key(group, key) for key in chain[self.first_needed(group, num_tokens) :]]
 
     def longest(self, chain: Sequence[bytes], start: int, has: Callable[[bytes], bool]) -> int:
-        """Return up to which block of the chain there is, from `start` on, all that a sequence needs to go on there.
+        """Return the largest number of blocks of the chain, at least `start`, after which a sequence can go on.
 
-        That is every block without a window, and with one those that the next token sees.
+        `has` tells which keys exist. Groups without a window need all blocks from `start` on, those with a window the
+        blocks that the next token sees.
         """
         end = start
         if self._whole:
@@ -128,7 +129,7 @@ class BlockGroups:
     def _longest_in_window(
         self, group: int, chain: Sequence[bytes], start: int, end: int, has: Callable[[bytes], bool]
     ) -> int:
-        """Return the last number of blocks, up to `end`, of which the group has those in its window."""
+        """Return the largest number of blocks, from `start` to `end`, after which the group's window is complete."""
         index = end - 1
         while index >= max(start, self.first_needed(group, end * self.block_size)):
             if not has(self.key(group, chain[index])):
@@ -138,13 +139,13 @@ class BlockGroups:
 
 
 def blocks_in_window(window: int, block_size: int) -> int:
-    """Return how many blocks the positions that one token sees may lie in."""
+    """Return in how many blocks the positions of one token's window may lie at most."""
     return -(-(window - 1) // block_size) + 1
 
 
 def pool_tokens(limits: Limits, joint: int = 0) -> int:
-    """Return how many tokens the longest sequence may have, so that the pool holds all that it needs at one time.
-    `joint`: most tokens that have to be computed in one step."""
+    """Return the most tokens of a sequence for which the pool has enough blocks at any time. `joint`: the most tokens
+    that have to be computed in one step."""
     num_whole = limits.windows.count(None)
     most = [blocks_in_window(window + joint, limits.block_size) for window in limits.windows if window is not None]
     if not num_whole and sum(most) <= limits.num_blocks:

@@ -1,4 +1,4 @@
-"""The KV blocks: which sequences hold each of them, and when another one may write it.
+"""BlockManager: which KV blocks are free, and how many sequences refer to each of the others.
 
 A block is in one of three states:
 
@@ -6,9 +6,9 @@ A block is in one of three states:
     idle    no sequence refers to it; the prefix cache knows its content (`PrefixCache`)
     held    one or more sequences refer to it                           (`_references` > 0)
 
-`allocate` takes free blocks first, then evicts idle ones. `retire` gives a sequence's blocks back under the *fence
-rule*: a reference ends when the newest step that may write the block has been read, and not before. Aborting,
-finishing and preempting all use this rule; there is no other way back.
+`allocate` takes free blocks first, then evicts idle ones. `retire` gives blocks back under the *fence rule*: a
+reference ends when the newest step that may write the block has been read, and not before. Aborting, finishing and
+preempting all go this way.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BlockManager:
         self.num_fenced = 0
         """References that end when steps in flight have been read."""
         self.on_evict: Callable[[bytes, int], None] | None = None
-        """Called with the key and number of an idle block whose content is about to be lost."""
+        """Called with the key and the number of an idle block that is evicted, before it is written."""
 
     @property
     def num_free(self) -> int:
@@ -54,7 +54,7 @@ class BlockManager:
         return self.num_blocks - self.num_available
 
     def is_idle(self, block: int) -> bool:
-        """Return whether no sequence refers to this cached block, so that sharing it takes from `num_available`."""
+        """Return whether no sequence refers to this cached block, so that sharing it makes fewer available."""
         return self._references[block] == 0
 
     def allocate(self, count: int) -> list[int]:
@@ -89,7 +89,7 @@ class BlockManager:
             self.num_fenced += len(blocks)
 
     def step_read(self, step: int) -> None:
-        """Step `step` and all before it have finished and been read."""
+        """Note that step `step` and all before it have been read: release the blocks that waited for them."""
         if not self._fenced:
             return
         waiting: deque[tuple[int, list[int]]] = deque()
@@ -102,13 +102,13 @@ class BlockManager:
         self._fenced = waiting
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Forget what the prefix cache knows of these blocks: it is wrong, and no lookup may find them."""
+        """Remove these blocks from the prefix cache: their content is not what their key says."""
         for block in blocks:
             if self.prefix_cache is not None and self.prefix_cache.forget(block):
                 self._free.append(block)
 
     def clear(self) -> None:
-        """Forget the content of all blocks. Held blocks stay held, and no lookup finds them."""
+        """Empty the prefix cache. Held blocks stay held."""
         if self.prefix_cache is not None:
             self._free.extend(self.prefix_cache.clear())
 

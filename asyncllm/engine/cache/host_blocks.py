@@ -1,15 +1,15 @@
-"""Blocks in host memory: where the KV of preempted sequences waits, and what the device's prefix cache has no room for.
+"""HostBlocks: blocks in host memory, for preempted sequences and for what the device's prefix cache evicts.
 
-Every copy belongs to a step (`SwapPlan`) and runs in the device's order: after all steps before it, ahead of whatever
-its own step writes, and all copies down ahead of all copies up. Two things follow:
+Every copy belongs to a step (`SwapPlan`) and runs in the device's order: after all earlier steps, before all that its
+own step writes, and all copies down before all copies up. Two things follow:
 
-    A device block that is copied down may be given away at once, even in the same step: what writes it, a copy or a
-    forward pass, comes after. Steps in flight that write the block came before, so the copy has what they wrote.
+    A device block that is copied down may be reused at once, even in the same step: whatever writes it comes later.
+    Steps in flight that write the block came earlier, so the copy has their results.
 
-    What a host block holds may be asked for as soon as the copy to it is planned, as a copy up never overtakes it.
+    A host block may be copied up as soon as the copy to it is planned, as a copy up never overtakes it.
 
-A host block itself is fenced like a device block: its last reference ends when the step that copies to or from it has
-been read. Otherwise a copy down could take its place in the very step that still copies it up, and would come first.
+A host block is fenced like a device block: its last reference ends when the step that copies to or from it has been
+read. Otherwise a copy down, which comes first, could overwrite it in the step that copies it up.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ __all__ = ["HostBlocks"]
 
 
 class HostBlocks:
-    """Host blocks, who waits there, and the copies of the next step. Only the scheduler calls it.
+    """Host blocks, the swapped sequences, and the copies of the next step. Called by the scheduler only.
 
-    Blocks are counted as on the device (`BlockManager`): those of swapped sequences are held, those of the prefix cache
-    idle, so that a swap takes the room of what is merely cached.
+    Blocks are counted as on the device (`BlockManager`). Those of swapped sequences are held, those of the prefix cache
+    idle, so that a swap may evict cached blocks.
     """
 
     def __init__(self, limits: Limits, groups: BlockGroups, device: BlockManager, *, swapping: bool) -> None:
-        """`swapping`: whether preempted sequences come here. Cached blocks do if `device` has a prefix cache."""
+        """`swapping`: whether preempted sequences are copied here. Evicted ones are, given a prefix cache."""
         self._block_size = limits.block_size
         self._groups = groups
         self._min_copied_tokens = limits.min_copied_tokens
         self._device = device
         self._swapping = swapping
         self._cache = PrefixCache() if device.prefix_cache is not None else None
-        """Keys of the blocks here, whether or not the device has them as well."""
+        """Keys of the blocks in host memory, whether or not the device has them too."""
         self.blocks = BlockManager(limits.num_host_blocks, self._cache)
         self.plan = SwapPlan()
         """Copies of the step that is scheduled next."""
         self.swapped: dict[Sequence, None] = {}
-        """Sequences in state SWAPPED; they are in the waiting queue too, which says whose turn it is."""
+        """Sequences in state SWAPPED, which are in the waiting queue too."""
         self.num_swapped_out = 0
         """Blocks copied to the host since start."""
         self.num_swapped_in = 0
         self.num_fallbacks = 0
-        """Preempted sequences that found too few blocks here, and are computed again."""
+        """Preempted sequences for which there were too few host blocks, and which are computed again."""
         self._step = 0
         """The step that `plan` belongs to."""
         self._last_read = -1
@@ -59,30 +59,30 @@ class HostBlocks:
 
     @property
     def _last_copying_step(self) -> int:
-        """The newest step that may copy to or from here. Without copies the next step may never come to be."""
+        """The newest step that may copy to or from host blocks. Without copies there may be no next step."""
         return self._step if self.plan else self._step - 1
 
     def take_plan(self, step: int) -> SwapPlan:
-        """Take the copies planned for step `step`, which is on its way."""
+        """Return the copies planned for step `step`, which is being scheduled, and begin the next plan."""
         plan, self.plan = self.plan, SwapPlan()
         self._step = step + 1
         return plan
 
     def step_read(self, step: int) -> None:
-        """Step `step` and all before it have finished and been read."""
+        """Note that step `step` and all before it have been read."""
         self._last_read = step
         self.blocks.step_read(step)
 
     def swap_out(self, sequence: Sequence) -> bool:
-        """Copy what a running sequence has computed to the host, before it leaves its row. False, for want of blocks or
-        of use: it has to be computed again.
+        """Plan to copy a running sequence's blocks to the host, before it leaves its row. Return False if there are too
+        few host blocks, or if a copy is of no use: the sequence has to be computed again then.
 
-        Whole blocks that are here already are shared, a prompt of several answers, say.
+        Full blocks that are in host memory already, such as a prompt with several answers, are shared.
         """
         if not self._swapping or not sequence.num_computed or sequence.remaining <= 0:
             return False
         if sequence.request.output_logits:
-            # Those of chunks in flight go to the row that asked for them, which is about to be left.
+            # The logits of chunks in flight belong to the row that is about to be left.
             return False
         count, committed = -(-sequence.num_computed // self._block_size), sequence.hashes[: sequence.committed]
         tables: list[BlockTable] = []
@@ -106,7 +106,7 @@ class HostBlocks:
             kept.blocks += own
         self.plan.swap_out.extend(pairs)
         self.num_swapped_out += len(pairs)
-        # Only what the device's cache knows has been read. Steps in flight that write the others may still fail.
+        # Blocks in the device's prefix cache have been read. Steps in flight that write the others may still fail.
         _copy_keys(pairs, self._device.prefix_cache, self._cache)
         sequence.host_tables = tables
         sequence.host_step = self._last_copying_step
@@ -114,8 +114,11 @@ class HostBlocks:
         return True
 
     def stored(self, sequence: Sequence, num_found: int, last_block: int) -> list[BlockTable]:
-        """Return host blocks that go on where the sequence's first `num_found` blocks end: its own if it was swapped
-        out, else what is cached up to block `last_block`, if that is worth the copy. By group, all end alike."""
+        """Return the host blocks after a sequence's first `num_found` blocks, by group; all tables end alike.
+
+        These are its own blocks if it was swapped out, else cached ones up to block `last_block`, if they are worth
+        the copy.
+        """
         if sequence.state is SequenceState.SWAPPED:
             return [
                 BlockTable(max(num_found, table.first), table.between(num_found, table.end))
@@ -134,9 +137,9 @@ class HostBlocks:
         return tables
 
     def swap_in(self, stored: Items[int], blocks: Items[int]) -> None:
-        """Copy host blocks, shared by the caller, to the first of these device blocks in the next step.
+        """Plan to copy host blocks, which the caller has shared, to the first of these device blocks in the next step.
 
-        Whole blocks are found in the device's prefix cache from that step on.
+        From that step on, full blocks are in the device's prefix cache.
         """
         pairs = list(zip(stored, blocks, strict=False))
         self.plan.swap_in.extend(pairs)
@@ -145,21 +148,21 @@ class HostBlocks:
         self.blocks.retire(list(stored), self._last_copying_step, self._last_read)
 
     def release(self, sequence: Sequence) -> None:
-        """Give back the blocks here, if any, of a sequence that is running again or has ended."""
+        """Give back the host blocks, if any, of a sequence that is running again or has ended."""
         if sequence.state is SequenceState.SWAPPED:
             del self.swapped[sequence]
             self.blocks.retire(sequence.host_blocks, sequence.host_step, self._last_read)
             sequence.host_tables = []
 
     def copies_lost(self, step: int, plan: SwapPlan) -> list[Sequence]:
-        """Step `step`, whose copies were `plan`, has not run to its end: neither side has what it was to write.
-        Returns the swapped sequences that lose by it; the caller lets them be computed again."""
+        """Forget the blocks that step `step`, which was lost, was to copy as `plan` says. Return the swapped sequences
+        among whose blocks they are: they have to be computed again."""
         self._device.forget(block for _, block in plan.swap_in)
         self.blocks.forget(block for _, block in plan.swap_out)
         return [sequence for sequence in self.swapped if sequence.host_step == step]
 
     def forget(self) -> None:
-        """Forget the content of all blocks: swapped sequences are to be computed again. No step is in flight."""
+        """Forget the content of all blocks. Swapped sequences are computed again. No step is in flight."""
         assert not self.plan, "copies are planned"
         for sequence in list(self.swapped):
             self.release(sequence)
@@ -168,11 +171,11 @@ class HostBlocks:
         self.blocks.clear()
 
     def _keep(self, key: bytes, block: int) -> None:
-        """Keep here, if there is room, what a block holds that the device's prefix cache gives up."""
+        """Copy a block that the device's prefix cache evicts to host memory, if there is room."""
         assert self._cache is not None
         kept = self._cache.match([key])
         if kept:
-            # Used last when the device forgets it, not when it came here.
+            # Its latest use is now, and not when it was copied.
             self.blocks.share(kept)
         elif self.blocks.num_available:
             kept = self.blocks.allocate(1)
@@ -193,7 +196,7 @@ class HostBlocks:
 
 
 def _copy_keys(pairs: Items[tuple[int, int]], source: PrefixCache | None, destination: PrefixCache | None) -> None:
-    """Let `destination` know of its blocks what `source` knows of the blocks that they are copied from."""
+    """Commit the keys that `source` has of blocks to `destination`, for the blocks that they are copied to."""
     if source is not None and destination is not None:
         for block, copy in pairs:
             key = source.key_of(block)

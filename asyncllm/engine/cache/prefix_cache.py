@@ -1,8 +1,8 @@
-"""The prefix cache: which full block holds the K and V of which beginning of a text.
+"""PrefixCache: which full block holds the keys and values of which prefix.
 
-A block's key is a SHA-256 over its parent's key and its token ids, so that one key stands for the whole beginning
-up to the block's end, and a match is a walk along a chain of dictionary look-ups. Blocks to which no sequence refers
-stay as *idle* until the room is needed: least recently used first, those that a session has pinned last.
+A block's key is a SHA-256 of its parent's key and its token ids, so that it stands for the whole prefix up to the
+block's end, and matching is a walk along dictionary look-ups. Blocks to which no sequence refers stay *idle* until they
+are evicted: the least recently used first, those that a session has pinned last.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ __all__ = ["PrefixCache", "PrefixRoot", "extend_hashes", "root_hash"]
 
 
 class PrefixRoot(NamedTuple):
-    """What a request's keys stand for besides tokens: all that K and V depend on, and what keeps requests apart that
-    must not notice each other. A further part is a further field."""
+    """The root of a hash chain: all that keys and values depend on besides tokens, and the salt that keeps requests of
+    different tenants apart."""
 
     cache_salt: str | None = None
     rope_len: int | None = None
-    """The prompt's length, where the rotary base follows from it."""
+    """The prompt's length, if the rotary base depends on it."""
     adapter: int | None = None
-    """The number of its LoRA adapter, which is another one when it is loaded again."""
+    """The number of the request's LoRA adapter."""
 
     def key(self) -> bytes:
-        """Return the parent of a chain's first block."""
+        """Return the parent key of a chain's first block."""
         return root_hash(*(b"" if part is None else b"=" + str(part).encode("utf-8", "surrogatepass") for part in self))
 
 
 def root_hash(*parts: bytes) -> bytes:
-    """Return one key for these parts, in order."""
+    """Return the hash of these parts in order."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -49,8 +49,11 @@ def extend_hashes(
     block_size: int,
     images: Sequence[PromptImage] = (),
 ) -> None:
-    """Append to `hashes` the keys of the full blocks of `token_ids` that it does not hold yet. A block that an image
-    reaches into is named by the image's content and place too, as all images have the same token ids."""
+    """Append the keys of the full blocks of `token_ids` to `hashes`, which has the first of them.
+
+    All images have the same token ids, so the key of a block that an image reaches into includes the image's digest
+    and place.
+    """
     parent = hashes[-1] if hashes else root
     for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
         named = hashlib.sha256(parent + array("q", token_ids[start : start + block_size]).tobytes())
@@ -62,7 +65,7 @@ def extend_hashes(
 
 
 class PrefixCache:
-    """Keys of blocks, blocks of keys, and the idle blocks in least-recently-used order."""
+    """Maps keys to blocks and back, and keeps the idle blocks in least-recently-used order."""
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
@@ -70,7 +73,7 @@ class PrefixCache:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._idle_pinned: OrderedDict[int, None] = OrderedDict()
         self._pins: Counter[bytes] = Counter()
-        """Key -> sessions that would like to find it again. A wish, not a reference: it never blocks an allocation."""
+        """Key -> number of sessions that have pinned it. Pinned blocks are evicted last, but they are evicted."""
 
     @property
     def num_idle(self) -> int:
@@ -78,11 +81,11 @@ class PrefixCache:
 
     @property
     def num_cached(self) -> int:
-        """Blocks whose content is known, idle or held."""
+        """Number of blocks with a key, idle or held."""
         return len(self._key_of)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the blocks of these keys, up to the first that is not known."""
+        """Return the blocks of these keys, up to the first key without one."""
         blocks = []
         for key in keys:
             block = self._block_of.get(key)
@@ -96,17 +99,18 @@ class PrefixCache:
         return key in self._block_of
 
     def key_of(self, block: int) -> bytes | None:
-        """Return the key of what the block holds, if that is known."""
+        """Return the block's key, or None."""
         return self._key_of.get(block)
 
     def commit(self, key: bytes, block: int) -> None:
-        """Block `block` holds what `key` stands for; its writing step has been read. The first block of a key stays."""
+        """Note that `block` holds what `key` stands for, once the step that wrote it has been read. A key keeps its
+        first block."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def retain(self, block: int) -> bool:
-        """Keep a block without references as idle, if its content is known. Return whether it is."""
+        """Make a block without references idle if it has a key. Return whether it has."""
         key = self._key_of.get(block)
         if key is None:
             return False
@@ -117,21 +121,21 @@ class PrefixCache:
         return True
 
     def revive(self, block: int) -> None:
-        """Take a block out of the idle ones: it is referenced again."""
+        """Note that an idle block is referenced again."""
         if block in self._idle:
             del self._idle[block]
         else:
             del self._idle_pinned[block]
 
     def evict(self) -> tuple[bytes, int]:
-        """Forget the least recently used idle block; returns its key and itself."""
+        """Forget the least recently used idle block. Return its key and the block."""
         block, _ = (self._idle or self._idle_pinned).popitem(last=False)
         key = self._key_of.pop(block)
         del self._block_of[key]
         return key, block
 
     def forget(self, block: int) -> bool:
-        """Forget what the block holds. Return whether it was idle, and so is free now."""
+        """Forget the block's key. Return whether the block was idle, and so is free now."""
         key = self._key_of.pop(block, None)
         if key is None:
             return False
@@ -143,14 +147,14 @@ class PrefixCache:
         return False
 
     def clear(self) -> list[int]:
-        """Forget every block, and return those that were idle. Pins stay, as wishes for what comes to be known anew."""
+        """Forget all blocks, and return those that were idle. Pins stay for blocks that get the same keys later."""
         idle = [*self._idle, *self._idle_pinned]
         for known in (self._block_of, self._key_of, self._idle, self._idle_pinned):
             known.clear()
         return idle
 
     def pin(self, hashes: Iterable[bytes]) -> None:
-        """Keep these beginnings for a session as long as there is room."""
+        """Pin these keys for a session, so that their blocks are evicted last."""
         for key in hashes:
             self._pins[key] += 1
             block = self._block_of.get(key)

@@ -1,7 +1,7 @@
-"""From tokens to the coroutine that waits for them: an Answer turns tokens into text, a Delivery hands chunks over.
+"""The way from tokens to a reader: an Answer turns tokens into text, a Delivery hands chunks over.
 
-Delivery never blocks: the engine loop appends to a cell and wakes at most one waiter. A reader that falls behind
-finds its chunks merged into one, so that a slow reader costs longer chunks and not a longer queue.
+Delivery never blocks: the engine loop appends a chunk and wakes at most one waiter. Chunks of a slow reader are merged
+into one, so that they get longer but not more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Answer", "Delivery"]
 
 
 class Answer:
-    """The text of one choice: incremental detokenizing, stop words, and what has not been sent yet."""
+    """The text of one choice: detokenizes, looks for stop words, and keeps what has not been sent yet."""
 
     __slots__ = (
         "_detokenizer",
@@ -40,7 +40,7 @@ class Answer:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stop_words, include=include_stop) if stop_words else None
         self._hidden_ids = hidden_ids
-        """Tokens that end the answer and are no part of its text."""
+        """Tokens that end the answer without being part of its text."""
         self._parts: list[str] = []
         self._unsent_parts: list[str] = []
         self._unsent_logprobs: Logprobs | None = None
@@ -57,28 +57,28 @@ class Answer:
 
     @property
     def watches_text(self) -> bool:
-        """Whether every token must be read at once, because what it says may end the answer."""
+        """Whether every token must be read at once, because its text may end the answer."""
         return self._matcher is not None
 
     @property
     def over(self) -> bool:
-        """Whether what has been read ends the answer."""
+        """Whether the text read so far ends the answer."""
         return self.stop_reason is not None
 
     @property
     def called(self) -> bool:
-        """Whether it holds a complete call of a tool."""
+        """Whether it holds a complete tool call."""
         return False
 
     def complete(self, chunk: Chunk) -> None:
-        """Put into a chunk what there is besides text, and no chunk has carried yet."""
+        """Add reasoning and tool calls that no chunk has carried yet to `chunk`."""
 
     def fill(self, response: Response) -> None:
-        """Put into a response all that the answer says."""
+        """Set the text of a response, with reasoning and tool calls."""
         response.text = self.text
 
     def read_new(self, tokens: Sequence[int], *, last: bool) -> None:
-        """Read new tokens. Of several, which were forced, those behind the end that the text says are left."""
+        """Read new tokens. Of several forced ones, those after the end of the answer are left."""
         if len(tokens) > 1 and self.watches_text:
             for token in tokens[:-1]:
                 self.read([token], last=False)
@@ -88,7 +88,7 @@ class Answer:
         self.read(tokens, last=last)
 
     def read(self, tokens: Sequence[int], *, last: bool) -> None:
-        """Turn new tokens into text; after the `last` ones nothing is held back. May set `stop_reason`."""
+        """Turn new tokens into text. With the `last` ones, no text is held back. May set `stop_reason`."""
         self.num_read += len(tokens)
         if last and tokens and tokens[-1] in self._hidden_ids:
             tokens = tokens[:-1]
@@ -106,7 +106,7 @@ class Answer:
             self._unsent_parts.append(text)
 
     def add_logprobs(self, entry: TokenLogprobs) -> None:
-        """Take the log-probabilities of the newest token."""
+        """Add the log-probabilities of the newest token."""
         if self._unsent_logprobs is None:
             self._unsent_logprobs = []
         self._unsent_logprobs.append(dict(entry))
@@ -119,7 +119,7 @@ class Answer:
 
 
 class Delivery:
-    """The cell between the engine loop, which puts, and one coroutine, which takes.
+    """Passes chunks from the engine loop, which puts them, to one coroutine, which takes them.
 
     States: open, then ended, with or without an error. Nothing is put after the end.
     """
@@ -139,27 +139,28 @@ class Delivery:
 
     def __init__(self, *, streaming: bool) -> None:
         self.streaming = streaming
-        """False: the reader wants the whole answer and is woken once, at the end."""
+        """Whether the reader wants chunks as they come. Else it is woken once, at the end."""
         self.listener: Callable[[], None] | None = None
-        """Called whenever the waiter would be woken, for readers of several cells."""
+        """Called whenever the waiter would be woken, for readers of several answers."""
         self.taker: Callable[[Chunk], bool] | None = None
-        """Offered a chunk of a streamed answer when none waits here; False: it stays here. Raises nothing."""
+        """Offered a chunk of a streamed answer when none waits here. Returns whether it took it. Raises nothing."""
         self.abandoned = False
-        """The reader has left. Written by the reader's side."""
+        """Whether the reader has left. Written by the reader."""
         self.on_end: Callable[[], None] | None = None
         """Called at the end, before the reader learns of it. Written by the session that the answer belongs to."""
         self._chunks: list[Chunk] = []
         self._waiter: asyncio.Future[None] | None = None
-        """The one coroutine that takes chunks, while it waits."""
+        """Wakes the coroutine that takes chunks, while it waits."""
         self._end: asyncio.Event | None = None
-        """For all who wait for the end; made by the first of them."""
+        """Set at the end. Made by the first coroutine that waits for it."""
         self._error: BaseException | None = None
         self.ended = False
 
     def put(self, chunk: Chunk) -> bool:
-        """Add a chunk; chunks of the same choice that no reader has taken become one.
+        """Add a chunk, or merge it into one of the same choice that the reader has not taken.
 
-        Return whether the reader was woken, and will run in the event loop's next turn."""
+        Return whether the reader was woken, and so runs in the event loop's next iteration.
+        """
         if self.ended:
             return False
         if not self._chunks and self.streaming and self.taker is not None and self.taker(chunk):
@@ -173,7 +174,8 @@ class Delivery:
         return self.streaming and self._wake()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Have the terminal event. Calls after the first change nothing. An error of `on_end` becomes the reader's."""
+        """End the delivery, with an error for the reader if given. Idempotent. An error in `on_end` goes to the reader
+        too."""
         if self.ended:
             return
         self.ended = True
@@ -190,7 +192,7 @@ class Delivery:
         self.listener = self.taker = None
 
     def take(self) -> Chunk | None:
-        """Return the next chunk, or None if there is none yet. Raises the error once the chunks before it are taken."""
+        """Return the next chunk, or None if there is none yet. Raises the error after the last chunk."""
         if self._chunks and (self.streaming or self.ended):
             return self._chunks.pop(0)
         if self._error is not None:
@@ -198,13 +200,13 @@ class Delivery:
         return None
 
     def _told(self) -> BaseException:
-        """Return the error, to be raised. A copy stays for later calls, as one that is raised refers to its reader."""
+        """Return the error, to be raised. Keep a copy for later calls, as a raised error refers to its reader."""
         assert self._error is not None
         error, self._error = self._error, unraised(self._error, cause=True)
         return error
 
     async def wait(self) -> None:
-        """Wait for a chunk or for the end."""
+        """Wait for a chunk or the end. Raises RuntimeError if another coroutine waits already."""
         if self.ended or (self.streaming and self._chunks):
             return
         if self._waiter is not None:
@@ -216,7 +218,7 @@ class Delivery:
             self._waiter = None
 
     async def wait_end(self) -> None:
-        """Wait for the terminal event, whatever chunks are there. Any number of coroutines may."""
+        """Wait for the end, whether or not chunks are left. Any number of coroutines may wait."""
         if not self.ended:
             if self._end is None:
                 self._end = asyncio.Event()

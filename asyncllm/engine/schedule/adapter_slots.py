@@ -1,4 +1,4 @@
-"""AdapterSlots: which LoRA adapters are on the device, where at most so many have room."""
+"""AdapterSlots: which LoRA adapters are in the device's slots."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ __all__ = ["Adapter", "AdapterSlots"]
 
 
 class Adapter:
-    """A loaded adapter. One that is loaded again under the same name is another one."""
+    """A loaded adapter. Loading a name again makes another Adapter."""
 
     def __init__(self, number: int, name: str, path: str) -> None:
         self.number = number
-        """What the agent and cached prefixes know it by; given out once."""
+        """Its identity for the agent and the prefix cache. No two adapters of an engine have the same."""
         self.name = name
         self.path = path
         self.num_requests = 0
-        """Open ones that it was asked for by. Written by the engine loop."""
+        """Open requests that use it. Written by the engine loop."""
         self.retired = False
-        """Whether it was unloaded, and goes with the last of them. Written by `AdapterTable`."""
+        """Whether it was unloaded, and is freed with its last request. Written by `AdapterTable`."""
 
 
 class AdapterSlots:
-    """A slot of the device holds an adapter for as long as a running sequence has it, and then until another adapter
-    needs the room: of those without sequences the one that has been without the longest. Written by the scheduler.
+    """An adapter keeps its slot while running sequences use it. After that it is evicted when another adapter needs the
+    slot, the least recently used one first. Written by the scheduler.
 
-    Steps run in the order in which they are scheduled, so a slot may change hands at once: the steps in flight read
-    what was there before the step that brings the next one up.
+    Steps run in the order in which they are scheduled, so a slot can be reused at once: steps in flight read it before
+    the step that overwrites it.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -34,15 +34,15 @@ class AdapterSlots:
         self._slot_of: dict[int, int] = {}
         """Number of an adapter -> its slot."""
         self._running: Counter[int] = Counter()
-        """Number of an adapter -> running sequences that have it."""
+        """Number of an adapter -> running sequences that use it."""
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Numbers of those with a slot and without sequences, the least recently used first."""
+        """Numbers of the adapters with a slot and without sequences, the least recently used first."""
         self.num_taken = 0
-        """Times that a slot was given to an adapter which was not there."""
+        """Times that an adapter was brought to a slot."""
 
     @property
     def num_running(self) -> int:
-        """Adapters that running sequences have."""
+        """Number of adapters that running sequences use."""
         return len(self._running)
 
     @property
@@ -51,11 +51,11 @@ class AdapterSlots:
         return dict(self._slot_of)
 
     def has_room(self, adapter: Adapter) -> bool:
-        """Return whether a sequence with this adapter may be admitted."""
+        """Return whether the adapter has a slot, or can get one."""
         return adapter.number in self._slot_of or bool(self._free or self._idle)
 
     def take(self, adapter: Adapter) -> int:
-        """Count one more running sequence, and return the slot of its adapter, for which there is room."""
+        """Count one more running sequence, and return the slot of its adapter. The caller has checked `has_room`."""
         number = adapter.number
         if number not in self._slot_of:
             self._slot_of[number] = self._free.pop() if self._free else self._evict()
@@ -65,14 +65,14 @@ class AdapterSlots:
         return self._slot_of[number]
 
     def give_back(self, adapter: Adapter) -> None:
-        """Count one running sequence less."""
+        """Count one running sequence fewer."""
         self._running[adapter.number] -= 1
         if not self._running[adapter.number]:
             del self._running[adapter.number]
             self._idle[adapter.number] = None
 
     def forget(self, number: int) -> None:
-        """Free the slot of an adapter that no sequence will have any more."""
+        """Free the slot of an adapter that no sequence will use again."""
         if number in self._idle:
             del self._idle[number]
             self._free.append(self._slot_of.pop(number))

@@ -1,4 +1,4 @@
-"""AdmissionPlan: which blocks a waiting sequence will have, and where their content comes from."""
+"""AdmissionPlan: the blocks that a waiting sequence would get, and where their content comes from."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ __all__ = ["AdmissionPlan"]
 
 @dataclass(slots=True)
 class AdmissionPlan:
-    """In each group a table begins with shared blocks; then come its own, of which the first are copied from the host's
-    or from a sibling's. Nothing is taken before `take`."""
+    """In each group, a block table begins with shared blocks. The sequence's own blocks follow, the first of which are
+    copied from host memory or from a sibling. No block is taken before `take`."""
 
     cached: int
     """Tokens that are computed already."""
     num_found: int
-    """Blocks of the sequence's beginning that the device has."""
+    """Leading blocks of the sequence that are on the device."""
     shared: list[BlockTable]
-    """By group, those of them that the sequence still needs."""
+    """By group, the found blocks that the sequence still needs."""
     stored: list[list[int]]
-    """By group, blocks in host memory."""
+    """By group, the blocks in host memory to copy."""
     sources: list[int] | None
-    """By group, a sibling's block."""
+    """By group, a sibling's block to copy."""
     num_own: list[int]
-    """By group."""
+    """By group, the number of blocks to allocate."""
 
     @staticmethod
     def of(
         sequence: Sequence, groups: BlockGroups, sharing: PrefixSharing, host: HostBlocks, *, alone: bool
     ) -> AdmissionPlan:
-        """Plan for a waiting sequence; `alone`: no other one runs."""
+        """Return the plan for a waiting sequence. `alone`: no other one runs."""
         known, size = len(sequence.token_ids), groups.block_size
         found = sharing.find(sequence)
         if found.sources is not None:
@@ -55,16 +55,16 @@ class AdmissionPlan:
         return plan
 
     def num_blocks(self, blocks: BlockManager) -> int:
-        """Return how many blocks it takes from those that are available."""
+        """Return how many available blocks the plan takes."""
         idle = sum(1 for table in self.shared for block in table.blocks if blocks.is_idle(block))
         return sum(self.num_own) + idle
 
     def take(self, blocks: BlockManager, host: HostBlocks) -> tuple[list[BlockTable], list[tuple[int, int]]]:
-        """Take the blocks. Return the tables, and copies from block to block."""
+        """Take the blocks. Return the block tables, and the copies (source block, destination block)."""
         copies = []
         for table, stored in zip(self.shared, self.stored, strict=True):
             blocks.share(table.blocks)
-            # Ahead of `allocate`, which may push cached blocks to the host, where they take the room of others.
+            # Ahead of `allocate`, which may move cached blocks to the host, and these replace others there.
             host.blocks.share(stored)
         for group, table in enumerate(self.shared):
             own = blocks.allocate(self.num_own[group])

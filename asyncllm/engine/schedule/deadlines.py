@@ -1,4 +1,4 @@
-"""Deadlines: how long answers have taken lately, so that a row is not spent on one that cannot be there in time."""
+"""Deadlines: expects answers to take as long as the latest ones, so that no row is spent on one that would be late."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from asyncllm.errors import DeadlineExceeded
 __all__ = ["Deadlines"]
 
 REMEMBERED = 64
-"""Answers."""
+"""Latest answers from which times are taken."""
 SURE = 0.95
-"""Share of them that an expectation covers. Too much costs little, as another takes the row; too little costs the row's
-time."""
+"""Share of these answers that were at most as long as expected. An expectation that is too high costs little, as
+another request takes the row; one that is too low costs the row's time."""
 
 
 class Deadlines:
-    """What to expect of the next answer. Written by the engine loop, as requests end."""
+    """Expected times and lengths of answers. Written by the engine loop, as requests end."""
 
     def __init__(self) -> None:
         self._first: deque[float] = deque(maxlen=REMEMBERED)
-        """Seconds from a row in the batch to the first token."""
+        """Seconds from admission to the first token."""
         self._following: deque[float] = deque(maxlen=REMEMBERED)
-        """Seconds per token after it."""
+        """Seconds per token after the first."""
         self._lengths: deque[float] = deque(maxlen=REMEMBERED)
         """Tokens of an answer that nothing cuts short."""
         self._expected: tuple[float, float, float] | None = None
-        """What is expected of each; None: to be found anew."""
+        """Expected value of each of the three; None after a change."""
 
     def ended(self, request: Request, error: Exception | None) -> None:
-        """Learn from a request that has ended just now: one that is whole, or that its deadline cut short."""
+        """Learn from a request that has ended just now, complete or at its deadline."""
         times, longest = request.times, max(request.sequences, key=lambda sequence: sequence.num_generated)
         cut_short = longest.finish_reason == "abort" or not isinstance(error, DeadlineExceeded | None)
         if cut_short or times.admitted is None or times.prefilled is None or not longest.num_generated:
@@ -42,10 +42,10 @@ class Deadlines:
         self.learn(first, following, longest.num_generated, stopped=longest.finish_reason in ("stop", "tool_calls"))
 
     def learn(self, first: float, following: float, tokens: int, *, stopped: bool) -> None:
-        """An answer has ended with so many tokens, so many seconds after it got its row and after its first token.
+        """Learn from an answer: `first` seconds from admission to its first token, `following` seconds from there on.
 
-        Only one that stopped of its own accord tells how long answers are. Of any other, by its limit or its deadline,
-        the whole could have had any length: were it remembered by what it had, short ones alone would count."""
+        Only an answer that `stopped` by itself tells how long answers are. Any other, at its limit or its deadline,
+        might have become of any length, and counts as infinite."""
         self._first.append(first)
         if tokens > 1:
             self._following.append(following / (tokens - 1))
@@ -58,7 +58,7 @@ class Deadlines:
         return self._expected
 
     def seconds(self, sequence: Sequence) -> float:
-        """Return how long a waiting sequence will take once it has its row; 0 while nothing is known."""
+        """Return how many seconds a waiting sequence will take once it has a row; 0 while nothing is known."""
         first, following, length = self._expectation()
         tokens = min(sequence.remaining, max(1, length - sequence.num_generated))
         return first + following * max(0, tokens - 1)

@@ -1,17 +1,17 @@
-"""The waiting queue: which sequence is admitted next.
+"""The waiting queue decides which sequence is admitted next.
 
-Lower priority values come first, then earlier requests. Siblings and preempted sequences belong to requests that
-arrived before, so the same rule brings them back to the front of their priority. With quality of service, that is the
-order within a user, and `QualityOfService` says whose turn it is.
+Lower priority values come first, then earlier requests. Siblings and preempted sequences belong to earlier requests, so
+the same rule brings them to the front of their priority. With quality of service, this is the order within a user, and
+`QualityOfService` chooses the user.
 
-No request starves: later requests pass over the one that has waited longest at most `MAX_PASSED` times in a row once
-it has waited for `PATIENCE_S`; then it is next, whatever its user, and keeps its row as if it belonged to the highest
-class. While all wait that long, this moves one admission in `MAX_PASSED` + 1, and the others keep their order. A
-prompt that has a row waits as well while steps compute nothing of it, and is passed over no longer than that.
+No request starves. Once the sequence that has waited longest has waited for `PATIENCE_S`, at most `MAX_PASSED` later
+requests in a row are admitted before it. Then it is next, whatever its user, and keeps its row as if it belonged to the
+highest class. If all wait that long, one admission in `MAX_PASSED` + 1 is out of order. The same bound holds for a
+prompt that has a row while steps compute nothing of it.
 
-A request that will come too late for its deadline, by the pace of late, lets all others of its user go first. It is
-tried when none of them waits, those with the most time left before the rest: so a queue that is longer than deadlines
-allow costs the requests at its end, and not all.
+A request that cannot meet its deadline, judged by the latest answers, lets all others of its user go first. It is tried
+when none of them waits, the latest deadline first. So a queue that is longer than the deadlines allow costs only the
+requests at its end.
 """
 
 from __future__ import annotations
@@ -31,33 +31,36 @@ __all__ = ["MARGIN", "MAX_PASSED", "PATIENCE_S", "WaitingQueue"]
 PATIENCE_S = 30.0
 MAX_PASSED = 15
 MARGIN = 1.5
-"""Of an answer's expected time. What slows one down slows all that run; were all of them just in time, all would be
+"""Factor on an answer's expected time. Running answers slow each other down: if all were just in time, all would be
 late."""
 
 HIGHEST_CLASS = -(2**63)
 
 
 class Lane:
-    """Waiting sequences by priority, request and index, and behind them those that come too late. The heaps have their
-    tickets: those of sequences that left otherwise than from the head are skipped, and keep nothing alive."""
+    """Waiting sequences of one user, ordered by priority, request and index; those that come too late are last.
+
+    The heaps hold tickets. A sequence may leave from anywhere; its ticket stays in the heap and is skipped.
+    """
 
     __slots__ = ("_heap", "_late", "_waiting")
 
     def __init__(self) -> None:
         self._waiting: dict[int, Sequence] = {}
-        """By ticket."""
+        """Ticket -> sequence."""
         self._heap: list[tuple[int, int, int, int]] = []
+        """(priority, request id, index, ticket)."""
         self._late: list[tuple[int, float, int]] = []
-        """By priority, and the latest deadline first."""
+        """(priority, negated deadline, ticket) of those that come too late."""
 
     def push(self, sequence: Sequence, ticket: int) -> None:
-        """Add a sequence; `ticket` is its own."""
+        """Add a sequence under a new `ticket`."""
         request = sequence.request
         self._waiting[ticket] = sequence
         heappush(self._heap, (request.policy.priority, request.id, sequence.index, ticket))
 
     def first(self, comes_too_late: Callable[[Sequence], bool]) -> Sequence:
-        """Return the head; there is one."""
+        """Return the sequence that is next. At least one waits."""
         waiting = self._waiting
         while self._heap:
             priority, _, _, ticket = self._heap[0]
@@ -74,7 +77,7 @@ class Lane:
         return waiting[self._late[0][-1]]
 
     def left(self, ticket: int) -> None:
-        """Take out a sequence. Most of them were the head; leftovers of the others do not pile up."""
+        """Take out a sequence. Tickets that it may leave in the heaps are bounded."""
         waiting = self._waiting
         del waiting[ticket]
         if len(self._heap) + len(self._late) > 2 * len(waiting) + 64:
@@ -85,29 +88,29 @@ class Lane:
 
 
 class WaitingQueue:
-    """Sequences that wait for a row, preempted ones included. Written by the scheduler; nothing depends on its length.
+    """Sequences that wait for a row, preempted ones included. Written by the scheduler. No operation takes longer for a
+    long queue.
 
-    A request's first sequence stands for it: the others come when its prompt has been computed.
+    Of a new request only the first sequence waits here. The others follow when the prompt has been computed.
     """
 
     def __init__(self, quality: QualityOfService | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives the event loop's time, whose beginning is that of `time.monotonic`."""
+        """`clock` gives the time that deadlines are in, in seconds."""
         self.quality = quality if quality is not None and quality.enabled else None
         self._clock = clock
         self.deadlines = Deadlines()
         """Written by the engine loop, as requests end."""
         self._waiting: OrderedDict[Sequence, tuple[float, int, int]] = OrderedDict()
-        """Sequence -> since when it waits, its known tokens then, and its ticket in its lane; who has waited
-        longest comes first."""
+        """Sequence -> (time of its arrival here, known tokens then, ticket); the longest wait comes first."""
         self._lanes: defaultdict[User | None, Lane] = defaultdict(Lane)
-        """One for each user; without quality of service, one."""
+        """One for each user, or a single one without quality of service."""
         self._num_pushed = 0
         self._passed = 0
-        """Later requests admitted since the one that has waited longest became that."""
+        """Later requests admitted while the first of `_waiting` has been the first."""
         self._passed_rows: dict[int, float] = {}
-        """Ids of requests whose prompt the last step has left out -> since when steps do, the oldest first."""
+        """Ids of requests whose prompt the last step left out -> time of the first such step; the oldest id first."""
         self._rows_passed = 0
-        """Steps that computed prompts of later requests since the oldest of them became that."""
+        """Steps that computed prompts of later requests while the first of `_passed_rows` has been the first."""
         self.num_requests = 0
         """Requests whose first sequence waits."""
         self.num_tokens = 0
@@ -120,7 +123,7 @@ class WaitingQueue:
         return iter(self._waiting)
 
     def push(self, sequence: Sequence) -> None:
-        """Let a sequence wait, for the first time or again."""
+        """Add a sequence, for the first time or after a preemption."""
         sequence.keeps_row = False
         is_first = sequence.index == 0
         num_tokens = len(sequence.token_ids) if is_first else sequence.num_generated
@@ -133,15 +136,15 @@ class WaitingQueue:
             self.quality.joins(user)
 
     def first(self) -> Sequence | None:
-        """Return the sequence that is next; None if none waits."""
+        """Return the sequence that is next, or None if none waits."""
         if not self._waiting:
             return None
         patient = self._out_of_patience()
         return patient if patient is not None else self._first_by_rule()
 
     def first_of_groups(self) -> Sequence | None:
-        """Return the sequence that is next by quality of service, for which rows are taken from later groups; None if
-        there is none, or it comes too late in any case."""
+        """Return the sequence that is next by quality of service, for which rows of later groups may be preempted.
+        None without one, or if it cannot meet its deadline."""
         if not self._waiting or self.quality is None:
             return None
         first = self._first_by_rule()
@@ -165,7 +168,7 @@ class WaitingQueue:
         return deadline is not None and self._clock() + MARGIN * self.deadlines.seconds(sequence) > deadline
 
     def admit(self, sequence: Sequence, num_to_compute: int) -> None:
-        """Take out a sequence that got its row; so many of its known tokens are to be computed."""
+        """Take out a sequence that was admitted. `num_to_compute` of its known tokens are not cached."""
         user = sequence.request.policy.user
         if user is not None and sequence.last_step < 0:
             user.current += num_to_compute
@@ -176,8 +179,8 @@ class WaitingQueue:
         self.discard(sequence)
 
     def pass_over(self, left: Items[Sequence], chosen: Items[tuple[Sequence, int]]) -> None:
-        """Note that a step computes the prompts of `chosen`, and not those of `left`, which have rows as well. The
-        oldest of these loses patience as in the queue, and comes first then."""
+        """Note that a step computes prompts of `chosen`, and nothing of `left`, whose sequences have rows too. The
+        oldest of these gets precedence after as long as in the queue."""
         if not left:
             self._passed_rows.clear()
             return
@@ -221,7 +224,7 @@ class WaitingQueue:
             user.queued_tokens += tokens
 
     def charge(self, sequences: Iterable[Sequence]) -> None:
-        """Each of these got one more token, which counts as used."""
+        """Count one more token as used for each occurrence of a sequence."""
         if self.quality is not None:
             self.quality.move_on()
             for sequence in sequences:
@@ -231,7 +234,7 @@ class WaitingQueue:
 
     @staticmethod
     def rank(sequence: Sequence) -> int:
-        """Return the sequence's class, its user's group or else its priority: the highest is preempted first."""
+        """Return the sequence's class: its user's group, or else its priority. The largest is preempted first."""
         if sequence.keeps_row:
             return HIGHEST_CLASS
         user, priority = sequence.request.policy.user, sequence.request.policy.priority

@@ -1,7 +1,7 @@
-"""Embeddings: what a caller may ask for, and how prompts become vectors.
+"""Embeddings and scores: what the pooled hidden states of a prompt become.
 
-A prompt goes through the scheduler as one that is scored does, in chunks and beside others, and no token follows it.
-The model side adds its hidden states; what is left to do here is to scale a few thousand numbers.
+The prompt is computed in chunks like any other, and no token follows it. The model side adds up the hidden states; all
+that is left here is to scale a few thousand numbers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from asyncllm.engine.lifecycle import Lifecycle
 from asyncllm.engine.requests.generation import Generation
 from asyncllm.engine.requests.input_processor import Call
 from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature
+from asyncllm.protocol import Limits
 from asyncllm.text.sentence_transformers import EmbeddingDefaults
-from asyncllm.types import Chunk, Embedding, EmbeddingInput, Pooled, Pooling
+from asyncllm.types import Chunk, Embedding, EmbeddingInput, Pooled, Pooling, SequenceScores
 
-__all__ = ["EmbeddingForm", "Form", "pool"]
+__all__ = ["EmbeddingForm", "Form", "ScoreForm", "pool"]
 
 _Made = TypeVar("_Made", covariant=True)
 
@@ -35,8 +36,8 @@ class EmbeddingForm:
         hidden_size: int,
         defaults: EmbeddingDefaults,
     ) -> None:
-        """None is what the checkpoint says. Raises InvalidParameter, and UnsupportedFeature for a pooling that is the
-        checkpoint's and not implemented."""
+        """None takes the checkpoint's setting. Raises InvalidParameter, and UnsupportedFeature if the checkpoint's own
+        pooling is not implemented."""
         if pooling is None:
             if defaults.refused:
                 raise UnsupportedFeature(
@@ -64,20 +65,38 @@ class EmbeddingForm:
         values = chunk.pooled[: self._dimensions]
         scale = float(chunk.input_token_len) if self.pooling == "mean" else 1.0
         if self._normalize:
-            # The length of a vector of zeros is 0, and it stays what it is.
+            # A vector of zeros stays as it is.
             scale = math.hypot(*values) or 1.0
         return Embedding(values=[value / scale for value in values], input_token_len=chunk.input_token_len)
 
 
+class ScoreForm:
+    """How pooled hidden states become scores."""
+
+    def __init__(self, limits: Limits) -> None:
+        """Raises UnsupportedFeature for a model without such a head."""
+        if not limits.num_labels:
+            raise UnsupportedFeature(
+                "The model has no head that scores sequences. Load a checkpoint of a class that ends in "
+                "ForSequenceClassification or ForRewardModel."
+            )
+        self.pooling: Pooled = "score"
+
+    def of_chunk(self, chunk: Chunk) -> SequenceScores:
+        """Return the scores of a prompt, from the chunk of its request."""
+        assert chunk.pooled is not None
+        return SequenceScores(values=list(chunk.pooled), input_token_len=chunk.input_token_len)
+
+
 class Form(Protocol[_Made]):
-    """What is made of a prompt."""
+    """How a result is made from a prompt's pooled hidden states: EmbeddingForm or ScoreForm."""
 
     @property
     def pooling(self) -> Pooled:
-        """What the model side computes for it."""
+        """Which hidden states the model side pools, and how."""
 
     def of_chunk(self, chunk: Chunk) -> _Made:
-        """Return it, from the chunk of the prompt's request."""
+        """Return the result for a prompt, from the only chunk of its request."""
 
 
 async def pool(
@@ -87,7 +106,7 @@ async def pool(
     options: RequestKeywords,
     adapter_name: str | None = None,
 ) -> _Made | list[_Made]:
-    """Return what the form makes of one prompt, or of each one of a list in order. The first error ends all of them."""
+    """Return the result of `form` for one prompt, or for each of a list in order. The first error ends all of them."""
     single = _is_single(prompts)
     items: list[Any] = [prompts] if single else list(prompts)
     same: dict[str, Any] = {"pooling": form.pooling, "adapter_name": adapter_name, "options": options}
