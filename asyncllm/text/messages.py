@@ -79,7 +79,7 @@ def _text(content: object, where: str) -> str:
             f"The content of {where} is of type {type(content).__name__}, but it is a str or a list of parts "
             f'such as {{"type": "text", "text": "..."}}.'
         )
-    texts = []
+    texts, media = [], None
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in AUDIO_PARTS:
@@ -89,17 +89,21 @@ def _text(content: object, where: str) -> str:
                 "messages",
             )
         if isinstance(kind, str) and kind in MEDIA_PARTS:
-            raise UnsupportedFeature(
+            media = media or UnsupportedFeature(
                 f"{where}.content[{index}] is of type {kind!r}, but this model takes only text, or images "
                 f"if it is a vision-language model. Remove the part.",
                 "messages",
             )
+            continue
         text = part.get("text") if kind == "text" else None
         if not isinstance(text, str):
             raise InvalidMessage(
-                f'{where}.content[{index}] is not a part that is understood. Give {{"type": "text", "text": "..."}}.'
+                f'{where}.content[{index}] is not a part that is understood. Give {{"type": "text", "text": "..."}}, '
+                f'or {{"type": "image_url", "image_url": {{"url": "..."}}}}.'
             )
         texts.append(text)
+    if media is not None:
+        raise media
     return "\n".join(texts)
 
 

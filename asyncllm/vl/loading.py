@@ -165,6 +165,8 @@ def _finished(image: Image.Image) -> Image.Image:
         raise UnsupportedFeature(
             "The image's pixels are floats, and nothing says what is white. Save it with 8 or 16 bits.", "messages"
         )
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # as Pillow warns of what it would forget
     converted = image.convert("RGB")
     converted.info = {}
     return converted

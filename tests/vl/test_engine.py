@@ -211,6 +211,11 @@ async def test_every_spelling_of_an_image(engine: AsyncEngine, tmp_path: Any) ->
             "'input_audio', and no model is given audio",
         ),
         (
+            [{"role": "user", "content": [{"type": "image", "image": picture(1)}, {"type": "input_image"}]}],
+            InvalidMessage,
+            r"content\[1\] is not a part that is understood",
+        ),
+        (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x", "size": 1}}]}],
             InvalidParameter,
             "unknown option 'size'",

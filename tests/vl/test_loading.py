@@ -83,6 +83,13 @@ def test_other_modes_become_rgb(mode: str) -> None:
     assert load_image(saved(picture(1).convert(mode), kind)).mode == "RGB"
 
 
+@pytest.mark.parametrize("transparency", [3, bytes(range(256))])
+def test_a_palette_with_transparency_keeps_its_colours(transparency: int | bytes) -> None:
+    palette = picture(1).convert("P")
+    loaded = load_image(saved(palette, "PNG", transparency=transparency))
+    assert far_apart(loaded, palette.convert("RGB")) == 0
+
+
 @pytest.mark.parametrize(
     ("data", "error", "says"),
     [

@@ -71,6 +71,42 @@ async def test_a_chat_with_images(tmp_path: Path) -> None:
         engine.check_idle()
 
 
+async def test_images_of_lmdeploys_own_fields() -> None:
+    engine = AsyncEngine(str(folder_of("llava")), EngineConfig(block_size=8, num_gpu_blocks=128))
+    greedy = GenerationConfig(max_new_tokens=5, temperature=0, ignore_eos=True)
+    usual = {"temperature": 0, "ignore_eos": True}
+    async with serving(engine) as server:
+        for urls, images in ((data_url(1), [picture(1)]), ([data_url(2), data_url(1)], [picture(2), picture(1)])):
+            asked = {"prompt": "what?", "image_url": urls, "request_output_len": 5, **usual}
+            status, body = await server.post("/v1/chat/interactive", asked)
+            assert status == 200, body
+            assert body["text"] == (await engine.generate(("what?", images), greedy)).text
+            asked = {"prompt": "what?", "image_data": urls, "max_tokens": 5, **usual}
+            status, body = await server.post("/generate", asked)
+            assert status == 200, body
+            plain = await engine.generate(("what?", images), greedy, do_preprocess=False)
+            assert body["output_ids"] == plain.token_ids
+            assert body["meta_info"]["prompt_tokens"] == plain.input_token_len
+        for path, field in (("/v1/chat/interactive", "image_url"), ("/generate", "image_data")):
+            for source in ("/etc/passwd", "file:///etc/passwd", "http://127.0.0.1/x.png", "data:image/png;base64,AAAA"):
+                status, _ = await server.post(path, {"prompt": "what?", field: source})
+                assert status == 400, source
+        engine.check_idle()
+
+
+async def test_a_tool_may_answer_with_an_image() -> None:
+    engine = AsyncEngine(str(folder_of("qwen2_vl")), EngineConfig(block_size=8, num_gpu_blocks=128))
+    async with serving(engine) as server:
+        content = question(data_url(1))["messages"][0]["content"]
+        call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "a", "content": content}
+        body = question(data_url(2)) | {"messages": [{"role": "user", "content": "look"}, called, result]}
+        status, answer = await server.post("/v1/chat/completions", body)
+        assert status == 200, answer
+        assert answer["usage"]["prompt_tokens_details"]["images"] == 1
+
+
 class _Fixed(AbstractResolver):
     """Names of the test's own server."""
 

@@ -42,19 +42,32 @@ def _said(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:
             call_id = block.get("tool_use_id")
             if not isinstance(call_id, str):
                 raise _refused(f"{where} has a tool_result without tool_use_id. Send the id of the tool_use.")
-            text = _text(block.get("content") or "", where)
+            content = block.get("content") or ""
+            given = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            if not isinstance(given, list):
+                raise _refused(f"{where} has a tool_result without text. Send a text or a list of blocks.")
             if block.get("is_error"):
-                text = f"Error: {text}"
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
-        elif block.get("type") == "image" and role == "user":
-            parts.append({"type": "image_url", "image_url": {"url": _url(block.get("source"), where)}})
+                given = [{"type": "text", "text": "Error: "}, *given]
+            result = _joined([_part(each, where) for each in given])
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
         else:
-            parts.append({"type": "text", "text": _text([block], where)})
-    if any(part["type"] == "image_url" for part in parts):
-        messages.append({"role": role, "content": parts})
-    elif parts or not messages:
-        messages.append({"role": role, "content": "".join(part["text"] for part in parts)})
+            parts.append(_part(block, where, images=role == "user"))
+    if parts or not messages:
+        messages.append({"role": role, "content": _joined(parts)})
     return messages
+
+
+def _part(block: Any, where: str, *, images: bool = True) -> dict[str, Any]:
+    if images and isinstance(block, dict) and block.get("type") == "image":
+        return {"type": "image_url", "image_url": {"url": _url(block.get("source"), where)}}
+    return {"type": "text", "text": _text([block], where)}
+
+
+def _joined(parts: list[dict[str, Any]]) -> list[dict[str, Any]] | str:
+    """Return parts as they are if there are images among them, else their text."""
+    if any(part["type"] == "image_url" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
 
 
 def _url(source: Any, where: str) -> str:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from aiohttp import web
 from msgspec import UNSET
 
+from asyncllm.config import RequestKeywords
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.responses import built_response, encode
 from asyncllm.server.lmdeploy.requests import GenerateRequest
 from asyncllm.server.lmdeploy.responses import FinishReason, GenerateMeta, GenerateResponse
 from asyncllm.server.openai.answers import size_of
-from asyncllm.server.request.arguments import generate_config, label_of, request_options
+from asyncllm.server.request.arguments import generate_config, image_options, label_of, request_options
 from asyncllm.server.request.decode import read_request
+from asyncllm.server.request.media import images_of
 from asyncllm.server.service import service_of
 from asyncllm.server.sse import event, stream
 from asyncllm.types import Chunk, Response
@@ -25,15 +29,16 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body = await read_request(request, GenerateRequest)
     if (body.prompt is None) == (body.input_ids is None):
         raise ApiError(400, "Send either prompt or input_ids.", code="invalid_value", param="prompt")
+    options: RequestKeywords = {**request_options(request, body), **image_options(body)}
     generation = service.engine.generate(
-        body.prompt,
+        await _asked(request, body),
         generate_config(body, service.defaults),
         do_preprocess=False,
         input_ids=body.input_ids,
         session_id=label_of(request, body.session_id),
         stream_response=body.stream,
         adapter_name=service.adapter_of(body.model),
-        **request_options(request, body),
+        **options,
     )
     await generation.start()
     if body.stream:
@@ -43,6 +48,16 @@ async def generate(request: web.Request) -> web.StreamResponse:
     finally:
         generation.cancel()
     return await built_response(service.engine, lambda: _answer(response), size_of(response))
+
+
+async def _asked(request: web.Request, body: GenerateRequest) -> str | tuple[str, Any] | None:
+    """Return the prompt, with its images if there are any; None where there are `input_ids`. Raises ApiError."""
+    images = await images_of(request, body.image_data)
+    if not images:
+        return body.prompt
+    if body.prompt is None:
+        raise ApiError(400, "image_data goes with a prompt of text.", code="invalid_value", param="image_data")
+    return body.prompt, images
 
 
 def _answer(piece: Chunk | Response) -> GenerateResponse:

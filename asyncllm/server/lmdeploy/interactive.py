@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from aiohttp import web
 
 from asyncllm.config import RequestKeywords
@@ -19,6 +21,7 @@ from asyncllm.server.request.arguments import (
 )
 from asyncllm.server.request.decode import read_request
 from asyncllm.server.request.history import normalised
+from asyncllm.server.request.media import image_parts
 from asyncllm.server.service import Service, service_of
 from asyncllm.server.sse import NDJSON, stream
 from asyncllm.types import Chunk, Response
@@ -72,11 +75,12 @@ async def _turn(request: web.Request, service: Service, body: InteractiveRequest
         service.check_model(body.adapter_name)
         adapter = service.adapter_of(body.adapter_name)
     options: RequestKeywords = {**request_options(request, body), **image_options(body), "separate_reasoning": False}
+    prompt = await normalised(request, _asked(body))
     kept = None
     if body.session_id != -1:
         kept = service.sessions.enter(request[KEY], body.session_id, start=body.interactive_mode)
     generation = service.engine.generate(
-        await normalised(request, body.prompt),
+        prompt,
         config,
         session_id=kept.session.id if kept is not None else label_of(request, body.session_id),
         sequence_start=kept is None,
@@ -97,6 +101,21 @@ async def _turn(request: web.Request, service: Service, body: InteractiveRequest
         generation.cancel()
         if kept is not None:
             service.sessions.leave(request[KEY], body.session_id, kept, end=ends)
+
+
+def _asked(body: InteractiveRequest) -> list[dict[str, Any]] | str:
+    """Return the prompt, with the images of `image_url` in front of its text. Raises ApiError."""
+    images = image_parts(body.image_url)
+    if not images:
+        return body.prompt
+    if not isinstance(body.prompt, str):
+        raise ApiError(
+            400,
+            "image_url goes with a prompt of text. Put images of messages among their parts.",
+            code="invalid_value",
+            param="image_url",
+        )
+    return [{"role": "user", "content": [*images, {"type": "text", "text": body.prompt}]}]
 
 
 def _answer(piece: Chunk | Response) -> InteractiveResponse:

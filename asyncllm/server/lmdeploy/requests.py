@@ -8,7 +8,15 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from asyncllm.config import MAX_COUNT
-from asyncllm.server.request.fields import MAX_MESSAGES, Body, ImageOptions, NewTokens, SamplingFields, Variables
+from asyncllm.server.request.fields import (
+    MAX_MESSAGES,
+    Body,
+    ImageOptions,
+    ImageUrls,
+    NewTokens,
+    SamplingFields,
+    Variables,
+)
 
 __all__ = ["DetokenizeRequest", "EncodeRequest", "GenerateRequest", "InteractiveRequest", "TokenizeRequest"]
 
@@ -26,6 +34,10 @@ class GenerateRequest(LMDeployFields, kw_only=True):
     prompt: str | None = None
     input_ids: Annotated[list[int], Meta(min_length=1)] | None = None
     """Instead of `prompt`."""
+    image_data: ImageUrls = None
+    """URLs of the images that the prompt's text goes with, in front of it unless it has IMAGE_TOKENs."""
+    mm_processor_kwargs: ImageOptions | None = None
+    """How images are prepared: min_pixels, max_pixels, max_dynamic_patch, detail."""
     session_id: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     """A label, as in requests.OpenAIFields."""
     max_tokens: NewTokens | None = None
@@ -37,6 +49,8 @@ class InteractiveRequest(LMDeployFields, kw_only=True):
 
     prompt: Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | str = ""
     """A text, or messages; only what is new. Empty with `interactive_mode: false`: the session ends."""
+    image_url: ImageUrls = None
+    """URLs of the images that a prompt of text goes with; those of messages are among their parts."""
     session_id: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] = -1
     """-1: none."""
     interactive_mode: bool = False

@@ -11,11 +11,14 @@ import msgspec
 from msgspec import Meta
 
 from asyncllm.config import MAX_COUNT, MinP, RepetitionPenalty, Temperature, TopP
+from asyncllm.text.image_marks import MAX_IMAGES
 
 __all__ = [
     "MAX_MESSAGES",
     "Body",
     "FurtherFields",
+    "ImageOptions",
+    "ImageUrls",
     "Label",
     "NewTokens",
     "PolicyFields",
@@ -39,6 +42,9 @@ Variables = dict[str, str | int | float | bool | None]
 
 ImageOptions = dict[str, int | float | str]
 """How images are prepared."""
+
+ImageUrls = Annotated[list[str], Meta(max_length=MAX_IMAGES)] | str | None
+"""An empty one is none."""
 
 Prompt = str | list[str | int | list[int]]
 """A text, texts, token ids, or several lists of them; a list is of one kind."""

@@ -21,7 +21,7 @@ from asyncllm.server.http.errors import ApiError
 from asyncllm.server.service import service_of
 from asyncllm.text.image_marks import IMAGE_PARTS, MAX_IMAGES, VIDEO_PARTS
 
-__all__ = ["MediaFetcher", "is_public", "with_images"]
+__all__ = ["MediaFetcher", "image_parts", "images_of", "is_public", "with_images"]
 
 MAX_BYTES = 2**24
 """Of a fetched image."""
@@ -78,6 +78,19 @@ async def with_images(request: web.Request, messages: list[dict[str, Any]]) -> l
     for (part, kind, _), image in zip(found, fetched, strict=True):
         part[kind] = {**part[kind], "url": image} if isinstance(part[kind], dict) else image
     return messages
+
+
+def image_parts(urls: Sequence[str] | str | None) -> list[dict[str, Any]]:
+    """Return a message's parts for the images of a field of their own."""
+    every = [urls] if isinstance(urls, str) else urls or ()
+    return [{"type": "image_url", "image_url": url} for url in every if url]
+
+
+async def images_of(request: web.Request, urls: Sequence[str] | str | None) -> list[Any]:
+    """Return the images of a field of their own, as the engine takes them. Raises ApiError."""
+    parts = image_parts(urls)
+    await with_images(request, [{"content": parts}])
+    return [part["image_url"] for part in parts]
 
 
 class MediaFetcher:

@@ -39,7 +39,8 @@ def messages_of(items: str | Sequence[dict[str, Any]]) -> list[Message]:
             case "function_call_output":
                 if not isinstance(call_id := item.get("call_id"), str):
                     raise _refused(f"{where} is an output without call_id. Send that of the call.")
-                messages.append({"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output"), where)})
+                output = _text_and_images(item.get("output"), where)
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             case kind:
                 raise _refused(
                     f"{where} is of type {str(kind)[:64]!r}. What is read are: message, reasoning, function_call, "
@@ -56,10 +57,17 @@ def _add_message(messages: list[Message], item: dict[str, Any], where: str) -> N
     if role == "assistant":
         message = _assistant(messages)
         message["content"] = (message["content"] or "") + _text(content, where)
-    elif role == "user" and isinstance(content, list) and any(map(_is_image, content)):
-        messages.append({"role": role, "content": [_part(part, where) for part in content]})
+    elif role == "user":
+        messages.append({"role": role, "content": _text_and_images(content, where)})
     else:
         messages.append({"role": ROLES.get(role, role), "content": _text(content, where)})
+
+
+def _text_and_images(content: Any, where: str) -> list[dict[str, Any]] | str:
+    """Return parts if there are images among them, else their text. Raises ApiError."""
+    if isinstance(content, list) and any(map(_is_image, content)):
+        return [_part(part, where) for part in content]
+    return _text(content, where)
 
 
 def _is_image(part: Any) -> bool:

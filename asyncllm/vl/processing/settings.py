@@ -123,9 +123,10 @@ def is_low(options: Mapping[str, Any]) -> bool:
 
 
 def refuse_options(options: Mapping[str, Any], *known: str) -> None:
-    """Raise InvalidParameter for options of an image that the family does not have. `detail` may be "auto" anywhere."""
+    """Raise InvalidParameter for options of an image that the family does not have. `detail` may be "auto" anywhere,
+    and "high", as a family without a choice shows all that it can."""
     for name, value in options.items():
-        if name not in known and not (name == "detail" and value == "auto"):
+        if name not in known and not (name == "detail" and value in ("auto", "high")):
             raise InvalidParameter(
                 f"{name}={short(value)}: this model's images have no such choice. Leave it out.", "messages"
             )

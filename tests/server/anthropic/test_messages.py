@@ -200,6 +200,11 @@ def test_images_are_parts_of_a_message() -> None:
     urls = ["data:image/png;base64,AAAA", "https://a/b"]
     images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     assert message == {"role": "user", "content": [*images, {"type": "text", "text": "See"}]}
+    shown = [{"type": "text", "text": "Seen"}, blocks[1]]
+    (result,) = messages_of(
+        None, [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": shown}]}]
+    )
+    assert result == {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "Seen"}, images[0]]}
 
 
 async def test_a_failure_in_mid_stream_is_an_error_event() -> None:

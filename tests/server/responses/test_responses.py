@@ -269,6 +269,8 @@ def test_images_are_parts_of_a_message() -> None:
     (message,) = messages_of([{"role": "user", "content": content}])
     image = {"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}}
     assert message["content"] == [{"type": "text", "text": "See"}, image]
+    (output,) = messages_of([{"type": "function_call_output", "call_id": "a", "output": content}])
+    assert output == {"role": "tool", "tool_call_id": "a", "content": message["content"]}
 
 
 async def test_old_responses_make_room() -> None:
