@@ -55,6 +55,9 @@ _FEW_BLOCKS = 2
 _FORWARD, _SAMPLE, _MIXED = "forward", "sample", "mixed"
 """Captured parts: the two of a decode step, and what is captured of a step that has prompt tokens."""
 
+_SAMPLE_LISTS = "sample from lists"
+"""The second part of a decode step whose rows ranks need no whole logits of."""
+
 _ADAPTED = {_FORWARD: "forward with adapters", _MIXED: "mixed with adapters"}
 """The same of steps in which a token has an adapter, so that all others cost nothing more."""
 
@@ -173,8 +176,11 @@ class ModelAgent:
         logits = self.model.rank_logits(
             torch.zeros(1, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
         )
-        count = max_rows if self.sampler.ranks is None else self.sampler.ranks.count(max_rows)
-        self._logits = torch.zeros(count, vocab_size, dtype=logits.dtype, device=self._device)
+        self._logits = torch.zeros(max_rows, logits.shape[1], dtype=logits.dtype, device=self._device)
+        self._own_rows = self._logits
+        """Where ranks put the whole logits of their rows, if the draw takes them."""
+        if self.sampler.ranks is not None:
+            self._own_rows = logits.new_zeros(self.sampler.ranks.count(max_rows), vocab_size)
         most = max((size.tokens for size in self._mixed_sizes), default=0)
         self._residual = torch.zeros(most, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
 
@@ -246,6 +252,8 @@ class ModelAgent:
             CapturedPart(_FORWARD, self._decode_logits, self._decode_sizes),
             CapturedPart(_SAMPLE, self._decode_tokens, self._decode_sizes),
         ]
+        if self._in_group:
+            parts += [CapturedPart(_SAMPLE_LISTS, partial(self._decode_tokens, lists=True), self._decode_sizes)]
         if self._placement.adapters is not None:
             mixed, forward = partial(self._mixed_residual, adapted=True), partial(self._decode_logits, adapted=True)
             parts += [replace(parts[0], name=_ADAPTED[_MIXED], launch=mixed)]
@@ -379,9 +387,14 @@ class ModelAgent:
         def sample() -> None:
             # The host may still be fetching what this overwrites.
             self._streams.wait_for_downloads()
-            graphs.replay(_SAMPLE, size)
+            lists = self.sampler.takes_lists(rows.slots)
+            graphs.replay(_SAMPLE_LISTS if lists else _SAMPLE, size)
             slots, tokens, flags = self._tables.decode_slots[:size], self._tokens[:size], self._flags[:size]
-            results, logits = self._results[: 2 * size].view(2, size), self._rank_logits(size)
+            results = self._results[: 2 * size].view(2, size)
+            if lists:
+                pending.download([results, self._no_flags])
+                return
+            logits = self._rows_of_rank(size)
             # All rows of the graph: by their number ranks divide them.
             host_slots, host_positions = np.full(size, -1), np.zeros(size, np.int64)
             host_slots[:num_rows], host_positions[:num_rows] = rows.slots, rows.positions
@@ -397,18 +410,24 @@ class ModelAgent:
     def _decode_logits(self, num_rows: int, *, adapted: bool = False) -> None:
         """Compute the fixed rows up to their logits. Captured."""
         hidden = self.model(self._tables.decode_inputs(num_rows, adapted=adapted))
-        self.model.rank_logits(hidden, self._rank_logits(num_rows))
+        self.model.rank_logits(hidden, self._logits[:num_rows])
 
-    def _rank_logits(self, num_rows: int) -> Tensor:
-        """Return where the logits of this rank's share of `num_rows` fixed rows are."""
-        return self._logits[: num_rows if self.sampler.ranks is None else self.sampler.ranks.count(num_rows)]
+    def _rows_of_rank(self, num_rows: int) -> Tensor:
+        """Return where the whole logits of this rank's share of `num_rows` fixed rows are, unless a draw went without
+        them."""
+        return self._own_rows[: num_rows if self.sampler.ranks is None else self.sampler.ranks.count(num_rows)]
 
-    def _decode_tokens(self, num_rows: int) -> None:
-        """Draw the fixed rows' tokens. Captured."""
+    def _decode_tokens(self, num_rows: int, *, lists: bool = False) -> None:
+        """Draw the fixed rows' tokens, as ranks from `lists`. Captured."""
         slots, positions = self._tables.decode_slots[:num_rows], self._tables.decode_positions[:num_rows]
         tokens, flags = self._tokens[:num_rows], self._flags[:num_rows]
         drawn = torch.add(positions, 1, out=self._drawn_positions[:num_rows])
-        self.sampler.draw(self._rank_logits(num_rows), slots, drawn, tokens, flags)
+        logits = self._logits[:num_rows]
+        if lists:
+            self.sampler.draw_from_lists(logits, slots, drawn, tokens, flags)
+        else:
+            own = self.sampler.own_rows(logits, self._rows_of_rank(num_rows))
+            self.sampler.draw(own, slots, drawn, tokens, flags)
         results = self._results[: 2 * num_rows].view(2, num_rows)
         kernels.record_tokens(tokens, flags, slots, self._tables.last_tokens, results)
 
@@ -463,12 +482,15 @@ class ModelAgent:
             results = torch.empty(2, count, dtype=torch.int32, device=self._device)
             self.sampler.follow(batch.prefill)
             if count:
-                if not self.sampler.take_largest(logits, rows.slots, tokens, flags):
-                    self.sampler.draw(logits, step.slots, step.positions, tokens, flags)
+                if self.sampler.takes_lists(rows.slots):
+                    self.sampler.draw_from_lists(logits, step.slots, step.positions, tokens, flags)
+                elif not self.sampler.take_largest(logits, rows.slots, tokens, flags):
+                    own = self.sampler.own_rows(logits)
+                    self.sampler.draw(own, step.slots, step.positions, tokens, flags)
                     self.sampler.edit_and_redraw(
-                        logits, rows.slots, rows.positions, step.slots, step.positions, tokens, flags
+                        own, rows.slots, rows.positions, step.slots, step.positions, tokens, flags
                     )
-                    pending.logprobs = self.sampler.logprobs(logits, rows.slots, tokens)
+                    pending.logprobs = self.sampler.logprobs(own, rows.slots, tokens)
                 kernels.record_tokens(tokens, flags, step.slots, self._tables.last_tokens, results)
             pending.download([results, unsound])
 

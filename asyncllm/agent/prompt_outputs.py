@@ -45,7 +45,7 @@ class PromptScores:
         for begin in range(0, length, _SCORED_POSITIONS):
             if ranks is not None and not row.output_logits:
                 some = hidden[begin : min(begin + _SCORED_POSITIONS, length)]
-                self._score_own(model.rank_logits(some), successors[begin : begin + len(some)], ranks)
+                self._score_own(ranks.whole(model.rank_logits(some)), successors[begin : begin + len(some)], ranks)
                 continue
             piece = model.logits(hidden[begin : begin + _SCORED_POSITIONS])
             self._finite.append(fetch(piece.amax().isfinite()))

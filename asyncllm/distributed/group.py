@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncllm import kernels
 from asyncllm.distributed.peer_memory import PeerMemory
 
-__all__ = ["Meeting", "RankGroup", "TorchGroup", "rows_of"]
+__all__ = ["Meeting", "RankGroup", "TorchGroup", "rows_of", "tokens_of"]
 
 _PATIENCE = timedelta(seconds=120)
 """For the others at the start, when each reads its part of the weights."""
@@ -60,6 +60,17 @@ def rows_of(group: RankGroup, num_rows: int) -> slice:
     """Return which of `num_rows` rows the group's rank takes where they are divided: as many as every other one, of
     which the last ranks' may be beyond the end."""
     each = -(-num_rows // group.size)
+    return slice(group.rank * each, (group.rank + 1) * each)
+
+
+_TOKENS_TOGETHER = 8
+"""Rows of 16-bit logits begin at multiples of 16 bytes, and noise comes for four tokens at a time."""
+
+
+def tokens_of(group: RankGroup, vocab_size: int) -> slice:
+    """Return which tokens of a vocabulary the group's rank has logits of: as many as every other one, of which the last
+    ranks' may be beyond the end."""
+    each = -(-vocab_size // (_TOKENS_TOGETHER * group.size)) * _TOKENS_TOGETHER
     return slice(group.rank * each, (group.rank + 1) * each)
 
 

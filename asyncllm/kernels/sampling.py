@@ -26,17 +26,24 @@ from asyncllm.kernels.dispatch import op
 
 __all__ = [
     "add_bias",
+    "all_words",
     "ban",
+    "cut",
+    "draw_of_all",
+    "draw_of_falling",
     "gumbel_noise",
     "gumbel_noise_at",
     "mass",
+    "pack",
     "pack_settings",
     "penalize",
     "philox",
     "sample",
+    "shift",
     "token_logprobs",
     "top_tokens",
     "uniform",
+    "unpack",
 ]
 
 _WORD = 0xFFFFFFFF
@@ -154,8 +161,9 @@ def _noise_words(seeds: Tensor, positions: Tensor, quads: Tensor) -> Words:
     return philox(seeds, (quads, positions, positions >> 32, torch.zeros_like(positions)))
 
 
-def _all_words(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    quads = torch.arange((vocab_size + 3) // 4, device=seeds.device).unsqueeze(0)
+def all_words(seeds: Tensor, positions: Tensor, vocab_size: int, *, first: int = 0) -> Tensor:
+    """Return the noise words [R, vocab_size] of so many tokens from `first`, a multiple of 4."""
+    quads = torch.arange(first // 4, (first + vocab_size + 3) // 4, device=seeds.device).unsqueeze(0)
     return torch.stack(_noise_words(seeds, positions, quads), dim=-1).flatten(1)[:, :vocab_size]
 
 
@@ -164,7 +172,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
     Token id t takes word t % 4 of the Philox block with counter (t // 4, position low, position high, 0).
     """
-    return _gumbel(_all_words(seeds, positions, vocab_size))
+    return _gumbel(all_words(seeds, positions, vocab_size))
 
 
 def gumbel_noise_at(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
@@ -179,13 +187,24 @@ def top_tokens(logits: Tensor, width: int) -> Tensor:
     Returns int64 [R, min(width, V)].
     """
     vocab_size = logits.shape[-1]
+    keys = pack(logits, torch.arange(vocab_size, device=logits.device))
+    best = keys.topk(width, dim=-1).values if width < vocab_size else keys.sort(dim=-1, descending=True).values
+    return _WORD - (best & _WORD)
+
+
+def pack(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return float32 `logits` and token `ids` as int64 whose order is (value rising, id falling), so that neither topk
+    nor sort has a choice among equals. `unpack` undoes it, but for the sign of a zero."""
     # Adding 0.0 turns -0.0 into 0.0; the xor makes the float's bits ascend as a signed integer does.
     bits = (logits + 0.0).view(torch.int32)
     ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    # Keys are unique, so that neither topk nor sort has a choice among equals.
-    keys = (ascending.to(torch.int64) << 32) + torch.arange(_WORD, _WORD - vocab_size, -1, device=logits.device)
-    best = keys.topk(width, dim=-1).values if width < vocab_size else keys.sort(dim=-1, descending=True).values
-    return _WORD - (best & _WORD)
+    return (ascending.to(torch.int64) << 32) + (_WORD - ids)
+
+
+def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits and ids that `pack` has packed."""
+    ascending = (packed >> 32).to(torch.int32)
+    return (ascending ^ ((ascending >> 31) & 0x7FFFFFFF)).view(torch.float32), _WORD - (packed & _WORD)
 
 
 def pack_settings(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> tuple[int, ...]:
@@ -235,41 +254,39 @@ def sample(
     positions = positions.to(torch.int64)
     if dense.any():
         rows = dense.nonzero().squeeze(-1)
-        shifted = _shift(logits[rows], maxima[rows], reciprocal[rows])
-        words = _all_words(seeds[rows], positions[rows], logits.shape[-1])
-        tokens[rows] = _draw_any(_cut(shifted, None, least[rows]), words)
+        shifted = shift(logits[rows], maxima[rows], reciprocal[rows])
+        words = all_words(seeds[rows], positions[rows], logits.shape[-1])
+        tokens[rows] = draw_of_all(cut(shifted, None, least[rows]), words)
     if bounded.any():
         rows = bounded.nonzero().squeeze(-1)
         ids = top_tokens(logits[rows].float(), int(top_k[rows].max()))
-        shifted = _shift(logits[rows].gather(-1, ids), maxima[rows], reciprocal[rows])
-        ranks = torch.arange(ids.shape[-1], device=ids.device)
-        shifted = shifted.masked_fill(ranks >= top_k[rows].unsqueeze(-1), -torch.inf)
-        masses = mass(shifted)
-        running = masses.cumsum(dim=-1)
-        shifted = _keep_nucleus(shifted, running, _limit(top_p[rows], running[:, -1]))
-        tokens[rows] = _draw(_cut(shifted, masses, least[rows]), ids, seeds[rows], positions[rows])
+        shifted = shift(logits[rows].gather(-1, ids), maxima[rows], reciprocal[rows])
+        tokens[rows] = draw_of_falling(
+            shifted, ids, top_k[rows], top_p[rows], least[rows], seeds[rows], positions[rows]
+        )
     if nucleus.any():
         rows = nucleus.nonzero().squeeze(-1)
-        limit = _limit(top_p[rows], mass(_shift(logits[rows], maxima[rows], reciprocal[rows])).sum(dim=-1))
+        limit = _limit(top_p[rows], mass(shift(logits[rows], maxima[rows], reciprocal[rows])).sum(dim=-1))
         for width in (_NUCLEUS_WIDTH, logits.shape[-1]):
             ids = top_tokens(logits[rows].float(), width)
-            shifted = _shift(logits[rows].gather(-1, ids), maxima[rows], reciprocal[rows])
+            shifted = shift(logits[rows].gather(-1, ids), maxima[rows], reciprocal[rows])
             masses = mass(shifted)
             running = masses.cumsum(dim=-1)
             shifted = _keep_nucleus(shifted, running, limit)
-            tokens[rows] = _draw(_cut(shifted, masses, least[rows]), ids, seeds[rows], positions[rows])
+            tokens[rows] = _draw(cut(shifted, masses, least[rows]), ids, seeds[rows], positions[rows])
             wide = running[:, -1] < limit
             if width >= logits.shape[-1] or not wide.any():
                 break
             rows, limit = rows[wide], limit[wide]
 
 
-def _shift(logits: Tensor, maxima: Tensor, reciprocal: Tensor) -> Tensor:
+def shift(logits: Tensor, maxima: Tensor, reciprocal: Tensor) -> Tensor:
+    """Return logits [R, K] less their rows' maxima [R], times the reciprocal temperatures [R]: float32."""
     # The maximum becomes exactly 0 whatever the temperature, so that a tiny one cannot overflow.
     return (logits.float() - maxima.unsqueeze(-1)).mul_(reciprocal.unsqueeze(-1))
 
 
-def _cut(shifted: Tensor, masses: Tensor | None, least: Tensor) -> Tensor:
+def cut(shifted: Tensor, masses: Tensor | None, least: Tensor) -> Tensor:
     """Drop tokens whose mass is below the `least`: min-p, as the most likely one has a mass of one."""
     if not least.any():
         return shifted
@@ -288,11 +305,12 @@ def _keep_nucleus(shifted: Tensor, running: Tensor, limit: Tensor) -> Tensor:
     return shifted.masked_fill(pad(running[:, :-1] >= limit.unsqueeze(-1), (1, 0), value=False), -torch.inf)
 
 
-def _draw_any(shifted: Tensor, words: Tensor) -> Tensor:
+def draw_of_all(shifted: Tensor, words: Tensor) -> Tensor:
     """Gumbel-max over all tokens: `shifted` logits and noise `words` [R, V].
 
     Torch's own logarithms, quicker but not the same everywhere, choose the few tokens that can win; both errors
-    together are far below the margin, as the best score is between -3 and 23.
+    together are far below the margin, as the best score is between -3 and 23. Where no logit is the row's maximum it
+    may be lower, and what wins here does not win among all tokens.
     """
     scores = uniform(words).neg_().log1p_().neg_().log_().neg_().add_(shifted)
     rows, ids = (scores >= scores.amax(dim=-1, keepdim=True) - 1e-3).nonzero(as_tuple=True)
@@ -301,6 +319,19 @@ def _draw_any(shifted: Tensor, words: Tensor) -> Tensor:
     won = scores == best[rows]
     tokens = ids.new_full((len(shifted),), shifted.shape[-1])
     return tokens.scatter_reduce_(0, rows[won], ids[won], "amin")
+
+
+def draw_of_falling(
+    shifted: Tensor, ids: Tensor, top_k: Tensor, top_p: Tensor, least: Tensor, seeds: Tensor, positions: Tensor
+) -> Tensor:
+    """Gumbel-max over candidates in falling order: shifted logits [R, K] of the tokens `ids` [R, K], of which the first
+    `top_k` [R] count, `top_p` [R] float64 of their mass, and no one whose mass is below the `least` [R]."""
+    places = torch.arange(ids.shape[-1], device=ids.device)
+    shifted = shifted.masked_fill(places >= top_k.unsqueeze(-1), -torch.inf)
+    masses = mass(shifted)
+    running = masses.cumsum(dim=-1)
+    shifted = _keep_nucleus(shifted, running, _limit(top_p, running[:, -1]))
+    return _draw(cut(shifted, masses, least), ids, seeds, positions)
 
 
 def _draw(shifted: Tensor, ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

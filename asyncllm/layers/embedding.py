@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import pad
 
-from asyncllm.distributed.group import RankGroup, rows_of
+from asyncllm.distributed.group import RankGroup, tokens_of
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.step_inputs import StepInputs
 
-__all__ = ["Embedding", "OutputEmbedding", "PositionEmbedding", "TiedOutputEmbedding"]
+__all__ = ["Embedding", "OutputEmbedding", "PositionEmbedding", "TiedOutputEmbedding", "whole_rows"]
 
 
 class Embedding(Weighted):
@@ -36,13 +36,36 @@ class PositionEmbedding(Weighted):
         return self.method.embed(self, positions, None)
 
 
-def _logits(table: Weighted, x: Tensor, scale: float | None, softcap: float | None, out: Tensor | None) -> Tensor:
-    """x table^T times scale, or in float32 and squashed to softcap * tanh(logits / softcap); in `out` if given."""
+def _logits(
+    table: Weighted,
+    x: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    out: Tensor | None,
+    tokens: slice | None = None,
+) -> Tensor:
+    """x table^T times scale, or in float32 and squashed to softcap * tanh(logits / softcap); in `out` if given. Of
+    `tokens` alone if given, of which some may be beyond the table."""
+
+    def product(out: Tensor | None) -> Tensor:
+        if tokens is None:
+            return table.method.product(table, x, out=out)
+        return table.method.product_of_rows(table, x, tokens, out=out)
+
     if softcap is None:
-        logits = table.method.product(table, x, out=out)
+        logits = product(out)
         return logits if scale is None else logits.mul_(scale)
-    capped = table.method.product(table, x).float().mul_((scale or 1.0) / softcap).tanh_().mul_(softcap)
+    capped = product(None).float().mul_((scale or 1.0) / softcap).tanh_().mul_(softcap)
     return capped if out is None else out.copy_(capped)
+
+
+def whole_rows(parts: Tensor, vocab_size: int, out: Tensor | None = None) -> Tensor:
+    """Logits of each rank's tokens [ranks, R, tokens] -> [R, vocab], in `out` if given."""
+    logits = parts.new_empty(parts.shape[1], vocab_size) if out is None else out
+    for index, part in enumerate(parts):
+        there = logits[:, index * part.shape[1] : (index + 1) * part.shape[1]]
+        there.copy_(part[:, : there.shape[1]])
+    return logits
 
 
 class OutputEmbedding(Weighted):
@@ -66,9 +89,7 @@ class OutputEmbedding(Weighted):
         self.vocab_size = vocab_size
 
     def _slice_of_part(self, part: str | None, size: int, group: RankGroup) -> slice:
-        # All ranks have as many rows, of which the last ones may be beyond the vocabulary.
-        rows = -(-size // group.size)
-        return slice(group.rank * rows, (group.rank + 1) * rows)
+        return tokens_of(group, size)
 
     def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
         if self.group is not None and self.method.by_row:
@@ -83,27 +104,12 @@ class OutputEmbedding(Weighted):
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if self.group is None:
             return _logits(self, x, self.scale, self.softcap, out)
-        return self._put_together(self.group.collect(_logits(self, x, self.scale, self.softcap, None)), out)
+        return whole_rows(self.group.collect(self.of_rank(x)), self.vocab_size, out)
 
     def of_rank(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [R, hidden] -> the logits of the rows that `rows_of` gives to this rank [ceil(R / ranks), vocab], in `out`
-        if given. Those of rows beyond R mean nothing."""
-        group = self.group
-        if group is None:
-            return self.forward(x, out)
-        rest = -len(x) % group.size
-        logits = _logits(self, pad(x, (0, 0, 0, rest)) if rest else x, self.scale, self.softcap, None)
-        if not len(x):
-            return logits.new_empty(0, self.vocab_size)
-        return self._put_together(group.exchange(logits.view(group.size, -1, logits.shape[-1])), out)
-
-    def _put_together(self, parts: Tensor, out: Tensor | None) -> Tensor:
-        """[ranks, R, vocab / ranks, rounded up] -> [R, vocab], in `out` if given."""
-        logits = parts.new_empty(parts.shape[1], self.vocab_size) if out is None else out
-        for index, part in enumerate(parts):
-            there = logits[:, index * part.shape[1] : (index + 1) * part.shape[1]]
-            there.copy_(part[:, : there.shape[1]])
-        return logits
+        """x [R, hidden] -> the logits of the tokens that `tokens_of` gives to this rank, [R, tokens], in `out` if
+        given; without ranks, of all. Those of tokens beyond the vocabulary mean nothing."""
+        return _logits(self, x, self.scale, self.softcap, out)
 
 
 class TiedOutputEmbedding(Layer):
@@ -128,5 +134,5 @@ class TiedOutputEmbedding(Layer):
         """As `OutputEmbedding.of_rank`."""
         if self._group is None:
             return self.forward(x, out)
-        rest = -len(x) % self._group.size
-        return self.forward((pad(x, (0, 0, 0, rest)) if rest else x)[rows_of(self._group, len(x))], out)
+        table, tokens = self._embedding[0], tokens_of(self._group, self._embedding[0].out_features)
+        return _logits(table, x, self.scale, self.softcap, out, tokens)

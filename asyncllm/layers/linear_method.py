@@ -16,6 +16,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
@@ -333,6 +334,11 @@ class LinearMethod(ABC):
         where the input is taken as it is. With one there is `product_rounded`."""
         return None
 
+    def product_of_rows(self, layer: Weighted, x: Tensor, rows: slice, *, out: Tensor | None = None) -> Tensor:
+        """Return columns `rows` of `product` [T, rows], of which those beyond its end mean nothing; in `out` if
+        given."""
+        return _in_columns(self.product(layer, x)[:, rows], rows.stop - rows.start, out)
+
     def product_rounded(self, layer: Weighted, rows: RoundedRows) -> Tensor:
         """Return `product` of rows that are rounded already, as `rounding` says [T, out]."""
         raise TypeError(f"{type(self).__name__} takes rows as they are")
@@ -422,7 +428,17 @@ class Unquantized(LinearMethod):
         return BATCH_INVARIANT
 
     def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        return kernels.linear(x, layer.weight, layer.bias, out=out)
+        return self._product(x, layer.weight, layer.bias, out)
+
+    def product_of_rows(self, layer: Weighted, x: Tensor, rows: slice, *, out: Tensor | None = None) -> Tensor:
+        weight, bias = layer.weight[rows], None if layer.bias is None else layer.bias[rows]
+        if rows.stop <= layer.out_features:
+            return self._product(x, weight, bias, out)
+        product = self._product(x, weight, bias, None) if len(weight) else x.new_empty(len(x), 0)
+        return _in_columns(product, rows.stop - rows.start, out)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        return kernels.linear(x, weight, bias, out=out)
 
     def embed(self, layer: Weighted, ids: Tensor, scale: float | None) -> Tensor:
         return kernels.embed(ids, layer.weight, scale)
@@ -488,8 +504,8 @@ class Unquantized(LinearMethod):
 class BatchInvariant(Unquantized):
     """The same parameters, with a product whose sums are taken in an order that the weight's shape alone decides."""
 
-    def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        return kernels.linear_invariant(x, layer.weight, layer.bias, out=out)
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        return kernels.linear_invariant(x, weight, bias, out=out)
 
     def product_by_head(
         self, layer: Weighted, x: Tensor, features: slice, *, transposed: bool = False, out: Tensor | None = None
@@ -530,6 +546,14 @@ def of_heads(weight: Tensor, layer: Weighted, features: slice, transposed: bool)
     """weight [out, in] as `kernels.linear_by_head` takes it."""
     heads = weight.view(-1, layer.unit, weight.shape[-1])[:, features]
     return heads.transpose(1, 2) if transposed else heads
+
+
+def _in_columns(part: Tensor, width: int, out: Tensor | None) -> Tensor:
+    """Return part [T, n] as the first columns of `width` ones, in `out` if given."""
+    if out is None:
+        return pad(part, (0, width - part.shape[1]))
+    out[:, : part.shape[1]] = part
+    return out
 
 
 def _parameter(*shape: int) -> nn.Parameter:

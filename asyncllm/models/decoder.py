@@ -276,7 +276,7 @@ class DecoderLM(nn.Module):
         return logits
 
     def rank_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the logits of this rank's rows alone, as `OutputEmbedding.of_rank`; without ranks those of all."""
+        """Return the logits of this rank's tokens alone, as `OutputEmbedding.of_rank`; without ranks those of all."""
         logits: Tensor = self.head.of_rank(hidden, out)  # type: ignore[operator]
         return logits
 

@@ -27,7 +27,14 @@ WAYS = [
     GenerationConfig(max_new_tokens=8, top_k=0, top_p=0.9, min_p=0.01, random_seed=4, repetition_penalty=1.2),
     GenerationConfig(max_new_tokens=8, top_k=30, top_p=0.8, random_seed=5, logit_bias={7: 2.0}, prompt_logprobs=1),
 ]
-"""Of sampling: each rank draws some of the rows."""
+"""Of sampling: each rank draws some of the rows, from whole logits."""
+
+LISTED_WAYS = [
+    GenerationConfig(max_new_tokens=6, temperature=0.0),
+    GenerationConfig(max_new_tokens=6, top_k=0, temperature=0.9, random_seed=6),
+    GenerationConfig(max_new_tokens=6, top_k=40, top_p=0.9, random_seed=7),
+]
+"""Those for which ranks tell each other a few tokens of a row."""
 
 
 @pytest.fixture
@@ -43,13 +50,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 async def tokens_of(engine: AsyncEngine, counts: tuple[int, ...] = (1, 4, 9)) -> list[list[int]]:
-    prompts = [[7, 8, 9, 200, 31] * count for count in counts]
-    tasks = [
-        asyncio.create_task(engine.generate(input_ids=prompt, gen_config=config).response())
-        for prompt in prompts
-        for config in WAYS
-    ]
-    return [(await task).token_ids for task in tasks]
+    found = []
+    for ways in (WAYS, LISTED_WAYS):
+        tasks = [
+            asyncio.create_task(engine.generate(input_ids=[7, 8, 9, 200, 31] * count, gen_config=config).response())
+            for count in counts
+            for config in ways
+        ]
+        found += [(await task).token_ids for task in tasks]
+    return found
 
 
 async def test_answers_are_those_of_one_rank(folders: list[Path]) -> None:

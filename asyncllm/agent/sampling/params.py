@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncllm.agent.sampling.grammar_masks import GrammarMasks
-from asyncllm.kernels import sampling
+from asyncllm.kernels import sampling, shortlist
 from asyncllm.protocol import Grammar, Progress, SamplingParams, SlotStart
 
 __all__ = ["BAD_WORDS", "BIAS", "EARLY_STOPS", "GRAMMAR", "LONG_BAD_WORDS", "NOT_FINITE", "PENALTIES", "SlotParams"]
@@ -37,6 +37,8 @@ class SlotParams:
         self._vocab_size = vocab_size
         self.plain = np.ones(num_slots, np.bool_)
         """Slots for which the largest logit is all there is to find."""
+        self.listed = np.ones(num_slots, np.bool_)
+        """Slots that ranks can draw for from short lists."""
         self.edits = np.zeros(num_slots, np.uint8)
         self.settings = np.zeros((num_slots, sampling.NUM_SETTINGS), np.int64)
         """What `sampling.sample` reads."""
@@ -74,7 +76,7 @@ class SlotParams:
         self._hurried.discard(slot)
         self.faults.pop(slot, None)
         self.edits[slot] = 0
-        self.plain[slot] = False
+        self.plain[slot] = self.listed[slot] = False
         fault = _fault(params, self._vocab_size)
         if fault:
             self.faults[slot] = fault
@@ -98,7 +100,12 @@ class SlotParams:
             | EARLY_STOPS * (slot in self.stops)
             | GRAMMAR * (params.grammar is not None)
         )
-        self.plain[slot] = params.greedy and params.logprobs is None and not self.edits[slot]
+        untouched = params.logprobs is None and not self.edits[slot]
+        self.plain[slot] = params.greedy and untouched
+        bounded = 0 < top_k <= min(shortlist.LENGTH, self._vocab_size - 1)
+        self.listed[slot] = untouched and (
+            temperature == 0 or bounded or (params.top_p >= 1 and top_k in (0, self._vocab_size))
+        )
 
     def observe(self, slots: Sequence[int], tokens: Sequence[int], *, ahead: bool) -> dict[int, list[int]]:
         """Take note of a token that each of `slots` has drawn, and return those that have to follow, where they are

@@ -1,8 +1,9 @@
-"""RankRows: the sampled rows of a step among ranks. Each draws for its own, and all get to know what was drawn.
+"""RankRows: how ranks, each of which has logits of some tokens (`OutputEmbedding.of_rank`), draw for a step's rows.
 
-The head is divided along the vocabulary, and its logits change hands once (`OutputEmbedding.of_rank`): what all ranks
-have of a row goes to the one whose row it is, which then draws as if it were alone. So a row's logits are whole on one
-rank only, whatever its owner asks for, and a draw has the bits that it has without ranks.
+`draw` needs no whole row: the ranks tell each other who can win (`kernels.shortlist`). What more is asked of a row may
+take all of its logits. They change hands once then (`whole`): what all ranks have of a row goes to the one whose row it
+is, which goes on as if it were alone, and all get to know what was drawn. So a row's logits are whole on one rank at
+most, and a draw has the bits that it has without ranks either way.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from asyncllm.agent.device.upload import upload
-from asyncllm.distributed.group import RankGroup, rows_of
+from asyncllm.distributed.group import RankGroup, rows_of, tokens_of
+from asyncllm.kernels.shortlist import TokenRange, draw_listed, row_maxima, shortlist
+from asyncllm.layers.embedding import whole_rows
 
 __all__ = ["RankRows", "Scored"]
 
@@ -33,8 +36,34 @@ class Scored(NamedTuple):
 class RankRows:
     """The part of this rank. Every rank makes the same calls in the same order."""
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: RankGroup, vocab_size: int) -> None:
         self._group = group
+        share = tokens_of(group, vocab_size)
+        self._tokens = TokenRange(
+            share.start, min(max(vocab_size - share.start, 0), share.stop - share.start), vocab_size
+        )
+
+    def draw(
+        self, logits: Tensor, settings: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, flags: Tensor
+    ) -> None:
+        """As `sampling.sample` of whole rows, on all ranks, from this rank's `logits` [R, v]. Rows are what
+        `shortlist` takes."""
+        own_maxima, known = row_maxima(logits, self._tokens)
+        maxima = self._group.collect(own_maxima).amax(0)
+        lists = shortlist(logits, self._tokens, known, maxima, settings, slots, positions)
+        draw_listed(
+            self._group.collect(lists), self._tokens.vocab_size, maxima, settings, slots, positions, tokens, flags
+        )
+
+    def whole(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
+        """logits [R, v] of this rank's tokens -> those of the rows that `rows_of` gives to this rank [ceil(R / ranks),
+        vocab], in `out` if given. Rows beyond R are zeros."""
+        size = self._group.size
+        if not len(logits):
+            return logits.new_empty(0, self._tokens.vocab_size)
+        rest = -len(logits) % size
+        logits = pad(logits, (0, 0, 0, rest)) if rest else logits
+        return whole_rows(self._group.exchange(logits.view(size, -1, logits.shape[-1])), self._tokens.vocab_size, out)
 
     def count(self, num_rows: int) -> int:
         """Return how many of `num_rows` rows each rank has, some of the last ones beyond the end."""

@@ -34,15 +34,16 @@ class Sampler:
 
     In all methods a slot of -1 marks a row that only fills up the batch; the other slots of a batch are distinct.
 
-    In a `group`, logits are those of this rank's rows, and everything else is about all rows.
+    In a `group`, logits are those of this rank's rows (`RankRows.whole`), and everything else is about all rows. Only
+    `draw_from_lists` takes those of this rank's tokens.
     """
 
     def __init__(
         self, num_slots: int, vocab_size: int, device: torch.device, *, group: RankGroup | None = None
     ) -> None:
         self._device = device
-        self.ranks = None if group is None else RankRows(group)
-        """How ranks divide the rows."""
+        self.ranks = None if group is None else RankRows(group, vocab_size)
+        """How ranks divide the draw."""
         self._params = SlotParams(num_slots, vocab_size)
         self._history = TokenHistory(num_slots, vocab_size, device)
         self._settings = torch.zeros(num_slots, sampling.NUM_SETTINGS, dtype=torch.int64, device=device)
@@ -77,6 +78,21 @@ class Sampler:
         drawn, found = torch.empty_like(own_slots, dtype=torch.int64), torch.empty_like(own_slots, dtype=torch.int32)
         sampling.sample(logits, self._settings, own_slots, own_positions, drawn, found)
         self.ranks.publish(drawn, found, tokens, flags)
+
+    def own_rows(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the logits of this rank's rows, in `out` if given, from those of its tokens [R, v]; without ranks, the
+        same `logits`, which are those of all."""
+        return logits if self.ranks is None else self.ranks.whole(logits, out)
+
+    def takes_lists(self, slots: NDArray[np.int64]) -> bool:
+        """Return whether ranks draw for `slots` with no whole row of logits: no edits and no log-probabilities are
+        asked for, and a list has all that can win."""
+        return self.ranks is not None and bool(self._params.listed[slots[slots >= 0]].all())
+
+    def draw_from_lists(self, logits: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, flags: Tensor) -> None:
+        """Draw as `draw` does, for slots that `takes_lists`, from `logits` [R, v] of this rank's tokens."""
+        assert self.ranks is not None, "without ranks there are no lists"
+        self.ranks.draw(logits, self._settings, slots, positions, tokens, flags)
 
     def take_largest(self, logits: Tensor, slots: NDArray[np.int64], tokens: Tensor, flags: Tensor) -> bool:
         """Draw as `draw` does, on a CPU, where the largest logits [R, V] of `slots` are all there is to find: no edits

@@ -16,6 +16,8 @@ reference bit by bit, and the atomics do not depend on an order.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +27,7 @@ from asyncllm.kernels import sampling
 from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 
-__all__ = ["sample"]
+__all__ = ["DRAW_WARPS", "draw_splits", "find_maxima", "sample", "sizes_of"]
 
 _GROUP = tl.constexpr(64)
 _TILE_GROUPS = tl.constexpr(64)
@@ -56,7 +58,7 @@ _SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Low bits that are 0 in each float32 that came from the type; keys do without them: bisections take fewer steps."""
 
 _MAXIMA_WARPS, _MAXIMA_PROGRAMS = 8, 2112
-_DRAW_WARPS, _DRAW_PROGRAMS = 8, 528
+DRAW_WARPS, _DRAW_PROGRAMS = 8, 528
 """Warps of a program, and programs wanted in all: rows are divided until there are so many.
 
 On an H200 with 128,256 tokens in bfloat16, the maxima of 256 rows take 20.2 us with 8 warps and 2,112 programs, and
@@ -192,8 +194,9 @@ def _pack(scores, ids):
 
 
 @triton.jit
-def _dense_best(logits_row, seed, position, top_value, reciprocal, least, begin, end, VOCAB: tl.constexpr):
-    """Return the packed winner among the Philox blocks [begin, end) of a row that has neither top-k nor top-p.
+def _dense_best(logits_row, seed, position, top_value, reciprocal, least, begin, end, first_quad, VOCAB: tl.constexpr):
+    """Return the packed winner among the Philox blocks [begin, end) of a row that has neither top-k nor top-p, and
+    whose tokens begin with the block `first_quad`.
 
     Tiles whose tokens stay below the best score so far even with the bound of their noise are done with that; of n
     tiles about log(n) are not.
@@ -204,7 +207,7 @@ def _dense_best(logits_row, seed, position, top_value, reciprocal, least, begin,
     beaten = tl.full((), -2.9, tl.float32)
     for first in range(begin, end, _QUADS):
         quads = first + tl.arange(0, _QUADS)
-        words = _noise_words(seed, position, quads)
+        words = _noise_words(seed, position, first_quad + quads)
         most = tl.full((_QUADS,), -float("inf"), tl.float32)
         for place in tl.static_range(4):
             tokens = quads * 4 + place
@@ -492,7 +495,7 @@ def draw_kernel(
             tl.store(tokens + row, token)
             tl.store(flags + row, 0)
     else:
-        best = _dense_best(logits_row, seed, position, top_value, reciprocal, least, begin, end, VOCAB)
+        best = _dense_best(logits_row, seed, position, top_value, reciprocal, least, begin, end, 0, VOCAB)
         tl.atomic_max(state_row + _BEST, best, sem="acq_rel")
         if tl.atomic_add(state_row + _TICKET, 1, sem="acq_rel") == tl.num_programs(1) - 1:
             best = tl.atomic_max(state_row + _BEST, _LOWEST, sem="acq_rel")
@@ -507,21 +510,55 @@ def sample(
     num_rows, vocab_size = logits.shape
     if not num_rows:
         return
-    num_groups = triton.next_power_of_2(max(-(-vocab_size // _GROUP.value), _TILE_GROUPS.value))
-    tiles = num_groups // _TILE_GROUPS.value
-    maxima_splits = max(1, min(_MAX_SPLITS, _MAXIMA_PROGRAMS // num_rows, tiles))
-    draw_splits = max(1, min(_MAX_SPLITS, _DRAW_PROGRAMS // num_rows, -(-vocab_size // (4 * _QUADS.value))))
-    groups_per_program = -(-tiles // maxima_splits) * _TILE_GROUPS.value
-    maxima = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)
-    chosen = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)
-    state = torch.empty((num_rows, _STATE.value), dtype=torch.int64, device=logits.device)
-    sizes = {
+    groups, state = find_maxima(logits, vocab_size)
+    launch(
+        draw_kernel,
+        (num_rows, draw_splits(num_rows, vocab_size), 1),
+        (
+            logits,
+            settings,
+            positions if slots is None else slots,
+            positions,
+            tokens,
+            flags,
+            groups,
+            state,
+            torch.empty_like(groups),
+        ),
+        num_warps=DRAW_WARPS,
+        fp_fusion=False,
+        HAS_SLOTS=slots is not None,
+        **sizes_of(logits, vocab_size),
+    )
+
+
+def draw_splits(num_rows: int, num_tokens: int) -> int:
+    """Return how many programs share a row."""
+    parts: int = -(-num_tokens // (4 * _QUADS.value))
+    return max(1, min(_MAX_SPLITS, _DRAW_PROGRAMS // num_rows, parts))
+
+
+def sizes_of(logits: Tensor, vocab_size: int) -> dict[str, Any]:
+    """Return the constexprs of kernels that look at groups of the first `vocab_size` logits of each row."""
+    return {
         "VOCAB": vocab_size,
         # Of a single row torch may state any stride.
-        "STRIDE": logits.stride(0) if num_rows > 1 else vocab_size,
-        "NUM_GROUPS": num_groups,
+        "STRIDE": logits.stride(0) if len(logits) > 1 else logits.shape[1],
+        "NUM_GROUPS": triton.next_power_of_2(max(-(-vocab_size // _GROUP.value), _TILE_GROUPS.value)),
         "SHIFT": _SHIFTS[logits.dtype],
     }
+
+
+def find_maxima(logits: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return keys of the maxima of groups of the first `vocab_size` logits of each row, of which there are some, and
+    the rows' states as they begin."""
+    num_rows, sizes = len(logits), sizes_of(logits, vocab_size)
+    num_groups = sizes["NUM_GROUPS"]
+    tiles = num_groups // _TILE_GROUPS.value
+    maxima_splits = max(1, min(_MAX_SPLITS, _MAXIMA_PROGRAMS // num_rows, tiles))
+    groups_per_program = -(-tiles // maxima_splits) * _TILE_GROUPS.value
+    maxima = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)
+    state = torch.empty((num_rows, _STATE.value), dtype=torch.int64, device=logits.device)
     launch(
         group_maxima_kernel,
         (num_rows, -(-num_groups // groups_per_program), 1),
@@ -530,12 +567,4 @@ def sample(
         num_warps=_MAXIMA_WARPS,
         **sizes,
     )
-    launch(
-        draw_kernel,
-        (num_rows, draw_splits, 1),
-        (logits, settings, positions if slots is None else slots, positions, tokens, flags, maxima, state, chosen),
-        num_warps=_DRAW_WARPS,
-        fp_fusion=False,
-        HAS_SLOTS=slots is not None,
-        **sizes,
-    )
+    return maxima, state
