@@ -20,7 +20,7 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 
 # What the engine reads, at the top of the repository: no pickles, no code, and no second copy of the weights in
 # another naming (consolidated.safetensors, original/, onnx/).
-ALLOW_PATTERNS = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
+ALLOW_PATTERNS = ("*.json", "*.safetensors", "tokenizer.model", "*.tiktoken", "tiktoken.model", "*.jinja", "*.txt")
 IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)

@@ -25,6 +25,10 @@ from asyncllm.text.token_table import LeadingSpace, TokenTable, byte_of_fallback
 
 __all__ = ["SentencePieceModel"]
 
+_CHATGLM = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+"""Tokens that the code of ChatGLM2 and ChatGLM3 puts behind the model's, some of which only newer files name."""
+_CHATGLM_PREFIX = ("[gMASK]", "sop")
+
 
 class SentencePieceModel:
     """One tokenizer.model and the added tokens around it."""
@@ -46,7 +50,7 @@ class SentencePieceModel:
         self._dummy_prefix_after_special = settings.legacy
         self._added = self._number(settings, model)
         self._ids = {token.content: id_ for id_, token in self._added.items()}
-        texts = settings.special_texts()
+        texts = settings.special_texts() | (frozenset(_CHATGLM) if _is_chatglm(settings) else frozenset())
         self.special_ids = frozenset(id_ for id_, token in self._added.items() if token.content in texts) | frozenset(
             id_ for id_ in range(model_size) if self._model.is_control(id_) or self._model.is_unknown(id_)
         )
@@ -68,6 +72,8 @@ class SentencePieceModel:
         if bos is None and self._model.bos_id() >= 0:
             bos = self._model.bos_id()
         self.prefix: tuple[int, ...] = () if bos is None or settings.add_bos is False else (bos,)
+        if _is_chatglm(settings):
+            self.prefix = tuple(self._ids[token] for token in _CHATGLM_PREFIX)
         eos = settings.named_id("eos_token", self.token_id)
         if eos is None and self._model.eos_id() >= 0:
             eos = self._model.eos_id()
@@ -140,6 +146,8 @@ class SentencePieceModel:
         A piece that the model reserves for later, as unused or defined by its user, may have another name by now.
         """
         numbered = dict(settings.added)
+        if _is_chatglm(settings):
+            numbered |= _chatglm_tokens(self._model_size)
         renamed = {
             id_
             for id_, token in numbered.items()
@@ -182,3 +190,12 @@ class SentencePieceModel:
         if self._model.encode("a") != self._bare_model.encode("a"):
             return LeadingSpace.DROP_ONE
         return LeadingSpace.KEEP
+
+
+def _is_chatglm(settings: TokenSettings) -> bool:
+    return bool(settings.tokenizer.get("tokenizer_class") == "ChatGLMTokenizer")
+
+
+def _chatglm_tokens(first: int) -> dict[int, AddedToken]:
+    """Return them by id. Those that are letters alone are no part of a word: it need not be theirs."""
+    return {first + index: AddedToken(text, single_word=text.isalpha()) for index, text in enumerate(_CHATGLM)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
-__all__ = ["LeadingSpace", "TokenTable", "byte_level_piece", "byte_of_fallback_token"]
+__all__ = ["LeadingSpace", "TokenTable", "byte_level_piece", "byte_level_text", "byte_of_fallback_token"]
 
 
 class LeadingSpace(enum.Enum):
@@ -114,6 +114,12 @@ def _byte_level_alphabet() -> dict[int, int]:
 
 
 _ALPHABET = _byte_level_alphabet()
+_CHARACTERS = {byte: character for character, byte in _ALPHABET.items() if byte != 0xFFFF}
+
+
+def byte_level_text(token: bytes) -> str:
+    """Return how byte-level BPE spells a token."""
+    return token.decode("latin-1").translate(_CHARACTERS)
 
 
 def byte_level_piece(token: str) -> bytes:

@@ -9,6 +9,7 @@ from typing import Protocol
 from asyncllm.errors import InvalidCheckpoint, InvalidMessage, InvalidParameter, ModelNotFound
 from asyncllm.text.added_tokens import Spellings
 from asyncllm.text.checkpoint_files import TokenSettings
+from asyncllm.text.rank_file import find_rank_file
 from asyncllm.text.token_table import TokenTable
 
 __all__ = ["Tokenizer", "TokenizerModel"]
@@ -63,7 +64,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer:
-        """Read tokenizer.json if there is one, else tokenizer.model, and the JSON files beside it.
+        """Read tokenizer.json if there is one, else a rank file or tokenizer.model, and the JSON files beside it.
 
         Raises ModelNotFound when there is no such folder, and InvalidCheckpoint when the tokenizer is missing or does
         not hold.
@@ -175,12 +176,18 @@ def _open_model(path: Path, settings: TokenSettings) -> TokenizerModel:
     if (path / "tokenizer.json").exists():
         from asyncllm.text.tokenizer_json import TokenizerJson
 
-        return TokenizerJson(path / "tokenizer.json", settings)
+        return TokenizerJson.open(path / "tokenizer.json", settings)
+    ranked = find_rank_file(path)
+    if ranked is not None:
+        from asyncllm.text.rank_pipeline import rank_pipeline
+        from asyncllm.text.tokenizer_json import TokenizerJson
+
+        return TokenizerJson(rank_pipeline(ranked, settings), ranked, settings)
     if (path / "tokenizer.model").exists():
         from asyncllm.text.sentencepiece_model import SentencePieceModel
 
         return SentencePieceModel(path / "tokenizer.model", settings)
     raise InvalidCheckpoint(
-        f"{path} has no tokenizer: neither tokenizer.json nor tokenizer.model is there. "
+        f"{path} has no tokenizer: neither tokenizer.json nor tokenizer.model nor a file of ranks is there. "
         f"Copy the one that came with the model into the folder."
     )

@@ -1,4 +1,4 @@
-"""tokenizer.json, through the `tokenizers` library."""
+"""A pipeline of the `tokenizers` library: that of a tokenizer.json, or one made of another file."""
 
 from __future__ import annotations
 
@@ -24,17 +24,23 @@ CHUNK = 512
 
 
 class TokenizerJson:
-    """The `tokenizers` pipeline of one tokenizer.json."""
+    """The `tokenizers` pipeline of one checkpoint."""
 
-    def __init__(self, path: Path, settings: TokenSettings) -> None:
-        """Raises InvalidCheckpoint when the file cannot be read or does not hold."""
+    @classmethod
+    def open(cls, path: Path, settings: TokenSettings) -> TokenizerJson:
+        """Read a tokenizer.json. Raises InvalidCheckpoint when the file cannot be read or does not hold."""
         try:
-            self._tokenizer = HubTokenizer.from_file(str(path))
+            tokenizer = HubTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every kind of damage
             raise InvalidCheckpoint(
                 f"{path} is not a tokenizer that `tokenizers` can read: {error}. "
                 f"The file is truncated, damaged, or of a newer format; download it again or upgrade `tokenizers`."
             ) from None
+        return cls(tokenizer, path, settings)
+
+    def __init__(self, tokenizer: HubTokenizer, path: Path, settings: TokenSettings) -> None:
+        """`tokenizer`: what was read from `path`. Raises InvalidCheckpoint for what does not hold."""
+        self._tokenizer = tokenizer
         # A saved training-time limit would silently shorten or pad every prompt.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

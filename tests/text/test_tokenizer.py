@@ -490,3 +490,20 @@ def test_the_unknown_piece_cannot_be_renamed(tmp_path: Path) -> None:
     write_json(tmp_path / "tokenizer_config.json", added_tokens_decoder={"0": {"content": "<other>"}})
     with pytest.raises(InvalidCheckpoint, match="different models"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("named", [{}, {"403": "sop", "406": "<|user|>"}], ids=["first files", "newer files"])
+def test_tokens_of_chatglm_that_only_its_code_has(
+    folder_of: Callable[[str], Path], tmp_path: Path, named: dict[str, str]
+) -> None:
+    shutil.copy(folder_of("sentencepiece_bpe") / "tokenizer.model", tmp_path)
+    added = {id_: {"content": text, "special": True} for id_, text in named.items()}
+    write_json(tmp_path / "tokenizer_config.json", tokenizer_class="ChatGLMTokenizer", added_tokens_decoder=added)
+    write_json(tmp_path / "config.json", eos_token_id=2)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    assert tokenizer.encode("a") == [401, 403, *processor.encode("a")]
+    assert tokenizer.encode("[gMASK]sop<|user|>\n a") == [401, 403, 406, *processor.encode("\n a")]
+    assert tokenizer.encode("philosophy", add_bos=False) == processor.encode("philosophy")
+    assert (tokenizer.eos_token_ids, tokenizer.vocab_size) == ((2,), 409)
+    assert tokenizer.decode([401, 403, 406, *processor.encode("a sop")]) == "a sop"

@@ -1,0 +1,138 @@
+"""The `tokenizers` pipeline that computes what tiktoken does with a rank file.
+
+Of neighbouring tokens those are joined first whose whole has the lowest rank; so each way to split a token into two
+others is a merge, in the order of ranks. How texts are split into words, and which special tokens follow the ranks, is
+known by the file's name alone: it stands in the code of the models' authors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import AddedToken as HubAddedToken
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as HubTokenizer
+
+from asyncllm.errors import InvalidCheckpoint, short
+from asyncllm.text.checkpoint_files import MAX_TOKEN_ID, AddedToken, TokenSettings
+from asyncllm.text.rank_file import GLM, HUNYUAN, KIMI, QWEN, read_ranks
+from asyncllm.text.token_table import byte_level_text
+
+__all__ = ["rank_pipeline"]
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_AFTER_WORDS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = (rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
+_LEAD = r"[^\r\n\p{L}\p{N}]?"
+
+
+def _words(digits: str) -> str:
+    return rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|{digits}|{_AFTER_WORDS}"
+
+
+class _Kind(NamedTuple):
+    """What a model's own code has besides the ranks."""
+
+    words: str
+    """The pattern of what is encoded apart."""
+    special: tuple[str, ...] = ()
+    """Tokens behind the ranks, where tokenizer_config.json does not name them."""
+    reserved: int = 0
+    """How many there are in all; those without a name are `<|reserved_token_ID|>`."""
+    prefix: tuple[str, ...] = ()
+    """Tokens in front of every text."""
+    composed: bool = False
+    """Whether texts are brought to Unicode's form NFC first."""
+
+
+_EXTRAS = tuple(f"<|extra_{index}|>" for index in range(205))
+
+_KINDS: Mapping[str, _Kind] = {
+    QWEN: _Kind(_words(r"\p{N}"), special=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_EXTRAS), composed=True),
+    HUNYUAN: _Kind(
+        _words(r"\p{N}"),
+        special=("<|endoftext|>", "<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>", *_EXTRAS),
+        prefix=("<|startoftext|>",),
+        composed=True,
+    ),
+    KIMI: _Kind(
+        rf"[\p{{Han}}]+|{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+        rf"|\p{{N}}{{1,3}}|{_AFTER_WORDS}",
+        reserved=256,
+    ),
+    GLM: _Kind(_words(r"\p{N}{1,3}"), prefix=("[gMASK]", "<sop>")),
+}
+"""By the file's name."""
+
+_TOKENS_OF_IMAGES = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>", "<img>", "</img>", "<imgpad>")
+"""Qwen-VL's, behind the other special ones."""
+
+
+def rank_pipeline(path: Path, settings: TokenSettings) -> HubTokenizer:
+    """Return the pipeline of a rank file with the checkpoint's special tokens. Raises InvalidCheckpoint."""
+    kind, ranks = _KINDS[path.name], read_ranks(path)
+    texts = {token: byte_level_text(token) for token in ranks}
+    ranked = sorted(ranks, key=ranks.__getitem__)
+    merges = [(texts[left], texts[right]) for token in ranked for left, right in _splits(token, ranks)]
+    vocabulary = {text: ranks[token] for token, text in texts.items()}
+    # A word that is a token as a whole is that token, however its parts would have been joined.
+    tokenizer = HubTokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    if kind.composed:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(kind.words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    named = _behind(len(ranks), kind, settings)
+    tokenizer.add_tokens(
+        [
+            HubAddedToken(
+                token.content,
+                special=token.special,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                single_word=token.single_word,
+                normalized=False,
+            )
+            for _, token in sorted(named.items())
+        ]
+    )
+    if any(tokenizer.token_to_id(token.content) != id_ for id_, token in named.items()):
+        raise InvalidCheckpoint(
+            f"{path}: a special token of tokenizer_config.json is named twice, or is a token of the file already. The "
+            f"files are of different models; download them again."
+        )
+    ids = {token: tokenizer.token_to_id(token) for token in kind.prefix}
+    if ids and None not in ids.values():
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=" ".join((*kind.prefix, "$A")), special_tokens=list(ids.items())
+        )
+    return tokenizer
+
+
+def _splits(token: bytes, ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    for place in range(1, len(token)):
+        left, right = token[:place], token[place:]
+        if left in ranks and right in ranks:
+            yield left, right
+
+
+def _behind(first: int, kind: _Kind, settings: TokenSettings) -> dict[int, AddedToken]:
+    """Return the tokens behind the ranks: those that the checkpoint's files number, else those of the model's code."""
+    names = kind.special
+    if kind.special and settings.model.get("visual") is not None:
+        names += _TOKENS_OF_IMAGES
+    tokens = {first + index: AddedToken(name) for index, name in enumerate(names)}
+    tokens |= {id_: token for id_, token in settings.added.items() if id_ >= first}
+    last = max((*tokens, first + kind.reserved - 1))
+    if last - first > MAX_TOKEN_ID // 16:
+        raise InvalidCheckpoint(
+            f"tokenizer_config.json gives {short(tokens[last].content)} the id {last}, and the vocabulary ends at "
+            f"{first - 1}. The file is damaged; download it again."
+        )
+    return {id_: tokens.get(id_, AddedToken(f"<|reserved_token_{id_}|>")) for id_ in range(first, last + 1)}
