@@ -94,7 +94,7 @@ def test_figures_of_the_code_are_those_of_the_pages() -> None:
         "docs/design/testing.md": "at eleven named points",
         "docs/design/agent.md": f"Beyond {LARGEST_MIXED:,} tokens a step takes longer than its launches",
         "docs/design/cache.md": f"takes at most {CPU_POOL_BYTES // 2**30} GiB",
-        "docs/design/engine.md": f"for {PATIENCE_S:g} s at least, at most {MAX_PASSED} times in a row",
+        "docs/design/engine.md": f"for {PATIENCE_S:g} s, at most {MAX_PASSED} later ones in a row",
     }
     for document, figure in said.items():
         assert figure in (ROOT / document).read_text(encoding="utf-8"), f"{document} does not say: {figure}"
