@@ -133,8 +133,8 @@ REFUSED_MODELS: Mapping[str, Refused] = {
         "its names are not read",
         "LlavaOnevisionForConditionalGeneration",
     ),
-    "MGMLlamaForCausalLM": Refused("MGM, Mini-Gemini", "a second tower, a ConvNeXt", "LlavaLlamaForCausalLM"),
-    "MiniGeminiLlamaForCausalLM": Refused("Mini-Gemini", "a second tower, a ConvNeXt", "LlavaLlamaForCausalLM"),
+    "MGMGemmaForCausalLM": Refused("MGM 2B", "its decoder is not tried with its towers", "MGMLlamaForCausalLM"),
+    "MGMMixtralForCausalLM": Refused("MGM 8x7B", "its decoder is not tried with its towers", "MGMLlamaForCausalLM"),
     "MllamaForConditionalGeneration": Refused(
         "Llama 3.2 Vision", "its layers of cross attention keep images in a cache of another kind", _NEAREST_LLAVA
     ),

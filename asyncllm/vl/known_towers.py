@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from asyncllm.errors import UnsupportedModel, short
 from asyncllm.text.checkpoint_files import read_json_object
 
-__all__ = ["XComposer", "tower_fields", "tower_settings", "xcomposer_kind", "xcomposer_tower"]
+__all__ = ["XComposer", "fine_tower_fields", "tower_fields", "tower_settings", "xcomposer_kind", "xcomposer_tower"]
 
 _LARGE = {
     "model_type": "clip_vision_model",
@@ -30,7 +30,8 @@ _KNOWN: Mapping[str, Mapping[str, Any]] = {
 def tower_fields(folder: Path, name: Any) -> Mapping[str, Any]:
     """Return the `vision_config` of the tower that a checkpoint's `mm_vision_tower` names: one of a few, or a folder
     within the checkpoint's (Yi-VL). Raises UnsupportedModel."""
-    known = _KNOWN.get(name) if isinstance(name, str) else None
+    # Some name a folder of theirs in its place.
+    known = next((each for own, each in _KNOWN.items() if _last(own) == _last(name)), None)
     if known is not None:
         return known
     own = _inner(folder, name, "config.json")
@@ -41,6 +42,33 @@ def tower_fields(folder: Path, name: Any) -> Mapping[str, Any]:
             f"{', '.join(_KNOWN)}, or a folder with a config.json within the checkpoint's."
         )
     return {"model_type": "clip_vision_model", **fields}
+
+
+_FINE: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    ("xxlarge", ""): {"depths": [3, 4, 30, 3], "hidden_sizes": [384, 768, 1536, 3072]},
+    ("large", "d-320"): {"depths": [3, 3, 27, 3], "hidden_sizes": [192, 384, 768, 1536]},
+    ("base", "w-320"): {"depths": [3, 3, 27, 3], "hidden_sizes": [128, 256, 512, 1024]},
+}
+"""OpenCLIP's, by words of their names."""
+
+
+def fine_tower_fields(folder: Path, name: Any) -> Mapping[str, Any]:
+    """Return `depths` and `hidden_sizes` of the ConvNeXt that a checkpoint's `mm_vision_tower_aux` names: one of
+    OpenCLIP's, or a folder within the checkpoint's. Raises UnsupportedModel."""
+    last = _last(name)
+    if "convnext" in last:
+        for words, known in _FINE.items():
+            if all(word in last for word in words):
+                return known
+    own = dict(_inner(folder, name, "config.json"))
+    depths, sizes = own.get("depths"), own.get("hidden_sizes")
+    if not _are_counts(depths) or not _are_counts(sizes) or len(depths) != len(sizes):
+        raise UnsupportedModel(
+            f"{folder / 'config.json'}: mm_vision_tower_aux = {short(name)} is not implemented. Supported: OpenCLIP's "
+            f"convnext-large-d-320, convnext-base-w-320 and convnext-xxlarge, or a folder with a config.json within "
+            f"the checkpoint's, whose depths and hidden_sizes are of equal number."
+        )
+    return own
 
 
 def tower_settings(folder: Path, name: Any) -> Mapping[str, Any]:
@@ -71,3 +99,11 @@ def _inner(folder: Path, name: Any, file: str) -> Mapping[str, Any]:
     whole = folder.resolve()
     inner = (whole / name).resolve() if isinstance(name, str) else whole
     return read_json_object(inner / file) if whole in inner.parents else {}
+
+
+def _last(name: Any) -> str:
+    return name.rpartition("/")[2].lower() if isinstance(name, str) else ""
+
+
+def _are_counts(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and bool(value) and all(type(each) is int and 0 < each < 2**16 for each in value)

@@ -13,7 +13,8 @@ from asyncllm.protocol import ImageProcessor
 from asyncllm.text.checkpoint_files import read_json_object
 from asyncllm.text.image_marks import NUMBER_MARK
 from asyncllm.vl.image_tokens import added_tokens, stand_in, token_id_of, token_of
-from asyncllm.vl.known_towers import tower_fields, xcomposer_kind, xcomposer_tower
+from asyncllm.vl.known_towers import tower_fields, tower_settings, xcomposer_kind, xcomposer_tower
+from asyncllm.vl.processing.clip import CenterProcessor, PaddedProcessor
 from asyncllm.vl.processing.deepseek_vl import CandidatesProcessor
 from asyncllm.vl.processing.hd import HdProcessor, SparingHdProcessor
 from asyncllm.vl.processing.native import NativeProcessor
@@ -129,6 +130,23 @@ def _qwen_visual(fields: _Fields, settings: _Fields, where: str) -> ImageProcess
     )
 
 
+def _mgm(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    folder, name = Path(where).parent, fields.get("mm_vision_tower")
+    tower, own = tower_fields(folder, name), settings or tower_settings(folder, name)
+    config = PictureSettings(fields, "config.json")
+    side, grid = config.integer("image_size_aux", 768, maximum=2**13), config.integer("image_grid", 1, maximum=8)
+    # The larger tower's size stands in the place of the smaller one's.
+    read = PictureSettings({**own, "size": side, "crop_size": side}, where)
+    kind = PaddedProcessor if fields.get("image_aspect_ratio") == "pad" else CenterProcessor
+    return kind(
+        read,
+        token_id=stand_in(folder),
+        placeholder=("<image>" if "<image>" in added_tokens(folder) else "<unk>") + "\n",
+        length=(grid**2 + bool(fields.get("image_global"))) * (tower["image_size"] // tower["patch_size"]) ** 2,
+        side=side,
+    )
+
+
 def _phi3_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     folder = Path(where).parent
     tokenizer = read_json_object(folder / "tokenizer_config.json")
@@ -164,7 +182,9 @@ PUBLISHED: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "DeepseekVLV2ForCausalLM": _deepseek_vl2,
     "InternLMXComposer2ForCausalLM": _xcomposer2,
     "KimiVLForConditionalGeneration": _kimi_vl,
+    "MGMLlamaForCausalLM": _mgm,
     "MiniCPMV": _minicpm_v,
+    "MiniGeminiLlamaForCausalLM": _mgm,
     "Phi3VForCausalLM": _phi3_v,
     "QWenLMHeadModel": _qwen_visual,
 }
@@ -183,6 +203,8 @@ UNSAID = frozenset(
         "ChatGLMModel",
         "CogVLMForCausalLM",
         "InternLMXComposer2ForCausalLM",
+        "MGMLlamaForCausalLM",
+        "MiniGeminiLlamaForCausalLM",
         "QWenLMHeadModel",
     }
 )

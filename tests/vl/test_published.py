@@ -23,6 +23,7 @@ from asyncllm.models.config import HFConfig
 from asyncllm.models.registry import families, open_model
 from asyncllm.models.vision_language import composed
 from asyncllm.vl.processor import open_processor
+from asyncllm.vl.towers.mining import MiningConfig
 from tests.vl.checkpoints import folder_of, picture
 from tests.vl.published.families import PUBLISHED
 
@@ -44,6 +45,8 @@ async def text_of(kind: str, prompt: Any) -> str:
 FIVE = "<unk>" * 5
 PROMPTS = [
     ("phi3_v", [(28, 28)], "<|image|>" * (5 * 4 + 3 * 2 + 1) + "\nwhat?"),
+    ("mgm", [(9, 9)], "<image>" * 16 + "\nwhat?"),
+    ("mgm_hd", [(9, 9), (20, 9)], ("<image>" * 80 + "\n") * 2 + "what?"),
     ("cogvlm2", [(9, 9)], "<|reserved|>" * 11 + "what?"),
     ("glm4v_9b", [(9, 9), (20, 9)], "<|begin_of_image|>" * 22 + "what?"),
     (
@@ -110,6 +113,9 @@ async def test_each_piece_of_a_text_begins_as_a_prompt_does(tmp_path: Path) -> N
         ("kimi_vl", {"vision_config": {"num_attention_heads": 5}}, InvalidCheckpoint, "num_attention_heads"),
         ("qwen_visual", {"hidden_size": 64}, UnsupportedModel, "output_dim"),
         ("xcomposer2_5", {"vision_config": {"image_size": 30}}, InvalidCheckpoint, "patches of 14"),
+        ("mgm", {"mm_vision_tower_aux": "openai/davit"}, UnsupportedModel, "mm_vision_tower_aux"),
+        ("mgm", {"image_size_aux": 100}, InvalidCheckpoint, "multiple of 32"),
+        ("mgm", {"image_global": True}, UnsupportedModel, "image_grid"),
         ("cogvlm", {"vision_config": {"image_size": 30}}, InvalidCheckpoint, "image_size"),
         ("deepseek_vl2", {"tile_tag": "1D"}, UnsupportedModel, "tile_tag"),
         ("minicpm_v_2_5", {"version": "2.0"}, UnsupportedModel, "version"),
@@ -157,7 +163,8 @@ async def test_images_stand_in_front_of_the_question_for_cogvlm(tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", [kind for kind, family in PUBLISHED.items() if family.also])
 def test_other_names_of_a_class(kind: str) -> None:
-    hf = HFConfig(json.loads((folder_of(kind) / "config.json").read_text()))
+    file = folder_of(kind) / "config.json"
+    hf = HFConfig(json.loads(file.read_text()), source=str(file))
     own = composed(hf, PUBLISHED[kind].architecture)
     for name in PUBLISHED[kind].also:
         other = composed(hf, name)
@@ -178,3 +185,20 @@ def test_images_that_moonvit_cannot_see(tmp_path: Path) -> None:
     assert processor is not None
     with pytest.raises(InvalidMessage, match="511 patches"):
         processor.prepare(picture(1, 2060, 2), {})
+
+
+def test_towers_of_mgm_are_known_by_their_names() -> None:
+    names = {
+        "mm_vision_tower": "model_zoo/OpenAI/clip-vit-large-patch14-336",
+        "mm_vision_tower_aux": "model_zoo/OpenAI/openclip-convnext-large-d-320-laion2B-s29B-b131K-ft-soup",
+        "image_size_aux": 768,
+    }
+    for more, tokens in (({}, 576), ({"image_grid": 2, "image_global": True, "image_size_aux": 1536}, 2880)):
+        fields = {**PUBLISHED["mgm"].fields, **names, **more}
+        parts = composed(HFConfig(fields, source="/nowhere/config.json"), "MGMLlamaForCausalLM")
+        assert parts is not None
+        vision = parts.vision
+        assert isinstance(vision, MiningConfig)
+        assert (vision.small.num_layers, vision.read_layers) == (24, 23)
+        assert vision.large.sizes == (192, 384, 768, 1536)
+        assert (vision.grid**2 + vision.whole) * vision.small.side**2 == tokens

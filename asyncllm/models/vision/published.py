@@ -8,6 +8,7 @@ from asyncllm.models.config import HFConfig
 from asyncllm.models.vision.deepseek_vl2 import read_deepseek_vl2
 from asyncllm.models.vision.eva import read_cogvlm, read_glm4v_9b
 from asyncllm.models.vision.kimi_vl import read_kimi_vl
+from asyncllm.models.vision.mgm import read_mgm
 from asyncllm.models.vision.minicpm_v import read_minicpm_v
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision.phi3_v import read_phi3_v
@@ -23,7 +24,9 @@ PUBLISHED_READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "DeepseekVLV2ForCausalLM": read_deepseek_vl2,
     "InternLMXComposer2ForCausalLM": read_xcomposer2,
     "KimiVLForConditionalGeneration": read_kimi_vl,
+    "MGMLlamaForCausalLM": read_mgm,
     "MiniCPMV": read_minicpm_v,
+    "MiniGeminiLlamaForCausalLM": read_mgm,
     "Phi3VForCausalLM": read_phi3_v,
     "QWenLMHeadModel": read_qwen_visual,
 }
@@ -35,7 +38,9 @@ PUBLISHED_MODELS: Mapping[str, str] = {
     "DeepseekVLV2ForCausalLM": "DeepSeek-VL2, VL2-Small, VL2-Tiny",
     "InternLMXComposer2ForCausalLM": "InternLM-XComposer2, 2-4KHD, 2.5",
     "KimiVLForConditionalGeneration": "Kimi-VL-A3B",
+    "MGMLlamaForCausalLM": "MGM 7B, 13B, 34B, 8B, and these HD, with both towers among the weights",
     "MiniCPMV": "MiniCPM-Llama3-V-2.5, MiniCPM-V-2.6",
+    "MiniGeminiLlamaForCausalLM": "the same, as they were called first",
     "Phi3VForCausalLM": "Phi-3-vision, Phi-3.5-vision",
     "QWenLMHeadModel": "Qwen-VL, the first generation",
 }

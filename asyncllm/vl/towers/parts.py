@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from asyncllm.layers.layer import Layer
 
-__all__ = ["ACTIVATIONS", "Dense", "PatchEmbedding", "Table", "TowerActivation", "cut"]
+__all__ = ["ACTIVATIONS", "Dense", "Owner", "PatchEmbedding", "Table", "TowerActivation", "cut", "empty"]
 
 TowerActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 
@@ -26,7 +26,7 @@ ACTIVATIONS: Mapping[TowerActivation, Callable[[Tensor], Tensor]] = {
 }
 
 
-class _Owner(Layer):
+class Owner(Layer):
     """A layer whose parameters lie in a checkpoint as they are."""
 
     def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
@@ -44,30 +44,31 @@ def cut(pixels: Tensor, size: int) -> Tensor:
     return squares.reshape(count, -1, channels * size * size)
 
 
-def _empty(*shape: int) -> nn.Parameter:
+def empty(*shape: int) -> nn.Parameter:
+    """Return an unfilled parameter."""
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
 
-class Dense(_Owner):
+class Dense(Owner):
     """x [..., in] -> [..., out]."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True) -> None:
         super().__init__()
-        self.weight = _empty(out_features, in_features)
-        self.bias = _empty(out_features) if bias else None
+        self.weight = empty(out_features, in_features)
+        self.bias = empty(out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
 
-class PatchEmbedding(_Owner):
+class PatchEmbedding(Owner):
     """A convolution whose windows do not overlap: patches [..., channels * window] -> [..., out]. `window`: its sizes,
     the last ones height and width."""
 
     def __init__(self, window: tuple[int, ...], out_features: int, *, bias: bool, channels: int = 3) -> None:
         super().__init__()
-        self.weight = _empty(out_features, channels, *window)
-        self.bias = _empty(out_features) if bias else None
+        self.weight = empty(out_features, channels, *window)
+        self.bias = empty(out_features) if bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
         return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
@@ -78,12 +79,12 @@ class PatchEmbedding(_Owner):
         return embedded
 
 
-class Table(_Owner):
+class Table(Owner):
     """A learned tensor by itself."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.weight = _empty(*shape)
+        self.weight = empty(*shape)
 
     def forward(self) -> Tensor:
         return self.weight

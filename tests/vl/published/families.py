@@ -8,6 +8,7 @@ from tests.vl.published.cogvlm import CogVLM, CogVLM2
 from tests.vl.published.deepseek_vl2 import DeepseekVL2, DeepseekVL2Tiny
 from tests.vl.published.eva import Glm4v9b
 from tests.vl.published.kimi_vl import KimiVL
+from tests.vl.published.mgm import MGM, MGMHD
 from tests.vl.published.minicpm_v import MiniCPMV25, MiniCPMV26
 from tests.vl.published.model import PublishedModel
 from tests.vl.published.phi3_v import Phi3V
@@ -23,6 +24,8 @@ PUBLISHED: Mapping[str, type[PublishedModel]] = {
     "deepseek_vl2_tiny": DeepseekVL2Tiny,
     "glm4v_9b": Glm4v9b,
     "kimi_vl": KimiVL,
+    "mgm": MGM,
+    "mgm_hd": MGMHD,
     "minicpm_v_2_5": MiniCPMV25,
     "minicpm_v_2_6": MiniCPMV26,
     "phi3_v": Phi3V,
