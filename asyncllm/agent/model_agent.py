@@ -26,8 +26,7 @@ from asyncllm.agent.cache.host_pool import MIN_COPIED_TOKENS, BlockTransfers, al
 from asyncllm.agent.cache.layout import CacheLayout
 from asyncllm.agent.cache.pool import allocate_pool, host_blocks, pool_blocks
 from asyncllm.agent.device.graphs import StepGraphs, bucket_sizes, smallest_for
-from asyncllm.agent.device.streams import MAX_STEPS_IN_FLIGHT, Streams
-from asyncllm.agent.device.upload import upload
+from asyncllm.agent.device.streams import MAX_STEPS_IN_FLIGHT, Streams, upload
 from asyncllm.agent.image_features import ImageFeatures, joint_tokens
 from asyncllm.agent.open_model import OpenedModel
 from asyncllm.agent.pending_step import PendingStep, abandon

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.agent.device.streams import fetch
-from asyncllm.agent.device.upload import upload
+from asyncllm.agent.device.streams import fetch, upload
 from asyncllm.agent.sampling.logprobs import list_logprobs
 from asyncllm.agent.sampling.params import NOT_FINITE
 from asyncllm.agent.sampling.rank_rows import RankRows

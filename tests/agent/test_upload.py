@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from asyncllm.agent.device.upload import offsets, upload, upload_together
+from asyncllm.agent.device.streams import offsets, upload, upload_together
 from tests.kernels.device import DEVICE
 
 ARRAYS: list[NDArray[Any]] = [

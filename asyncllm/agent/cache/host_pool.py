@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asyncllm.agent.cache.layout import CacheLayout
 from asyncllm.agent.cache.pool import zeros
-from asyncllm.agent.device.upload import upload
+from asyncllm.agent.device.streams import upload
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ModelError
 from asyncllm.protocol import SwapPlan

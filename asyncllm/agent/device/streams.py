@@ -1,7 +1,9 @@
-"""What differs between a GPU, where a launch returns at once, and a CPU, where it returns when all is computed.
+"""Streams of a device, and the copies between host and device, none of which is waited for.
 
-A GPU has two streams: one computes, another brings results to the host, and events tell how far they are. On a CPU the
-same calls are plain copies that are there at once.
+A GPU has two streams: one computes, the other brings results to the host, and events tell how far they are. An upload
+goes through pinned memory and runs on the current stream: after what was launched before, ahead of what is launched
+next. Torch reuses that memory only when the copy has run, however many steps are in flight. On a CPU, where a launch
+returns when all is computed, the same calls are plain copies.
 """
 
 from __future__ import annotations
@@ -13,13 +15,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["MAX_STEPS_IN_FLIGHT", "Arrival", "StepClock", "Streams", "fetch"]
+__all__ = [
+    "MAX_STEPS_IN_FLIGHT",
+    "Arrival",
+    "StepClock",
+    "Streams",
+    "fetch",
+    "offsets",
+    "upload",
+    "upload_together",
+    "views",
+]
 
 MAX_STEPS_IN_FLIGHT = 8
 """Most steps launched and not yet read."""
+
+_ALIGNMENT = 16
+"""Kernels assume that every tensor begins at a multiple of this many bytes."""
+
+_TORCH_TYPES = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32, np.float64: torch.float64}
 
 _Pair = tuple[torch.cuda.Stream, torch.cuda.Stream]
 
@@ -29,33 +48,33 @@ keeps a workspace of 34 MB for every stream that it ever saw."""
 
 
 class Arrival(Protocol):
-    """The event of results that arrive on the host."""
+    """The arrival of results on the host: a CUDA event."""
 
     def synchronize(self) -> None:
-        """Block until it has happened. Raises RuntimeError when the device is lost."""
+        """Block until the results are there. Raises RuntimeError if the device is lost."""
 
 
 class StepClock(Protocol):
-    """Runs from the launch of a step on, in the device's own time."""
+    """Measures a step in the device's own time, from its launch on."""
 
     def stop(self) -> None:
-        """Mark the end of the step: all that has been launched so far."""
+        """Mark the end of the step, behind all that has been launched."""
 
     def elapsed_ms(self) -> float:
-        """Return how long the step took. To be called when it is over."""
+        """Return how long the step took, in milliseconds. Call it when the step is over."""
 
 
 class Streams:
-    """Two streams of a device: `computing` is where steps run, a second one brings results to the host.
+    """The two streams of a device: one computes steps, the other brings results to the host.
 
-    Only the thread that launches steps calls this.
+    Called only by the thread that launches steps.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
-        """Whether work goes on when a launch has returned."""
+        """Whether a launch returns before the work is done."""
         self.stream: torch.cuda.Stream | None = None
-        """What computes; None on a CPU."""
+        """The stream that computes; None on a CPU."""
         self._down_stream: torch.cuda.Stream | None = None
         if self.on_gpu:
             self.stream, self._down_stream = streams = _borrow_streams(device)
@@ -63,15 +82,15 @@ class Streams:
         self._last_download: torch.cuda.Event | None = None
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Run on `stream` what is launched inside."""
+        """Run what is launched inside the block on `stream`."""
         return torch.cuda.stream(self.stream) if self.on_gpu else nullcontext()
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Run on `stream` what is launched inside, in inference mode, without autocast or a default device.
+        """Run what is launched inside the block on `stream`, in inference mode, without autocast or a default device.
 
-        A coroutine may wait for its answer inside `with torch.autocast(...)` or `with torch.device(...)`, which then
-        hold for all that runs in the event loop's thread meanwhile. This takes 5 us.
+        A coroutine of the user may wait inside `with torch.autocast(...)` or `with torch.device(...)`, which hold for
+        the whole thread of the event loop. This takes 5 us.
         """
         with (
             torch.inference_mode(),
@@ -86,15 +105,15 @@ class Streams:
         return _DeviceClock() if self.on_gpu else _HostClock()
 
     def wait_for_downloads(self) -> None:
-        """Let what is launched from now on begin after the last download: it may write what that one reads."""
+        """Make `stream` wait for the last download, which reads what the next launches may write."""
         if self._last_download is not None and self.stream is not None:
             self.stream.wait_event(self._last_download)
 
     def download(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Arrival | None]:
-        """Bring tensors to the host once `stream` has computed them: host tensors, and the event of their arrival, or
-        None if they are there.
+        """Begin to copy tensors to the host, behind all work on `stream`.
 
-        The caller keeps `tensors` alive until then.
+        Return the host tensors, and the event of their arrival, or None if they are there. The caller keeps `tensors`
+        alive until then.
         """
         if self.stream is None or self._down_stream is None:
             return [fetch(tensor) for tensor in tensors], None
@@ -107,7 +126,7 @@ class Streams:
         return arriving, arrival
 
     def check(self) -> None:
-        """Raise RuntimeError if the driver has an error to report; wait for nothing."""
+        """Raise RuntimeError if the driver has an error to report. Does not wait."""
         if self.stream is not None:
             self.stream.query()
 
@@ -136,8 +155,51 @@ class _DeviceClock:
         return float(self._began.elapsed_time(self._ended))
 
 
+def upload(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Return a tensor of `values` on `device`. On a CPU it shares their memory."""
+    return upload_together([values], device)[0]
+
+
+def upload_together(arrays: Sequence[NDArray[Any]], device: torch.device, into: Tensor | None = None) -> list[Tensor]:
+    """Bring arrays of int32, int64, float32 or float64 to the device in one copy. Return a tensor of the same type for
+    each.
+
+    `into`: uint8 tensor on the device that receives the arrays at `offsets`. None allocates one, or on a CPU lets the
+    tensors share the arrays' memory.
+    """
+    if into is None and device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    places = offsets(arrays)
+    total = places[-1]
+    pinned = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    staged = pinned.numpy()
+    for array, place in zip(arrays, places, strict=False):
+        staged[place : place + array.nbytes] = array.reshape(-1).view(np.uint8)
+    if into is None:
+        into = pinned.to(device, non_blocking=True)
+    else:
+        into[:total].copy_(pinned, non_blocking=True)
+    return views(arrays, into)
+
+
+def views(arrays: Sequence[NDArray[Any]], uploaded: Tensor) -> list[Tensor]:
+    """Return tensors of the arrays' shapes and types over `uploaded`, the uint8 tensor that `upload_together` fills."""
+    return [
+        uploaded[place : place + array.nbytes].view(_TORCH_TYPES[array.dtype.type]).view(array.shape)
+        for array, place in zip(arrays, offsets(arrays), strict=False)
+    ]
+
+
+def offsets(arrays: Sequence[NDArray[Any]]) -> list[int]:
+    """Return the byte at which each array begins in an upload, and at which the last one ends."""
+    places = [0]
+    for array in arrays:
+        places.append(-(-(places[-1] + array.nbytes) // _ALIGNMENT) * _ALIGNMENT)
+    return places
+
+
 def fetch(tensor: Tensor) -> Tensor:
-    """Return a copy on the host, which is there once the current stream has come so far, without waiting for it."""
+    """Return a copy on the host, which is complete once the current stream has come this far. Does not wait."""
     if not tensor.is_cuda:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)

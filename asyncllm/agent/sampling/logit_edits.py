@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncllm.agent.device.upload import upload
+from asyncllm.agent.device.streams import upload
 from asyncllm.agent.sampling.params import BAD_WORDS, BIAS, EARLY_STOPS, GRAMMAR, PENALTIES, SlotParams
 from asyncllm.agent.sampling.token_history import TokenHistory
 from asyncllm.kernels import sampling

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from asyncllm.agent.device.upload import upload
+from asyncllm.agent.device.streams import upload
 from asyncllm.distributed.group import RankGroup, rows_of, tokens_of
 from asyncllm.kernels.shortlist import TokenRange, draw_listed, row_maxima, shortlist
 from asyncllm.layers.embedding import whole_rows

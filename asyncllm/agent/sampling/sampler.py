@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncllm.agent.device.upload import upload
+from asyncllm.agent.device.streams import upload
 from asyncllm.agent.sampling.logit_edits import edit_logits
 from asyncllm.agent.sampling.logprobs import PendingLogprobs
 from asyncllm.agent.sampling.params import GRAMMAR, LONG_BAD_WORDS, PENALTIES, SlotParams

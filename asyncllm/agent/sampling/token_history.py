@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncllm.agent.device.upload import upload
+from asyncllm.agent.device.streams import upload
 from asyncllm.protocol import SlotStart
 
 __all__ = ["TokenHistory"]

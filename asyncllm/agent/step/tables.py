@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncllm import kernels
-from asyncllm.agent.device.upload import offsets, upload_together, views
+from asyncllm.agent.device.streams import offsets, upload_together, views
 from asyncllm.agent.step.graph_sizes import MixedSize, empty_step, padded
 from asyncllm.agent.step.slots import SlotArrays, StepArrays, numpy_type
 from asyncllm.kernels import DecodeInputs
