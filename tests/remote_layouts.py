@@ -414,6 +414,19 @@ LAYOUTS: dict[str, Layout] = {
         "DeepseekV3ForCausalLM",
         extra={"n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "num_nextn_predict_layers": 0},
     ),
+    "mimo": Layout(
+        "qwen2",
+        "mimo",
+        "qwen2",
+        "MiMoForCausalLM",
+        extra={"attention_bias": True, "num_nextn_predict_layers": 1, "use_sliding_window": False},
+        dropped=("sliding_window", "max_window_layers"),
+        rename=lambda tensors, fields: {
+            **tensors,
+            "model.mtp_layers.0.input_proj.weight": torch.ones(64, 128),
+            "model.mtp_layers.0.self_attn.q_proj.weight": torch.ones(64, 64),
+        },
+    ),
     "minicpm": Layout(
         "granite",
         "minicpm",

@@ -23,9 +23,10 @@ def qwen_windows(hf: HFConfig, num_layers: int) -> tuple[int | None, ...]:
     return hf.windows(num_layers, sliding_window, [layer >= first for layer in range(num_layers)])
 
 
-@register(Qwen2ForCausalLM="Qwen1.5, Qwen2, Qwen2.5, QwQ")
+@register(Qwen2ForCausalLM="Qwen1.5, Qwen2, Qwen2.5, QwQ", MiMoForCausalLM="MiMo 7B")
 class Qwen2(DecoderLM):
-    weights = LLAMA_WEIGHTS
+    # What MiMo has besides guesses the tokens after the next one.
+    weights = LLAMA_WEIGHTS.setting_aside("model.mtp_layers.{i}")
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "qwen2",
         "vocab_size": 320,
@@ -43,6 +44,7 @@ class Qwen2(DecoderLM):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
+        hf.expect("attention_bias", True)
         fields = hf.decoder(architecture, max_position=32768)
         fields["windows"] = qwen_windows(hf, fields["num_layers"])
         return ModelConfig(**fields, qkv_bias=True)

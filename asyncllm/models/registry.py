@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-import asyncllm.models
 from asyncllm.distributed.group import RankGroup
 from asyncllm.errors import InvalidCheckpoint, ModelError, UnsupportedModel, short
 from asyncllm.layers.layer import Layer, settle
@@ -63,6 +62,7 @@ _BY_MODEL_TYPE: Mapping[str, str] = {
     "internlm3": "InternLM3ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "llama4": "Llama4ForConditionalGeneration",
+    "mimo": "MiMoForCausalLM",
     "minicpm": "MiniCPMForCausalLM",
     "ministral": "MinistralForCausalLM",
     "multi_modality": "MultiModalityCausalLM",
@@ -108,7 +108,7 @@ def register_all_or_nothing() -> Iterator[None]:
 def families() -> Mapping[str, type[DecoderLM]]:
     """Architecture name -> family, of every module in `asyncllm.models` and of those that installed packages name as
     entry points of the group `asyncllm.models`. Raises ModelError for one of the latter that cannot be imported."""
-    for module in pkgutil.iter_modules(asyncllm.models.__path__):
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         importlib.import_module(f"asyncllm.models.{module.name}")
     for point in entry_points(group="asyncllm.models"):
         try:

@@ -105,7 +105,8 @@ SCALINGS_OF = {
 
 
 UNROTATED = {
-    *("baichuan_13b", "bloom", "falcon_rw", "gpt2", "gpt_bigcode", "granite_4_dense", "jamba", "mpt"),
+    *("baichuan_13b", "bloom", "falcon_rw", "gpt2", "gpt_bigcode", "gpt_neo", "granite_4_dense", "jamba"),
+    "mpt",
     "mpt_grouped",
     *("nemotron_h", "nemotron_h_experts", "nemotron_h_pattern", "opt", "opt_350m"),
 }

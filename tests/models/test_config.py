@@ -384,6 +384,16 @@ def test_families_refuse_impossible_values(tmp_path: Path, architecture: str, ke
         read(tmp_path, {key: value}, tiny(architecture))
 
 
+def test_axes_of_qwen3_5_are_those_of_its_files(tmp_path: Path) -> None:
+    """11 pairs turn by time, 11 by rows and 10 by columns: the rows' last is the last but one of 32."""
+    rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 1e7}
+    text = {**tiny("Qwen3_5ForCausalLM"), "head_dim": 256, "rope_parameters": {"rope_type": "default", **rope}}
+    fields = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text, "image_token_id": 5}
+    tower = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+    config = read(tmp_path, {"vision_config": {**tower, "deepstack_visual_indexes": []}}, fields)
+    assert config.rope.axes == (0, 1, 2) * 10 + (0, 1)
+
+
 @pytest.mark.parametrize(
     ("model_type", "architecture"),
     [("deepseek_vl_v2", "DeepseekVLV2ForCausalLM"), ("multi_modality", "MultiModalityCausalLM")],

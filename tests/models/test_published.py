@@ -38,7 +38,9 @@ def test_published_checkpoint(model_name: str, tmp_path: Path) -> None:
         assert sum(parameter.numel() for parameter in model.parameters()) == record["parameters"]
     count = config.experts.count if config.experts is not None else 0
     expected, table, filled = LoadPlan(model, model.weight_map).expected, model.weight_map, set()
-    tensors = record["tensors"] if isinstance(record["tensors"], list) else RECORDS[record["tensors"]]["tensors"]
+    tensors = record["tensors"]
+    while isinstance(tensors, str):
+        tensors = RECORDS[tensors]["tensors"]
     for pattern in tensors:
         places = [table.resolve(name) for name in names(pattern, config.num_layers, count)]
         known = [place for place in places if place is not None]

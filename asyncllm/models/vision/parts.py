@@ -147,7 +147,7 @@ def axes_of(
         text.unsupported(key, f"Supported: mrope_interleaved = {interleaved} for this model.")
     axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
     if interleaved:
-        if 3 * max(sections[1:]) > len(axes):
+        if any(axis + 3 * (sections[axis] - 1) >= len(axes) for axis in (1, 2)):
             text.invalid(key, "whose mrope_section has more rows or columns than time")
         axes = [0] * len(axes)
         for axis in (1, 2):
