@@ -40,6 +40,7 @@ __all__ = [
     "StepOutput",
     "SwapPlan",
     "TakeVocabulary",
+    "TakesGrammars",
     "TokenLogprobs",
     "UnloadAdapter",
     "UpdateWeights",
@@ -436,7 +437,7 @@ class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
 
 
 class TakeVocabulary(msgspec.Struct, tag=True, frozen=True):
-    """Make ready for grammars, which reach an executor in other processes as texts."""
+    """Make ready for grammars (`TakesGrammars`), which reach an executor in other processes as texts."""
 
     ends: tuple[int, ...]
     """Tokens that end an answer."""
@@ -544,3 +545,12 @@ class Executor(Protocol):
 
     async def close(self) -> None:
         """Finish what runs, drop what waits, release threads and memory. Idempotent; from any state."""
+
+
+@runtime_checkable
+class TakesGrammars(Protocol):
+    """An executor in other processes, which have to make grammars for themselves."""
+
+    def take_grammar(self, grammar: Any) -> asyncio.Future[None]:
+        """Make ready for steps whose rows are held to a `CompiledGrammar`, whatever runs meanwhile. None of them is
+        submitted before the future is done."""

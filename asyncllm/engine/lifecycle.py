@@ -24,7 +24,7 @@ from asyncllm.engine.sessions.session_table import SessionTable
 from asyncllm.errors import EngineClosed, EngineError, InvalidParameter
 from asyncllm.event_loop.in_thread import in_thread
 from asyncllm.event_loop.surroundings import asyncio_loop
-from asyncllm.protocol import Executor, Limits, TakeVocabulary
+from asyncllm.protocol import Executor, Limits, TakesGrammars, TakeVocabulary
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.grammars.bridge import GrammarCompiler
 from asyncllm.text.tokenizer import Tokenizer
@@ -89,7 +89,8 @@ class Lifecycle:
             tokenizer, template = self.files.texts()
             self._check_limits(config)
             self.encoder = PromptEncoder(tokenizer, template, self.limits, config, self.files.images)
-            grammars = Grammars(await self._open_grammars(executor, tokenizer, template))
+            compiler = await self._open_grammars(executor, tokenizer, template)
+            grammars = Grammars(compiler, executor if isinstance(executor, TakesGrammars) else None)
             scheduler = (self._make_scheduler or Scheduler)(
                 self.limits,
                 max_batch_size=config.max_batch_size,
@@ -152,7 +153,7 @@ class Lifecycle:
         ends = ends_of(tokenizer, template, self.limits)
         if not ends:
             return None
-        if executor.isolated:
+        if isinstance(executor, TakesGrammars):
             await executor.carry_out(TakeVocabulary(ends))
         vocab_size = self.limits.vocab_size
         # A large vocabulary takes up to a second.

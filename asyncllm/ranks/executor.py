@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -43,11 +44,14 @@ from asyncllm.ranks.messages import (
     CarriedOut,
     CarryOut,
     Failure,
+    ForgetGrammars,
+    GrammarTaken,
     Ready,
     RemoteError,
     RunStep,
     Start,
     StepDone,
+    TakeGrammar,
     TakeWeights,
     decode_from_rank,
     encode,
@@ -56,6 +60,7 @@ from asyncllm.ranks.messages import (
 from asyncllm.ranks.process import RankProcess
 from asyncllm.ranks.shared_tensors import share_tensors
 from asyncllm.ranks.step_images import without_pixels
+from asyncllm.text.grammars.bridge import CompiledGrammar
 
 __all__ = ["RankExecutor"]
 
@@ -86,6 +91,10 @@ class RankExecutor:
         """By rank: the steps that it has not answered, oldest first."""
         self._command: _Command | None = None
         """What is being carried out."""
+        self._grammars: dict[int, _Command] = {}
+        """By number: those that some rank is still compiling."""
+        self._forgotten: deque[int] = deque()
+        """Numbers of grammars that nothing refers to any more. Written by whatever thread drops the last reference."""
         self._error: BaseException | None = None
         """What the executor died of."""
         self._on_step: Callable[[], None] = lambda: None
@@ -162,6 +171,9 @@ class RankExecutor:
         if self._error is not None:
             set_seen_exception(future, dead(self._error))
             return future
+        if self._forgotten:
+            numbers = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+            self._send_all(encode(ForgetGrammars(numbers)))
         step = _Step(future, self.num_ranks)
         stripped, pixels = without_pixels(batch)
         message, images = encode(RunStep(stripped)), [encode_pixels(each) for each in pixels]
@@ -188,6 +200,34 @@ class RankExecutor:
             case UpdateWeights(weights):
                 self._share(partial(share_tensors, weights))
         return future
+
+    def take_grammar(self, grammar: CompiledGrammar) -> asyncio.Future[None]:
+        """Have all ranks compile the grammar's text beside their steps. They keep it as long as `grammar` is kept here.
+
+        Raises EngineClosed unless started and not closed.
+        """
+        future: asyncio.Future[None] = self._running().create_future()
+        if self._error is not None:
+            set_seen_exception(future, dead(self._error))
+            return future
+        text = grammar.text
+        weakref.finalize(grammar, self._forgotten.append, text.number).atexit = False
+        self._grammars[text.number] = _Command(future, self.num_ranks)
+        self._send_all(encode(TakeGrammar(text)))
+        return future
+
+    def _grammar_taken(self, number: int, failure: Failure | None) -> None:
+        """Take in that a rank has compiled a grammar, or why it could not, which is for who asked for it alone."""
+        taken = self._grammars[number]
+        taken.waits_for -= 1
+        if failure is not None:
+            taken.failures.append(failure.error())
+        if not taken.waits_for:
+            del self._grammars[number]
+            if taken.failures:
+                set_exception(taken.future, taken.failures[0])
+            else:
+                set_result(taken.future, None)
 
     def _share(self, share: partial[tuple[int, list[tuple[str, str, list[int]]]]]) -> None:
         """Copy new weights to shared memory in a thread, then send them."""
@@ -233,6 +273,8 @@ class RankExecutor:
                     set_result(self._ready[rank], limits)
             case StepDone(_, output, failure):
                 self._step_done(rank, self._unanswered[rank].popleft(), output, failure)
+            case GrammarTaken(number, failure):
+                self._grammar_taken(number, failure)
             case CarriedOut(failure):
                 self._carried_out(failure)
 
@@ -300,6 +342,7 @@ class RankExecutor:
         waiting = self._open_futures()
         if not waiting and self._on_death is not None:
             self._on_death(error)
+        self._drop_grammars(dead(error))
         for index, future in enumerate(waiting):
             if index == 0:
                 set_exception(future, error)
@@ -320,6 +363,12 @@ class RankExecutor:
             futures[self._command.future] = None
             self._command = None
         return list(futures)
+
+    def _drop_grammars(self, error: Exception) -> None:
+        """Answer who waits for grammars."""
+        for grammar in self._grammars.values():
+            set_seen_exception(grammar.future, error)
+        self._grammars.clear()
 
     def _kill(self) -> None:
         for channel in self._channels:
@@ -348,6 +397,7 @@ class RankExecutor:
             return
         waiting = self._open_futures()
         closed = EngineClosed("The executor was closed before this step ran.")
+        self._drop_grammars(closed)
         for future in waiting:
             set_seen_exception(future, closed)
         if waiting:
@@ -382,7 +432,7 @@ class _Step:
 
 
 class _Command:
-    """A command that some rank has not carried out."""
+    """A command that some rank has not carried out, or a grammar that it has not compiled."""
 
     def __init__(self, future: asyncio.Future[None], num_ranks: int) -> None:
         self.future = future

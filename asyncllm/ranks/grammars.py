@@ -1,12 +1,14 @@
 """Grammars in a rank's process, made again from their texts. All ranks come to the same ones, and so to the same masks.
 
-The engine's process has compiled and tried a grammar before its text is sent, so it fails in none of the ranks.
+The engine's process has compiled and tried a grammar before its text is sent. The text comes ahead of the request that
+asked for it, and is compiled in a thread, so that no step waits; the engine's process says when it is not needed any
+more.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 
 from asyncllm.event_loop.in_thread import in_thread
@@ -15,17 +17,14 @@ from asyncllm.text.tokenizer import Tokenizer
 
 __all__ = ["RankGrammars"]
 
-MAX_KEPT = 256
-"""Compiled grammars, as in the engine's process."""
-
 
 class RankGrammars:
     """What the answers of one rank's rows are held to. Written by its event loop's thread."""
 
     def __init__(self) -> None:
         self._compiler: GrammarCompiler | None = None
-        self._kept: OrderedDict[int, CompiledGrammar] = OrderedDict()
-        """By number: who shares one there shares it here."""
+        self._kept: dict[int, CompiledGrammar | None] = {}
+        """By number: who shares one there shares it here. None: it is being compiled."""
 
     def open(self, model_path: Path, vocab_size: int, ends: tuple[int, ...]) -> asyncio.Future[None]:
         """Read the tokenizer of the checkpoint, in a thread. `ends`: tokens that end an answer."""
@@ -38,16 +37,26 @@ class RankGrammars:
 
         return asyncio.get_running_loop().create_task(opened(), name="asyncllm-vocabulary")
 
-    def make(self, text: GrammarText | None, start: GrammarStart) -> AnswerGrammar:
-        """Return what an answer is held to. Compiling a new grammar takes as long as it took there."""
-        return AnswerGrammar(None if text is None else self._compiled(text), start)
+    def take(self, text: GrammarText) -> asyncio.Future[None]:
+        """Compile a grammar, in a thread."""
+        compiler = self._compiler
+        assert compiler is not None, "no grammar is sent before TakeVocabulary"
+        self._kept[text.number] = None
 
-    def _compiled(self, text: GrammarText) -> CompiledGrammar:
-        kept = self._kept.get(text.number)
-        if kept is None:
-            assert self._compiler is not None, "no grammar is sent before TakeVocabulary"
-            kept = self._kept[text.number] = self._compiler.compile(text.spec, spaced=text.spaced, tried=True)
-            if len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(text.number)
-        return kept
+        async def taken() -> None:
+            compiled = await in_thread(lambda: compiler.compile(text.spec, spaced=text.spaced, tried=True))
+            if text.number in self._kept:
+                self._kept[text.number] = compiled
+
+        return asyncio.get_running_loop().create_task(taken(), name="asyncllm-grammar")
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Let go of grammars that no later row is held to."""
+        for number in numbers:
+            self._kept.pop(number, None)
+
+    def make(self, number: int | None, start: GrammarStart) -> AnswerGrammar:
+        """Return what an answer is held to: a grammar that was taken, or none, and where it begins."""
+        compiled = None if number is None else self._kept[number]
+        assert number is None or compiled is not None, "no row comes before its grammar is taken"
+        return AnswerGrammar(compiled, start)

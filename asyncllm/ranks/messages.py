@@ -1,8 +1,8 @@
 """What the engine's process and a rank say to each other, as msgpack.
 
-A step's `Batch` and `StepOutput` travel as they are, grammars as the texts that they were made of, and the
-pixels of images ahead of their step. Tensors among the
-results travel as their bytes; new weights lie in memory that both processes map (`ranks.shared_tensors`).
+A step's `Batch` and `StepOutput` travel as they are. Ahead of it go grammars, as the texts that they were made of, and
+the pixels of images. Tensors among the results travel as their bytes; new weights lie in memory that both processes map
+(`ranks.shared_tensors`).
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ __all__ = [
     "CarriedOut",
     "CarryOut",
     "Failure",
+    "ForgetGrammars",
     "FromRank",
+    "GrammarTaken",
     "Ready",
     "RemoteError",
     "RunStep",
     "Start",
     "StepDone",
+    "TakeGrammar",
     "TakePixels",
     "TakeWeights",
     "ToRank",
@@ -54,9 +57,9 @@ __all__ = [
 _TENSOR = 1
 """Extension type of msgpack: a float32 tensor on the host, as its shape and its bytes."""
 _GRAMMAR = 2
-"""The one of what an answer is held to: the grammar's text, and where in an answer it begins."""
+"""The one of what an answer is held to: the grammar's number, and where in an answer it begins."""
 
-Told = tuple[GrammarText | None, GrammarStart]
+Told = tuple[int | None, GrammarStart]
 
 
 class RemoteError(RuntimeError):
@@ -85,6 +88,18 @@ class CarryOut(msgspec.Struct, tag=True, frozen=True):
     """Carry out a command, while no step is in flight."""
 
     command: Sleep | Wake | LoadAdapter | UnloadAdapter | TakeVocabulary
+
+
+class TakeGrammar(msgspec.Struct, tag=True, frozen=True):
+    """Compile a grammar, beside the steps."""
+
+    grammar: GrammarText
+
+
+class ForgetGrammars(msgspec.Struct, tag=True, frozen=True):
+    """Forget grammars that no row is held to any more."""
+
+    numbers: list[int]
 
 
 class TakeWeights(msgspec.Struct, tag=True, frozen=True):
@@ -161,6 +176,13 @@ class CarriedOut(msgspec.Struct, tag=True, frozen=True):
     failure: Failure | None = None
 
 
+class GrammarTaken(msgspec.Struct, tag=True, frozen=True):
+    """A grammar is compiled, or could not be."""
+
+    number: int
+    failure: Failure | None = None
+
+
 class TakePixels(msgspec.Struct, tag=True, frozen=True):
     """Take what a tower is shown of an image, for the next step."""
 
@@ -169,8 +191,8 @@ class TakePixels(msgspec.Struct, tag=True, frozen=True):
     """In float32."""
 
 
-ToRank = Start | RunStep | CarryOut | TakeWeights | TakePixels
-FromRank = Ready | StepDone | CarriedOut
+ToRank = Start | RunStep | CarryOut | TakeGrammar | ForgetGrammars | TakeWeights | TakePixels
+FromRank = Ready | StepDone | CarriedOut | GrammarTaken
 
 
 def _pack(value: Any) -> Any:
@@ -226,7 +248,7 @@ def decode_from_rank(data: bytes | memoryview) -> FromRank:
     return message
 
 
-def decoder_to_rank(grammar: Callable[[GrammarText | None, GrammarStart], Any]) -> Callable[[memoryview], ToRank]:
+def decoder_to_rank(grammar: Callable[[int | None, GrammarStart], Any]) -> Callable[[memoryview], ToRank]:
     """Return what decodes messages to a rank; `grammar` makes again what an answer is held to."""
 
     def unpack(code: int, data: memoryview) -> Any:

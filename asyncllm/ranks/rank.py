@@ -23,11 +23,14 @@ from asyncllm.ranks.messages import (
     CarriedOut,
     CarryOut,
     Failure,
+    ForgetGrammars,
     FromRank,
+    GrammarTaken,
     Ready,
     RunStep,
     Start,
     StepDone,
+    TakeGrammar,
     TakePixels,
     TakeWeights,
     decoder_to_rank,
@@ -120,6 +123,10 @@ class Rank:
                 taken_before, self._pixels = self._pixels, []
                 batch = with_pixels(batch, taken_before)
                 self._answer(lambda: self._running().submit(batch), partial(_step_done, batch.step))
+            case TakeGrammar(grammar):
+                self._answer(lambda: self._grammars.take(grammar), partial(_grammar_taken, grammar.number))
+            case ForgetGrammars(numbers):
+                self._grammars.forget(numbers)
             case CarryOut(TakeVocabulary(ends)):
                 self._answer(lambda: self._grammars.open(self._model_path, self._vocab_size, ends), _carried_out)
             case CarryOut(command):
@@ -160,6 +167,10 @@ class Rank:
 
 def _step_done(step: int, output: StepOutput | None, failure: Failure | None) -> StepDone:
     return StepDone(step, output, failure)
+
+
+def _grammar_taken(number: int, _: None, failure: Failure | None) -> GrammarTaken:
+    return GrammarTaken(number, failure)
 
 
 def _carried_out(_: None, failure: Failure | None) -> CarriedOut:

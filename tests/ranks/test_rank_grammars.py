@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncllm import AsyncEngine, ChatTemplateConfig, EngineConfig, GenerationConfig, UnsupportedFeature
+from asyncllm.config.response_format import GrammarSpec
 from asyncllm.locate import locate
+from asyncllm.ranks import messages
+from asyncllm.ranks.grammars import RankGrammars
+from asyncllm.text.grammars.bridge import CompiledGrammar, GrammarCompiler, GrammarStart, GrammarText
 from asyncllm.text.tokenizer import Tokenizer
 from tests.ranks.engines import ranks, settings
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
+FOLDER = locate("tiny-chat")
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -89,7 +96,64 @@ async def test_answers_are_those_of_one_process() -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_folder(locate("tiny-chat"))
+    return Tokenizer.from_folder(FOLDER)
+
+
+async def test_a_rank_compiles_beside_its_steps_and_forgets_when_told(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = max(tokenizer.eos_token_ids) + 1
+    grammars = RankGrammars()
+    await grammars.open(FOLDER, size, tuple(tokenizer.eos_token_ids))
+    compiled, go_on = GrammarCompiler.compile, threading.Event()
+
+    def slowly(*args: Any, **named: Any) -> CompiledGrammar:
+        go_on.wait(30)
+        return compiled(*args, **named)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", slowly)
+    taken = [
+        grammars.take(GrammarText(number, GrammarSpec("regex", f"a{{{number + 1}}}", "regex"), False))
+        for number in range(2)
+    ]
+    grammars.forget([1])
+    assert not any(future.done() for future in taken)
+    go_on.set()
+    await asyncio.gather(*taken)
+    row = grammars.make(0, GrammarStart()).start([])
+    words = np.zeros(-(-size // 32), np.int32)
+    row.fill(words)
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    assert [tokenizer.decode([token]) for token in allowed.tolist()] == ["a"]
+    grammars.forget([0])
+    for number in range(2):
+        with pytest.raises(KeyError):
+            grammars.make(number, GrammarStart())
+    assert not grammars._kept
+
+
+async def test_a_text_is_sent_once_and_forgotten_with_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    encoded = messages.encode
+
+    def encode(message: Any) -> bytes:
+        if isinstance(message, messages.TakeGrammar | messages.ForgetGrammars):
+            told.append(message)  # and no steps, which hold their grammars
+        return encoded(message)
+
+    monkeypatch.setattr("asyncllm.ranks.executor.encode", encode)
+    monkeypatch.setattr("asyncllm.engine.requests.grammars.MAX_KEPT", 1)
+    async with AsyncEngine("tiny-chat", config_of()) as engine:
+        for pattern in ("[ab]{3}", "[ab]{3}", "[cd]{3}", "[ef]{3}"):
+            config = GenerationConfig(response_format={"type": "regex", "regex": pattern})
+            assert len((await engine.generate("Hi", config)).text) == 3
+    texts = [message.grammar for message in told if isinstance(message, messages.TakeGrammar)]
+    assert [text.spec.source for text in texts] == ["[ab]{3}", "[cd]{3}", "[ef]{3}"]
+    forgotten = [
+        number for message in told if isinstance(message, messages.ForgetGrammars) for number in message.numbers
+    ]
+    assert forgotten[0] == texts[0].number
+    assert texts[2].number not in forgotten
 
 
 async def test_with_a_tokenizer_of_the_callers_it_is_refused(tokenizer: Tokenizer) -> None:

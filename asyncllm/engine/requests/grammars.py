@@ -11,8 +11,8 @@ from typing import Any
 from asyncllm.config import GenerationConfig, RequestOptions
 from asyncllm.config.response_format import GrammarSpec, grammar_of
 from asyncllm.engine.requests.prompt_encoder import PromptEncoder
-from asyncllm.errors import InvalidParameter, QueueFull, UnsupportedFeature
-from asyncllm.protocol import Limits
+from asyncllm.errors import AsyncLLMError, InvalidParameter, QueueFull, UnsupportedFeature
+from asyncllm.protocol import Limits, TakesGrammars
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.grammars.bridge import AnswerGrammar, CompiledGrammar, GrammarCompiler
 from asyncllm.text.tokenizer import Tokenizer
@@ -41,9 +41,10 @@ def ends_of(tokenizer: Tokenizer, template: ChatTemplate, limits: Limits) -> tup
 class Grammars:
     """One model's compiled grammars. Belongs to one event loop."""
 
-    def __init__(self, compiler: GrammarCompiler | None) -> None:
-        """`compiler`: None where answers cannot be held to anything."""
+    def __init__(self, compiler: GrammarCompiler | None, elsewhere: TakesGrammars | None = None) -> None:
+        """`compiler`: None where answers cannot be held to anything. `elsewhere`: what has to have them too."""
         self._compiler = compiler
+        self._elsewhere = elsewhere
         self._kept: OrderedDict[Hashable, tuple[CompiledGrammar, int]] = OrderedDict()
         self._characters = 0
         self._compiling: dict[Hashable, asyncio.Future[CompiledGrammar]] = {}
@@ -141,6 +142,17 @@ class Grammars:
         self._num_threads += 1
 
         def finish(compiled: CompiledGrammar | None, error: BaseException | None) -> None:
+            if compiled is None or self._elsewhere is None:
+                end(compiled, error)
+                return
+            try:
+                taken = self._elsewhere.take_grammar(compiled)
+            except AsyncLLMError as closed:
+                end(None, closed)
+            else:
+                taken.add_done_callback(lambda taken: end(compiled, taken.exception()))
+
+        def end(compiled: CompiledGrammar | None, error: BaseException | None) -> None:
             self._num_threads -= 1
             del self._compiling[key]
             if error is not None:

@@ -234,9 +234,9 @@ class AnswerGrammar:
         self._compiled = compiled
         self._start = start
 
-    def told(self) -> tuple[GrammarText | None, GrammarStart]:
-        """Return what another process makes the same of."""
-        return None if self._compiled is None else self._compiled.text, self._start
+    def told(self) -> tuple[int | None, GrammarStart]:
+        """Return what a process that has the grammar makes the same of: its number, and where it begins."""
+        return None if self._compiled is None else self._compiled.text.number, self._start
 
     def start(self, answer: Sequence[int]) -> GrammarProgress:
         """Return an answer's way through the grammar, behind the tokens that it has already."""
@@ -260,6 +260,8 @@ class GrammarProgress:
         self._begins = start.begins
         self._left = start.budget
         """Tokens of reasoning that may still come."""
+        self._run: list[int] = []
+        """Tokens that are known to come next, the first one last: a run is found once, and its masks are plain."""
         self._slow = 0
         self.error: str | None = None
         """Why the answer cannot go on."""
@@ -284,6 +286,8 @@ class GrammarProgress:
             self._match(token)
 
     def _match(self, token: int) -> None:
+        if self._run and self._run.pop() != token:
+            self._run.clear()
         if self._matcher is not None and not self.ended and not self._matcher.consume_token(token):
             self.error = self._matcher.get_error() or "the token is not allowed"
 
@@ -292,8 +296,9 @@ class GrammarProgress:
         # In front of reasoning that may begin, and in it, there is a choice.
         if self._matcher is None or self._free or self._opens is not None or self.ended or self.error is not None:
             return []
-        tokens: list[int] = self._matcher.compute_ff_tokens()
-        return tokens
+        if not self._run:
+            self._run = self._matcher.compute_ff_tokens()[::-1]
+        return self._run[::-1]
 
     def fill(self, words: NDArray[np.int32]) -> None:
         """Write the bits of the tokens that may come next; none where the answer cannot go on, which every rank then
@@ -305,8 +310,10 @@ class GrammarProgress:
     def _fill(self, words: NDArray[np.int32]) -> None:
         if self._free and self._left is not None and self._left <= 0:
             assert self._closes is not None
-            words[:] = 0
-            words.view(np.uint32)[self._closes // 32] = np.uint32(1 << self._closes % 32)
+            _allow_alone(words, self._closes)
+            return
+        if self._run:
+            _allow_alone(words, self._run[-1])
             return
         if self._matcher is None:
             words[:] = -1
@@ -326,3 +333,8 @@ class GrammarProgress:
             self.error = "its tokens take too long to tell apart"
         if self._opens is not None:
             words.view(np.uint32)[self._opens // 32] |= np.uint32(1 << self._opens % 32)
+
+
+def _allow_alone(words: NDArray[np.int32], token: int) -> None:
+    words[:] = 0
+    words.view(np.uint32)[token // 32] = np.uint32(1 << token % 32)

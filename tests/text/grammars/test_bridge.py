@@ -344,3 +344,34 @@ def test_a_class_stands_for_its_schema(compiler: GrammarCompiler) -> None:
         assert not takes(compiler, spec, '{"x": "3"}')
     with pytest.raises(InvalidParameter, match="int"):
         as_response_format(int)
+
+
+def test_a_run_is_found_once_and_its_masks_are_the_grammars(compiler: GrammarCompiler) -> None:
+    """Tokens of a run are looked up, and what is drawn there is what llguidance itself allows."""
+    form = {
+        "type": "object",
+        "properties": {"reference": {"const": "as told by the station"}, "sky": {"enum": ["clear blue", "clear grey"]}},
+        "required": ["reference", "sky"],
+        "additionalProperties": False,
+    }
+    grammar = AnswerGrammar(compiler.compile(schema_spec(form), spaced=False), GrammarStart())
+    hurried, plain = grammar.start(()), grammar.start(())
+    known, asked = np.zeros((2, -(-VOCAB // 32)), np.int32)
+    in_runs = 0
+    for seed in range(200):
+        run = hurried.forced()
+        hurried.fill(known)
+        plain.fill(asked)
+        assert known.tolist() == asked.tolist()
+        allowed = np.flatnonzero(np.unpackbits(known.view(np.uint8), bitorder="little"))
+        if len(run) > 1:
+            assert allowed.tolist() == run[:1]
+            in_runs += 1
+        token = int(np.random.default_rng(seed).choice(allowed))
+        hurried.consume(token)
+        plain.consume(token)
+        assert hurried.forced()[: max(len(run) - 1, 0)] == run[1:]
+        if hurried.ended:
+            break
+    assert hurried.ended
+    assert in_runs > 10
