@@ -94,11 +94,11 @@ from asyncllm.server.openai.responses import (
     ScoreResponse,
 )
 from asyncllm.server.openai.scores import classify, pooling, rerank, score
-from asyncllm.server.responses.create import (
+from asyncllm.server.responses.create import ResponseObject, create_response
+from asyncllm.server.responses.kept import (
     DeletedResponse,
     InputItems,
-    ResponseObject,
-    create_response,
+    cancel_response,
     delete_response,
     list_input_items,
     show_response,
@@ -226,6 +226,8 @@ ROUTES: tuple[Route, ...] = (
         handler=show_response,
         auth=Auth.KEY,
         work=False,
+        query={"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
+        streams=True,
         answer=ResponseObject,
     ),
     Route(
@@ -235,6 +237,14 @@ ROUTES: tuple[Route, ...] = (
         auth=Auth.KEY,
         work=False,
         answer=DeletedResponse,
+    ),
+    Route(
+        method="POST",
+        path="/v1/responses/{response_id}/cancel",
+        handler=cancel_response,
+        auth=Auth.KEY,
+        work=False,
+        answer=ResponseObject,
     ),
     Route(
         method="GET",

@@ -18,6 +18,7 @@ from asyncllm.server.http.errors import ApiError, retry_after
 from asyncllm.server.http.routing import Route
 from asyncllm.server.lmdeploy.sessions import KeptSessions
 from asyncllm.server.observe.metrics import Instruments
+from asyncllm.server.responses.background import BackgroundResponses
 from asyncllm.server.responses.store import KeptResponses
 from asyncllm.server.supervisor import Supervisor
 
@@ -52,6 +53,7 @@ class Service:
         self.instruments = None if config.disable_metrics else Instruments(self.supervisor)
         self.sessions = KeptSessions(self.supervisor, config)
         self.responses = KeptResponses(config.session_ttl)
+        self.background = BackgroundResponses()
         self.phase = Phase.SERVING
         self.request_gate = RequestGate()
         """For requests in work."""
@@ -102,6 +104,12 @@ class Service:
                 code="too_many_requests",
                 headers=retry_after(1),
             )
+        with self.more_work():
+            yield
+
+    @contextmanager
+    def more_work(self) -> Iterator[None]:
+        """Count what goes on of a request that is in work as such during the block."""
         self._in_work += 1
         self.idle.clear()
         try:

@@ -27,7 +27,7 @@ from asyncllm.server.request.decode import PROMPT_FIELD
 from asyncllm.server.service import Service
 from asyncllm.types import Chunk
 
-__all__ = ["DONE", "NDJSON", "SSE", "Events", "Framing", "event", "stream"]
+__all__ = ["DONE", "HEADERS", "NDJSON", "SSE", "Events", "Framing", "event", "stream"]
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"

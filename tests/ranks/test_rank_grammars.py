@@ -113,8 +113,7 @@ async def test_a_rank_compiles_beside_its_steps_and_forgets_when_told(
 
     monkeypatch.setattr(GrammarCompiler, "compile", slowly)
     taken = [
-        grammars.take(GrammarText(number, GrammarSpec("regex", f"a{{{number + 1}}}", "regex"), False))
-        for number in range(2)
+        grammars.take(GrammarText(number, GrammarSpec("regex", f"a{{{number + 1}}}"), False)) for number in range(2)
     ]
     grammars.forget([1])
     assert not any(future.done() for future in taken)

@@ -235,20 +235,20 @@ def _operation(route: Route, name: str, service: Service) -> Schema:
         "tags": [GROUPS.get(route.path.split("/")[1], "More routes")],
         "responses": _responses(route, service),
     }
-    if parameters := PATH_PARAMETER.findall(route.path):
-        operation["parameters"] = [
-            {
-                "name": each,
-                "in": "path",
-                "required": True,
-                "schema": {"enum": [service.engine.model_name]} if each == "id" else {"type": "string"},
-            }
-            for each in parameters
-        ]
-    if route.query:
-        operation["parameters"] = [
-            {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in route.query.items()
-        ]
+    parameters: list[Schema] = [
+        {
+            "name": each,
+            "in": "path",
+            "required": True,
+            "schema": {"enum": [service.engine.model_name]} if each == "id" else {"type": "string"},
+        }
+        for each in PATH_PARAMETER.findall(route.path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in route.query.items()
+    ]
+    if parameters:
+        operation["parameters"] = parameters
     if route.body is not None:
         operation["requestBody"] = {
             "required": True,

@@ -1,4 +1,4 @@
-"""POST /v1/responses, and GET, DELETE and GET input_items of what is kept.
+"""POST /v1/responses: what is asked for, and the response that chunks make.
 
 Documented at https://platform.openai.com/docs/api-reference/responses.
 """
@@ -14,15 +14,19 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from asyncllm.engine.requests.generation import Generation
 from asyncllm.server.http.access import KEY
 from asyncllm.server.http.errors import ApiError
-from asyncllm.server.http.responses import built_response, encode, json_response
+from asyncllm.server.http.responses import built_response, encode
 from asyncllm.server.openai.answers import chat_logprobs, size_of
 from asyncllm.server.openai.responses import TokenLogprob
 from asyncllm.server.request.arguments import image_options, request_options, sampled_config, thinking_options
 from asyncllm.server.request.decode import read_request
 from asyncllm.server.request.media import with_images
+from asyncllm.server.responses.background import BackgroundResponse
+from asyncllm.server.responses.event_log import EventLog
 from asyncllm.server.responses.items import messages_of
+from asyncllm.server.responses.kept import follow
 from asyncllm.server.responses.output import Event, OutputItems
 from asyncllm.server.responses.requests import ResponsesRequest, check_included, format_of, logprobs_of, tools_of
 from asyncllm.server.responses.store import Kept
@@ -30,21 +34,17 @@ from asyncllm.server.service import Service, service_of
 from asyncllm.server.sse import SSE, stream
 from asyncllm.types import Chunk, Logprobs, Message
 
-__all__ = [
-    "DeletedResponse",
-    "InputItems",
-    "ResponseObject",
-    "create_response",
-    "delete_response",
-    "list_input_items",
-    "show_response",
-]
+__all__ = ["ResponseObject", "create_response"]
 
 FRAMING = replace(SSE, done=b"")
 """The last event is the response itself."""
 
 ENDS = {"length": "incomplete", "abort": "cancelled", "error": "failed"}
 """Statuses by the reason of the end, where that is none of a complete answer."""
+
+
+GOES_ON = ("completed", "incomplete")
+"""Statuses of responses that a next one may go on from."""
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
@@ -77,32 +77,26 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     user: str | None = None
 
 
-class InputItems(msgspec.Struct, kw_only=True):
-    """The items that a request brought."""
-
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    object: str = "list"
-    has_more: bool = False
-
-
-class DeletedResponse(msgspec.Struct, kw_only=True):
-    """What was deleted."""
-
-    id: str
-    object: str = "response"
-    deleted: bool = True
-
-
 async def create_response(request: web.Request) -> web.StreamResponse:
     """Answer as OpenAI's Responses API does."""
     service = service_of(request)
     body = await read_request(request, ResponsesRequest)
     check_included(body)
+    if body.background:
+        if body.store is False:
+            raise ApiError(
+                400,
+                "A background response is kept until it is asked for. Leave store out, or background.",
+                code="invalid_value",
+                param="background",
+            )
+        service.background.check_room()
     before: list[Message] = []
     if body.previous_response_id is not None:
-        before = service.responses.get(request[KEY], body.previous_response_id, "previous_response_id").messages
+        service.background.check_over(request[KEY], body.previous_response_id, "previous_response_id")
+        before = _messages_of_kept(
+            service.responses.get(request[KEY], body.previous_response_id, "previous_response_id")
+        )
     body.input = service.responses.resolved(request[KEY], body.input)
     said = await with_images(request, messages_of(body.input))
     front: list[Message] = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
@@ -129,6 +123,8 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     await generation.start()
     answer = _Answer(request[KEY], service, body, [*before, *said])
     answer.object.temperature, answer.object.top_p = config.temperature, config.top_p
+    if body.background:
+        return await _begin_in_background(request, answer, generation)
     if body.stream:
         return await stream(request, service, [generation], answer, FRAMING, answer.failed)
     try:
@@ -140,24 +136,31 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     return await built_response(service.engine, lambda: answer.object, answer.num_tokens)
 
 
-async def show_response(request: web.Request) -> web.StreamResponse:
-    """Return a response that is kept."""
-    kept = service_of(request).responses.get(request[KEY], request.match_info["response_id"])
-    return web.Response(body=encode(kept.body), content_type="application/json")
+async def _begin_in_background(request: web.Request, answer: _Answer, generation: Generation) -> web.StreamResponse:
+    """Compute a response that is queued in the engine, and answer with its beginning or its events."""
+    service, log = service_of(request), answer.log
+    try:
+        job = BackgroundResponse(answer, log, answer.input_items)
+        service.background.begin(request[KEY], job, generation, service.more_work())
+    except BaseException:
+        generation.cancel()
+        raise
+    if log is not None:
+        return await follow(request, log, 0)
+    return web.Response(body=encode(job.body), content_type="application/json")
 
 
-async def delete_response(request: web.Request) -> web.StreamResponse:
-    """Forget a response."""
-    response_id = request.match_info["response_id"]
-    service_of(request).responses.delete(request[KEY], response_id)
-    return json_response(DeletedResponse(id=response_id))
-
-
-async def list_input_items(request: web.Request) -> web.StreamResponse:
-    """List what a kept response answered, newest first, without what came before it."""
-    items = service_of(request).responses.get(request[KEY], request.match_info["response_id"]).input_items[::-1]
-    ids = [item["id"] for item in items]
-    return json_response(InputItems(data=items, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None))
+def _messages_of_kept(kept: Kept) -> list[Message]:
+    """Return the conversation that a response ends. Raises ApiError 400 where it was cancelled or failed."""
+    if kept.body["status"] not in GOES_ON:
+        raise ApiError(
+            400,
+            f"The response has the status {kept.body['status']!r}, and no conversation goes on from it. Go on from the "
+            f"one before.",
+            code="response_not_completed",
+            param="previous_response_id",
+        )
+    return kept.messages
 
 
 def _with_ids(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -179,12 +182,16 @@ class _Answer:
         self._number = 0
         """Of the next event."""
         self._finish_reason: str | None = None
+        self.input_items = _with_ids(body.input)
+        self.log = EventLog() if body.background and body.stream else None
+        """Of one that is streamed in the background."""
         self.num_tokens = 0
         """Of the answer."""
         self.object = ResponseObject(
             id=f"resp_{uuid.uuid4().hex}",
             created_at=int(time.time()),
-            status="in_progress",
+            status="queued" if body.background else "in_progress",
+            background=bool(body.background),
             model=body.model or service.engine.model_name,
             output=self._output.items,
             instructions=body.instructions,
@@ -227,16 +234,58 @@ class _Answer:
             self.object.incomplete_details = {"reason": "max_output_tokens"}
         else:
             self.object.completed_at = int(time.time())
-        if self.object.store and status in ("completed", "incomplete"):
+        if self.object.store and (status in GOES_ON or self.object.background):
             self._keep()
         return [*events, (f"response.{'completed' if status == 'cancelled' else status}", {"response": self.object})]
 
     def _keep(self) -> None:
-        messages = [*self._messages, *messages_of(self._output.items)]
-        items = _with_ids(self._body.input)
-        body = msgspec.to_builtins(self.object)
-        size = len(encode(messages)) + len(encode(items)) + len(encode(body))
-        self._service.responses.put(self._key, Kept(body, items, messages, size))
+        # A response that was cancelled or failed is kept to be looked at, and ends no conversation.
+        answered = self.object.status in GOES_ON
+        messages = [*self._messages, *messages_of(self._output.items)] if answered else []
+        body = self.body()
+        size = len(encode(messages)) + len(encode(self.input_items)) + len(encode(body))
+        if self.log is not None:
+            size += self.log.size
+        self._service.responses.put(self._key, Kept(body, self.input_items, messages, size, self.log))
+
+    def body(self) -> dict[str, Any]:
+        """Return the response as it stands."""
+        shown = _begun_only(self.object) if self.object.status in ("queued", "in_progress") else self.object
+        body: dict[str, Any] = msgspec.to_builtins(shown)
+        return body
+
+    def began(self) -> list[bytes]:
+        """Return the events of a response that waits for its turn."""
+        return self._numbered([(f"response.{name}", {"response": self.body()}) for name in ("created", "queued")])
+
+    def _in_progress(self) -> list[bytes]:
+        if self.object.status != "queued":
+            return []
+        self.object.status = "in_progress"
+        return self._numbered([("response.in_progress", {"response": self.body()})])
+
+    def took(self, chunk: Chunk) -> list[bytes]:
+        """Return the events of a chunk."""
+        return [*self._in_progress(), *self._numbered(self.take(chunk))]
+
+    def ended(self) -> list[bytes]:
+        """Return the last events, and keep the response."""
+        return [*self._in_progress(), *self._numbered(self.end())]
+
+    def cancelled(self) -> list[bytes]:
+        """End what was cancelled, and keep it."""
+        return self._broken("cancelled", "response.cancelled")
+
+    def broke(self, error: ApiError) -> list[bytes]:
+        """End what failed, and keep it."""
+        self.object.error = {"code": error.code or "server_error", "message": error.message}
+        return self._broken("failed", "response.failed")
+
+    def _broken(self, status: str, event: str) -> list[bytes]:
+        list(self._output.end(complete=False))
+        self.object.status = status
+        self._keep()
+        return self._numbered([(event, {"response": self.object})])
 
     def chunk(self, chunk: Chunk) -> bytes:
         """Return the events of one chunk."""
@@ -263,14 +312,18 @@ class _Answer:
         return self._written(begin)
 
     def _written(self, events: Iterable[Event]) -> bytes:
-        written = b""
+        return b"".join(self._numbered(events))
+
+    def _numbered(self, events: Iterable[Event]) -> list[bytes]:
+        written = []
         for kind, fields in events:
             data = encode({"type": kind, "sequence_number": self._number, **fields})
-            written += b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+            written.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
             self._number += 1
         return written
 
 
 def _begun_only(response: ResponseObject) -> ResponseObject:
-    """Return a response that has only begun."""
-    return msgspec.structs.replace(response, status="in_progress", output=[], error=None, usage=None)
+    """Return a response that has only begun, or waits for its turn."""
+    status = "queued" if response.status == "queued" else "in_progress"
+    return msgspec.structs.replace(response, status=status, output=[], error=None, usage=None)

@@ -66,6 +66,9 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     """Sent back."""
     store: bool | None = None
     """false: the response cannot be asked for again, nor gone on from."""
+    background: bool | None = None
+    """true: the answer comes at once, with the status queued, and the response is computed and kept. Ask for it until
+    its status is another than queued and in_progress."""
     previous_response_id: Annotated[str, Meta(max_length=128)] | None = None
     """The conversation that goes on, without its instructions."""
     stream: bool | None = None

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from asyncllm.server.http.errors import ApiError
+from asyncllm.server.responses.event_log import EventLog
 from asyncllm.types import Message
 
 __all__ = ["Kept", "KeptResponses"]
@@ -32,6 +33,8 @@ class Kept(NamedTuple):
     """The conversation with its answer, without instructions."""
     size: int
     """Bytes of all that, about."""
+    events: EventLog | None = None
+    """Of a response that was streamed in the background."""
 
     @property
     def items(self) -> list[dict[str, Any]]:

@@ -227,7 +227,7 @@ async def test_items_of_kept_responses_may_be_referred_to() -> None:
 
 
 REFUSED: list[tuple[Any, str]] = [
-    ({"background": True}, "background"),
+    ({"background": True, "store": False}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"truncation": "auto"}, "truncation"),
     ({"include": ["file_search_call.results"]}, "include"),

@@ -1,0 +1,85 @@
+"""EventLog: the events of a response that is streamed in the background.
+
+A client whose connection broke goes on behind the last event that it has seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+
+from asyncllm.server.http.errors import ApiError
+
+__all__ = ["EventLog"]
+
+MAX_BYTES = 4 * 2**20
+"""Of the events of one response."""
+
+
+class EventLog:
+    """The events of one response, by their numbers from 0; of a very long one the latest."""
+
+    def __init__(self) -> None:
+        self._events: deque[bytes] = deque()
+        self._first = 0
+        """The number of the oldest event that is still there."""
+        self._size = 0
+        self._readers: set[asyncio.Event] = set()
+        self.ended = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of all events that are there."""
+        return self._size
+
+    def add(self, events: Iterable[bytes]) -> None:
+        """Add events, and wake who waits for them."""
+        for event in events:
+            self._events.append(event)
+            self._size += len(event)
+        while self._size > MAX_BYTES:
+            self._size -= len(self._events.popleft())
+            self._first += 1
+        self._wake()
+
+    def end(self) -> None:
+        self.ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        for reader in self._readers:
+            reader.set()
+
+    def check(self, number: int) -> None:
+        """Raise ApiError 400 unless the event of this number is there, or still to come."""
+        if number < self._first:
+            raise ApiError(
+                400,
+                f"The events before number {self._first} are not kept any more. Ask for the response without stream.",
+                code="invalid_value",
+                param="starting_after",
+            )
+
+    async def read(self, number: int, patience: float) -> AsyncIterator[bytes]:
+        """Yield the events from this number on, some at a time, up to the last; nothing where none comes for
+        `patience` seconds. Raises ApiError as `check` does, when the reader is too slow."""
+        changed = asyncio.Event()
+        self._readers.add(changed)
+        try:
+            while True:
+                changed.clear()
+                self.check(number)
+                found = [self._events[place] for place in range(number - self._first, len(self._events))]
+                if found:
+                    number += len(found)
+                    yield b"".join(found)
+                    continue
+                if self.ended:
+                    return
+                try:
+                    await asyncio.wait_for(changed.wait(), patience)
+                except TimeoutError:
+                    yield b""
+        finally:
+            self._readers.discard(changed)

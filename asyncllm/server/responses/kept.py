@@ -1,0 +1,138 @@
+"""GET, DELETE, cancel and GET input_items of responses that are kept or computed in the background.
+
+Documented at https://platform.openai.com/docs/api-reference/responses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from asyncllm.server.http.access import KEY
+from asyncllm.server.http.errors import ApiError
+from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, Connection, begin, encode, json_response
+from asyncllm.server.responses.background import BackgroundResponse
+from asyncllm.server.responses.event_log import EventLog
+from asyncllm.server.service import service_of
+from asyncllm.server.sse import HEADERS, SSE
+
+__all__ = [
+    "DeletedResponse",
+    "InputItems",
+    "cancel_response",
+    "delete_response",
+    "follow",
+    "list_input_items",
+    "show_response",
+]
+
+
+class InputItems(msgspec.Struct, kw_only=True):
+    """The items that a request brought."""
+
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    object: str = "list"
+    has_more: bool = False
+
+
+class DeletedResponse(msgspec.Struct, kw_only=True):
+    """What was deleted."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+async def follow(request: web.Request, log: EventLog, number: int) -> web.StreamResponse:
+    """Answer with the events of a response from this number on. A client that leaves ends nothing."""
+    config = service_of(request).config
+    log.check(number)
+    response = web.StreamResponse(headers={"Content-Type": SSE.content_type, **HEADERS})
+    connection = Connection(request, response, config.write_timeout)
+    try:
+        await begin(request, response)
+        async for events in log.read(number, config.ping_interval):
+            await connection.write(events or SSE.ping)
+    except ConnectionError:
+        request[OUTCOME] = CLIENT_LEFT
+        response.force_close()
+    except ApiError:
+        # The client is too slow, and can ask for the response itself.
+        response.force_close()
+    return response
+
+
+async def show_response(request: web.Request) -> web.StreamResponse:
+    """Return a response that is kept or being computed, or its events behind the one numbered `starting_after`."""
+    service, response_id = service_of(request), request.match_info["response_id"]
+    found = service.background.find(request[KEY], response_id) or service.responses.get(request[KEY], response_id)
+    streamed, after = _asked_events(request)
+    if not streamed:
+        return web.Response(body=encode(found.body), content_type="application/json")
+    log = found.log if isinstance(found, BackgroundResponse) else found.events
+    if log is None:
+        raise ApiError(
+            400,
+            "The response has no events: they are kept where background and stream were both true. Ask for it without "
+            "stream.",
+            code="invalid_value",
+            param="stream",
+        )
+    return await follow(request, log, after + 1)
+
+
+def _asked_events(request: web.Request) -> tuple[bool, int]:
+    """Return whether events are asked for, and the number of the last that is known; -1: none. Raises ApiError."""
+    stream, after = request.query.get("stream", "false"), request.query.get("starting_after")
+    if stream not in ("true", "false"):
+        raise ApiError(400, "stream is true or false.", code="invalid_value", param="stream")
+    if after is None:
+        return stream == "true", -1
+    if stream == "false" or not (after.isascii() and after.isdigit() and len(after) < 16):
+        raise ApiError(
+            400,
+            "starting_after is the sequence_number of an event, beside stream=true.",
+            code="invalid_value",
+            param="starting_after",
+        )
+    return True, int(after)
+
+
+async def cancel_response(request: web.Request) -> web.StreamResponse:
+    """End a background response, and return it as it stands then; one that is over stays as it is."""
+    service, response_id = service_of(request), request.match_info["response_id"]
+    job = service.background.find(request[KEY], response_id)
+    if job is not None:
+        await job.cancel()
+        return web.Response(body=encode(job.body), content_type="application/json")
+    kept = service.responses.get(request[KEY], response_id)
+    if not kept.body["background"]:
+        raise ApiError(
+            400,
+            "Only background responses can be cancelled. To end another one, close its connection.",
+            code="invalid_value",
+        )
+    return web.Response(body=encode(kept.body), content_type="application/json")
+
+
+async def delete_response(request: web.Request) -> web.StreamResponse:
+    """Forget a response; one that is being computed ends."""
+    service, response_id = service_of(request), request.match_info["response_id"]
+    job = service.background.find(request[KEY], response_id)
+    if job is not None:
+        await job.cancel()
+    service.responses.delete(request[KEY], response_id)
+    return json_response(DeletedResponse(id=response_id))
+
+
+async def list_input_items(request: web.Request) -> web.StreamResponse:
+    """List what a kept response answered, newest first, without what came before it."""
+    service, response_id = service_of(request), request.match_info["response_id"]
+    found = service.background.find(request[KEY], response_id) or service.responses.get(request[KEY], response_id)
+    items = found.input_items[::-1]
+    ids = [item["id"] for item in items]
+    return json_response(InputItems(data=items, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None))
