@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -19,6 +20,13 @@ MAX_GRAMMAR = 16 * 1024
 MAX_REGEX = 4096
 """Bounds of what a grammar is made from. Beyond them compiling or using it takes seconds."""
 
+MAX_WHITE_SPACE = 100
+WHITE_SPACE = re.compile(
+    rf"(?=.{{0,{MAX_WHITE_SPACE}}}\Z)(?:[ \n\t\r()|?*+]|\\[ntrs]|\[(?:[ \n\t\r]|\\[ntr])+\]|\{{\d+(?:,\d*)?\}})*",
+    re.DOTALL,
+)
+"""What JSON allows between its tokens, and how an expression writes it."""
+
 
 class GrammarSpec(msgspec.Struct, frozen=True):
     """What an answer is held to."""
@@ -27,6 +35,8 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     source: str
     """JSON text of a schema or of a list of choices; else the pattern or grammar itself. Of calls it is Lark, whose
     rule `answer` is what they are held to."""
+    white_space: str | None = None
+    """Of a schema: the expression of what may stand between JSON's tokens, if it is not the usual one."""
 
     @property
     def field(self) -> str:
@@ -69,11 +79,11 @@ def grammar_of(value: Mapping[str, Any] | None) -> GrammarSpec | None:
             return None
         case "json_object":
             schema = value.get("schema")
-            return _schema({"type": "object"} if schema is None else schema)
+            return _schema({"type": "object"} if schema is None else schema, value)
         case "json_schema":
             inner = value.get("json_schema", value)
             inner = inner if isinstance(inner, Mapping) else {}
-            return _schema(inner.get("schema", inner.get("json_schema")))
+            return _schema(inner.get("schema", inner.get("json_schema")), value)
         case "regex_schema":
             return GrammarSpec("regex", _text(value.get("regex_schema"), MAX_REGEX))
         case "regex":
@@ -111,6 +121,18 @@ def _choice(value: object) -> GrammarSpec:
     return GrammarSpec("choice", json.dumps(value))
 
 
-def _schema(schema: object) -> GrammarSpec:
+def _schema(schema: object, asked: Mapping[str, Any]) -> GrammarSpec:
     text = json.dumps(checked_schema(schema, FIELD), ensure_ascii=False)
-    return GrammarSpec("json_schema", text)
+    return GrammarSpec("json_schema", text, _white_space(asked.get("whitespace_pattern")))
+
+
+def _white_space(pattern: object) -> str | None:
+    if pattern is None:
+        return None
+    if not isinstance(pattern, str) or not WHITE_SPACE.fullmatch(pattern):
+        raise InvalidParameter(
+            "The whitespace_pattern is an expression of blanks, tabs and line ends alone, as in '[ ]?', of up to "
+            f"{MAX_WHITE_SPACE} characters; empty: there is no white space. Correct it.",
+            FIELD,
+        )
+    return pattern.replace(r"\s", r"[ \t\n\r]")

@@ -8,9 +8,10 @@ import os
 import threading
 import time
 import urllib.request
-from typing import Any
+from typing import Any, Literal
 
 import openai
+from pydantic import BaseModel
 
 URL, KEY = os.environ["ASYNCLLM_TEST_URL"], os.environ["ASYNCLLM_TEST_KEY"]
 MODEL = "tiny-chat"
@@ -99,6 +100,89 @@ def blocking() -> None:
         did("retries")
 
 
+class Sum(BaseModel):
+    left: int
+    right: int
+    note: Literal["odd", "even"]
+
+
+WEATHER: dict[str, Any] = {
+    "name": "weather",
+    "description": "The weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+ASKED: list[Any] = [{"role": "user", "content": "Weather in Bern?"}]
+
+
+def structured_and_tools() -> None:
+    with openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0) as client:
+        parsed = client.chat.completions.parse(model=MODEL, messages=QUESTION, response_format=Sum)
+        assert isinstance(parsed.choices[0].message.parsed, Sum)
+        with client.chat.completions.stream(model=MODEL, messages=QUESTION, response_format=Sum) as stream:
+            kinds = [event.type for event in stream]
+            assert isinstance(stream.get_final_completion().choices[0].message.parsed, Sum)
+        assert {"content.delta", "content.done"} <= set(kinds)
+        did("parse and its stream")
+        tools: list[Any] = [{"type": "function", "function": WEATHER}]
+        with client.chat.completions.stream(
+            model=MODEL, messages=ASKED, tools=tools, tool_choice="required", temperature=0
+        ) as stream:
+            done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+            message = stream.get_final_completion().choices[0].message
+        assert [event.name for event in done] == ["weather"]
+        (call,) = message.tool_calls
+        assert call.function.parsed_arguments["city"]
+        result = {"role": "tool", "tool_call_id": call.id, "content": '{"sky": "rain"}'}
+        told = [*ASKED, message.model_dump(exclude={"parsed"}, exclude_none=True), result]
+        again = client.chat.completions.create(model=MODEL, messages=told, tools=tools, tool_choice="none")
+        assert again.choices[0].message.content
+        did("tools in the stream helper")
+
+
+def responses() -> None:
+    with openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0) as client:
+        parsed = client.responses.parse(model=MODEL, input="What is 17 + 25?", text_format=Sum)
+        assert isinstance(parsed.output_parsed, Sum)
+        with client.responses.stream(model=MODEL, input="What is 17 + 25?", temperature=0) as stream:
+            text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+            final = stream.get_final_response()
+        assert text == final.output_text
+        assert "42" in text
+        tools: list[Any] = [{"type": "function", **WEATHER}]
+        called = client.responses.create(model=MODEL, input="Weather in Bern?", tools=tools, tool_choice="required")
+        (call,) = called.output
+        result: list[Any] = [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"}]
+        after = client.responses.create(
+            model=MODEL, input=result, previous_response_id=called.id, tools=tools, tool_choice="none"
+        )
+        assert after.output_text
+        assert client.responses.retrieve(after.id).output_text == after.output_text
+        client.responses.delete(after.id)
+        raises(openai.NotFoundError, client.responses.retrieve, response_id=after.id)
+        did("responses: parse, stream, tools, kept")
+        begun = client.responses.create(model=MODEL, input="What is 17 + 25?", temperature=0, background=True)
+        deadline = time.monotonic() + 20
+        while begun.status in ("queued", "in_progress"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+            begun = client.responses.retrieve(begun.id)
+        assert "42" in begun.output_text
+        events = client.responses.create(model=MODEL, input="What is 17 + 25?", background=True, stream=True)
+        first = next(iter(events))
+        events.close()
+        rest = list(client.responses.retrieve(first.response.id, stream=True, starting_after=first.sequence_number))
+        assert [event.sequence_number for event in rest] == list(range(1, len(rest) + 1))
+        assert rest[-1].type == "response.completed"
+        assert client.responses.cancel(first.response.id).status == "completed"
+        did("background responses")
+
+
 async def not_blocking() -> None:
     async with openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=5) as client:
         create = client.chat.completions.create
@@ -119,4 +203,6 @@ async def not_blocking() -> None:
 
 
 blocking()
+structured_and_tools()
+responses()
 asyncio.run(not_blocking())

@@ -102,7 +102,7 @@ def tokenizer() -> Tokenizer:
 async def test_a_rank_compiles_beside_its_steps_and_forgets_when_told(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size = max(tokenizer.eos_token_ids) + 1
+    size = tokenizer.vocab_size
     grammars = RankGrammars()
     await grammars.open(FOLDER, size, tuple(tokenizer.eos_token_ids))
     compiled, go_on = GrammarCompiler.compile, threading.Event()

@@ -70,6 +70,8 @@ class OpenAIFields(SamplingFields, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    """What may stand between JSON's tokens: an expression of blanks, tabs and line ends."""
     json_schema: dict[str, Any] | str | None = None
     """SGLang's and llama.cpp's: a JSON schema."""
     regex: str | None = None

@@ -105,7 +105,7 @@ NEUTRAL: Mapping[str, Neutral] = {
     "guided_grammar": Neutral("vLLM", (), _GRAMMAR),
     "guided_json": Neutral("vLLM", (), _GRAMMAR),
     "guided_regex": Neutral("vLLM", (), _GRAMMAR),
-    "guided_whitespace_pattern": Neutral("vLLM", (), _FIXED),
+    "guided_whitespace_pattern": Neutral("vLLM", (), _GRAMMAR),
     "include_reasoning": Neutral("vLLM", (True,), _REASONING),
     "kv_transfer_params": Neutral("vLLM", (), _DISAGGREGATION),
     "length_penalty": Neutral("vLLM", (1.0,), _BEAMS),

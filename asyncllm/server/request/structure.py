@@ -19,6 +19,15 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    whitespace_pattern: str | None = None
+    """What may stand between JSON's tokens."""
+    disable_any_whitespace: bool | None = None
+    """true: nothing."""
+    disable_fallback: bool | None = None
+    """Changes nothing: there is one back end."""
+    disable_additional_properties: bool | None = None
+    """Changes nothing: an object that names its properties has no others, unless the schema says so."""
+    structural_tag: None = None
 
 
 class Structured(Protocol):
@@ -30,6 +39,7 @@ class Structured(Protocol):
     guided_regex: str | None
     guided_choice: list[str] | None
     guided_grammar: str | None
+    guided_whitespace_pattern: str | None
     json_schema: dict[str, Any] | str | None
     regex: str | None
     ebnf: str | None
@@ -60,14 +70,35 @@ def response_format_of(body: Structured) -> dict[str, Any] | None:
     ]
     if inner.json_object:
         found.append(("structured_outputs", {"type": "json_object"}))
+    white_space, asked_by = _white_space(body, inner)
     if body.response_format is not None and body.response_format.get("type") != "text":
         found.append(("response_format", body.response_format))
     if len(found) > 1:
-        names = " and ".join(name for name, _ in found)
+        names = " and ".join(f"{name} ({asked['type']})" for name, asked in found)
         raise ApiError(
             400, f"The answer cannot be held to {names} at once. Send one.", code="invalid_value", param=found[1][0]
         )
-    return found[0][1] if found else None
+    asked = found[0][1] if found else None
+    if white_space is None:
+        return asked
+    if asked is None or asked.get("type") not in ("json_schema", "json_object"):
+        raise ApiError(
+            400,
+            f"{asked_by} is about the white space between JSON's tokens, and the answer is held to no schema. Send "
+            f"one, or leave white space out.",
+            code="invalid_value",
+            param=asked_by,
+        )
+    return {"whitespace_pattern": white_space, **asked}
+
+
+def _white_space(body: Structured, inner: StructuredOutputs) -> tuple[str | None, str]:
+    """Return what may stand between JSON's tokens, if it is said, and where that is said."""
+    if inner.disable_any_whitespace:
+        return "", "structured_outputs"
+    if inner.whitespace_pattern is not None:
+        return inner.whitespace_pattern, "structured_outputs"
+    return body.guided_whitespace_pattern, "guided_whitespace_pattern"
 
 
 def _wrapped(schema: dict[str, Any] | str | None) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from asyncllm.config.response_format import GrammarSpec
 from asyncllm.errors import InvalidParameter
-from asyncllm.text.grammars.lark import escaped
+from asyncllm.text.grammars.lark import ESCAPES, WHITE_SPACE, escaped
 from asyncllm.text.token_table import LeadingSpace
 from asyncllm.text.tokenizer import Tokenizer
 
@@ -33,12 +33,6 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 25_000,
     "verbose_errors": False,
 }
-
-WHITE_SPACE: Any = {
-    "whitespace_pattern": r"( |\n[ \t]{0,40})",
-    "json_allow_general_unicode_escapes": True,
-}
-"""Between JSON's tokens one blank, or a line end with an indent: unbounded white space is what models get lost in."""
 
 SLOW_MASK = 0.05
 """Seconds of processor time. A grammar whose first masks take longer is refused, as each would hold up other rows."""
@@ -123,10 +117,12 @@ class GrammarCompiler:
         match spec.kind:
             case "json_schema":
                 schema = json.loads(spec.source)
+                white_space = WHITE_SPACE if spec.white_space is None else spec.white_space
+                options: Any = {"whitespace_pattern": white_space, **ESCAPES}
                 if spaced:
-                    whole = json.dumps({**schema, "x-guidance": WHITE_SPACE})
+                    whole = json.dumps({**schema, "x-guidance": options})
                     return LLMatcher.grammar_from_lark(f"start: /[ \\n]{{0,2}}/ answer\nanswer: %json {whole}")
-                return LLMatcher.grammar_from_json_schema(spec.source, overrides=WHITE_SPACE)
+                return LLMatcher.grammar_from_json_schema(spec.source, overrides=options)
             case "regex":
                 return LLMatcher.grammar_from_regex(f"[ \\n]{{0,2}}({spec.source})" if spaced else spec.source)
             case "choice":

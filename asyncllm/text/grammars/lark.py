@@ -21,6 +21,8 @@ REGEX_CHARACTERS = re.compile(r"[^A-Za-z0-9_ ]")
 
 TIGHT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Between JSON's tokens what the templates of models write: most of a call's tokens can then be nothing else."""
+WHITE_SPACE = r"( |\n[ \t]{0,40})"
+"""Between JSON's tokens one blank, or a line end with an indent: unbounded white space is what models get lost in."""
 LENIENT = {"lenient": True, "coerce_one_of": True}
 """What the library cannot hold to is left out of the schema, instead of being refused."""
 ESCAPES = {"json_allow_general_unicode_escapes": True}
@@ -92,9 +94,11 @@ class Lark:
         """Return what stands for any text that none of the regular expressions matches as a whole."""
         return self.terminal(" & ".join([ANY_TEXT, *(f"~/{pattern}/" for pattern in patterns)]))
 
-    def json(self, schema: Any, *, tight: bool, lenient: bool = False) -> str:
-        """Return what stands for a JSON value. `tight`: as templates write it, with no choice of white space."""
-        options = (TIGHT if tight else {}) | (LENIENT if lenient else {}) | ESCAPES
+    def json(self, schema: Any, *, white_space: str | None = None, lenient: bool = False) -> str:
+        """Return what stands for a JSON value. `white_space`: what may stand between its tokens; None: what templates
+        write, with no choice."""
+        options: dict[str, Any] = TIGHT if white_space is None else {"whitespace_pattern": white_space}
+        options = options | (LENIENT if lenient else {}) | ESCAPES
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}")
 
     def _found(self, text: str) -> list[re.Match[str]]:

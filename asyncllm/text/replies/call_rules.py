@@ -66,14 +66,14 @@ class CallRules(Lark):
 
     def arguments(self, tool: CalledTool) -> str:
         """Return what stands for a tool's arguments as a JSON object."""
-        return self.json({"type": "object", **tool.prepared}, tight=True, lenient=not tool.strict)
+        return self.json({"type": "object", **tool.prepared}, lenient=not tool.strict)
 
     def part(self, tool: CalledTool, name: str) -> str:
         """Return what stands for one parameter's value as JSON."""
         named = {key: tool.prepared[key] for key in ("$defs", "definitions") if key in tool.prepared}
         schema = properties_of(tool.prepared).get(name, {})
         schema = {"enum": []} if schema is False else schema if isinstance(schema, Mapping) else {}
-        return self.json({**schema, **named}, tight=True, lenient=not tool.strict)
+        return self.json({**schema, **named}, lenient=not tool.strict)
 
     def filled(self, shape: str, contents: Mapping[str, str]) -> str:
         """Return a text with what stands in its places."""

@@ -93,7 +93,7 @@ def _value_rules(grammar: CallRules, tool: CalledTool, schema: Any, quote: str, 
                 rules.append(text)
             case _:
                 bounds = {key: schema[key] for key in BOUNDS & set(schema)}
-                rules.append(grammar.json({"type": kind, **bounds}, tight=True, lenient=not tool.strict))
+                rules.append(grammar.json({"type": kind, **bounds}, lenient=not tool.strict))
     return grammar.rule(" | ".join(rules))
 
 

@@ -11,7 +11,7 @@ from asyncllm.config.json_schema import checked_schema
 from asyncllm.config.response_format import GrammarSpec
 from asyncllm.config.tools import ToolChoice
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
-from asyncllm.text.grammars.lark import ANY_TEXT, Lark, escaped
+from asyncllm.text.grammars.lark import ANY_TEXT, WHITE_SPACE, Lark, escaped
 from asyncllm.text.replies.call_rules import CalledTool, CallGrammar, CallRules
 from asyncllm.text.replies.reader import ToolFormat
 from asyncllm.text.tokenizer import Tokenizer
@@ -96,7 +96,8 @@ def _content(rules: Lark, content: GrammarSpec | None) -> str:
         return rules.terminal(ANY_TEXT)
     match content.kind:
         case "json_schema":
-            return rules.json(json.loads(content.source), tight=False)
+            white_space = WHITE_SPACE if content.white_space is None else content.white_space
+            return rules.json(json.loads(content.source), white_space=white_space)
         case "regex":
             closed = re.sub(r"\\.|/|\n", _in_slashes, content.source, flags=re.DOTALL)
             return rules.terminal(f"/{closed}/")

@@ -49,7 +49,7 @@ async def test_the_client_parses_what_it_asked_for() -> None:
 SPELLINGS: list[tuple[dict[str, Any], Any]] = [
     ({"response_format": {"type": "json_object"}, "max_tokens": 4}, re.compile(r"\{.*", re.DOTALL)),
     ({"response_format": {"type": "regex_schema", "regex_schema": "[a-c]{3}"}}, re.compile("[a-c]{3}")),
-    ({"structured_outputs": {"json": SCHEMA}}, SCHEMA),
+    ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "[ ]?"}}, SCHEMA),
     ({"structured_outputs": {"regex": "[a-c]{3}"}}, re.compile("[a-c]{3}")),
     ({"structured_outputs": {"choice": ["red", "blue"]}}, re.compile("red|blue")),
     ({"structured_outputs": {"json_object": True}, "max_tokens": 4}, re.compile(r"\{.*", re.DOTALL)),
@@ -91,7 +91,30 @@ REFUSED: list[tuple[Any, str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
     ({"guided_json": "{"}, "response_format"),
     ({"guided_whitespace_pattern": " *"}, "guided_whitespace_pattern"),
+    ({"guided_regex": "a", "guided_whitespace_pattern": " *"}, "guided_whitespace_pattern"),
+    ({"structured_outputs": {"choice": ["a"], "disable_any_whitespace": True}}, "structured_outputs"),
+    ({"guided_json": {}, "guided_whitespace_pattern": "x*"}, "response_format"),
+    ({"guided_json": {}, "guided_whitespace_pattern": "( "}, "response_format"),
 ]
+
+
+async def test_white_space_is_what_was_asked_for() -> None:
+    pair = {"type": "object", "properties": {name: {"enum": [1, 2]} for name in "ab"}, "required": ["a", "b"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    nulls = {name: None for name in ("regex", "choice", "grammar", "json_object", "structural_tag")}
+    compact: dict[str, Any] = {"json": pair, "disable_any_whitespace": True, "disable_fallback": False, **nulls}
+    two = {"guided_json": pair, "guided_whitespace_pattern": " {2}"}
+    async with served_model() as served:
+        for body, wanted in (
+            ({"structured_outputs": compact}, r'\{"a":[12],"b":[12]\}'),
+            ({"structured_outputs": compact, "tools": [tool]}, r'\{"a":[12],"b":[12]\}|'),
+            (two, r'\{(  )?"a"(  )?:(  )?[12](  )?,(  )?"b"(  )?:(  )?[12](  )?\}'),
+        ):
+            for seed in range(3):
+                asked = {"messages": QUESTION, "seed": seed, "temperature": 2.0, "max_tokens": 60, **body}
+                status, found = await served.post("/v1/chat/completions", asked)
+                assert status == 200, found
+                assert re.fullmatch(wanted, found["choices"][0]["message"]["content"] or ""), (body, found)
 
 
 async def test_what_cannot_be_held_to_is_refused_by_name() -> None:
