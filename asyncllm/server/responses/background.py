@@ -81,7 +81,7 @@ class BackgroundResponse:
         return self._answer.body()
 
     async def cancel(self) -> None:
-        """End it, and wait until its end is written down. Its task has begun by then: nobody knows the id before."""
+        """End the response, and wait until that is written down. Its task has begun: clients learn the id later."""
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait([self._task])
