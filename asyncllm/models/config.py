@@ -406,7 +406,8 @@ class HFConfig:
     def rope_fields(self) -> HFConfig:
         """`rope_parameters`, else InternLM's `rotary`, else `rope_scaling`, as a config of its own; empty without."""
         keys = ("rope_parameters", "rotary", "rope_scaling")
-        key = next((key for key in keys if self.fields.get(key) is not None), keys[0])
+        # GPT-J says rotary = true where InternLM says how.
+        key = next((key for key in keys if self.fields.get(key) not in (None, True)), keys[0])
         fields = self._rotary() if key == "rotary" else self.fields.get(key)
         if fields is None:
             return HFConfig({}, source=f"{self.source}: {key}")
