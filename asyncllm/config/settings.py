@@ -54,15 +54,18 @@ class Settings(msgspec.Struct, metaclass=_Named, frozen=True, kw_only=True, forb
 
     def checked(self) -> Self:
         """Return this config if every field holds, else raise InvalidParameter or UnsupportedFeature."""
-        fields = msgspec.structs.asdict(self)
-        checked = self.from_dict(fields)
+        checked = self._converted(msgspec.structs.asdict(self))
         checked._check()
         return checked
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
         """Build from plain data. Raises as `own_fields`; InvalidParameter for wrong types and values out of range."""
-        fields = cls.own_fields(fields)
+        return cls._converted(cls.own_fields(fields))
+
+    @classmethod
+    def _converted(cls, fields: dict[str, Any]) -> Self:
+        """Build from this class's own fields. Raises InvalidParameter for wrong types and values out of range."""
         try:
             return msgspec.convert(fields, cls)
         except msgspec.ValidationError as error:
