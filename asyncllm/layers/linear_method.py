@@ -51,6 +51,9 @@ class Stored:
     axis: int | None = 0
     """That of the output features, along which a tensor of several parts is divided; None: the whole of it holds for
     each part."""
+    features: int = 1
+    """Neighbouring output features that have one entry along axis 0: of a tensor of several parts, they may be of two
+    of them, so that each part is given an entry for each of its features."""
 
 
 FLOATS = Stored()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncllm.errors import AsyncLLMError, InvalidCheckpoint, ModelError, UnsupportedModel, short
+from asyncllm.errors import AsyncLLMError, InvalidCheckpoint, InvalidParameter, ModelError, UnsupportedModel, short
 from asyncllm.layers.linear_method import UNQUANTIZED, Weighted
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import Norm
@@ -269,6 +269,8 @@ def _check_tensors(walk: Walk, recipe: Recipe) -> None:
                 recipe.check(n, k)
             except InvalidCheckpoint as error:
                 raise InvalidCheckpoint(f"{folder}: {short(name)}: {error}.") from None
+            except InvalidParameter as error:
+                raise InvalidParameter(f"{short(name)}: {error}", error.param) from None
 
 
 def quantize(

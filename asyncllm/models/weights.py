@@ -281,7 +281,7 @@ class LoadPlan:
         owner = self._owners.get(target.module)
         if target.stack is not None and isinstance(owner, Weighted) and owner.stored_experts is not None:
             target = self._settled(target.of_experts(owner.stored_experts), owner.stored_experts, offer.shape)
-        _check(offer, target, self.expected, self.stored(target))
+        _check(offer, target, self.expected, self.stored(target), self._features(target))
         for key in target.keys:
             other = self._filled.setdefault((target.module, key), offer.name)
             if other != offer.name:
@@ -307,6 +307,12 @@ class LoadPlan:
         """Return how the tensors of a target are stored."""
         owner = self._owners.get(target.module)
         return owner.stored(target.keys[0][0]) if isinstance(owner, Weighted) else FLOATS
+
+    def _features(self, target: Target) -> Sequence[int]:
+        """Return the output features of each part of a target."""
+        owner = self._owners.get(target.module)
+        whole = owner.whole_shapes if isinstance(owner, Weighted) else {}
+        return [whole[part][0] for _, part, _ in target.keys if part in whole]
 
     def quantized(self, name: str) -> str | None:
         """Return the path of the layer that tensor `name` is for, if its parts cannot be given one by one."""
@@ -373,7 +379,8 @@ class LoadPlan:
         if target.transposed:
             tensor = tensor.t()
         pieces = [tensor]
-        axis = self.stored(target).axis
+        stored = self.stored(target)
+        axis = stored.axis
         if target.stack is not None:
             shapes = [self.expected[target.module, key] for key in target.keys if key[2] == 0]
             pieces = target.stack.split(tensor, len(target.keys) // len(shapes), [shape[0] for shape in shapes])
@@ -381,6 +388,9 @@ class LoadPlan:
             pieces = [tensor] * len(target.keys)
         elif target.layout is not None and axis is not None:
             sizes = [self.expected[target.module, key][axis] for key in target.keys]
+            if stored.features > 1:
+                sizes = list(self._features(target))
+                tensor = tensor.repeat_interleave(stored.features, 0)[: sum(sizes)]
             split = LAYOUTS[target.layout](tensor.movedim(axis, 0), sizes, owner)
             pieces = [piece.movedim(0, axis) for piece in split]
         for (suffix, part, index), piece in zip(target.keys, pieces, strict=True):
@@ -553,9 +563,13 @@ def _resolve(table: WeightMap, offer: _Offer) -> Target | None:
 
 
 def _check(
-    offer: _Offer, target: Target, expected: Mapping[tuple[str, PartKey], tuple[int, ...]], stored: Stored
+    offer: _Offer,
+    target: Target,
+    expected: Mapping[tuple[str, PartKey], tuple[int, ...]],
+    stored: Stored,
+    features: Sequence[int],
 ) -> None:
-    """Refuse a tensor by its dtype, its place and its shape."""
+    """Refuse a tensor by its dtype, its place and its shape. `features`: output features of each part."""
     shapes = [expected.get((target.module, key)) for key in target.keys]
     if offer.dtype not in (FLOATS if None in shapes else stored).dtypes:
         raise UnsupportedModel(
@@ -573,6 +587,8 @@ def _check(
     wanted = list(known[0])
     if stored.axis is not None and wanted:
         wanted[stored.axis] = sum(shape[stored.axis] for shape in known)
+        if stored.features > 1 and target.layout is not None:
+            wanted[stored.axis] = -(-sum(features) // stored.features)
     if target.transposed:
         wanted.reverse()
     if target.stack is not None:

@@ -73,6 +73,8 @@ class Scaled(LinearMethod):
     def stored(self, suffix: str) -> Stored:
         if suffix == "weight" and self.scale is not None:
             return _TYPES[self.dtype]
+        if suffix == self.scale and self.layout == "block":
+            return Stored(features=GROUP)
         whole = suffix == self.of_inputs or (suffix == self.scale and self.layout == "tensor")
         return Stored(axis=None) if whole else FLOATS
 
@@ -131,8 +133,9 @@ class Scaled(LinearMethod):
         else:
             scales = _checked(tensor)
             if self.layout == "block":
-                groups = slice(columns.start // GROUP, -(-columns.stop // GROUP))
-                scales = scales.repeat_interleave(GROUP, 0)[: layer.whole_shapes[part][0]][taken, groups].t()
+                groups, size = slice(columns.start // GROUP, -(-columns.stop // GROUP)), layer.whole_shapes[part][0]
+                by_row = scales if len(scales) == size else scales.repeat_interleave(GROUP, 0)[:size]
+                scales = by_row[taken, groups].t()
             elif self.layout == "channel":
                 scales = scales.reshape(-1)[taken][None]
             _of(own.scales, index)[:, rows] = scales
