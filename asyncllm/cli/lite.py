@@ -23,6 +23,10 @@ def spelled_out(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     spelled: list[str] = []
     for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if equals and name.replace("_", "-") == "--search-scale" and value.lower() in _TRUTHS:
+            spelled.append(f"{_TRUTHS[value.lower()]}search-scale")
+            continue
         before = spelled[-1].replace("_", "-") if spelled else ""
         if before == "--search-scale" and argument.lower() in _TRUTHS:
             spelled[-1] = f"{_TRUTHS[argument.lower()]}search-scale"

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from asyncllm import lite
 from asyncllm.cli import main
+from asyncllm.cli.lite import spelled_out
 from asyncllm.config import LITE_TOOLS
 from asyncllm.errors import AsyncLLMError, InvalidParameter, ModelError, UnsupportedFeature, UnsupportedModel
 from asyncllm.lite.texts import read_texts, sequences
@@ -50,6 +51,12 @@ def test_a_command_writes_a_checkpoint_that_answers(
     assert "--work-dir" in capsys.readouterr().err
     assert main(["lite", "auto_awq", str(source), "--overwrite", "--calib-samples", "0", *options]) == 0
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
+
+
+def test_values_of_lmdeploy_s_flag() -> None:
+    for value, spelled in (("False", "--no-search-scale"), ("true", "--search-scale")):
+        for given in (["--search_scale", value], [f"--search-scale={value}"]):
+            assert spelled_out(["lite", "auto_awq", *given, "--w-sym"]) == ["lite", "auto_awq", spelled, "--w-sym"]
 
 
 def test_every_tool_has_its_options_in_its_help(capsys: pytest.CaptureFixture[str]) -> None:
