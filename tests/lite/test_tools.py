@@ -114,7 +114,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[AsyncLLMError], str]] = {
     "bits": ("auto_awq", {"w_bits": 3}, UnsupportedFeature, "w_bits = 3"),
     "gptq bits": ("auto_gptq", {"w_bits": 3}, UnsupportedFeature, "w_bits = 3"),
     "group": ("auto_awq", {"w_group_size": 48}, InvalidParameter, "no multiple of 32"),
-    "divisor": ("auto_awq", {"w_group_size": 128, "texts": TEXTS}, InvalidParameter, r"_proj\.weight.*does not divide 64"),
+    "divisor": (
+        "auto_awq",
+        {"w_group_size": 128, "texts": TEXTS},
+        InvalidParameter,
+        r"_proj\.weight.*does not divide 64",
+    ),
     "type": ("smooth_quant", {"quant_dtype": "float8_e5m2"}, InvalidParameter, "quant_dtype"),
     "option": ("blocked_fp8", {"w_bits": 8}, InvalidParameter, "no option 'w_bits'"),
     "nothing": ("calibrate", {"calib_samples": 0}, InvalidParameter, "calib_samples"),
