@@ -221,7 +221,7 @@ class _Quantizer:
         if not float((after - before).norm()) <= tolerance * float((before - first.hidden).norm()) + 1e-6:
             raise ModelError(
                 f"Moving scales within layer {layer} changed what it computes, so nothing is written. Use "
-                f"auto_gptq or blocked_fp8, which move none, and report the model."
+                f"auto_gptq with search_scale=False, or blocked_fp8, which move none, and report the model."
             )
 
     def _type_of(self, group: Group) -> torch.dtype:

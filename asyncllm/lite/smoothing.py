@@ -20,6 +20,7 @@ from asyncllm.layers.mlp import GatedMLP, PlainMLP
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import Norm
 from asyncllm.layers.single_block import SingleBlock
+from asyncllm.layers.stream_norm_block import StreamNormBlock
 
 __all__ = ["Group", "Masters", "Matrix", "Rows", "groups", "plain_layers"]
 
@@ -140,17 +141,23 @@ def groups(block: AnyBlock) -> Iterator[Group]:
     if isinstance(block, SingleBlock):
         # `quantize` refuses these.
         return
-    in_front = isinstance(block, Block | ParallelBlock) and not isinstance(block, PostNormBlock)
+    in_front = isinstance(block, Block | ParallelBlock) and not isinstance(block, PostNormBlock | StreamNormBlock)
     of_attention, of_mlp = _attention_readers(block.attn), _mlp_readers(block.mlp)
     if isinstance(block, ParallelBlock) and block.mlp_norm is None:
-        yield Group(block.attn_norm, of_attention + of_mlp)
+        yield from _behind(block.attn_norm, of_attention + of_mlp)
     elif in_front:
-        yield Group(block.attn_norm, of_attention)
+        yield from _behind(block.attn_norm, of_attention)
         if block.mlp_norm is not None:
-            yield Group(block.mlp_norm, of_mlp)
+            yield from _behind(block.mlp_norm, of_mlp)
     yield from _within_attention(block.attn)
     for module in block.mlp.modules():
         yield from _within_mlp(module)
+
+
+def _behind(norm: Norm, readers: tuple[Matrix, ...]) -> Iterator[Group]:
+    """Yield what a norm makes, unless it has no weight to be divided."""
+    if next(norm.parameters(), None) is not None:
+        yield Group(norm, readers)
 
 
 def _attention_readers(attention: nn.Module) -> tuple[Matrix, ...]:

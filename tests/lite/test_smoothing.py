@@ -70,6 +70,9 @@ FAMILIES = {
     "gptj": 2,  # parallel branches behind one norm
     "olmo2": 2,  # norms behind branches alone
     "mpt": 2,  # clipped values
+    "olmo": 1,  # norms without weights, and clipped values
+    "opt": 3,
+    "opt_350m": 1,  # norms of the stream
     "nemotron": 3,  # layer norms less one
 }
 """Groups of a layer."""
