@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedModel, short
 from asyncllm.layers.linear_method import FLOATS, PartKey, Stored, Weighted
 from asyncllm.models.checkpoint import Checkpoint, TensorEntry
+from asyncllm.models.derived_tensors import is_derived
 from asyncllm.models.fused import LAYOUTS, STACKS, Stack
 from asyncllm.models.name_tree import PLACEHOLDER, tree_of, walk
 from asyncllm.models.stream import DTYPES, stream
@@ -67,16 +68,6 @@ _LEAST_RUN = 4096
 
 _MAX_REFUSED = 5
 """Tensors that an error message tells about."""
-
-_ROTARY_BUFFER = re.compile(r"(?:.+\.)?(?:rotary(?:_pos)?_emb\.\w+|(?:\w+_)?inv_freq|(?:cos|sin)_cached?)")
-"""Names of frequencies, cosines and sines that older checkpoints store, and config.json determines."""
-
-_CACHE_SCALE = re.compile(
-    r"(?:.+\.)?(?:self_attn|attn|attention)\.(?:attn\.|[kv]_proj\.)?"
-    r"(?:(?:k|v|kv)_(?:scale|zero_point)|(?<=[kv]_proj\.)output_scale)"
-)
-"""Names of one scale for all keys or values of a layer, found for caches of 8 bits. Ours are plain, or each token has
-its own."""
 
 _TARGET = re.compile(
     r"(?P<module>[^\[\]:]+)(?::(?P<suffix>\w+))?"
@@ -229,8 +220,7 @@ class WeightMap:
         """
         segments = name.split(".")
         ignored = any(depth == len(segments) for depth, _, _ in walk(self._names, segments))
-        derived = _ROTARY_BUFFER.fullmatch(name) or _CACHE_SCALE.fullmatch(name)
-        if ignored or derived or self.module_aside(name):
+        if ignored or is_derived(name) or self.module_aside(name):
             return None
         found = [
             match
