@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
 from asyncllm.agent.model_agent import ModelAgent
 from asyncllm.errors import InvalidParameter
 from asyncllm.protocol import Sleep, UpdateWeights, Wake
+from tests.adapters import write_adapter
 from tests.agent.tiny_model import Driver, plain_greedy, prompt_of
 from tests.checkpoints import build_checkpoint
-from tests.quant.formats import fp8, gptq, smooth_quant, write
+from tests.quant.formats import fp8, gptq, is_projection, smooth_quant, write
 from tests.quant.test_packed_weights import logits_of, open_cpu
 
 FORMATS = {"gptq": gptq(4, 32, shuffled=True), "fp8": fp8("tensor", static=True), "int8": smooth_quant()}
@@ -71,6 +73,24 @@ async def test_an_engine_of_a_quantized_model(folders: dict[str, Path]) -> None:
         await llm.wake()
         assert (await llm.generate("What is 17 + 25?", generation)).token_ids == answer.token_ids
         assert len(answer.token_ids) == 8
+
+
+@pytest.mark.anyio
+async def test_an_adapter_adds_to_quantized_weights(folders: dict[str, Path], tmp_path: Path) -> None:
+    weights = load_file(folders["dense"] / "model.safetensors")
+    shapes = {name.removesuffix(".weight"): each.shape for name, each in weights.items() if is_projection(name)}
+    adapter = write_adapter(tmp_path / "adapter", {name: (n, k) for name, (n, k) in shapes.items()})
+    config = EngineConfig(device_type="cpu", num_gpu_blocks=16, block_size=16, adapters={"a": str(adapter)})
+    found = []
+    # What numpy reads in the same files, as plain weights.
+    for folder in (folders["gptq"], folders["gptq"] / "plain"):
+        async with AsyncEngine(str(folder), config) as llm:
+            found.append([await llm.get_logits(PROMPT, adapter_name=name) for name in ("a", None)])
+            await llm.sleep(level=2)
+            await llm.wake()
+            assert torch.equal(await llm.get_logits(PROMPT, adapter_name="a"), found[-1][0])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+    assert (found[0][0] - found[0][1]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("name", FORMATS)
