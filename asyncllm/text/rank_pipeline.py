@@ -1,24 +1,18 @@
-"""The `tokenizers` pipeline that computes what tiktoken does with a rank file.
-
-Of neighbouring tokens those are joined first whose whole has the lowest rank; so each way to split a token into two
-others is a merge, in the order of ranks. How texts are split into words, and which special tokens follow the ranks, is
-known by the file's name alone: it stands in the code of the models' authors.
-"""
+"""What rank files do not say: how texts are split into words, and which special tokens follow the ranks. It is known by
+the file's name alone, and stands in the code of the models' authors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenizers import AddedToken as HubAddedToken
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as HubTokenizer
 
 from asyncllm.errors import InvalidCheckpoint, short
+from asyncllm.text.byte_pairs import byte_pair_pipeline
 from asyncllm.text.checkpoint_files import MAX_TOKEN_ID, AddedToken, TokenSettings
 from asyncllm.text.rank_file import GLM, HUNYUAN, KIMI, QWEN, read_ranks
-from asyncllm.text.token_table import byte_level_text
 
 __all__ = ["rank_pipeline"]
 
@@ -73,53 +67,8 @@ _TOKENS_OF_IMAGES = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>", 
 def rank_pipeline(path: Path, settings: TokenSettings) -> HubTokenizer:
     """Return the pipeline of a rank file with the checkpoint's special tokens. Raises InvalidCheckpoint."""
     kind, ranks = _KINDS[path.name], read_ranks(path)
-    texts = {token: byte_level_text(token) for token in ranks}
-    ranked = sorted(ranks, key=ranks.__getitem__)
-    merges = [(texts[left], texts[right]) for token in ranked for left, right in _splits(token, ranks)]
-    vocabulary = {text: ranks[token] for token, text in texts.items()}
-    # A word that is a token as a whole is that token, however its parts would have been joined.
-    tokenizer = HubTokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
-    if kind.composed:
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(kind.words), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
     named = _behind(len(ranks), kind, settings)
-    tokenizer.add_tokens(
-        [
-            HubAddedToken(
-                token.content,
-                special=token.special,
-                lstrip=token.lstrip,
-                rstrip=token.rstrip,
-                single_word=token.single_word,
-                normalized=False,
-            )
-            for _, token in sorted(named.items())
-        ]
-    )
-    if any(tokenizer.token_to_id(token.content) != id_ for id_, token in named.items()):
-        raise InvalidCheckpoint(
-            f"{path}: a special token of tokenizer_config.json is named twice, or is a token of the file already. The "
-            f"files are of different models; download them again."
-        )
-    ids = {token: tokenizer.token_to_id(token) for token in kind.prefix}
-    if ids and None not in ids.values():
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=" ".join((*kind.prefix, "$A")), special_tokens=list(ids.items())
-        )
-    return tokenizer
-
-
-def _splits(token: bytes, ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    for place in range(1, len(token)):
-        left, right = token[:place], token[place:]
-        if left in ranks and right in ranks:
-            yield left, right
+    return byte_pair_pipeline(path, ranks, kind.words, named, prefix=kind.prefix, composed=kind.composed)
 
 
 def _behind(first: int, kind: _Kind, settings: TokenSettings) -> dict[int, AddedToken]:

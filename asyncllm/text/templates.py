@@ -142,6 +142,13 @@ GLM4: dict[str, Any] = {
     "assistant": "<|assistant|>\n",
     "stop_words": ["<|user|>", "<|endoftext|>", "<|observation|>"],
 }
+MISTRAL_V7: dict[str, Any] = {
+    "system": "[SYSTEM_PROMPT]",
+    "eosys": "[/SYSTEM_PROMPT]",
+    "user": "[INST]",
+    "eoh": "[/INST]",
+    "eoa": "</s>",
+}
 MISTRAL: dict[str, Any] = {"user": "[INST] ", "eoh": " [/INST]", "eoa": "</s>"}
 DEEPSEEK: dict[str, Any] = {
     "user": "User: ",
@@ -239,6 +246,7 @@ BUILTIN: dict[str, dict[str, Any]] = {
     "glm4": {**GLM4, "start": "[gMASK]<sop>"},
     "codegeex4": {**GLM4, "meta_instruction": CODEGEEX_SYSTEM},
     "mistral": MISTRAL,
+    "mistral-v7": MISTRAL_V7,
     "mixtral": MISTRAL,
     "gemma": {
         "user": "<start_of_turn>user\n",
@@ -342,6 +350,7 @@ ARCHITECTURES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("ChatGLMForConditionalGeneration", {}, "chatglm"),
     ("GlmForCausalLM", {}, "glm4"),
     ("Glm4ForCausalLM", {}, "glm4"),
+    ("MistralForCausalLM", {"vocab_size": 131072}, "mistral-v7"),
     ("MistralForCausalLM", {}, "mistral"),
     ("MixtralForCausalLM", {}, "mixtral"),
     ("GemmaForCausalLM", {}, "gemma"),

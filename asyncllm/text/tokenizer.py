@@ -183,11 +183,17 @@ def _open_model(path: Path, settings: TokenSettings) -> TokenizerModel:
         from asyncllm.text.tokenizer_json import TokenizerJson
 
         return TokenizerJson(rank_pipeline(ranked, settings), ranked, settings)
+    tekken = path / "tekken.json"
+    if tekken.exists() and not (path / "tokenizer.model").exists():
+        from asyncllm.text.tekken_file import tekken_pipeline
+        from asyncllm.text.tokenizer_json import TokenizerJson
+
+        return TokenizerJson(tekken_pipeline(tekken), tekken, settings)
     if (path / "tokenizer.model").exists():
         from asyncllm.text.sentencepiece_model import SentencePieceModel
 
         return SentencePieceModel(path / "tokenizer.model", settings)
     raise InvalidCheckpoint(
-        f"{path} has no tokenizer: neither tokenizer.json nor tokenizer.model nor a file of ranks is there. "
+        f"{path} has no tokenizer: neither tokenizer.json nor tokenizer.model, tekken.json or a rank file is there. "
         f"Copy the one that came with the model into the folder."
     )

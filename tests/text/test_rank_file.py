@@ -1,8 +1,9 @@
-"""Rank files against tiktoken's rule, written out here: words of the models' patterns, joined by the lowest rank."""
+"""Rank files and tekken.json against tiktoken's rule, written out here: words of a pattern, joined by the lowest rank."""
 
 from __future__ import annotations
 
 import base64
+import json
 import unicodedata
 from collections.abc import Mapping
 from itertools import pairwise
@@ -157,3 +158,63 @@ def test_damaged_names(id_: int, text: str, named: str, tmp_path: Path) -> None:
     added = {str(id_): {"content": text, "special": True}}
     with pytest.raises(InvalidCheckpoint, match=named):
         Tokenizer.from_folder(write(tmp_path, "qwen.tiktoken", ranks, added_tokens_decoder=added))
+
+
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""The pattern that Mistral's files hold."""
+
+
+def write_tekken(folder: Path, ranks: Mapping[bytes, int], *, special: int = 30, **changes: Any) -> Path:
+    vocabulary = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for token, rank in [*ranks.items(), (b"one too many", len(ranks))]
+    ]
+    sizes = {"default_vocab_size": special + len(ranks), "default_num_special_tokens": special}
+    fields = {"config": {"pattern": TEKKEN, **sizes, "version": "v7"}, "vocab": vocabulary, **changes}
+    (folder / "tekken.json").write_text(json.dumps(fields), encoding="utf-8")
+    return folder
+
+
+def test_tekken_encodes_by_its_pattern(ranks: dict[bytes, int], tmp_path: Path) -> None:
+    """Special tokens come first, and the vocabulary ends where the model's does."""
+    tokenizer = Tokenizer.from_folder(write_tekken(tmp_path, ranks))
+    for probe in PROBES:
+        ids = tokenizer.encode(probe, add_bos=False)
+        assert ids == [30 + id_ for id_ in by_the_rule(probe, ranks, TEKKEN)]
+        assert tokenizer.decode(ids) == probe
+    a = 30 + ranks[b"a"]
+    assert tokenizer.encode("a") == tokenizer.encode("<s>a") == [1, a]
+    assert tokenizer.encode("[INST]a[/INST]") == [1, 3, a, 4]
+    assert tokenizer.encode("[SYSTEM_PROMPT]a</s>", add_bos=False) == [17, a, 2]
+    assert 3 not in tokenizer.encode("[INST]", parse_special=False)
+    assert tokenizer.special_token_ids == set(range(30))
+    assert (tokenizer.vocab_size, tokenizer.token_text(29)) == (30 + len(ranks), "<SPECIAL_29>")
+
+
+def test_names_of_tekken(ranks: dict[bytes, int], tmp_path: Path) -> None:
+    names = [{"rank": rank, "token_str": text} for rank, text in {0: "<unk>", 1: "<s>", 5: "[THINK]"}.items()]
+    tokenizer = Tokenizer.from_folder(write_tekken(tmp_path, ranks, special_tokens=names))
+    assert tokenizer.encode("[THINK]") == [1, 5]
+    assert tokenizer.token_id("[INST]") is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vocab": []},
+        {"vocab": 3},
+        {"config": {}},
+        {"special_tokens": [{"rank": 30, "token_str": "x"}]},
+        {"special_tokens": [{"rank": 1, "token_str": "a"}]},
+        {"special_tokens": [{"rank": 1}]},
+        {"config": {"pattern": "(", "default_vocab_size": 286, "default_num_special_tokens": 30}},
+    ],
+)
+def test_damaged_tekken(changes: dict[str, Any], tmp_path: Path) -> None:
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    with pytest.raises(InvalidCheckpoint, match=r"tekken\.json.*download (it|them) again"):
+        Tokenizer.from_folder(write_tekken(tmp_path, ranks, **changes))

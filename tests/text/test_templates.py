@@ -69,6 +69,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "glm4": ("[gMASK]<sop>" + GLM4, ["<|user|>", "<|endoftext|>", "<|observation|>"]),
     "codegeex4": (GLM4, ["<|user|>", "<|endoftext|>", "<|observation|>"]),
     "mistral": (MISTRAL, []),
+    "mistral-v7": ("[SYSTEM_PROMPT]S[/SYSTEM_PROMPT][INST]U[/INST]A</s>[INST]V[/INST]", []),
     "mixtral": (MISTRAL, []),
     "gemma": (
         "S<start_of_turn>user\nU<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n"

@@ -1,0 +1,86 @@
+"""The `tokenizers` pipeline that computes what tiktoken does with tokens and their ranks.
+
+Of neighbouring tokens those are joined first whose whole has the lowest rank; so each way to split a token into two
+others is a merge, in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tokenizers import AddedToken as HubAddedToken
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as HubTokenizer
+
+from asyncllm.errors import InvalidCheckpoint
+from asyncllm.text.checkpoint_files import AddedToken
+from asyncllm.text.token_table import byte_level_text
+
+__all__ = ["byte_pair_pipeline"]
+
+
+def byte_pair_pipeline(
+    path: Path,
+    ranks: Mapping[bytes, int],
+    words: str,
+    named: Mapping[int, AddedToken],
+    *,
+    first: int = 0,
+    prefix: tuple[str, ...] = (),
+    composed: bool = False,
+) -> HubTokenizer:
+    """Return the pipeline of the tokens in `path`, whose ids are their ranks and `first`.
+
+    `words`: the pattern of what is encoded apart. `named`: further tokens by id, in front of the others or behind them.
+    `prefix`: tokens in front of every text, where there are such. `composed`: texts are brought to Unicode's form NFC.
+    Raises InvalidCheckpoint for a name that is given twice.
+    """
+    texts = {token: byte_level_text(token) for token in ranks}
+    ranked = sorted(ranks, key=ranks.__getitem__)
+    merges = [(texts[left], texts[right]) for token in ranked for left, right in _splits(token, ranks)]
+    vocabulary = {text: first + ranks[token] for token, text in texts.items()}
+    vocabulary |= {token.content: id_ for id_, token in named.items() if id_ < first}
+    # A word that is a token as a whole is that token, however its parts would have been joined.
+    tokenizer = HubTokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    if composed:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([_added(token) for _, token in sorted(named.items())])
+    if len(vocabulary) < first + len(ranks) or any(
+        tokenizer.token_to_id(each.content) != id_ for id_, each in named.items()
+    ):
+        raise InvalidCheckpoint(
+            f"{path}: a special token is named twice, or is a token of the vocabulary already. The files are of "
+            f"different models; download them again."
+        )
+    ids = {token: tokenizer.token_to_id(token) for token in prefix}
+    if ids and None not in ids.values():
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=" ".join((*prefix, "$A")), special_tokens=list(ids.items())
+        )
+    return tokenizer
+
+
+def _added(token: AddedToken) -> HubAddedToken:
+    return HubAddedToken(
+        token.content,
+        special=token.special,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        single_word=token.single_word,
+        normalized=False,
+    )
+
+
+def _splits(token: bytes, ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    for place in range(1, len(token)):
+        left, right = token[:place], token[place:]
+        if left in ranks and right in ranks:
+            yield left, right
