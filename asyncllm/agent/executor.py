@@ -1,10 +1,9 @@
 """StepExecutor: runs the steps of an agent for the event loop, with the help of one thread.
 
-On a GPU a launch is a few hundred short calls, each of which gives the interpreter lock away. In a thread of their own
-they would queue for it behind whatever else the process runs: 30 such calls take 37 us alone and 5.3 ms beside a thread
-of busy Python at the interpreter's default switch interval. So they are made in the loop's thread, where there is
-nothing to queue behind. Waiting is one call that sleeps in the driver, so the thread does that, and nothing polls. On a
-CPU a launch computes the step, so the thread does all of it.
+On a CPU the thread computes the steps. On a GPU the event loop's thread launches them, and the step thread waits for
+them, in a call that sleeps in the driver. A launch is a few hundred short calls, each of which releases the interpreter
+lock. In another thread each would have to get the lock back from whatever else runs: 30 such calls take 37 us alone,
+and 5.3 ms beside a thread of busy Python at the interpreter's default switch interval.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ _Step = tuple[Batch, asyncio.Future[StepOutput]]
 
 
 class LaunchedStep(Protocol):
-    """What a launch gives: `agent.pending_step.PendingStep`, or a fake."""
+    """The result of a launch: `agent.pending_step.PendingStep`, or a fake."""
 
     @property
     def launched(self) -> bool:
-        """False while a part of the step waits for `Agent.resume`."""
+        """Whether the whole step is launched. A part of it may wait for `Agent.resume`."""
 
     def wait(self) -> None:
         """Block until the device is done with the step."""
@@ -49,8 +48,8 @@ class LaunchedStep(Protocol):
 class Agent(Protocol):
     """What a `StepExecutor` drives: `ModelAgent`, or a fake.
 
-    It is made in the executor's thread, which also carries out commands, while no step is in flight. One that runs
-    ahead is used in the loop's thread, any other one in the executor's.
+    The step thread makes it, and carries out commands while no step is in flight. If the agent runs ahead, the event
+    loop's thread launches its steps, else the step thread does.
     """
 
     @property
@@ -62,37 +61,36 @@ class Agent(Protocol):
 
     @property
     def blocked(self) -> bool:
-        """Whether `launch` must wait for `resume` or for a step to be read; never while nothing is unread."""
+        """Whether `launch` must wait for `resume`, or for a step to be read. False if all steps are read."""
 
     def launch(self, batch: Batch, /) -> LaunchedStep: ...
 
     def carry_out(self, command: Command, /) -> None:
-        """Carry out a command. Raises an AsyncLLMError if everything is as it was."""
+        """Carry out a command. An AsyncLLMError means that nothing has changed."""
 
     def resume(self) -> LaunchedStep | None:
-        """Complete the launch of a step that could not go on before; None if there is none, or it still cannot."""
+        """Complete the launch of a step that is launched in part. None if there is none, or if it has to wait still."""
 
     def survives(self, error: BaseException, /) -> bool:
-        """Return whether the agent is as good as before when `launch`, `resume` or a step's `output` has raised
-        this."""
+        """Return whether the agent can go on after `launch`, `resume` or a step's `output` has raised this error."""
 
 
 class LostSteps:
-    """Which steps must not run.
+    """Steps that must not run, because they build on a failed one.
 
-    A step that was built on a failed one has rows whose slots were never started, or whose block tables and positions
-    are those of a former owner: it would write where others read.
+    The slots of their rows may never have been started, or have block tables and positions of a former owner, so that
+    such a step would write where others read.
     """
 
     def __init__(self) -> None:
         self._newest = -1
 
     def add(self, batch: Batch) -> None:
-        """Record that this step has failed."""
+        """Note that this step has failed."""
         self._newest = batch.step
 
     def check(self, batch: Batch) -> None:
-        """Raise StepDropped if this step is lost as well. To be called for all steps in order."""
+        """Raise StepDropped if this step builds on a lost one. Call this for all steps in order."""
         if batch.last_read < self._newest:
             failed, self._newest = self._newest, batch.step
             raise StepDropped(f"Step {batch.step} was not run: it was built on step {failed}, which gave nothing.")
@@ -101,8 +99,8 @@ class LostSteps:
 class StepExecutor:
     """States: new, running from the end of `start` on, perhaps dead, then closed.
 
-    `load` is called in the thread and makes the agent; `release` is called there when that is gone. Written by the
-    loop's thread, except for an agent that runs ahead, which the thread hands over before `start` returns.
+    `load` makes the agent in the step thread, and `release` is called there when the agent is gone. State is written
+    by the event loop's thread; the step thread hands an agent that runs ahead over before `start` returns.
     """
 
     isolated = False
@@ -112,30 +110,30 @@ class StepExecutor:
         self._thread: StepThread[Any] = StepThread(partial(_load, load, self._loaded), release=release)
         """Computes steps, or waits for launched ones."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Where it was started, once it was."""
+        """The event loop in which `start` was called."""
         self._running = False
         self._launches = False
-        """Whether steps are launched in the loop's thread, by an agent that is perhaps gone by now."""
+        """Whether the event loop's thread launches steps. Stays True when the agent is gone."""
         self._held: deque[_Step] = deque()
         """Steps that cannot be launched yet."""
         self._unfinished: _Step | None = None
         """The step that is launched in part."""
         self._lost = LostSteps()
-        """Written by the thread that launches."""
+        """Written by the thread that launches steps."""
         self._waited: deque[asyncio.Future[None]] = deque()
-        """Of the launched steps, oldest first: what the thread waits for."""
+        """The step thread's waits for launched steps, oldest first."""
         self._launch_error: BaseException | None = None
-        """Of the first step that the agent did not survive: nothing is launched after it."""
+        """The first error that the agent did not survive. Nothing is launched after it."""
         self._step_error: BaseException | None = None
-        """The same of a launched step: what was launched after it is not read."""
+        """Such an error of a launched step. Steps launched after it are not read."""
         self._on_step: Callable[[], None] = lambda: None
 
     def watch(self, on_step: Callable[[], None], on_death: Callable[[Exception], None]) -> None:
-        """See `Executor`. It never calls `on_death`: a thread dies of what a step or a command raises."""
+        """See `Executor`. `on_death` is never called, as only the error of a step or a command ends the thread."""
         self._on_step = on_step
 
     async def start(self) -> Limits:
-        """Load in the thread. Raises what `load` raises, errors that are not asyncllm's as ModelError."""
+        """Load the model in the step thread. Raises the error of `load`, as a ModelError unless it is asyncllm's."""
         limits = await self._thread.start()
         self._loop = asyncio.get_running_loop()
         self._launches = self._loaded.agent is not None
@@ -143,10 +141,10 @@ class StepExecutor:
         return limits
 
     def submit(self, batch: Batch) -> asyncio.Future[StepOutput]:
-        """Launch a step; its future raises StepFailed or StepDropped, or what the agent did not survive, and then
-        every later one EngineDead with that as cause.
+        """Launch a step, and return the future of its output.
 
-        Raises EngineClosed unless started and not closed.
+        The future raises StepFailed, StepDropped, or an error that the agent did not survive. After the latter, all
+        later futures raise EngineDead with it as cause. Raises EngineClosed unless running.
         """
         if self._loop is None or not self._running:
             raise EngineClosed("This executor is not running: it was closed, or never started.")
@@ -162,9 +160,8 @@ class StepExecutor:
         return future
 
     def carry_out(self, command: Command) -> asyncio.Future[None]:
-        """Carry out a command in the thread, as it takes seconds. Nothing is in flight, nor submitted before its end.
-
-        Raises EngineClosed unless started and not closed.
+        """Carry out a command in the step thread, as it takes seconds. The caller has no step in flight, and submits
+        none before the future is done. Raises EngineClosed unless running.
         """
         if self._loop is None or not self._running:
             raise EngineClosed("This executor is not running: it was closed, or never started.")
@@ -178,7 +175,7 @@ class StepExecutor:
         return carried_out
 
     async def close(self) -> None:
-        """Let the launched steps finish, drop the others, end the thread, release the memory. Any number of times."""
+        """Let the launched steps finish, drop the others, end the thread, release the memory. Idempotent."""
         here = self._loop is asyncio.get_running_loop()
         if self._loop is not None and self._running:
             self._running = False
@@ -186,7 +183,7 @@ class StepExecutor:
             if here:
                 self._drop(closed)
             else:
-                # Futures belong to their own loop. If that is closed, no task waits for them any more.
+                # Futures belong to their own loop. No task waits for them if that loop is closed.
                 with contextlib.suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(self._drop, closed)
         self._loaded.close()
@@ -201,9 +198,9 @@ class StepExecutor:
                 self._waited.clear()
 
     def _launch(self) -> None:
-        """Launch all that can be launched.
+        """Launch all steps that can be launched.
 
-        An error leads back to the frame of this function, which therefore has no variable for the agent.
+        This function has no variable for the agent, because the traceback of an error keeps its frame.
         """
         if self._unfinished is not None and self._loaded.agent is not None:
             pending, failure = attempt(self._loaded.agent.resume)
@@ -221,8 +218,7 @@ class StepExecutor:
             self._go_on(step, *attempt(self._loaded.agent.launch, step[0]))
 
     def _go_on(self, step: _Step, pending: LaunchedStep | None, failure: BaseException | None) -> None:
-        """Wait for a step that is launched, or launched in part, or see to it that nothing is built on one that
-        failed."""
+        """Watch a launched step, keep one that is launched in part, or handle the failure of a launch."""
         batch, future = step
         if pending is None:
             assert failure is not None
@@ -250,7 +246,7 @@ class StepExecutor:
         """Read the oldest launched step, and launch what waited for that."""
         error = self._waited.popleft().exception()
         if isinstance(error, EngineClosed):
-            # Dropped by the thread, since `close` was cancelled.
+            # Dropped by the thread, because `close` was cancelled.
             set_seen_exception(future, error)
             return
         if self._step_error is not None:
@@ -260,7 +256,7 @@ class StepExecutor:
         output: StepOutput | None = None
         if arrived:
             output, error = attempt(pending.output)
-        # An error leads back to this frame, and the step to the model.
+        # The traceback of an error keeps this frame, and the step refers to the model.
         del pending
         if error is None:
             set_result(future, output)
@@ -276,7 +272,7 @@ class StepExecutor:
         return self._loaded.agent is not None and self._loaded.agent.survives(error)
 
     def _die(self, future: asyncio.Future[Any], error: BaseException) -> None:
-        """Launch no step after this error, be it a step's or that of a command that failed halfway."""
+        """Launch no step after this error of a step, or of a command that failed halfway."""
         set_exception(future, error)
         if self._launch_error is None:
             self._launch_error = error
@@ -284,13 +280,13 @@ class StepExecutor:
             self._drop(dead(error))
 
     def _look_at(self, carried_out: asyncio.Future[None]) -> None:
-        """Look at how a command ended: carried out, refused, or failed in the midst."""
+        """Handle the end of a command: it was carried out or refused, or it failed halfway."""
         error = None if carried_out.cancelled() else carried_out.exception()
         if error is not None and not isinstance(error, AsyncLLMError):
             self._die(carried_out, error)
 
     def _drop(self, error: BaseException) -> None:
-        """Answer the steps that are not launched."""
+        """End the steps that are not launched with this error."""
         if self._unfinished is not None:
             set_seen_exception(self._unfinished[1], error)
             self._unfinished = None
@@ -299,9 +295,10 @@ class StepExecutor:
 
 
 def compute(agent: Agent, batch: Batch, lost: LostSteps) -> StepOutput:
-    """Run a step from its launch to its output, with none before it unread.
+    """Run a step from its launch to its output. All earlier steps have been read.
 
-    Raises StepFailed for what the agent survives, StepDropped behind that, and anything else as it is.
+    Raises StepFailed for an error that the agent survives, StepDropped for steps that build on such a step, and any
+    other error as it is.
     """
     lost.check(batch)
     try:
@@ -316,7 +313,7 @@ def compute(agent: Agent, batch: Batch, lost: LostSteps) -> StepOutput:
 
 
 def _step_failed(cause: BaseException) -> StepFailed:
-    """Return what a step raises whose agent survives `cause`."""
+    """Return the error of a step that failed of `cause`, which the agent survives."""
     error = StepFailed("A step failed; the cause is chained.")
     error.__cause__ = cause
     return error
@@ -327,22 +324,23 @@ def _wait(_: _Waiter, pending: LaunchedStep) -> None:
 
 
 def _carry_out(launching: Agent | None, command: Command, runner: Any) -> None:
-    """Carry out a command in the thread, by what computes the steps there if nothing launches them elsewhere."""
+    """Carry out a command in the step thread: with `launching`, the agent of the event loop, or else with the thread's
+    own agent."""
     (launching if launching is not None else runner).carry_out(command)
 
 
 class _Handover:
-    """An agent that runs ahead, on its way from the thread that makes it to the loop's. Either may find that it is too
-    late."""
+    """Passes an agent that runs ahead from the step thread, which makes it, to the event loop's. `close` may come in
+    between."""
 
     def __init__(self) -> None:
         self.agent: Agent | None = None
-        """None before it is made, and once it may not be used any more."""
+        """None before it is made, and once it must not be used any more."""
         self.closed = False
 
     def put(self, agent: Agent) -> None:
         self.agent = agent
-        # In this order, as `close` may come in between.
+        # Checked after the assignment, as `close` may come in between.
         if self.closed:
             self.agent = None
 
@@ -352,14 +350,14 @@ class _Handover:
 
 
 class _Waiter:
-    """What the thread has of an agent that it hands over: not the agent itself, which may be gone."""
+    """The step thread's runner in place of an agent that it has handed over, and that may be gone."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
 
 
 def _load(load: Callable[[], Agent], loaded: _Handover) -> Agent | _Waiter:
-    """Load what the thread works with."""
+    """Load the agent, and return the step thread's runner."""
     agent = load()
     if not agent.runs_ahead:
         return agent
@@ -374,10 +372,10 @@ def open_executor(
     wrap: Callable[[Agent], Agent] | None = None,
     meeting: Meeting | None = None,
 ) -> Executor:
-    """Return the executor of a model in this process, not yet started. `model_path` is the checkpoint's folder.
+    """Return the executor of a model in this process, not started. `model_path` is the checkpoint's folder.
 
-    `wrap` gets the agent when it is made, and returns what stands in front of it. `meeting`: the model is one rank's
-    share, and this is where it meets the others.
+    `wrap` may replace the agent when it is made. `meeting` is where a rank, which has a share of the model, meets the
+    other ranks.
     """
     group: TorchGroup | None = None
 
@@ -404,7 +402,7 @@ def open_executor(
 
 
 def _release_memory() -> None:
-    """Give the device memory that nothing refers to any more back to the system. A lost device gives none."""
+    """Return unused device memory to the system. A lost device returns none."""
     import gc
 
     import torch
