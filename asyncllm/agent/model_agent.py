@@ -1,12 +1,11 @@
 """ModelAgent: the model side of the engine, which launches steps without waiting for any of them.
 
-    launch(N)      brings up what is new, launches forward pass, sampling and the download of the tokens
-    launch(N + 1)  the same, while a GPU runs N: it reads N's tokens from the device's tables
+    launch(N)      uploads what is new, launches forward pass, sampling and the download of the tokens
+    launch(N + 1)  does the same while a GPU runs N, whose tokens it reads from the device's tables
     PendingStep N  waits for its download, and becomes a StepOutput
 
-On a GPU decode steps are replayed from CUDA graphs, and so are all layers but the last one of steps with few prompt
-tokens; longer ones are launched kernel by kernel. On a CPU every step goes that last way, and is computed when `launch`
-returns.
+On a GPU, decode steps are replayed from CUDA graphs, as are all layers but the last of steps with few prompt tokens.
+Longer steps are launched kernel by kernel. So is every step on a CPU, where it is computed when `launch` returns.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ _FEW_BLOCKS = 2
 """A pool to measure steps with, before the real one is sized."""
 
 _FORWARD, _SAMPLE, _MIXED = "forward", "sample", "mixed"
-"""Captured parts: the two of a decode step, and what is captured of a step that has prompt tokens."""
+"""Captured parts: the two of a decode step, and the one of a step with prompt tokens."""
 
 _SAMPLE_LISTS = "sample from lists"
 """The second part of a decode step whose rows ranks need no whole logits of."""
 
 _ADAPTED = {_FORWARD: "forward with adapters", _MIXED: "mixed with adapters"}
-"""The same of steps in which a token has an adapter, so that all others cost nothing more."""
+"""The same parts of steps in which a token has an adapter, so that adapters cost other steps nothing."""
 
 OUT_OF_MEMORY = (
     "The device had no memory left to compute or score this prompt, even in parts. Lower max_prefill_token_num or "
@@ -67,10 +66,9 @@ OUT_OF_MEMORY = (
 
 
 class ModelAgent:
-    """A model with its KV pool, slot tables, sampling state and graphs.
+    """A model with its KV pool, slot tables, sampling state and graphs. `limits` is what the engine has to know.
 
-    Made in one thread; after that all methods belong to one thread again, which may be another. `limits` is what the
-    engine has to know.
+    One thread makes it. After that one thread, the same or another, makes all calls.
     """
 
     def __init__(
@@ -82,13 +80,13 @@ class ModelAgent:
         times: StartTimes | None = None,
         group: RankGroup | None = None,
     ) -> None:
-        """Load the checkpoint in the folder `path`, unless its `model` is given, size the KV pool, capture graphs.
+        """Load the checkpoint in the folder `path`, size the KV pool, capture graphs.
 
-        `times` is the clock of a start that has begun already. In a `group` the model is this rank's share, and all
-        ranks run the same steps in the same order.
+        `model`: the loaded model, if there is one. `times`: the clock of a start that has begun already. In a `group`
+        the model is this rank's share, and all ranks run the same steps in the same order.
 
-        Raises ModelError when the checkpoint cannot be loaded or no block fits, and InvalidParameter when
-        `session_len` asks for more positions than the model has.
+        Raises ModelError if the checkpoint cannot be loaded or no block fits, InvalidParameter if `session_len` asks
+        for more positions than the model has.
         """
         times = times or StartTimes()
         opened = OpenedModel.open(config, path, model=model, times=times, group=group)
@@ -97,10 +95,10 @@ class ModelAgent:
         self.model, self._device, self._dtype = opened.model, opened.device, opened.dtype
         self._streams = Streams(self._device)
         self._unsampled: tuple[PendingStep, Callable[[], None]] | None = None
-        """The step whose sampling waits until all before it are read, and what launches it."""
+        """The step whose sampling waits until all earlier steps are read, and the function that launches it."""
         self._unread: deque[PendingStep] = deque()
-        """Launched steps whose output is unread, oldest first. Also for `abandon`: the device may write what they
-        hold."""
+        """Launched steps whose output is unread, oldest first. `abandon` keeps their memory, which a lost device may
+        still write."""
         self._decode_sizes = bucket_sizes(config.max_batch_size)
         self._mixed_sizes: list[MixedSize] = []
         if self.model.config.num_layers > 1 and not config.batch_invariant:
@@ -111,7 +109,7 @@ class ModelAgent:
         tower = self.model.vision
         self._images = None if tower is None else ImageFeatures(tower, config.vision_max_batch_size)
         self._in_group = group is not None
-        """Whether other ranks take part in each step, so that this one alone may not compute it otherwise."""
+        """Whether other ranks take part in each step, so that this one may not change how it is computed."""
         # A whole batch may end while the next one, in other slots, is in flight already.
         num_slots = 2 * config.max_batch_size
         with torch.inference_mode(), self._streams.computing():
@@ -145,14 +143,14 @@ class ModelAgent:
             token_tile=_TOKEN_TILE if self._streams.on_gpu else 1,
             tokens_beside_decode=LARGEST_MIXED if self._streams.on_gpu else None,
             max_steps_in_flight=opened.steps_ahead() if self._streams.on_gpu else 2,
-            start_seconds=times.seconds,  # the clock's own, which gets its last entry below
+            start_seconds=times.seconds,  # the clock's own dict, which gets its last entry below
         )
         if self._streams.on_gpu:
             self._warm_up(min(config.prefill_budget, opened.max_position))
         times.lap("capture")
 
     def _allocate_state(self, config: EngineConfig, opened: OpenedModel, num_slots: int, *, max_rows: int) -> None:
-        """Make the tables by slot, and the tensors that captured steps read and write."""
+        """Allocate the tables by slot, and the tensors that captured steps read and write."""
         self._tables = SlotTables(
             num_slots=num_slots,
             max_rows=max_rows,
@@ -184,21 +182,21 @@ class ModelAgent:
         self._residual = torch.zeros(most, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
 
     def _allocate_pool(self, num_blocks: int) -> None:
-        """Allocate the KV pool, and what attention sees of it: one cache per layer."""
+        """Allocate the KV pool, and make each layer's cache over it."""
         self._pool = allocate_pool(self._layout, num_blocks, self._device)
         self._tables.caches = self._layout.caches(self._pool)
 
     def _allocate_pools(self) -> None:
-        """Allocate the whole KV pool, the host's if there is one, and the way between them."""
+        """Allocate the whole KV pool, and the host's pool and transfers if there is one."""
         self._allocate_pool(self._num_blocks)
         self._swaps: BlockTransfers | None = None
         if self._num_host_blocks:
             self._swaps = BlockTransfers(self._pool, allocate_host_pool(self._layout, self._num_host_blocks))
 
     def take_cache(self) -> None:
-        """Allocate the KV pools again and capture the graphs, which hold addresses. The kernels are compiled already.
+        """Allocate the KV pools again, and capture the graphs, which hold addresses. The kernels are compiled already.
 
-        Raises ModelError or torch.OutOfMemoryError, and holds nothing then.
+        Raises ModelError or torch.OutOfMemoryError, and then holds nothing.
         """
         try:
             with self._streams.launching():
@@ -209,19 +207,19 @@ class ModelAgent:
             raise
 
     def release_cache(self) -> None:
-        """Give KV pools and graphs back. Slots that were started before are not to be used any more."""
+        """Free the KV pools and graphs. Slots that were started before must not be used any more."""
         self._graphs = self._swaps = None
         self._pool, self._tables.caches = [], ()
 
     def carry_out(self, command: Command) -> None:
-        """See `ModelPlacement.carry_out`. No step is in flight; any one thread may call it."""
+        """See `ModelPlacement.carry_out`. No step is in flight. Any thread may make this call."""
         if self._images is not None:
             self._images.clear()
         with self._streams.computing():
             self._placement.carry_out(command, self)
 
     def _measure(self, config: EngineConfig, opened: OpenedModel) -> int:
-        """Return how many bytes steps take beside weights and KV, found out with a pool of a few blocks."""
+        """Return how many bytes steps take besides weights and KV, measured with a pool of a few blocks."""
         if self._streams.stream is None:
             return 0
         self._allocate_pool(_FEW_BLOCKS)
@@ -245,7 +243,7 @@ class ModelAgent:
         return reserve
 
     def _captured_parts(self) -> list[CapturedPart]:
-        """Return what becomes graphs, of which sizes."""
+        """Return the parts of steps to capture, with their sizes."""
         parts = [
             CapturedPart(_MIXED, self._mixed_residual, self._mixed_sizes, self._tables.empty_mixed),
             CapturedPart(_FORWARD, self._decode_logits, self._decode_sizes),
@@ -260,7 +258,7 @@ class ModelAgent:
         return parts
 
     def _capture(self) -> StepGraphs | None:
-        """Return parts of steps over the whole pool as graphs; None where there are no graphs."""
+        """Return the captured graphs over the whole pool, or None on a CPU."""
         if self._streams.stream is None:
             return None
         graphs = StepGraphs(self._streams.stream)
@@ -270,7 +268,7 @@ class ModelAgent:
         return graphs
 
     def _warm_up(self, max_tokens: int) -> None:
-        """Run steps of all sizes that ask for everything, so that nothing is compiled later, in the event loop."""
+        """Run steps of all sizes with every option, so that nothing is compiled later, in the event loop."""
         limits = self.limits
         for slot in (-1,) if self._placement.adapters is None else (-1, 0):
             for batch in warm_up_batches(
@@ -283,8 +281,11 @@ class ModelAgent:
                 pending.output()
 
     def launch(self, batch: Batch) -> PendingStep:
-        """Launch a step. A row that fails is named in its `StepOutput.errors`; what raises here or in `output` concerns
-        the whole step, if the device `survives` it, and else all after it, as does what raises in `wait`."""
+        """Launch a step. `StepOutput.errors` names rows that fail.
+
+        An error here or in `PendingStep.output` ends the whole step, and if the device does not survive it
+        (`survives`), or it comes from `PendingStep.wait`, all later steps.
+        """
         if self.blocked:
             raise RuntimeError("no step can be launched before another one has been read")
         with self._streams.launching():
@@ -299,13 +300,13 @@ class ModelAgent:
         return pending
 
     def survives(self, error: BaseException) -> bool:
-        """Return whether the device still works after `launch`, `resume` or a step's `output` has raised this.
+        """Return whether the device still works after `launch`, `resume` or a step's `output` has raised this error.
 
-        A device that does not is lost, and this agent is never freed.
+        If the device is lost, this agent is never freed.
         """
         lost = isinstance(error, torch.AcceleratorError)
         try:
-            # What the driver has not reported yet it reports here.
+            # Makes the driver report an error that it has not reported yet.
             self._streams.check()
         except RuntimeError:
             lost = True
@@ -333,7 +334,7 @@ class ModelAgent:
         self._unread.remove(pending)
 
     def step(self, batch: Batch) -> StepOutput:
-        """Launch a step and wait for it, with none before it unread."""
+        """Launch a step and wait for it. All earlier steps have been read."""
         pending = self.launch(batch)
         pending.wait()
         return pending.output()
@@ -345,12 +346,12 @@ class ModelAgent:
 
     @property
     def blocked(self) -> bool:
-        """Whether nothing can be launched before `resume` has launched the sampling of the last step, or before a step
-        has been read: an engine goes on when the first of its ranks has, and the others may be behind."""
+        """Whether `launch` has to wait until `resume` has launched the last step's sampling, or a step has been read.
+        The latter can happen to a rank that is behind the first one, with which the engine goes on."""
         return self._unsampled is not None or len(self._unread) >= MAX_STEPS_IN_FLIGHT
 
     def resume(self) -> PendingStep | None:
-        """Launch the sampling that waited, if all steps before it have been read. Returns its step if so."""
+        """Launch the sampling that waits, if all earlier steps have been read. Return its step then, else None."""
         if self._unsampled is None:
             return None
         pending, sample = self._unsampled
@@ -366,14 +367,14 @@ class ModelAgent:
         return pending
 
     def _sample_when_possible(self, pending: PendingStep, sample: Callable[[], None]) -> None:
-        """Launch the sampling now, unless it needs tokens on the host that no one has read yet."""
+        """Launch the sampling now, unless it needs tokens of unread steps on the host."""
         if self._unread[0] is not pending and self.sampler.needs_host(pending.slots):
             self._unsampled = (pending, sample)
         else:
             sample()
 
     def _launch_decode(self, batch: Batch, pending: PendingStep, graphs: StepGraphs) -> None:
-        """Launch a step of decode rows alone, out of the graphs."""
+        """Launch a step of decode rows from the graphs."""
         num_rows = len(batch.decode)
         arrays = self._tables.advance_decode(batch)
         rows = arrays.rows
@@ -407,7 +408,7 @@ class ModelAgent:
         self._sample_when_possible(pending, sample)
 
     def _decode_logits(self, num_rows: int, *, adapted: bool = False) -> None:
-        """Compute the fixed rows up to their logits. Captured."""
+        """Compute the logits of the fixed rows. Captured."""
         hidden = self.model(self._tables.decode_inputs(num_rows, adapted=adapted))
         self.model.rank_logits(hidden, self._logits[:num_rows])
 
@@ -436,7 +437,7 @@ class ModelAgent:
         self.model.before_last(inputs, self._residual[: size.tokens])
 
     def _launch_mixed(self, batch: Batch, pending: PendingStep, graphs: StepGraphs | None) -> None:
-        """Launch any step, with what can be of it out of the graphs."""
+        """Launch any step, as far as possible from the graphs."""
         if batch.copies:
             pairs = upload(np.array(batch.copies, np.int64), self._device)
             for part in self._pool:
@@ -461,7 +462,7 @@ class ModelAgent:
             self._placement.adapters.read_by_steps(step.arrays.adapter_slots)
         unsound = self._no_flags
         if batch.prefill:
-            # A chunk that nothing is sampled from is looked at too: its blocks may not enter the prefix cache.
+            # Chunks that do not sample are checked too: blocks of a bad one may not enter the prefix cache.
             unsound = kernels.segments_finite(stream, step.prefill_offsets)
         for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
             if row.scored and row.slot not in pending.failed:
@@ -496,9 +497,9 @@ class ModelAgent:
         self._sample_when_possible(pending, sample)
 
     def _features(self, batch: Batch, pending: PendingStep) -> Tensor | None:
-        """Return the features of the step's image tokens [F, hidden]; None without any.
+        """Return the features of the step's image tokens [F, hidden], or None if it has none.
 
-        Rows whose images find no memory fail; zeros stand for their features.
+        If memory runs out, the rows with images fail, and their features are zeros.
         """
         if self._images is None:
             return None
@@ -516,7 +517,7 @@ class ModelAgent:
     def _launch_extra(
         self, pending: PendingStep, rows: Sequence[PrefillRow], launch: Callable[[], PromptScores | PooledHidden]
     ) -> None:
-        """Launch what prefill rows ask for besides a token. Whole logits may be too much, for these rows alone."""
+        """Launch scores or pooling of prefill rows. If memory runs out, these rows fail."""
         try:
             pending.extras.append(launch())
         except torch.OutOfMemoryError:
@@ -525,10 +526,10 @@ class ModelAgent:
             pending.failed |= dict.fromkeys((row.slot for row in rows), OUT_OF_MEMORY)
 
     def _forward(self, step: StepTensors, pending: PendingStep, *, whole: bool) -> tuple[Tensor, Tensor]:
-        """Return the hidden states of the tokens of `step.sampled` [R + L, H], and of all tokens [T, H]: the latter
-        before the last layer, or after it if `whole` or if all tokens are wanted.
+        """Return the hidden states of the tokens of `step.sampled` [R + L, H], and of all tokens [T, H]. The latter are
+        those before the last layer, or after it if `whole` or if all tokens are sampled.
 
-        When memory runs out, prompt tokens are computed in two halves, once; if that fails as well their rows fail, and
+        If memory runs out, the prompt tokens are computed in two halves. If that fails too, the prefill rows fail, and
         the decode rows go on.
         """
         try:
@@ -543,7 +544,7 @@ class ModelAgent:
         except torch.OutOfMemoryError:
             num_decode = step.arrays.num_decode
             if self._in_group or self._layout.keeps_state or num_decode == len(step.arrays.row_slots):
-                # Other ranks, or states that have gone on, do not go back to where the step began.
+                # Neither other ranks nor states that have been advanced can repeat the step.
                 raise
         torch.cuda.empty_cache()
         config = self.model.config
@@ -563,11 +564,11 @@ class ModelAgent:
 
 
 def _wanted(hidden: Tensor, step: StepTensors) -> Tensor:
-    """Return those hidden states of all tokens [T, H] that are sampled from or pooled: [R + L, H]."""
+    """Return the rows of `hidden` [T, H] that are sampled from or pooled: [R + L, H]."""
     return hidden if step.sampled is None else kernels.gather_rows(hidden, step.sampled.indices)
 
 
 def _prompts(num_tokens: int, longest: int) -> list[int]:
-    """Return the lengths of the fewest prompts with so many tokens in all."""
+    """Return the lengths of the fewest prompts of at most `longest` tokens with `num_tokens` tokens in all."""
     full, rest = divmod(num_tokens, longest)
     return [longest] * full + [rest] * (rest > 0)

@@ -1,4 +1,4 @@
-"""PendingStep: a step on its way through the device, until its results are on the host."""
+"""PendingStep: a launched step, until its results have been read on the host."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class PendingStep:
     def __init__(
         self, batch: Batch, sampler: Sampler, streams: Streams, *, on_read: Callable[[PendingStep], None]
     ) -> None:
-        """`on_read` is called when its output is read."""
+        """`on_read` is called when the output is read."""
         self.batch = batch
         self.slots: NDArray[np.int64] = np.zeros(0, np.int64)
         """Slots that are sampled from, in batch order."""
         self.extras: list[PromptScores | PooledHidden] = []
-        """What prefill rows ask for besides a token."""
+        """Scores and pooled hidden states of prefill rows."""
         self.logprobs: PendingLogprobs | None = None
         self.failed: dict[int, str] = {}
-        """Slot -> why it failed, if that was known at launch."""
+        """Slot -> why its row failed at launch."""
         self.launched = False
-        """Whether all of it is launched, so that `wait` comes to an end."""
+        """Whether the whole step is launched, so that `wait` can return."""
         self._sampler = sampler
         self._streams = streams
         self._on_read = on_read
         self._downloaded: list[Tensor] = []
-        """What the download reads: held so that its memory is not lent again before."""
+        """Tensors that the download reads, kept so that their memory is not reused before."""
         self._results: list[Tensor] = []
         self._arrival: Arrival | None = None
         self._clock: StepClock = streams.clock()
@@ -54,19 +54,19 @@ class PendingStep:
         self._results, self._arrival = self._streams.download(results)
 
     def wait(self) -> None:
-        """Block this thread, and no other, until the step is over. Raises what a lost device reports."""
+        """Block this thread until the step is over. Raises RuntimeError if the device is lost."""
         if self._arrival is None:
             return
         try:
             self._arrival.synchronize()
         except RuntimeError:
-            # And with it, by `_on_read`, the agent and all steps in flight.
+            # This keeps the agent and all steps in flight too, through `_on_read`.
             abandon(self)
             raise
 
     @torch.inference_mode()
     def output(self) -> StepOutput:
-        """Return the results, after `wait`. Called once, in the thread that launches steps."""
+        """Return the results. Call it once, after `wait`, in the thread that launches steps."""
         self._on_read(self)
         batch, sampler = self.batch, self._sampler
         output = StepOutput(step=batch.step, slots=[], tokens=[])
@@ -89,10 +89,9 @@ class PendingStep:
 
 
 def abandon(owner: object) -> None:
-    """Never free `owner` and what it refers to, not even when the interpreter ends: it holds a lost device's memory.
+    """Never free `owner` and what it refers to, not even at interpreter exit: it holds memory of a lost device.
 
-    Pinned memory goes back to torch's pool with an event on every stream that has copied from or to it. That is
-    recorded where the memory is freed, in a destructor, which ends the process when CUDA refuses: a service that has an
-    engine of a lost device among other things would end with it.
+    When pinned memory is freed, torch records an event on every stream that used it. On a lost device this raises in a
+    destructor, which ends the process, and with it everything else that the process serves.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))

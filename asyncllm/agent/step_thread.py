@@ -1,10 +1,10 @@
 """StepThread: one worker thread that loads the model, and computes its steps or waits for them.
 
-Torch and the model side are imported, loaded and used in that thread only; this file imports neither. Settings of the
-process stay as they are: torch's thread count is chosen for this thread alone, and only where it is not set
-(`agent/cpu_threads.py`); the interpreter's switch interval may stay, because torch releases the interpreter lock inside
-every operation: while 1,900-token prompts are computed on two busy cores, the median turn of a loop that sleeps 0.5 ms
-takes 1.16 ms, against 1.13 ms when no step runs.
+The thread imports torch and the model side; this file imports neither. No setting of the process is changed. Torch's
+thread count is set for this thread only, and only if the user has not set it (`agent/cpu_threads.py`). The
+interpreter's switch interval can stay, because torch releases the interpreter lock inside every operation: while
+1,900-token prompts are computed on two busy cores, the median iteration of a loop that sleeps 0.5 ms takes 1.16 ms,
+against 1.13 ms without a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["HasLimits", "StepThread", "attempt", "dead", "set_exception", "set_r
 THREAD_NAME = "asyncllm-step"
 
 EXIT_PATIENCE_S = 10.0
-"""How long the end of the interpreter waits for running steps; one that a lost device does not complete never ends."""
+"""How long interpreter exit waits for running steps. A step on a lost device may never end."""
 
 _running: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]] = weakref.WeakKeyDictionary()
 """Step threads -> what tells each to end."""
@@ -48,13 +48,12 @@ _Runner = TypeVar("_Runner", bound=HasLimits)
 class StepThread(Generic[_Runner]):
     """Does all work with a runner in one thread, which `start` begins and `close` ends.
 
-    `load` is called in that thread and makes the runner, which the thread alone refers to: it is gone when the thread
-    ends, and as soon as work raises what it does not spare. States: new, started (loading, then running, perhaps dead),
-    closed.
+    `load` makes the runner in that thread. Only the thread refers to it, so it is freed when the thread ends, or when
+    work raises a fatal error. States: new, started (loading, then running, perhaps dead), closed.
     """
 
     def __init__(self, load: Callable[[], _Runner], *, release: Callable[[], None] | None = None) -> None:
-        """`release` is the last that the thread calls, when the runner is gone."""
+        """`release` is called last in the thread, when the runner is gone."""
         self._load: Callable[[], _Runner] | None = load
         self._release = release
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -63,9 +62,9 @@ class StepThread(Generic[_Runner]):
         self._ended: asyncio.Future[None] | None = None
 
     async def start(self) -> Limits:
-        """Load in the worker thread. Raises what `load` raises, errors that are not asyncllm's as ModelError.
+        """Load in the worker thread. Raises the error of `load`, as a ModelError unless it is asyncllm's.
 
-        When it raises, the thread has ended; when it is cancelled, the thread ends by itself once `load` returns.
+        After an error the thread has ended. After a cancellation it ends by itself once `load` returns.
         """
         if self._load is None:
             raise EngineClosed("This executor was started or closed before. Make a new one.")
@@ -98,11 +97,11 @@ class StepThread(Generic[_Runner]):
         spares: tuple[type[Exception], ...] = (),
         then: Callable[[], None] = lambda: None,
     ) -> asyncio.Future[_Result]:
-        """Enqueue work with the runner. Its future raises what it raised, and that of all later work EngineDead with
-        that as cause, unless it was one of `spares`. `then` is called in the loop as soon as the future is done, in the
-        same turn.
+        """Enqueue work with the runner, and return the future of its result.
 
-        Raises EngineClosed unless started and not closed.
+        The future raises the work's error. Unless that is one of `spares`, it is fatal: the futures of all later work
+        raise EngineDead with it as cause. `then` is called in the event loop as soon as the future is done, in the same
+        iteration. Raises EngineClosed unless started and not closed.
         """
         if self._loop is None or self._worker is None or self._worker.stopping:
             raise EngineClosed("This executor is not running: it was closed, or never started.")
@@ -111,14 +110,14 @@ class StepThread(Generic[_Runner]):
         return future
 
     async def close(self) -> None:
-        """Let the running work finish, answer waiting ones with EngineClosed, end the thread. Any number of times."""
+        """Let the running work finish, end waiting work with EngineClosed, end the thread. Idempotent."""
         self._load = None
         if self._worker is None or self._thread is None or self._ended is None:
             return
         self._worker.stop()
         if asyncio.get_running_loop() is self._loop:
             await asyncio.shield(self._ended)
-            # The thread has said its last word; its end is microseconds away, but a join would block the loop.
+            # The thread has made its last call and ends within microseconds, but a join would block the loop.
             while self._thread.is_alive():  # noqa: ASYNC110 - a thread's end cannot be awaited
                 await asyncio.sleep(0)
         else:
@@ -131,14 +130,14 @@ class _Entry(NamedTuple):
     work: Callable[[Any], Any]
     """Called with the runner."""
     spares: tuple[type[Exception], ...]
-    """Errors after which the runner is as it was."""
+    """Errors that leave the runner as it was."""
     future: asyncio.Future[Any]
     then: Callable[[], None]
     """Called in the loop when the future is done."""
 
 
 class _Worker(Generic[_Runner]):
-    """The thread's side. It knows the loop, but not the executor, which may be dropped while the thread runs."""
+    """The thread's side. It does not refer to the executor, which may be dropped while the thread runs."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.queue: SimpleQueue[_Entry | None] = SimpleQueue()
@@ -188,29 +187,29 @@ class _Worker(Generic[_Runner]):
                         runner = None
                     self._call(_end, set_exception, future, failure, then)
                 del output
-            # While the thread waits for the next step it keeps nothing of this one alive.
+            # Nothing of this step is kept alive while the thread waits for the next one.
             del entry, work, spares, future, then
 
     def _call(self, callback: Callable[..., None], *args: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
-            # The loop was closed under the executor: no task waits any more.
+            # The event loop was closed before the executor, so no task waits.
             self.stop()
 
 
 def _end(
     settle: Callable[[asyncio.Future[Any], Any], None], future: asyncio.Future[Any], how: Any, then: Callable[[], None]
 ) -> None:
-    """In the loop: settle the future of some work, and go on from there at once."""
+    """Settle the future of some work, in the event loop, and call `then` at once."""
     settle(future, how)
     then()
-    # An error that was met there refers to the frames of those that called.
+    # An error raised in `then` refers to this frame.
     del how, then
 
 
 def dead(cause: BaseException | None) -> EngineDead:
-    """Return what a step gets after one that failed of `cause`."""
+    """Return the error of a step after one that failed of `cause`."""
     error = EngineDead("An earlier step failed, and no step runs after that. The cause is chained.")
     error.__cause__ = cause
     return error
@@ -231,7 +230,7 @@ def set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
 
 
 def set_seen_exception(future: asyncio.Future[Any], error: BaseException) -> None:
-    """Set an error that follows from one reported before: asyncio must not log it when it is never asked for."""
+    """Set an error that follows from an earlier one, so that asyncio does not log it if it is never retrieved."""
     set_exception(future, error)
     if not future.cancelled():
         future.exception()
@@ -246,10 +245,10 @@ def _load_error(error: BaseException) -> BaseException:
 
 
 def attempt(call: Callable[..., _Result], *args: Any) -> tuple[_Result | None, BaseException | None]:
-    """Return what the call returns, or else what it raises.
+    """Return the result of the call, or else its error.
 
-    By the frames of its traceback an error would keep the model alive for as long as the error is kept. They
-    are cleared here, before the error gets to a thread in which it is raised anew; file names and lines stay.
+    Through the frames of its traceback an error would keep the model alive. They are cleared here, before another
+    thread raises the error again; file names and lines stay.
     """
     try:
         return call(*args), None
@@ -258,14 +257,14 @@ def attempt(call: Callable[..., _Result], *args: Any) -> tuple[_Result | None, B
         while link is not None:
             traceback.clear_frames(link.__traceback__)
             link = link.__cause__ or link.__context__
-        # This frame is one of the traceback's, and cannot be cleared while it runs.
+        # This frame is in the traceback, and cannot be cleared while it runs.
         del call, args
         return None, error
 
 
 def _end_threads() -> None:
-    """Let the running steps finish. A daemon thread is cut off when the interpreter is finalized, and inside torch that
-    ends the process by SIGABRT; one that is no daemon would keep a program from ending that forgets a `close`."""
+    """Let the running steps finish. Interpreter exit kills a daemon thread, which inside torch ends the process by
+    SIGABRT; a thread that is no daemon would keep a program without a `close` from ending."""
     deadline = time.monotonic() + EXIT_PATIENCE_S
     for stop in list(_running.values()):
         stop()
@@ -273,5 +272,5 @@ def _end_threads() -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-# Threads of the program's own that are no daemons have ended by then, and with them the loops that they run.
+# By then all non-daemon threads of the program have ended, and with them their event loops.
 atexit.register(_end_threads)
