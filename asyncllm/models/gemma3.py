@@ -47,6 +47,8 @@ class Gemma3(Gemma2):
         usual = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
         hf = hf.changed({key: hf.fields.get(key) or value for key, value in usual.items()})
         fields = hf.of_layers("full_attention").decoder(architecture, max_position=131072, theta=1e6, tied=True)
+        # Their 128 Ki positions are those behind the scaling.
+        fields["max_position"] = hf.integer("max_position_embeddings", 131072)
         num_layers, bias = fields["num_layers"], hf.flag("attention_bias", False)
         pattern, window = hf.integer("sliding_window_pattern", 6), hf.optional_integer("sliding_window", 4096)
         fields["windows"] = hf.windows(num_layers, window, [(layer + 1) % pattern != 0 for layer in range(num_layers)])

@@ -34,6 +34,7 @@ from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision_language import REFUSED_MODELS, VISION_MODELS, composed
 from asyncllm.models.weights import expected_numbers, load
 from asyncllm.quant.scheme import Scheme, scheme_of
+from asyncllm.text.checkpoint_files import BY_MODEL_TYPE
 
 __all__ = [
     "described",
@@ -53,26 +54,6 @@ _MODELS: dict[str, str] = {}
 
 _WITH_HEAD, _WITHOUT_HEAD = ("ForCausalLM", "LMHeadModel"), "Model"
 """How the names of one decoder's classes end: Qwen3ForCausalLM or GPT2LMHeadModel, Qwen3Model or GPT2Model."""
-
-_BY_MODEL_TYPE: Mapping[str, str] = {
-    "aquila": "AquilaForCausalLM",
-    "deepseek_vl_v2": "DeepseekVLV2ForCausalLM",
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "internlm": "InternLMForCausalLM",
-    "internlm3": "InternLM3ForCausalLM",
-    "kimi_k2": "DeepseekV3ForCausalLM",
-    "llama4": "Llama4ForConditionalGeneration",
-    "mimo": "MiMoForCausalLM",
-    "minicpm": "MiniCPMForCausalLM",
-    "ministral": "MinistralForCausalLM",
-    "multi_modality": "MultiModalityCausalLM",
-    "seed_oss": "SeedOssForCausalLM",
-    "RefinedWeb": "RWForCausalLM",
-    "RefinedWebModel": "RWForCausalLM",
-    "stablelm_epoch": "StableLMEpochForCausalLM",
-    "Yi": "YiForCausalLM",
-}
-"""What a config.json without `architectures` is, by its `model_type`, where no family has that as its own."""
 
 
 def register(*architectures: str, **models: str) -> Callable[[Family], Family]:
@@ -321,7 +302,7 @@ def _of_model_type(model_type: str) -> str:
     """Return the architecture of a model type, the first that its family is registered under; else the type itself."""
     families()
     own = (name for name, family in _FAMILIES.items() if family.tiny["model_type"] == model_type)
-    return _BY_MODEL_TYPE.get(model_type) or next(own, model_type)
+    return BY_MODEL_TYPE.get(model_type) or next(own, model_type)
 
 
 def _find(name: str) -> type[DecoderLM] | None:

@@ -88,7 +88,8 @@ VISION_MODELS: Mapping[str, str] = {
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B",
     "Glm4vForConditionalGeneration": "GLM-4.1V-9B",
     "Idefics3ForConditionalGeneration": "Idefics3",
-    "InternVLChatModel": "InternVL-Chat 1.5, InternVL2, InternVL2.5 and InternVL3, as their authors published them",
+    "InternVLChatModel": "InternVL-Chat 1.1, 1.2 and 1.5, InternVL2, InternVL2.5 and InternVL3, as their authors "
+    "published them",
     "InternVLForConditionalGeneration": "the same, as transformers has them",
     "Llama4ForConditionalGeneration": "Llama 4 Scout and Maverick",
     "LlavaForConditionalGeneration": "LLaVA 1.5, as llava-hf has it; Pixtral 12B, as transformers has it",
@@ -138,10 +139,14 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     "MllamaForConditionalGeneration": Refused(
         "Llama 3.2 Vision", "its layers of cross attention keep images in a cache of another kind", _NEAREST_LLAVA
     ),
-    "MolmoForCausalLM": Refused("Molmo", _OWN_TOWER, _NEAREST_LLAVA),
+    "MolmoForCausalLM": Refused(
+        "Molmo", "there is nothing to hold it to: transformers has Molmo 2 alone, another model", _NEAREST_LLAVA
+    ),
     "MultiModalityCausalLM": Refused(
         "DeepSeek-VL as its authors published it", "its names are not read", "DeepseekVLForConditionalGeneration"
     ),
-    "Phi4MMForCausalLM": Refused("Phi-4-multimodal", _OWN_TOWER, _NEAREST_LLAVA),
+    "Phi4MMForCausalLM": Refused(
+        "Phi-4-multimodal", "prompts with images are computed with an adapter of their own", "Phi3VForCausalLM"
+    ),
 }
 """Architecture -> what is said of it."""

@@ -6,7 +6,7 @@ added_tokens.json and config.json. All are optional.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import msgspec
 
 from asyncllm.errors import InvalidCheckpoint, short
 
-__all__ = ["MAX_TOKEN_ID", "AddedToken", "TokenSettings", "read_json_object"]
+__all__ = ["BY_MODEL_TYPE", "MAX_TOKEN_ID", "AddedToken", "TokenSettings", "classes_of", "read_json_object"]
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 INFILLING_TOKENS = ("prefix_token", "suffix_token", "middle_token", "eot_token")
@@ -22,6 +22,27 @@ INFILLING_TOKENS = ("prefix_token", "suffix_token", "middle_token", "eot_token")
 END_OF_INFILLING = "\u2581<EOT>"
 MAX_TOKEN_ID = 2**24 - 1
 """Tables have a place for each id, so a damaged one must not decide on their size."""
+
+
+BY_MODEL_TYPE: Mapping[str, str] = {
+    "aquila": "AquilaForCausalLM",
+    "deepseek_vl_v2": "DeepseekVLV2ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "internlm": "InternLMForCausalLM",
+    "internlm3": "InternLM3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "llama4": "Llama4ForConditionalGeneration",
+    "mimo": "MiMoForCausalLM",
+    "minicpm": "MiniCPMForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "multi_modality": "MultiModalityCausalLM",
+    "RefinedWeb": "RWForCausalLM",
+    "RefinedWebModel": "RWForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "stablelm_epoch": "StableLMEpochForCausalLM",
+    "Yi": "YiForCausalLM",
+}
+"""The class that a config.json without `architectures`, as DeepSeek-VL2's, is for, by its `model_type`."""
 
 
 class AddedToken(msgspec.Struct, frozen=True):
@@ -139,6 +160,14 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(part, dict) and part.get(key) is not None:
                 yield from _ids(part, key, "config.json")
                 return
+
+
+def classes_of(config: Mapping[str, Any]) -> Sequence[str]:
+    """Return the names of the classes that a config.json is for, as far as it says so."""
+    names, model_type = config.get("architectures"), config.get("model_type")
+    if names is None and isinstance(model_type, str) and model_type in BY_MODEL_TYPE:
+        return [BY_MODEL_TYPE[model_type]]
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from asyncllm.errors import InvalidParameter
+from asyncllm.text.checkpoint_files import classes_of
 from asyncllm.text.composed_template import BaseChatTemplate
 
 __all__ = ["MODELS", "Registry", "builtin_name", "names"]
@@ -49,6 +50,9 @@ XCOMPOSER_SYSTEM = (
 )
 INTERNVL2_SYSTEM = (
     "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL, 是一个有用无害的人工智能助手。"
+)
+INTERNVL2_5_SYSTEM = (
+    "你是书生·万象，英文名是InternVL，是由上海人工智能实验室、清华大学及多家合作单位联合开发的多模态大语言模型。"
 )
 DEEPSEEK_CODER_SYSTEM = (
     "You are an AI programming assistant, utilizing the Deepseek Coder model, developed by Deepseek Company, and you "
@@ -215,6 +219,11 @@ BUILTIN: dict[str, dict[str, Any]] = {
         "meta_instruction": INTERNVL2_SYSTEM,
         "stop_words": ["<|im_start|>", "<|im_end|>"],
     },
+    "internvl2_5": {
+        **CHATML,
+        "meta_instruction": INTERNVL2_5_SYSTEM,
+        "stop_words": ["<|im_start|>", "<|im_end|>"],
+    },
     "qwen": {**CHATML, "meta_instruction": "You are a helpful assistant."},
     "yi": {**CHATML, "stop_words": ["<|im_end|>", "<|endoftext|>"]},
     "dbrx": {**CHATML, "meta_instruction": DBRX_SYSTEM},
@@ -317,6 +326,7 @@ ARCHITECTURES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("InternLM3ForCausalLM", {}, "internlm2"),
     ("InternLMXComposer2ForCausalLM", {}, "internlm-xcomposer2"),
     ("InternVLChatModel", {"template": "internlm2-chat"}, "internvl2-internlm2"),
+    ("InternVLChatModel", {"template": "internvl2_5"}, "internvl2_5"),
     ("InternVLChatModel", {"template": "Hermes-2"}, "internvl-zh-hermes2"),
     ("InternVLChatModel", {"template": "phi3-chat"}, "internvl2-phi3"),
     ("InternVLChatModel", {"template": "internvl_zh"}, "internvl-zh"),
@@ -442,7 +452,7 @@ def names() -> list[str]:
 
 def builtin_name(config: dict[str, Any]) -> str:
     """Return the built-in template for a checkpoint's config.json; "base" when it does not tell."""
-    for name in config.get("architectures") or ():
+    for name in classes_of(config):
         for architecture, entries, template in ARCHITECTURES:
             if name == architecture and all(_entry(config, key) == value for key, value in entries.items()):
                 return template

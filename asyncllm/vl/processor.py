@@ -11,7 +11,7 @@ from PIL import Image
 
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.protocol import ImageProcessor
-from asyncllm.text.checkpoint_files import read_json_object
+from asyncllm.text.checkpoint_files import classes_of, read_json_object
 from asyncllm.vl.image_tokens import added_tokens, image_token, stand_in, token_id_of, token_of
 from asyncllm.vl.known_towers import tower_fields, tower_settings
 from asyncllm.vl.prepared_images import PreparedImages
@@ -39,9 +39,8 @@ def open_processor(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
     `overrides` replaces entries of config.json. Raises InvalidCheckpoint, UnsupportedModel.
     """
     fields = {**read_json_object(folder / "config.json"), **(overrides or {})}
-    names = fields.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    make = _FAMILIES.get(name) if isinstance(name, str) else None
+    name = next(iter(classes_of(fields)), "")
+    make = _FAMILIES.get(name)
     if make is None or (name in _ALSO_TEXT and fields.get(_ALSO_TEXT[name]) is None):
         return None
     file = folder / "preprocessor_config.json"
@@ -253,6 +252,9 @@ def _intern(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     patch = patch[0] if isinstance(patch, list) else patch
     # Published by its authors, the text around an image is a part of the prompt; else the processor adds it.
     remote = fields.get("llm_config") is not None
+    # What the class of the authors' leaves out, as InternVL-Chat 1.1 and 1.2 do, is one picture of each image.
+    usual = {"dynamic_image_size": not remote, "use_thumbnail": not remote, "max_dynamic_patch": 6 if remote else None}
+    fields = {**usual, **fields}
     folder = Path(where).parent
     frame = [] if remote else [[token_of(folder, text)] for text in ("<img>", "</img>")]
     return TileVideoProcessor(
@@ -265,9 +267,9 @@ def _intern(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
         tokens=(side // patch // 2) ** 2,
         least=fields.get("min_dynamic_patch") or settings.get("min_patches") or 1,
         most=(fields.get("max_dynamic_patch") or settings.get("max_patches") or 12)
-        if fields.get("dynamic_image_size", True)
+        if fields["dynamic_image_size"]
         else 1,
-        thumbnail=fields.get("use_thumbnail", True),
+        thumbnail=fields["use_thumbnail"],
     )
 
 

@@ -44,6 +44,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "internlm2": (CHATML, ["<|im_end|>", "<|action_end|>"]),
     "internvl-internlm2": (CHATML, ["<|im_start|>", "<|im_end|>"]),
     "internvl2-internlm2": (CHATML, ["<|im_start|>", "<|im_end|>"]),
+    "internvl2_5": (CHATML, ["<|im_start|>", "<|im_end|>"]),
     "qwen": (CHATML, ["<|im_end|>"]),
     "yi": (CHATML, ["<|im_end|>", "<|endoftext|>"]),
     "dbrx": (CHATML, ["<|im_end|>"]),

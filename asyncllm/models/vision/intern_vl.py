@@ -24,6 +24,7 @@ def read_intern_vl(hf: HFConfig) -> Composed:
     part.expect("use_absolute_position_embeddings", True)
     part.expect("use_mean_pooling", True)
     hf.expect("downsample_ratio", 0.5)
+    hf.expect("pad2square", False)
     hf.expect("ps_version", "v1", "v2")
     hf.expect("projector_hidden_act", "gelu")
     hf.expect("vision_feature_select_strategy", "default")
