@@ -14,11 +14,11 @@ __all__ = ["AdapterTable"]
 
 
 class AdapterTable:
-    """Written by the engine's calls, and by `Control` when a command is over."""
+    """The loaded adapters, and the names of those being loaded. Written by the engine's calls and by `Control`."""
 
     def __init__(self, num_slots: int, adapters: Mapping[str, str]) -> None:
-        """`adapters`: name -> path of those that the executor has loaded at start, in the order of their numbers, which
-        begin at 1."""
+        """`adapters`: name -> path of the adapters that the executor has loaded at start, under the numbers 1, 2 and so
+        on."""
         self._num_slots = num_slots
         self._by_name = {name: Adapter(index, name, path) for index, (name, path) in enumerate(adapters.items(), 1)}
         self._next_number = len(self._by_name) + 1
@@ -30,7 +30,7 @@ class AdapterTable:
         return {name: adapter.path for name, adapter in self._by_name.items()}
 
     def find(self, name: Any, param: str = "adapter_name") -> Adapter:
-        """Return an adapter by its name. Raises InvalidParameter."""
+        """Return the adapter of this name. Raises InvalidParameter."""
         adapter = self._by_name.get(name) if isinstance(name, str) else None
         if adapter is None:
             known = ", ".join(map(repr, self._by_name)) or "none"
@@ -42,8 +42,8 @@ class AdapterTable:
         return adapter
 
     def begin(self, name: Any, path: str) -> LoadAdapter:
-        """Return the command that loads an adapter, under a number of its own. The name is taken until `end`. Raises
-        InvalidParameter, and UnsupportedFeature where the device has no room for adapters."""
+        """Return the command that loads an adapter, with a new number. The name is reserved until `end`. Raises
+        InvalidParameter, and UnsupportedFeature if the engine has no room for adapters."""
         if not self._num_slots:
             raise UnsupportedFeature(
                 "The engine was started without room for adapters. Start it with EngineConfig(max_loras=...), the "
@@ -60,15 +60,15 @@ class AdapterTable:
         return LoadAdapter(self._next_number - 1, name, path)
 
     def end(self, command: LoadAdapter) -> None:
-        """Free the name of a command that is over, or was never given to the executor."""
+        """Free the name of a command that has ended, or was never given to the executor."""
         self._loading.discard(command.name)
 
     def add(self, command: LoadAdapter) -> None:
-        """Make a loaded adapter known."""
+        """Let requests name a loaded adapter."""
         self._by_name[command.name] = Adapter(command.number, command.name, command.path)
 
     def remove(self, name: Any) -> Adapter:
-        """Let no request name an adapter any more, and return it; open ones keep it. Raises InvalidParameter."""
+        """Remove an adapter, which open requests keep, and return it. Raises InvalidParameter."""
         adapter = self.find(name, "name")
         del self._by_name[adapter.name]
         adapter.retired = True

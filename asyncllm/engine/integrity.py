@@ -1,4 +1,4 @@
-"""What must hold of a scheduler between any two calls: for tests, and for an engine that rests."""
+"""Invariants of a scheduler between any two calls, for tests and for an idle engine."""
 
 from __future__ import annotations
 

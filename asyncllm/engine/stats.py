@@ -12,14 +12,14 @@ __all__ = ["EngineStats", "scheduler_stats"]
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges are of this moment, totals since start."""
+    """What an engine holds at this moment, and totals since its start."""
 
     running: int
     """Sequences with a row in the batch."""
     waiting: int
     """Sequences in the queue, preempted ones included."""
     swapped: int
-    """Those of them whose KV lies in host memory."""
+    """Waiting sequences whose keys and values are in host memory."""
     queued_requests: int
     """Requests whose first sequence waits for a row, as `max_queued_requests` counts them."""
     queued_tokens: int
@@ -30,13 +30,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks_free: int
     """Blocks with no content."""
     blocks_cached: int
-    """Cached blocks without a reference, which the prefix cache can still give; they count as available."""
+    """Cached blocks without a reference, which are available too."""
     blocks_held: int
     """Blocks of running sequences, and those that steps in flight may still write."""
     host_blocks_total: int
     host_blocks_free: int
     host_blocks_cached: int
-    """The same in host memory; they count as available there."""
+    """Cached blocks in host memory without a reference, which are available there."""
     host_blocks_held: int
     """Blocks of swapped sequences, and those that steps in flight copy to or from."""
     blocks_swapped_out: int
@@ -46,16 +46,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     adapters_resident: int
     """LoRA adapters in a slot of the device."""
     adapters_running: int
-    """Those that running sequences have."""
+    """LoRA adapters that running sequences use."""
     adapter_uploads: int
-    """Times that an adapter was brought up to the device."""
+    """Copies of adapters to the device."""
     steps: int
     steps_failed: int
-    """Those that raised and took their rows with them."""
+    """Steps that raised, so that their rows ended."""
     prompt_tokens: int
     """Known tokens of admitted sequences."""
     cached_tokens: int
-    """Those of them that the prefix cache had."""
+    """Tokens of these that the prefix cache had."""
     prefill_tokens: int
     """Tokens computed in prefill rows, recomputed ones included."""
     decode_tokens: int
@@ -64,7 +64,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of answers."""
     preemptions: int
     swap_fallbacks: int
-    """Those of them that found too few host blocks, and so are computed again although eviction_type is 'copy'."""
+    """Preemptions without enough host blocks, after which the sequence is computed again in spite of
+    eviction_type='copy'."""
     requests_started: int
     requests_finished: int
     requests_cancelled: int
@@ -72,17 +73,17 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     requests_expired: int
     """Requests that ended at their deadline."""
     requests_refused: int
-    """Calls that found the queue full; they were never started."""
+    """Requests that were refused because the queue was full. They do not count as started."""
     user_tokens: dict[str, int]
     """Prompt tokens computed and tokens generated in the last 60 s, by user; empty without quality of service."""
     sleep_level: int
-    """1 or 2 from a sleep until everything is awake again, else 0."""
+    """The level of `sleep` (1 or 2) until everything is awake again, then 0."""
     weight_updates: int
     """Calls of `update_weights` that have replaced weights."""
     seconds_since_progress: float
-    """How long there has been work and no step has completed; 0 when there is none, or while the model sleeps."""
+    """Seconds of work in which no step has completed; 0 without work, and while the model sleeps."""
     step_ms: float
-    """Moving average over about 20 steps of a step's time on the device."""
+    """Time of a step on the device in milliseconds, a moving average over about 20 steps."""
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -91,7 +92,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scheduler_stats(scheduler: Scheduler, arrived: int) -> dict[str, Any]:
-    """Return the fields of EngineStats that a scheduler knows; `arrived`: sequences that it has not been given yet."""
+    """Return the fields of EngineStats that the scheduler knows. `arrived`: sequences that it has not been given
+    yet."""
     blocks, host, counts = scheduler.blocks, scheduler.host, scheduler.counts
     return {
         "running": scheduler.num_running,

@@ -1,7 +1,7 @@
-"""Call: what a caller asks of the engine. InputProcessor: from a call to a Request.
+"""InputProcessor turns a Call, what a caller asks of the engine, into a checked Request.
 
-Everything that the user's input can break breaks here. The scheduler and the model side may rely on a Request: ids are
-in the vocabulary, parameters in range, and the prompt and at least one new token fit.
+All errors in the user's input are raised here. Scheduler and model side can rely on a Request: its ids are in the
+vocabulary, its parameters in range, and the prompt and at least one new token fit.
 """
 
 from __future__ import annotations
@@ -38,27 +38,28 @@ from asyncllm.types import Message, Pooled
 __all__ = ["Call", "InputProcessor", "Wanted"]
 
 Wanted = Literal["answer", "scores", "logits", "embedding"]
-"""What a prompt is computed for: tokens that follow it, log-probabilities of its own tokens, the logits after each of
-them, or its pooled hidden states."""
+"""What a prompt is computed for: an answer, log-probabilities of its own tokens, the logits after each of them, or its
+pooled hidden states."""
 
 WORD_SIZE = 256
-"""Characters as which a word that is encoded by itself counts for the time that encoding takes."""
+"""Characters of text that take as long to encode as a bad word, besides the word's own."""
 
 KNOWN_WORDS = 16
+"""Encoded word lists that are kept for later requests."""
 
 MAX_STOP_CHARACTERS = 2**19
-"""Of all stop words for all answers to a prompt."""
+"""Most characters of a request's stop words, times its answers."""
 
 GREEDY_BELOW = 1e-3
 """Temperatures under this count as 0: dividing float32 logits by them overflows."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of `generate`, `chat`, `get_ppl`, `get_logits` or `embed`. Nothing of it is checked yet."""
+    """One call of `generate`, `chat`, `get_ppl`, `get_logits`, `embed` or `classify`, not checked yet."""
 
     wanted: Wanted = "answer"
     prompt: Any = None
-    """A text or messages; None where there are `input_ids`."""
+    """A text or messages; None if `input_ids` are given."""
     input_ids: Sequence[int] | None = None
     config: GenerationConfig | None = None
     options: RequestKeywords = {}
@@ -67,16 +68,16 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     streaming: bool = True
     adapter_name: str | None = None
     pooling: Pooled | None = None
-    """Which hidden states an embedding is made of, or scores."""
+    """What `embed` or `classify` makes of the hidden states."""
 
     conversation: Conversation | None = None
-    """The one that this is a turn of, as `Session.chat` gives it."""
+    """The conversation of a call of `Session.chat`."""
     session_id: int | None = None
-    """A label, or with one of the next two False, the conversation that this is a turn of."""
+    """A label for `stop_session`, or, if one of the next two is False, the conversation that this is a turn of."""
     sequence_start: bool = True
     sequence_end: bool = True
     step: int = 0
-    """How many tokens of the conversation the turn follows; 0: all."""
+    """Tokens of the conversation after which the turn comes; 0: all."""
 
     @property
     def is_turn(self) -> bool:
@@ -85,16 +86,16 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def renders(self) -> bool:
-        """Whether the chat template has a part in the prompt."""
+        """Whether the chat template writes a part of the prompt."""
         return self.do_preprocess and self.input_ids is None
 
 
 NOTHING_SAID = History([], [])
-"""Before a prompt that is no turn of a session."""
+"""The history of a prompt that is no turn of a session."""
 
 
 class _Asked(NamedTuple):
-    """What of a call does not depend on its prompt, checked."""
+    """The checked parts of a call that do not depend on its prompt."""
 
     config: GenerationConfig
     options: RequestOptions
@@ -103,7 +104,7 @@ class _Asked(NamedTuple):
 
 
 class _Words(NamedTuple):
-    """What the words of a config come to, the same for all answers to all prompts that it is for."""
+    """The stop words and bad words of a config, encoded."""
 
     stop_ids: frozenset[int]
     stop_words: StopWords
@@ -111,7 +112,7 @@ class _Words(NamedTuple):
 
 
 class InputProcessor:
-    """Checks calls and makes requests of them. Holds no state of a request."""
+    """Checks calls and makes requests of them. Keeps no state of a request."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class InputProcessor:
         quality: QualityOfService | None = None,
         adapters: AdapterTable | None = None,
     ) -> None:
-        """`grammars`: None where answers are held to nothing. `has_head`: the model gives logits."""
+        """`grammars`: None if answers cannot be constrained. `has_head`: whether the model gives logits."""
         self._encoder = encoder
         self.grammars = grammars or Grammars(None)
         self._sessions = sessions
@@ -131,14 +132,14 @@ class InputProcessor:
         self._quality = quality
         self._adapters = adapters if adapters is not None else AdapterTable(0, {})
         self._known_words: OrderedDict[tuple[Any, ...], _Words] = OrderedDict()
-        """Of the latest requests. The prompts of one share them."""
+        """Words of the latest configs. The prompts of a batch share them."""
         self._next_id = 0
 
     async def prepare(self, call: Call, delivery: Delivery) -> Request:
-        """Return the request of a call, ready for the scheduler; its chunks will go to `delivery`.
+        """Return the request of a call, whose chunks will go to `delivery`.
 
-        A turn takes its session, and the conversation is as it was if this raises: InvalidRequest, SessionError,
-        EngineError.
+        A turn occupies its session. Raises InvalidRequest, SessionError, EngineError, after which the conversation is
+        unchanged.
         """
         asked = self._check(call)
         conversation = None
@@ -172,7 +173,7 @@ class InputProcessor:
         return request
 
     def _check(self, call: Call) -> _Asked:
-        """Check what does not depend on the prompt. Raises InvalidRequest."""
+        """Check the parts of a call that do not depend on the prompt. Raises InvalidRequest."""
         options = self._encoder.options(call.options, renders=call.renders)
         policy = self._policy(options)
         adapter = None if call.adapter_name is None else self._adapters.find(call.adapter_name)
@@ -184,7 +185,7 @@ class InputProcessor:
         return _Asked(config, options, policy, adapter)
 
     def _policy(self, options: RequestOptions) -> RequestPolicy:
-        """Return how the request stands among the others; its time begins now. Raises InvalidParameter."""
+        """Return how the request ranks among the others. Its timeout begins now. Raises InvalidParameter."""
         if options is DEFAULT_OPTIONS and self._quality is None:
             return ORDINARY
         if self._quality is None and options.user_id is not None:
@@ -216,8 +217,7 @@ class InputProcessor:
         return conversation
 
     async def _prompt_ids(self, call: Call, asked: _Asked, past: History) -> tuple[list[int], Sequence[PromptImage]]:
-        """Return what was said before and the prompt as token ids, and the images among them. Raises InvalidRequest,
-        EngineError."""
+        """Return the token ids of history and prompt, and the images in them. Raises InvalidRequest, EngineError."""
         if call.prompt is None and (call.input_ids is not None or call.wanted != "answer"):
             name = "prompts" if call.wanted == "embedding" else "input_ids"
             return past.token_ids + await self._encoder.given_ids(call.input_ids, name), past.images
@@ -231,7 +231,7 @@ class InputProcessor:
         )
 
     def _said(self, call: Call, past: History, prompt_ids: list[int]) -> tuple[object, list[Message] | None]:
-        """Return a turn's prompt as a `Turn` keeps it: what the user passed, and as messages."""
+        """Return a turn's prompt as a `Turn` keeps it: as the user passed it, and as messages."""
         if call.input_ids is not None:
             new = prompt_ids[len(past.token_ids) :]
             return self._encoder.tokenizer.decode(new, skip_special_tokens=False), None
@@ -315,7 +315,7 @@ class InputProcessor:
         ]
 
     def _answers(self, config: GenerationConfig, words: _Words, splitting: Splitting | None) -> list[Answer]:
-        """Return what turns the tokens of each of the `n` answers into text."""
+        """Return the `n` answers, which turn tokens into text."""
         make_answer = Answer if splitting is None else partial(SplitAnswer, splitting)
         return [
             make_answer(
@@ -328,7 +328,7 @@ class InputProcessor:
         ]
 
     async def _words(self, config: GenerationConfig) -> _Words:
-        """Return what the config's words come to, encoded in a thread if they are many. Raises InvalidRequest."""
+        """Return the config's words, encoded in a thread if they are many. Raises InvalidRequest."""
         lists = (config.stop_words, config.stop_token_ids, config.bad_words, config.bad_token_ids)
         key = (config.n, config.ignore_eos, config.is_held, *(tuple(each or ()) for each in lists))
         words = self._known_words.get(key)
@@ -356,7 +356,7 @@ class InputProcessor:
     def _stops(self, config: GenerationConfig, stop_words: list[str]) -> tuple[frozenset[int], list[str]]:
         """Return the token ids that end the answer, and the stop words to look for in its text."""
         stop_ids = set(self._encoder.check_token_ids(config.stop_token_ids or (), "stop_token_ids"))
-        # What an answer is held to has an end, which counts.
+        # The end of a constrained answer always counts.
         ignores_end = config.ignore_eos and not config.is_held
         if not ignores_end:
             stop_ids.update(self._encoder.tokenizer.eos_token_ids)
@@ -365,7 +365,7 @@ class InputProcessor:
         for word in stop_words:
             special = self._special(word)
             if special is not None:
-                # A special token never shows in the text, so its id is what there is to look for.
+                # A special token never shows in the text, so its id is looked for.
                 if word in own_words or not ignores_end:
                     stop_ids.add(special)
             elif word in own_words or not ignores_end:
@@ -373,7 +373,7 @@ class InputProcessor:
         return frozenset(stop_ids), text_stops
 
     def _special(self, word: str) -> int | None:
-        """Return the id of a word that is a special token, and so never shows in a text."""
+        """Return the id of a word that is a special token, else None."""
         tokenizer = self._encoder.tokenizer
         token = tokenizer.token_id(word)
         return token if token in tokenizer.special_token_ids else None
@@ -397,5 +397,5 @@ class InputProcessor:
 
 
 def _marked(prompt: Any) -> Any:
-    """Return a prompt whose images have been taken, with the marks in their places."""
+    """Return a prompt with marks in place of its images."""
     return take_images(prompt)[0] if holds_images(prompt) else prompt

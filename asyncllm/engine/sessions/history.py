@@ -1,4 +1,4 @@
-"""History: what was said in a conversation, as token ids and as turns. Plain data of the host's memory."""
+"""History: a conversation as token ids and as turns, in host memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Turn:
         self.prompt = prompt
         """What the user passed."""
         self.messages = messages
-        """The same as messages, with marks in place of images; None for a prompt without chat template."""
+        """The prompt as messages, with marks in place of images; None if no chat template wrote it."""
         self.answer_start = answer_start
         self.end = end
         self.answer = answer
 
 
 class History:
-    """The conversation up to some turn. A later one is another History: neither list is changed."""
+    """The conversation up to some turn. Immutable: a further turn makes another History."""
 
     __slots__ = ("images", "token_ids", "turns")
 
@@ -41,10 +41,10 @@ class History:
         """Prompts, template and answers."""
         self.turns = turns
         self.images = images
-        """Those whose tokens are among them, in order."""
+        """The images in these tokens, in order."""
 
     def cut(self, step: int, tokenizer: Tokenizer) -> History:
-        """Return the first `step` tokens, of which there are as many. Raises InvalidParameter in the midst of an
+        """Return the history of the first `step` tokens, of which there are enough. Raises InvalidParameter within an
         image."""
         if step == len(self.token_ids):
             return self
@@ -60,7 +60,7 @@ class History:
             if turn.end > step:
                 turns = self.turns[:index]
                 if step > start:
-                    # A turn cut in its middle: what is left of the answer is its answer.
+                    # A turn that is cut in its middle keeps the rest of its answer.
                     answer_start = min(turn.answer_start, step)
                     answer = tokenizer.decode(token_ids[answer_start:])
                     turns.append(Turn(turn.prompt, turn.messages, answer_start, step, answer))
@@ -79,8 +79,8 @@ class History:
 
 
 def without_stop_word(token_ids: list[int], start: int, answer: Answer, tokenizer: Tokenizer) -> list[int]:
-    """Return prompt and answer without the tokens of a stop word that ended the answer, which begins at `start`: they
-    are not part of the conversation."""
+    """Return prompt and answer without the tokens of a stop word that ended the answer. The answer begins at
+    `start`."""
     if not isinstance(answer.stop_reason, str):
         return token_ids
     detokenizer, text, end, size = Detokenizer(tokenizer), answer.text, start, 0

@@ -1,8 +1,8 @@
-"""SessionTable: the open conversations of an engine by id. Conversation: one of them, its turns and its pins.
+"""SessionTable: the open conversations of an engine by id. Conversation: one of them, with its history and pins.
 
-The KV blocks of a conversation are nothing but entries of the prefix cache that it has pinned: as long as there is room
-they make the next turn cheap, and when they are evicted the next turn only takes longer. So a conversation holds no
-row, no slot and no block between turns, and a fork shares one list of integers.
+A conversation holds no row, no slot and no block between turns. Its blocks are entries of the prefix cache that it has
+pinned. While they are cached the next turn is cheap; if they were evicted it only takes longer. A fork shares one list
+of token ids.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ class Conversation:
     """States: idle or in a turn, until closed. Written by the turn that runs, and by `close`."""
 
     def __init__(self, table: SessionTable, id: int, past: History, root: PrefixRoot) -> None:
-        """`past`: what was said before, under this root."""
+        """`past`: the history, whose hash chain has this root."""
         self._table = table
         self.id = id
         self.past = past
-        """What was said up to the last turn that has ended."""
+        """The history up to the last turn that has ended."""
         self.response: Response | None = None
-        """The last turn's answer, when it ran to its end or was stopped."""
+        """The answer of the last turn that has ended or was stopped."""
         self.closed = False
         self._root = root
-        """Of the last turn, whose blocks are pinned."""
+        """Root of the hash chain of the last turn, whose blocks are pinned."""
         self._pinned = table.pin([], past, root) if past.token_ids else []
         self._delivery: Delivery | None = None
-        """Of the last turn."""
+        """Delivery of the last turn."""
         self._request: Request | None = None
-        """Of the running turn, once its prompt is encoded."""
+        """Request of the running turn, once its prompt is encoded."""
         self._goes_on_from = past
-        """What was said before the running turn, which may go back a few tokens."""
+        """The history before the running turn, which may be a cut of `past`."""
         self._prompt: object = None
         self._messages: list[Message] | None = None
         """The running turn's prompt, as in `Turn`."""
         self._closes = False
-        """The conversation ends with the running turn."""
+        """Whether the conversation ends with the running turn."""
         self._stop_asked = False
-        """The running turn shall end as soon as its request is there."""
+        """Whether the running turn is to end as soon as its request exists."""
 
     @property
     def busy(self) -> bool:
@@ -59,7 +59,7 @@ class Conversation:
             raise SessionNotFound(f"Session {self.id} has ended. Start a new one with engine.session().")
 
     def cut(self, step: int) -> History:
-        """Return the first `step` tokens of what was said. Raises InvalidParameter when there are fewer."""
+        """Return the first `step` tokens of the history. Raises InvalidParameter if there are fewer."""
         size = len(self.past.token_ids)
         if type(step) is not int or not 0 <= step <= size:
             raise InvalidParameter(
@@ -68,7 +68,7 @@ class Conversation:
         return self.past.cut(step, self._table.tokenizer)
 
     async def begin_turn(self, delivery: Delivery) -> None:
-        """Take the session for a turn. Raises SessionBusy unless the turn before has ended or was abandoned."""
+        """Begin a turn, after an abandoned one has ended. Raises SessionBusy if another turn runs, SessionNotFound."""
         self.check_open()
         while self._delivery is not None and not self._delivery.ended:
             if not self._delivery.abandoned:
@@ -85,9 +85,10 @@ class Conversation:
     def run_turn(
         self, request: Request, past: History, prompt: object, messages: list[Message] | None, *, closes: bool
     ) -> None:
-        """Make the request that of the turn: its prompt and answer follow `past` in the history when it ends.
+        """Set the turn's request. When it ends, its prompt and answer follow `past` in the history.
 
-        `closes`: the session ends with it, unless it never runs."""
+        `closes`: the session ends with the turn, unless the request never runs.
+        """
         self._request, self._goes_on_from, self._closes = request, past, closes
         self._prompt, self._messages = prompt, messages
         request.delivery.on_end = self._end_turn
@@ -95,8 +96,8 @@ class Conversation:
             self._table.stop_request(request)
 
     def _end_turn(self) -> None:
-        """Take the prompt and what was generated into the history, however the turn ended, unless it was left before
-        it was in the queue."""
+        """Add the prompt and the generated tokens to the history, however the turn ended, unless its request was never
+        queued."""
         request, self._request = self._request, None
         if request is None or self.closed:
             return
@@ -125,14 +126,14 @@ class Conversation:
             self.close()
 
     def fork(self) -> Conversation:
-        """Return a second conversation with the same history; both go on independently and share their blocks."""
+        """Return a second conversation with the same history. Raises SessionBusy, SessionNotFound."""
         self.check_open()
         if self.busy:
             raise SessionBusy(f"Session {self.id} is in a turn. Wait for its answer, or stop it, before forking.")
         return self._table.new(self.past, self._root)
 
     def stop(self) -> None:
-        """Stop the running turn, if any; what was generated so far stays in the history."""
+        """Stop the running turn, if any. The text generated so far stays in the history."""
         if self.busy:
             self._stop_asked = True
             if self._request is not None:
@@ -148,7 +149,7 @@ class Conversation:
 
 
 class SessionTable:
-    """What conversations share. An id is not given out twice."""
+    """The open conversations by id. `new` never gives an id twice."""
 
     def __init__(self, loop: EngineLoop, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -172,7 +173,7 @@ class SessionTable:
         return conversation
 
     def get(self, session_id: int) -> Conversation | None:
-        """Return the open conversation of this id."""
+        """Return the open conversation of this id, or None."""
         return self._open.get(session_id)
 
     def find(self, session_id: int) -> Conversation:
@@ -186,7 +187,8 @@ class SessionTable:
         return conversation
 
     def find_or_start(self, session_id: int | None, *, sequence_start: bool, step: int) -> Conversation:
-        """Return what these parameters of `generate` name. Raises InvalidParameter, SessionNotFound."""
+        """Return the conversation that these parameters of `generate` name. Raises InvalidParameter,
+        SessionNotFound."""
         if type(session_id) is not int:
             raise InvalidParameter(
                 "sequence_start=False and sequence_end=False go on with a session: pass its session_id, an int.",
@@ -207,11 +209,11 @@ class SessionTable:
             del self._open[conversation.id]
 
     def stop_request(self, request: Request) -> None:
-        """End the request of a turn, at the loop's next turn."""
+        """End the request of a turn of a conversation, at the engine loop's next turn."""
         self._loop.abandon(request)
 
     def pin(self, old: list[bytes], past: History, root: PrefixRoot) -> list[bytes]:
-        """Replace a conversation's pins in the prefix cache by those of its present history, and return the new."""
+        """Replace a conversation's pins in the prefix cache by those of its present history. Return the new ones."""
         cache = self._loop.scheduler.prefix_cache
         if cache is None:
             return []
