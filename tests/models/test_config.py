@@ -394,6 +394,18 @@ def test_axes_of_qwen3_5_are_those_of_its_files(tmp_path: Path) -> None:
     assert config.rope.axes == (0, 1, 2) * 10 + (0, 1)
 
 
+def test_a_decoder_of_images_may_have_no_window(tmp_path: Path) -> None:
+    """Mistral Small 3.1 says null, and Mistral 7B v0.1, whose class it is, has a window where nothing is said."""
+    for window, expected in ((ABSENT, 4096), (None, None), (8, 8)):
+        text = {key: value for key, value in tiny("MistralForCausalLM").items() if key != "sliding_window"}
+        text |= {} if window is ABSENT else {"sliding_window": window}
+        tower = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+        tower |= {"num_attention_heads": 2, "head_dim": 16, "image_size": 32, "patch_size": 8, "num_channels": 3}
+        fields = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+        fields |= {"text_config": text, "vision_config": tower, "image_token_index": 10}
+        assert read(tmp_path, {}, fields).windows == (expected, expected)
+
+
 @pytest.mark.parametrize(
     ("model_type", "architecture"),
     [("deepseek_vl_v2", "DeepseekVLV2ForCausalLM"), ("multi_modality", "MultiModalityCausalLM")],

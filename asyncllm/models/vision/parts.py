@@ -85,10 +85,12 @@ def text_of(hf: HFConfig) -> tuple[HFConfig, str]:
     if not isinstance(model_type, str):
         part.invalid("model_type", "where a name belongs")
     part = part_of(hf, "text_config", _TEXT_DEFAULTS.get(model_type))
+    # To a family null is not what absent is: no window, where Mistral's files without the entry have one.
+    null = dict.fromkeys(name for name in hf.fields["text_config"] if name not in part.fields)
     own = {key: part.fields.get(key, hf.fields.get(key)) for key in ("dtype", "torch_dtype", "quantization_config")}
     # Where either part says that they are tied they may be; `registry` looks whether there is a head.
     own["tie_word_embeddings"] = any(each.fields.get("tie_word_embeddings", False) for each in (part, hf))
-    return part.changed({key: value for key, value in own.items() if value is not None}), model_type
+    return part.changed({**null, **{key: value for key, value in own.items() if value is not None}}), model_type
 
 
 def clip_of(hf: HFConfig, *others: str, usual: Mapping[str, Any] | None = None) -> ClipConfig:
