@@ -1,9 +1,10 @@
-"""GET /v1/models: what is served."""
+"""GET /v1/models: what is served, in OpenAI's form or Anthropic's."""
 
 from __future__ import annotations
 
 from aiohttp import web
 
+from asyncllm.server.anthropic.models import asks_for_anthropic, list_of, model_info
 from asyncllm.server.http.responses import json_response
 from asyncllm.server.http.routing import without_slashes
 from asyncllm.server.openai.responses import Model, ModelList, ModelPermission
@@ -28,6 +29,8 @@ async def list_models(request: web.Request) -> web.Response:
     """All models: the one that the server was started with, then its adapters."""
     service = service_of(request)
     names = [service.engine.model_name, *service.engine.adapters]
+    if asks_for_anthropic(request):
+        return json_response(list_of(service, names))
     return json_response(ModelList(data=[_model(service, name) for name in names]))
 
 
@@ -38,4 +41,6 @@ async def show_model(request: web.Request) -> web.Response:
     if not name:
         return await list_models(request)
     service.check_model(name)
+    if asks_for_anthropic(request):
+        return json_response(model_info(service, name))
     return json_response(_model(service, name))

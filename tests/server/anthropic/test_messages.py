@@ -224,3 +224,19 @@ def test_no_field_of_anthropic_lacks_a_policy(name: str, kind: Any) -> None:
     fields = {field for each in kinds for field in typing.get_type_hints(each)}
     assert len(fields) > 9
     assert sorted(fields - set(kind.__struct_fields__) - set(NEUTRAL)) == []
+
+
+async def test_models_are_listed_in_its_form() -> None:
+    async with serving(FakeEngine()) as served:
+        client = anthropic.AsyncAnthropic(base_url=served.url, api_key="none", max_retries=0)
+        async with client:
+            listed = [model async for model in client.models.list()]
+            (model,) = listed
+            assert (model.id, model.type, model.display_name) == ("fake", "model", "fake")
+            assert abs(model.created_at.timestamp() - served.service.created) < 1
+            assert model.max_input_tokens == served.engine.session_len
+            assert await client.models.retrieve("fake") == model
+            with pytest.raises(anthropic.NotFoundError):
+                await client.models.retrieve("other")
+        _, plain = await served.get("/v1/models")
+        assert plain["object"] == "list"
