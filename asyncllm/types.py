@@ -173,7 +173,7 @@ class Response(msgspec.Struct, kw_only=True):
         return msgspec.json.decode(self.text)
 
     def parsed_as(self, kind: type[Kind]) -> Kind:
-        """Return the JSON text as `kind`: a msgspec Struct, a dataclass or a pydantic model. Raises ValueError."""
+        """Return the JSON text as `kind`: a pydantic model, or a type that msgspec knows. Raises ValueError."""
         validate = getattr(kind, "model_validate_json", None)
         if validate is not None:
             found: Kind = validate(self.text)

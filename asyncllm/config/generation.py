@@ -106,7 +106,7 @@ class GenerationConfig(Settings, frozen=True, kw_only=True):
         return own
 
     def __post_init__(self) -> None:
-        if isinstance(self.response_format, type):
+        if self.response_format is not None and not isinstance(self.response_format, dict):
             msgspec.structs.force_setattr(self, "response_format", as_response_format(self.response_format))
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 import msgspec
 
@@ -45,19 +45,22 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
 
 def as_response_format(value: Any) -> Any:
-    """Return what a class stands for: its JSON schema, of a msgspec Struct, a dataclass or a pydantic model."""
-    if not isinstance(value, type):
+    """Return what a type stands for: its JSON schema, of a pydantic model or of what msgspec knows."""
+    if not isinstance(value, type) and get_origin(value) is None:
         return value
+    name = getattr(value, "__name__", "answer")
     if callable(make := getattr(value, "model_json_schema", None)):
         schema = make()
-    elif issubclass(value, msgspec.Struct) or hasattr(value, "__dataclass_fields__"):
-        schema = msgspec.json.schema(value)
     else:
-        raise InvalidParameter(
-            f"{FIELD} is the class {value.__name__}. A class is a msgspec Struct, a dataclass or a pydantic model.",
-            FIELD,
-        )
-    return {"type": "json_schema", "json_schema": {"name": value.__name__, "schema": _closed(schema)}}
+        try:
+            schema = msgspec.json.schema(value)
+        except TypeError:
+            raise InvalidParameter(
+                f"{FIELD} is the type {name}, which has no JSON schema. Pass a msgspec Struct, a dataclass, a "
+                f"TypedDict, an Enum, a pydantic model, or lists and unions of the first four.",
+                FIELD,
+            ) from None
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": _closed(schema)}}
 
 
 def _closed(schema: Any) -> Any:

@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import jsonschema
 import msgspec
@@ -158,6 +158,9 @@ async def test_classes_are_schemas_and_parse_answers(llm: AsyncEngine) -> None:
     answer = await llm.generate(QUESTION, GenerationConfig(response_format=form))
     assert isinstance(answer.parsed_as(Pair).left, bool)
     assert set(answer.parsed) == {"left", "right"}
+    pairs: Any = Annotated[list[Pair], msgspec.Meta(max_length=2)]
+    listed = await llm.generate(QUESTION, GenerationConfig(response_format=pairs))
+    assert all(isinstance(pair.left, bool) for pair in listed.parsed_as(list[Pair]))
     point: Any = Point
     assert GenerationConfig(response_format=point).checked().is_held
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ PERSON: dict[str, Any] = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+
+
+class Sky(Enum):
+    CLEAR = "clear"
+    RAIN = "rain"
 
 
 @pytest.fixture(scope="module")
@@ -342,8 +348,11 @@ def test_a_class_stands_for_its_schema(compiler: GrammarCompiler) -> None:
         spec = spec_of(as_response_format(kind))
         assert takes(compiler, spec, '{"x": 3}')
         assert not takes(compiler, spec, '{"x": "3"}')
-    with pytest.raises(InvalidParameter, match="int"):
-        as_response_format(int)
+    assert takes(compiler, spec_of(as_response_format(list[made[0]])), '[{"x": 3}]')  # type: ignore[valid-type]
+    assert takes(compiler, spec_of(as_response_format(Sky)), '"rain"')
+    assert not takes(compiler, spec_of(as_response_format(Sky)), '"snow"')
+    with pytest.raises(InvalidParameter, match="Driver"):
+        as_response_format(type("Driver", (), {}))
 
 
 def test_a_run_is_found_once_and_its_masks_are_the_grammars(compiler: GrammarCompiler) -> None:
