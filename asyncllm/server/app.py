@@ -43,8 +43,10 @@ def build_app(service: Service, routes: Sequence[Route] = ROUTES) -> web.Applica
         switched_off = route.switch is not None and getattr(service.config, route.switch)
         switched_off |= route.only_with is not None and not getattr(service.config, route.only_with)
         if not switched_off and (route.auth is not Auth.ADMIN or service.access.has_admin):
-            added = app.router.add_route(route.method, route.path, route.handler, expect_handler=_expect_nothing)
-            table[added] = route
+            # What can be got can be asked about: Ollama's program does so before all else.
+            for method in ("GET", "HEAD") if route.method == "GET" and not route.streams else (route.method,):
+                added = app.router.add_route(method, route.path, route.handler, expect_handler=_expect_nothing)
+                table[added] = route
     app.router.register_resource(Slashes(app.router))
     app[TABLE] = table
     app.on_response_prepare.append(_add_headers)

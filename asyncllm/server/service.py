@@ -145,4 +145,4 @@ def service_of(request: web.Request) -> Service:
 
 def table_of(request: web.Request) -> list[Route]:
     """Return the routes that are served, in the table's order."""
-    return list(request.app[TABLE].values())
+    return [route for added, route in request.app[TABLE].items() if added.method == route.method]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
+from pydantic import BaseModel
 
 URL, KEY = os.environ["ASYNCLLM_TEST_URL"], os.environ["ASYNCLLM_TEST_KEY"]
 ASKED: dict[str, Any] = {
@@ -57,6 +59,42 @@ def blocking() -> str:
     return text
 
 
+WEATHER: dict[str, Any] = {
+    "name": "weather",
+    "description": "The weather of a city.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+
+
+class Sum(BaseModel):
+    left: int
+    right: int
+    note: Literal["odd", "even"]
+
+
+def tools_and_types() -> None:
+    client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
+    asked: list[Any] = [{"role": "user", "content": "Weather in Bern?"}]
+    fields: dict[str, Any] = {**ASKED, "max_tokens": 80, "tools": [WEATHER], "tool_choice": {"type": "any"}}
+    whole = client.messages.create(**{**fields, "messages": asked})
+    (call,) = whole.content
+    assert (whole.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "weather")
+    with client.messages.stream(**{**fields, "messages": asked}) as stream:
+        pieces = "".join(event.partial_json for event in stream if event.type == "input_json")
+        (streamed,) = stream.get_final_message().content
+    assert (streamed.input, json.loads(pieces)) == (call.input, call.input)
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}
+    told = [*asked, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
+    assert text_of(client.messages.create(**{**fields, "messages": told, "tool_choice": {"type": "none"}}))
+    did("a tool's round trip, streamed and not")
+    parsed = client.messages.parse(**{**ASKED, "max_tokens": 100}, output_format=Sum)
+    assert isinstance(parsed.parsed_output, Sum)
+    did("messages.parse")
+    assert [model.id for model in client.models.list()] == ["tiny-chat"]
+    assert client.models.retrieve("tiny-chat").type == "model"
+    did("models")
+
+
 async def awaited(text: str) -> None:
     async with anthropic.AsyncAnthropic(base_url=URL, api_key=KEY, max_retries=0) as client:
         answers = await asyncio.gather(*(client.messages.create(**ASKED) for _ in range(2)))
@@ -64,4 +102,6 @@ async def awaited(text: str) -> None:
         did("AsyncAnthropic: two at once")
 
 
-asyncio.run(awaited(blocking()))
+TEXT = blocking()
+tools_and_types()
+asyncio.run(awaited(TEXT))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any
 
 from llama_index.core.llms import ChatMessage
+from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 
 WHERE = {"api_base": os.environ["ASYNCLLM_TEST_URL"] + "/v1", "api_key": os.environ["ASYNCLLM_TEST_KEY"]}
@@ -33,6 +35,26 @@ async def not_blocking(llm: OpenAILike) -> None:
     assert whole == "".join([piece.delta or "" async for piece in await llm.astream_chat(MESSAGES)])
 
 
+def weather(city: str) -> str:
+    """The weather of a city."""
+    return f"Rain in {city}."
+
+
+def calling(llm: OpenAILike) -> None:
+    asked: dict[str, Any] = {
+        "tools": [FunctionTool.from_defaults(weather)],
+        "user_msg": "Weather in Bern?",
+        "tool_required": True,
+    }
+    (call,) = llm.get_tool_calls_from_response(llm.chat_with_tools(**asked))
+    assert call.tool_name == "weather"
+    assert call.tool_kwargs["city"]
+    *_, last = llm.stream_chat_with_tools(**asked)
+    (streamed,) = llm.get_tool_calls_from_response(last)
+    assert streamed.tool_kwargs == call.tool_kwargs
+    assert weather(**call.tool_kwargs)
+
+
 for is_chat in (True, False):
     llm = OpenAILike(
         model="tiny-chat", is_chat_model=is_chat, temperature=0, max_tokens=32, context_window=2048, **WHERE
@@ -43,4 +65,7 @@ for is_chat in (True, False):
     asyncio.run(not_blocking(llm))
     did(f"{kind}: async")
     if is_chat:
+        able = {**WHERE, "is_function_calling_model": True, "is_chat_model": True, "context_window": 2048}
+        calling(OpenAILike(model="tiny-chat", temperature=0, max_tokens=80, **able))
+        did(f"{kind}: a tool, streamed and not")
         assert "42" in llm.complete(QUESTION).text

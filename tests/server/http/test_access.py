@@ -135,7 +135,8 @@ class TestKeys:
             async with connected(served) as wire:
                 for path in sorted(paths):
                     for method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "TRACE", "PROPFIND"):
-                        if (method == "GET" and path in ("/%68ealth", "/health?a=/")) or (method, path) in public:
+                        as_route = "GET" if method == "HEAD" else method
+                        if (as_route == "GET" and path in ("/%68ealth", "/health?a=/")) or (as_route, path) in public:
                             continue
                         wire.send(head(method, path))
                         answer = await wire.answer(to_head=method == "HEAD")
@@ -423,3 +424,18 @@ class TestTLS:
         monkeypatch.setenv("SSL_KEYFILE", certificate[1])
         assert tls_context(ServerConfig(ssl=True)) is not None
         assert tls_context(ServerConfig()) is None
+
+
+async def test_what_can_be_got_can_be_asked_about() -> None:
+    async with serving(FakeEngine(), api_keys=["secret"]) as served:
+        for path, headers, status in (
+            ("/", {}, 200),
+            ("/health", {}, 200),
+            ("/v1/models", {}, 401),
+            ("/v1/models", {"Authorization": "Bearer secret"}, 200),
+            ("/v1/models/other", {"Authorization": "Bearer secret"}, 404),
+            ("/v1/chat/completions", {"Authorization": "Bearer secret"}, 405),
+        ):
+            async with served.http.head(served.url + path, headers=headers) as response:
+                assert (response.status, await response.read()) == (status, b""), path
+        assert (await served.get("/health"))[0] == 200
