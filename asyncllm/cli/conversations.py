@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from asyncllm.errors import UnsupportedFeature
-
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -84,7 +82,7 @@ class ClientConversation:
                 self._messages = [*asked, {"role": "assistant", "content": answer}]
 
     def attach(self, image: str) -> None:
-        self._parts.append(_part(image))
+        self._parts.append({"type": "image_url", "image_url": {"url": _url(image)}})
 
     def forget(self) -> None:
         self._messages, self._parts = [], []
@@ -96,12 +94,17 @@ class SessionConversation:
     def __init__(self, client: APIClient, session_id: int) -> None:
         self._client = client
         self._session_id = session_id
+        self._images: list[str] = []
+        """URLs of images for the next message."""
 
     def attach(self, image: str) -> None:
-        raise UnsupportedFeature("The interactive route's client sends texts. Leave the session's id out for images.")
+        self._images.append(_url(image))
 
     def answer(self, text: str) -> Generator[_Piece, None, None]:
-        turn = self._client.chat_interactive_v1(text, session_id=self._session_id, interactive_mode=True, stream=True)
+        images, self._images = self._images, []
+        turn = self._client.chat_interactive_v1(
+            text, images or None, session_id=self._session_id, interactive_mode=True, stream=True
+        )
         try:
             for item in turn:
                 yield _Piece(item["text"], item["finish_reason"])
@@ -111,11 +114,12 @@ class SessionConversation:
             raise
 
     def forget(self) -> None:
+        self._images = []
         self._client.end_session(self._session_id)
 
 
-def _part(image: str) -> dict[str, Any]:
-    """Return an image as a part of a message; a file is read here, as the server reads none."""
+def _url(image: str) -> str:
+    """Return an image as a data: URL; a file is read here, as the server reads none."""
     from asyncllm.vl import encode_image_base64
 
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encode_image_base64(image)}"}}
+    return f"data:image/png;base64,{encode_image_base64(image)}"

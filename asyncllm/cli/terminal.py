@@ -54,6 +54,8 @@ def converse(name: str, conversation: Conversation) -> None:
             if text == "/reset":
                 conversation.forget()
                 print("(forgotten)")
+            elif text == "/image":
+                print("/image needs a file, as in /image cat.png")
             elif text.startswith("/image "):
                 conversation.attach(text.removeprefix("/image ").strip())
                 print("(goes with the next message)")

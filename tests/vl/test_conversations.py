@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from asyncllm import APIClient, EngineConfig, GenerationConfig, InvalidMessage, UnsupportedFeature, cli, pipeline
+from asyncllm import APIClient, EngineConfig, GenerationConfig, InvalidMessage, cli, pipeline
 from asyncllm.cli.conversations import ClientConversation, LocalConversation, SessionConversation
 from asyncllm.vl import load_image
 from tests.vl.checkpoints import folder_of, picture
@@ -42,6 +42,10 @@ class _Client:
         self.sent.append(messages)
         yield {"choices": [{"delta": {"content": "yes"}, "finish_reason": "stop"}]}
 
+    def chat_interactive_v1(self, prompt: str, image_url: Any = None, **options: Any) -> Iterator[Any]:
+        self.sent.append((prompt, image_url))
+        yield {"text": "yes", "finish_reason": "stop"}
+
 
 def test_with_a_server(file: str) -> None:
     client = _Client()
@@ -54,8 +58,17 @@ def test_with_a_server(file: str) -> None:
     assert text == {"type": "text", "text": "what?"}
     assert load_image(image["image_url"]["url"]).tobytes() == picture(1).tobytes()
     assert second["content"] == "and?"
-    with pytest.raises(UnsupportedFeature, match="texts"):
-        SessionConversation(cast(APIClient, client), 1).attach(file)
+
+
+def test_with_a_session_of_a_server(file: str) -> None:
+    client = _Client()
+    conversation = SessionConversation(cast(APIClient, client), 1)
+    conversation.attach(file)
+    list(conversation.answer("what?"))
+    list(conversation.answer("and?"))
+    (first, images), (second, none) = client.sent
+    assert (first, second, none) == ("what?", "and?", None)
+    assert load_image(images[0]).tobytes() == picture(1).tobytes()
 
 
 def test_one_answer(file: str, capsys: pytest.CaptureFixture[str]) -> None:

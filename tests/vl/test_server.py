@@ -87,6 +87,11 @@ async def test_images_of_lmdeploys_own_fields() -> None:
             plain = await engine.generate(("what?", images), greedy, do_preprocess=False)
             assert body["output_ids"] == plain.token_ids
             assert body["meta_info"]["prompt_tokens"] == plain.input_token_len
+        kept: dict[str, Any] = {"session_id": 5, "interactive_mode": True, "request_output_len": 2, **usual}
+        _, first = await server.post("/v1/chat/interactive", {"prompt": "a", "image_url": data_url(1), **kept})
+        _, second = await server.post("/v1/chat/interactive", {"prompt": "b", "image_url": data_url(2), **kept})
+        assert second["history_tokens"] >= first["input_tokens"] > 16
+        assert second["input_tokens"] > 16
         for path, field in (("/v1/chat/interactive", "image_url"), ("/generate", "image_data")):
             for source in ("/etc/passwd", "file:///etc/passwd", "http://127.0.0.1/x.png", "data:image/png;base64,AAAA"):
                 status, _ = await server.post(path, {"prompt": "what?", field: source})
