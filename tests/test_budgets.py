@@ -34,6 +34,7 @@ FEWEST_LINES = 20
 """A file below that is a part of another one."""
 
 REASONS = {
+    ("acting classes", "layers/block.py"): "the ways in which branches join the residual stream",
     ("acting classes", "protocol.py"): "all that engine and agent say to each other, on one page",
     ("lines of a function", "models/config.py:_rope"): "the kinds of rotary scaling, one after the other",
     ("imported files", "server/routes.py"): "the table of all routes",

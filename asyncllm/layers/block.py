@@ -6,6 +6,7 @@ the next norm are one op.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
@@ -16,10 +17,18 @@ from asyncllm.layers.latent_attention import LatentAttention
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.norm import Norm
 from asyncllm.layers.short_convolution import StateLayer
-from asyncllm.layers.single_block import SingleBlock
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
-__all__ = ["AnyAttention", "AnyBlock", "Block", "ParallelBlock", "PostNormBlock", "SandwichBlock"]
+__all__ = [
+    "AnyAttention",
+    "AnyBlock",
+    "Block",
+    "ParallelBlock",
+    "PostNormBlock",
+    "SandwichBlock",
+    "SingleBlock",
+    "StreamNormBlock",
+]
 
 AnyAttention = Attention | LatentAttention | StateLayer
 
@@ -154,6 +163,51 @@ class ParallelBlock(Layer):
         elif sampled is not None:
             normed = kernels.gather_rows(normed, sampled.indices)
         return self.mlp(normed, step).add_(attended), residual
+
+
+class StreamNormBlock(Block):
+    """Norms of the stream behind each addition (OPT-350M): x = norm(x + attn(x)); x = norm(x + mlp(x)).
+
+    The stream that it returns is a norm's, so that the branch is nothing.
+    """
+
+    def forward(
+        self, branch: Tensor | None, residual: Tensor, step: StepInputs, sampled: SampledRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if branch is not None:
+            residual = residual + branch
+        attended = self.attn(residual, step, sampled)
+        if sampled is not None:
+            residual, step = kernels.gather_rows(residual, sampled.indices), sampled.inputs
+        stream, _ = self.attn_norm.add(attended, residual)
+        stream, _ = self.mlp_norm.add(self.mlp(stream, step), stream)
+        return torch.zeros_like(stream), stream
+
+
+class SingleBlock(Layer):
+    """One branch alone (Nemotron-H): x += attn(norm(x)), or x += mlp(norm(x))."""
+
+    def __init__(self, *, norm: Norm, attn: nn.Module | None = None, mlp: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm = norm
+        self.attn = attn
+        self.mlp = mlp
+
+    def forward(
+        self, branch: Tensor | None, residual: Tensor, step: StepInputs, sampled: SampledRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `Block.forward`."""
+        if branch is None:
+            normed = self.norm(residual)
+        else:
+            normed, residual = self.norm.add(branch, residual)
+        if self.attn is not None:
+            normed = self.attn(normed, step, sampled)
+        if sampled is not None:
+            residual = kernels.gather_rows(residual, sampled.indices)
+            if self.attn is None:
+                normed, step = kernels.gather_rows(normed, sampled.indices), sampled.inputs
+        return normed if self.mlp is None else self.mlp(normed, step), residual
 
 
 AnyBlock = Block | ParallelBlock | SingleBlock

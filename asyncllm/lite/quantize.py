@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from asyncllm.errors import AsyncLLMError, InvalidCheckpoint, InvalidParameter, ModelError, UnsupportedModel, short
+from asyncllm.layers.block import SingleBlock
 from asyncllm.layers.linear_method import UNQUANTIZED, Weighted
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import Norm
 from asyncllm.layers.short_convolution import StateLayer
-from asyncllm.layers.single_block import SingleBlock
 from asyncllm.lite.observed import InputStatistics, Observed
 from asyncllm.lite.recipe import Recipe
 from asyncllm.lite.search import Reader

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm.layers.attention import Attention
-from asyncllm.layers.block import AnyBlock, Block, ParallelBlock, PostNormBlock
+from asyncllm.layers.block import AnyBlock, Block, ParallelBlock, PostNormBlock, SingleBlock, StreamNormBlock
 from asyncllm.layers.latent_attention import LatentAttention
 from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.mlp import GatedMLP, PlainMLP
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import Norm
-from asyncllm.layers.single_block import SingleBlock
-from asyncllm.layers.stream_norm_block import StreamNormBlock
 
 __all__ = ["Group", "Masters", "Matrix", "Rows", "groups", "plain_layers"]
 

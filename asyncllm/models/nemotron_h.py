@@ -9,9 +9,8 @@ import msgspec
 from torch import nn
 
 from asyncllm.kernels import Routing
-from asyncllm.layers.block import AnyAttention, AnyBlock
+from asyncllm.layers.block import AnyAttention, AnyBlock, SingleBlock
 from asyncllm.layers.plain_moe import PlainMoE
-from asyncllm.layers.single_block import SingleBlock
 from asyncllm.models.config import ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.latent import expert_groups, latent_experts

@@ -6,11 +6,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from asyncllm.layers.block import AnyBlock
+from asyncllm.layers.block import AnyBlock, StreamNormBlock
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.norm import NoNorm, Norm
 from asyncllm.layers.projected_embedding import ProjectedEmbedding, ProjectedOutputEmbedding
-from asyncllm.layers.stream_norm_block import StreamNormBlock
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import register
