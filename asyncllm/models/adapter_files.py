@@ -168,8 +168,11 @@ def _refusal(folder: Path, name: str) -> ModelError:
 
 def _placed(folder: Path, model: DecoderLM, name: str, a: Tensor, b: Tensor) -> tuple[str, list[Factors]]:
     """Return which layer the module `name` of a checkpoint is, or is parts of, and what is added to them."""
+    # transformers calls its module `model` where the files have names of their own.
+    inner = name.removeprefix("model.")
+    in_files = name if inner == name else model.base_prefix + inner
     try:
-        target = model.weight_map.resolve(name + ".weight")
+        target = model.weight_map.resolve(in_files + ".weight")
         layer = None if target is None else model.get_submodule(target.module)
     except (InvalidCheckpoint, AttributeError):
         raise InvalidCheckpoint(
