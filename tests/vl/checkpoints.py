@@ -101,7 +101,8 @@ def image_processor_of(folder: Path) -> Any:
     fields = json.loads((folder / "preprocessor_config.json").read_text())
     if fields["image_processor_type"] == "Llama4ImageProcessor":
         return llama4_pictures(fields)
-    return AutoImageProcessor.from_pretrained(folder)
+    # Not torchvision's where that is installed: its resized pixels differ by one step of 255.
+    return AutoImageProcessor.from_pretrained(folder, backend="pil")
 
 
 def oracle_of(folder: Path) -> Callable[[Sequence[int], Sequence[Image.Image]], Tensor]:
