@@ -22,6 +22,9 @@ LAUNCHERS = [
 ]
 """On a GPU the kernels run compiled, elsewhere under Triton's interpreter."""
 
+UNWRITTEN = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+"""Rows of experts that are elsewhere hold whatever was there, and padding multiplies the first."""
+
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
@@ -130,6 +133,7 @@ def test_sparsemixer_weighs_each_choice_among_the_logits_near_it(ops: tuple) -> 
     torch.testing.assert_close(weights, torch.tensor([[first, 1.0]], device=DEVICE))
 
 
+@UNWRITTEN
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_experts_that_are_elsewhere_add_nothing(ops: tuple, tokens: int) -> None:
     """A token may have none, some or all of its experts here; what was never written has no part in the sum."""
@@ -251,6 +255,7 @@ def test_grouping_many_assignments(num_experts: int, block_tokens: int) -> None:
     assert torch.equal(filled[filled < len(flat)].long(), flat.argsort(stable=True))
 
 
+@UNWRITTEN
 def test_a_rank_with_some_of_the_experts_takes_blocks_for_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     x, gate_up, down = random(70, 16), random(4, 32, 16, seed=1) / 4, random(4, 16, 16, seed=2) / 4
     x, gate_up, down = (each.bfloat16() for each in (x, gate_up, down))

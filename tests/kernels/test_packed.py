@@ -219,6 +219,8 @@ def floating(n: int, k: int, seed: int) -> tuple[PackedWeight, Tensor]:
     return PackedWeight(words.to(DEVICE), exponents.to(DEVICE), None, None, 4, 32, k), values * scales
 
 
+# Rows of experts that are elsewhere hold whatever was there.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize(
     ("product", "dtype", "tokens"),
     [
