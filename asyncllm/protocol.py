@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
+from asyncllm.errors import ModelError
 from asyncllm.types import Pooled
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "ImageProcessor",
     "Limits",
     "LoadAdapter",
+    "OtherRankRefused",
     "PrefillRow",
     "Progress",
     "PromptImage",
@@ -394,6 +396,10 @@ class StepFailed(Exception):
 
 class StepDropped(Exception):
     """A step was not run, because one that it was built on failed. Its rows can be computed again."""
+
+
+class OtherRankRefused(ModelError):
+    """A command was not carried out, because another rank could not; that one says why."""
 
 
 ResidentPart = Literal["weights", "kv_cache"]

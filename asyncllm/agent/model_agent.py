@@ -194,17 +194,18 @@ class ModelAgent:
             self._swaps = BlockTransfers(self._pool, allocate_host_pool(self._layout, self._num_host_blocks))
 
     def take_cache(self) -> None:
-        """Allocate the KV pools again, and capture the graphs, which hold addresses. The kernels are compiled already.
-
-        Raises ModelError or torch.OutOfMemoryError, and then holds nothing.
-        """
+        """Allocate the KV pools again. Raises ModelError or torch.OutOfMemoryError, and then holds nothing."""
         try:
             with self._streams.launching():
                 self._allocate_pools()
-                self._graphs = self._capture()
         except BaseException:
             self.release_cache()
             raise
+
+    def capture(self) -> None:
+        """Capture the graphs again, which hold addresses. The kernels are compiled already."""
+        with self._streams.launching():
+            self._graphs = self._capture()
 
     def release_cache(self) -> None:
         """Free the KV pools and graphs. Slots that were started before must not be used any more."""

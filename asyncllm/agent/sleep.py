@@ -6,6 +6,9 @@
 A command that raises an AsyncLLMError leaves everything as it was. Weights are replaced in place, so that CUDA graphs,
 which hold addresses, stay right; what sleeps comes back at other addresses, and so the graphs go and come with the
 cache.
+
+Ranks carry out a command together: one that cannot has all others put back what they have changed, as a rank that goes
+on by itself would wait in its next sum for ever.
 """
 
 from __future__ import annotations
@@ -24,7 +27,16 @@ from asyncllm.errors import InvalidParameter, ModelError
 from asyncllm.layers.layer import settle
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.weights import load, plan_update
-from asyncllm.protocol import Command, LoadAdapter, ResidentPart, Sleep, UnloadAdapter, UpdateWeights, Wake
+from asyncllm.protocol import (
+    Command,
+    LoadAdapter,
+    OtherRankRefused,
+    ResidentPart,
+    Sleep,
+    UnloadAdapter,
+    UpdateWeights,
+    Wake,
+)
 
 __all__ = ["CacheHolder", "ModelPlacement"]
 
@@ -37,6 +49,9 @@ class CacheHolder(Protocol):
     def take_cache(self) -> None:
         """Allocate it. Raises ModelError, or what torch raises when there is no memory; holds nothing then."""
 
+    def capture(self) -> None:
+        """Make what runs steps over the cache, with the other ranks. Raises as `take_cache`; the cache is held."""
+
     def release_cache(self) -> None:
         """Give it back. Any number of times."""
 
@@ -47,7 +62,7 @@ class ModelPlacement:
     def __init__(self, opened: OpenedModel, config: EngineConfig) -> None:
         """The weights are on the device, the cache is taken. Reads the adapters of `config`, and raises as they do."""
         self._model, self._device, self._dtype = opened.model, opened.device, opened.dtype
-        self._path = opened.path
+        self._path, self._group = opened.path, opened.group
         self._weights: Literal["device", "host", "lost"] = "device"
         self._has_cache = True
         self.adapters = AdapterPool(config, opened) if config.num_adapter_slots else None
@@ -58,9 +73,24 @@ class ModelPlacement:
         assert self.adapters is not None, "an engine without slots loads none"
         return self.adapters
 
+    def _together(self, change: Callable[[], None], undo: Callable[[], None]) -> None:
+        """Make a change on all ranks, or on none: `undo` is called for one that was made, or begun. Raises what
+        `change` raises, and OtherRankRefused where another rank could not."""
+        failure: BaseException | None = None
+        try:
+            change()
+        except BaseException as error:
+            failure = error
+        done = failure is None if self._group is None else bool(self._group.least(failure is None))
+        if not done:
+            undo()
+            if failure is None:
+                raise OtherRankRefused("Another rank could not carry this out, so this one has put back its part.")
+            raise failure
+
     def carry_out(self, command: Command, holder: CacheHolder) -> None:
         """Carry out a command. Raises InvalidParameter for tensors that do not fit and for a cache that is to wake
-        before the weights, and ModelError when memory or a checkpoint is not there."""
+        before the weights, and ModelError when memory or a checkpoint is not there, on this rank or on another."""
         self._wait_for_device()
         try:
             match command:
@@ -71,7 +101,8 @@ class ModelPlacement:
                 case Wake(parts):
                     self._wake(parts, holder)
                 case LoadAdapter(number, _, path):
-                    self._loaded_adapters.load(number, path)
+                    pool = self._loaded_adapters
+                    self._together(lambda: pool.load(number, path), lambda: pool.unload(number))
                 case UnloadAdapter(number):
                     self._loaded_adapters.unload(number)
         finally:
@@ -84,9 +115,15 @@ class ModelPlacement:
             # Their values may still be on their way, on whatever stream.
             torch.cuda.synchronize(device)
         if lost:
-            self._fill(copy)
+            before = self._parameters()
+            self._together(lambda: self._fill(copy), lambda: self._lose(before))
         else:
             copy()
+
+    def _lose(self, parameters: _Parameters) -> None:
+        """Drop the weights, as these `parameters` had done."""
+        self._put(parameters)
+        self._weights = "lost"
 
     def _sleep(self, level: int, holder: CacheHolder) -> None:
         if level == 2:
@@ -94,9 +131,7 @@ class ModelPlacement:
             self._weights = "lost"
         elif self._weights == "device":
             self._leave_device()
-        holder.release_cache()
-        if self.adapters is not None:
-            self.adapters.release()
+        self._release_cache(holder)
         self._has_cache = False
 
     def _leave_device(self) -> None:
@@ -104,6 +139,9 @@ class ModelPlacement:
         if self._device.type != "cpu":
             num_bytes = sum(parameter.nbytes for parameter in self._model.parameters())
             free = available_memory(torch.device("cpu"))
+            if self._group is not None:
+                # All ranks need it, and see the same figures, so that all come to the same end.
+                num_bytes, free = -self._group.least(-num_bytes) * self._group.size, self._group.least(free)
             if num_bytes > free:
                 raise ModelError(
                     f"The weights take {num_bytes / 2**20:.0f} MiB of host memory, and {free / 2**20:.0f} MiB are "
@@ -118,23 +156,48 @@ class ModelPlacement:
                 "The KV cache wakes after the weights, which still sleep. Wake 'weights' first, or both.", "tags"
             )
         before, where = self._parameters(), self._weights
-        if "weights" in parts:
-            self._bring_weights()
-        if "kv_cache" in parts and not self._has_cache:
-            try:
-                if self.adapters is not None:
-                    self.adapters.allocate()
-                holder.take_cache()
-            except BaseException as error:
-                if self.adapters is not None:
-                    self.adapters.release()
-                if where != "device":
-                    self._put(before)
-                    self._weights = where
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise self._no_memory("the KV cache") from error
+        takes_cache = "kv_cache" in parts and not self._has_cache
+
+        def bring() -> None:
+            if "weights" in parts:
+                self._bring_weights()
+            if takes_cache:
+                self._take_cache(holder)
+
+        def undo() -> None:
+            if takes_cache:
+                self._release_cache(holder)
+            if where != "device":
+                self._put(before)
+                self._weights = where
+
+        self._together(bring, undo)
+        if not takes_cache:
+            return
+        try:
+            holder.capture()
+        except BaseException as error:
+            if self._group is not None:
+                # The others may be in the midst of a sum.
                 raise
-            self._has_cache = True
+            undo()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise self._no_memory("the KV cache") from error
+            raise
+        self._has_cache = True
+
+    def _take_cache(self, holder: CacheHolder) -> None:
+        try:
+            if self.adapters is not None:
+                self.adapters.allocate()
+            holder.take_cache()
+        except torch.OutOfMemoryError as error:
+            raise self._no_memory("the KV cache") from error
+
+    def _release_cache(self, holder: CacheHolder) -> None:
+        holder.release_cache()
+        if self.adapters is not None:
+            self.adapters.release()
 
     def _bring_weights(self) -> None:
         if self._weights == "host":

@@ -30,6 +30,7 @@ from asyncllm.protocol import (
     Command,
     Limits,
     LoadAdapter,
+    OtherRankRefused,
     Sleep,
     StepDropped,
     StepFailed,
@@ -65,7 +66,7 @@ from asyncllm.text.grammars.bridge import CompiledGrammar
 __all__ = ["RankExecutor"]
 
 _AGREEMENT_S = 5.0
-"""How much later than one rank the others may find that a step has failed."""
+"""How much later than one rank the others may find that a step or a command has failed."""
 
 _CLOSE_PATIENCE_S = 10.0
 """How long ranks may take to release what they hold before they are killed."""
@@ -312,17 +313,25 @@ class RankExecutor:
         if failure is not None:
             command.failures.append(failure.error())
         if command.waits_for:
+            if command.failures:
+                self._running().call_later(_AGREEMENT_S, self._check_command, command)
             return
         self._command = None
         if not command.failures:
             set_result(command.future, None)
             return
-        error = command.failures[0]
+        error = command.cause()
         if len(command.failures) == self.num_ranks and isinstance(error, AsyncLLMError):
             set_exception(command.future, error)
         else:
             set_exception(command.future, error if not isinstance(error, AsyncLLMError) else dead(error))
             self._die(error)
+
+    def _check_command(self, command: _Command) -> None:
+        """End all ranks if one has refused a command that others do not come out of: they wait for it."""
+        if self._command is command and self._error is None and self._state == "running":
+            error = command.cause()
+            self._die(error if not isinstance(error, AsyncLLMError) else dead(error))
 
     def _process_ended(self, process: RankProcess) -> None:
         """A rank's process is gone, expected or not."""
@@ -438,6 +447,10 @@ class _Command:
         self.future = future
         self.waits_for = num_ranks
         self.failures: list[Exception] = []
+
+    def cause(self) -> Exception:
+        """Return the failure that others may have followed."""
+        return next((error for error in self.failures if not isinstance(error, OtherRankRefused)), self.failures[0])
 
 
 def _start_error(error: Exception) -> BaseException:

@@ -22,6 +22,7 @@ from asyncllm.protocol import (
     Batch,
     Limits,
     LoadAdapter,
+    OtherRankRefused,
     Sleep,
     StepDropped,
     StepFailed,
@@ -144,7 +145,7 @@ class Failure(msgspec.Struct, frozen=True):
     def _made(self) -> Exception:
         if self.kind in ("StepFailed", "StepDropped"):
             return {"StepFailed": StepFailed, "StepDropped": StepDropped}[self.kind](self.message)
-        own = getattr(errors, self.kind, None)
+        own = OtherRankRefused if self.kind == "OtherRankRefused" else getattr(errors, self.kind, None)
         if not (isinstance(own, type) and issubclass(own, AsyncLLMError)):
             return RemoteError(f"{self.kind}: {self.message}")
         if issubclass(own, InvalidParameter | UnsupportedFeature):

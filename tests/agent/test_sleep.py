@@ -20,6 +20,7 @@ from asyncllm.errors import InvalidParameter, ModelError, ModelNotFound
 from asyncllm.protocol import Sleep, UpdateWeights, Wake
 from tests.agent.tiny_model import Driver, plain_greedy, prompt_of, tiny_llama
 from tests.checkpoints import build_checkpoint
+from tests.ranks.threads import ThreadGroup, in_ranks
 
 EVERYTHING = Wake(frozenset({"weights", "kv_cache"}))
 WEIGHTS, CACHE = Wake(frozenset({"weights"})), Wake(frozenset({"kv_cache"}))
@@ -187,13 +188,50 @@ def test_a_checkpoint_that_has_gone(folders: list[Path], tmp_path: Path) -> None
 
 
 class Holder:
-    """An agent without a cache."""
+    """An agent without a cache, whose graphs have sums of ranks in them."""
+
+    def __init__(self, group: ThreadGroup | None = None) -> None:
+        self._group = group
+        self.captured = self.cached = False
 
     def take_cache(self) -> None:
-        pass
+        if self._group is not None and self._group.rank == 1 and not self.cached:
+            self.cached = True
+            raise torch.OutOfMemoryError("says the test, the first time")
+        self.cached = True
+
+    def capture(self) -> None:
+        assert self.cached
+        self.captured = True
+        if self._group is not None:
+            self._group.least(1)
 
     def release_cache(self) -> None:
         pass
+
+
+def test_ranks_wake_together_or_sleep_on(folders: list[Path]) -> None:
+    """The second rank finds no memory for its cache, and no weights in a folder that it alone does not see."""
+
+    def wake(group: ThreadGroup) -> list[str]:
+        model, said = open_agent(folders[0]).model, []
+        folder = Path("gone") if group.rank == 1 else folders[0]
+        opened = OpenedModel(model, torch.device("cpu"), torch.float32, model.cache_specs, 1, folder, group)
+        placed, holder = ModelPlacement(opened, EngineConfig()), Holder(group)
+        for level, part in ((1, EVERYTHING), (2, WEIGHTS)):
+            placed.carry_out(Sleep(level), holder)
+            with pytest.raises(ModelError) as caught:
+                placed.carry_out(part, holder)
+            said.append(type(caught.value).__name__)
+            assert not holder.captured
+            assert any(parameter.is_meta for parameter in model.parameters()) == (level == 2)
+            if level == 1:
+                placed.carry_out(EVERYTHING, holder)
+                assert holder.captured
+                holder.captured = False
+        return said
+
+    assert in_ranks(2, wake) == [["OtherRankRefused", "OtherRankRefused"], ["ModelError", "ModelNotFound"]]
 
 
 def test_weights_leave_their_device_only_if_the_host_has_room(monkeypatch: pytest.MonkeyPatch) -> None:

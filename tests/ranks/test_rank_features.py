@@ -1,0 +1,107 @@
+"""Two ranks on CPUs do what one process does, feature by feature, in one engine each: adapters, sessions and forks,
+swapped blocks, several answers, embeddings, commands, and requests that are left."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from asyncllm import AsyncEngine, GenerationConfig
+from asyncllm.errors import DeadlineExceeded, ModelError
+from tests.adapters import write_adapter
+from tests.checkpoints import build_checkpoint
+from tests.ranks.engines import LONG, ranks, settings, soon
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+
+GREEDY = GenerationConfig(max_new_tokens=6, ignore_eos=True, temperature=0.0)
+DRAWN = GenerationConfig(max_new_tokens=5, ignore_eos=True, top_k=30, random_seed=3, n=2)
+PROMPTS = [[7, 8, 9, 200, 31] * count for count in (1, 4, 9)]
+
+
+@pytest.fixture
+def anyio_backend() -> Any:
+    """Processes take seconds to start: one event loop, the one that users have."""
+    return ("asyncio", {"use_uvloop": True})
+
+
+async def ask(engine: AsyncEngine, *names: str | None) -> list[Any]:
+    """All at once."""
+    tasks = [
+        asyncio.create_task(engine.generate(input_ids=prompt, gen_config=config, adapter_name=name).response())
+        for name in names
+        for config in (GREEDY, DRAWN)
+        for prompt in PROMPTS
+    ]
+    return [[choice.token_ids for choice in (await task).choices or (await task,)] for task in tasks]
+
+
+async def everything(engine: AsyncEngine, folders: dict[str, Path]) -> list[Any]:
+    """What all of it gives, under few blocks and one slot for two adapters."""
+    found: list[Any] = [await ask(engine, None, "a", "b")]
+    async with engine.session() as session:
+        found.append((await session.chat("Hi", gen_config=GREEDY)).token_ids)
+        fork = session.fork()
+        for each, name in ((session, "a"), (fork, None)):
+            found.append((await each.chat("And then?", gen_config=GREEDY, adapter_name=name)).token_ids)
+        await fork.aclose()
+    found.append([list(each.values) for each in await engine.embed(["one", "two"], pooling="mean", adapter_name="b")])
+    found.append(await engine.get_ppl(PROMPTS[1], adapter_name="a"))
+    for level in (1, 2):
+        await engine.sleep(level)
+        await engine.wake()
+        found.append(await ask(engine, None, "b"))
+    assert found[-1] == found[-2]
+    await engine.unload_adapter("a")
+    with pytest.raises(ModelError):
+        await engine.load_adapter("a", str(folders["model"]))
+    await engine.load_adapter("a", str(folders["c"]))
+    await engine.update_weights(load_file(folders["other"] / "model.safetensors"))
+    found.append(await ask(engine, None, "a"))
+    with pytest.raises(DeadlineExceeded):
+        await engine.generate("Hi", LONG, timeout=0.2)
+    async for _ in engine.generate("Hi", LONG):
+        break
+    await soon(lambda: engine.stats().running == 0)
+    found.append(await ask(engine, "a"))
+    assert found[-1] == found[-2][len(found[-1]) :]
+    engine.check_idle()
+    stats = engine.stats()
+    assert stats.adapter_uploads > 4
+    assert stats.cached_tokens > 0
+    return found
+
+
+async def test_two_ranks_do_what_one_process_does(tmp_path: Path) -> None:
+    folders = {"model": build_checkpoint("llama", tmp_path / "model", vocab_size=321)}
+    folders["other"] = build_checkpoint("llama", tmp_path / "other", vocab_size=321, seed=1)
+    shapes = {
+        name.removesuffix(".weight"): tuple(tensor.shape)
+        for name, tensor in load_file(folders["model"] / "model.safetensors").items()
+        if name.endswith("_proj.weight")
+    }
+    for seed, name in enumerate("abc"):
+        folders[name] = write_adapter(tmp_path / name, shapes, seed=seed, rank=4)
+    found = []
+    for tp in (1, 2):
+        config = settings(
+            isolated=False,
+            tp=tp,
+            block_size=4,
+            num_gpu_blocks=40,
+            num_cpu_blocks=40,
+            eviction_type="copy",
+            max_loras=1,
+            adapters={name: str(folders[name]) for name in "ab"},
+        )
+        async with AsyncEngine(str(folders["model"]), config) as engine:
+            found.append(await everything(engine, folders))
+    assert ranks() == []
+    embeddings = [one.pop(4) for one in found]
+    assert embeddings[0] == [pytest.approx(each, rel=1e-4, abs=1e-5) for each in embeddings[1]]
+    assert found[0].pop(4) == pytest.approx(found[1].pop(4), rel=1e-5)
+    assert found[0] == found[1]
