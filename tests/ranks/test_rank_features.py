@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor
 
 from asyncllm import AsyncEngine, GenerationConfig
 from asyncllm.errors import DeadlineExceeded, ModelError
@@ -40,15 +41,16 @@ async def ask(engine: AsyncEngine, *names: str | None) -> list[Any]:
     return [[choice.token_ids for choice in (await task).choices or (await task,)] for task in tasks]
 
 
-async def everything(engine: AsyncEngine, folders: dict[str, Path]) -> list[Any]:
+async def everything(engine: AsyncEngine, folders: dict[str, Path], other: dict[str, Tensor]) -> list[Any]:
     """What all of it gives, under few blocks and one slot for two adapters."""
     found: list[Any] = [await ask(engine, None, "a", "b")]
-    async with engine.session() as session:
-        found.append((await session.chat("Hi", gen_config=GREEDY)).token_ids)
-        fork = session.fork()
-        for each, name in ((session, "a"), (fork, None)):
-            found.append((await each.chat("And then?", gen_config=GREEDY, adapter_name=name)).token_ids)
-        await fork.aclose()
+    each = len(found[0]) // 3
+    assert len({str(found[0][begin : begin + each]) for begin in (0, each, 2 * each)}) == 3
+    session = engine.session()
+    found.append((await session.chat("Hi", GREEDY)).token_ids)
+    for turn in (session.chat("And then?", GREEDY, adapter_name="a"), session.fork().chat("And then?", GREEDY)):
+        found.append((await turn).token_ids)
+    session.close()
     found.append([list(each.values) for each in await engine.embed(["one", "two"], pooling="mean", adapter_name="b")])
     found.append(await engine.get_ppl(PROMPTS[1], adapter_name="a"))
     for level in (1, 2):
@@ -60,7 +62,7 @@ async def everything(engine: AsyncEngine, folders: dict[str, Path]) -> list[Any]
     with pytest.raises(ModelError):
         await engine.load_adapter("a", str(folders["model"]))
     await engine.load_adapter("a", str(folders["c"]))
-    await engine.update_weights(load_file(folders["other"] / "model.safetensors"))
+    await engine.update_weights(other)
     found.append(await ask(engine, None, "a"))
     with pytest.raises(DeadlineExceeded):
         await engine.generate("Hi", LONG, timeout=0.2)
@@ -76,16 +78,29 @@ async def everything(engine: AsyncEngine, folders: dict[str, Path]) -> list[Any]
     return found
 
 
-async def test_two_ranks_do_what_one_process_does(tmp_path: Path) -> None:
-    folders = {"model": build_checkpoint("llama", tmp_path / "model", vocab_size=321)}
-    folders["other"] = build_checkpoint("llama", tmp_path / "other", vocab_size=321, seed=1)
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model, another one's weights, and adapters."""
+    root = tmp_path_factory.mktemp("features")
+    made = {
+        name: build_checkpoint("llama", root / name, vocab_size=321, seed=name == "other")
+        for name in ("model", "other")
+    }
+    weights = load_file(made["model"] / "model.safetensors")
     shapes = {
         name.removesuffix(".weight"): tuple(tensor.shape)
-        for name, tensor in load_file(folders["model"] / "model.safetensors").items()
+        for name, tensor in weights.items()
         if name.endswith("_proj.weight")
     }
-    for seed, name in enumerate("abc"):
-        folders[name] = write_adapter(tmp_path / name, shapes, seed=seed, rank=4)
+    return made | {name: write_adapter(root / name, shapes, seed=ord(name)) for name in "abc"}
+
+
+@pytest.fixture(scope="module")
+def other(folders: dict[str, Path]) -> dict[str, Tensor]:
+    return load_file(folders["other"] / "model.safetensors")
+
+
+async def test_two_ranks_do_what_one_process_does(folders: dict[str, Path], other: dict[str, Tensor]) -> None:
     found = []
     for tp in (1, 2):
         config = settings(
@@ -99,7 +114,7 @@ async def test_two_ranks_do_what_one_process_does(tmp_path: Path) -> None:
             adapters={name: str(folders[name]) for name in "ab"},
         )
         async with AsyncEngine(str(folders["model"]), config) as engine:
-            found.append(await everything(engine, folders))
+            found.append(await everything(engine, folders, other))
     assert ranks() == []
     embeddings = [one.pop(4) for one in found]
     assert embeddings[0] == [pytest.approx(each, rel=1e-4, abs=1e-5) for each in embeddings[1]]
