@@ -31,7 +31,7 @@ def shapes_of(model: nn.Module, *ends: str) -> dict[str, tuple[int, int]]:
 
 
 def _factors(module: str, shape: tuple[int, int], rank: int, seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(module.encode()))
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {module}".encode()))
     a, b = torch.randn(rank, shape[1], generator=generator), torch.randn(shape[0], rank, generator=generator)
     return a / math.sqrt(shape[1]), b / math.sqrt(rank)
 

@@ -65,7 +65,7 @@ async def everything(engine: AsyncEngine, folders: dict[str, Path], other: dict[
     await engine.update_weights(other)
     found.append(await ask(engine, None, "a"))
     with pytest.raises(DeadlineExceeded):
-        await engine.generate("Hi", LONG, timeout=0.2)
+        await engine.generate("Hi", LONG, timeout=0.01)
     async for _ in engine.generate("Hi", LONG):
         break
     await soon(lambda: engine.stats().running == 0)
