@@ -46,7 +46,7 @@ class Settings(msgspec.Struct, metaclass=_Named, frozen=True, kw_only=True, forb
         own = without_neutral(cls.NEUTRAL, fields)
         for name in own:
             if name not in cls.__struct_fields__:
-                nearest = get_close_matches(name, cls.__struct_fields__, n=1)
+                nearest = get_close_matches(str(name), cls.__struct_fields__, n=1)
                 hint = f"Did you mean {nearest[0]}? " if nearest else ""
                 known = ", ".join(sorted(cls.__struct_fields__))
                 raise InvalidParameter(f"{cls.__name__} has no field {name!r}. {hint}Its fields are: {known}.", name)
