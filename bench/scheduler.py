@@ -17,7 +17,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
-from asyncllm.engine.loop import EngineLoop
+from asyncllm.engine.loop.engine_loop import EngineLoop
 from asyncllm.engine.requests.delivery import Answer, Delivery
 from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.engine.schedule.sequence import Request
@@ -138,14 +138,15 @@ async def measure_loop(rows: int, waiting: int, steps: int) -> dict[str, float]:
     executor, tokenizer = InstantExecutor(rows), ByteTokenizer()
     loop = EngineLoop(new_scheduler(rows), executor, name="bench")
     deliver_times: list[float] = []
-    deliver = loop._deliver
+    deliver = loop._open.deliver
 
-    def timed(advanced: Any) -> None:
+    def timed(advanced: Any) -> bool:
         start = time.perf_counter()
-        deliver(advanced)
+        woken = deliver(advanced)
         deliver_times.append(time.perf_counter() - start)
+        return woken
 
-    loop._deliver = timed  # type: ignore[method-assign]
+    loop._open.deliver = timed  # type: ignore[method-assign]
     for number in range(rows + waiting):
         loop.open(new_request(number, tokenizer))
     while loop.scheduler.num_running < rows or executor.num_steps < 10:  # noqa: ASYNC110 - each turn is a step

@@ -28,7 +28,7 @@ import uvloop
 from asyncllm import AsyncEngine, EngineConfig
 from asyncllm.agent.executor import open_executor
 from asyncllm.config import ServerConfig
-from asyncllm.engine.loop import EngineLoop
+from asyncllm.engine.loop.engine_loop import EngineLoop
 from asyncllm.engine.schedule.sequence import Request
 from asyncllm.locate import locate
 from asyncllm.server.run import run

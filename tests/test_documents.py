@@ -66,8 +66,8 @@ def test_named_files_and_folders_exist(document: Path) -> None:
 
 
 def test_a_file_that_has_moved_is_noticed() -> None:
-    text = "See `engine/loop.py` and `python bench/quality.py --noise 0.05`, `n/a`, `agent/` and `a + b`."
-    assert list(paths_in(text)) == ["engine/loop.py", "bench/quality.py", "agent/"]
+    text = "See `engine/loop/turns.py` and `python bench/quality.py --noise 0.05`, `n/a`, `agent/` and `a + b`."
+    assert list(paths_in(text)) == ["engine/loop/turns.py", "bench/quality.py", "agent/"]
 
 
 def test_named_classes_exist() -> None:

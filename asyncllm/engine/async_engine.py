@@ -13,9 +13,9 @@ from typing import Any, Self, TypeVar, Unpack
 import msgspec
 
 from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords, checked
-from asyncllm.engine.control import sleep_of, update_of, wake_of
 from asyncllm.engine.lifecycle import Lifecycle
-from asyncllm.engine.loop import Death, EngineLoop
+from asyncllm.engine.loop.control import sleep_of, update_of, wake_of
+from asyncllm.engine.loop.engine_loop import Death, EngineLoop
 from asyncllm.engine.model_files import ModelFiles
 from asyncllm.engine.requests.batches import interleave, responses_of
 from asyncllm.engine.requests.generation import Generation, Session

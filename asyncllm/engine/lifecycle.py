@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.adapters import AdapterTable
-from asyncllm.engine.loop import Death, EngineLoop
+from asyncllm.engine.loop.engine_loop import Death, EngineLoop
 from asyncllm.engine.model_files import ModelFiles
 from asyncllm.engine.requests.grammars import Grammars, ends_of
 from asyncllm.engine.requests.input_processor import InputProcessor
@@ -115,10 +115,10 @@ class Lifecycle:
             bounds,
             adapters=self.adapters,
             gate=self.encoder.gate,
+            observers=self.observers,
             stall_timeout=config.stall_timeout,
             name=name,
         )
-        self._loop.observers = self.observers
         self.sessions = SessionTable(self._loop, tokenizer)
         self.inputs = InputProcessor(
             self.encoder,

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = 620
 ROOM = 900
 PAGES = ("README.md", "DESIGN.md", "docs/library.md", "docs/design/engine.md", "docs/design/kernels.md")
-FILES = ("asyncllm/engine/loop.py", "asyncllm/text/detokenizer.py", "asyncllm/kernels/rotary.py")
+FILES = ("asyncllm/engine/loop/engine_loop.py", "asyncllm/text/detokenizer.py", "asyncllm/kernels/rotary.py")
 CHARACTERS = 2000
 """Of a piece of prose or code."""
 

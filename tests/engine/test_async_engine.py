@@ -309,14 +309,14 @@ class TestPipelining:
             await until(lambda: not engine.stats().steps_in_flight)
             loop = engine.running()
             turns = 0
-            original = loop._launch
+            original = loop._steps.launch
 
             def counted() -> None:
                 nonlocal turns
                 turns += 1
                 original()
 
-            monkeypatch.setattr(loop, "_launch", counted)
+            monkeypatch.setattr(loop._steps, "launch", counted)
             before = resource.getrusage(resource.RUSAGE_SELF)
             await asyncio.sleep(0.25)
             after = resource.getrusage(resource.RUSAGE_SELF)

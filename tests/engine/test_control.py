@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncllm.config import EngineConfig, GenerationConfig
-from asyncllm.engine.control import PARTS
+from asyncllm.engine.loop.control import PARTS
 from asyncllm.errors import (
     DeadlineExceeded,
     EngineClosed,

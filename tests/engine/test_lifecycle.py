@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.loop import EngineLoop
+from asyncllm.engine.loop.engine_loop import EngineLoop
 from asyncllm.errors import (
     EngineClosed,
     EngineDead,
@@ -224,7 +224,7 @@ class TestDeath:
             engine.executor.pause()
             async with engine.generate("Hi") as generation:
                 await asyncio.sleep(0.01)
-                engine.running()._in_flight[0].cancel()
+                engine.running()._steps._futures[0].cancel()
                 engine.executor.resume()
                 with pytest.raises(EngineDead, match="cancelled a step"):
                     await collect(generation)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from asyncllm.config import EngineConfig, GenerationConfig
-from asyncllm.engine.watchdog import GRACE_S, Watchdog
+from asyncllm.engine.loop.watchdog import GRACE_S, Watchdog
 from asyncllm.errors import EngineDead
 from asyncllm.testing import FakeEngine, hash_oracle
 from tests.engine.waits import settle, until

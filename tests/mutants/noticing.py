@@ -14,7 +14,8 @@ PREPARE = (
     "test_template_options ../test_bad_input ../test_pipeline"
 )
 TESTS = {
-    "engine/loop.py": "test_turns test_look_ahead test_async_engine test_lifecycle",
+    "engine/loop/engine_loop.py": "test_turns test_look_ahead test_async_engine test_lifecycle",
+    "engine/loop/turns.py": "test_turns test_look_ahead test_async_engine test_lifecycle",
     "engine/schedule/scheduler.py": f"{SCHEDULER} test_session test_quality_of_service test_async_engine",
     "engine/schedule/sequence.py": (
         f"{SCHEDULER} test_session test_waiting_queue test_adapters test_quality_of_service test_async_engine"

@@ -379,27 +379,30 @@ PREFILL_BUDGET = mutants(
 )
 
 LOOP = mutants(
-    "engine/loop.py",
+    "engine/loop/engine_loop.py",
     (
-        "if self._in_flight and self._in_flight[0].done() and not self._readers_first:",
-        "if self._in_flight and self._in_flight[0].done():",
+        "if steps.oldest_is_done and not turns.readers_first:\n            advanced",
+        "if steps.oldest_is_done:\n            advanced",
         "two steps that are over at once come as one chunk",
     ),
     (
-        "            if self._in_flight[0].done() and not self._readers_first:",
-        "            if False:",
+        "        if steps.oldest_is_done and not turns.readers_first:\n            turns.wake()",
+        "        pass",
         "a step that is over when it is submitted is never read",
     ),
+)
+TURNS = mutants(
+    "engine/loop/turns.py",
     (
-        "self._event_loop.call_soon(self._take_turn, context=self._context)",
-        "self._event_loop.call_soon(self._take_turn)",
+        "self._event_loop.call_soon(self._take_scheduled, context=self._context)",
+        "self._event_loop.call_soon(self._take_scheduled)",
         "turns take place in a request's context",
     ),
     (
-        "        if self._in_flight and self._in_flight[0].done():\n            self._turn()",
+        "        if self._steps.oldest_is_done:\n            self._take()",
         "        pass",
         "a step that was over before the readers ran is never read",
     ),
 )
 
-SCHEDULING = SCHEDULER + SEQUENCE + ADMISSION_PLAN + PREFILL_BUDGET + WAITING_QUEUE + LOOP
+SCHEDULING = SCHEDULER + SEQUENCE + ADMISSION_PLAN + PREFILL_BUDGET + WAITING_QUEUE + LOOP + TURNS

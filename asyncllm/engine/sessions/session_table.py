@@ -8,7 +8,7 @@ of token ids.
 from __future__ import annotations
 
 from asyncllm.engine.cache.prefix_cache import PrefixRoot
-from asyncllm.engine.loop import EngineLoop
+from asyncllm.engine.loop.engine_loop import EngineLoop
 from asyncllm.engine.requests.delivery import Delivery
 from asyncllm.engine.schedule.sequence import Request
 from asyncllm.engine.sessions.history import History, Turn, without_stop_word

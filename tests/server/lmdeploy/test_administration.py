@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm.engine.control import PARTS
+from asyncllm.engine.loop.control import PARTS
 from asyncllm.errors import ModelError
 from asyncllm.protocol import Command, Sleep, Wake
 from asyncllm.server.routes import ROUTES

@@ -21,7 +21,7 @@ class Watchdog:
     def __init__(self, event_loop: asyncio.AbstractEventLoop, timeout: float, on_stall: Callable[[], None]) -> None:
         """`on_stall` is called once when no step has completed for `timeout` seconds, or never if that is 0."""
         self._event_loop = event_loop
-        self._timeout = timeout
+        self.timeout = timeout
         self._on_stall = on_stall
         self._since: float | None = None
         """Time at which the last step completed or work began, whichever is later; None while resting."""
@@ -36,7 +36,7 @@ class Watchdog:
         """Begin to watch, as there is work."""
         if self._since is None:
             self._since = self._event_loop.time()
-            if self._timeout:
+            if self.timeout:
                 self._look(self._since)
 
     def step_completed(self) -> None:
@@ -56,9 +56,9 @@ class Watchdog:
         assert self._since is not None
         now = self._event_loop.time()
         if now > due + GRACE_S:
-            due, suspected = now + self._timeout, None
-        elif now < self._since + self._timeout:
-            due, suspected = self._since + self._timeout, None
+            due, suspected = now + self.timeout, None
+        elif now < self._since + self.timeout:
+            due, suspected = self._since + self.timeout, None
         elif self._since != suspected:
             due, suspected = now + GRACE_S, self._since
         else:

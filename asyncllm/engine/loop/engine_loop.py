@@ -1,0 +1,315 @@
+"""EngineLoop takes turns, in which it schedules steps, reads them, and delivers their tokens.
+
+    new request ──> Inbox ─────────┐
+    reader left ──> Inbox ─────────┤
+    time is over ─> Inbox ─────────┼─> _turn(): update(N) -> schedule() -> submit(N + 2) -> deliver(N) ──> Delivery
+    step done ────> LaunchedSteps ─┘
+
+    new weights, sleep ──> Control, while nothing is in flight
+
+Two steps are in flight whenever there is work, or more if steps are short: while the device computes step N + 1, the
+loop reads step N, launches N + 2, and only then turns N's tokens into text. A turn is a plain call. The executor makes
+it as soon as a step is done; the other three events schedule it for the event loop's next iteration (`Turns`). Nothing
+polls. A task waits for the end of the engine, and then ends the open requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import traceback
+from collections.abc import Callable
+from typing import NamedTuple
+
+from asyncllm.engine.adapters import AdapterTable
+from asyncllm.engine.integrity import check_idle
+from asyncllm.engine.loop.control import Control
+from asyncllm.engine.loop.inbox import Inbox
+from asyncllm.engine.loop.launched_steps import LaunchedSteps, retrieve
+from asyncllm.engine.loop.open_requests import OpenRequests
+from asyncllm.engine.loop.turns import Turns
+from asyncllm.engine.loop.watchdog import Watchdog
+from asyncllm.engine.schedule.adapter_slots import Adapter
+from asyncllm.engine.schedule.backpressure import Backpressure
+from asyncllm.engine.schedule.scheduler import Scheduler
+from asyncllm.engine.schedule.sequence import Request, Sequence
+from asyncllm.engine.stats import EngineStats, scheduler_stats
+from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, EngineError
+from asyncllm.event_loop.request_gate import RequestGate
+from asyncllm.event_loop.surroundings import Process
+from asyncllm.protocol import Command, Executor, UnloadAdapter
+from asyncllm.types import RequestRecord
+
+__all__ = ["Death", "EngineLoop"]
+
+logger = logging.getLogger("asyncllm")
+
+
+class Death(NamedTuple):
+    """Why an engine loop died."""
+
+    cause: BaseException
+    lost_device: bool
+    """Whether this process can use the device no more, so that a new engine would not help."""
+
+
+class EngineLoop:
+    """States: running, then closed or dead. Its turns write its state and that of its parts; calls from outside leave a
+    message in the inbox, or a command with `Control`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        bounds: Backpressure | None = None,
+        *,
+        adapters: AdapterTable | None = None,
+        gate: RequestGate | None = None,
+        observers: list[Callable[[RequestRecord], None]] | None = None,
+        stall_timeout: float = 0.0,
+        name: str,
+    ) -> None:
+        """Start in the running event loop.
+
+        `gate`: the RequestGate that prompts pass on their way here.
+        `observers`: functions to call with the record of each request that ends.
+        `stall_timeout`: seconds of work without a completed step after which the loop dies; 0 for none.
+        """
+        self._event_loop = asyncio.get_running_loop()
+        self._process = Process()
+        self._state = "running"
+        self._cause: BaseException | None = None
+        """What the loop died of."""
+        self._lost_device = False
+        self._fatal: Exception | None = None
+        """The error that the loop is to die of. Written by the callbacks of watchdog and executor."""
+        self._ended: asyncio.Future[None] = self._event_loop.create_future()
+        """Done when no turn will follow."""
+
+        self.scheduler = scheduler
+        self.adapters = adapters if adapters is not None else AdapterTable(0, {})
+        bounds = bounds if bounds is not None else Backpressure()
+        self._executor = executor
+        self._watchdog = Watchdog(self._event_loop, stall_timeout, self._note_stall)
+        self._steps = LaunchedSteps(scheduler, executor, self._watchdog)
+        self._inbox = Inbox(scheduler, bounds, gate if gate is not None else RequestGate())
+        self._turns = Turns(self._inbox, self._steps, self._turn)
+        self._control = Control(executor, scheduler, self._turns.wake, self.adapters)
+        self._open = OpenRequests(
+            scheduler,
+            bounds,
+            observers if observers is not None else [],
+            on_deadline=self._time_is_over,
+            on_adapter_unused=self.drop,
+        )
+        executor.watch(self._turns.step_done, self._note_executor_died)
+        self._task = self._event_loop.create_task(self._run(), name=name)
+
+    def check_running(self) -> None:
+        """Raise EngineDead, EngineClosed, or EngineError when called from another event loop."""
+        if self._state == "dead":
+            raise EngineDead(f"The engine loop died of {self._cause!r}. Make a new engine.") from self._cause
+        if self._state != "running":
+            raise EngineClosed("The engine is closed. Make a new one.")
+        self.check_event_loop()
+
+    def check_event_loop(self) -> None:
+        """Raise EngineError when called from anywhere but the event loop that the engine runs in."""
+        self._process.check("engine")
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if here is not self._event_loop:
+            raise EngineError("The engine runs in another event loop. Call it there, or make one in this loop.")
+
+    async def stop(self) -> None:
+        """End open requests with EngineClosed, and wait for the steps in flight and the task."""
+        self.check_event_loop()
+        if self._state == "running":
+            self._state = "closed"
+        self._stop_turns()
+        await asyncio.wait([self._task])
+        if not self._task.cancelled():
+            self._task.result()
+
+    async def wait_ended(self) -> Death | None:
+        """Wait until the task has ended. Return why the loop died, or None if it was closed."""
+        await asyncio.wait([self._task])
+        return None if self._cause is None else Death(self._cause, self._lost_device)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Requests that have not ended."""
+        return self._open.all()
+
+    @property
+    def sleep_level(self) -> int:
+        """The level of `sleep` (1 or 2) until everything is awake again, then 0."""
+        return self._control.sleep_level
+
+    def open(self, request: Request) -> None:
+        """Queue a request that `InputProcessor` made. Raises QueueFull, DeadlineExceeded, EngineError."""
+        self.check_running()
+        if request.adapter is not None and request.adapter.retired:
+            # Unloaded while the prompt was encoded. This raises the error that says so.
+            self.adapters.find(request.adapter.name)
+        self._open.check_deadline(request)
+        self._inbox.check_place(request, self._event_loop.time(), hold=self._control.hold)
+        self._open.open(request)
+        self._inbox.put(request)
+        self._watchdog.watch()
+        self._turns.wake()
+
+    async def change(self, command: Command) -> None:
+        """Have the executor carry out a command while no step is in flight. Raises EngineError and its errors.
+
+        A cancellation withdraws a command that has not begun; one that has begun is carried out.
+        """
+        self.check_running()
+        await self._control.ask(command)
+
+    def drop(self, adapter: Adapter) -> None:
+        """Have the executor free an unloaded adapter, unless an open request uses it. The end of the last one does
+        this then."""
+        if adapter.retired and not adapter.num_requests and self._state == "running":
+            self._control.ask(UnloadAdapter(adapter.number)).add_done_callback(retrieve)
+
+    def abandon(self, request: Request) -> None:
+        """End a request at the next turn: its reader has left."""
+        self._inbox.abandoned.append(request)
+        self._turns.wake()
+
+    def abandon_threadsafe(self, request: Request) -> None:
+        """Do as `abandon`, from a finalizer, which may run anywhere."""
+        with contextlib.suppress(RuntimeError):
+            # Raised by a closed event loop, in which no request is open.
+            self._event_loop.call_soon_threadsafe(self.abandon, request)
+
+    def _time_is_over(self, request: Request) -> None:
+        self._inbox.overdue.append(request)
+        self._turns.wake()
+
+    def _note_stall(self) -> None:
+        steps, scheduler = len(self._steps), self.scheduler
+        waits_for = f"{steps} steps in flight, which do not complete" if steps else "a step to be scheduled"
+        self._fatal = TimeoutError(
+            f"No step has completed for {self._watchdog.timeout:g} s (stall_timeout), and the loop waits for "
+            f"{waits_for}: {scheduler.num_running} sequences run, {scheduler.num_waiting} wait, "
+            f"{scheduler.blocks.num_available} of {scheduler.blocks.num_blocks} blocks are available."
+        )
+        self._turns.wake()
+
+    def _note_executor_died(self, error: Exception) -> None:
+        self._fatal = error
+        self._turns.wake()
+
+    def _turn(self) -> None:
+        """Do all work at hand. An error in it is what the engine dies of."""
+        if self._state != "running":
+            return
+        try:
+            self._advance()
+        except BaseException as error:
+            logger.exception("The engine loop died.")
+            # Through its traceback the error would keep the variables of the functions that it passed alive.
+            traceback.clear_frames(error.__traceback__)
+            self._state, self._cause = "dead", error
+            from_device = error is self._fatal or error is self._steps.fatal
+            self._lost_device = from_device and not self._executor.isolated
+            self._stop_turns()
+            if not isinstance(error, Exception):
+                raise
+
+    def _advance(self) -> None:
+        """Empty the inbox, read a step, launch the next ones, then deliver what was read."""
+        if self._fatal is not None:
+            raise self._fatal
+        steps, turns = self._steps, self._turns
+        self._empty_inbox()
+        advanced: list[Sequence] | None = None
+        if steps.oldest_is_done and not turns.readers_first:
+            advanced = steps.read()
+        self._control.advance(quiet=not steps)
+        if not self._control.hold:
+            steps.launch()
+        if advanced is not None:
+            if self._open.deliver(advanced):
+                turns.readers_woken()
+            if self.scheduler.num_waiting and steps.has_room:
+                # An answer that ended at a stop word may have made room.
+                turns.wake()
+        if steps.oldest_is_done and not turns.readers_first:
+            turns.wake()
+        if steps or (self._open and not self._control.hold):
+            self._watchdog.watch()
+        else:
+            self._watchdog.rest()
+
+    def _empty_inbox(self) -> None:
+        inbox = self._inbox
+        while inbox.arrived:
+            self.scheduler.add(inbox.arrived.popleft())
+        inbox.arrived_tokens = 0
+        while inbox.abandoned:
+            self._open.abandon(inbox.abandoned.popleft())
+        while inbox.overdue:
+            self._open.expire(inbox.overdue.popleft())
+
+    def _stop_turns(self) -> None:
+        """Take no more turns, and let the task end the open requests."""
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    async def _run(self) -> None:
+        """The engine's task: wait for the end, then end what is open."""
+        try:
+            await self._ended
+        except asyncio.CancelledError:
+            self._state = "closed"
+            raise
+        finally:
+            self._watchdog.rest()
+            self._open.end_all(lambda: self._last_words("request"))
+            self._inbox.clear()
+            await self._steps.end(wait=self._fatal is None)
+            self.scheduler.let_go()
+            await self._control.end(self._last_words("call"))
+
+    def _last_words(self, what: str) -> AsyncLLMError:
+        if self._state == "dead":
+            error = EngineDead(f"The engine loop died of {self._cause!r} while this {what} was running.")
+            error.__cause__ = self._cause
+            return error
+        return EngineClosed(f"The engine was closed while this {what} was running.")
+
+    def stats(self, num_sessions: int) -> EngineStats:
+        """Return a snapshot of what the engine holds and has done."""
+        arrived, opened = self._inbox.arrived, self._open
+        queued_requests, queued_tokens = self._inbox.num_queued(hold=self._control.hold)
+        return EngineStats(
+            **scheduler_stats(self.scheduler, sum(len(request.sequences) for request in arrived)),
+            queued_requests=queued_requests,
+            queued_tokens=queued_tokens,
+            sessions=num_sessions,
+            steps_in_flight=len(self._steps),
+            requests_started=opened.num_started,
+            requests_finished=opened.num_finished,
+            requests_cancelled=opened.num_cancelled,
+            requests_failed=opened.num_failed,
+            requests_expired=opened.num_expired,
+            requests_refused=self._inbox.num_refused,
+            sleep_level=self._control.sleep_level,
+            weight_updates=self._control.num_updates,
+            seconds_since_progress=self._watchdog.seconds_since_progress,
+            step_ms=self._steps.step_ms,
+        )
+
+    def check_idle(self) -> None:
+        """Raise AssertionError if a request is open, or if a row or block is held. For tests.
+
+        Steps that were launched before the last answer was known to have ended may still run. They hold the blocks
+        that they may write until they have been read; `stats()` counts these.
+        """
+        check_idle(self.scheduler, len(self._open), num_in_flight=len(self._steps))

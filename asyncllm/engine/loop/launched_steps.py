@@ -1,0 +1,118 @@
+"""LaunchedSteps: the steps between the scheduler and the executor, from launch to reading."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+
+from asyncllm.engine.loop.watchdog import Watchdog
+from asyncllm.engine.schedule.scheduler import Scheduler
+from asyncllm.engine.schedule.sequence import Sequence
+from asyncllm.protocol import Executor, StepDropped, StepFailed, StepOutput
+
+__all__ = ["LaunchedSteps", "retrieve"]
+
+logger = logging.getLogger("asyncllm")
+
+PIPELINE_DEPTH = 2
+"""Steps in flight: one on the device, one ready to follow it."""
+
+STEP_MS_WEIGHT = 0.05
+"""Weight of the newest step in the moving average of step times."""
+
+
+class LaunchedSteps:
+    """Steps in flight, oldest first. Written by the engine's turns; the executor resolves their futures."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, watchdog: Watchdog) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._watchdog = watchdog
+        self._futures: deque[asyncio.Future[StepOutput]] = deque()
+        self._settling = False
+        """Whether a step has failed, and steps launched after it are unread. Until they are read, none is launched."""
+        self.fatal: BaseException | None = None
+        """The error of a step that the device may not have survived."""
+        self.step_ms = 0.0
+        """Time of a step on the device, a moving average."""
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    @property
+    def oldest_is_done(self) -> bool:
+        """Whether there is a step to read."""
+        return bool(self._futures) and self._futures[0].done()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether fewer steps are in flight than could be."""
+        return len(self._futures) < self._depth()
+
+    def _depth(self) -> int:
+        """Return how many steps to have in flight: few while a sequence waits, so that it is admitted soon."""
+        most = self._scheduler.max_steps_in_flight
+        return min(PIPELINE_DEPTH, most) if self._scheduler.num_waiting else most
+
+    def launch(self) -> None:
+        """Keep the pipeline full. After a failed step it runs empty first, as the steps in it build on that one."""
+        if self._settling and self._futures:
+            return
+        self._settling = False
+        scheduler = self._scheduler
+        while self.has_room:
+            batch = scheduler.schedule()
+            for request in scheduler.admitted:
+                if request.times.admitted is None:
+                    request.times.admitted = time.monotonic()
+            scheduler.admitted.clear()
+            if batch is None:
+                return
+            self._futures.append(self._executor.submit(batch))
+
+    def read(self) -> list[Sequence]:
+        """Read the oldest step, which is done. Return the sequences that advanced or ended. Raises fatal errors."""
+        future = self._futures.popleft()
+        if future.cancelled():
+            raise RuntimeError("the executor cancelled a step")
+        # Raising a survivable error here would tie it to this frame, and to all that ends with the step.
+        match future.exception():
+            case None:
+                output = future.result()
+            case StepFailed(__cause__=cause):
+                self._settling = True
+                ended = self._scheduler.step_failed(cause)
+                logger.error("A step failed, and %d answers with it; the engine goes on.", len(ended), exc_info=cause)
+                return ended
+            case StepDropped():
+                self._scheduler.step_dropped()
+                return []
+            case error:
+                self.fatal = error
+                raise error
+        self._watchdog.step_completed()
+        self.step_ms += STEP_MS_WEIGHT * (output.elapsed_ms - self.step_ms)
+        advanced = self._scheduler.update(output)
+        if self._scheduler.prefilled:
+            now = time.monotonic()
+            for request in self._scheduler.prefilled:
+                if request.times.prefilled is None:
+                    request.times.prefilled = now
+            self._scheduler.prefilled.clear()
+        return advanced
+
+    async def end(self, *, wait: bool) -> None:
+        """Forget the steps in flight, once they are done if `wait`. The engine has ended."""
+        for future in self._futures:
+            future.add_done_callback(retrieve)
+        if self._futures and wait:
+            await asyncio.wait(self._futures)
+        self._futures.clear()
+
+
+def retrieve(future: asyncio.Future[StepOutput] | asyncio.Future[None]) -> None:
+    """Retrieve an error that no caller awaits, which the event loop would report otherwise."""
+    if not future.cancelled():
+        future.exception()
