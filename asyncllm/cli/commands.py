@@ -12,10 +12,19 @@ from asyncllm import __version__
 from asyncllm.cli import debug, flags, lite
 from asyncllm.cli import serve as serve_command
 from asyncllm.cli.conversations import LocalConversation
-from asyncllm.cli.flags import DEFAULT_MODEL, MODEL_HELP, add_model_settings, add_plugin, load_plugins, load_template
+from asyncllm.cli.flags import (
+    DEFAULT_MODEL,
+    DEFAULT_VISION_MODEL,
+    MODEL_HELP,
+    add_model_settings,
+    add_plugin,
+    load_plugins,
+    load_template,
+)
 from asyncllm.cli.terminal import CHAT_HELP, converse, print_answer
 from asyncllm.config import EngineConfig, GenerationConfig
 from asyncllm.errors import AsyncLLMError, InvalidParameter
+from asyncllm.locate import BUNDLED
 from asyncllm.shown import complain, in_terminal
 
 if TYPE_CHECKING:
@@ -83,7 +92,12 @@ def _parser() -> flags.Parser:
     usage = "asyncllm run [OPTIONS] [MODEL] [PROMPT]"
     run = command("run", _run, "Answer one prompt, given or on standard input, and leave.", usage=usage)
     run.add_argument("--image", action="append", metavar="FILE", help="An image of the prompt, or a URL; repeatable.")
-    run.add_argument("words", nargs="*", metavar="MODEL PROMPT", help=f"{MODEL_HELP} PROMPT '-': standard input.")
+    run.add_argument(
+        "words",
+        nargs="*",
+        metavar="MODEL PROMPT",
+        help=f"{MODEL_HELP[:-1]}, with images {DEFAULT_VISION_MODEL}. PROMPT '-': standard input.",
+    )
     _add_settings(run)
 
     serve_command.add(commands)
@@ -139,9 +153,10 @@ def _model_and_prompt(options: argparse.Namespace) -> tuple[str, str]:
     words: list[str] = options.words
     if len(words) > 2:
         options.parser.error(f"too many arguments: {words[2]!r}. Put the prompt into quotes.")
-    if len(words) == 1 and (words[0] == DEFAULT_MODEL or os.path.isfile(os.path.join(words[0], "config.json"))):
+    if len(words) == 1 and (words[0] in BUNDLED or os.path.isfile(os.path.join(words[0], "config.json"))):
         words = [words[0], "-"]
-    model, prompt = ([DEFAULT_MODEL, "-"] if not words else [DEFAULT_MODEL, *words])[-2:]
+    usual = DEFAULT_VISION_MODEL if options.image else DEFAULT_MODEL
+    model, prompt = ([usual, "-"] if not words else [usual, *words])[-2:]
     if prompt == "-":
         prompt = sys.stdin.read().rstrip("\n")
     if not prompt:

@@ -23,6 +23,7 @@ from asyncllm.errors import InvalidParameter
 
 __all__ = [
     "DEFAULT_MODEL",
+    "DEFAULT_VISION_MODEL",
     "MODEL_HELP",
     "Parser",
     "add",
@@ -37,6 +38,8 @@ __all__ = [
 ]
 
 DEFAULT_MODEL = "tiny-chat"
+DEFAULT_VISION_MODEL = "tiny-vlm"
+"""Of prompts with images."""
 MODEL_HELP = f"A folder, a bundled model or a hub id. Default: {DEFAULT_MODEL}."
 
 ALIASES = {

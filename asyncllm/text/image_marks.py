@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from asyncllm.errors import InvalidMessage, InvalidParameter, short
 
@@ -26,6 +26,8 @@ __all__ = [
     "VIDEO_PARTS",
     "ImageSource",
     "holds_images",
+    "is_address",
+    "is_data_url",
     "parts_of",
     "split_marks",
     "take_images",
@@ -70,6 +72,16 @@ class ImageSource(NamedTuple):
     """A path, a URL, bytes, or an image of PIL's; of a video a file, or a list of these."""
     options: Mapping[str, Any]
     is_video: bool = False
+
+
+def is_data_url(source: object) -> TypeGuard[str]:
+    """Return whether this is a `data:` URL, in letters of either case."""
+    return isinstance(source, str) and source[:5].lower() == "data:"
+
+
+def is_address(source: object) -> TypeGuard[str]:
+    """Return whether this is an http(s) URL."""
+    return isinstance(source, str) and source[:8].lower().startswith(("http://", "https://"))
 
 
 def holds_images(prompt: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncllm.config import GenerationConfig
 from asyncllm.errors import InvalidMessage, InvalidParameter
+from asyncllm.text.image_marks import is_address, is_data_url
 from asyncllm.types import ImagePrompt, Message
 
 __all__ = ["Prompts", "check_one_prompt", "is_single", "is_token_ids", "longest_first", "pair_with_configs"]
@@ -53,7 +54,7 @@ def _has_images(prompts: Any) -> bool:
     batch."""
     if not isinstance(prompts, tuple) or len(prompts) != 2 or not isinstance(prompts[0], str):
         return False
-    return not isinstance(prompts[1], str) or prompts[1].startswith(("data:", "http://", "https://"))
+    return not isinstance(prompts[1], str) or is_data_url(prompts[1]) or is_address(prompts[1])
 
 
 def pair_with_configs(

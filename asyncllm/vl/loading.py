@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import base64
 import binascii
+import http.client
+import time
 import urllib.parse
 import urllib.request
 from io import BytesIO
@@ -18,6 +20,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature, short
+from asyncllm.text.image_marks import is_address, is_data_url
 
 __all__ = [
     "MAX_IMAGE_BYTES",
@@ -35,6 +38,7 @@ MAX_IMAGE_PIXELS = 2**26
 """An image of 8192 x 8192 takes 200 MB once it is decoded."""
 
 FETCH_SECONDS = 30.0
+_PIECE = 2**16
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 _MARKUP = (b"<svg", b"<?xml", b"<!doctype", b"<html")
@@ -52,9 +56,9 @@ def load_image(image_url: str | bytes | Path | Image.Image, *, timeout: float = 
         return _finished(image_url)
     if isinstance(image_url, bytes):
         return decode_image(image_url)
-    if isinstance(image_url, str) and image_url.startswith("data:"):
+    if is_data_url(image_url):
         return decode_image(decode_data_url(image_url))
-    if isinstance(image_url, str) and image_url.startswith(("http://", "https://")):
+    if is_address(image_url):
         return decode_image(_fetched(image_url, timeout))
     if not isinstance(image_url, str | Path):
         raise InvalidMessage(
@@ -69,9 +73,9 @@ def media_bytes(source: Any, what: str, *, timeout: float = FETCH_SECONDS) -> by
     of too many, some more than are allowed. `what` it is goes into errors. Raises InvalidMessage."""
     if isinstance(source, bytes):
         return source
-    if isinstance(source, str) and source.startswith("data:"):
+    if is_data_url(source):
         return decode_data_url(source, what)
-    if isinstance(source, str) and source.startswith(("http://", "https://")):
+    if is_address(source):
         return _fetched(source, timeout, what)
     if not isinstance(source, str | Path):
         raise InvalidMessage(f"A {what} is a path, a URL or bytes, not {type(source).__name__}. Give one of them.")
@@ -89,9 +93,10 @@ def _file_of(source: str | Path, what: str) -> bytes:
 
 
 def decode_data_url(url: str, what: str = "image") -> bytes:
-    """Return the bytes of `data:image/...;base64,...`. Raises InvalidMessage."""
+    """Return the bytes of `data:image/...;base64,...`. As browsers do, it takes what is percent-encoded, white space,
+    and base64 without its padding. Raises InvalidMessage."""
     head, comma, text = url.partition(",")
-    if not comma or not head.startswith("data:") or not head.endswith(";base64"):
+    if not comma or not is_data_url(head) or head.rpartition(";")[2].strip().lower() != "base64":
         raise InvalidMessage(
             f"The {what}'s URL begins with {short(head[:40])}, and is not data:{what}/...;base64,... Encode the file "
             f"by base64."
@@ -99,7 +104,8 @@ def decode_data_url(url: str, what: str = "image") -> bytes:
     if len(text) > MAX_IMAGE_BYTES * 4 // 3 + 4:
         _too_many_bytes(what)
     try:
-        return base64.b64decode(text, validate=True)
+        packed = b"".join((urllib.parse.unquote(text) if "%" in text else text).encode("ascii").split())
+        return base64.b64decode(packed + b"=" * (-len(packed) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidMessage(f"The {what}'s data: URL is not base64 ({error}). Encode the file again.") from None
 
@@ -173,13 +179,17 @@ def _finished(image: Image.Image) -> Image.Image:
 
 
 def _fetched(url: str, timeout: float, what: str = "image") -> bytes:
-    """Return what a program's own URL gives."""
+    """Return what a program's own URL gives within so many seconds."""
+    deadline, data = time.monotonic() + timeout, bytearray()
     request = urllib.request.Request(url, headers={"User-Agent": "asyncllm"})
     try:
         with urllib.request.urlopen(request, timeout=timeout) as answer:
-            data: bytes = answer.read(MAX_IMAGE_BYTES + 1)
-            return data
-    except (OSError, ValueError) as error:
+            while len(data) <= MAX_IMAGE_BYTES and (piece := answer.read1(_PIECE)):
+                data += piece
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"it takes more than {timeout:g} s")
+            return bytes(data)
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise InvalidMessage(f"The {what} {short(url)} cannot be fetched: {error}. Check the URL.") from None
 
 

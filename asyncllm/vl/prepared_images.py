@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from asyncllm.protocol import ImageProcessor, PromptImage, VideoProcessor
+from asyncllm.text.image_marks import is_data_url
 from asyncllm.vl.loading import load_image, media_bytes
 
 __all__ = ["PreparedImages"]
@@ -80,7 +81,7 @@ def _read(image: Any, is_video: bool = False) -> tuple[Any, list[bytes]]:
     if is_video and isinstance(image, list | tuple):
         frames = [_read(frame) for frame in image]
         return [frame for frame, _ in frames], [part for _, parts in frames for part in parts]
-    if isinstance(image, str) and image.startswith("data:"):
+    if is_data_url(image):
         return image, [b"url", image.encode(*_ANY)]
     if is_video or isinstance(image, str | bytes | Path):
         data = media_bytes(image, "video" if is_video else "image")

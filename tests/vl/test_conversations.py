@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from asyncllm import APIClient, EngineConfig, GenerationConfig, InvalidMessage, cli, pipeline
+from asyncllm.cli import commands
 from asyncllm.cli.conversations import ClientConversation, LocalConversation, SessionConversation
 from asyncllm.vl import load_image
 from tests.vl.checkpoints import folder_of, picture
@@ -69,6 +71,23 @@ def test_with_a_session_of_a_server(file: str) -> None:
     (first, images), (second, none) = client.sent
     assert (first, second, none) == ("what?", "and?", None)
     assert load_image(images[0]).tobytes() == picture(1).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["what?", "--image", "x.png"], ("tiny-vlm", "what?")),
+        (["tiny-chat", "what?", "--image", "x.png"], ("tiny-chat", "what?")),
+        (["tiny-vlm", "--image", "x.png"], ("tiny-vlm", "typed")),
+        (["--image", "x.png"], ("tiny-vlm", "typed")),
+        (["what?"], ("tiny-chat", "what?")),
+        ([], ("tiny-chat", "typed")),
+    ],
+)
+def test_which_model_answers(arguments: list[str], expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", StringIO("typed\n"))
+    options = commands._parser().parse(["run", *arguments])
+    assert commands._model_and_prompt(options) == expected
 
 
 def test_one_answer(file: str, capsys: pytest.CaptureFixture[str]) -> None:

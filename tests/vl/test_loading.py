@@ -8,6 +8,7 @@ import zlib
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -125,3 +126,46 @@ def test_what_is_refused(data: bytes, error: type[Exception], says: str) -> None
 def test_sources_that_are_none(source: Any, says: str) -> None:
     with pytest.raises(InvalidMessage, match=says):
         load_image(source)
+
+
+def test_data_urls_as_browsers_take_them() -> None:
+    data = saved(picture(1), "PNG")
+    text = base64.b64encode(data).decode()
+    for url in (
+        f"DATA:image/png;BASE64,{text}",
+        f"data:;base64,{text}",
+        f"data:image/png;charset=utf-8; base64,{text}",
+        f"data:image/png;base64,{base64.encodebytes(data).decode()}",
+        f"data:image/png;base64,{text.rstrip('=')}",
+        f"data:image/png;base64,{quote(text, safe='')}",
+    ):
+        assert far_apart(load_image(url), picture(1)) == 0, url[:40]
+    for head in ("data:image/png", "data:image/png;base64;x=1", "data:image/pngbase64"):
+        with pytest.raises(InvalidMessage, match="base64"):
+            load_image(f"{head},{text}")
+    with pytest.raises(InvalidMessage, match="not base64"):
+        load_image(f"data:image/png;base64,{text}é")
+
+
+class _Slow:
+    """An answer that never ends."""
+
+    def __enter__(self) -> _Slow:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def read1(self, size: int) -> bytes:
+        return b"x"
+
+
+def test_a_slow_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: _Slow())
+    with pytest.raises(InvalidMessage, match=r"takes more than 0\.01 s"):
+        load_image("http://slow.example/x.png", timeout=0.01)
+
+
+def test_an_address_that_is_none() -> None:
+    with pytest.raises(InvalidMessage, match="cannot be fetched"):
+        load_image("http://a b/x.png")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch
 from PIL import Image
 
 from asyncllm import InvalidCheckpoint, InvalidMessage, InvalidParameter, UnsupportedModel
+from asyncllm.vl.processing.clip import CenterProcessor, PaddedProcessor
+from asyncllm.vl.processing.native import NativeProcessor
+from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processor import open_processor
 from tests.vl.checkpoints import ALL_KINDS, folder_of, image_processor_of, picture
 from tests.vl.kinds import KINDS
@@ -67,6 +71,30 @@ def test_lines_are_prepared_or_refused(kind: str) -> None:
                 processor.prepare(picture(1, *size), {})
         else:
             assert processor.prepare(picture(1, *size), {}).length > 0
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        partial(CenterProcessor, length=1, side=336),
+        partial(NativeProcessor, patch=14, merge=2),
+    ],
+)
+def test_a_line_is_not_blown_up(kind: Any) -> None:
+    settings = PictureSettings({"pad_input": True}, "x")
+    options = {} if kind.func is NativeProcessor else {"placeholder": ""}
+    for size in ((1, 2**22), (2**22, 1)):
+        with pytest.raises(InvalidMessage, match="Cut it into several"):
+            kind(settings, token_id=1, **options).prepare(Image.new("RGB", size), {})
+
+
+def test_a_square_around_a_line_is_bounded() -> None:
+    processor = PaddedProcessor(PictureSettings({}, "x"), token_id=1, placeholder="", length=1, side=28)
+    line = processor.prepare(Image.new("RGB", (2**22, 1), (255, 255, 255)), {}).pixels
+    assert line.shape == (1, 3, 28, 28)
+    long = processor.prepare(Image.new("RGB", (9000, 3000), (255, 255, 255)), {}).pixels
+    short = processor.prepare(Image.new("RGB", (900, 300), (255, 255, 255)), {}).pixels
+    assert np.abs(long - short).max() < 0.05
 
 
 def test_both_sizes_are_those_of_the_towers(tmp_path: Path) -> None:

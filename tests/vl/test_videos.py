@@ -188,7 +188,7 @@ async def test_a_video_over_http() -> None:
         for wrong, says in (
             ("https://example.com/x.mp4", "does not fetch images from"),
             ("/etc/passwd", "Files of the server are not read"),
-            ("DATA:video/mp4;base64,AAAA", "not of the form http"),
+            ("DATA:video/mp4;base64,AAAA", "no container"),
             (["/etc/passwd"], "None is fetched"),
             (["http://127.0.0.1/x.png"], "None is fetched"),
             ("data:video/mp4,x", "Encode the file by base64"),

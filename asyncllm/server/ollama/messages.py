@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.responses import encode
+from asyncllm.text.image_marks import is_data_url
 from asyncllm.types import Message
 
 __all__ = ["messages_of", "said"]
@@ -25,7 +26,7 @@ def said(role: str, text: str, images: Sequence[str] = ()) -> Message:
     if not images:
         return {"role": role, "content": text}
     # The kind that an image is of is read off its bytes.
-    urls = [image if image.startswith("data:") else f"data:image/png;base64,{image}" for image in images]
+    urls = [image if is_data_url(image) else f"data:image/png;base64,{image}" for image in images]
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return {"role": role, "content": [*parts, {"type": "text", "text": text}] if text else parts}
 

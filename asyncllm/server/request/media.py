@@ -19,7 +19,7 @@ from yarl import URL
 
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.service import service_of
-from asyncllm.text.image_marks import IMAGE_PARTS, MAX_IMAGES, VIDEO_PARTS
+from asyncllm.text.image_marks import IMAGE_PARTS, MAX_IMAGES, VIDEO_PARTS, is_address, is_data_url
 
 __all__ = ["MediaFetcher", "image_parts", "images_of", "is_public", "with_images"]
 
@@ -49,14 +49,14 @@ async def with_images(request: web.Request, messages: list[dict[str, Any]]) -> l
     media = list(_media(messages))
     for _, kind, url in media:
         if kind in VIDEO_PARTS and isinstance(url, list):
-            if not all(_is_data(frame) for frame in url):
+            if not all(is_data_url(frame) for frame in url):
                 raise _refused("Each frame of a list is a URL of the form data:image/png;base64,... None is fetched.")
-        elif not isinstance(url, str) or not url.lower().startswith(("data:", "http://", "https://")):
+        elif not is_data_url(url) and not is_address(url):
             raise _refused(
                 "An image or a video is sent as a URL of the form data:image/png;base64,... or, where the server "
                 "allows domains, as http(s)://, and a video also as a list of frames. Files of the server are not read."
             )
-    found = [(part, kind, url) for part, kind, url in media if isinstance(url, str) and not _is_data(url)]
+    found = [(part, kind, url) for part, kind, url in media if is_address(url)]
     if not found:
         return messages
     if len(found) > MAX_IMAGES:
@@ -187,10 +187,6 @@ def _media(messages: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str
                 if isinstance(value, dict):
                     value = next((value[name] for name in ("url", "data", "frames") if name in value), None)
                 yield part, kind, value
-
-
-def _is_data(url: object) -> bool:
-    return isinstance(url, str) and url.startswith("data:")
 
 
 def _is_literal(host: str) -> bool:

@@ -12,7 +12,7 @@ from PIL import Image
 from asyncllm.protocol import PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.anyres import best_resolution, fitted, num_tokens
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+from asyncllm.vl.processing.settings import PictureSettings, digest_of, padded_square, refuse_options, resized
 
 __all__ = ["AnyresProcessor", "CenterProcessor", "PaddedProcessor"]
 
@@ -59,10 +59,7 @@ class PaddedProcessor(CenterProcessor):
     """All of an image, made a square by bars of the mean colour before it is scaled (LLaVA 1.5, as its authors do)."""
 
     def squared(self, image: Image.Image) -> Image.Image:
-        side = max(image.size)
-        canvas = Image.new("RGB", (side, side), self.settings.background)
-        canvas.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
-        return super().squared(canvas)
+        return super().squared(padded_square(image, self.settings.background))
 
 
 class AnyresProcessor(CenterProcessor):

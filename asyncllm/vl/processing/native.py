@@ -13,7 +13,7 @@ from PIL import Image
 from asyncllm.errors import InvalidMessage, UnsupportedModel
 from asyncllm.protocol import PromptImage
 from asyncllm.vl.loading import load_image
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+from asyncllm.vl.processing.settings import PictureSettings, canvas_of, digest_of, refuse_options, resized
 
 __all__ = ["NativeProcessor"]
 
@@ -64,6 +64,6 @@ class NativeProcessor:
             width, height = max(1, int(image.width * scale)), max(1, int(image.height * scale))
             image = resized(image, height, width, self.settings.resample)
         square = self._patch * self._merge
-        canvas = Image.new("RGB", (-(-image.width // square) * square, -(-image.height // square) * square))
+        canvas = canvas_of(-(-image.width // square) * square, -(-image.height // square) * square)
         canvas.paste(image)
         return canvas

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from asyncllm.protocol import PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.clip import AnyresProcessor
 from asyncllm.vl.processing.sampling import Asked, asked_of, check_numbers, check_taken
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, is_low, refuse_options, resized
+from asyncllm.vl.processing.settings import PictureSettings, digest_of, is_low, padded_square, refuse_options, resized
 from asyncllm.vl.video_files import Recording, open_clip
 
 __all__ = ["OneVisionProcessor"]
@@ -37,10 +36,7 @@ class OneVisionProcessor(AnyresProcessor):
         if not is_low(options):
             return super().prepare(image, {})
         loaded = load_image(image)
-        side = max(loaded.size)
-        canvas = Image.new("RGB", (side, side), self.settings.background)
-        canvas.paste(loaded, ((side - loaded.width) // 2, (side - loaded.height) // 2))
-        whole = resized(canvas, self.edge, self.edge, self.settings.resample)
+        whole = resized(padded_square(loaded, self.settings.background), self.edge, self.edge, self.settings.resample)
         pixels = self.settings.numbers(np.asarray(whole)[None])
         return PromptImage(
             length=self._patches**2 + 1,

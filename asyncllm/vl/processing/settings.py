@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 
-from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedModel, short
+from asyncllm.errors import InvalidCheckpoint, InvalidMessage, InvalidParameter, UnsupportedModel, short
+from asyncllm.vl.loading import MAX_IMAGE_PIXELS
 
-__all__ = ["PictureSettings", "Pixels", "digest_of", "is_low", "refuse_options", "resized"]
+__all__ = [
+    "PictureSettings",
+    "Pixels",
+    "canvas_of",
+    "digest_of",
+    "is_low",
+    "padded_square",
+    "refuse_options",
+    "resized",
+]
 
 Pixels = NDArray[np.float32]
 
@@ -103,8 +114,36 @@ class PictureSettings:
 
 
 def resized(image: Image.Image, height: int, width: int, resample: Image.Resampling) -> Image.Image:
-    """Return the image in this size."""
+    """Return the image in this size. Raises InvalidMessage for one of too many pixels."""
+    _check_pixels(width, height)
     return image if image.size == (width, height) else image.resize((width, height), resample)
+
+
+def canvas_of(width: int, height: int) -> Image.Image:
+    """Return a black picture, for an image to be pasted into. Raises InvalidMessage as `resized`."""
+    _check_pixels(width, height)
+    return Image.new("RGB", (width, height))
+
+
+def padded_square(image: Image.Image, colour: tuple[int, int, int]) -> Image.Image:
+    """Return the image in the middle of a square, with bars of a colour; made smaller where the square would have more
+    pixels than an image may."""
+    longest = math.isqrt(MAX_IMAGE_PIXELS)
+    if max(image.size) > longest:
+        image = ImageOps.contain(image, (longest, longest), Image.Resampling.BOX)
+    side = max(image.size)
+    canvas = Image.new("RGB", (side, side), colour)
+    canvas.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return canvas
+
+
+def _check_pixels(width: int, height: int) -> None:
+    """Refuse what a line of few pixels would be blown up to."""
+    if width * height > MAX_IMAGE_PIXELS:
+        raise InvalidMessage(
+            f"The image is so long that this model's preparation makes {width} x {height} pixels of it. Cut it into "
+            f"several."
+        )
 
 
 def digest_of(*parts: object, pixels: Pixels) -> bytes:
