@@ -187,7 +187,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         ),
     ] = 0
     model_format: Annotated[
-        Literal["hf", "awq", "gptq", "fp8", "smooth_quant", "compressed-tensors", "mxfp4"] | None,
+        Literal["hf", "awq", "gptq", "fp8", "smooth_quant", "compressed-tensors", "modelopt", "auto-round", "mxfp4"]
+        | None,
         Meta(
             description="How the checkpoint's weights are quantized; None: as its config.json says, hf: not at all. "
             "fp8 rounds those of a plain checkpoint as they are read."

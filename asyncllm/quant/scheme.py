@@ -87,12 +87,13 @@ def scheme_of(config: Mapping[str, Any], folder: Path, model_format: str | None)
         # Files of before the key existed; AutoAWQ's have a version.
         name = next((each for key, each in _BY_KEY.items() if key in settings.fields), model_format)
         name = name or ("awq" if settings.get("version") is not None else "gptq")
-    if model_format is not None and model_format != name:
+    scheme = schemes().get(name) if isinstance(name, str) else None
+    meant = name if model_format is None else model_format
+    if meant != name and (scheme is None or schemes().get(meant) is not scheme):
         raise InvalidParameter(
             f"model_format is {model_format!r}, and {settings.source} says {short(name)}. Leave model_format at None.",
             "model_format",
         )
-    scheme = schemes().get(name) if isinstance(name, str) else None
     if scheme is None:
         known = [each for each in schemes() if " " not in each]
         raise UnsupportedModel(

@@ -13,8 +13,8 @@ __all__ = ["Header", "QuantSettings"]
 
 _KEYS = ("quantization_config", "compression_config")
 _NESTED = ("text_config", "llm_config", "language_config")
-_FILES = ("quant_config.json", "quantize_config.json", "hf_quant_config.json")
-"""What AutoAWQ, AutoGPTQ and ModelOpt wrote before config.json had the entry."""
+_FILES = ("quant_config.json", "quantize_config.json", "quantization_config.json", "hf_quant_config.json")
+"""What AutoAWQ, AutoGPTQ, AutoRound and ModelOpt write beside config.json, or wrote before it had an entry."""
 
 
 class Header(NamedTuple):

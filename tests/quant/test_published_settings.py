@@ -102,6 +102,22 @@ SETTINGS: dict[str, tuple[Format | Eight, dict[str, Any]]] = {
             },
         },
     ),
+    "Intel's AutoRound": (
+        gptq(4, 128),
+        {
+            "amp": True, "autoround_version": "0.5.1", "backend": "auto", "batch_size": 8, "bits": 4,
+            "block_name_to_quantize": "model.layers", "data_type": "int", "enable_quanted_input": True,
+            "extra_config": {"lm_head": {"bits": 16, "data_type": "fp"}}, "group_size": 128, "iters": 1000,
+            "packing_format": "auto_round:auto_gptq", "quant_method": "auto-round", "seqlen": 2048, "sym": True,
+        },
+    ),
+    "Intel's first AutoRound": (
+        awq(128),
+        {
+            "backend": "auto_round:awq", "bits": 4, "data_type": "int", "group_size": 128, "sym": False,
+            "quant_method": "intel/auto-round", "to_quant_block_names": None,
+        },
+    ),
     "RedHatAI's w4a16": (
         packed(4, 128),
         {
@@ -287,6 +303,15 @@ def test_modules_with_settings_of_their_own(dense: Path, tmp_path: Path) -> None
     with pytest.raises(InvalidCheckpoint, match="no regular expression"):
         open_cpu(both)
 
+    settings = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": True}
+    own = {".*\\.(gate|up)_proj": {"bits": 8, "group_size": 128}, "lm_head": {"bits": 16}}
+    own["model.layers.0.mlp.down_proj"] = {"bits": 8, "group_size": 128}
+    write_config(both, {**settings, "extra_config": own})
+    assert_as_read_by_numpy(both, gptq(4, 64))
+    write_config(both, {**settings, "extra_config": {".*": {"bits": 5}}})
+    with pytest.raises(UnsupportedModel, match=r"extra_config\..*bits = 5"):
+        open_cpu(both)
+
     both = mixed(tmp_path / "packed", packed(8, -1), packed(4, 32))
     one = {"input_activations": None, "output_activations": None, "format": "pack-quantized"}
     groups = {
@@ -308,6 +333,13 @@ REFUSED: dict[str, tuple[Format | Eight, dict[str, Any], str]] = {
     "Marlin's files": (gptq(4, 64), {"is_marlin_format": True}, "is_marlin_format"),
     "words of 16 bits": (gptq(4, 64), {"pack_dtype": "int16"}, "pack_dtype"),
     "GPTQModel's layout of AWQ": (awq(128), {"version": None, "format": "gemv_fast"}, "format = 'gemv_fast'"),
+    "AutoRound's own layout": (
+        gptq(4, 64),
+        {"quant_method": "intel/auto-round", "backend": "auto_round:exllamav2"},
+        "backend = 'auto_round:exllamav2'.*auto_gptq",
+    ),
+    "AutoRound's activations of 4 bits": (gptq(4, 64), {"quant_method": "auto-round", "act_bits": 4}, "act_bits = 4"),
+    "AutoRound's floats": (gptq(4, 64), {"quant_method": "auto-round", "data_type": "mx_fp"}, "data_type = 'mx_fp'"),
     "Meta-Llama-3.1-405B-Instruct-FP8": (
         fp8("channel"),
         {"activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"], "quant_method": "fbgemm_fp8"},
