@@ -18,10 +18,7 @@ def check_integrity(scheduler: Scheduler, requests: Iterable[Request] = ()) -> N
     scheduler.host.check_integrity()
     adapters = [sequence.request.adapter for sequence in running]
     scheduler.adapters.check_integrity(Counter(each.number for each in adapters if each is not None))
-    slots = [sequence.slot for sequence in running]
-    slots += scheduler._free_slots
-    slots += [slot for _, slot in scheduler._fenced_slots]
-    assert sorted(slots) == list(range(scheduler._num_slots)), f"slots are lost or doubled: {sorted(slots)}"
+    scheduler.slots.check_integrity([sequence.slot for sequence in running])
     known = dict.fromkeys(sequence.request for sequence in (*running, *scheduler.waiting))
     # Siblings whose leader is still at the prompt wait too.
     states = [sequence.state for request in known for sequence in request.sequences]

@@ -91,6 +91,7 @@ class FaultyScheduler(Scheduler):
         queue: Any = _FaultyQueue(waiting or WaitingQueue(), plan, self._admitted)
         super().__init__(limits, waiting=queue, **settings)
         self.blocks: BlockManager = _FaultyBlocks(self.blocks, plan)  # type: ignore[assignment]
+        self.admission.blocks = self.blocks
 
     def add(self, request: Request) -> None:
         prompt = self._tokenizer.decode(request.prompt_ids, skip_special_tokens=False)

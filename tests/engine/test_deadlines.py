@@ -79,7 +79,7 @@ async def test_after_it_was_preempted() -> None:
             scheduler, (_, request) = engine.running().scheduler, engine.running().requests
             await until(lambda: request.sequences[0].state is SequenceState.DECODE)
             scheduler._preempt(request.sequences[0])
-            scheduler._max_running = 1  # keeps it waiting
+            scheduler.admission.max_running = 1  # keeps it waiting
             with pytest.raises(DeadlineExceeded, match="tokens of its answer"):
                 await second
         assert not first.done()

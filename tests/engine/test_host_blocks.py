@@ -127,7 +127,7 @@ class TestSwapping:
         driver.turn(1)
         for request in (requests[2], requests[3], requests[1]):
             preempt(driver, request)
-        driver.max_batch_size = driver.scheduler._max_running = 2
+        driver.max_batch_size = driver.scheduler.admission.max_running = 2
         driver.turn(1)
         assert [row.request for row in driver.scheduler.host.swapped] == requests[2:]
         driver.drain()

@@ -349,7 +349,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         row = self.queue.first_of_groups()
         if row is None or all(self.queue.rank(other) <= self.queue.rank(row) for other in scheduler._running):
             return
-        assert scheduler._fenced_slots or scheduler.blocks.num_fenced
+        assert scheduler.slots._fenced or scheduler.blocks.num_fenced
 
     @precondition(lambda self: self.driver.in_flight)
     @rule()

@@ -415,7 +415,7 @@ class TestIntegrity:
 
     def test_a_lost_slot(self) -> None:
         driver = self.running()
-        driver.scheduler._free_slots.pop(0)
+        driver.scheduler.slots._free.pop(0)
         with pytest.raises(AssertionError, match="slots are lost or doubled"):
             check_integrity(driver.scheduler)
 

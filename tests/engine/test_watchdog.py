@@ -123,7 +123,7 @@ async def test_a_device_that_hangs_ends_the_engine() -> None:
 
 async def test_work_that_is_never_scheduled_ends_the_engine() -> None:
     async with new_engine(stall_timeout=0.03) as engine:
-        engine.running().scheduler._max_running = 0  # as if rows were lost
+        engine.running().scheduler.admission.max_running = 0  # as if rows were lost
         with pytest.raises(EngineDead, match="waits for a step to be scheduled: 0 sequences run, 1 wait"):
             await engine.generate("Hi", LONG)
 

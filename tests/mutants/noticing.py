@@ -20,7 +20,7 @@ TESTS = {
     "engine/schedule/sequence.py": (
         f"{SCHEDULER} test_session test_waiting_queue test_adapters test_quality_of_service test_async_engine"
     ),
-    "engine/schedule/admission_plan.py": f"{SCHEDULER} test_quality_of_service",
+    "engine/schedule/admission.py": f"{SCHEDULER} test_quality_of_service",
     "engine/cache/block_groups.py": f"{SCHEDULER} test_swapping",
     "engine/schedule/prefill_budget.py": "test_prefill_budget test_machine",
     "engine/cache/prefix_sharing.py": f"{SCHEDULER} test_session test_waiting_queue",

@@ -59,19 +59,9 @@ SCHEDULER = mutants(
         "a group takes rows from itself",
     ),
     (
-        "            if not self._admit(batch):\n                if self._finds_room",
-        "            if True:\n                if self._finds_room",
+        "            if not self._admit(batch):\n                if self.admission.finds_room",
+        "            if True:\n                if self.admission.finds_room",
         "those before the others come one in a step",
-    ),
-    (
-        "not (self._free_slots or self._fenced_slots)",
-        "not self._free_slots",
-        "another row is preempted for a slot that is on its way back",
-    ),
-    (
-        "self._missing_blocks(self._plan_admission(sequence)) <= self.blocks.num_fenced",
-        "self._missing_blocks(self._plan_admission(sequence)) <= 0",
-        "more rows are preempted for blocks that are on their way back",
     ),
     (
         "        self._prefilling = deque(sorted(self._prefilling, key=self.waiting.rank))",
@@ -82,11 +72,6 @@ SCHEDULER = mutants(
         "        self._put_prompts_in_order(batch)",
         "        pass",
         "whose class is higher is not admitted before a long prompt is through",
-    ),
-    (
-        "        if sequence.last_step <= self._last_read:\n            self._free_slots",
-        "        if True:\n            self._free_slots",
-        "a slot is given away while a step in flight uses it",
     ),
     (
         "                    if sequence.last_step <= self._last_read:",
@@ -116,16 +101,6 @@ SCHEDULER = mutants(
     ),
     ("        sequence.last_step = batch.step", "        pass", "the fence does not know of prefill chunks"),
     ("            sequence.last_step = step\n", "", "the fence does not know of decode steps"),
-    (
-        "if sequence is None or sequence.last_step > self._last_read:",
-        "if sequence is None:",
-        "a preempted row comes back before its last token has been read",
-    ),
-    (
-        "plan.num_blocks(self.blocks) + reserve - self.blocks",
-        "plan.num_blocks(self.blocks) - self.blocks",
-        "an admission makes the next step preempt",
-    ),
     (
         "if victim is not sequence or sequence.state is SequenceState.DECODE:",
         "if True:",
@@ -163,11 +138,6 @@ SCHEDULER = mutants(
         "a prompt takes the blocks that decoding rows are about to need",
     ),
     (
-        "self.waiting.admit(sequence, known - cached)",
-        "self.waiting.admit(sequence, known)",
-        "users pay for tokens that were cached",
-    ),
-    (
         "            if sequence.state is SequenceState.FINISHED:\n                continue",
         "            if False:\n                continue",
         "an answer that has ended gets another token",
@@ -183,11 +153,6 @@ SCHEDULER = mutants(
         "elif sequence.remaining <= 0 and sequence.pending == 0:",
         "elif sequence.remaining <= 0:",
         "an answer ends before its tokens in flight are read",
-    ),
-    (
-        "self._fenced_slots[0][0] <= step:",
-        "self._fenced_slots[0][0] < step:",
-        "slots come back a step late, and the last ones never",
     ),
     ("        self.host.step_read(step)", "        pass", "host blocks never come back from the fence"),
     (
@@ -234,8 +199,43 @@ SEQUENCE = mutants(
     ),
 )
 
-ADMISSION_PLAN = mutants(
-    "engine/schedule/admission_plan.py",
+ADMISSION = mutants(
+    "engine/schedule/admission.py",
+    (
+        "not self.slots.num_available",
+        "not self.slots.num_free",
+        "another row is preempted for a slot that is on its way back",
+    ),
+    (
+        "self._missing_blocks(self._plan(sequence)) <= self.blocks.num_fenced",
+        "self._missing_blocks(self._plan(sequence)) <= 0",
+        "more rows are preempted for blocks that are on their way back",
+    ),
+    (
+        "        if last_step <= last_read:",
+        "        if True:",
+        "a slot is given away while a step in flight uses it",
+    ),
+    (
+        "if sequence is None or sequence.last_step > batch.last_read:",
+        "if sequence is None:",
+        "a preempted row comes back before its last token has been read",
+    ),
+    (
+        "plan.num_blocks(self.blocks) + reserve - self.blocks",
+        "plan.num_blocks(self.blocks) - self.blocks",
+        "an admission makes the next step preempt",
+    ),
+    (
+        "len(sequence.token_ids) - plan.cached)",
+        "len(sequence.token_ids))",
+        "users pay for tokens that were cached",
+    ),
+    (
+        "self._fenced[0][0] <= step:",
+        "self._fenced[0][0] < step:",
+        "slots come back a step late, and the last ones never",
+    ),
     (
         "host.stored(sequence, found.end, (known - 1) // size)",
         "host.stored(sequence, found.end, known // size)",
@@ -405,4 +405,4 @@ TURNS = mutants(
     ),
 )
 
-SCHEDULING = SCHEDULER + SEQUENCE + ADMISSION_PLAN + PREFILL_BUDGET + WAITING_QUEUE + LOOP + TURNS
+SCHEDULING = SCHEDULER + SEQUENCE + ADMISSION + PREFILL_BUDGET + WAITING_QUEUE + LOOP + TURNS

@@ -1,9 +1,10 @@
-"""The scheduler decides which tokens of which sequences the next step computes.
+"""The scheduler decides which tokens of which sequences the next step computes: it admits waiting sequences, plans
+prefill and decode rows, and preempts.
 
-It keeps the running sequences, slots and blocks, and knows nothing of time, text, tensors or tasks. `WaitingQueue`
-chooses the sequence to admit next. The engine calls `schedule()` for the next `Batch`, possibly before it has read the
-previous ones, and `update()` with each `StepOutput` in order. `Sequence.pending` counts unread tokens, so that the next
-step never waits for a token's value.
+It keeps the running sequences, and knows nothing of time, text, tensors or tasks. `WaitingQueue` chooses the sequence
+to admit next, `Admission` gives it a slot and blocks. The engine calls `schedule()` for the next `Batch`, possibly
+before it has read the previous ones, and `update()` with each `StepOutput` in order. `Sequence.pending` counts unread
+tokens, so that the next step never waits for a token's value.
 
 At admission a sequence gets blocks for all of its known tokens. It needs more for decoding, for a prompt longer than a
 window (`BlockGroups`), and for forced tokens, which are computed like a prompt's. When no block is left, or an earlier
@@ -14,7 +15,6 @@ class always progresses. Its blocks are copied to host memory if there is room (
 from __future__ import annotations
 
 from collections import deque
-from itertools import islice
 
 from asyncllm.engine.cache.block_groups import BlockGroups
 from asyncllm.engine.cache.block_manager import BlockManager
@@ -22,25 +22,53 @@ from asyncllm.engine.cache.host_blocks import HostBlocks
 from asyncllm.engine.cache.prefix_cache import PrefixCache
 from asyncllm.engine.cache.prefix_sharing import PrefixSharing
 from asyncllm.engine.schedule.adapter_slots import AdapterSlots
-from asyncllm.engine.schedule.admission_plan import AdmissionPlan
-from asyncllm.engine.schedule.counts import SchedulerCounts
+from asyncllm.engine.schedule.admission import Admission, Slots
 from asyncllm.engine.schedule.prefill_budget import PrefillBudget
 from asyncllm.engine.schedule.sequence import Request, Sequence, SequenceState, StepInFlight
-from asyncllm.engine.schedule.waiting_queue import MAX_PASSED, WaitingQueue
+from asyncllm.engine.schedule.waiting_queue import WaitingQueue
 from asyncllm.protocol import Batch, Limits, PrefillRow, StepOutput
 from asyncllm.types import FinishReason
 
 __all__ = ["Scheduler"]
 
-_MOST_LOOKED_AT = 64
-"""Waiting sequences that may pass the first one."""
 _ROWS_PER_STEP_SAVED = 5
 """A step with a chunk takes about a fifth longer than one of decode rows alone. So a run of forced tokens has to save
 its row a step for every five rows that wait for the chunk, or all of them together lose more than it gains."""
 
 
+class SchedulerCounts:
+    """Totals since start. Written by the scheduler, read by `stats()`."""
+
+    __slots__ = (
+        "cached_tokens",
+        "decode_tokens",
+        "failed_steps",
+        "preemptions",
+        "prefill_tokens",
+        "prompt_tokens",
+        "sampled_tokens",
+        "steps",
+    )
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.failed_steps = 0
+        """Steps that raised, so that their rows ended."""
+        self.prefill_tokens = 0
+        """Tokens computed in prefill rows, recomputed ones included."""
+        self.decode_tokens = 0
+        self.sampled_tokens = 0
+        """Tokens of answers."""
+        self.prompt_tokens = 0
+        """Known tokens of admitted sequences, computed or found in the prefix cache."""
+        self.cached_tokens = 0
+        """Tokens of these that the prefix cache had."""
+        self.preemptions = 0
+
+
 class Scheduler:
-    """Queue, running sequences, slots, blocks and unread steps of one engine. Written by the engine's turns only."""
+    """Running sequences and unread steps of one engine, with its queue, slots and blocks. Written by the engine's turns
+    only."""
 
     def __init__(
         self,
@@ -54,26 +82,10 @@ class Scheduler:
         waiting: WaitingQueue | None = None,
     ) -> None:
         self._block_size = limits.block_size
-        self._num_slots = limits.num_slots
         self.max_steps_in_flight = limits.max_steps_in_flight
-        self._max_running = min(max_batch_size, limits.num_slots)
         self._prefill_budget = PrefillBudget(prefill_budget, limits)
         self._prefill_interval = prefill_interval
-        self.prefix_cache = PrefixCache() if prefix_caching else None
-        self.groups = BlockGroups(limits, prefill_budget)
-        self.sharing = PrefixSharing(self.prefix_cache, self.groups, limits)
-        self.blocks = BlockManager(limits.num_blocks, self.prefix_cache)
-        self.host = HostBlocks(limits, self.groups, self.blocks, swapping=swapping)
-        self.adapters = AdapterSlots(limits.num_adapter_slots)
-        self._without_slot: Sequence | None = None
-        """The first waiting sequence, if its adapter finds no slot."""
-        self._passed_it = 0
-        """How many sequences have been admitted before it since then."""
-        self.counts = SchedulerCounts()
-        self.admitted: list[Request] = []
-        """Requests whose first sequence the last `schedule()` has admitted."""
-        self.prefilled: list[Request] = []
-        """Requests whose prompt is computed, as the last `update()` has read."""
+
         self.waiting = waiting if waiting is not None else WaitingQueue()
         self.num_waiting = 0
         """Sequences in the queue, and siblings that wait for the prompt to be computed."""
@@ -81,13 +93,38 @@ class Scheduler:
         """Sequences with a slot, in order of admission; preempted ones come back in order of arrival."""
         self._prefilling: deque[Sequence] = deque()
         """Running sequences with known tokens that are not scheduled yet."""
-        self._free_slots = list(range(limits.num_slots - 1, -1, -1))
-        self._fenced_slots: deque[tuple[int, int]] = deque()
         self._in_flight: deque[StepInFlight] = deque()
+        """Scheduled steps that are not read, oldest first."""
         self._step = 0
+        """Number of the next step."""
         self._last_read = -1
+        """Number of the newest step that was read: the fence."""
         self._decode_steps = 0
         """Steps without prompt tokens in a row, while prompts waited."""
+        self.admitted: list[Request] = []
+        """Requests whose first sequence the last `schedule()` has admitted."""
+        self.prefilled: list[Request] = []
+        """Requests whose prompt is computed, as the last `update()` has read."""
+        self.counts = SchedulerCounts()
+
+        self.prefix_cache = PrefixCache() if prefix_caching else None
+        self.groups = BlockGroups(limits, prefill_budget)
+        self.sharing = PrefixSharing(self.prefix_cache, self.groups, limits)
+        self.blocks = BlockManager(limits.num_blocks, self.prefix_cache)
+        self.host = HostBlocks(limits, self.groups, self.blocks, swapping=swapping)
+        self.slots = Slots(limits.num_slots)
+        self.adapters = AdapterSlots(limits.num_adapter_slots)
+        self.admission = Admission(
+            waiting=self.waiting,
+            running=self._running,
+            max_running=min(max_batch_size, limits.num_slots),
+            slots=self.slots,
+            adapters=self.adapters,
+            groups=self.groups,
+            sharing=self.sharing,
+            blocks=self.blocks,
+            host=self.host,
+        )
 
     @property
     def num_running(self) -> int:
@@ -96,7 +133,7 @@ class Scheduler:
     @property
     def num_free_rows(self) -> int:
         """Number of sequences that could be admitted, as far as rows go."""
-        return min(len(self._free_slots), self._max_running - len(self._running))
+        return self.admission.num_free_rows
 
     def add(self, request: Request) -> None:
         """Queue a request's first sequence; its siblings follow when the prompt has been computed."""
@@ -119,7 +156,7 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
         if sequence.index == 0:
-            self._admit_siblings(sequence.request)
+            self._queue_siblings(sequence.request)
 
     def cancel(self, request: Request, reason: FinishReason = "abort") -> None:
         """End every sequence of the request."""
@@ -132,7 +169,7 @@ class Scheduler:
         step = self._step
         self.admitted.clear()
         batch = Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[], prefill=[], last_read=self._last_read)
-        self._give_way(batch)
+        self._preempt_for_groups(batch)
         sampled = self._schedule_decode(batch)
         prefill: list[tuple[Sequence, PrefillRow]] = []
         if self._prefilling or self.waiting:
@@ -151,6 +188,113 @@ class Scheduler:
         self.counts.steps += 1
         self.counts.decode_tokens += len(batch.decode)
         return batch
+
+    def _preempt_for_groups(self, batch: Batch) -> None:
+        """Admit sequences whose group comes before a running one's, and preempt the last running ones for them.
+
+        This comes ahead of the decode rows, so that a preempted sequence has no row in this step, and an admission
+        leaves a block for each of them.
+        """
+        while self._running and (sequence := self.waiting.first_of_groups()) is not None:
+            victim = self._last_of_lowest_class()
+            if self.waiting.rank(victim) <= self.waiting.rank(sequence):
+                return
+            if not self._admit(batch):
+                if self.admission.finds_room(sequence):
+                    return
+                self._preempt(victim)
+
+    def _admit(self, batch: Batch) -> bool:
+        """Admit the next waiting sequence, if there is room."""
+        sequence = self.admission.admit(batch)
+        if sequence is None:
+            return False
+        self.num_waiting -= 1
+        if sequence.state is SequenceState.SWAPPED:
+            self.host.release(sequence)
+        else:
+            self.counts.prompt_tokens += len(sequence.token_ids)
+            self.counts.cached_tokens += sequence.num_computed
+            if sequence.index == 0 and sequence.num_generated == 0:
+                sequence.request.cached_tokens = sequence.num_computed
+                self.admitted.append(sequence.request)
+        sequence.forced = ()  # it starts with all that is known
+        sequence.state = SequenceState.PREFILL
+        self._running[sequence] = None
+        self._prefilling.append(sequence)
+        return True
+
+    def _schedule_prefill(
+        self, batch: Batch, decoding: list[Sequence], prefill: list[tuple[Sequence, PrefillRow]]
+    ) -> None:
+        """Fill the token budget with chunks of admitted sequences, the highest class first, then admit more."""
+        self._put_prompts_in_order(batch)
+        if not self._prefilling and not self._admit(batch):
+            return
+        budget = self._prefill_budget.beside(decoding)
+        bounded = budget < self._prefill_budget.most
+        chunks: list[tuple[Sequence, int]] = []
+        passed: list[Sequence] = []
+        while budget > 0:
+            if len(chunks) + len(passed) == len(self._prefilling) and not self._admit(batch):
+                break
+            sequence = self._prefilling[len(chunks) + len(passed)]
+            most = budget if chunks else self._prefill_budget.most
+            length = min(len(sequence.token_ids) - sequence.num_computed, budget)
+            work = 0
+            if bounded and sequence.request.images:
+                length, work = sequence.within(length, budget, first=not chunks)
+                if not length:
+                    break
+            length = sequence.uncut(length, most)
+            if length and sequence.num_computed + length > sequence.capacity:
+                room = self._room_for_chunk(batch, sequence, length)
+                length = sequence.uncut(room, room)
+            if not length:
+                passed.append(sequence)
+                continue
+            chunks.append((sequence, length))
+            budget -= length + work
+        if chunks and (decoding or self.waiting):
+            chunks = self._prefill_budget.whole_tiles(chunks, len(decoding))
+        passed += list(self._prefilling)[len(chunks) + len(passed) :]
+        self.waiting.pass_over(passed, chunks)
+        for sequence, length in chunks:
+            self._schedule_chunk(batch, sequence, length, prefill)
+
+    def _put_prompts_in_order(self, batch: Batch) -> None:
+        """Sort the prompts being computed by class, and admit waiting sequences of a higher class than the last one."""
+        while self._prefilling:
+            self._prefilling = deque(sorted(self._prefilling, key=self.waiting.rank))
+            first, rank = self.waiting.first(), self.waiting.rank
+            if first is None or rank(self._prefilling[-1]) <= rank(first) or not self._admit(batch):
+                return
+
+    def _room_for_chunk(self, batch: Batch, sequence: Sequence, length: int) -> int:
+        """Return how many of a prompt's next `length` tokens find room. The blocks in reserve are not touched."""
+        end = sequence.num_computed + length
+        if end > sequence.capacity:
+            spare = self.blocks.num_available - len(self._running) * self.groups.count
+            self._extend(batch, sequence, -(-end // self._block_size), spare)
+        return min(end, sequence.capacity) - sequence.num_computed
+
+    def _schedule_chunk(
+        self, batch: Batch, sequence: Sequence, length: int, prefill: list[tuple[Sequence, PrefillRow]]
+    ) -> None:
+        """Compute the next `length` known tokens of a prefilling sequence."""
+        row = sequence.next_chunk(length)
+        batch.prefill.append(row)
+        prefill.append((sequence, row))
+        self.counts.prefill_tokens += length
+        sequence.num_computed += length
+        sequence.last_step = batch.step
+        if sequence.num_computed == len(sequence.token_ids):
+            self._prefilling.remove(sequence)
+            sequence.state = SequenceState.DECODE
+            if row.sample:
+                sequence.pending += 1
+                sequence.remaining -= 1
+                sequence.forced = ()
 
     def _schedule_decode(self, batch: Batch) -> list[Sequence]:
         """Advance every decoding sequence by one token, oldest first."""
@@ -213,48 +357,6 @@ class Scheduler:
         """Return the preemption victim: the newest running sequence of the lowest class. At least one runs."""
         return max(reversed(self._running), key=self.waiting.rank)
 
-    def _give_way(self, batch: Batch) -> None:
-        """Admit sequences whose group comes before a running one's, and preempt the last running ones for them.
-
-        This comes ahead of the decode rows, so that a preempted sequence has no row in this step, and an admission
-        leaves a block for each of them.
-        """
-        while self._running and (sequence := self.waiting.first_of_groups()) is not None:
-            victim = self._last_of_lowest_class()
-            if self.waiting.rank(victim) <= self.waiting.rank(sequence):
-                return
-            if not self._admit(batch):
-                if self._finds_room(sequence):
-                    return
-                self._preempt(victim)
-
-    def _finds_room(self, sequence: Sequence) -> bool:
-        """Return whether a waiting sequence can be admitted once the steps in flight have been read."""
-        if len(self._running) == self._max_running or not (self._free_slots or self._fenced_slots):
-            return False
-        if not self._has_slot(sequence):
-            return False
-        return self._missing_blocks(self._plan_admission(sequence)) <= self.blocks.num_fenced
-
-    def let_go(self) -> None:
-        """Forget all sequences. The engine has ended."""
-        for kept in (self._running, self._prefilling, self.admitted, self.prefilled, self.host.swapped):
-            kept.clear()
-        self._in_flight.clear()
-        self._without_slot = None
-        self.waiting.let_go()
-
-    def forget(self) -> None:
-        """Forget all keys and values on device and host. Running sequences are computed again. No step is in flight."""
-        assert not self._in_flight, "steps in flight write KV"
-        for request in {sequence.request: None for sequence in (*self._running, *self.waiting)}:
-            if not request.prompt_is_scored:
-                request.prompt_logprobs.clear()
-        for sequence in list(self._running):
-            self._preempt(sequence, keep=False)
-        self.host.forget()
-        self.blocks.clear()
-
     def _preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Take the row and blocks of a running sequence. It goes on from a copy on the host if there is room and
         `keep`, else it is computed again."""
@@ -290,161 +392,8 @@ class Scheduler:
             self._prefilling.remove(sequence)
         self.blocks.retire(sequence.blocks, sequence.last_step, self._last_read)
         sequence.tables, sequence.capacity = [], 0
-        if sequence.last_step <= self._last_read:
-            self._free_slots.append(sequence.slot)
-        else:
-            self._fenced_slots.append((sequence.last_step, sequence.slot))
+        self.slots.retire(sequence.slot, sequence.last_step, self._last_read)
         sequence.slot = -1
-
-    def _schedule_prefill(
-        self, batch: Batch, decoding: list[Sequence], prefill: list[tuple[Sequence, PrefillRow]]
-    ) -> None:
-        """Fill the token budget with chunks of admitted sequences, the highest class first, then admit more."""
-        self._put_prompts_in_order(batch)
-        if not self._prefilling and not self._admit(batch):
-            return
-        budget = self._prefill_budget.beside(decoding)
-        bounded = budget < self._prefill_budget.most
-        chunks: list[tuple[Sequence, int]] = []
-        passed: list[Sequence] = []
-        while budget > 0:
-            if len(chunks) + len(passed) == len(self._prefilling) and not self._admit(batch):
-                break
-            sequence = self._prefilling[len(chunks) + len(passed)]
-            most = budget if chunks else self._prefill_budget.most
-            length = min(len(sequence.token_ids) - sequence.num_computed, budget)
-            work = 0
-            if bounded and sequence.request.images:
-                length, work = sequence.within(length, budget, first=not chunks)
-                if not length:
-                    break
-            length = sequence.uncut(length, most)
-            if length and sequence.num_computed + length > sequence.capacity:
-                room = self._room_for_chunk(batch, sequence, length)
-                length = sequence.uncut(room, room)
-            if not length:
-                passed.append(sequence)
-                continue
-            chunks.append((sequence, length))
-            budget -= length + work
-        if chunks and (decoding or self.waiting):
-            chunks = self._prefill_budget.whole_tiles(chunks, len(decoding))
-        passed += list(self._prefilling)[len(chunks) + len(passed) :]
-        self.waiting.pass_over(passed, chunks)
-        for sequence, length in chunks:
-            self._schedule_chunk(batch, sequence, length, prefill)
-
-    def _room_for_chunk(self, batch: Batch, sequence: Sequence, length: int) -> int:
-        """Return how many of a prompt's next `length` tokens find room. The blocks in reserve are not touched."""
-        end = sequence.num_computed + length
-        if end > sequence.capacity:
-            spare = self.blocks.num_available - len(self._running) * self.groups.count
-            self._extend(batch, sequence, -(-end // self._block_size), spare)
-        return min(end, sequence.capacity) - sequence.num_computed
-
-    def _put_prompts_in_order(self, batch: Batch) -> None:
-        """Sort the prompts being computed by class, and admit waiting sequences of a higher class than the last one."""
-        while self._prefilling:
-            self._prefilling = deque(sorted(self._prefilling, key=self.waiting.rank))
-            first, rank = self.waiting.first(), self.waiting.rank
-            if first is None or rank(self._prefilling[-1]) <= rank(first) or not self._admit(batch):
-                return
-
-    def _schedule_chunk(
-        self, batch: Batch, sequence: Sequence, length: int, prefill: list[tuple[Sequence, PrefillRow]]
-    ) -> None:
-        """Compute the next `length` known tokens of a prefilling sequence."""
-        row = sequence.next_chunk(length)
-        batch.prefill.append(row)
-        prefill.append((sequence, row))
-        self.counts.prefill_tokens += length
-        sequence.num_computed += length
-        sequence.last_step = batch.step
-        if sequence.num_computed == len(sequence.token_ids):
-            self._prefilling.remove(sequence)
-            sequence.state = SequenceState.DECODE
-            if row.sample:
-                sequence.pending += 1
-                sequence.remaining -= 1
-                sequence.forced = ()
-
-    def _admit(self, batch: Batch) -> bool:
-        """Give the first waiting sequence a slot and blocks for all of its known tokens, if there is room."""
-        if self.num_free_rows <= 0:
-            return False
-        sequence = self._next_waiting()
-        if sequence is None or sequence.last_step > self._last_read:
-            # Preempted while a step was in flight: neither its last token is known yet, nor whether it failed.
-            return False
-        if not self._has_slot(sequence):
-            return False
-        plan = self._plan_admission(sequence)
-        if self._missing_blocks(plan) > 0:
-            return False
-        known, cached = len(sequence.token_ids), plan.cached
-        self.num_waiting -= 1
-        tables, copies = plan.take(self.blocks, self.host)
-        batch.copies += copies
-        if sequence.state is SequenceState.SWAPPED:
-            self.host.release(sequence)
-        else:
-            self.counts.prompt_tokens += known
-            self.counts.cached_tokens += cached
-            if sequence.index == 0 and sequence.num_generated == 0:
-                sequence.request.cached_tokens = cached
-                self.admitted.append(sequence.request)
-        self.waiting.admit(sequence, known - cached)
-        if self._without_slot is not None:
-            self._passed_it += 1
-        sequence.tables, sequence.capacity = tables, self.groups.capacity(tables)
-        sequence.slot = self._free_slots.pop()
-        sequence.forced = ()  # it starts with all that is known
-        if sequence.request.adapter is not None:
-            sequence.adapter_slot = self.adapters.take(sequence.request.adapter)
-        sequence.num_computed = cached
-        sequence.committed = plan.num_found
-        sequence.state = SequenceState.PREFILL
-        self._running[sequence] = None
-        self._prefilling.append(sequence)
-        batch.starts.append(sequence.slot_start())
-        for group, table in enumerate(tables):
-            batch.new_blocks.append((sequence.slot, group, table.first, list(table.blocks)))
-        return True
-
-    def _next_waiting(self) -> Sequence | None:
-        """Return the sequence to admit next. If the first one's adapter finds no slot, others of its priority with a
-        slot, or without an adapter, may pass it, at most `MAX_PASSED` in a row."""
-        first = self.waiting.first()
-        if first is None or self.waiting.quality is not None or self._has_slot(first):
-            self._without_slot = None
-            return first
-        if first is not self._without_slot:
-            self._without_slot, self._passed_it = first, 0
-        if self._passed_it < MAX_PASSED:
-            priority = first.request.policy.priority
-            for sequence in islice(self.waiting, _MOST_LOOKED_AT):
-                if sequence.request.policy.priority == priority and self._has_slot(sequence):
-                    return sequence
-        return first
-
-    def _has_slot(self, sequence: Sequence) -> bool:
-        """Return whether there is a slot for a sequence's adapter, if it has one."""
-        return sequence.request.adapter is None or self.adapters.has_room(sequence.request.adapter)
-
-    def _plan_admission(self, sequence: Sequence) -> AdmissionPlan:
-        return AdmissionPlan.of(sequence, self.groups, self.sharing, self.host, alone=not self._running)
-
-    def _missing_blocks(self, plan: AdmissionPlan) -> int:
-        """Return how many blocks are missing for an admission."""
-        # A reserve of one block per group and running sequence keeps an admission from causing a preemption at once.
-        reserve = len(self._running) * self.groups.count
-        return plan.num_blocks(self.blocks) + reserve - self.blocks.num_available
-
-    def _free_unreached(self, sequence: Sequence, num_read: int) -> None:
-        """Free the blocks that no window reaches any more. `num_read` tokens have been read, and no unread step begins
-        before them."""
-        if self.groups.windowed and sequence.tables:
-            self.blocks.retire(self.groups.trim(sequence.tables, num_read), self._last_read, self._last_read)
 
     def update(self, output: StepOutput) -> list[Sequence]:
         """Read the oldest step in flight. Return the sequences that got a token or ended in it."""
@@ -491,6 +440,49 @@ class Scheduler:
         self.waiting.charge([*advanced, *forced])
         self._lift_fence(oldest.step)
         return advanced
+
+    def _read_prefill(self, sequence: Sequence, row: PrefillRow, output: StepOutput) -> bool:
+        """Read what a prefill row gave besides its token. Return whether it ended a sequence that wants no token."""
+        request = sequence.request
+        if row.prompt_logprobs is not None:
+            request.take_prompt_logprobs(row.position, output.prompt_logprobs.get(row.slot, []))
+        failed = row.slot in output.errors
+        if sequence.slot != row.slot and not (failed and sequence.state is SequenceState.SWAPPED):
+            # Finished or preempted since. But a failed row that was swapped out must not come back.
+            return False
+        if failed:
+            # Nothing of this row may enter the prefix cache. A row that samples is ended by `update`.
+            if not row.sample:
+                sequence.error = output.errors[row.slot]
+                self.finish(sequence, "error")
+            return not row.sample
+        request.take_hidden(row, output)
+        end = row.position + len(row.tokens)
+        self.sharing.offer(sequence, end)
+        self._free_unreached(sequence, end)
+        if sequence.index == 0 and end >= sequence.num_prompt:
+            self._queue_siblings(request)
+            self.prefilled.append(request)
+        if row.sample or end < len(sequence.token_ids):
+            return False
+        self.finish(sequence, "length")
+        return True
+
+    def _queue_siblings(self, request: Request) -> None:
+        """Queue the other answers to a prompt that has been computed."""
+        if request.siblings_queued:
+            return
+        request.siblings_queued = True
+        for sequence in request.sequences[1:]:
+            if sequence.state is SequenceState.WAITING:
+                sequence.hashes = list(request.block_hashes)
+                self.waiting.push(sequence)
+
+    def _free_unreached(self, sequence: Sequence, num_read: int) -> None:
+        """Free the blocks that no window reaches any more. `num_read` tokens have been read, and no unread step begins
+        before them."""
+        if self.groups.windowed and sequence.tables:
+            self.blocks.retire(self.groups.trim(sequence.tables, num_read), self._last_read, self._last_read)
 
     def _take_forced(self, sequence: Sequence, slot: int, tokens: list[int]) -> int:
         """Append tokens that have to follow the newest one, to be computed like a prompt's, if that saves enough steps.
@@ -554,42 +546,22 @@ class Scheduler:
         """Free the blocks and slots that were held until step `step` had been read."""
         self.blocks.step_read(step)
         self.host.step_read(step)
-        while self._fenced_slots and self._fenced_slots[0][0] <= step:
-            self._free_slots.append(self._fenced_slots.popleft()[1])
+        self.slots.step_read(step)
 
-    def _read_prefill(self, sequence: Sequence, row: PrefillRow, output: StepOutput) -> bool:
-        """Read what a prefill row gave besides its token. Return whether it ended a sequence that wants no token."""
-        request = sequence.request
-        if row.prompt_logprobs is not None:
-            request.take_prompt_logprobs(row.position, output.prompt_logprobs.get(row.slot, []))
-        failed = row.slot in output.errors
-        if sequence.slot != row.slot and not (failed and sequence.state is SequenceState.SWAPPED):
-            # Finished or preempted since. But a failed row that was swapped out must not come back.
-            return False
-        if failed:
-            # Nothing of this row may enter the prefix cache. A row that samples is ended by `update`.
-            if not row.sample:
-                sequence.error = output.errors[row.slot]
-                self.finish(sequence, "error")
-            return not row.sample
-        request.take_hidden(row, output)
-        end = row.position + len(row.tokens)
-        self.sharing.offer(sequence, end)
-        self._free_unreached(sequence, end)
-        if sequence.index == 0 and end >= sequence.num_prompt:
-            self._admit_siblings(request)
-            self.prefilled.append(request)
-        if row.sample or end < len(sequence.token_ids):
-            return False
-        self.finish(sequence, "length")
-        return True
+    def forget(self) -> None:
+        """Forget all keys and values on device and host. Running sequences are computed again. No step is in flight."""
+        assert not self._in_flight, "steps in flight write KV"
+        for request in {sequence.request: None for sequence in (*self._running, *self.waiting)}:
+            if not request.prompt_is_scored:
+                request.prompt_logprobs.clear()
+        for sequence in list(self._running):
+            self._preempt(sequence, keep=False)
+        self.host.forget()
+        self.blocks.clear()
 
-    def _admit_siblings(self, request: Request) -> None:
-        """Queue the other answers to a prompt that has been computed."""
-        if request.siblings_queued:
-            return
-        request.siblings_queued = True
-        for sequence in request.sequences[1:]:
-            if sequence.state is SequenceState.WAITING:
-                sequence.hashes = list(request.block_hashes)
-                self.waiting.push(sequence)
+    def let_go(self) -> None:
+        """Forget all sequences. The engine has ended."""
+        for kept in (self._running, self._prefilling, self.admitted, self.prefilled, self.host.swapped):
+            kept.clear()
+        self._in_flight.clear()
+        self.admission.let_go()

@@ -1,0 +1,223 @@
+"""Admission gives waiting sequences a slot and blocks; `AdmissionPlan` says which blocks, and what they contain."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+
+from asyncllm.engine.cache.block_groups import BlockGroups, BlockTable
+from asyncllm.engine.cache.block_manager import BlockManager
+from asyncllm.engine.cache.host_blocks import HostBlocks
+from asyncllm.engine.cache.prefix_sharing import PrefixSharing
+from asyncllm.engine.schedule.adapter_slots import AdapterSlots
+from asyncllm.engine.schedule.sequence import Sequence, SequenceState
+from asyncllm.engine.schedule.waiting_queue import MAX_PASSED, WaitingQueue
+from asyncllm.protocol import Batch
+
+__all__ = ["Admission", "AdmissionPlan", "Slots"]
+
+_MOST_LOOKED_AT = 64
+"""Waiting sequences that may pass the first one."""
+
+
+class Slots:
+    """Rows of the device's tables. A slot that steps in flight use comes back when they have been read. Written by the
+    scheduler."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._fenced: deque[tuple[int, int]] = deque()
+        """(last step that uses the slot, slot), in the order of these steps."""
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_available(self) -> int:
+        """Number of slots that are free, or will be when the steps in flight have been read."""
+        return len(self._free) + len(self._fenced)
+
+    def take(self) -> int:
+        """Return a free slot. There is one."""
+        return self._free.pop()
+
+    def retire(self, slot: int, last_step: int, last_read: int) -> None:
+        """Free a slot that no step after `last_step` uses, once `last_read` has come that far."""
+        if last_step <= last_read:
+            self._free.append(slot)
+        else:
+            self._fenced.append((last_step, slot))
+
+    def step_read(self, step: int) -> None:
+        """Free the slots that were held until `step` had been read."""
+        while self._fenced and self._fenced[0][0] <= step:
+            self._free.append(self._fenced.popleft()[1])
+
+    def check_integrity(self, held: list[int]) -> None:
+        """Raise AssertionError unless each slot is either free, fenced or in `held`."""
+        slots = sorted([*held, *self._free, *(slot for _, slot in self._fenced)])
+        assert slots == list(range(self._num_slots)), f"slots are lost or doubled: {slots}"
+
+
+@dataclass(slots=True)
+class AdmissionPlan:
+    """In each group, a block table begins with shared blocks. The sequence's own blocks follow, the first of which are
+    copied from host memory or from a sibling. No block is taken before `take`."""
+
+    cached: int
+    """Tokens that are computed already."""
+    num_found: int
+    """Leading blocks of the sequence that are on the device."""
+    shared: list[BlockTable]
+    """By group, the found blocks that the sequence still needs."""
+    stored: list[list[int]]
+    """By group, the blocks in host memory to copy."""
+    sources: list[int] | None
+    """By group, a sibling's block to copy."""
+    num_own: list[int]
+    """By group, the number of blocks to allocate."""
+
+    @staticmethod
+    def of(
+        sequence: Sequence, groups: BlockGroups, sharing: PrefixSharing, host: HostBlocks, *, alone: bool
+    ) -> AdmissionPlan:
+        """Return the plan for a waiting sequence. `alone`: no other one runs."""
+        known, size = len(sequence.token_ids), groups.block_size
+        found = sharing.find(sequence)
+        if found.sources is not None:
+            cached, stored = known - 1, [BlockTable(found.end) for _ in found.tables]
+        else:
+            stored = host.stored(sequence, found.end, (known - 1) // size)
+            cached = max(found.end, stored[0].end) * size
+            if sequence.state is SequenceState.SWAPPED:
+                cached = max(found.end * size, sequence.num_computed)
+        plan = AdmissionPlan(cached, found.end, [], [], found.sources, [])
+        for group, (table, kept) in enumerate(zip(found.tables, stored, strict=True)):
+            first = groups.first_needed(group, cached)
+            own = max(first, found.end)
+            plan.shared.append(BlockTable(first, table.between(first, found.end)))
+            plan.stored.append(kept.between(own, kept.end))
+            plan.num_own.append(groups.cover(group, first, cached, known, alone=alone) - own)
+        return plan
+
+    def num_blocks(self, blocks: BlockManager) -> int:
+        """Return how many available blocks the plan takes."""
+        idle = sum(1 for table in self.shared for block in table.blocks if blocks.is_idle(block))
+        return sum(self.num_own) + idle
+
+    def take(self, blocks: BlockManager, host: HostBlocks) -> tuple[list[BlockTable], list[tuple[int, int]]]:
+        """Take the blocks. Return the block tables, and the copies (source block, destination block)."""
+        copies = []
+        for table, stored in zip(self.shared, self.stored, strict=True):
+            blocks.share(table.blocks)
+            # Ahead of `allocate`, which may move cached blocks to the host, and these replace others there.
+            host.blocks.share(stored)
+        for group, table in enumerate(self.shared):
+            own = blocks.allocate(self.num_own[group])
+            host.swap_in(self.stored[group], own)
+            if self.sources is not None:
+                copies.append((self.sources[group], own[0]))
+            table.blocks += own
+        return self.shared, copies
+
+
+@dataclass(slots=True, kw_only=True)
+class Admission:
+    """Admits one waiting sequence at a time, while there are slots and blocks. Written by the scheduler."""
+
+    waiting: WaitingQueue
+    running: dict[Sequence, None]
+    """The scheduler's running sequences."""
+    max_running: int
+    slots: Slots
+    adapters: AdapterSlots
+    groups: BlockGroups
+    sharing: PrefixSharing
+    blocks: BlockManager
+    host: HostBlocks
+    _without_slot: Sequence | None = None
+    """The first waiting sequence, if its adapter finds no slot."""
+    _passed_it: int = 0
+    """How many sequences have been admitted before it since then."""
+
+    @property
+    def num_free_rows(self) -> int:
+        """Number of sequences that could be admitted, as far as rows go."""
+        return min(self.slots.num_free, self.max_running - len(self.running))
+
+    def admit(self, batch: Batch) -> Sequence | None:
+        """Give the next waiting sequence a slot and blocks for all of its known tokens, and take it out of the queue.
+
+        Its start is added to the batch, of which `last_read` counts here. Return None if there is no room.
+        """
+        if self.num_free_rows <= 0:
+            return None
+        sequence = self._next()
+        if sequence is None or sequence.last_step > batch.last_read:
+            # Preempted while a step was in flight: neither its last token is known yet, nor whether it failed.
+            return None
+        if not self._has_adapter_slot(sequence):
+            return None
+        plan = self._plan(sequence)
+        if self._missing_blocks(plan) > 0:
+            return None
+        tables, copies = plan.take(self.blocks, self.host)
+        batch.copies += copies
+        self.waiting.admit(sequence, len(sequence.token_ids) - plan.cached)
+        if self._without_slot is not None:
+            self._passed_it += 1
+        sequence.tables, sequence.capacity = tables, self.groups.capacity(tables)
+        sequence.slot = self.slots.take()
+        if sequence.request.adapter is not None:
+            sequence.adapter_slot = self.adapters.take(sequence.request.adapter)
+        sequence.num_computed = plan.cached
+        sequence.committed = plan.num_found
+        batch.starts.append(sequence.slot_start())
+        for group, table in enumerate(tables):
+            batch.new_blocks.append((sequence.slot, group, table.first, list(table.blocks)))
+        return sequence
+
+    def finds_room(self, sequence: Sequence) -> bool:
+        """Return whether a waiting sequence can be admitted once the steps in flight have been read."""
+        if len(self.running) == self.max_running or not self.slots.num_available:
+            return False
+        if not self._has_adapter_slot(sequence):
+            return False
+        return self._missing_blocks(self._plan(sequence)) <= self.blocks.num_fenced
+
+    def let_go(self) -> None:
+        """Forget all sequences. The engine has ended."""
+        self._without_slot = None
+        self.waiting.let_go()
+
+    def _next(self) -> Sequence | None:
+        """Return the sequence to admit next. If the first one's adapter finds no slot, others of its priority with a
+        slot, or without an adapter, may pass it, at most `MAX_PASSED` in a row."""
+        first = self.waiting.first()
+        if first is None or self.waiting.quality is not None or self._has_adapter_slot(first):
+            self._without_slot = None
+            return first
+        if first is not self._without_slot:
+            self._without_slot, self._passed_it = first, 0
+        if self._passed_it < MAX_PASSED:
+            priority = first.request.policy.priority
+            for sequence in islice(self.waiting, _MOST_LOOKED_AT):
+                if sequence.request.policy.priority == priority and self._has_adapter_slot(sequence):
+                    return sequence
+        return first
+
+    def _has_adapter_slot(self, sequence: Sequence) -> bool:
+        """Return whether there is a slot for a sequence's adapter, if it has one."""
+        return sequence.request.adapter is None or self.adapters.has_room(sequence.request.adapter)
+
+    def _plan(self, sequence: Sequence) -> AdmissionPlan:
+        return AdmissionPlan.of(sequence, self.groups, self.sharing, self.host, alone=not self.running)
+
+    def _missing_blocks(self, plan: AdmissionPlan) -> int:
+        """Return how many blocks are missing for an admission."""
+        # A reserve of one block per group and running sequence keeps an admission from causing a preemption at once.
+        reserve = len(self.running) * self.groups.count
+        return plan.num_blocks(self.blocks) + reserve - self.blocks.num_available
