@@ -44,9 +44,9 @@ AGREEMENT = {False: 0.99, True: 0.95}
 RECURRENT_AGREEMENT = 0.97
 """Of these models: Bamba's is 98.6 % in bfloat16 on a CPU, Qwen3-Next's 98.0 %."""
 GAP_MEAN = 0.01
-GAP_NEAR = 0.1
-"""Above the gap of 95 % of a sparse family's tokens. A mean would say how often a router met a near tie: two tokens of
-Solar Open's 96 go another way, each 2.5 less likely, and make a mean of 0.06."""
+GAP_NEAR, NEAR = 0.1, 0.9
+"""Least share of a sparse family's tokens whose gap is below 0.1. A mean would say how often a router met a near tie: two
+of Solar Open's 96 tokens on a CPU, and five on an H200, go another way, each up to 2.5 less likely."""
 LOGPROB_MEAN = {False: 0.06, True: 0.12}
 
 
@@ -108,7 +108,7 @@ async def assert_answers_hold(
     else:
         if sparse:
             near = sum(gap < GAP_NEAR for gap in gaps) / len(gaps)
-            assert near >= 0.95, f"only {near:.1%} of the chosen tokens are nearly the likeliest"
+            assert near >= NEAR, f"only {near:.1%} of the chosen tokens are nearly the likeliest"
         else:
             assert mean_gap < GAP_MEAN, f"chosen tokens are {mean_gap:.4f} less likely than the likeliest"
         assert mean_error < LOGPROB_MEAN[sparse], f"log-probabilities are off by {mean_error:.4f}"

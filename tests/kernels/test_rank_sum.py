@@ -118,9 +118,9 @@ def test_a_graph_of_two_ranks_of_one_device(norm: bool) -> None:
         x.append(torch.empty(rows, size, dtype=torch.bfloat16, device="cuda"))
     torch.cuda.synchronize()
 
-    def run(rank: int) -> list[torch.Tensor]:
+    def run(rank: int, sums: int = 5) -> list[torch.Tensor]:
         found = []
-        for _ in range(5):
+        for _ in range(sums):
             if norm:
                 poison((rows, size), (rows, size), dtype=torch.bfloat16)
                 found += rank_sum.add_sum_rms_norm(x[rank], residual, weight, 1e-5, boxes[rank])
@@ -128,6 +128,19 @@ def test_a_graph_of_two_ranks_of_one_device(norm: bool) -> None:
                 found.append(rank_sum.sum_of_ranks(x[rank].clone(), boxes[rank]))
         return found
 
+    # Loading a kernel and taking memory may wait for the device, so both are done before a rank waits for the other: a
+    # mailbox full of zeros is one in which everything has arrived.
+    kept = []
+    for rank in range(2):
+        with torch.cuda.stream(streams[rank]):
+            for _ in range(5):
+                own[rank].zero_()
+                kept += run(rank, 1)
+    torch.cuda.synchronize()
+    kept.clear()
+    for box in boxes:
+        box.clear()
+    torch.cuda.synchronize()
     for rank in range(2):
         with torch.cuda.stream(streams[rank]):
             run(rank)

@@ -245,10 +245,11 @@ def tolerance(dtype: torch.dtype, expected: Tensor | None = None) -> dict[str, f
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("size", [128, 12])
 @pytest.mark.parametrize("delta", [True, False], ids=["delta", "space"])
-def test_pieces_learn_what_tokens_do(delta: bool) -> None:
-    """At sizes of models, in bfloat16: outputs, and the states at all borders."""
-    seed, lens, block, heads, key_heads, size = fresh_seed(), (3000, 1, 517), 256, 32, 16, 128
+def test_pieces_learn_what_tokens_do(delta: bool, size: int) -> None:
+    """At sizes of models and tiny ones, in bfloat16: outputs, and the states at all borders."""
+    seed, lens, block, heads, key_heads = fresh_seed(), (3000, 1, 517), 256, 32, 16
     blocks = -(-max(lens) // block)
     tables = torch.arange(len(lens) * blocks).view(-1, blocks)
     positions = torch.cat([torch.arange(length) for length in lens])

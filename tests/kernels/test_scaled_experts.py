@@ -48,7 +48,8 @@ def wanted(x: Tensor, up: ScaledWeight, down: ScaledWeight, weights: Tensor, ids
 
 
 def assert_close(y: Tensor, expected: Tensor) -> None:
-    assert (y.float() - expected).norm() < 1e-2 * expected.norm()
+    """What the first product leaves is rounded again: at a near tie to the neighbour, which in fp8 is 6 % away."""
+    assert (y.float() - expected).norm() < 2e-2 * expected.norm()
 
 
 @KINDS
@@ -88,4 +89,5 @@ def test_the_shapes_of_models_on_the_device(dtype: torch.dtype, grouped: bool, t
     _, _, _, weights, ids = inputs(tokens, dtype, grouped=grouped)
     x = random(tokens, 2048, seed=tokens, dtype=torch.bfloat16)
     y = assert_repeatable(lambda: kernels.scaled_experts(x, up, down, weights, ids))
-    assert_close(y, kernels.scaled_experts.reference(x, up, down, weights, ids).float())  # type: ignore[attr-defined]
+    expected = kernels.scaled_experts.reference(x, up, down, weights, ids).float()  # type: ignore[attr-defined]
+    assert_close(y, expected)
