@@ -45,8 +45,8 @@ RECURRENT_AGREEMENT = 0.97
 """Of these models: Bamba's is 98.6 % in bfloat16 on a CPU, Qwen3-Next's 98.0 %."""
 GAP_MEAN = 0.01
 GAP_NEAR, NEAR = 0.1, 0.9
-"""Least share of a sparse family's tokens whose gap is below 0.1. A mean would say how often a router met a near tie: two
-of Solar Open's 96 tokens on a CPU, and five on an H200, go another way, each up to 2.5 less likely."""
+"""Least share of a sparse family's tokens whose gap is below 0.1. A mean would say how often a router met a near tie:
+two of Solar Open's 96 tokens on a CPU, and five on an H200, go another way, each up to 2.5 less likely."""
 LOGPROB_MEAN = {False: 0.06, True: 0.12}
 
 

@@ -36,8 +36,8 @@ def pieces_config(keys: int, values: int, itemsize: int) -> PiecesConfig:
 
 
 SOLVED_TILE = 32
-"""Fewest keys and values of a head in a tile of `solve_kernel`: with 16 columns of bfloat16, 4 warps and 64 tokens, Triton
-3.6 compiles products that are wrong on an H200."""
+"""Fewest keys and values of a head in a tile of `solve_kernel`: with 16 columns of bfloat16, 4 warps and 64 tokens,
+Triton 3.6 compiles products that are wrong on an H200."""
 
 
 @triton.jit
