@@ -108,6 +108,8 @@ class ModelAgent:
         )
         tower = self.model.vision
         self._images = None if tower is None else ImageFeatures(tower, config.vision_max_batch_size)
+        self._captured_features: Tensor | None = None
+        """[tokens, width]: where captured steps read their images' features; None if those with images are not."""
         self._in_group = group is not None
         """Whether other ranks take part in each step, so that this one may not change how it is computed."""
         # A whole batch may end while the next one, in other slots, is in flight already.
@@ -180,6 +182,10 @@ class ModelAgent:
             self._own_rows = logits.new_zeros(self.sampler.ranks.count(max_rows), vocab_size)
         most = max((size.tokens for size in self._mixed_sizes), default=0)
         self._residual = torch.zeros(most, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
+        vision, tower = self.model.config.vision, self.model.vision
+        # What images' tokens have of their own in the layers takes their number, which no graph knows.
+        if vision is not None and tower is not None and vision.image_rows is None:
+            self._captured_features = torch.cat([self._residual] * (1 + tower.num_deep), 1)
 
     def _allocate_pool(self, num_blocks: int) -> None:
         """Allocate the KV pool, and make each layer's cache over it."""
@@ -435,6 +441,7 @@ class ModelAgent:
     def _mixed_residual(self, size: MixedSize, *, adapted: bool = False) -> None:
         """Compute all layers but the last one of a step with prompt tokens. Captured."""
         inputs = self._tables.mixed_inputs(size, adapted=adapted)
+        inputs.image_features = self._captured_features
         self.model.before_last(inputs, self._residual[: size.tokens])
 
     def _launch_mixed(self, batch: Batch, pending: PendingStep, graphs: StepGraphs | None) -> None:
@@ -450,13 +457,18 @@ class ModelAgent:
         whole = any(row.reads_all for row in batch.prefill)
         whole = whole or self.model.config.num_layers < 2
         features = self._features(batch, pending)
-        step = self._tables.advance(batch, captured=graphs is not None and not whole and features is None)
+        joint = () if features is None else joint_tokens(batch)
+        captured = graphs is not None and not whole
+        captured = captured and (features is None or (self._captured_features is not None and not joint))
+        step = self._tables.advance(batch, captured=captured)
         step.inputs.image_features = features
         step.inputs.num_image_tokens = None if features is None else len(features)
-        step.inputs.joint = () if features is None else joint_tokens(batch)
+        step.inputs.joint = joint
         rows = step.arrays.rows
         pending.slots = rows.slots
         if step.size is not None and graphs is not None:
+            if features is not None and self._captured_features is not None:
+                self._captured_features[: len(features), : features.shape[1]].copy_(features)
             graphs.replay(_ADAPTED[_MIXED] if step.inputs.adapted else _MIXED, step.size)
         hidden, stream = self._forward(step, pending, whole=whole)
         if self._placement.adapters is not None and step.inputs.adapted:

@@ -93,7 +93,8 @@ class ImageMerge(Layer):
             return residual
         rows = step[IMAGE_ROWS]
         own = features[:, (layer + 1) * size : (layer + 2) * size].index_select(0, rows.clamp(min=0))
-        return residual + own * (rows >= 0)[:, None]
+        # Other tokens take nothing, of what may be left from an earlier step and be no number.
+        return torch.where((rows >= 0)[:, None], residual + own, residual)
 
 
 class ImageRows(Layer):

@@ -22,6 +22,9 @@ __all__ = ["PlannedTower", "Shown", "TowerConfig", "VisionTower"]
 class VisionTower(Layer):
     """Encodes images. `merge` puts their features among the embeddings of a step."""
 
+    num_deep = 0
+    """How many of the decoder's first layers its features go on for."""
+
     def __init__(self) -> None:
         super().__init__()
         self.merge = ImageMerge()
@@ -30,8 +33,8 @@ class VisionTower(Layer):
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         """Return the features of each image, [length, hidden] of the model's type, on its device.
 
-        Where they are wider, what follows is added to the outputs of the decoder's first layers, one after the other,
-        but not of its last."""
+        They are 1 + `num_deep` times as wide: what follows is added to the outputs of the decoder's first layers, one
+        after the other, but not of its last."""
 
 
 class Shown(NamedTuple):

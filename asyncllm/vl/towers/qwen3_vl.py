@@ -49,6 +49,7 @@ class Qwen3VLTower(PlannedTower):
     def __init__(self, config: Qwen3VLConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
+        self.num_deep = len(config.deep_layers)
         size, square = config.hidden_size, config.merge**2
         self.patches = PatchEmbedding((config.frames, config.patch_size, config.patch_size), size, bias=True)
         self.positions = Table(config.side**2, size)
