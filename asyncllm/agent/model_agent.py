@@ -108,8 +108,6 @@ class ModelAgent:
         )
         tower = self.model.vision
         self._images = None if tower is None else ImageFeatures(tower, config.vision_max_batch_size)
-        self._captured_features: Tensor | None = None
-        """[tokens, width]: where captured steps read their images' features; None if those with images are not."""
         self._in_group = group is not None
         """Whether other ranks take part in each step, so that this one may not change how it is computed."""
         # A whole batch may end while the next one, in other slots, is in flight already.
@@ -183,6 +181,8 @@ class ModelAgent:
         most = max((size.tokens for size in self._mixed_sizes), default=0)
         self._residual = torch.zeros(most, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
         vision, tower = self.model.config.vision, self.model.vision
+        self._captured_features: Tensor | None = None
+        """[tokens, width]: where captured steps read their images' features; None if those with images are not."""
         # What images' tokens have of their own in the layers takes their number, which no graph knows.
         if vision is not None and tower is not None and vision.image_rows is None:
             self._captured_features = torch.cat([self._residual] * (1 + tower.num_deep), 1)
@@ -444,6 +444,13 @@ class ModelAgent:
         inputs.image_features = self._captured_features
         self.model.before_last(inputs, self._residual[: size.tokens])
 
+    def _replay_mixed(self, step: StepTensors, graphs: StepGraphs) -> None:
+        """Launch what is captured of a step that has been brought up."""
+        features, room = step.inputs.image_features, self._captured_features
+        if features is not None and room is not None:
+            room[: len(features), : features.shape[1]].copy_(features)
+        graphs.replay(_ADAPTED[_MIXED] if step.inputs.adapted else _MIXED, step.size)
+
     def _launch_mixed(self, batch: Batch, pending: PendingStep, graphs: StepGraphs | None) -> None:
         """Launch any step, as far as possible from the graphs."""
         if batch.copies:
@@ -458,8 +465,8 @@ class ModelAgent:
         whole = whole or self.model.config.num_layers < 2
         features = self._features(batch, pending)
         joint = () if features is None else joint_tokens(batch)
-        captured = graphs is not None and not whole
-        captured = captured and (features is None or (self._captured_features is not None and not joint))
+        captured = graphs is not None and not whole and not joint
+        captured = captured and (features is None or self._captured_features is not None)
         step = self._tables.advance(batch, captured=captured)
         step.inputs.image_features = features
         step.inputs.num_image_tokens = None if features is None else len(features)
@@ -467,9 +474,7 @@ class ModelAgent:
         rows = step.arrays.rows
         pending.slots = rows.slots
         if step.size is not None and graphs is not None:
-            if features is not None and self._captured_features is not None:
-                self._captured_features[: len(features), : features.shape[1]].copy_(features)
-            graphs.replay(_ADAPTED[_MIXED] if step.inputs.adapted else _MIXED, step.size)
+            self._replay_mixed(step, graphs)
         hidden, stream = self._forward(step, pending, whole=whole)
         if self._placement.adapters is not None and step.inputs.adapted:
             self._placement.adapters.read_by_steps(step.arrays.adapter_slots)
