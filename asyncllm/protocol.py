@@ -73,6 +73,12 @@ class Progress(Protocol):
     def fill(self, words: Any) -> None:
         """Write the bits of the tokens that may come next: an int32 array, 32 tokens each, the lowest bit first."""
 
+    def fill_by(self, words: Any) -> Any:
+        """Do as `fill`, or return the llguidance matcher that has to write the bits, in front of a call of `filled`."""
+
+    def filled(self, words: Any) -> None:
+        """Look at the bits that the matcher of `fill_by` has written."""
+
 
 class Grammar(Protocol):
     """What one request's answers are held to."""
@@ -112,6 +118,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
+
+    def may_stop(self, num_generated: int) -> bool:
+        """Return whether a stop token ends an answer of so many tokens. One that comes before `min_new_tokens` is drawn
+        only where a grammar has ended, behind which nothing else can follow."""
+        return num_generated >= self.min_new_tokens or self.grammar is not None
 
     @property
     def needs_history(self) -> bool:
@@ -361,6 +372,9 @@ class Batch(msgspec.Struct, kw_only=True):
     swaps: SwapPlan = msgspec.field(default_factory=SwapPlan)
     last_read: int = -1
     """The newest step whose result was known when this one was scheduled; the others in flight it takes for done."""
+    least_forced: int = 0
+    """How many forced tokens (`StepOutput.forced`) have to follow one another to be of use. 0 means that they are not
+    looked for."""
 
     @property
     def num_tokens(self) -> int:

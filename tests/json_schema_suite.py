@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,9 +19,18 @@ from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidParamet
 
 AT_ONCE = 32
 
+VALIDATORS: dict[str, Any] = {
+    "draft3": jsonschema.Draft3Validator,
+    "draft4": jsonschema.Draft4Validator,
+    "draft6": jsonschema.Draft6Validator,
+    "draft7": jsonschema.Draft7Validator,
+    "draft2019-09": jsonschema.Draft201909Validator,
+    "draft2020-12": jsonschema.Draft202012Validator,
+}
 
-async def outcome(engine: AsyncEngine, schema: Any, seed: int) -> str:
-    """Return `valid`, `length`, `refused`, or what is wrong with an answer."""
+
+async def outcome(engine: AsyncEngine, draft: str, schema: Any, seed: int) -> str:
+    """Return `valid`, `length`, `refused`, `unknown` to the validator, or what is wrong with an answer."""
     settings = GenerationConfig(
         max_new_tokens=150,
         temperature=1.3,
@@ -34,9 +44,11 @@ async def outcome(engine: AsyncEngine, schema: Any, seed: int) -> str:
         return "refused"
     if response.finish_reason != "stop":
         return str(response.finish_reason)
-    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    validator = VALIDATORS[draft](schema, format_checker=jsonschema.FormatChecker())
     try:
         validator.validate(json.loads(response.text))
+    except re.error:
+        return "unknown"  # ECMAScript's patterns have more than Python's
     except (ValueError, jsonschema.ValidationError) as error:
         return f"WRONG: {response.text!r} for {json.dumps(schema)}: {error}"
     return "valid"
@@ -54,7 +66,7 @@ async def main(folder: Path, draft: str = "draft2020-12", seeds: int = 2) -> int
 
         async def one(schema: Any, seed: int) -> str:
             async with places:
-                return await outcome(engine, schema, seed)
+                return await outcome(engine, draft, schema, seed)
 
         outcomes = Counter(await asyncio.gather(*(one(schema, seed) for schema in schemas for seed in range(seeds))))
     for what, count in outcomes.most_common():

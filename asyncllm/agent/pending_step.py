@@ -78,7 +78,7 @@ class PendingStep:
             output.errors = sampler.errors(self.slots, flags)
             for row in np.flatnonzero(unsound[: len(batch.prefill)]).tolist():
                 output.errors[batch.prefill[row].slot] = NOT_FINITE
-            output.forced = sampler.observe(self.slots, tokens)
+            output.forced = sampler.observe(self.slots, tokens, batch.least_forced)
             for extra in self.extras:
                 extra.write(output)
             output.errors |= self.failed

@@ -122,6 +122,31 @@ def _free_bytes() -> int:
     return free
 
 
+class _Anything:
+    """A grammar that allows every token: the kernel is the one of any."""
+
+    ended = False
+    error: str | None = None
+
+    def start(self, _: Sequence[int]) -> _Anything:
+        return self
+
+    def consume(self, _: int) -> None:
+        pass
+
+    def forced(self) -> list[int]:
+        return []
+
+    def fill(self, words: Any) -> None:
+        words[:] = -1
+
+    def fill_by(self, words: Any) -> None:
+        self.fill(words)
+
+    def filled(self, words: Any) -> None:
+        pass
+
+
 def warm_up_batches(
     num_blocks: int, block_size: int, max_tokens: int, max_position: int, *, adapter_slot: int = -1
 ) -> Iterator[Batch]:
@@ -140,6 +165,7 @@ def warm_up_batches(
         stop_token_ids=(0,),
         bad_words=((0,),),
         logprobs=1,
+        grammar=_Anything(),
     )
     sizes = [1 << power for power in range(max_tokens.bit_length()) if 1 << power < max_tokens] + [max_tokens]
     for step, size in enumerate(sizes):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from asyncllm import __version__
-from asyncllm.cli import debug, flags, lite
+from asyncllm.cli import batch, debug, flags, lite
 from asyncllm.cli import serve as serve_command
 from asyncllm.cli.conversations import LocalConversation
 from asyncllm.cli.flags import (
@@ -101,6 +101,7 @@ def _parser() -> flags.Parser:
     _add_settings(run)
 
     serve_command.add(commands)
+    batch.add(commands)
     lite.add(commands)
     debug.add(commands)
 

@@ -74,6 +74,13 @@ def _check_part(part: Any, field: str) -> None:
     if isinstance(part, Mapping):
         if not all(isinstance(name, str) for name in part):
             raise InvalidParameter(f"The schema of {field} has a key that is no text. JSON's keys are texts.", field)
+        reference = part.get("$ref")
+        if isinstance(reference, str) and isinstance(part.get("$id"), str) and not reference.startswith("#"):
+            raise InvalidParameter(
+                f"The schema of {field} has a $ref beside an $id, which drafts up to 7 resolve otherwise than later "
+                f"ones. Let the $ref begin with '#', or leave the $id out.",
+                field,
+            )
         properties, required = part.get("properties"), part.get("required")
         if isinstance(properties, Mapping):
             optional = len(properties) - (len(required) if isinstance(required, list) else 0)

@@ -33,6 +33,7 @@ __all__ = [
     "draw_of_falling",
     "gumbel_noise",
     "gumbel_noise_at",
+    "keep_only",
     "mass",
     "pack",
     "pack_settings",
@@ -366,9 +367,10 @@ def ban(logits: Tensor, rows: Tensor, token_ids: Tensor) -> None:
     logits.index_put_((rows, token_ids), logits.new_full((), -torch.inf))
 
 
+@op("grammar_mask:keep_only")
 def keep_only(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """Make all tokens of `rows` [N] int64 of `logits` [R, V] impossible, in place, but those whose bits are set in
-    `words` [N, ceil(V / 32)] int32, lowest bit first."""
+    """Make all tokens of `rows` [N] int64, all distinct, of `logits` [R, V] impossible, in place, but those whose bits
+    are set in `words` [N, ceil(V / 32)] int32, lowest bit first."""
     places = torch.arange(32, dtype=torch.int32, device=words.device)
     allowed = (words.unsqueeze(-1) >> places).bitwise_and_(1).flatten(1)[:, : logits.shape[-1]]
     logits[rows] = logits[rows].masked_fill_(allowed == 0, -torch.inf)

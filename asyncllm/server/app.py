@@ -11,7 +11,7 @@ from contextlib import ExitStack, nullcontext
 from aiohttp import web
 
 from asyncllm.server.http.access import KEY, Auth
-from asyncllm.server.http.errors import ErrorFormat, as_api_error
+from asyncllm.server.http.errors import ErrorFormat, as_api_error, no_route
 from asyncllm.server.http.protocol import working
 from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, send
 from asyncllm.server.http.routing import Route, Slashes
@@ -145,7 +145,10 @@ async def _answered(
     try:
         return await handler(request)
     except Exception as error:
-        answer = as_api_error(error, request.get(PROMPT_FIELD, "messages"))
+        if isinstance(error, web.HTTPNotFound):
+            answer = no_route(request.path)
+        else:
+            answer = as_api_error(error, request.get(PROMPT_FIELD, "messages"))
         # aiohttp keeps what it raises for paths without a route, and by its traceback that would keep the request.
         error.__traceback__ = None
         return answer.response(_error_format(service, route))

@@ -189,6 +189,7 @@ class FakeDevice:
         self.oracle = oracle or hash_oracle(vocab_size)
         self.row_failure = row_failure
         self.forces = forces
+        self._least_forced = 0
         self.num_steps = 0
         self.num_tokens = 0
         self._cells = [_Cells(block_size) for _ in range(num_blocks)]
@@ -241,6 +242,7 @@ class FakeDevice:
         if not self.awake:
             raise StepViolation(f"step {batch.step}: comes while the model sleeps")
         self._check_shape(batch)
+        self._least_forced = batch.least_forced
         for start in batch.starts:
             self._put_adapter(batch.step, start)
             self._slots[start.slot] = _Slot(start, len(self.limits.windows))
@@ -490,20 +492,20 @@ class FakeDevice:
         state.last_token = token
         output.slots.append(slot)
         output.tokens.append(token)
-        if self.forces is not None and error is None:
+        if self.forces is not None and error is None and self._least_forced:
             self._force(slot, [*history, token], output)
         if params.logprobs is not None:
             output.logprobs[slot] = self._logprobs(token, token, params.logprobs)
 
     def _force(self, slot: int, known: list[int], output: StepOutput) -> None:
-        """Say which tokens have to follow the known ones, if several have."""
+        """Say which tokens have to follow the known ones, if these are as many as are of use."""
         assert self.forces is not None
         state, forced = self._slots[slot], list[int]()
         for _ in range(self.forces(known)):
             if self.row_failure is not None and self.row_failure([*known, *forced]) is not None:
                 break
             forced.append(self.oracle([*known, *forced], state.start))
-        if len(forced) > 1:
+        if len(forced) >= self._least_forced:
             output.forced[slot] = forced
 
     def _compute(self, row: PrefillRow, history: list[int], output: StepOutput) -> None:

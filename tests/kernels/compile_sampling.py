@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncllm.kernels.triton import sampling
+from asyncllm.kernels.triton import grammar_mask, sampling
 from tests.kernels.offline import Case
 
 _SIZES = {"VOCAB": 128_256, "STRIDE": 128_256, "NUM_GROUPS": 2048, "USE_PDL": True}
@@ -36,5 +36,13 @@ CASES = [
             num_warps=8,
             options={"enable_fp_fusion": False},
         ),
+    )
+]
+CASES += [
+    Case(
+        "keep_only",
+        grammar_mask.keep_only_kernel,
+        {"logits_ptr": "*fp32", "row_ptr": "*i64", "word_ptr": "*i32"},
+        {"VOCAB": 128_256, "STRIDE": 128_256, "WORDS": 4008, "TOKENS": grammar_mask.TOKENS, "USE_PDL": True},
     )
 ]

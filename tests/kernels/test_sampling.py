@@ -379,19 +379,3 @@ def test_the_chi_square_notices_noise_that_is_not_uniform(monkeypatch: pytest.Mo
     monkeypatch.setattr(sampling, "uniform", lambda words: uniform(words // 2))
     with pytest.raises(AssertionError):
         test_draws_follow_the_filtered_distribution((1.0, 0, 1.0, 0.0))
-
-
-@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 70])
-def test_only_tokens_with_a_bit_are_kept(vocab_size: int) -> None:
-    torch.manual_seed(vocab_size)
-    logits = torch.randn(4, vocab_size)
-    allowed = torch.rand(2, vocab_size) < 0.5
-    padded = torch.zeros(2, -(-vocab_size // 32) * 32, dtype=torch.bool)
-    padded[:, :vocab_size] = allowed
-    # Bits beyond the vocabulary mean nothing.
-    padded[:, vocab_size:] = True
-    words = (padded.view(2, -1, 32) * 2 ** torch.arange(32)).sum(-1).to(torch.int32)
-    expected = logits.clone()
-    expected[[3, 1]] = expected[[3, 1]].masked_fill(~allowed, -math.inf)
-    sampling.keep_only(logits, torch.tensor([3, 1]), words)
-    assert torch.equal(logits, expected)

@@ -44,7 +44,6 @@ def edit_logits(
         sampling.add_bias(logits, rows, ids, upload(np.concatenate([values for _, values in entries]), device))
     early = np.flatnonzero(((edits & EARLY_STOPS) != 0) & (positions < params.free_stop_position[slots]))
     if len(early) and params.grammars:
-        params.masks.finish()
         # Where a grammar has come to its end, there is nothing else to draw.
         early = early[[not _has_ended(params, slot) for slot in slots[early].tolist()]]
     if len(early):

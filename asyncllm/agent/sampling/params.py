@@ -52,7 +52,7 @@ class SlotParams:
         self.grammars: dict[int, Progress] = {}
         """How far the slots' answers have come in what they are held to."""
         self.masks = GrammarMasks(vocab_size)
-        """What `grammars` allow next."""
+        """Fills what `grammars` allow next."""
         self._hurried: set[int] = set()
         """Slots with grammars whose forced tokens need no step each: their log-probabilities are not asked for, and
         nothing may ban them."""
@@ -71,8 +71,7 @@ class SlotParams:
         self.free_stop_position[slot] = start.num_prompt + params.min_new_tokens
         self.bias.pop(slot, None)
         self.stops.pop(slot, None)
-        if self.grammars.pop(slot, None) is not None:
-            self.masks.forget(slot)
+        self.grammars.pop(slot, None)
         self._hurried.discard(slot)
         self.faults.pop(slot, None)
         self.edits[slot] = 0
@@ -107,28 +106,22 @@ class SlotParams:
             temperature == 0 or bounded or (params.top_p >= 1 and top_k in (0, self._vocab_size))
         )
 
-    def observe(self, slots: Sequence[int], tokens: Sequence[int], *, ahead: bool) -> dict[int, list[int]]:
+    def observe(self, slots: Sequence[int], tokens: Sequence[int], least_forced: int) -> dict[int, list[int]]:
         """Take note of a token that each of `slots` has drawn, and return those that have to follow, where they are
-        several (`StepOutput.forced`). `ahead`: begin to fill what they may draw next."""
+        `least_forced` or more; 0: none (`StepOutput.forced`)."""
         forced: dict[int, list[int]] = {}
         if self.grammars:
-            self.masks.finish()
-            held = {}
             for slot, token in zip(slots, tokens, strict=True):
                 if slot in self.grammars:
-                    progress = held[slot] = self.grammars[slot]
+                    progress = self.grammars[slot]
                     progress.consume(token)
-                    if slot in self._hurried and len(following := progress.forced()) > 1:
+                    if least_forced and slot in self._hurried and len(following := progress.forced()) >= least_forced:
                         forced[slot] = following
-            if ahead:
-                self.masks.begin(held)
         return forced
 
     def follow(self, slot: int, tokens: Sequence[int]) -> None:
         """Take note of tokens that were forced, and that no step drew."""
         if slot in self.grammars:
-            self.masks.finish()
-            self.masks.forget(slot)
             for token in tokens:
                 self.grammars[slot].consume(token)
 

@@ -147,13 +147,14 @@ class Sampler:
         `observe`."""
         return bool((self._params.edits[slots[slots >= 0]] & (LONG_BAD_WORDS | GRAMMAR)).any())
 
-    def observe(self, slots: NDArray[np.int64], tokens: NDArray[np.int64]) -> dict[int, list[int]]:
+    def observe(
+        self, slots: NDArray[np.int64], tokens: NDArray[np.int64], least_forced: int = 0
+    ) -> dict[int, list[int]]:
         """Take note of the `tokens` [R] that a step drew for `slots` [R]; once for each step and in order. Return those
-        that have to follow (`StepOutput.forced`)."""
+        that have to follow (`StepOutput.forced`), where they are `least_forced` or more; 0: none."""
         listed, drawn = slots.tolist(), tokens.tolist()
         self._history.observe(listed, drawn)
-        # Of ranks each fills its own rows, which the next step decides on.
-        return self._params.observe(listed, drawn, ahead=self.ranks is None)
+        return self._params.observe(listed, drawn, least_forced)
 
     def follow(self, rows: Sequence[PrefillRow]) -> None:
         """Take note of the forced tokens that a step's `rows` bring. All steps before it have been observed."""

@@ -32,8 +32,10 @@ from asyncllm.types import FinishReason
 __all__ = ["Scheduler"]
 
 _ROWS_PER_STEP_SAVED = 5
-"""A step with a chunk takes about a fifth longer than one of decode rows alone. So a run of forced tokens has to save
-its row a step for every five rows that wait for the chunk, or all of them together lose more than it gains."""
+"""A step with a chunk takes about a fifth longer than one of decode rows alone: a run of forced tokens has to save its
+row a step for every five rows that wait for the chunk, or together they lose more than it gains."""
+_LONG_RUN = 8
+"""Longer ones are rare, and to look for them takes 8 us a row, for which all rows wait."""
 
 
 class SchedulerCounts:
@@ -169,6 +171,7 @@ class Scheduler:
         step = self._step
         self.admitted.clear()
         batch = Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[], prefill=[], last_read=self._last_read)
+        batch.least_forced = least if (least := max(self._worth_a_chunk(), 2)) <= _LONG_RUN else 0
         self._preempt_for_groups(batch)
         sampled = self._schedule_decode(batch)
         prefill: list[tuple[Sequence, PrefillRow]] = []
@@ -430,7 +433,7 @@ class Scheduler:
             if (len(token_ids) - 1) % block_size == 0:
                 self.sharing.offer(sequence)
                 self._free_unreached(sequence, len(token_ids) - 1)
-            if token in sequence.stop_ids and sequence.num_generated >= sequence.params.min_new_tokens:
+            if token in sequence.stop_ids and sequence.params.may_stop(sequence.num_generated):
                 self.finish(sequence, "stop")
             elif sequence.remaining <= 0 and sequence.pending == 0:
                 self.finish(sequence, "length")
@@ -484,6 +487,9 @@ class Scheduler:
         if self.groups.windowed and sequence.tables:
             self.blocks.retire(self.groups.trim(sequence.tables, num_read), self._last_read, self._last_read)
 
+    def _worth_a_chunk(self) -> int:
+        return max(self._prefill_interval, len(self._running) // _ROWS_PER_STEP_SAVED)
+
     def _take_forced(self, sequence: Sequence, slot: int, tokens: list[int]) -> int:
         """Append tokens that have to follow the newest one, to be computed like a prompt's, if that saves enough steps.
         Return how many were appended. Steps in flight sample the first of them."""
@@ -491,7 +497,7 @@ class Scheduler:
             return 0
         stop = next((place for place, token in enumerate(tokens) if token in sequence.stop_ids), len(tokens))
         forced = tokens[: min(stop, sequence.pending + sequence.remaining)]
-        if len(forced) - sequence.pending < max(self._prefill_interval, len(self._running) // _ROWS_PER_STEP_SAVED):
+        if len(forced) - sequence.pending < self._worth_a_chunk():
             return 0
         sequence.token_ids += forced
         sequence.ahead = sequence.pending

@@ -44,7 +44,7 @@ from asyncllm.errors import (
     UnsupportedFeature,
 )
 
-__all__ = ["ApiError", "as_api_error", "event_of"]
+__all__ = ["ApiError", "as_api_error", "event_of", "no_route"]
 
 logger = logging.getLogger("asyncllm.server")
 
@@ -197,10 +197,34 @@ def _named(param: str | None, prompt: str) -> str | None:
 
 def _of_http(error: web.HTTPException) -> ApiError:
     headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
-    match error.status:
-        case 404:
-            return ApiError(404, "There is no such route. GET / lists them.", code="unknown_route")
-        case 405:
-            allowed = headers.get("Allow", "another method")
-            return ApiError(405, f"The route takes {allowed}.", code="method_not_allowed", headers=headers)
+    if error.status == 405:
+        allowed = headers.get("Allow", "another method")
+        return ApiError(405, f"The route takes {allowed}.", code="method_not_allowed", headers=headers)
     return ApiError(error.status, error.reason, headers=headers)
+
+
+ELSEWHERE = {
+    "files": "No files are kept here. `asyncllm batch INPUT OUTPUT` answers a file of OpenAI's batch requests; images "
+    "are sent in messages.",
+    "batches": "No batches are kept here. `asyncllm batch INPUT OUTPUT` answers a file of OpenAI's batch requests; or "
+    "send them all at once: the server queues them.",
+    "audio": "Audio is not implemented. Send text or images.",
+    "images": "Images are not made here. Models that see take them in messages.",
+    "moderations": "Moderation is not implemented.",
+    "fine_tuning": "Nothing is trained here. Adapters that were trained elsewhere are served with --adapters.",
+    "assistants": "Assistants are not implemented. /v1/responses keeps conversations, and calls functions.",
+    "threads": "Threads are not implemented. /v1/responses keeps conversations.",
+    "conversations": "Conversations of this API are not implemented. Send previous_response_id to /v1/responses.",
+    "vector_stores": "Nothing is searched here. /v1/embeddings makes vectors for a store of your own.",
+    "realtime": "The realtime API is not implemented. Send stream to /v1/chat/completions or /v1/responses.",
+}
+"""OpenAI's routes below /v1 that are not implemented -> what to do instead."""
+
+
+def no_route(path: str) -> ApiError:
+    """Return the answer where no route takes the path."""
+    parts = path.strip("/").split("/")
+    instead = ELSEWHERE.get(parts[1]) if len(parts) > 1 and parts[0] == "v1" else None
+    if instead is not None:
+        return ApiError(404, f"There is no such route. {instead}", code="unsupported_route")
+    return ApiError(404, "There is no such route. GET / lists them.", code="unknown_route")

@@ -299,35 +299,43 @@ class GrammarProgress:
     def fill(self, words: NDArray[np.int32]) -> None:
         """Write the bits of the tokens that may come next; none where the answer cannot go on, which every rank then
         learns from the draw."""
-        self._fill(words)
+        matcher = self.fill_by(words)
+        if matcher is not None:
+            begun = time.thread_time()
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            self._slow += time.thread_time() - begun > TOO_SLOW
+            self.filled(words)
+
+    def fill_by(self, words: NDArray[np.int32]) -> LLMatcher | None:
+        """Do as `fill`, or return the matcher that has to write the bits, in front of a call of `filled`."""
         if self.error is not None:
             words[:] = 0
-
-    def _fill(self, words: NDArray[np.int32]) -> None:
-        if self._free and self._left is not None and self._left <= 0:
+        elif self._free and self._left is not None and self._left <= 0:
             assert self._closes is not None
             _allow_alone(words, self._closes)
-            return
-        if self._run:
+        elif self._run:
             _allow_alone(words, self._run[-1])
-            return
-        if self._matcher is None:
+        elif self._matcher is None:
             words[:] = -1
-            return
-        if self._free:
+        elif self._free:
             words[:] = -1
             # What the answer is held to is still to come.
             for token in self._ends:
                 words.view(np.uint32)[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
-            return
-        begun = time.thread_time()
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        self._slow += time.thread_time() - begun > TOO_SLOW
+        else:
+            return self._matcher
+        return None
+
+    def filled(self, words: NDArray[np.int32]) -> None:
+        """Look at the bits that the matcher of `fill_by` has written."""
+        assert self._matcher is not None
         if self._matcher.is_error():
             self.error = self._matcher.get_error()
         elif self._slow >= SLOW_MASKS:
             self.error = "its tokens take too long to tell apart"
-        if self._opens is not None:
+        if self.error is not None:
+            words[:] = 0
+        elif self._opens is not None:
             words.view(np.uint32)[self._opens // 32] |= np.uint32(1 << self._opens % 32)
 
 

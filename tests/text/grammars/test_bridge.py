@@ -194,6 +194,7 @@ UNSUPPORTED: list[tuple[Any, str]] = [
     ({"$ref": "http://example.com/schema"}, "not present"),
     ({"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable"),
     ({"$ref": "#"}, "response_format"),
+    ({"allOf": [{"$id": "http://here/", "$ref": "other.json"}]}, "beside an"),
     (False, "response_format"),
     ({"allOf": [{"anyOf": [{"required": [f"{n}a"]}, {"required": [f"{n}b"]}]} for n in range(14)]}, "response_format"),
 ]

@@ -1,0 +1,60 @@
+"""`asyncllm batch`: answers a file of OpenAI's batch requests. What it needs is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import ExitStack
+from typing import Any, Literal, TextIO
+
+from asyncllm.cli import flags
+from asyncllm.cli.flags import DEFAULT_MODEL, MODEL_HELP, add_model_settings, load_template
+from asyncllm.config import EngineConfig
+from asyncllm.errors import InvalidParameter
+from asyncllm.shown import complain
+
+__all__ = ["add"]
+
+
+def add(commands: argparse._SubParsersAction[Any]) -> None:
+    """Give the command line its `batch`."""
+    about = "Answer a file of OpenAI's batch requests, a line of JSON each."
+    batch = commands.add_parser(
+        "batch", help=about, description=about, usage="asyncllm batch [OPTIONS] [MODEL] INPUT OUTPUT"
+    )
+    batch.set_defaults(run=_batch, parser=batch)
+    batch.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
+    batch.add_argument("input", metavar="INPUT", help="File of requests; '-': standard input.")
+    batch.add_argument("output", metavar="OUTPUT", help="File of answers, written anew; '-': standard output.")
+    add_model_settings(batch)
+
+
+def _batch(options: argparse.Namespace) -> int:
+    flags.check_neutral(options)
+    engine_config, template = flags.load(options, EngineConfig), load_template(options)
+
+    with ExitStack() as files:
+        source = _opened(files, options.input, "r", sys.stdin)
+        target = _opened(files, options.output, "w", sys.stdout)
+
+        import asyncio
+
+        from asyncllm.engine.async_engine import AsyncEngine
+        from asyncllm.server.batch import answer_file
+        from asyncllm.server.run import fastest_loop
+
+        engine = AsyncEngine(options.model, engine_config, template)
+        with asyncio.Runner(loop_factory=fastest_loop()) as runner:
+            count = runner.run(answer_file(engine, source, target))
+    complain(f"{count.answered} answered, {count.refused} refused")
+    return 0 if not count.refused else 1
+
+
+def _opened(files: ExitStack, name: str, mode: Literal["r", "w"], standard: TextIO) -> TextIO:
+    if name == "-":
+        return standard
+    try:
+        file: TextIO = open(name, mode, encoding="utf-8")  # noqa: SIM115 - the stack closes it
+    except OSError as error:
+        raise InvalidParameter(f"{name} cannot be opened: {error.strerror or error}.", "input") from None
+    return files.enter_context(file)
