@@ -107,7 +107,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """64-bit key of the counter-based generator; the counter is the absolute position of the sampled token."""
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Never sampled before `min_new_tokens` tokens are there. The scheduler does the stopping."""
+    """Never sampled before `min_new_tokens` tokens are there, unless a grammar leaves nothing else. The scheduler does
+    the stopping."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that may not be completed; a single id is banned outright."""
     grammar: Any = None
@@ -118,11 +119,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
-
-    def may_stop(self, num_generated: int) -> bool:
-        """Return whether a stop token ends an answer of so many tokens. One that comes before `min_new_tokens` is drawn
-        only where a grammar has ended, behind which nothing else can follow."""
-        return num_generated >= self.min_new_tokens or self.grammar is not None
 
     @property
     def needs_history(self) -> bool:

@@ -433,7 +433,7 @@ class Scheduler:
             if (len(token_ids) - 1) % block_size == 0:
                 self.sharing.offer(sequence)
                 self._free_unreached(sequence, len(token_ids) - 1)
-            if token in sequence.stop_ids and sequence.params.may_stop(sequence.num_generated):
+            if token in sequence.stop_ids:
                 self.finish(sequence, "stop")
             elif sequence.remaining <= 0 and sequence.pending == 0:
                 self.finish(sequence, "length")
