@@ -11,7 +11,12 @@ number and of the same number of the value. Their outermost codes lie within the
 an eighth of values, which makes all steps smaller: `tiny-chat` diverges a tenth less than with ends that are exact.
 
 Scale and middle are bfloat16, as that has the range of every model's type. The middle is rounded first, and the scale
-up, so that no code is cut off. Both together are one int32, the line's *range*: the scale in its low half. Where a line
+up, so that no code is cut off. Of keys in five bits and of e4m3 the codes are multiplied by another scale than they
+were found with: that with which the line's product with itself, about its middle, is what it was. So the error is at a
+right angle to the line, as queries that look for a key have its direction. It costs nothing to read, and `tiny-chat`
+diverges half as much in e4m3 (1.8e-4 to 8.3e-5 nats) and a tenth less in four bits; in coarse values it gains nothing.
+
+Both together are one int32, the line's *range*: the scale in its low half. Where a line
 has NaN or infinity its scale is NaN, and its codes are those of zeros.
 """
 
@@ -42,6 +47,9 @@ class Rounding(NamedTuple):
     """From the centre to the outermost codes."""
     dtype: torch.dtype
     """Of codes. float8_e4m3fn is stored as its bytes."""
+    fit: int = 0
+    """Where the scale is found again once codes are known: the parts of one in which products of steps and codes are
+    summed, as integers, so that their order is of no effect. 0: it stays."""
 
 
 class KVFormat(NamedTuple):
@@ -71,9 +79,9 @@ class KVFormat(NamedTuple):
 
 
 _INT8 = Rounding(-0.5, 127.5, 127.5, torch.int8)
-_FIVE_BITS = Rounding(15.5, 16.0, 15.5, torch.uint8)
+_FIVE_BITS = Rounding(15.5, 16.0, 15.5, torch.uint8, fit=1024)
 _THREE_BITS = Rounding(3.5, 3.625, 3.5, torch.uint8)
-_E4M3 = Rounding(0.0, 448.0, 448.0, torch.uint8)
+_E4M3 = Rounding(0.0, 448.0, 448.0, torch.uint8, fit=8)
 
 FORMATS = {
     each.name: each
@@ -179,11 +187,17 @@ def quantize_lines(x: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
     middle = torch.where(finite, middle, 0.0)
     inverse = torch.where(finite & (scale >= _SMALLEST), 1.0 / scale, 0.0)
     steps = torch.where(finite[..., None], offsets, 0.0) * inverse[..., None]
-    ranges = _bits(torch.where(finite, scale, torch.nan)) >> 16 & 0xFFFF | _bits(middle)
-    if not rounding.centre:
-        return steps.clamp(-rounding.reach, rounding.reach).to(torch.float8_e4m3fn).view(rounding.dtype), ranges
-    lowest, highest = rounding.centre - rounding.outermost, rounding.centre + rounding.outermost
-    return (steps + rounding.centre).round().clamp(lowest, highest).to(rounding.dtype), ranges
+    if rounding.centre:
+        lowest, highest = rounding.centre - rounding.outermost, rounding.centre + rounding.outermost
+        codes = (steps + rounding.centre).round().clamp(lowest, highest).to(rounding.dtype)
+        numbers = codes.float() - rounding.centre
+    else:
+        coded = steps.clamp(-rounding.reach, rounding.reach).to(torch.float8_e4m3fn)
+        codes, numbers = coded.view(rounding.dtype), coded.float()
+    if rounding.fit:
+        own, said = (((steps * each) * rounding.fit).round().int().sum(-1).float() for each in (steps, numbers))
+        scale = (scale * torch.where(said > 0, own / said, 1.0)).bfloat16().float()
+    return codes, _bits(torch.where(finite, scale, torch.nan)) >> 16 & 0xFFFF | _bits(middle)
 
 
 def dequantize_lines(codes: Tensor, ranges: Tensor, rounding: Rounding) -> Tensor:

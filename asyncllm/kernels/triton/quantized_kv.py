@@ -32,6 +32,8 @@ V3_CENTRE: tl.constexpr = tl.constexpr(FORMATS["k5v3"].values.centre)
 _PER_INT8: tl.constexpr = tl.constexpr(1 / FORMATS["int8"].keys.reach)
 _PER_K5: tl.constexpr = tl.constexpr(1 / FORMATS["k5v3"].keys.reach)
 _PER_V3: tl.constexpr = tl.constexpr(1 / FORMATS["k5v3"].values.reach)
+_FIT_K5: tl.constexpr = tl.constexpr(float(FORMATS["k5v3"].keys.fit))
+_FIT_FP8: tl.constexpr = tl.constexpr(float(FORMATS["fp8"].keys.fit))
 _PER_FP8: tl.constexpr = tl.constexpr(1 / FORMATS["fp8"].keys.reach)
 _SMALLEST: tl.constexpr = tl.constexpr(2.0**-126)
 
@@ -159,9 +161,37 @@ def quantize_halves(first, second, within, ROUNDING: tl.constexpr):
     inverse = tl.where(usable, 1.0 / tl.where(usable, scale, 1.0), 0.0)
     first = tl.where(finite[:, None], first, 0.0) * inverse[:, None]
     second = tl.where(finite[:, None], second, 0.0) * inverse[:, None]
+    first_codes, second_codes = _code(first, ROUNDING), _code(second, ROUNDING)
+    if ROUNDING == "k5" or ROUNDING == "fp8":
+        own = _product(first, first, ROUNDING) + _product(second, second, ROUNDING)
+        said = _product(first, _number(first_codes, ROUNDING), ROUNDING)
+        said += _product(second, _number(second_codes, ROUNDING), ROUNDING)
+        gain = tl.div_rn(own.to(tl.float32), tl.where(said > 0, said, 1).to(tl.float32))
+        scale = _to_bfloat16(scale * tl.where(said > 0, gain, 1.0))
     upper = tl.where(finite, middle, 0.0).to(tl.int32, bitcast=True)
     lower = tl.where(finite, (scale.to(tl.uint32, bitcast=True) >> 16).to(tl.int32), 0x7FC0)
-    return _code(first, ROUNDING), _code(second, ROUNDING), upper | lower
+    return first_codes, second_codes, upper | lower
+
+
+@triton.jit
+def _product(steps, numbers, ROUNDING: tl.constexpr):
+    """Products of lines [R, B] each -> int32 [R], in the parts of one that the rounding says."""
+    if ROUNDING == "k5":
+        parts = nearest_integer((steps * numbers) * _FIT_K5)
+    else:
+        parts = nearest_integer((steps * numbers) * _FIT_FP8)
+    return tl.sum(parts.to(tl.int32), 1)
+
+
+@triton.jit
+def _number(codes, ROUNDING: tl.constexpr):
+    """Codes of `_code` -> float32, from the centre."""
+    if ROUNDING == "k5":
+        return codes.to(tl.float32) - K5_CENTRE
+    elif INTERPRET:
+        return e4m3_value(codes.to(tl.uint8))
+    else:
+        return codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 @triton.jit
