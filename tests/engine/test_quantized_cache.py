@@ -16,6 +16,7 @@ from asyncllm.errors import UnsupportedFeature
 from asyncllm.kernels import quantized_kv
 from asyncllm.kernels.quantized_kv import FORMATS, KVFormat, Rounding
 from tests.models.parity import PROMPT, TOKENS, Case, Runner, folder_of, open_case, random_tokens
+from tests.quant.formats import Eight, Format, gptq, smooth_quant, write
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
@@ -25,6 +26,7 @@ BOUNDS = {"int8": 0.02, "fp8": 0.1, "k5v3": 0.3}
 PROMPTS = [random_tokens(seed, length) for seed, length in enumerate((9, 30, 4, 17))]
 DRAWN = GenerationConfig(max_new_tokens=24, ignore_eos=True, top_k=0, temperature=1.0, random_seed=1)
 """Answers that do not soon repeat themselves."""
+FORKED = GenerationConfig(max_new_tokens=8, ignore_eos=True, top_k=1)
 ROOM = 200
 
 
@@ -92,10 +94,11 @@ def test_what_is_read_wrongly_is_seen(
     assert distance(logits_of("llama", FORMATS[name]), plain) > 1.5 * BOUNDS[name]
 
 
-def new_engine(family: str = "llama", **fields: Any) -> AsyncEngine:
+def new_engine(family: str = "llama", *, folder: Path | None = None, **fields: Any) -> AsyncEngine:
     settings = {"device_type": "cpu", "block_size": 4, "max_batch_size": 6, "max_prefill_token_num": 16}
     return AsyncEngine(
-        str(folder_of(Case(family, "default"))), EngineConfig(**{**settings, "num_gpu_blocks": ROOM, **fields})
+        str(folder or folder_of(Case(family, "default"))),
+        EngineConfig(**{**settings, "num_gpu_blocks": ROOM, **fields}),
     )
 
 
@@ -145,6 +148,28 @@ async def test_neighbours_leave_every_bit(policy: Any) -> None:
         alone = [await engine.generate(input_ids=each, gen_config=config, cache_salt="alone") for each in PROMPTS]
         together = await asyncio.gather(*(engine.generate(input_ids=each, gen_config=config) for each in PROMPTS))
     assert [each.logprobs for each in alone] == [each.logprobs for each in together]
+
+
+@pytest.mark.parametrize(("fmt", "policy"), [(gptq(4, 32), "fp8"), (smooth_quant(), 4)], ids=["gptq", "int8"])
+async def test_with_quantized_weights_too(fmt: Format | Eight, policy: Any, tmp_path: Path) -> None:
+    """Copied to the host and back, asleep and woken in both ways, forked."""
+    folder = write(folder_of(Case("llama", "default")), tmp_path / "model", fmt)
+    answers, forks = [], []
+    for fields in ({}, {"num_gpu_blocks": 20, "eviction_type": "copy", "num_cpu_blocks": 40}):
+        async with new_engine(folder=folder, quant_policy=policy, **fields) as engine:
+            answers.append(await answer_all(engine))
+            assert not fields or engine.stats().blocks_swapped_in > 0
+            for level in (1, 2):
+                await engine.sleep(level)
+                await engine.wakeup()
+                again = await engine.generate(input_ids=PROMPTS[2], gen_config=DRAWN)
+                assert again.token_ids == answers[0][2]
+            session = engine.session()
+            await session.chat("Once upon a time", FORKED, do_preprocess=False)
+            turns = [each.chat("there was", FORKED, do_preprocess=False) for each in (session, session.fork())]
+            forks += [(await each.response()).token_ids for each in turns]
+    assert answers == [answers[0]] * 2
+    assert forks == [forks[0]] * 4
 
 
 async def test_heads_divided_among_processes_and_sleep() -> None:

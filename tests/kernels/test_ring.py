@@ -42,6 +42,7 @@ def test_the_table_decides_by_shape_and_tokens(monkeypatch: pytest.MonkeyPatch) 
     assert used == [packed.TILES[0]] * 2, "rings are of whole chunks in 4 bits"
 
 
+@pytest.mark.timeout(300)
 def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
     for name, case in offline.compiled("compile_ring").items():
         assert case.spilled_bytes == 0, name
@@ -60,7 +61,7 @@ def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
         RingConfig(64, 16, 4, 8),
         RingConfig(64, 32, 4),
         RingConfig(64, 64, 4, 2),
-        RingConfig(64, 128, 3, 2, rounded=True),
+        RingConfig(64, 128, 2, 2, rounded=True),
         RingConfig(128, 128, 3, rounded=True),
     ],
 )

@@ -48,7 +48,7 @@ TILES = (
     Tile(128, 256, 8, 3, programs=128),
 )
 """By tokens, for what `TABLES` does not have. The first three are near the best of a small search on an H200 with tiles
-of the same size in another order. As they are, nothing is timed but the last (`TABLES`)."""
+of the same size in another order."""
 
 Table = dict[tuple[int, int], tuple[tuple[int, RingConfig | Tile | None], ...]]
 
@@ -59,7 +59,7 @@ TABLES: dict[str, Table] = {
             (16, RingConfig(64, 16, 8, splits=4)),  # 9.9 us, 15.6
             (32, RingConfig(64, 32, 4, splits=4)),
             (64, RingConfig(64, 64, 4, splits=2)),  # 17.0 us, 16.9
-            (128, RingConfig(64, 128, 3, splits=2, rounded=True)),  # 29.7 us, expanded first 32.3, bf16 16.5
+            (128, RingConfig(64, 128, 2, splits=2, rounded=True)),  # 26.9 us, expanded first 32.3, bf16 16.5
             (256, None),  # 38.6 us, 46.4 without, bf16 20.4
         ),
         (4096, 4096): (
@@ -71,19 +71,21 @@ TABLES: dict[str, Table] = {
         ),
         (28672, 4096): (
             (8, RingConfig(64, 8, 4, splits=4)),  # 22.7 us, bf16 53.4
-            (16, RingConfig(64, 16, 8)),  # 28.7 us, 57.0
+            (16, RingConfig(64, 16, 6)),  # 27.4 us, 57.0
             (32, RingConfig(64, 32, 4)),
             (64, RingConfig(64, 64, 4)),  # 38.9 us, 59.4
-            (128, RingConfig(128, 128, 3, rounded=True)),  # 84.6 us, expanded first 146, bf16 64.4
-            (256, Tile(128, 256, 8, 3)),  # 152 us, as a ring 165, expanded first 173, bf16 92.6
+            (256, RingConfig(64, 128, 2, rounded=True)),  # 63.2 and 118.8 us, expanded first 146, 173, bf16 64.4, 92.6
         ),
         (4096, 14336): (
             (8, RingConfig(64, 8, 8, splits=8)),  # 14.8 us, bf16 26.9
-            (16, RingConfig(64, 16, 4, splits=8)),  # 19.8 us, 28.2
+            (16, RingConfig(64, 16, 6, splits=8)),  # 15.4 us, 28.2
             (32, RingConfig(64, 32, 4, splits=8)),
             (64, RingConfig(64, 64, 4, splits=4)),  # 27.3 us, 32.2
-            (128, RingConfig(64, 128, 3, splits=2, rounded=True)),  # 51.8 us, expanded first 77.7, bf16 36.4
-            (256, Tile(128, 256, 8, 3, programs=128)),  # 76.5 us, as a ring 86.7, expanded first 86.9, bf16 47.4
+            (128, RingConfig(64, 128, 2, splits=4, rounded=True)),  # 45.9 us, expanded first 77.7, bf16 36.4
+            (
+                256,
+                RingConfig(64, 128, 2, splits=2, rounded=True),
+            ),  # 72.8 us, in tiles 75.6, expanded first 86.9, bf16 47.4
         ),
     }
 }
@@ -92,7 +94,7 @@ is for, ascending; None: the weight is expanded first. Figures are of one token,
 scales of float16, 12 weights in turn, that of 28672 x 4096 with its gate. 17 to 32 tokens are not timed. What no entry
 covers has a tile of `TILES`.
 
-The four products of a layer take 53 us with one token, 67 with 16 and 98 with 64, where those of bfloat16 take 101,
+The four products of a layer take 53 us with one token, 61 with 16 and 98 with 64, where those of bfloat16 take 101,
 111 and 121, and reading the words takes 27. From 65 tokens on they are slower than these: each block reads all tokens,
 which is more than its words. At 512 tokens all four take less time expanded."""
 
