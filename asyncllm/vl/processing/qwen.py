@@ -61,14 +61,14 @@ class DynamicProcessor:
         loaded = load_image(image)
         patch, merge = self.patch, self.merge
         height, width = self._size(loaded.height, loaded.width, least, most)
-        numbers = self.settings.numbers(np.asarray(resized(loaded, height, width, self.settings.resample)))
+        picture = np.asarray(resized(loaded, height, width, self.settings.resample))
         rows, columns = height // patch // merge, width // patch // merge
-        cut = numbers.reshape(3, rows, merge, patch, columns, merge, patch).transpose(1, 4, 2, 5, 0, 3, 6)
-        pixels = np.ascontiguousarray(cut).reshape(-1, 3, patch * patch)
+        cut = picture.reshape(rows, merge, patch, columns, merge, patch, 3).transpose(0, 3, 1, 4, 2, 5, 6)
+        patches = np.ascontiguousarray(cut).reshape(-1, patch, patch, 3)
         return PromptImage(
             length=rows * columns,
-            digest=digest_of(rows, columns, pixels=pixels),
-            pixels=pixels,
+            digest=digest_of(rows, columns, pixels=patches),
+            pixels=self.settings.numbers(patches).reshape(-1, 3, patch * patch),
             grid=(rows, columns),
             size=(loaded.height, loaded.width),
         )

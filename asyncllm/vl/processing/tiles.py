@@ -73,11 +73,10 @@ class TileProcessor:
         tiles = canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
         if self._thumbnail and len(tiles) > 1:
             tiles = np.concatenate([tiles, np.asarray(resized(loaded, side, side, resample))[None]])
-        pixels = self.settings.numbers(tiles)
         return PromptImage(
             length=len(tiles) * self._tokens,
-            digest=digest_of(pixels=pixels),
-            pixels=pixels,
+            digest=digest_of(pixels=np.ascontiguousarray(tiles)),
+            pixels=self.settings.numbers(tiles),
             size=(loaded.height, loaded.width),
         )
 
