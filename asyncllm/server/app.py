@@ -145,8 +145,8 @@ async def _answered(
     try:
         return await handler(request)
     except Exception as error:
-        if isinstance(error, web.HTTPNotFound):
-            answer = no_route(request.path)
+        if isinstance(error, web.HTTPNotFound | web.HTTPMethodNotAllowed):
+            answer = no_route(request.path, error)
         else:
             answer = as_api_error(error, request.get(PROMPT_FIELD, "messages"))
         # aiohttp keeps what it raises for paths without a route, and by its traceback that would keep the request.

@@ -94,7 +94,7 @@ from asyncllm.server.openai.responses import (
     ScoreResponse,
 )
 from asyncllm.server.openai.scores import classify, pooling, rerank, score
-from asyncllm.server.responses.create import ResponseObject, create_response
+from asyncllm.server.responses.create import InputTokens, ResponseObject, count_input_tokens, create_response
 from asyncllm.server.responses.kept import (
     DeletedResponse,
     InputItems,
@@ -103,7 +103,7 @@ from asyncllm.server.responses.kept import (
     list_input_items,
     show_response,
 )
-from asyncllm.server.responses.requests import ResponsesRequest
+from asyncllm.server.responses.requests import InputTokensRequest, ResponsesRequest
 from asyncllm.server.sse import NDJSON
 
 __all__ = ["ROUTES"]
@@ -219,6 +219,14 @@ ROUTES: tuple[Route, ...] = (
         body=ResponsesRequest,
         answer=ResponseObject,
         streams=True,
+    ),
+    Route(
+        method="POST",
+        path="/v1/responses/input_tokens",
+        handler=count_input_tokens,
+        auth=Auth.KEY,
+        body=InputTokensRequest,
+        answer=InputTokens,
     ),
     Route(
         method="GET",

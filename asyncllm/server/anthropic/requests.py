@@ -79,6 +79,8 @@ class MessagesRequest(SamplingFields, kw_only=True):
     """How images are prepared, as in chat completions."""
     stop_sequences: Words | None = None
     stream: bool | None = None
+    thread: dict[str, Any] | None = None
+    """Refused, in the words that Anthropic's client goes on after without."""
 
 
 WORDS = {"any": "required"}
@@ -88,6 +90,14 @@ WORDS = {"any": "required"}
 def options_of(body: CountTokensRequest | MessagesRequest, template: ChatTemplate) -> RequestKeywords:
     """Return the tools, how much the model thinks and how images are prepared, as keywords of the engine. Raises
     ApiError."""
+    if isinstance(body, MessagesRequest) and body.thread is not None:
+        raise ApiError(
+            400,
+            "Messages are not kept for a thread. Send all of them, without thread.",
+            code="unsupported_parameter",
+            param="thread",
+            details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+        )
     variables = dict(body.chat_template_kwargs or {})
     thinking, output = body.thinking, body.output_config
     effort = None if output is None else output.effort

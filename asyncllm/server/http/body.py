@@ -23,10 +23,13 @@ INLINE_BYTES = 2**14
 CLOSING = {"Connection": "close"}
 
 
-async def read_body(request: web.Request, config: ServerConfig) -> bytes:
-    """Return the whole body, unpacked. Raises ApiError 400, 408, 413, 415, 417."""
-    if request.content_type != "application/json":
-        # A browser sends text/plain across origins without asking, but not this type.
+async def read_body(request: web.Request, config: ServerConfig, *, undeclared: bool = False) -> bytes:
+    """Return the whole body, unpacked. `undeclared`: programs need not say that it is JSON.
+
+    Raises ApiError 400, 408, 413, 415, 417."""
+    # A browser sends other types across origins without asking, and says that it is one.
+    browser = "Origin" in request.headers or "Sec-Fetch-Site" in request.headers
+    if request.content_type != "application/json" and (browser or not undeclared):
         raise ApiError(
             415,
             "The body must be JSON: send the header Content-Type: application/json.",

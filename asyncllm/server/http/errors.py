@@ -96,7 +96,9 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
+        """`details`: what Anthropic's client reads of an error."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -104,6 +106,7 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.headers = dict(headers or {})
+        self.details = details
 
     def response(self, error_format: ErrorFormat = "openai") -> web.Response:
         """Return the whole HTTP response."""
@@ -118,7 +121,8 @@ def fields_of(error: ApiError, error_format: ErrorFormat) -> dict[str, Any]:
     """Return the body of an answer of status 4xx or 5xx."""
     if error_format == "anthropic":
         kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": error.message}}
+        details = {} if error.details is None else {"details": error.details}
+        return {"type": "error", "error": {"type": kind, "message": error.message, **details}}
     if error_format == "ollama":
         return {"error": error.message}
     fields: dict[str, Any] = {"message": error.message, "type": error.type, "param": error.param}
@@ -145,7 +149,7 @@ def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
         case ApiError():
             return error
         case web.HTTPException():
-            return _of_http(error)
+            return ApiError(error.status, error.reason)
         case ContextLengthExceeded():
             # litellm and others tell it by the first words of OpenAI's sentence, not by the code.
             message = f"This model's maximum context length is exceeded. {error}"
@@ -195,14 +199,6 @@ def _named(param: str | None, prompt: str) -> str | None:
     return NAMES.get(param, param) if param is not None else None
 
 
-def _of_http(error: web.HTTPException) -> ApiError:
-    headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
-    if error.status == 405:
-        allowed = headers.get("Allow", "another method")
-        return ApiError(405, f"The route takes {allowed}.", code="method_not_allowed", headers=headers)
-    return ApiError(error.status, error.reason, headers=headers)
-
-
 ELSEWHERE = {
     "files": "No files are kept here. `asyncllm batch INPUT OUTPUT` answers a file of OpenAI's batch requests; images "
     "are sent in messages.",
@@ -210,21 +206,27 @@ ELSEWHERE = {
     "send them all at once: the server queues them.",
     "audio": "Audio is not implemented. Send text or images.",
     "images": "Images are not made here. Models that see take them in messages.",
+    "messages": "No batches of messages are kept here. Send them all at once to /v1/messages: the server queues them.",
     "moderations": "Moderation is not implemented.",
     "fine_tuning": "Nothing is trained here. Adapters that were trained elsewhere are served with --adapters.",
     "assistants": "Assistants are not implemented. /v1/responses keeps conversations, and calls functions.",
     "threads": "Threads are not implemented. /v1/responses keeps conversations.",
     "conversations": "Conversations of this API are not implemented. Send previous_response_id to /v1/responses.",
     "vector_stores": "Nothing is searched here. /v1/embeddings makes vectors for a store of your own.",
+    "responses/compact": "Responses are not made shorter. Send the input that shall be kept.",
     "realtime": "The realtime API is not implemented. Send stream to /v1/chat/completions or /v1/responses.",
 }
 """OpenAI's routes below /v1 that are not implemented -> what to do instead."""
 
 
-def no_route(path: str) -> ApiError:
-    """Return the answer where no route takes the path."""
-    parts = path.strip("/").split("/")
-    instead = ELSEWHERE.get(parts[1]) if len(parts) > 1 and parts[0] == "v1" else None
+def no_route(path: str, error: web.HTTPException) -> ApiError:
+    """Return the answer where no route takes the path, or none its method."""
+    version, _, name = path.strip("/").partition("/")
+    names = [name, name.partition("/")[0]] if error.status == 404 else [name]
+    instead = next((ELSEWHERE[each] for each in names if version == "v1" and each in ELSEWHERE), None)
     if instead is not None:
         return ApiError(404, f"There is no such route. {instead}", code="unsupported_route")
-    return ApiError(404, "There is no such route. GET / lists them.", code="unknown_route")
+    if error.status == 404:
+        return ApiError(404, "There is no such route. GET / lists them.", code="unknown_route")
+    allowed = error.headers.get("Allow", "another method")
+    return ApiError(405, f"The route takes {allowed}.", code="method_not_allowed", headers={"Allow": allowed})

@@ -63,7 +63,8 @@ def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
 async def read_request(request: web.Request, kind: type[Kind]) -> Kind:
     """Return the body as `kind`, for the model that is served, with nothing in it that is refused. Raises ApiError."""
     service = service_of(request)
-    data = await read_body(request, service.config)
+    # Ollama's documentation shows calls without Content-Type.
+    data = await read_body(request, service.config, undeclared=request.path.startswith("/api/"))
     check_shape(data)
     body, unknown = _decoded(data, kind)
     if unknown and service.config.unknown_fields == "refuse":

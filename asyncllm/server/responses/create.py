@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from asyncllm.config import RequestKeywords
 from asyncllm.engine.requests.generation import Generation
 from asyncllm.server.http.access import KEY
 from asyncllm.server.http.errors import ApiError
-from asyncllm.server.http.responses import built_response, encode
+from asyncllm.server.http.responses import built_response, encode, json_response
 from asyncllm.server.openai.answers import chat_logprobs, size_of
 from asyncllm.server.openai.responses import TokenLogprob
 from asyncllm.server.request.arguments import image_options, request_options, sampled_config, thinking_options
@@ -28,13 +29,20 @@ from asyncllm.server.responses.event_log import EventLog
 from asyncllm.server.responses.items import messages_of
 from asyncllm.server.responses.kept import follow
 from asyncllm.server.responses.output import Event, OutputItems
-from asyncllm.server.responses.requests import ResponsesRequest, check_included, format_of, logprobs_of, tools_of
+from asyncllm.server.responses.requests import (
+    InputTokensRequest,
+    ResponsesRequest,
+    check_included,
+    format_of,
+    logprobs_of,
+    tools_of,
+)
 from asyncllm.server.responses.store import Kept
 from asyncllm.server.service import Service, service_of
 from asyncllm.server.sse import SSE, stream
 from asyncllm.types import Chunk, Logprobs, Message
 
-__all__ = ["ResponseObject", "create_response"]
+__all__ = ["InputTokens", "ResponseObject", "count_input_tokens", "create_response"]
 
 FRAMING = replace(SSE, done=b"")
 """The last event is the response itself."""
@@ -77,6 +85,50 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     user: str | None = None
 
 
+async def _conversation(request: web.Request, body: ResponsesRequest | InputTokensRequest) -> list[Message]:
+    """Return the messages that are answered, without instructions. The items that `body.input` refers to take the place
+    of the references. Raises ApiError."""
+    service, before = service_of(request), list[Message]()
+    if body.previous_response_id is not None:
+        service.background.check_over(request[KEY], body.previous_response_id, "previous_response_id")
+        before = _messages_of_kept(
+            service.responses.get(request[KEY], body.previous_response_id, "previous_response_id")
+        )
+    body.input = service.responses.resolved(request[KEY], body.input)
+    return [*before, *await with_images(request, messages_of(body.input))]
+
+
+def _instructed(body: ResponsesRequest | InputTokensRequest, conversation: list[Message]) -> list[Message]:
+    return (
+        conversation if body.instructions is None else [{"role": "system", "content": body.instructions}, *conversation]
+    )
+
+
+def _options(service: Service, body: ResponsesRequest | InputTokensRequest) -> RequestKeywords:
+    """Return the tools, how much the model thinks and how images are prepared, as keywords of the engine. Raises
+    ApiError."""
+    effort = None if body.reasoning is None else body.reasoning.effort
+    template = service.engine.chat_template
+    thinking = thinking_options(template, effort, body.chat_template_kwargs, "reasoning")
+    return thinking | tools_of(body) | image_options(body)
+
+
+class InputTokens(msgspec.Struct, kw_only=True):
+    """The answer of POST /v1/responses/input_tokens."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
+async def count_input_tokens(request: web.Request) -> web.StreamResponse:
+    """Count the tokens of a prompt as POST /v1/responses would have it."""
+    service = service_of(request)
+    body = await read_request(request, InputTokensRequest)
+    messages: Any = _instructed(body, await _conversation(request, body))
+    encoded: Any = await service.engine.encode([messages], bounded=True, **_options(service, body))
+    return json_response(InputTokens(input_tokens=len(encoded[0])))
+
+
 async def create_response(request: web.Request) -> web.StreamResponse:
     """Answer as OpenAI's Responses API does."""
     service = service_of(request)
@@ -91,16 +143,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
                 param="background",
             )
         service.background.check_room()
-    before: list[Message] = []
-    if body.previous_response_id is not None:
-        service.background.check_over(request[KEY], body.previous_response_id, "previous_response_id")
-        before = _messages_of_kept(
-            service.responses.get(request[KEY], body.previous_response_id, "previous_response_id")
-        )
-    body.input = service.responses.resolved(request[KEY], body.input)
-    said = await with_images(request, messages_of(body.input))
-    front: list[Message] = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    effort = None if body.reasoning is None else body.reasoning.effort
+    conversation = await _conversation(request, body)
     config = sampled_config(
         body,
         service.defaults,
@@ -109,19 +152,14 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         logprobs=logprobs_of(body),
     )
     generation = service.engine.generate(
-        [*front, *before, *said],
+        _instructed(body, conversation),
         config,
         stream_response=bool(body.stream),
         adapter_name=service.adapter_of(body.model),
-        **(
-            request_options(request, body)
-            | thinking_options(service.engine.chat_template, effort, body.chat_template_kwargs, "reasoning")
-            | tools_of(body)
-            | image_options(body)
-        ),
+        **(request_options(request, body) | _options(service, body)),
     )
     await generation.start()
-    answer = _Answer(request[KEY], service, body, [*before, *said])
+    answer = _Answer(request[KEY], service, body, conversation)
     answer.object.temperature, answer.object.top_p = config.temperature, config.top_p
     if body.background:
         return await _begin_in_background(request, answer, generation)

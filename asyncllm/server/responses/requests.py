@@ -8,10 +8,11 @@ import msgspec
 from msgspec import Meta
 
 from asyncllm.config import MAX_LOGPROBS, RequestKeywords
+from asyncllm.config.tools import MAX_TOOLS
 from asyncllm.server.http.errors import ApiError
-from asyncllm.server.request.fields import MAX_MESSAGES, ImageOptions, NewTokens, SamplingFields, Variables
+from asyncllm.server.request.fields import MAX_MESSAGES, Body, ImageOptions, NewTokens, SamplingFields, Variables
 
-__all__ = ["ResponsesRequest", "check_included", "format_of", "logprobs_of", "tools_of"]
+__all__ = ["InputTokensRequest", "ResponsesRequest", "check_included", "format_of", "logprobs_of", "tools_of"]
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
@@ -45,14 +46,35 @@ class ResponsesStreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields
     """Padding against traffic analysis; ignored."""
 
 
+Items = str | Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
+ResponseId = Annotated[str, Meta(max_length=128)]
+Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
+
+
+class InputTokensRequest(Body, kw_only=True):
+    """The body of POST /v1/responses/input_tokens: what of a response's request its prompt is made of."""
+
+    input: Items = ""
+    instructions: str | None = None
+    previous_response_id: ResponseId | None = None
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    """The form of an answer is no part of its prompt."""
+    reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: Variables | None = None
+    mm_processor_kwargs: ImageOptions | None = None
+
+
 class ResponsesRequest(SamplingFields, kw_only=True):
     """The body of POST /v1/responses."""
 
-    input: str | Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
+    input: Items
     """A text, or items: messages, calls of functions, their outputs, and reasoning."""
     instructions: str | None = None
     """A system message in front; it is not kept for the next response."""
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
+    tools: Tools | None = None
     """Functions that the model may call."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -69,7 +91,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     background: bool | None = None
     """true: the answer comes at once, with the status queued, and the response is computed and kept. Ask for it until
     its status is another than queued and in_progress."""
-    previous_response_id: Annotated[str, Meta(max_length=128)] | None = None
+    previous_response_id: ResponseId | None = None
     """The conversation that goes on, without its instructions."""
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
@@ -114,7 +136,7 @@ def format_of(body: ResponsesRequest) -> dict[str, Any] | None:
     return None if body.text is None else body.text.format
 
 
-def tools_of(body: ResponsesRequest) -> RequestKeywords:
+def tools_of(body: ResponsesRequest | InputTokensRequest) -> RequestKeywords:
     """Return which tools may be called, in the form of chats. Raises ApiError for those that are no functions."""
     options: RequestKeywords = {}
     if body.tools:

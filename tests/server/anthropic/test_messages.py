@@ -219,11 +219,24 @@ async def test_a_failure_in_mid_stream_is_an_error_event() -> None:
     [("message_create_params", MessagesRequest), ("message_count_tokens_params", CountTokensRequest)],
 )
 def test_no_field_of_anthropic_lacks_a_policy(name: str, kind: Any) -> None:
-    module = getattr(anthropic.types, name)
-    kinds = [each for title, each in vars(module).items() if inspect.isclass(each) and title.startswith("Message")]
-    fields = {field for each in kinds for field in typing.get_type_hints(each)}
+    fields: set[str] = set()
+    for module in (getattr(anthropic.types, name), getattr(anthropic.types.beta, name)):
+        kinds = [each for title, each in vars(module).items() if inspect.isclass(each) and title.startswith("Message")]
+        fields |= {field for each in kinds for field in typing.get_type_hints(each)}
     assert len(fields) > 9
     assert sorted(fields - set(kind.__struct_fields__) - set(NEUTRAL)) == []
+
+
+async def test_its_tool_runner_goes_on_without_a_thread() -> None:
+    """It asks the server to keep the conversation, and reads from the error that this one does not."""
+    async with serving(FakeEngine("Hi there")) as served, client_of(served) as client:
+        runner = client.beta.messages.tool_runner(model="fake", messages=HI, max_tokens=99, tools=[])
+        message = await runner.until_done()
+        assert message.content[0].text == "Hi there"
+        kept = {"model": "fake", "messages": HI, "max_tokens": 9, "thread": {"type": "create"}}
+        status, answer = await served.post("/v1/messages", kept)
+        assert status == 400
+        assert answer["error"]["details"]["error_code"] == "thread_unsupported_request"
 
 
 async def test_models_are_listed_in_its_form() -> None:

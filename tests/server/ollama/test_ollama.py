@@ -302,3 +302,17 @@ def test_no_field_of_ollama_lacks_a_policy(name: str, kind: Any, at_least: int) 
     fields = set(getattr(_types, name).model_fields)
     assert len(fields) >= at_least
     assert sorted(fields - set(kind.__struct_fields__) - set(NEUTRAL)) == []
+
+
+async def test_curl_as_its_documentation_has_it() -> None:
+    """No Content-Type says that a body is JSON; what a browser sends has to."""
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    body = json.dumps({"model": "fake", "prompt": "Hi", "stream": False})
+    async with serving(FakeEngine("Hello")) as served:
+        async with served.http.post(f"{served.url}/api/generate", data=body, headers=form) as answer:
+            assert (await answer.json())["response"] == "Hello"
+        for said in ({"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-origin"}):
+            async with served.http.post(f"{served.url}/api/generate", data=body, headers={**form, **said}) as answer:
+                assert answer.status == 415
+        async with served.http.post(f"{served.url}/v1/completions", data=body, headers=form) as answer:
+            assert answer.status == 415

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import response_create_params
+from openai.types.responses import input_token_count_params, response_create_params
 
 from asyncllm.config.neutral import Neutral
 from asyncllm.server.openai.requests import ChatRequest, CompletionRequest, EmbeddingRequest, OpenAIFields
 from asyncllm.server.request.neutral import NEUTRAL
-from asyncllm.server.responses.requests import ResponsesRequest
+from asyncllm.server.responses.requests import InputTokensRequest, ResponsesRequest
 from asyncllm.testing import FakeEngine
 from tests.server.serving import Served, serving
 
@@ -35,7 +35,11 @@ VALUES: list[Any] = [None, True, False, 0, -1.5, 2**53, "", "text", [], [[None]]
 
 def fields_of(module: Any) -> set[str]:
     """Every field of the module's request types, streamed and not."""
-    kinds = [kind for name, kind in vars(module).items() if name.endswith(("CreateParamsBase", "CreateParams"))]
+    kinds = [
+        kind
+        for name, kind in vars(module).items()
+        if name.endswith(("CreateParamsBase", "CreateParams", "CountParams"))
+    ]
     kinds += [each for name, kind in vars(module).items() for each in typing.get_args(kind) if "CreateParams" in name]
     return {field for kind in kinds for field in getattr(kind, "__annotations__", ())}
 
@@ -56,8 +60,9 @@ def looked_up(kind: type[msgspec.Struct], *, taken: bool) -> list[str]:
         (completion_create_params, CompletionRequest, 18),
         (embedding_create_params, EmbeddingRequest, 5),
         (response_create_params, ResponsesRequest, 30),
+        (input_token_count_params, InputTokensRequest, 10),
     ],
-    ids=["chat", "completions", "embeddings", "responses"],
+    ids=["chat", "completions", "embeddings", "responses", "input tokens"],
 )
 def test_no_field_of_openai_lacks_a_policy(module: Any, kind: type[msgspec.Struct], at_least: int) -> None:
     fields = fields_of(module)

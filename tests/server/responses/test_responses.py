@@ -283,3 +283,33 @@ async def test_old_responses_make_room() -> None:
     short = KeptResponses(0.0)
     short.put(0, Kept({"id": "a"}, [], [], 1))
     assert len(short) == 0
+
+
+async def test_tokens_of_a_prompt_are_counted_as_the_response_would_say() -> None:
+    async with (
+        serving(FakeEngine(backend_config=THINKS)) as served,
+        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        first = await client.responses.create(model="fake", input="Hi")
+        asked: dict[str, Any] = {"input": "And now?", "instructions": "Be brief.", "tools": [WEATHER]}
+        asked |= {"model": "fake", "previous_response_id": first.id}
+        counted = await client.responses.input_tokens.count(**asked)
+        answered = await client.responses.create(**asked)
+        assert answered.usage is not None
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", answered.usage.input_tokens)
+        with pytest.raises(openai.NotFoundError, match="no response"):
+            await client.responses.input_tokens.count(model="fake", input="x", previous_response_id="resp_other")
+        with pytest.raises(openai.NotFoundError, match="not made shorter"):
+            await client.responses.compact(model="fake", input="x")
+
+
+@pytest.mark.parametrize(
+    ("path", "word"), [("files", "asyncllm batch"), ("batches/b_1", "asyncllm batch"), ("x", "GET /")]
+)
+async def test_routes_that_are_not_there_say_what_to_do(path: str, word: str) -> None:
+    async with serving(FakeEngine()) as served:
+        for status, answer in (await served.get(f"/v1/{path}"), await served.post(f"/v1/{path}", {})):
+            assert status == 404
+            assert word in answer["error"]["message"]
+        status, answer = await served.get("/v1/chat/completions")
+        assert (status, answer["error"]["code"]) == (405, "method_not_allowed")
