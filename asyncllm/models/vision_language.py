@@ -19,7 +19,7 @@ from asyncllm.models.vision.llama4 import read_llama4
 from asyncllm.models.vision.llava import read_deepseek_vl, read_llava, read_onevision
 from asyncllm.models.vision.llava_original import read_original_llava
 from asyncllm.models.vision.parts import Composed
-from asyncllm.models.vision.pixtral import read_mistral3
+from asyncllm.models.vision.pixtral import read_lighton_ocr, read_mistral3
 from asyncllm.models.vision.published import PUBLISHED_MODELS, PUBLISHED_READERS
 from asyncllm.models.vision.qwen_vl import read_qwen3_5, read_qwen3_vl, read_qwen_vl
 from asyncllm.models.weights import WeightMap
@@ -61,10 +61,12 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "DeepseekVLForConditionalGeneration": read_deepseek_vl,
     "DeepseekVLHybridForConditionalGeneration": read_deepseek_vl_hybrid,
     "Gemma3ForConditionalGeneration": read_gemma3,
+    "Glm46VForConditionalGeneration": read_glm4v,
     "Glm4vForConditionalGeneration": read_glm4v,
     "Idefics3ForConditionalGeneration": read_idefics3,
     "InternVLChatModel": read_intern_vl,
     "InternVLForConditionalGeneration": read_intern_vl,
+    "LightOnOcrForConditionalGeneration": read_lighton_ocr,
     "Llama4ForConditionalGeneration": read_llama4,
     "LlavaForConditionalGeneration": read_llava,
     "LlavaLlamaForCausalLM": lambda hf: read_original_llava(hf, "llama"),
@@ -86,11 +88,13 @@ VISION_MODELS: Mapping[str, str] = {
     "DeepseekVLForConditionalGeneration": "DeepSeek-VL 1.3B, as transformers has it",
     "DeepseekVLHybridForConditionalGeneration": "DeepSeek-VL 7B, as transformers has it",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B",
+    "Glm46VForConditionalGeneration": "GLM-4.6V-Flash",
     "Glm4vForConditionalGeneration": "GLM-4.1V-9B",
     "Idefics3ForConditionalGeneration": "Idefics3",
     "InternVLChatModel": "InternVL-Chat 1.1, 1.2 and 1.5, InternVL2, InternVL2.5 and InternVL3, as their authors "
     "published them",
     "InternVLForConditionalGeneration": "the same, as transformers has them",
+    "LightOnOcrForConditionalGeneration": "LightOnOCR 1B",
     "Llama4ForConditionalGeneration": "Llama 4 Scout and Maverick",
     "LlavaForConditionalGeneration": "LLaVA 1.5, as llava-hf has it; Pixtral 12B, as transformers has it",
     "LlavaLlamaForCausalLM": "LLaVA 1.5 and 1.6 as their authors published them, with the tower among the weights; "

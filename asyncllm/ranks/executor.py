@@ -60,7 +60,7 @@ from asyncllm.ranks.messages import (
 )
 from asyncllm.ranks.process import RankProcess
 from asyncllm.ranks.shared_tensors import share_tensors
-from asyncllm.ranks.step_images import without_pixels
+from asyncllm.ranks.step_images import LatestPixels, without_pixels
 from asyncllm.text.grammars.bridge import CompiledGrammar
 
 __all__ = ["RankExecutor"]
@@ -98,6 +98,8 @@ class RankExecutor:
         """Numbers of grammars that nothing refers to any more. Written by whatever thread drops the last reference."""
         self._error: BaseException | None = None
         """What the executor died of."""
+        self._pixels = LatestPixels()
+        """What all ranks have of images."""
         self._on_step: Callable[[], None] = lambda: None
         self._on_death: Callable[[Exception], None] | None = None
 
@@ -176,7 +178,7 @@ class RankExecutor:
             numbers = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
             self._send_all(encode(ForgetGrammars(numbers)))
         step = _Step(future, self.num_ranks)
-        stripped, pixels = without_pixels(batch)
+        stripped, pixels = without_pixels(batch, self._pixels)
         message, images = encode(RunStep(stripped)), [encode_pixels(each) for each in pixels]
         for channel, unanswered in zip(self._channels, self._unanswered, strict=True):
             unanswered.append(step)

@@ -37,7 +37,7 @@ from asyncllm.ranks.messages import (
     encode,
 )
 from asyncllm.ranks.shared_tensors import map_tensors
-from asyncllm.ranks.step_images import with_pixels
+from asyncllm.ranks.step_images import LatestPixels, with_pixels
 
 __all__ = ["Rank", "main"]
 
@@ -74,7 +74,8 @@ class Rank:
         self._started: asyncio.Future[Start | None] | None = None
         """The first message, or None when there comes none."""
         self._pixels: list[TakePixels] = []
-        """Of the images of the next step."""
+        """Of the images of the next step, as far as they are new."""
+        self._latest = LatestPixels()
         self._over = asyncio.Event()
         self._grammars = RankGrammars()
         self._decode = decoder_to_rank(self._grammars.make)
@@ -121,7 +122,7 @@ class Rank:
                 self._pixels.append(taken)
             case RunStep(batch):
                 taken_before, self._pixels = self._pixels, []
-                batch = with_pixels(batch, taken_before)
+                batch = with_pixels(batch, taken_before, self._latest)
                 self._answer(lambda: self._running().submit(batch), partial(_step_done, batch.step))
             case TakeGrammar(grammar):
                 self._answer(lambda: self._grammars.take(grammar), partial(_grammar_taken, grammar.number))

@@ -129,17 +129,19 @@ def _onevision(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor
     )
 
 
-def _pixtral(fields: _Fields, settings: _Fields, where: str, merge: int = 1) -> ImageProcessor:
+def _pixtral(fields: _Fields, settings: _Fields, where: str, merge: int = 1, **more: str) -> ImageProcessor:
     vision = {"patch_size": 16, **(fields.get("vision_config") or {})}
-    return RowsProcessor(
-        PictureSettings(settings, where),
-        token_id=image_token(fields, 10),
-        step=vision["patch_size"] * merge,
-    )
+    read = PictureSettings(settings, where)
+    return RowsProcessor(read, token_id=image_token(fields, 10), patch=vision["patch_size"], merge=merge, **more)
 
 
 def _mistral3(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     return _pixtral(fields, settings, where, fields.get("spatial_merge_size") or 2)
+
+
+def _lighton_ocr(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    usual = {"image_token_id": 151655, **fields}
+    return _pixtral(usual, settings, where, fields.get("spatial_merge_size") or 2, placeholder="<|image_pad|>")
 
 
 def _idefics3(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
@@ -285,10 +287,12 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "DeepseekVLForConditionalGeneration": _deepseek,
     "DeepseekVLHybridForConditionalGeneration": _deepseek_hybrid,
     "Gemma3ForConditionalGeneration": _gemma3,
+    "Glm46VForConditionalGeneration": _glm4v,
     "Glm4vForConditionalGeneration": _glm4v,
     "Idefics3ForConditionalGeneration": _idefics3,
     "InternVLChatModel": _intern,
     "InternVLForConditionalGeneration": _intern,
+    "LightOnOcrForConditionalGeneration": _lighton_ocr,
     "Llama4ForConditionalGeneration": _llama4,
     "LlavaForConditionalGeneration": _llava,
     "LlavaLlamaForCausalLM": _original_llava,

@@ -13,7 +13,7 @@ from asyncllm import AsyncEngine, GenerationConfig
 from asyncllm.protocol import Batch, PrefillRow, PromptImage
 from asyncllm.ranks.channel import Channel
 from asyncllm.ranks.messages import TakePixels, decoder_to_rank, encode_pixels
-from asyncllm.ranks.step_images import with_pixels, without_pixels
+from asyncllm.ranks.step_images import LatestPixels, with_pixels, without_pixels
 from tests.ranks.engines import settings
 from tests.vl.checkpoints import folder_of, picture
 
@@ -42,7 +42,7 @@ def test_only_the_images_of_a_chunk_travel() -> None:
         PrefillRow(slot=2, tokens=[5], position=0, sample=False),
     ]
     batch = Batch(step=1, starts=[], new_blocks=[], copies=[], prefill=rows, decode=[])
-    stripped, pixels = without_pixels(batch)
+    stripped, pixels = without_pixels(batch, LatestPixels())
     assert [each is images[index].pixels for index, each in enumerate(pixels)] == [True, True]
     assert [[image.pixels for image in row.images] for row in stripped.prefill] == [[0, 1, None], [1, None], []]
     assert batch.prefill[0].images[0].pixels is images[0].pixels, "the scheduler's own row is as it was"
@@ -52,13 +52,39 @@ def test_only_the_images_of_a_chunk_travel() -> None:
         message = DECODE(memoryview(head + bytes(values)))
         assert isinstance(message, TakePixels)
         taken.append(message)
-    filled = with_pixels(stripped, taken)
+    filled = with_pixels(stripped, taken, LatestPixels())
     assert np.array_equal(filled.prefill[0].images[0].pixels, images[0].pixels)
     assert np.array_equal(filled.prefill[1].images[0].pixels, images[1].pixels)
     assert [image.position for image in filled.prefill[0].images] == [2, 8, 20]
     assert filled.prefill[0].images[2].pixels is None
     plain = Batch(step=1, starts=[], new_blocks=[], copies=[], prefill=rows[2:], decode=[])
-    assert without_pixels(plain) == (plain, [])
+    assert without_pixels(plain, LatestPixels()) == (plain, [])
+
+
+def test_what_ranks_have_travels_once() -> None:
+    """Over random steps and little room each side has what the other one has."""
+    dice = np.random.default_rng(3)
+    images = [image_at(0, 4, seed) for seed in range(8)]
+    here, there = LatestPixels(400), LatestPixels(400)
+    sent = 0
+    for step in range(200):
+        rows = [
+            PrefillRow(slot=slot, tokens=[5] * 4, position=0, sample=False, images=[images[dice.integers(8)]])
+            for slot in range(dice.integers(1, 4))
+        ]
+        batch = Batch(step=step, starts=[], new_blocks=[], copies=[], prefill=rows, decode=[])
+        stripped, pixels = without_pixels(batch, here)
+        sent += len(pixels)
+        taken = [DECODE(memoryview(b"".join(map(bytes, encode_pixels(each))))) for each in pixels]
+        filled = with_pixels(stripped, taken, there)
+        for row, expected in zip(filled.prefill, rows, strict=True):
+            assert np.array_equal(row.images[0].pixels, expected.images[0].pixels)
+        assert list(here._kept) == list(there._kept)
+        assert here._num_bytes == there._num_bytes <= 400
+    assert 20 < sent < 380
+    roomy = LatestPixels(2**20)
+    without_pixels(batch, roomy)
+    assert without_pixels(batch, roomy)[1] == [], "sent once"
 
 
 async def test_pixels_go_out_bit_by_bit() -> None:

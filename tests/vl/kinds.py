@@ -218,6 +218,14 @@ def _glm4v() -> tuple[Any, dict[str, Any], list[str], str | None]:
     return config, pictures, ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>"], None
 
 
+def _glm46v() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import Glm46VConfig
+
+    config, pictures, tokens, template = _glm4v()
+    fields = {key: each for key, each in config.to_dict().items() if key != "model_type"}
+    return Glm46VConfig(**fields), {**pictures, "image_processor_type": "Glm46VImageProcessor"}, tokens, template
+
+
 _INTERN_TOKENS = ["<IMG_CONTEXT>", "<img>", "</img>"]
 
 
@@ -374,6 +382,18 @@ def _mistral3() -> tuple[Any, dict[str, Any], list[str], str | None]:
     return config, {**_PIXTRAL_PICTURES, "patch_size": {"height": 14, "width": 14}}, _PIXTRAL_TOKENS, None
 
 
+def _lighton_ocr() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import LightOnOcrConfig
+
+    config = LightOnOcrConfig(
+        vision_config={**_PIXTRAL_TOWER, "hidden_act": "silu"},
+        text_config={**TEXT, "model_type": "qwen3"},
+        image_token_id=IMAGE_ID,
+        tie_word_embeddings=True,
+    )
+    return config, {**_PIXTRAL_PICTURES, "patch_size": {"height": 14, "width": 14}}, ["<|image_pad|>"], None
+
+
 def _idefics3() -> tuple[Any, dict[str, Any], list[str], str | None]:
     from transformers import Idefics3Config
 
@@ -527,11 +547,13 @@ KINDS: dict[str, Callable[[], tuple[Any, dict[str, Any], list[str], str | None]]
     "onevision": _onevision,
     "pixtral": _pixtral,
     "mistral3": _mistral3,
+    "lighton_ocr": _lighton_ocr,
     "idefics3": _idefics3,
     "smolvlm": _smolvlm,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "glm4v": _glm4v,
+    "glm46v": _glm46v,
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_5": _qwen3_5,

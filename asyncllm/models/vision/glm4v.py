@@ -1,4 +1,4 @@
-"""GLM-4.1V."""
+"""GLM-4.1V, and GLM-4.6V-Flash, which is the same under another name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ __all__ = ["read_glm4v"]
 
 def read_glm4v(hf: HFConfig) -> Composed:
     text, _ = text_of(hf)
+    if str(text.fields.get("model_type", "glm4v_text")) != "glm4v_text":
+        hf.unsupported("text_config", "Its decoder is not that of GLM-4.1V and GLM-4.6V-Flash, which is the nearest.")
     rope = text.fields.get("rope_parameters") or text.fields.get("rope_scaling") or {}
     usual = {
         "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) if isinstance(rope, dict) else 1.0,

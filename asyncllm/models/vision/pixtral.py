@@ -1,4 +1,4 @@
-"""Pixtral, as transformers has it, and Mistral Small 3.1 and later."""
+"""Pixtral, as transformers has it, Mistral Small 3.1 and later, and LightOnOCR, which has their tower."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from asyncllm.models.config import HFConfig
 from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, part_of, square_of, text_of
 from asyncllm.vl.towers.pixtral import PixtralConfig
 
-__all__ = ["read_mistral3", "read_pixtral"]
+__all__ = ["read_lighton_ocr", "read_mistral3", "read_pixtral"]
+
+_MERGING = ("mistral3", "lighton_ocr")
 
 
 def read_pixtral(hf: HFConfig) -> Composed:
@@ -18,8 +20,20 @@ def read_mistral3(hf: HFConfig) -> Composed:
     return _read(hf, layer=-1, bias=False, merge=hf.integer("spatial_merge_size", 2))
 
 
-def _read(hf: HFConfig, *, layer: int, bias: bool, merge: int) -> Composed:
-    """`layer`, `bias`: where the file says nothing."""
+def read_lighton_ocr(hf: HFConfig) -> Composed:
+    names = ("vision_encoder", "vision_projection")
+    return _read(hf, layer=-1, bias=False, merge=hf.integer("spatial_merge_size", 2), names=names)
+
+
+def _read(
+    hf: HFConfig,
+    *,
+    layer: int,
+    bias: bool,
+    merge: int,
+    names: tuple[str, str] = ("vision_tower", "multi_modal_projector"),
+) -> Composed:
+    """`layer`, `bias`: where the file says nothing. `names`: of the checkpoint's modules."""
     text, decoder = text_of(hf)
     part = part_of(hf, "vision_config")
     part.expect("model_type", "pixtral")
@@ -47,8 +61,9 @@ def _read(hf: HFConfig, *, layer: int, bias: bool, merge: int) -> Composed:
         theta=theta.number("rope_theta"),
         activation=TOWER_ACTIVATIONS[part.fields.get("hidden_act", "gelu")],
         merge=merge,
-        merge_eps=text.number("rms_norm_eps", 1e-6) if hf.fields.get("model_type") == "mistral3" else None,
+        merge_eps=text.number("rms_norm_eps", 1e-6) if hf.fields.get("model_type") in _MERGING else None,
         bias=hf.flag("multimodal_projector_bias", bias),
+        names=names,
         projector_activation=TOWER_ACTIVATIONS[hf.fields.get("projector_hidden_act", "gelu")],
     )
     return Composed(text, decoder, vision)

@@ -1,4 +1,5 @@
-"""Pictures for Pixtral and Mistral 3: scaled down to a longest side, and up to whole patches; rows end in a token."""
+"""Pictures for Pixtral, Mistral 3 and LightOnOCR: scaled down to a longest side, and up to whole patches. Rows of the
+former two end in a token."""
 
 from __future__ import annotations
 
@@ -16,16 +17,19 @@ __all__ = ["RowsProcessor"]
 
 
 class RowsProcessor:
-    """One picture [1, 3, height, width]. Each row of tokens is a place of its own in the prompt."""
+    """One picture [1, 3, height, width]. Each row of tokens is a place of its own in the prompt, if they end in one."""
 
     before: Sequence[int] = ()
     after: Sequence[int] = ()
     joint = 0
-    placeholder = "[IMG]"
 
-    def __init__(self, settings: PictureSettings, *, token_id: int, step: int) -> None:
-        """`step`: side in pixels of the square that becomes a token."""
-        self.settings, self.token_id, self._step = settings, token_id, step
+    def __init__(
+        self, settings: PictureSettings, *, token_id: int, patch: int, merge: int, placeholder: str = "[IMG]"
+    ) -> None:
+        """`merge`: patches along a side of the square that becomes a token. A `placeholder` other than [IMG] stands for
+        all rows."""
+        self.settings, self.token_id, self.placeholder = settings, token_id, placeholder
+        self._merge, self._step = merge, patch * merge
         self._most = settings.longest("size", 1024)
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
@@ -36,11 +40,13 @@ class RowsProcessor:
         columns, rows = (max(math.ceil(math.floor(each / ratio) / step), 1) for each in loaded.size)
         scaled = resized(loaded, rows * step, columns * step, self.settings.resample)
         pixels = self.settings.numbers(np.asarray(scaled)[None])
+        parted = self.placeholder == "[IMG]"
         return PromptImage(
             length=rows * columns,
+            pictures=((rows * self._merge, columns * self._merge),),
             digest=digest_of(pixels=pixels),
             pixels=pixels,
             size=(loaded.height, loaded.width),
-            text="[IMG][IMG_BREAK]" * (rows - 1) + "[IMG][IMG_END]",
-            slots=(columns,) * rows,
+            text="[IMG][IMG_BREAK]" * (rows - 1) + "[IMG][IMG_END]" if parted else "",
+            slots=(columns,) * rows if parted else (),
         )

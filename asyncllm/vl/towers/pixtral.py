@@ -1,5 +1,5 @@
-"""The tower of Pixtral (Agrawal et al., 2024) and of Mistral 3: images of any size, whose patches are turned by their
-row and column. Mistral 3 makes one token of a square of patches."""
+"""The tower of Pixtral (Agrawal et al., 2024), of Mistral 3 and of LightOnOCR: images of any size, whose patches are
+turned by their row and column. The last two make one token of a square of patches."""
 
 from __future__ import annotations
 
@@ -39,24 +39,27 @@ class PixtralConfig(TowerConfig, frozen=True, kw_only=True):
     """Of the norm in front of the merger; None: there are neither."""
     bias: bool
     projector_activation: TowerActivation
+    names: tuple[str, str] = ("vision_tower", "multi_modal_projector")
+    """Of the checkpoint's modules: the transformer and the projector."""
 
     def build(self, hidden_size: int) -> PixtralTower:
         return PixtralTower(self, hidden_size)
 
     @property
     def weights(self) -> Mapping[str, str]:
-        layer, own = "vision_tower.transformer.layers.{i}", "vision.layers.{i}"
+        tower, projector = self.names
+        layer, own = f"{tower}.transformer.layers.{{i}}", "vision.layers.{i}"
         return {
-            "vision_tower.patch_conv": "vision.patches",
-            "vision_tower.ln_pre": "vision.first_norm",
+            f"{tower}.patch_conv": "vision.patches",
+            f"{tower}.ln_pre": "vision.first_norm",
             f"{layer}.attention_norm": f"{own}.attn_norm",
             **{f"{layer}.attention.{name}_proj": f"{own}.qkv[{name}]" for name in ("q", "k", "v")},
             f"{layer}.attention.o_proj": f"{own}.out",
             f"{layer}.ffn_norm": f"{own}.mlp_norm",
             **{f"{layer}.feed_forward.{name}_proj": f"{own}.{target}" for name, target in GATED.items()},
-            "multi_modal_projector.norm": "vision.norm",
-            "multi_modal_projector.patch_merger.merging_layer": "vision.merger",
-            **{f"multi_modal_projector.linear_{n}": f"vision.projector_{n}" for n in (1, 2)},
+            f"{projector}.norm": "vision.norm",
+            f"{projector}.patch_merger.merging_layer": "vision.merger",
+            **{f"{projector}.linear_{n}": f"vision.projector_{n}" for n in (1, 2)},
         }
 
 
@@ -87,7 +90,7 @@ class PixtralTower(VisionTower):
 
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         config, device = self.config, self.projector_1.weight.device
-        grids = [(len(image.slots) * config.merge, image.slots[0] * config.merge) for image in images]
+        grids = [grid for image in images for grid in image.pictures]
         pictures = [torch.from_numpy(image.pixels).to(device) for image in images]
         x = self.first_norm(torch.cat([self.patches.of_images(each)[0] for each in pictures]))
         rotation = self._rotation(grids, device)
