@@ -114,7 +114,7 @@ class OpenRequests:
         try:
             request, answer, token_ids = sequence.request, sequence.answer, sequence.token_ids
             last = sequence.finish_reason is not None
-            answer.read_new(token_ids[sequence.num_prompt + answer.num_read :], last=last)
+            answer.read(token_ids[sequence.num_prompt + answer.num_read :], last=last)
             if answer.stop_reason is not None or (answer.splits and answer.over):
                 if sequence.finish_reason in (None, "length"):
                     self._scheduler.finish(sequence, "stop")
@@ -123,7 +123,7 @@ class OpenRequests:
                 self._scheduler.cut(sequence, answer.num_read)
             elif sequence.finish_reason == "stop" and token_ids[-1] in request.named_stop_ids:
                 answer.stop_reason = token_ids[-1]
-            if sequence.finish_reason == "stop" and answer.called:
+            if last and sequence.finish_reason == "stop" and answer.called:
                 sequence.finish_reason = "tool_calls"
             if not last and not request.delivery.streaming:
                 return False

@@ -25,11 +25,11 @@ class Answer:
         "_hidden_ids",
         "_matcher",
         "_parts",
-        "_unsent_logprobs",
-        "_unsent_parts",
         "num_read",
         "num_sent",
         "stop_reason",
+        "unsent",
+        "unsent_logprobs",
     )
     splits = False
     """Whether reasoning and calls are split off its text."""
@@ -42,8 +42,9 @@ class Answer:
         self._hidden_ids = hidden_ids
         """Tokens that end the answer without being part of its text."""
         self._parts: list[str] = []
-        self._unsent_parts: list[str] = []
-        self._unsent_logprobs: Logprobs | None = None
+        self.unsent = ""
+        """Text that no chunk has carried yet. `Sequence.take_chunk` empties it, and `unsent_logprobs`."""
+        self.unsent_logprobs: Logprobs | None = None
         self.num_read = 0
         """Tokens turned into text."""
         self.num_sent = 0
@@ -77,18 +78,15 @@ class Answer:
         """Set the text of a response, with reasoning and tool calls."""
         response.text = self.text
 
-    def read_new(self, tokens: Sequence[int], *, last: bool) -> None:
-        """Read new tokens. Of several forced ones, those after the end of the answer are left."""
-        if len(tokens) > 1 and self.watches_text:
+    def read(self, tokens: Sequence[int], *, last: bool) -> None:
+        """Turn new tokens into text. With the `last` ones, no text is held back. May set `stop_reason`: then those of
+        several forced tokens that come after the end of the answer are left."""
+        if self._matcher is not None and len(tokens) > 1:
             for token in tokens[:-1]:
                 self.read([token], last=False)
-                if self.over:
+                if self.stop_reason is not None:
                     return
             tokens = tokens[-1:]
-        self.read(tokens, last=last)
-
-    def read(self, tokens: Sequence[int], *, last: bool) -> None:
-        """Turn new tokens into text. With the `last` ones, no text is held back. May set `stop_reason`."""
         self.num_read += len(tokens)
         if last and tokens and tokens[-1] in self._hidden_ids:
             tokens = tokens[:-1]
@@ -103,19 +101,13 @@ class Answer:
                 text += self._matcher.flush()
         if text:
             self._parts.append(text)
-            self._unsent_parts.append(text)
+            self.unsent += text
 
     def add_logprobs(self, entry: TokenLogprobs) -> None:
         """Add the log-probabilities of the newest token."""
-        if self._unsent_logprobs is None:
-            self._unsent_logprobs = []
-        self._unsent_logprobs.append(dict(entry))
-
-    def take(self) -> tuple[str, Logprobs | None]:
-        """Return text and log-probabilities that no chunk has carried yet."""
-        text, self._unsent_parts = "".join(self._unsent_parts), []
-        logprobs, self._unsent_logprobs = self._unsent_logprobs, None
-        return text, logprobs
+        if self.unsent_logprobs is None:
+            self.unsent_logprobs = []
+        self.unsent_logprobs.append(dict(entry))
 
 
 class Delivery:
@@ -163,15 +155,19 @@ class Delivery:
         """
         if self.ended:
             return False
-        if not self._chunks and self.streaming and self.taker is not None and self.taker(chunk):
-            return False
-        for waiting in self._chunks:
-            if waiting.choice == chunk.choice:
-                _merge(waiting, chunk)
-                break
+        chunks = self._chunks
+        if not chunks:
+            if self.streaming and self.taker is not None and self.taker(chunk):
+                return False
+            chunks.append(chunk)
         else:
-            self._chunks.append(chunk)
-        return self.streaming and self._wake()
+            for waiting in chunks:
+                if waiting.choice == chunk.choice:
+                    _merge(waiting, chunk)
+                    break
+            else:
+                chunks.append(chunk)
+        return self.streaming and (self._waiter is not None or self.listener is not None) and self._wake()
 
     def end(self, error: BaseException | None = None) -> None:
         """End the delivery, with an error for the reader if given. Idempotent. An error in `on_end` goes to the reader
@@ -237,14 +233,13 @@ class Delivery:
 
 def _merge(into: Chunk, chunk: Chunk) -> None:
     into.text += chunk.text
-    if chunk.reasoning_token_len:
+    if chunk.reasoning_token_len or chunk.tool_calls:
         into.reasoning += chunk.reasoning
         into.reasoning_token_len = chunk.reasoning_token_len
-    if chunk.tool_calls:
         into.tool_calls.extend(chunk.tool_calls)
     into.token_ids.extend(chunk.token_ids)
     if chunk.logprobs is not None:
         into.logprobs = (into.logprobs or []) + chunk.logprobs
-    into.finish_reason = chunk.finish_reason
-    into.stop_reason = chunk.stop_reason
+    if chunk.finish_reason is not None:
+        into.finish_reason, into.stop_reason = chunk.finish_reason, chunk.stop_reason
     into.generate_token_len = chunk.generate_token_len

@@ -204,13 +204,11 @@ class SplitAnswer(Answer):
         return self._reply.num_complete > 0
 
     def read(self, tokens: Sequence[int], *, last: bool) -> None:
-        before = self.num_read
-        self.num_read += len(tokens)
-        if last and tokens and tokens[-1] in self._hidden_ids:
-            tokens = tokens[:-1]
-        for place, token in enumerate(tokens, start=1):
+        shown = tokens[:-1] if last and tokens and tokens[-1] in self._hidden_ids else tokens
+        for token in shown:
             if self.over:
                 return
+            self.num_read += 1
             text = self._detokenizer.push([token])
             self._raw.append(text)
             was_thinking = self._reply.thinking
@@ -218,8 +216,11 @@ class SplitAnswer(Answer):
             self.reasoning_tokens += was_thinking or self._reply.thinking
             if self._reply.thinking and not was_thinking and not (self._parts or self._calls or self._thoughts):
                 # The mark may be of several tokens, and is read at its last one.
-                self.reasoning_tokens = before + place
-        if last and not self.over:
+                self.reasoning_tokens = self.num_read
+        if self.over:
+            return
+        self.num_read += len(tokens) - len(shown)
+        if last:
             rest = self._detokenizer.flush()
             self._raw.append(rest)
             self._handle(self._reply.push(rest))
@@ -259,7 +260,7 @@ class SplitAnswer(Answer):
     def _add(self, text: str) -> None:
         if text:
             self._parts.append(text)
-            self._unsent_parts.append(text)
+            self.unsent += text
 
     def complete(self, chunk: Chunk) -> None:
         chunk.reasoning = "".join(self._thoughts[self._num_thoughts_sent :])

@@ -410,21 +410,22 @@ class Sequence:
     def take_chunk(self) -> Chunk:
         """Return what no chunk has carried yet of the answer, which has been read up to the newest token."""
         request, answer, last = self.request, self.answer, self.finish_reason is not None
-        text, logprobs = answer.take()
+        num_generated = len(self.token_ids) - self.num_prompt
         chunk = Chunk(
-            text=text,
+            text=answer.unsent,
             token_ids=self.token_ids[self.num_prompt + answer.num_sent :],
-            logprobs=logprobs,
+            logprobs=answer.unsent_logprobs,
             finish_reason=self.finish_reason,
             stop_reason=answer.stop_reason,
             choice=self.index,
             input_token_len=self.num_prompt - request.history_len,
-            generate_token_len=self.num_generated,
+            generate_token_len=num_generated,
             history_token_len=request.history_len,
             cached_token_len=request.cached_tokens,
-            num_images=len(request.images),
-            image_token_len=request.image_tokens,
         )
+        if request.images:
+            chunk.num_images, chunk.image_token_len = len(request.images), request.image_tokens
+        answer.unsent, answer.unsent_logprobs = "", None
         if answer.splits:
             answer.complete(chunk)
         if self.index == 0 and answer.num_sent == 0 and request.prompt_logprobs_asked is not None:
@@ -433,7 +434,7 @@ class Sequence:
             chunk.logits = request.logits
         if last:
             chunk.pooled = request.pooled
-        answer.num_sent = chunk.generate_token_len
+        answer.num_sent = num_generated
         return chunk
 
     def __repr__(self) -> str:
