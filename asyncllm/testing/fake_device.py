@@ -456,21 +456,35 @@ class FakeDevice:
                 raise self._violation(step, slot, f"goes on at {position} from a state of block {block}, not its own")
 
     def _read(self, step: int, slot: int, first: int) -> list[int]:
-        """Return the row's tokens, after a look at what its queries from position `first` on see."""
-        state = self._slot(step, slot)
+        """Return the row's tokens, after a look at what its queries from position `first` on see.
+
+        A cell's serial says which step wrote it, and so what: it is compared block by block.
+        """
+        state, size = self._slot(step, slot), self.limits.block_size
+        end = len(state.history)
         for group, serials in enumerate(state.serials):
-            for position in range(self._first_seen(group, first), len(state.history)):
-                block, offset = self._cell(step, slot, group, position)
-                past = self._cells[block].pasts[offset]
-                token = -1 if past is None else past[0]
-                if (token, self._cells[block].serials[offset]) != (state.history[position], serials[position]):
-                    raise self._violation(
-                        step,
-                        slot,
-                        f"lost position {position}: block {block} was written by another row "
-                        f"(token {state.history[position]} became {token})",
-                    )
+            begin = self._first_seen(group, first)
+            while begin < end:
+                block, offset = self._cell(step, slot, group, begin)
+                stop = min(end, begin - offset + size)
+                if self._cells[block].serials[offset : offset + stop - begin] != serials[begin:stop]:
+                    raise self._lost(step, slot, group, begin)
+                begin = stop
         return state.history
+
+    def _lost(self, step: int, slot: int, group: int, position: int) -> StepViolation:
+        """Return the violation of a row that finds other tokens from `position` on."""
+        state = self._slots[slot]
+        block, offset = self._cell(step, slot, group, position)
+        while self._cells[block].serials[offset] == state.serials[group][position]:
+            position, offset = position + 1, offset + 1
+        past = self._cells[block].pasts[offset]
+        return self._violation(
+            step,
+            slot,
+            f"lost position {position}: block {block} was written by another row "
+            f"(token {state.history[position]} became {-1 if past is None else past[0]})",
+        )
 
     def _sample(self, step: int, slot: int, first: int, output: StepOutput) -> None:
         """`first`: the position of the row's first query."""
