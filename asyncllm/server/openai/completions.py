@@ -227,6 +227,8 @@ class _CompletionEvents:
         return events
 
     def size(self, chunk: Chunk) -> int:
+        if (chunk.index, chunk.choice) in self._heads:
+            return len(chunk.token_ids)
         return self._pieces.size(chunk.index, chunk, chunk.choice)
 
     def closing(self) -> bytes:
