@@ -190,9 +190,9 @@ class _FaultyAnswer(_OfRequest):
 
     _inner: Answer
 
-    def read_new(self, tokens: Items[int], *, last: bool) -> None:
+    def read(self, tokens: Items[int], *, last: bool) -> None:
         self._plan.reach("detokenize", [self.prompt])
-        self._inner.read_new(tokens, last=last)
+        self._inner.read(tokens, last=last)
 
 
 class _StepFaults:
