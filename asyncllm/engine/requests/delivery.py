@@ -25,11 +25,11 @@ class Answer:
         "_hidden_ids",
         "_matcher",
         "_parts",
+        "_unsent",
+        "_unsent_logprobs",
         "num_read",
         "num_sent",
         "stop_reason",
-        "unsent",
-        "unsent_logprobs",
     )
     splits = False
     """Whether reasoning and calls are split off its text."""
@@ -42,9 +42,8 @@ class Answer:
         self._hidden_ids = hidden_ids
         """Tokens that end the answer without being part of its text."""
         self._parts: list[str] = []
-        self.unsent = ""
-        """Text that no chunk has carried yet. `Sequence.take_chunk` empties it, and `unsent_logprobs`."""
-        self.unsent_logprobs: Logprobs | None = None
+        self._unsent = ""
+        self._unsent_logprobs: Logprobs | None = None
         self.num_read = 0
         """Tokens turned into text."""
         self.num_sent = 0
@@ -72,7 +71,10 @@ class Answer:
         return False
 
     def complete(self, chunk: Chunk) -> None:
-        """Add reasoning and tool calls that no chunk has carried yet to `chunk`."""
+        """Move what no chunk has carried yet to `chunk`."""
+        chunk.text, self._unsent = self._unsent, ""
+        if self._unsent_logprobs is not None:
+            chunk.logprobs, self._unsent_logprobs = self._unsent_logprobs, None
 
     def fill(self, response: Response) -> None:
         """Set the text of a response, with reasoning and tool calls."""
@@ -101,13 +103,13 @@ class Answer:
                 text += self._matcher.flush()
         if text:
             self._parts.append(text)
-            self.unsent += text
+            self._unsent += text
 
     def add_logprobs(self, entry: TokenLogprobs) -> None:
         """Add the log-probabilities of the newest token."""
-        if self.unsent_logprobs is None:
-            self.unsent_logprobs = []
-        self.unsent_logprobs.append(dict(entry))
+        if self._unsent_logprobs is None:
+            self._unsent_logprobs = []
+        self._unsent_logprobs.append(dict(entry))
 
 
 class Delivery:

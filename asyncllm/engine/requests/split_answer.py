@@ -260,9 +260,10 @@ class SplitAnswer(Answer):
     def _add(self, text: str) -> None:
         if text:
             self._parts.append(text)
-            self.unsent += text
+            self._unsent += text
 
     def complete(self, chunk: Chunk) -> None:
+        super().complete(chunk)
         chunk.reasoning = "".join(self._thoughts[self._num_thoughts_sent :])
         self._num_thoughts_sent = len(self._thoughts)
         chunk.tool_calls, self._unsent_calls = self._unsent_calls, []

@@ -412,9 +412,7 @@ class Sequence:
         request, answer, last = self.request, self.answer, self.finish_reason is not None
         num_generated = len(self.token_ids) - self.num_prompt
         chunk = Chunk(
-            text=answer.unsent,
             token_ids=self.token_ids[self.num_prompt + answer.num_sent :],
-            logprobs=answer.unsent_logprobs,
             finish_reason=self.finish_reason,
             stop_reason=answer.stop_reason,
             choice=self.index,
@@ -425,9 +423,7 @@ class Sequence:
         )
         if request.images:
             chunk.num_images, chunk.image_token_len = len(request.images), request.image_tokens
-        answer.unsent, answer.unsent_logprobs = "", None
-        if answer.splits:
-            answer.complete(chunk)
+        answer.complete(chunk)
         if self.index == 0 and answer.num_sent == 0 and request.prompt_logprobs_asked is not None:
             chunk.prompt_logprobs = [None, *(dict(entry) for entry in request.prompt_logprobs)]
         if last and request.logits:
