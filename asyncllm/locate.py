@@ -12,9 +12,9 @@ from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelNotFound, 
 __all__ = ["BUNDLED", "locate", "locate_adapter"]
 
 BUNDLED = ("tiny-chat", "tiny-vlm")
-BUNDLED_ADAPTERS = ("tiny-lora",)
-"""For tiny-chat."""
 """Models inside the package, under `asyncllm/assets`."""
+BUNDLED_ADAPTERS = ("tiny-lora",)
+"""Adapters for tiny-chat, likewise."""
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 
@@ -22,6 +22,9 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 # another naming (consolidated.safetensors, original/, onnx/).
 ALLOW_PATTERNS = ("*.json", "*.safetensors", "tokenizer.model", "*.tiktoken", "tiktoken.model", "*.jinja", "*.txt")
 IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors")
+
+MODELSCOPE_VARIABLE = "LMDEPLOY_USE_MODELSCOPE"
+"""LMDeploy's environment variable; "True" takes hub ids from ModelScope in place of Hugging Face."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
@@ -42,7 +45,8 @@ def locate(
         download_dir: where downloads are kept; None is the hub's own cache.
 
     Raises:
-        InvalidParameter: `model` or `revision` is empty, or `revision` is given for a model that is not from the hub.
+        InvalidParameter: `model` or `revision` is empty, `revision` is given for a model that is not from the hub, or
+            the environment's LMDEPLOY_USE_MODELSCOPE is neither true nor false.
         ModelNotFound: nothing goes by this name, or the hub cannot be reached and has no copy here.
         InvalidCheckpoint: the folder has no config.json.
     """
@@ -121,6 +125,15 @@ def _checked(folder: Path, config: str = "config.json") -> Path:
 
 
 def _download(name: str, revision: str | None, download_dir: str | Path | None) -> Path:
+    """Return the folder of a hub's model, with the files that match `ALLOW_PATTERNS`. Raises ModelNotFound."""
+    where = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"
+    download = _from_modelscope if _uses_modelscope() else _from_hugging_face
+    path = download(where, name, revision, download_dir)
+    logger.info("%s is %s", name, path)
+    return Path(path)
+
+
+def _from_hugging_face(where: str, name: str, revision: str | None, download_dir: str | Path | None) -> str:
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError as error:
@@ -129,7 +142,7 @@ def _download(name: str, revision: str | None, download_dir: str | Path | None) 
             f"`pip install huggingface_hub`, or give a folder."
         ) from error
     try:
-        path = snapshot_download(
+        return snapshot_download(
             name,
             revision=revision,
             cache_dir=download_dir,
@@ -146,11 +159,55 @@ def _download(name: str, revision: str | None, download_dir: str | Path | None) 
                 advice = "The hub has no such model, or it is private: check the spelling, or log in."
             case errors.RevisionNotFoundError():
                 advice = "The model is there, but this revision is not: check the branch, tag or commit."
-        where = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"
-        reason = str(error).strip().splitlines()
+        raise _not_had(where, "the hub", error, advice) from error
+
+
+def _uses_modelscope() -> bool:
+    """Return whether the environment asks for ModelScope. Raises InvalidParameter for a value that is no boolean."""
+    value = os.environ.get(MODELSCOPE_VARIABLE, "")
+    if value.lower() not in ("", "false", "true"):
+        raise InvalidParameter(
+            f"The environment variable {MODELSCOPE_VARIABLE} is {short(value)}. Set it to True, to take models from "
+            f"ModelScope, or to False.",
+            MODELSCOPE_VARIABLE,
+        )
+    return value.lower() == "true"
+
+
+def _from_modelscope(where: str, name: str, revision: str | None, download_dir: str | Path | None) -> str:
+    try:
+        from modelscope import snapshot_download
+    except ImportError as error:
         raise ModelNotFound(
-            f"{where} is not a folder here, and could not be had from the hub or its cache "
-            f"({type(error).__name__}{': ' + reason[0][:200] if reason else ''}). {advice}"
+            f"{name!r} is not a folder here, and {MODELSCOPE_VARIABLE} is set, for which downloading needs the package "
+            f"modelscope. `pip install modelscope`, unset the variable to ask Hugging Face, or give a folder."
         ) from error
-    logger.info("%s is %s", name, path)
-    return Path(path)
+
+    def snapshot(*, local: bool) -> str:
+        path: str = snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=None if download_dir is None else str(download_dir),
+            local_files_only=local,
+            allow_patterns=list(ALLOW_PATTERNS),
+            ignore_patterns=list(IGNORE_PATTERNS),
+        )
+        return path
+
+    try:
+        return snapshot(local=False)
+    except Exception as error:
+        # Unlike Hugging Face's client this one does not fall back to its cache when the network is down.
+        try:
+            return snapshot(local=True)
+        except Exception:
+            advice = "Check the name and the network, or download it elsewhere and give the folder."
+            raise _not_had(where, "ModelScope", error, advice) from error
+
+
+def _not_had(where: str, hub: str, error: Exception, advice: str) -> ModelNotFound:
+    reason = str(error).strip().splitlines()
+    return ModelNotFound(
+        f"{where} is not a folder here, and could not be had from {hub} or its cache "
+        f"({type(error).__name__}{': ' + reason[0][:200] if reason else ''}). {advice}"
+    )

@@ -40,6 +40,16 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
     monkeypatch.chdir(tmp_path / "here")
     fake = FakeHub(tmp_path / "hub")
     monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    monkeypatch.delenv("LMDEPLOY_USE_MODELSCOPE", raising=False)
+    return fake
+
+
+@pytest.fixture
+def modelscope(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
+    """ModelScope, which the environment asks for, has every model."""
+    fake = FakeHub(model_folder(tmp_path / "modelscope"))
+    monkeypatch.setitem(sys.modules, "modelscope", fake)
+    monkeypatch.setenv("LMDEPLOY_USE_MODELSCOPE", "True")
     return fake
 
 
@@ -196,3 +206,43 @@ def test_the_real_client_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
     assert locate("owner/name", download_dir=tmp_path / "cache") == snapshot
+
+
+def test_modelscope_in_place_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: FakeHub, modelscope: FakeHub
+) -> None:
+    for value in ("True", "true"):
+        monkeypatch.setenv("LMDEPLOY_USE_MODELSCOPE", value)
+        assert locate("owner/name", revision="v1", download_dir=tmp_path) == tmp_path / "modelscope"
+    name, arguments = modelscope.calls[0]
+    assert (name, arguments["revision"], arguments["cache_dir"]) == ("owner/name", "v1", str(tmp_path))
+    assert "*.safetensors" in arguments["allow_patterns"]
+    assert "*/*" in arguments["ignore_patterns"]
+    assert hub.calls == []
+    assert locate("tiny-chat").name == "tiny-chat"
+    for value in ("False", "false", ""):
+        monkeypatch.setenv("LMDEPLOY_USE_MODELSCOPE", value)
+        assert locate("owner/name") == tmp_path / "hub"
+    assert len(modelscope.calls) == 2
+
+
+def test_modelscope_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modelscope: FakeHub) -> None:
+    def offline(repo_id: str, *, local_files_only: bool, **_: Any) -> str:
+        if not local_files_only or repo_id != "owner/cached":
+            raise ConnectionError("offline" if not local_files_only else "no copy")
+        return str(modelscope.folder)
+
+    monkeypatch.setattr(modelscope, "snapshot_download", offline)
+    assert locate("owner/cached") == tmp_path / "modelscope"
+    with pytest.raises(ModelNotFound, match=r"'owner/name' .* from ModelScope or its cache \(ConnectionError: offline"):
+        locate("owner/name")
+
+
+def test_modelscope_is_honoured_or_refused(monkeypatch: pytest.MonkeyPatch, hub: FakeHub, modelscope: FakeHub) -> None:
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    with pytest.raises(ModelNotFound, match="pip install modelscope"):
+        locate("owner/name")
+    monkeypatch.setenv("LMDEPLOY_USE_MODELSCOPE", "1")
+    with pytest.raises(InvalidParameter, match="LMDEPLOY_USE_MODELSCOPE is '1'. Set it to True"):
+        locate("owner/name")
+    assert hub.calls == modelscope.calls == []
