@@ -243,6 +243,6 @@ def test_modelscope_is_honoured_or_refused(monkeypatch: pytest.MonkeyPatch, hub:
     with pytest.raises(ModelNotFound, match="pip install modelscope"):
         locate("owner/name")
     monkeypatch.setenv("LMDEPLOY_USE_MODELSCOPE", "1")
-    with pytest.raises(InvalidParameter, match="LMDEPLOY_USE_MODELSCOPE is '1'. Set it to True"):
+    with pytest.raises(InvalidParameter, match=r"LMDEPLOY_USE_MODELSCOPE is '1'\. Set it to True"):
         locate("owner/name")
     assert hub.calls == modelscope.calls == []

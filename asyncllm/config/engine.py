@@ -162,7 +162,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     batch_invariant: Annotated[
         bool,
         Meta(
-            description="Give a request the same tokens alone and in any batch, whatever is rounded; slower, GPU only."
+            description="Give a request the same tokens alone and in any batch, to the last bit; slower. On a CPU "
+            "products are taken row by row."
         ),
     ] = False
     tool_call_parser: Annotated[

@@ -1,6 +1,6 @@
 """The ops that layers may call: one function each, whose body is the plain torch reference and the CPU back end."""
 
-from asyncllm.kernels.activation import ActivationKind, activate, gelu_tanh_mul, silu_mul
+from asyncllm.kernels.activation import ActivationKind, activate, gelu_tanh_mul, sigmoid, silu, silu_mul, softplus
 from asyncllm.kernels.attention import (
     DecodePlan,
     PrefillPlan,
@@ -126,7 +126,10 @@ __all__ = [
     "segments_finite",
     "selective_scan",
     "short_convolution",
+    "sigmoid",
+    "silu",
     "silu_mul",
+    "softplus",
     "split_segments",
     "state_space",
 ]

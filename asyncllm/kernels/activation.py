@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.kernels.dispatch import op
 
-__all__ = ["ActivationKind", "activate", "gelu_tanh_mul", "silu_mul"]
+__all__ = ["ActivationKind", "activate", "gelu_tanh_mul", "sigmoid", "silu", "silu_mul", "softplus"]
 
 ActivationKind = Literal["gelu", "gelu_tanh", "relu", "silu", "squared_relu"]
+
+_LANES = 64
+"""A multiple of the elements that a loop of vector instructions takes at a time, for any type and CPU."""
+_ONE_THREAD = 32768
+"""torch divides loops over as many elements among its threads (at::internal::GRAIN_SIZE)."""
 
 
 @op("activation:activate")
@@ -22,11 +30,11 @@ def activate(x: Tensor, kind: ActivationKind) -> Tensor:
     et al., 2021).
     """
     if kind == "gelu":
-        return F.gelu(x)
+        return alike(F.gelu, x)
     if kind == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
+        return alike(_gelu_tanh, x)
     if kind == "silu":
-        return F.silu(x)
+        return silu(x)
     return x.relu() if kind == "relu" else x.relu().square()
 
 
@@ -34,11 +42,56 @@ def activate(x: Tensor, kind: ActivationKind) -> Tensor:
 def silu_mul(x: Tensor) -> Tensor:
     """silu(gate) * up. x [..., 2I], gate first -> [..., I]. SwiGLU of Shazeer, 2020."""
     gate, up = x.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    return silu(gate).mul_(up)
 
 
 @op("activation:gelu_tanh_mul")
 def gelu_tanh_mul(x: Tensor) -> Tensor:
     """gelu(gate) * up with the tanh form of gelu. x [..., 2I], gate first -> [..., I]. GeGLU of Shazeer, 2020."""
     gate, up = x.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh").mul_(up)
+    return alike(_gelu_tanh, gate).mul_(up)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x) of every number, as `alike` computes it."""
+    return alike(F.silu, x)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)) of every number, as `alike` computes it."""
+    return alike(torch.sigmoid, x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)) of every number, as `alike` computes it."""
+    return alike(F.softplus, x)
+
+
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+
+
+def alike(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return a function of every number, whose bits depend on the number alone and not on its place. x [...] -> [...].
+
+    On a CPU torch computes the last numbers of a tensor, and of each thread's part of it, without vector instructions,
+    and rounds them otherwise. Which numbers these are depends on how many rows a step has. So a tensor of an odd size
+    is padded, and one that threads would cut at an odd place is computed in pieces.
+    """
+    if x.device.type != "cpu" or _is_even(x):
+        return function(x)
+    flat, count = x.reshape(-1), x.numel()
+    padded = F.pad(flat, (0, -count % _LANES))
+    pieces = [function(piece) for piece in torch.split(padded, _ONE_THREAD // 2)]
+    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return whole[:count].view(x.shape)
+
+
+def _is_even(x: Tensor) -> bool:
+    """Return whether torch takes all numbers by vector instructions."""
+    if x.dim() == 0 or x.stride(-1) != 1 or x.shape[-1] % _LANES:
+        return False
+    count = x.numel()
+    if count < _ONE_THREAD:
+        return True
+    threads = min(torch.get_num_threads(), -(-count // _ONE_THREAD))
+    return -(-count // threads) % _LANES == 0

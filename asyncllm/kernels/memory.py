@@ -87,10 +87,10 @@ def _by_token(tokens: _Tokens, memory: Tensor, state: Tensor, plan: StatePlan, o
         held = memory[rows] * log_decay[token].exp()[..., None, None]
         learned = v[token]
         if delta:
-            learned = learned - torch.einsum("bhkv,bhk->bhv", held, k[token])
+            learned = learned - (held * k[token][..., None]).sum(2)
         learned = learned * weights[token][..., None]
         held += k[token][..., None] * learned[..., None, :]
-        out[token] = torch.einsum("bhkv,bhk->bhv", held, q[token]).to(out.dtype)
+        out[token] = (held * q[token][..., None]).sum(2).to(out.dtype)
         memory[rows] = held
         written = plan.targets[token] >= 0
         state[plan.targets[token][written]] = held[written]

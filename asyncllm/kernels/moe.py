@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.kernels.activation import activate, silu_mul
+from asyncllm.kernels.activation import activate, sigmoid, silu_mul
 from asyncllm.kernels.dispatch import op
 
 __all__ = ["Routing", "fused_experts", "fused_experts_invariant", "route"]
@@ -51,7 +51,7 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
     logits = logits.float()
     if routing.scores == "sparsemixer":
         return _sparsemixer(logits, routing)
-    scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
+    scores = logits.softmax(-1) if routing.scores == "softmax" else sigmoid(logits)
     by = logits
     if correction is not None or routing.groups > 1:
         by = scores if correction is None else scores + correction
@@ -131,7 +131,7 @@ def _row(bias: Tensor | None, expert: int) -> Tensor | None:
 def _limited_mul(x: Tensor, limit: float) -> Tensor:
     gate, up = x.float().chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return ((up + 1) * gate * torch.sigmoid(GATE_SLOPE * gate)).to(x.dtype)
+    return ((up + 1) * gate * sigmoid(GATE_SLOPE * gate)).to(x.dtype)
 
 
 # The launcher's sums do not depend on what other tokens there are.

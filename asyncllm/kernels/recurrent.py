@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from asyncllm.kernels import activation
 from asyncllm.kernels.dispatch import op
 
 __all__ = ["Pieces", "StatePlan", "States", "plan_states", "short_convolution"]
@@ -123,7 +124,7 @@ def short_convolution(
         window[:, size - 1 - back] = torch.where((lacking > 0)[:, None], of_state, x[index.clamp(min=0)])
     written = plan.targets >= 0
     state[plan.targets[written]] = window[written, 1:]
-    y = torch.einsum("tkc,ck->tc", window.float(), weight.float())
+    y = (window.float() * weight.float().t()).sum(1)
     if bias is not None:
         y += bias.float()
-    return (torch.nn.functional.silu(y) if silu else y).to(x.dtype)
+    return (activation.silu(y) if silu else y).to(x.dtype)

@@ -30,7 +30,7 @@ def selective_scan(
         token = begin[rows] + step
         size = sizes[token][:, None]
         memory = held[rows] * (size * rates).exp() + writes[token].float()[..., None] * (size * wide[token][:, None])
-        out[token] = torch.einsum("bnc,bn->bc", memory, reads[token].float()).to(x.dtype)
+        out[token] = (memory * reads[token].float()[..., None]).sum(1).to(x.dtype)
         held[rows] = memory
         written = plan.targets[token] >= 0
         state[plan.targets[token][written]] = memory[written]

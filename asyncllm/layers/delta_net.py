@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from asyncllm import kernels
 from asyncllm.layers.cache_spec import StateSpec
@@ -38,7 +37,7 @@ class Decay(Layer):
 
     def forward(self, step_size: Tensor) -> Tensor:
         """step_size [T, H] -> the logarithms of what stays [T, H] float32, at most 0."""
-        return -self.log_rate.exp() * functional.softplus(step_size.float() + self.step_bias)
+        return -self.log_rate.exp() * kernels.softplus(step_size.float() + self.step_bias)
 
 
 class _WholeParts(MergedLinear):
@@ -101,7 +100,7 @@ class GatedDeltaNet(StateLayer):
             k.view(len(x), heads, -1),
             v.view(len(x), -1, self.head_dim),
             self.decay(step_size),
-            beta.float().sigmoid(),
+            kernels.sigmoid(beta.float()),
             memory,
             plan,
         ).flatten(1)
@@ -109,5 +108,5 @@ class GatedDeltaNet(StateLayer):
             y, gate = (kernels.gather_rows(each.contiguous(), sampled.indices) for each in (y, gate))
             step = sampled.inputs
         normed = self.norm(y.view(-1, self.head_dim)).view_as(y)
-        out: Tensor = self.out((normed * functional.silu(gate.float())).to(x.dtype), step)
+        out: Tensor = self.out((normed * kernels.silu(gate.float())).to(x.dtype), step)
         return out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from asyncllm import kernels
@@ -75,5 +74,5 @@ class GatedAttention(Attention):
             gate = kernels.gather_rows(gate.contiguous(), sampled.indices)
             step = sampled.inputs.of_layer(self.layer)
         attended = self._attend(q, step, cache).flatten(1)
-        out: Tensor = self.out(attended * torch.sigmoid(gate), step)
+        out: Tensor = self.out(attended * kernels.sigmoid(gate), step)
         return out

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from asyncllm import kernels
 from asyncllm.layers.cache_spec import StateSpec
@@ -81,14 +80,14 @@ class Mamba(StateLayer):
         steps, writes, reads = (each.contiguous() for each in self.maps(values, step).split(self.sizes, -1))
         y = kernels.selective_scan(
             values,
-            functional.softplus(self.steps(self.step_norm(steps), step).float()),
+            kernels.softplus(self.steps(self.step_norm(steps), step).float()),
             -self.states.log_rate.exp(),
             self.write_norm(writes),
             self.read_norm(reads),
             memory,
             plan,
         )
-        y = (y + self.states.skip * values) * functional.silu(gate.float())
+        y = (y + self.states.skip * values) * kernels.silu(gate.float())
         y = y.to(x.dtype)
         if sampled is not None:
             y, step = kernels.gather_rows(y, sampled.indices), sampled.inputs

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from asyncllm import kernels
 from asyncllm.layers.cache_spec import StateSpec
@@ -40,7 +39,7 @@ class StateSpace(Layer):
 
     def forward(self, steps: Tensor) -> tuple[Tensor, Tensor]:
         """steps [T, H] -> (logarithms of what stays of the state, at most 0, and the steps' sizes), float32 [T, H]."""
-        sizes = functional.softplus(steps.float() + self.step_bias).clamp(min=self.least)
+        sizes = kernels.softplus(steps.float() + self.step_bias).clamp(min=self.least)
         return -self.log_rate.exp() * sizes, sizes
 
 
@@ -59,7 +58,7 @@ class GroupedNorm(Layer):
         self.weight.copy_(tensor)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        grouped = (x.float() * functional.silu(gate.float())).view(len(x), self.groups, -1)
+        grouped = (x.float() * kernels.silu(gate.float())).view(len(x), self.groups, -1)
         normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.view_as(x).to(x.dtype)
 

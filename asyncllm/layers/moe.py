@@ -101,7 +101,7 @@ class MoE(Layer):
             return chosen
         shared = self.shared(x, step)
         if self.shared_gate is not None:
-            shared = shared * self.shared_gate(x, step).sigmoid()
+            shared = shared * kernels.sigmoid(self.shared_gate(x, step))
         return chosen.add_(shared)
 
     def _read(self, x: Tensor, step: StepInputs) -> Tensor:

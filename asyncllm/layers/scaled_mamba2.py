@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from asyncllm import kernels
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.mamba2 import GroupedNorm, Mamba2
 from asyncllm.layers.step_inputs import StepInputs
@@ -22,7 +22,7 @@ Gate = Literal["before_norm", "behind_norm", "alone"]
 class _Gate(nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x [T, size] times silu of a gate."""
-        return (x * functional.silu(gate.float())).to(x.dtype)
+        return (x * kernels.silu(gate.float())).to(x.dtype)
 
 
 class _GatedBehind(GroupedNorm):
@@ -31,7 +31,7 @@ class _GatedBehind(GroupedNorm):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         grouped = x.float().view(len(x), self.groups, -1)
         normed = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)).view_as(x)
-        return (self.weight * normed * functional.silu(gate.float())).to(x.dtype)
+        return (self.weight * normed * kernels.silu(gate.float())).to(x.dtype)
 
 
 class ScaledMamba2(Mamba2):

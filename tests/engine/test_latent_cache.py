@@ -119,15 +119,6 @@ async def test_a_session_and_its_fork(folder: Path) -> None:
     assert answers == [answers[0]] * 4
 
 
-async def test_batch_invariance(folder: Path) -> None:
-    """The same bits alone, in chunks, and beside others."""
-    config = GenerationConfig(max_new_tokens=6, ignore_eos=True, logprobs=3)
-    async with new_engine(folder, batch_invariant=True) as engine:
-        alone = [await engine.generate(input_ids=each, gen_config=config, cache_salt="alone") for each in PROMPTS]
-        together = await asyncio.gather(*(engine.generate(input_ids=each, gen_config=config) for each in PROMPTS))
-    assert [each.logprobs for each in alone] == [each.logprobs for each in together]
-
-
 def test_bytes_of_a_block() -> None:
     """docs/design/cache.md has the figures."""
     import torch

@@ -114,15 +114,6 @@ async def test_a_session_and_its_fork(folder: Path) -> None:
     assert answers == [answers[0]] * 4
 
 
-async def test_batch_invariance(folder: Path) -> None:
-    """The same bits alone, in chunks, and beside others."""
-    config = GenerationConfig(max_new_tokens=6, ignore_eos=True, logprobs=3)
-    async with new_engine(folder, batch_invariant=True) as engine:
-        alone = [await engine.generate(input_ids=each, gen_config=config, cache_salt="alone") for each in PROMPTS]
-        together = await asyncio.gather(*(engine.generate(input_ids=each, gen_config=config) for each in PROMPTS))
-    assert [each.logprobs for each in alone] == [each.logprobs for each in together]
-
-
 @pytest.mark.parametrize("keeps_state", [True, False])
 def test_the_fake_device_finds_a_state_that_has_gone_on(keeps_state: bool) -> None:
     """A sibling's last block is copied where blocks hold lines alone, and a device with states takes it for a fault."""
