@@ -1,4 +1,4 @@
-"""All that the engine and the model side say to each other: plain data, no torch.
+"""The messages between the engine and the model side: plain data, no torch.
 
 The engine schedules *steps*. A step is a `Batch`; its result is a `StepOutput`. Steps run in the order in which
 they were submitted, and the engine may submit step N+1 before it has read step N. Therefore a decode row carries
@@ -55,7 +55,7 @@ TokenLogprobs = list[tuple[int, float]]
 
 
 class Progress(Protocol):
-    """How far one answer has come in its grammar. Used by one thread at a time."""
+    """The progress of one answer in its grammar. Used by one thread at a time."""
 
     error: str | None
     """Why the answer cannot go on."""
@@ -65,10 +65,10 @@ class Progress(Protocol):
         """Whether only the end may follow."""
 
     def consume(self, token: int) -> None:
-        """Take note of the answer's next token."""
+        """Move on by the answer's next token."""
 
     def forced(self) -> list[int]:
-        """Return the tokens that have to come next, where there is no choice; often none."""
+        """Return the tokens that have to come next; empty if there is a choice."""
 
     def fill(self, words: Any) -> None:
         """Write the bits of the tokens that may come next: an int32 array, 32 tokens each, the lowest bit first."""
@@ -81,10 +81,10 @@ class Progress(Protocol):
 
 
 class Grammar(Protocol):
-    """What one request's answers are held to."""
+    """The grammar of one request's answers."""
 
     def start(self, answer: Sequence[int]) -> Progress:
-        """Return an answer's way through it, behind the tokens that it has already."""
+        """Return the progress of an answer that has some tokens already."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,9 +110,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Never sampled before `min_new_tokens` tokens are there, unless a grammar leaves nothing else. The scheduler does
     the stopping."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that may not be completed; a single id is banned outright."""
+    """Token sequences whose last token is banned where it would complete them; a single id is always banned."""
     grammar: Any = None
-    """A `Grammar` that the answer is held to (`Limits.takes_grammars`)."""
+    """The `Grammar` of the answer, if any (`Limits.takes_grammars`)."""
     logprobs: int | None = None
     """None: none. N >= 0: the chosen token's log-probability and those of the N most likely tokens."""
 
@@ -133,55 +133,56 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _PIXELS_PER_TOKEN = 8 * 588
-"""Towers of 0.3 to 0.7 G parameters stand before decoders of 7 to 8 G: eight patches of 14 x 14 pixels, which attend to
-each other besides, are the work of one token."""
+"""Numbers in `pixels` (of eight patches of 14 x 14) that take a tower as long as one token takes the decoder: towers
+have 0.3 to 0.7 G parameters, decoders 7 to 8 G, and patches also attend to each other."""
 
 
 class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
-    """An image or a video of a prompt: what the model's tower is shown, and the tokens whose embeddings its features
-    are."""
+    """An image or a video of a prompt: the input of the model's tower, and the tokens whose embeddings its features
+    replace."""
 
     position: int = 0
-    """That of its first token, absolute."""
+    """Absolute position of its first token."""
     length: int
-    """Tokens, from its first to its last."""
+    """Number of tokens from its first to its last."""
     digest: bytes
-    """Of all that the features depend on."""
+    """Digest of everything that the features depend on."""
     pixels: Any
     """A float32 numpy array, as the tower takes it."""
     grid: tuple[int, int] | None = None
-    """Rows and columns of its tokens, where these have positions in two dimensions; None: they follow one another."""
+    """Rows and columns of its tokens, if they have positions in two dimensions; None: they follow one another."""
     shared: bool = False
-    """All of its tokens have one position, but for the first and the last."""
+    """Whether all of its tokens but the first and the last have one position."""
     steps: int = 1
-    """Grids that follow one another in time; a video has several, in a place each if it has `slots`."""
+    """Number of grids that follow one another in time; a video has several, each at a place of its own if it has
+    `slots`."""
     interval: float = 1.0
-    """Positions from one step to the next."""
+    """Positions from one grid to the next."""
     size: tuple[int, int] = (0, 0)
     """Height and width before preprocessing."""
     tiles: tuple[int, int] = (0, 0)
-    """Rows and columns of tiles that it is cut into, for towers that put these together."""
+    """Rows and columns of its tiles, for towers that put tiles together."""
     pictures: tuple[tuple[int, int], ...] = ()
-    """Rows and columns of the patches of each picture that the tower is shown of it, for towers that take any."""
+    """Rows and columns of the patches of each picture that the tower gets of it, for towers of any resolution."""
     text: str = ""
-    """What stands for it in a prompt's text, if not the family's placeholder."""
+    """Its placeholder in a prompt's text, if not the family's."""
     slots: tuple[int, ...] = ()
-    """Rows of features of each place that the text has; () for one place with a row for each token."""
+    """Rows of features of each of its places in the text; () for one place with a row for each token."""
     spans: tuple[tuple[int, int], ...] = ()
-    """From which of its tokens to before which there are features, place by place; what is between them is text.
-    Written where it gets its position; () for all."""
+    """(start, end) of the tokens of each place, among its tokens; tokens between them are text. Written together with
+    its position; () for all tokens."""
     apart: bool = False
-    """The tower sees each place by itself, which has an equal part of the pixels."""
+    """Whether the tower sees each place by itself; places have equal parts of the pixels."""
     joint: bool = False
-    """The tokens of a place see each other, so that they are computed in one step."""
+    """Whether the tokens of a place see each other, so that they have to be computed in one step."""
 
     @property
     def end(self) -> int:
         return self.position + self.length
 
     def joint_around(self, position: int) -> tuple[int, int] | None:
-        """Return from where to where, absolute, tokens see each other of which one is before `position` and one is not;
-        None: there are none."""
+        """Return the absolute (start, end) of tokens that see each other and lie on both sides of `position`; None if
+        there are none."""
         if self.joint and self.position < position < self.end:
             for start, stop in self.spans or ((0, self.length),):
                 if self.position + start < position < self.position + stop:
@@ -190,19 +191,19 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_features(self) -> int:
-        """Rows of features."""
+        """Number of rows of features."""
         return sum(self.slots) or self.length
 
     def encodings(self) -> Iterator[tuple[int, int]]:
-        """Yield from which position on what the tower sees at once is needed, and the work: about as many tokens of the
-        prompt take as long to compute as that takes to encode."""
+        """Yield for each input of the tower the position from which its features are needed, and its work: the number
+        of prompt tokens that take as long to compute."""
         work = int(getattr(self.pixels, "size", 0)) // _PIXELS_PER_TOKEN
         starts = [start for start, _ in self.spans] if self.apart else [0]
         for start in starts:
             yield self.position + start, work // len(starts)
 
     def seen_at(self, place: int) -> PromptImage:
-        """Return what the tower sees for a place with this number."""
+        """Return the image for the tower of the place with this number."""
         if not self.apart:
             return self
         share = len(self.pixels) // len(self.slots)
@@ -218,8 +219,8 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shift(self) -> int:
-        """How far the tokens behind it are moved: with a grid it is as long as its longest side, or as its time; with a
-        shared position as long as that, the first and the last."""
+        """Offset of the positions behind it from the numbers of tokens. Its positions are as many as the longest side
+        of its grid, or its time; with a shared position they are three."""
         if self.shared:
             return 3 - self.length
         if self.grid is None:
@@ -230,43 +231,43 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageProcessor(Protocol):
-    """What a family makes of images before its tower sees them. Used by several threads at once."""
+    """A family's preparation of images for its tower. Used by several threads at once."""
 
     placeholder: str
-    """What stands for an image in a prompt's text. One of its tokens is `token_id`."""
+    """The placeholder of an image in a prompt's text. One of its tokens is `token_id`."""
     token_id: int
-    """The token that an image's own take the place of."""
+    """The placeholder's token that is replaced by the image's tokens."""
     before: Sequence[int]
-    """Tokens that are put in front of those."""
+    """Tokens in front of the image's."""
     after: Sequence[int]
     joint: int
     """Most tokens of a place whose tokens see each other; 0: a chunk of a prompt may end in any image."""
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
-        """Load an image and return what the tower is to be shown of it. Takes milliseconds to seconds.
+        """Load an image and return the input of the tower. Takes milliseconds to seconds.
 
-        Raises InvalidMessage for what is no image, InvalidParameter for options that the family does not have.
+        Raises InvalidMessage if it is no image, InvalidParameter for options that the family does not have.
         """
 
 
 @runtime_checkable
 class VideoProcessor(ImageProcessor, Protocol):
-    """Of a family that takes videos too."""
+    """The preparation of a family that takes videos too."""
 
     video_token_id: int
-    """The token that a video's own take the place of."""
+    """The placeholder's token that is replaced by the video's tokens."""
 
     def prepare_video(self, video: Any, options: Mapping[str, Any]) -> PromptImage:
-        """Load a video, a list of frames or a file, as `prepare` does an image, and return what the tower is to be
-        shown of it."""
+        """Load a video, which is a list of frames or a file, as `prepare` does an image, and return the input of the
+        tower."""
 
 
 @runtime_checkable
 class CuttingProcessor(ImageProcessor, Protocol):
-    """Of a family that cuts images into tiles where a conversation has few of them."""
+    """The preparation of a family that cuts images into tiles if a conversation has few of them."""
 
     most_cut: int
-    """Images of a conversation whose images are cut."""
+    """Most images of a conversation whose images are cut."""
 
 
 class ImagePreparation(Protocol):
@@ -278,27 +279,27 @@ class ImagePreparation(Protocol):
     def prepare(
         self, image: Any, options: Mapping[str, Any], cache_salt: str | None = None, *, is_video: bool = False
     ) -> PromptImage:
-        """Return what the processor's `prepare` does, or its `prepare_video`. Under unequal salts nothing is shared,
-        and digests differ."""
+        """Return the result of the processor's `prepare` or `prepare_video`. Requests of different salts share nothing,
+        and their digests differ."""
 
 
 class SlotStart(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence takes possession of a slot, at first admission or after preemption."""
+    """A sequence gets a slot, at its first admission or after a preemption."""
 
     slot: int
     params: SamplingParams
     num_prompt: int
-    """Tokens of the prompt; what follows in `token_ids` was generated before a preemption."""
+    """Number of tokens of the prompt; further `token_ids` were generated before a preemption."""
     num_tokens: int
-    """Tokens known to the host: prompt and, after a preemption, generated ones."""
+    """Number of tokens known to the host: of the prompt and, after a preemption, generated ones."""
     token_ids: list[int]
-    """The known tokens when `params.needs_history`, else empty."""
+    """The known tokens if `params.needs_history`, otherwise empty."""
     position_shift: int = 0
-    """How far the positions of tokens behind all images are from their numbers (`PromptImage.shift`)."""
+    """Offset of the positions behind all images from the numbers of tokens (`PromptImage.shift`)."""
     adapter: int = 0
-    """The number of the LoRA adapter that its tokens are computed with, and"""
+    """Number of the LoRA adapter of its tokens; 0: none."""
     adapter_slot: int = -1
-    """where on the device that has to lie from this step on; -1: without an adapter."""
+    """The adapter's slot on the device from this step on; -1: none."""
 
 
 class PrefillRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -308,9 +309,9 @@ class PrefillRow(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
     """At least one id."""
     position: int
-    """Absolute position of `tokens[0]`; everything before it is in the slot's blocks already."""
+    """Absolute position of `tokens[0]`; all earlier tokens are in the slot's blocks already."""
     sample: bool
-    """True when the chunk ends the known tokens: the next token is sampled from the last position."""
+    """Whether the chunk ends the known tokens, so that the next token is sampled from its last position."""
     prompt_logprobs: int | None = None
     """N >= 0: for each position of the chunk, the log-probability of the *following* known token, and the N most
     likely. The successor of the chunk's last token is `next_token`."""
@@ -319,35 +320,35 @@ class PrefillRow(msgspec.Struct, frozen=True, kw_only=True):
     output_logits: bool = False
     """Return the raw float32 logits of every position of the chunk."""
     pooling: Pooled | None = None
-    """Return the sum of hidden states after the final norm: of the whole chunk (mean), or its last token's own; or what
-    the head says of the latter (score)."""
+    """Return the sum of the chunk's hidden states after the final norm (mean), the last token's (last), or the scores
+    of the model's head for it (score)."""
     images: Sequence[PromptImage] = ()
-    """All of the prompt, in order, whether they reach into the chunk or not."""
+    """All images of the prompt, in order, those outside the chunk included."""
     forced: Sequence[int] = ()
-    """Where the chunk is sampled from, the last known tokens that no step drew: they were forced (`StepOutput.forced`),
-    and the slot's sampling has not seen them."""
+    """With `sample`, the last known tokens that were forced and not drawn (`StepOutput.forced`). The slot's sampling
+    has not seen them."""
 
     @property
     def scored(self) -> bool:
-        """Whether it asks for anything that comes from its tokens' logits, besides the next token."""
+        """Whether the row wants results of its tokens' logits besides the next token."""
         return self.output_logits or self.prompt_logprobs is not None
 
     @property
     def reads_all(self) -> bool:
-        """Whether it asks for something of every token's hidden state after the final norm."""
+        """Whether the row wants a result of every token's hidden state after the final norm."""
         return self.output_logits or self.prompt_logprobs is not None or self.pooling == "mean"
 
 
 class SwapPlan(msgspec.Struct, kw_only=True):
-    """Blocks that change between the device's pool and the host's. Order: all of `swap_out`, then all of `swap_in`.
+    """Blocks to copy between the device's pool and the host's. Order: all of `swap_out`, then all of `swap_in`.
 
     A device block may be a source of `swap_out` and then be written in the same step. Destinations are distinct.
     """
 
     swap_out: list[tuple[int, int]] = []
-    """(device block, host block) to copy it to."""
+    """(device block, host block): copied from the first to the second."""
     swap_in: list[tuple[int, int]] = []
-    """(host block, device block) to copy it to."""
+    """(host block, device block): copied from the first to the second."""
 
     def __bool__(self) -> bool:
         return bool(self.swap_out or self.swap_in)
@@ -359,9 +360,9 @@ class Batch(msgspec.Struct, kw_only=True):
     step: int
     starts: list[SlotStart]
     new_blocks: list[tuple[int, int, int, list[int]]]
-    """(slot, block group, index in its block table there, block ids to write from there on)."""
+    """(slot, block group, index in the slot's block table, block ids to write from there on)."""
     copies: list[tuple[int, int]]
-    """(source block, destination block): copy on write, before anything of this step is written."""
+    """(source block, destination block): copied on write, before the step writes anything."""
     decode: list[int]
     """Slots that advance by one token from their last sampled one, at their own position."""
     prefill: list[PrefillRow]
@@ -378,7 +379,7 @@ class Batch(msgspec.Struct, kw_only=True):
 
 
 class StepOutput(msgspec.Struct, kw_only=True):
-    """What one step gave. Sampled slots come in batch order: decode rows, then prefill rows with `sample`."""
+    """The result of a step. Sampled slots come in batch order: decode rows, then prefill rows with `sample`."""
 
     step: int
     slots: list[int]
@@ -391,17 +392,17 @@ class StepOutput(msgspec.Struct, kw_only=True):
     logits: dict[int, Any] = {}
     """Slot -> float32 CPU tensor [chunk, vocab]."""
     pooled: dict[int, Sequence[float]] = {}
-    """Slot -> the sum that its row's `pooling` asks for [hidden], added in float32, or scores [labels]."""
+    """Slot -> the sum of its row's `pooling` [hidden], added in float32, or scores [labels]."""
     errors: dict[int, str] = {}
-    """Slot -> why this row failed (a non-finite logit, say). The other rows are unharmed."""
+    """Slot -> why this row failed, such as a non-finite logit. The other rows are unharmed."""
     forced: dict[int, list[int]] = {}
-    """Slot -> the tokens that have to follow its token, where they are several. Steps draw them one by one unless a
-    prefill row brings them; those in flight draw the first of them in any case."""
+    """Slot -> the tokens that have to follow its token, if there are several. Steps draw them one by one unless a
+    prefill row brings them; steps in flight draw the first of them in any case."""
     elapsed_ms: float = 0.0
 
 
 class StepFailed(Exception):
-    """A step raised, and the device goes on: its rows are lost, and no others. The cause is chained."""
+    """A step raised, and the device goes on: only the rows of this step are lost. The cause is chained."""
 
 
 class StepDropped(Exception):
@@ -409,18 +410,18 @@ class StepDropped(Exception):
 
 
 class OtherRankRefused(ModelError):
-    """A command was not carried out, because another rank could not; that one says why."""
+    """A command was not carried out, because another rank could not. That rank's error says why."""
 
 
 ResidentPart = Literal["weights", "kv_cache"]
-"""What of a model sleeps and wakes by itself. The KV cache comes with all that is made for steps, such as graphs."""
+"""The parts of a model that sleep and wake separately. The KV cache includes all that steps need, such as graphs."""
 
 
 class UpdateWeights(msgspec.Struct, frozen=True):
-    """Take these tensors for the model's weights, all of them or none."""
+    """Replace weights of the model by these tensors, all of them or none."""
 
     weights: Mapping[str, Any]
-    """Tensor by its name in a checkpoint. The caller leaves them alone until the command is carried out."""
+    """Name in a checkpoint -> tensor. The caller must not change them until the command is carried out."""
 
 
 class Sleep(msgspec.Struct, tag=True, frozen=True):
@@ -431,7 +432,7 @@ class Sleep(msgspec.Struct, tag=True, frozen=True):
 
 
 class Wake(msgspec.Struct, tag=True, frozen=True):
-    """Take the memory of these parts again; what is there already stays."""
+    """Bring these parts back to the device; parts that are there stay."""
 
     parts: frozenset[ResidentPart]
 
@@ -440,7 +441,7 @@ class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
     """Read a LoRA adapter into host memory. Slots and blocks keep their content."""
 
     number: int
-    """What `SlotStart.adapter` will name it by."""
+    """Its number in `SlotStart.adapter`."""
     name: str
     path: str
     """Its folder."""
@@ -453,56 +454,56 @@ class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
 
 
 class TakeVocabulary(msgspec.Struct, tag=True, frozen=True):
-    """Make ready for grammars (`TakesGrammars`), which reach an executor in other processes as texts."""
+    """Prepare for grammars (`TakesGrammars`), which reach an executor in other processes as texts."""
 
     ends: tuple[int, ...]
     """Tokens that end an answer."""
 
 
 Command = UpdateWeights | Sleep | Wake | LoadAdapter | UnloadAdapter | TakeVocabulary
-"""What is asked of a model as a whole, between two steps. No slot and no block keeps its content beyond new weights and
-a sleep."""
+"""A command to a model as a whole, between two steps. New weights and a sleep end the content of all slots and
+blocks."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model side found out at start: never written back into the configuration."""
+    """The properties of the loaded model and its device. They are never written back into the configuration."""
 
     num_blocks: int
     """Blocks in the KV pool."""
     block_size: int
     """Tokens per block."""
     windows: tuple[int | None, ...] = (None,)
-    """Of each block group, how many of the latest positions its layers see; None: all of them. A sequence has a block
-    table in each; any block can be in any of them."""
+    """For each block group, how many of the latest positions its layers see; None: all of them. A sequence has a block
+    table in each group; any block can be in any of them."""
     keeps_state: bool = False
-    """Whether a block holds a state after the latest token in it, beside or in place of each token's keys and values:
-    who goes on in the middle of a block must be the one who wrote it."""
+    """Whether a block holds a state after its latest token, besides or in place of keys and values. Then only the
+    sequence that wrote a partial block can continue it."""
     max_position: int
-    """Positions that the model's rotary tables and training context allow, after scaling."""
+    """Most positions that the model's rotary tables and training context allow, after scaling."""
     vocab_size: int
     """Rows of the output embedding: every valid token id is below it."""
     hidden_size: int
-    """Entries of a hidden state."""
+    """Size of a hidden state."""
     takes_grammars: bool = False
-    """Whether `SamplingParams.grammar` is honoured; by an executor in other processes, behind `TakeVocabulary`."""
+    """Whether `SamplingParams.grammar` is honoured; by an executor in other processes only after `TakeVocabulary`."""
     takes_images: bool = False
     """Whether the model has a vision tower, so that `PrefillRow.images` is honoured."""
     has_head: bool = True
-    """Whether hidden states become logits; without, there are embeddings and no answers."""
+    """Whether the model has an output embedding. Without one it gives embeddings and no answers."""
     num_labels: int = 0
-    """How many scores the model's head gives a sequence; 0: it has no such head."""
+    """Number of scores that the model's head gives a sequence; 0: it has no such head."""
     num_slots: int
-    """Rows of the state tables: at least `max_batch_size`, more when rows in flight need a grace period."""
+    """Slots: at least `max_batch_size`, and more to replace those that steps in flight hold."""
     num_host_blocks: int = 0
-    """Blocks in host memory, of the same size, to copy to and from."""
+    """Blocks of the same size in host memory, for swapping."""
     num_adapter_slots: int = 0
-    """Adapters that steps may use at a time."""
+    """Most adapters of a step."""
     min_copied_tokens: int = 1
-    """A cached beginning on the host that is shorter is computed again, as that is faster than to copy it."""
+    """Fewest cached tokens in host memory that are copied; fewer are computed again, which is faster."""
     max_steps_in_flight: int = 2
-    """Steps to submit before the oldest is read, when no sequence waits to be admitted."""
+    """Steps in flight while no sequence waits to be admitted."""
     token_tile: int = 1
-    """Steps with many tokens are fastest when their number is a multiple of this."""
+    """Steps with many tokens are fastest with a multiple of this number."""
     tokens_beside_decode: int | None = None
     """Most tokens of a step that decodes streamed answers, if there is room for prompts then; None: no such bound."""
     dynamic_rope_from: int | None = None
@@ -517,56 +518,56 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartTimes:
-    """A clock of the phases of a start, which follow one another: import, device, load, pool, capture."""
+    """A clock for the phases of a start, in order: import, device, load, pool, capture."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
-        """End `phase`, which began where the one before ended."""
+        """End `phase`, which began at the end of the previous one."""
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
 
 class Executor(Protocol):
-    """Runs steps somewhere else than on the event loop, or asynchronously on it."""
+    """Runs steps in a thread, in other processes, or asynchronously on the event loop."""
 
     @property
     def isolated(self) -> bool:
-        """Whether another process has the device, so that a device that is lost is lost with that process alone."""
+        """Whether another process has the device, so that a lost device is lost with that process only."""
 
     def watch(self, on_step: Callable[[], None], on_death: Callable[[Exception], None]) -> None:
         """Call `on_step` in the event loop as soon as the future of a step is done: in the same turn of the loop, as a
         callback of the future would come a turn later.
 
-        Call `on_death` if the executor dies while nothing that it was asked for can raise.
+        Call `on_death` if the executor dies while no step or command is open that could raise.
         """
 
     async def start(self) -> Limits:
-        """Load the model, size the KV pool. Raises ModelError; leaves nothing behind when it raises."""
+        """Load the model, and allocate the KV pool. Raises ModelError, and leaves nothing behind then."""
 
     def submit(self, batch: Batch) -> asyncio.Future[StepOutput]:
-        """Enqueue a step and return at once with a future of the running loop. Steps run in order.
+        """Enqueue a step and return a future of the running loop at once. Steps run in order.
 
-        The future raises StepFailed when the step failed as a whole and the device goes on. Steps that were scheduled
-        before that was known are built on it, and raise StepDropped. After any other error the executor is dead: every
+        The future raises StepFailed if the step failed as a whole and the device goes on. Steps that were scheduled
+        before this was known build on it, and raise StepDropped. After any other error the executor is dead: every
         later step raises too.
         """
 
     def carry_out(self, command: Command) -> asyncio.Future[None]:
-        """Carry out a command while no step is in flight; none is submitted before the future is done. When it raises
-        an AsyncLLMError, everything is as it was; after any other error every later call fails, as after a step's."""
+        """Carry out a command while no step is in flight; no step is submitted before the future is done. If it raises
+        an AsyncLLMError, nothing has changed; after any other error every later call fails, as after a step's."""
 
     async def close(self) -> None:
-        """Finish what runs, drop what waits, release threads and memory. Idempotent; from any state."""
+        """Finish running steps, drop waiting ones, release threads and memory. Idempotent; from any state."""
 
 
 @runtime_checkable
 class TakesGrammars(Protocol):
-    """An executor in other processes, which have to make grammars for themselves."""
+    """An executor in other processes, each of which compiles grammars for itself."""
 
     def take_grammar(self, grammar: Any) -> asyncio.Future[None]:
-        """Make ready for steps whose rows are held to a `CompiledGrammar`, whatever runs meanwhile. None of them is
-        submitted before the future is done."""
+        """Prepare for steps with rows of a `CompiledGrammar`, while others run. No such step is submitted before the
+        future is done."""

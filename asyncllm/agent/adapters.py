@@ -1,11 +1,12 @@
-"""AdapterPool: the LoRA adapters of a model. All that are loaded lie in host memory, some in slots on the device.
+"""AdapterPool: the LoRA adapters of a model. All loaded ones are in host memory, some also in slots on the device.
 
-Which adapter is in which slot is the engine's choice, and comes with each sequence (`SlotStart`). On a GPU an adapter
-comes up on a stream of its own: behind the last step that reads its slot, beside all others, and ahead of the step that
-brings it. That one is launched while the step before it runs, which as a rule takes longer than the copy. What a step
-that was never launched should have brought up, the next start that names it brings.
+The engine chooses the slot of an adapter, which comes with each sequence (`SlotStart`). On a GPU an adapter is uploaded
+on a stream of its own: after the last step that reads its slot, and before the step that needs it. The latter is
+launched while the previous step runs, which usually takes longer than the copy. If a step with an upload is never
+launched, the next start that names the adapter uploads it.
 
-A slot is one run of memory with room for the factors of every adapted layer, so that an adapter comes up in one copy:
+A slot is one run of memory with room for the factors of every adapted layer, so that an adapter is uploaded in one
+copy:
 
     slot    | layer 0: A, B | layer 1: A, B | ...      at the same places in host memory; layers see [slots, ...] views
     ranks   [slots, layers]
@@ -34,15 +35,15 @@ NO_ADAPTER = 0
 """The number of an adapter that adds nothing, for steps that only compile kernels."""
 
 _LEAST_RANK = 16
-"""Of a slot: tensor cores multiply no narrower matrices."""
+"""Lowest rank of a slot: tensor cores multiply no narrower matrices."""
 
 _ALIGNMENT = 16
-"""Numbers: kernels assume that a matrix begins at a multiple of 16 bytes."""
+"""Matrices begin at a multiple of this many numbers, as kernels assume an alignment of 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the factors of one layer are in a slot."""
+    """The places of one layer's factors in a slot."""
 
     path: str
     layer: Linear
@@ -55,7 +56,7 @@ class _Place:
 
 
 class _Host:
-    """An adapter in host memory: what goes into a slot."""
+    """An adapter in host memory, laid out as in a slot."""
 
     def __init__(self, values: Tensor, ranks: Tensor) -> None:
         self.values = values
@@ -82,15 +83,15 @@ class AdapterPool:
         targets = {path for files in read.values() for path in files.layers}
         self._places: list[_Place] = []
         self._size = 0
-        """Numbers of a slot."""
+        """Size of a slot in numbers."""
         for path, layer in _linear_layers(model).items():
             if path in targets or not targets:
                 self._places.append(self._place(path, layer))
         self._host: dict[int, _Host] = {}
         self._content: dict[int, int] = {}
-        """Slot -> the number of what it holds."""
+        """Slot -> number of its adapter."""
         self.uploads: torch.cuda.Stream | None = None
-        """Where adapters come up; None: where steps are computed."""
+        """The stream of uploads; None: the computing stream."""
         if self._device.type == "cuda":
             self.uploads = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._last_read: dict[int, torch.cuda.Event] = {}
@@ -110,7 +111,7 @@ class AdapterPool:
         return _Place(path, layer, *starts)
 
     def allocate(self) -> None:
-        """Take memory for the slots, and let the layers see it. Raises ModelError when there is none."""
+        """Allocate the slots, and give the layers their views. Raises ModelError if there is not enough memory."""
         num_slots, room = self.num_slots, self._room
         try:
             self._values = torch.zeros(num_slots, self._size, dtype=self._dtype, device=self._device)
@@ -121,7 +122,7 @@ class AdapterPool:
                 f"free. Lower max_loras or max_lora_rank."
             ) from error
         self._ranks = torch.zeros(num_slots, len(self._places), dtype=torch.int32, device=self._device)
-        self.read_by_steps(range(num_slots))  # what is written first comes behind the zeros
+        self.read_by_steps(range(num_slots))  # so that the first upload comes after the zeros
         for index, place in enumerate(self._places):
             layer = place.layer
             a = self._values[:, place.a].view(num_slots, -1, layer.in_features)
@@ -129,7 +130,7 @@ class AdapterPool:
             layer.adapters = LayerAdapters(LoRAWeights(a, b, self._ranks[:, index], place.sizes))
 
     def release(self) -> None:
-        """Give the memory on the device back; the layers are not to be called any more."""
+        """Free the memory on the device. The layers must not be called any more."""
         for place in self._places:
             place.layer.adapters = None
         self._content.clear()
@@ -137,7 +138,7 @@ class AdapterPool:
         self._values = self._ranks = torch.empty(0)
 
     def load(self, number: int, path: str) -> None:
-        """Read an adapter into host memory. Raises ModelError and InvalidParameter; nothing is changed then."""
+        """Read an adapter into host memory. Raises ModelError and InvalidParameter, and changes nothing then."""
         self._host[number] = self._packed(AdapterFiles.read(Path(path), self._model))
 
     def unload(self, number: int) -> None:
@@ -145,7 +146,7 @@ class AdapterPool:
         self._host.pop(number, None)
 
     def put(self, number: int, slot: int) -> None:
-        """See to it that a slot holds an adapter for all that is launched on the current stream from now on."""
+        """Make sure that a slot holds an adapter for further work of the current stream."""
         if self._content.get(slot) == number:
             return
         if number == NO_ADAPTER:
@@ -164,14 +165,14 @@ class AdapterPool:
         self._ranks[slot].copy_(host.ranks, non_blocking=True)
 
     def read_by_steps(self, slots: Iterable[int]) -> None:
-        """Take note that what is launched on the current stream so far reads, or writes, these slots."""
+        """Note that the present work of the current stream reads, or writes, these slots."""
         if self.uploads is not None:
             end = torch.cuda.Event()  # type: ignore[no-untyped-call]
             end.record()
             self._last_read.update(dict.fromkeys(slots, end))
 
     def _packed(self, files: AdapterFiles) -> _Host:
-        """Return an adapter as it lies in a slot."""
+        """Return an adapter in the layout of a slot."""
         if files.rank > self._max_rank:
             raise InvalidParameter(
                 f"the adapter has rank {files.rank}, and slots were made for {self._max_rank}. Start the engine with "
@@ -201,5 +202,5 @@ class AdapterPool:
 
 
 def _linear_layers(model: nn.Module) -> dict[str, Linear]:
-    """Return the layers that adapters may be for, by path."""
+    """Return path -> layer of the layers that adapters may target."""
     return {path: module for path, module in model.named_modules() if takes_adapters(module, path)}

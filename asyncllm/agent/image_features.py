@@ -1,4 +1,4 @@
-"""ImageFeatures: what the vision tower makes of images, by content, kept on the device while there is room."""
+"""ImageFeatures: a cache on the device of the vision tower's features, by content of images."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from asyncllm.vl.tower import PlannedTower, VisionTower
 __all__ = ["ImageFeatures", "joint_tokens"]
 
 MAX_CACHED_BYTES = 2**28
-"""Of features beyond those of the step: 32,000 tokens of 4,096 numbers in 16 bits."""
+"""Most bytes of features beyond those of the step: 32,000 tokens of 4,096 numbers in 16 bits."""
 
 _SIDES = (((64, 64),), ((336, 336),), ((672, 448),), ((64, 64), (96, 60)), ((336, 336), (620, 440)))
-"""Width and height of the images that the tower is tried with before the first request, together and alone: attention
-has kernels of its own for few patches and for many, of one length and of several."""
+"""Width and height of the images of the warm-up, together and alone: attention has kernels of its own for few patches
+and for many, of one length and of several."""
 _LARGEST = (1344, 1008)
 
 
 class ImageFeatures:
-    """Encodes images when a chunk first reaches them, as many at once as fill the device, and keeps the latest: of a
-    prompt in chunks, of an image that is asked about again. Used by the thread that launches steps."""
+    """Encodes images when a chunk first reaches them, as many at once as fill the device, and keeps the latest
+    features, for further chunks and for requests with the same image. Used by the thread that launches steps."""
 
     def __init__(self, tower: VisionTower, max_batch_size: int) -> None:
         """`max_batch_size`: most images that the tower encodes at once."""
@@ -39,7 +39,7 @@ class ImageFeatures:
         self._encode = tower.encode if self._graphs is None else self._graphs.encode
         self._max_batch_size = max_batch_size
         self._cached: OrderedDict[bytes, Tensor] = OrderedDict()
-        """By digest, the latest last."""
+        """Digest -> features, the latest last."""
         self._num_bytes = 0
 
     def of_step(self, batch: Batch) -> Tensor | None:
@@ -63,10 +63,10 @@ class ImageFeatures:
         return joined
 
     def measure(self, folder: Path, overrides: Mapping[str, Any] | None) -> int:
-        """Return how many bytes of the device images take: those kept, and the largest batch of the tower at its peak,
-        of whole screens or of what the family makes of them. `folder` is the checkpoint's.
+        """Return the bytes of the device that images take: kept features, and the largest batch of the tower at its
+        peak, of whole screens as the family prepares them. `folder` is the checkpoint's.
 
-        Compiles the kernels that the tower launches, each of which would hold up the event loop for a second.
+        Compiles the kernels of the tower, each of which would block the event loop for a second.
         """
         processor = open_processor(folder, overrides)
         if processor is None:
@@ -83,19 +83,19 @@ class ImageFeatures:
         return (1 + (self._graphs is not None)) * (torch.cuda.max_memory_allocated() - before) + MAX_CACHED_BYTES
 
     def counts(self, batch: Batch) -> dict[int, int]:
-        """Return, by slot, how many image tokens each row of a step has, of those that have any."""
+        """Return slot -> number of image tokens, for the rows of a step that have any."""
         counts = {row.slot: sum(part.last - part.first for part in image_parts(row)) for row in batch.prefill}
         return {slot: count for slot, count in counts.items() if count}
 
     def clear(self) -> None:
-        """Forget all: the weights that made them change, or the memory is given back."""
+        """Forget all features, as weights change or memory is freed."""
         self._cached.clear()
         self._num_bytes = 0
         if self._graphs is not None:
             self._graphs.clear()
 
     def _batches(self, images: Sequence[PromptImage]) -> list[list[PromptImage]]:
-        """Return the images as they are encoded together: not more than are allowed, nor more than are worth it."""
+        """Return the images in batches to encode together: not more than allowed, nor more than pay."""
         batches: list[list[PromptImage]] = []
         room = 0
         for image in images:
@@ -127,8 +127,7 @@ class ImageFeatures:
 
 
 def joint_tokens(batch: Batch) -> list[JointTokens]:
-    """Return the tokens of a step that see each other. Each place of such an image ends in the chunk that reaches
-    it."""
+    """Return the tokens of a step that see each other. A place of such an image is always complete in one chunk."""
     joint, start = [], len(batch.decode)
     for number, row in enumerate(batch.prefill, len(batch.decode)):
         for part in image_parts(row):

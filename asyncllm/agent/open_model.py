@@ -1,4 +1,4 @@
-"""What every agent does first: choose device and type, open the model, and say what was found."""
+"""Opens a model for an agent: chooses device and type, loads the checkpoint, and describes it as `Limits`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from asyncllm.protocol import Limits, StartTimes
 __all__ = ["OpenedModel", "check_block_size", "choose_device"]
 
 _LOOK_AHEAD_BYTES = 16 * 10**9
-"""Weights that steps in flight should read: some 4 ms of an H200's memory."""
+"""Bytes of weights that steps in flight should read: about 4 ms of an H200's memory."""
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -40,16 +40,16 @@ class _ModelOptions(TypedDict):
 
 
 class OpenedModel(NamedTuple):
-    """A filled model, where it lies, and how long its sequences may be."""
+    """A loaded model, its device and type, and the length of its sequences."""
 
     model: DecoderLM
     device: torch.device
     dtype: torch.dtype
-    """Of weights and activations."""
+    """Type of weights and activations."""
     cache_specs: list[CacheSpec]
-    """What the layers keep of their tokens, in order."""
+    """Cache specs of the layers, in order."""
     max_position: int
-    """Positions that a session may use."""
+    """Most positions of a session."""
     path: Path
     group: RankGroup | None = None
     """The ranks of which this one has its share of the model."""
@@ -80,7 +80,7 @@ class OpenedModel(NamedTuple):
         device = choose_device(config)
         check_block_size(config, device)
         if device.type == "cuda":
-            # The device's context, which the first allocation makes.
+            # The first allocation makes the device's context.
             torch.empty(1, device=device)
         times.lap("device")
         load_plugins(config.plugin or ())
@@ -104,11 +104,11 @@ class OpenedModel(NamedTuple):
         return OpenedModel(model, device, dtype, accept(model), max_position, path, group)
 
     def agreed(self, count: int) -> int:
-        """Return the smallest of the ranks' counts."""
+        """Return the smallest count of all ranks."""
         return count if self.group is None else self.group.least(count)
 
     def steps_ahead(self) -> int:
-        """Return how many steps to launch before the oldest is read: two, or more where they are so short that the host
+        """Return how many steps to launch before the oldest is read: two, or more if steps are so short that the host
         would be late.
 
         A step reads all weights once. Rows do not count, nor does any measurement, so that batches are the same
@@ -118,7 +118,7 @@ class OpenedModel(NamedTuple):
         return self.agreed(max(2, min(MAX_STEPS_IN_FLIGHT, math.ceil(_LOOK_AHEAD_BYTES / num_bytes))))
 
     def limits(self, num_blocks: int, block_size: int, num_slots: int, **more: Any) -> Limits:
-        """Return what the engine has to know; `more` are further fields of `Limits`."""
+        """Return the model's `Limits`, with `more` of their fields."""
         config = self.model.config
         return Limits(
             num_blocks=num_blocks,
@@ -142,7 +142,7 @@ class OpenedModel(NamedTuple):
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """Return the device that `device_type` asks for. Raises InvalidParameter when it is not there."""
+    """Return the device of `device_type`. Raises InvalidParameter if it is missing."""
     available = torch.cuda.is_available()
     if config.device_type == "cuda" and not available:
         raise InvalidParameter(
@@ -171,7 +171,7 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> to
 
 
 def _cache_specs(config: EngineConfig, model: DecoderLM, dtype: torch.dtype, device: torch.device) -> list[CacheSpec]:
-    """Return what the model's layers declare, in the format that `quant_policy` asks for."""
+    """Return the cache specs of the model's layers, in the format of `quant_policy`."""
     if config.kv_format is None:
         return model.cache_specs
     if device.type == "cuda" and dtype == torch.float32:

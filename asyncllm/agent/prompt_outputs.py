@@ -1,6 +1,6 @@
-"""What rows of prompts give besides a token: scores of the prompt's tokens, and sums of hidden states.
+"""Results of prefill rows besides a token: scores of the prompt's tokens, and sums of hidden states.
 
-Both are computed without waiting and read once the step is over.
+Both are computed without waiting, and read after the step.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class PromptScores:
             self._ranked.append((known, chosen, top, ids))
 
     def write(self, output: StepOutput) -> None:
-        """Put the scores where the engine looks for them."""
+        """Write the scores into the step's output."""
         row = self._row
         if not all(finite.item() for finite in self._finite):
             output.errors.setdefault(row.slot, NOT_FINITE)
@@ -79,7 +79,7 @@ class PromptScores:
                 whole = torch.empty(len(row.tokens), self._logits[0].shape[1], dtype=torch.float32, device="cpu")
             begin = 0
             while self._logits:
-                # Let go of each piece once it is copied: together they are as large as the whole.
+                # Drop each piece once it is copied, as together they are as large as the whole.
                 piece = self._logits.pop(0)
                 whole[begin : begin + len(piece)] = piece
                 begin += len(piece)
@@ -97,9 +97,8 @@ def concatenate(chunks: Sequence[Tensor]) -> Tensor:
 
 
 class PooledHidden:
-    """What a step's prefill rows ask for in `pooling`: one float32 vector for each of them is all that comes to the
-    host. Made in inference mode on the computing stream, which also brings it there; `write` may be called
-    when the stream has come so far."""
+    """The pooled hidden states of a step's prefill rows: one float32 vector for each row comes to the host. Made in
+    inference mode on the computing stream, which also copies it; `write` may be called after that."""
 
     def __init__(
         self,
@@ -128,7 +127,7 @@ class PooledHidden:
             self._found.append(([slot for slot, _ in summed], fetch(sums)))
 
     def write(self, output: StepOutput) -> None:
-        """Put the vectors where the engine looks for them."""
+        """Write the vectors into the step's output."""
         for slots, vectors in self._found:
             finite = vectors.isfinite().all(1).tolist()
             for slot, values, sound in zip(slots, vectors.numpy(), finite, strict=True):

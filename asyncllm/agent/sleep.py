@@ -1,14 +1,14 @@
-"""ModelPlacement: what of a model is on its device, and the commands that change that.
+"""ModelPlacement: the parts of a model that are on its device, and the commands that move them.
 
     weights     on the device <-> in host memory (sleep, level 1), or lost (level 2) until they are read or given again
-    kv_cache    the pool, its twin in host memory, and whatever else is made for steps: taken or given back
+    kv_cache    the pool, its twin in host memory, graphs and whatever else steps need: allocated or freed
 
-A command that raises an AsyncLLMError leaves everything as it was. Weights are replaced in place, so that CUDA graphs,
-which hold addresses, stay right; what sleeps comes back at other addresses, and so the graphs go and come with the
+A command that raises an AsyncLLMError leaves everything as it was. New weights are written in place, so that CUDA
+graphs, which hold addresses, stay valid. After a sleep addresses differ, so graphs are freed and captured with the
 cache.
 
-Ranks carry out a command together: one that cannot has all others put back what they have changed, as a rank that goes
-on by itself would wait in its next sum for ever.
+Ranks carry out a command together. If one cannot, the others undo their changes, as a rank that goes on alone would
+wait in its next sum forever.
 """
 
 from __future__ import annotations
@@ -44,29 +44,30 @@ _Parameters = list[tuple[nn.Module, str, nn.Parameter]]
 
 
 class CacheHolder(Protocol):
-    """An agent, which holds what steps need besides weights."""
+    """An agent, which holds everything that steps need besides weights."""
 
     def take_cache(self) -> None:
-        """Allocate it. Raises ModelError, or what torch raises when there is no memory; holds nothing then."""
+        """Allocate the cache. Raises ModelError, or torch's error if memory is short; then nothing is held."""
 
     def capture(self) -> None:
-        """Make what runs steps over the cache, with the other ranks. Raises as `take_cache`; the cache is held."""
+        """Capture graphs over the cache, with the other ranks. Raises as `take_cache`; the cache stays held."""
 
     def release_cache(self) -> None:
-        """Give it back. Any number of times."""
+        """Free the cache, if it is held."""
 
 
 class ModelPlacement:
-    """Where the parts of one model are. Written by the thread that carries out commands, while no step runs."""
+    """The parts of one model. Written by the thread that carries out commands, while no step runs."""
 
     def __init__(self, opened: OpenedModel, config: EngineConfig) -> None:
-        """The weights are on the device, the cache is taken. Reads the adapters of `config`, and raises as they do."""
+        """Begin with the weights on the device and the cache held. Reads the adapters of `config`, and raises their
+        errors."""
         self._model, self._device, self._dtype = opened.model, opened.device, opened.dtype
         self._path, self._group = opened.path, opened.group
         self._weights: Literal["device", "host", "lost"] = "device"
         self._has_cache = True
         self.adapters = AdapterPool(config, opened) if config.num_adapter_slots else None
-        """None: the engine asks for none."""
+        """None if the engine has no adapters."""
 
     @property
     def _loaded_adapters(self) -> AdapterPool:
@@ -74,8 +75,8 @@ class ModelPlacement:
         return self.adapters
 
     def _together(self, change: Callable[[], None], undo: Callable[[], None]) -> None:
-        """Make a change on all ranks, or on none: `undo` is called for one that was made, or begun. Raises what
-        `change` raises, and OtherRankRefused where another rank could not."""
+        """Make a change on all ranks or on none: if any rank fails, `undo` is called. Raises the error of `change`, or
+        OtherRankRefused if another rank failed."""
         failure: BaseException | None = None
         try:
             change()
@@ -89,8 +90,8 @@ class ModelPlacement:
             raise failure
 
     def carry_out(self, command: Command, holder: CacheHolder) -> None:
-        """Carry out a command. Raises InvalidParameter for tensors that do not fit and for a cache that is to wake
-        before the weights, and ModelError when memory or a checkpoint is not there, on this rank or on another."""
+        """Carry out a command. Raises InvalidParameter for tensors that do not fit, or a cache that should wake before
+        the weights; ModelError if memory or a checkpoint is missing, on this rank or on another."""
         self._wait_for_device()
         try:
             match command:
@@ -112,7 +113,7 @@ class ModelPlacement:
         lost = self._weights == "lost"
         copy = plan_update(self._model, weights, self._model.weight_map, whole=lost)
         for device in {tensor.device for tensor in weights.values() if tensor.is_cuda}:
-            # Their values may still be on their way, on whatever stream.
+            # The values may still be in copy, on any stream.
             torch.cuda.synchronize(device)
         if lost:
             before = self._parameters()
@@ -121,7 +122,7 @@ class ModelPlacement:
             copy()
 
     def _lose(self, parameters: _Parameters) -> None:
-        """Drop the weights, as these `parameters` had done."""
+        """Drop the weights, which were these `parameters`."""
         self._put(parameters)
         self._weights = "lost"
 
@@ -135,12 +136,12 @@ class ModelPlacement:
         self._has_cache = False
 
     def _leave_device(self) -> None:
-        """Copy the weights to host memory, if they are not there as it is."""
+        """Copy the weights to host memory, unless they are there."""
         if self._device.type != "cpu":
             num_bytes = sum(parameter.nbytes for parameter in self._model.parameters())
             free = available_memory(torch.device("cpu"))
             if self._group is not None:
-                # All ranks need it, and see the same figures, so that all come to the same end.
+                # All ranks see the same figures, so that all decide alike.
                 num_bytes, free = -self._group.least(-num_bytes) * self._group.size, self._group.least(free)
             if num_bytes > free:
                 raise ModelError(
@@ -178,7 +179,7 @@ class ModelPlacement:
             holder.capture()
         except BaseException as error:
             if self._group is not None:
-                # The others may be in the midst of a sum.
+                # Other ranks may be in a sum.
                 raise
             undo()
             if isinstance(error, torch.OutOfMemoryError):
@@ -233,7 +234,7 @@ class ModelPlacement:
         ]
 
     def _replace(self, made_of: Callable[[nn.Parameter], Tensor]) -> None:
-        """Put what is made of each parameter in its place, once all of them are made."""
+        """Replace each parameter by the tensor made of it, after all of them have been made."""
         self._put(
             [
                 (module, name, nn.Parameter(made_of(parameter), requires_grad=False))
@@ -250,7 +251,7 @@ class ModelPlacement:
         return ModelError(f"{self._device} has no memory left for {what}. Free some, and wake the model again.")
 
     def _wait_for_device(self) -> None:
-        """Wait until all that was launched is done, and give unused memory back to the driver."""
+        """Wait for all launched work, and give unused memory back to the driver."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()

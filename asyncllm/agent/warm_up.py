@@ -1,4 +1,4 @@
-"""Before the first request: how much memory steps take, and every kernel that a step may need, compiled."""
+"""Warm-up before the first request: measures the memory of steps, and compiles every kernel that a step may need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncllm.protocol import Batch, PrefillRow, SamplingParams, SlotStart
 __all__ = ["CapturedPart", "largest_step", "measure_reserve", "mlp_sizes", "warm_up_batches", "warm_up_mlps"]
 
 SAFETY_BYTES = 256 * 2**20
-"""Left free on top of what was measured: library workspaces that appear later, and fragmentation."""
+"""Bytes left free beyond the measured ones, for later library workspaces and fragmentation."""
 
 
 def largest_step(
@@ -67,14 +67,14 @@ class CapturedPart:
 
     name: str
     launch: Callable[[Any], None]
-    """Of a size: launches it."""
+    """Launches the part in a size."""
     sizes: Sequence[Any]
     """From small to large."""
     prepare: Callable[[Any], None] | None = None
-    """Of a size: what has to be done before `launch` may be called at all."""
+    """Prepares a size; called before its `launch`."""
 
     def capture(self, graphs: StepGraphs, sizes: Sequence[Any]) -> None:
-        """Capture some of the sizes, from the largest on: the others fit into the memory that it takes."""
+        """Capture some of the sizes, the largest first, in whose memory the others fit."""
         for size in reversed(sizes):
             if self.prepare is not None:
                 self.prepare(size)
@@ -88,10 +88,10 @@ def measure_reserve(
     parts: Sequence[CapturedPart],
     stream: torch.cuda.Stream,
 ) -> int:
-    """Return how many bytes `step`, the largest there can be, and the graphs of `parts` will take.
+    """Return the bytes that `step`, the largest possible one, and the graphs of `parts` will take.
 
-    A step's intermediates are measured at their peak. Graphs share the memory of their intermediates, which the largest
-    ones decide, and take some of their own each, which the smallest one of a part tells.
+    A step's intermediates are measured at their peak. Graphs share the memory of their intermediates, which is that of
+    the largest graph, and each takes some of its own, measured on the smallest one of a part.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -150,11 +150,11 @@ class _Anything:
 def warm_up_batches(
     num_blocks: int, block_size: int, max_tokens: int, max_position: int, *, adapter_slot: int = -1
 ) -> Iterator[Batch]:
-    """Yield steps in slots 0 and 1 that between them launch each variant of each kernel outside the graphs.
+    """Yield steps in slots 0 and 1 that together launch each variant of each kernel outside the graphs.
 
-    Which variant a kernel takes depends on how many tokens a step has, in steps of powers of two, on how long the
-    longest prompt is, and on what the rows' parameters ask for. Compiling one takes a second, in which a running event
-    loop would stand still. `adapter_slot`: of all rows' adapter, which adds nothing.
+    A kernel's variant depends on the step's tokens, in powers of two, on the longest prompt, and on the rows'
+    parameters. Compiling one takes a second, in which a running event loop would stand still. `adapter_slot`: slot of
+    the adapter of all rows, which adds nothing.
     """
     edited = SamplingParams(
         temperature=0.8,
@@ -193,8 +193,8 @@ def warm_up_batches(
 
 
 def mlp_sizes(max_tokens: int) -> list[int]:
-    """Return numbers of tokens that between them take every kernel which an MLP of up to `max_tokens` tokens may take:
-    no table has a range that begins and ends between two of them."""
+    """Return numbers of tokens that together take every kernel of an MLP of up to `max_tokens` tokens: no table has a
+    range that begins and ends between two of them."""
     powers = [1 << power for power in range(max_tokens.bit_length())]
     sizes = sorted({*powers, *(power * 3 // 2 for power in powers), max_tokens})
     return [size for size in sizes if size <= max_tokens]
@@ -202,7 +202,7 @@ def mlp_sizes(max_tokens: int) -> list[int]:
 
 @torch.inference_mode()
 def warm_up_mlps(model: DecoderLM, max_tokens: int, *, adapted: bool = False) -> None:
-    """Compile what an MLP takes in steps of several prompts, which have more tokens than a session may."""
+    """Compile the kernels of MLPs for steps of several prompts, which may have more tokens than one session."""
     device = next(model.parameters()).device
     kinds: dict[type, Any] = {type(block.mlp): block.mlp for block in model.layers if block.mlp is not None}
     for size in mlp_sizes(max_tokens):

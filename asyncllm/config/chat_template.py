@@ -1,4 +1,4 @@
-"""Which chat template is used."""
+"""ChatTemplateConfig: the chat template to use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Capability = Literal["completion", "chat", "infilling", "python"]
 
 
 class ChatTemplateConfig(Settings, frozen=True):
-    """Which chat template to use, and which of its parts to replace.
+    """The chat template to use, and its parts to replace.
 
     A built-in template composes a conversation as `system + meta_instruction + eosys`, then for each turn
     `user + text + eoh`, `assistant + text + eoa`, with `separator` between turns.
@@ -46,7 +46,7 @@ class ChatTemplateConfig(Settings, frozen=True):
     chat_template: Annotated[str | None, Meta(description="A Jinja template in place of the checkpoint's.")] = None
 
     def to_json(self, file_path: str | None = None) -> str:
-        """Return the set fields as JSON; also written to `file_path` if given."""
+        """Return the set fields as JSON, and write them to `file_path` if given."""
         fields = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
         text = msgspec.json.format(msgspec.json.encode(fields)).decode()
         if file_path is not None:
@@ -56,7 +56,7 @@ class ChatTemplateConfig(Settings, frozen=True):
 
     @classmethod
     def from_json(cls, file_or_text: str) -> ChatTemplateConfig:
-        """Read a JSON file, or JSON text. Raises InvalidParameter when it is neither or does not hold."""
+        """Read a JSON file, or JSON text. Raises InvalidParameter if it is neither, or has wrong fields."""
         text = file_or_text
         if not file_or_text.lstrip().startswith("{"):
             try:

@@ -19,8 +19,8 @@ __all__ = ["SERVED_QUEUE", "EngineConfig", "PytorchEngineConfig", "TurbomindEngi
 _MAX_ADAPTER_NAME = 256
 
 SERVED_QUEUE: Mapping[str, int] = MappingProxyType({"max_queued_requests": 2048, "max_queued_tokens": 2**22})
-"""What `asyncllm serve` has in place of the engine's unbounded queue, where strangers queue: room for a crowd of 2,000
-clients, and some 150 MB of prompts."""
+"""Bounds of the queue of `asyncllm serve`, whose clients may be strangers: room for 2,000 clients, and about 150 MB of
+prompts."""
 
 
 class EngineConfig(Settings, frozen=True, kw_only=True):
@@ -246,7 +246,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def kv_format(self) -> str | None:
-        """What keys and values are rounded to in the cache: a name of `kernels.quantized_kv`, or None."""
+        """Format of keys and values in the cache: a name of `kernels.quantized_kv`; None: the model's type."""
         return {0: None, 4: "k5v3", 8: "int8", 16: "fp8", "fp8": "fp8"}[self.quant_policy]
 
     @property
@@ -261,7 +261,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def num_adapter_slots(self) -> int:
-        """Adapters that are on the device at a time."""
+        """Most adapters on the device at a time."""
         return self.max_loras or len(self.adapters or {})
 
     @property
@@ -310,7 +310,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
 
 
 def check_adapter_name(name: Any, param: str) -> None:
-    """Raise InvalidParameter for what cannot be the name of an adapter."""
+    """Raise InvalidParameter unless `name` can be the name of an adapter."""
     if not isinstance(name, str) or not name.strip() or len(name) > _MAX_ADAPTER_NAME or not name.isprintable():
         raise InvalidParameter(
             f"The name of an adapter is a text of 1 to {_MAX_ADAPTER_NAME} printable characters, not {short(name)}.",

@@ -21,7 +21,7 @@ MAX_STOP_WORDS = 64
 MAX_LOGIT_BIAS = 512
 MAX_CHOICES = 128
 LMDEPLOY_TOP_K = 50
-"""Its default, where do_sample asks for sampling."""
+"""LMDeploy's default with do_sample=True."""
 
 
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Answers per prompt; they share the prompt's blocks.")]
@@ -111,7 +111,7 @@ class GenerationConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def is_held(self) -> bool:
-        """Whether the answer is held to something."""
+        """Whether a grammar applies to the answer."""
         return self.response_format is not None and self.response_format.get("type") != "text"
 
     def _check(self) -> None:

@@ -1,4 +1,4 @@
-"""JSON schemas that answers are held to: bounded, and in the words that the grammar library knows."""
+"""Checks of the JSON schemas of answers: their size, and keywords of the grammar library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_OPTIONAL = 1000
 
 
 def checked_schema(schema: object, field: str) -> Any:
-    """Return a schema, which may be given as text, as a grammar can be made of it. Raises InvalidParameter."""
+    """Return a schema, which may be given as text, in the form for a grammar. Raises InvalidParameter."""
     if isinstance(schema, str):
         if len(schema) > MAX_SCHEMA:
             raise _too_large(f"{len(schema)} characters", field)

@@ -14,7 +14,7 @@ __all__ = ["LITE_TOOLS", "LiteConfig", "LiteTool"]
 
 
 class LiteConfig(Settings, frozen=True, kw_only=True):
-    """How a checkpoint is quantized, and by which texts its weights are judged."""
+    """How a checkpoint is quantized, and the calibration texts."""
 
     work_dir: Annotated[str, Meta(min_length=1, description="Folder to write.")] = "./work_dir"
     overwrite: Annotated[bool, Meta(description="Replace what is in work_dir, once the new checkpoint is whole.")] = (
@@ -75,7 +75,7 @@ class LiteTool(NamedTuple):
     options: tuple[str, ...]
     """The fields of `LiteConfig` that it reads."""
     defaults: Mapping[str, Any] = MappingProxyType({})
-    """Its own, where they are not the config's."""
+    """Defaults of its own, in place of the config's."""
 
 
 _COMMON = ("work_dir", "overwrite", "device", "dtype", "revision", "download_dir")
@@ -102,4 +102,4 @@ LITE_TOOLS: Mapping[str, LiteTool] = {
         ("adapter", "work_dir", "overwrite", "revision", "download_dir"),
     ),
 }
-"""By name, which are LMDeploy's but for the last two."""
+"""Name -> tool. All names but the last two are LMDeploy's."""

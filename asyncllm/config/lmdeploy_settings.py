@@ -1,5 +1,5 @@
-"""LMDeploy's settings that asyncllm has no field for, so that programs and commands written for LMDeploy run where they
-say what is the case here anyway, and are told what to use where they do not."""
+"""LMDeploy's settings without a field in asyncllm. A value that changes nothing here is accepted, so that programs for
+LMDeploy run; any other is refused with a sentence that says what to use."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ ENGINES: Mapping[str, Neutral] = {
     **_each("dllm_unmasking_strategy", ("low_confidence_dynamic",), "Diffusion language models are not implemented."),
     **_each("dllm_confidence_threshold", (0.85,), "Diffusion language models are not implemented."),
 }
-"""Of PytorchEngineConfig and TurbomindEngineConfig."""
+"""Settings of PytorchEngineConfig and TurbomindEngineConfig."""
 
 _SCORES = "Call get_logits, get_ppl or embed with the token ids."
 _LOOPS = "Use repetition_penalty or frequency_penalty against loops."
@@ -79,12 +79,12 @@ ANSWERS: Mapping[str, Neutral] = {
     **_each("with_cache preserve_cache", (False,), _HANDED),
     **_each("migration_request", (), _HANDED),
 }
-"""Of GenerationConfig."""
+"""Settings of GenerationConfig."""
 
 TEMPLATES: Mapping[str, Neutral] = _each(
     "tool eotool", (), "Results of tools are written by a Jinja template: the checkpoint's, or chat_template."
 )
-"""Of ChatTemplateConfig."""
+"""Settings of ChatTemplateConfig."""
 
 PIPELINES: Mapping[str, Neutral] = {
     **_each("trust_remote_code", (False, True), "No code of a checkpoint is run."),
@@ -109,7 +109,8 @@ COMMANDS: Mapping[str, Neutral] = {
 
 
 def without_neutral(table: Mapping[str, Neutral], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `fields` without those of the table. Raises UnsupportedFeature for one that asks for something."""
+    """Return `fields` without those of the table. Raises UnsupportedFeature for a value that is not
+    neutral."""
     for name, value in fields.items():
         if name in table and not table[name].takes(value):
             raise UnsupportedFeature(f"{name}={short(value)} of LMDeploy's is not supported. {table[name].why}", name)

@@ -1,8 +1,7 @@
-"""Names that others document and asyncllm does not implement, each with the values that ask for nothing.
+"""Neutral: a name that other projects document and asyncllm does not implement, with the values that change nothing.
 
-With one of its neutral values such a name is taken, as nothing would be different without it; with any other it is
-refused, in a sentence that says what to use. The server has a table for the fields of bodies; the one of settings is
-in `lmdeploy_settings`.
+With a neutral value such a name is accepted; with any other it is refused, in a sentence that says what to use. The
+server has a table for the fields of bodies (`server.request.neutral`), `lmdeploy_settings` one for settings.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ __all__ = ["Neutral"]
 
 
 class Neutral(msgspec.Struct, frozen=True):
-    """What may be said under a name that is not implemented."""
+    """The accepted values of a name that is not implemented."""
 
     peers: str
-    """Those in whose documents the name stands."""
+    """The projects that document the name."""
     values: tuple[Any, ...] | None
-    """What asks for nothing beyond the default, as None always does; None: any value, as nothing could show it."""
+    """Values that change nothing; None always does. None in place of the values: any value changes nothing."""
     why: str
     """Why other values are refused, and what to do; for any value, why it makes no difference."""
 
     def takes(self, value: Any) -> bool:
-        """Return whether the value asks for nothing."""
+        """Return whether the value changes nothing."""
         return self.values is None or value is None or any(_is_same(value, each) for each in self.values)
 
 
 def _is_same(value: Any, neutral: Any) -> bool:
-    """Return whether it is the neutral value, perhaps mistyped as a field of that type may be: 1.0 and "1" for 1."""
+    """Return whether a value is the neutral one, perhaps of another type: 1.0 and "1" for 1."""
     if isinstance(neutral, (bool, int, float)) and isinstance(value, (bool, int, float, str)):
         try:
             return bool(msgspec.convert(value, type(neutral), strict=False) == neutral)

@@ -1,6 +1,6 @@
-"""A JSON schema in the words that the grammar library knows: the same answers, fewer keywords.
+"""Rewrites a JSON schema into keywords that the grammar library supports, for the same answers.
 
-Only what stands at a schema's place is rewritten; a property may be called `format`, and a constant may have one.
+Only schemas are rewritten: a property may be called `format`, and a constant may contain one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORMATS = {
     *("uri", "uri-reference", "uri-template", "iri", "iri-reference", "uuid", "regex", "json-pointer"),
     "relative-json-pointer",
 }
-"""The formats of JSON Schema. Any other is a note for the reader, as OpenAPI's `int32` and `password` are."""
+"""The formats of JSON Schema. Others, such as OpenAPI's `int32` and `password`, constrain nothing."""
 
 COUNTS = {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"}
 
@@ -31,14 +31,14 @@ COUNTS = {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "mi
 JOINED = {"allOf", "dependentSchemas", "else", "if", "not", "then", "unevaluatedProperties"}
 CASES = {"$ref", "anyOf", "oneOf"}
 OBJECT = {"properties", "required"}
-"""Keywords by which two parts of a schema speak of the same object: one of the first, or one each of the others."""
+"""Keywords by which two parts of a schema describe the same object: one of the first, or one each of the others."""
 
 
 def prepared_schema(schema: Any) -> Any:
-    """Return the schema in words of the grammar library; a boolean is returned unchanged.
+    """Return the schema in keywords of the grammar library; a boolean is returned unchanged.
 
-    An object that names its properties has no others, unless the schema says something of them: models that may go on
-    do, and neither the callers' types nor the peers' grammars know others.
+    An object with named properties has no others, unless the schema mentions them: models that may add some do, and
+    neither the callers' types nor the grammars of other servers have any.
     """
     made = _respelled(schema)
     return made if _joins(schema) else _closed(made)

@@ -1,4 +1,4 @@
-"""How a request stands among the others, and how its messages are written down."""
+"""RequestOptions: a request's user, priority and timeout, and how its messages are rendered."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ Tools = Annotated[
 
 
 class RequestOptions(Settings, frozen=True, kw_only=True):
-    """The keywords of every call that makes a request: how it stands among the others, and, where the chat template
-    has a part in it, how messages are written down."""
+    """The keywords of every call that makes a request: user, priority, timeout and the like, and for calls with a chat
+    template how messages are rendered."""
 
     priority: Annotated[
         int, Meta(ge=-MAX_COUNT, le=MAX_COUNT, description="Lower values are served earlier; arrival breaks ties.")
@@ -104,16 +104,16 @@ class RequestOptions(Settings, frozen=True, kw_only=True):
 
     @property
     def choice(self) -> ToolChoice | None:
-        """Which tools may be called; None: none of them."""
+        """The tools that may be called; None: none of them."""
         return choice_of(self.tool_choice, self.tools)
 
     def template_field(self) -> str | None:
-        """Return the first field that is set and says something about the chat template."""
+        """Return the first set field that concerns the chat template; None if there is none."""
         names = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools", "thinking_budget")
         return next((name for name in names if getattr(self, name) not in (None, {}, [])), None)
 
     def variables(self) -> dict[str, Any]:
-        """Return what the chat template reads beside the messages."""
+        """Return the variables of the chat template besides the messages."""
         variables: dict[str, Any] = dict(self.chat_template_kwargs or {})
         if self.tools:
             variables["tools"] = self.tools

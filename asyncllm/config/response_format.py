@@ -1,4 +1,4 @@
-"""What an answer shall look like: the spellings of `response_format`, and the one form that they come to."""
+"""GrammarSpec: the form of an answer, made from any spelling of `response_format`."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ FIELD = "response_format"
 
 MAX_GRAMMAR = 16 * 1024
 MAX_REGEX = 4096
-"""Bounds of what a grammar is made from. Beyond them compiling or using it takes seconds."""
+"""Bounds of a grammar's source. Beyond them compiling or using it takes seconds."""
 
 MAX_WHITE_SPACE = 100
 WHITE_SPACE = re.compile(
     rf"(?=.{{0,{MAX_WHITE_SPACE}}}\Z)(?:[ \n\t\r()|?*+]|\\[ntrs]|\[(?:[ \n\t\r]|\\[ntr])+\]|\{{\d+(?:,\d*)?\}})*",
     re.DOTALL,
 )
-"""What JSON allows between its tokens, and how an expression writes it."""
+"""White space that JSON allows between its tokens -> its spelling in an expression."""
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
-    """What an answer is held to."""
+    """The grammar of an answer."""
 
     kind: Literal["json_schema", "regex", "choice", "grammar", "calls"]
     source: str
-    """JSON text of a schema or of a list of choices; else the pattern or grammar itself. Of calls it is Lark, whose
-    rule `answer` is what they are held to."""
+    """JSON text of a schema or of a list of choices; otherwise the pattern or grammar itself. For calls of tools it is
+    Lark, with the rule `answer`."""
     white_space: str | None = None
-    """Of a schema: the expression of what may stand between JSON's tokens, if it is not the usual one."""
+    """For a schema: the expression of white space between JSON's tokens, if it is not the usual one."""
 
     @property
     def field(self) -> str:
-        """The parameter that asks for it."""
+        """The parameter that sets it."""
         return "tools" if self.kind == "calls" else FIELD
 
 
 def as_response_format(value: Any) -> Any:
-    """Return what a type stands for: its JSON schema, of a pydantic model or of what msgspec knows."""
+    """Return the `response_format` of a type, which is a pydantic model or one that msgspec knows; others unchanged."""
     if not isinstance(value, type) and get_origin(value) is None:
         return value
     name = getattr(value, "__name__", "answer")
@@ -64,7 +64,7 @@ def as_response_format(value: Any) -> Any:
 
 
 def _closed(schema: Any) -> Any:
-    """Return the schema of a class without further properties, which a class has no place for."""
+    """Return the schema of a class without further properties, as a class has no place for them."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -74,7 +74,7 @@ def _closed(schema: Any) -> Any:
 
 
 def grammar_of(value: Mapping[str, Any] | None) -> GrammarSpec | None:
-    """Return what a `response_format` asks for; None for plain text. Raises InvalidParameter, UnsupportedFeature."""
+    """Return the grammar of a `response_format`; None for plain text. Raises InvalidParameter, UnsupportedFeature."""
     if value is None:
         return None
     match value.get("type"):

@@ -158,4 +158,4 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
 
 
 DEFAULT_URL = f"http://{ServerConfig().server_name}:{ServerConfig().server_port}"
-"""Of a server that was started without further words."""
+"""The config of a server without settings."""

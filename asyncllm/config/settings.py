@@ -1,6 +1,6 @@
-"""Settings: a validated, immutable group of settings, which every config is.
+"""Settings: the base of every config, a validated, immutable group of settings.
 
-Constructors check names alone, as in msgspec; code that takes a config calls `checked()` on it, which does the rest.
+Constructors check names only, as in msgspec; code that takes a config calls `checked()` on it, which checks values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_COUNT = 2**31 - 1
 
 
 class _Named(msgspec.StructMeta):
-    """Calls the class with its own fields only, whatever names they were given under."""
+    """Constructs the class from fields under any of their names."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         return super().__call__(*args, **cls.own_fields(fields))  # type: ignore[attr-defined]
@@ -35,13 +35,13 @@ class Settings(msgspec.Struct, metaclass=_Named, frozen=True, kw_only=True, forb
     """A validated, immutable group of settings."""
 
     NEUTRAL: ClassVar[Mapping[str, Neutral]] = MappingProxyType({})
-    """Names of LMDeploy's that are no fields here."""
+    """LMDeploy's names without a field here."""
 
     @classmethod
     def own_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `fields` under this class's names, without what asks for nothing.
+        """Return `fields` under this class's names, without neutral ones.
 
-        Raises InvalidParameter for unknown names, and UnsupportedFeature for what is not implemented.
+        Raises InvalidParameter for unknown names, and UnsupportedFeature for settings that are not implemented.
         """
         own = without_neutral(cls.NEUTRAL, fields)
         for name in own:
@@ -53,7 +53,7 @@ class Settings(msgspec.Struct, metaclass=_Named, frozen=True, kw_only=True, forb
         return own
 
     def checked(self) -> Self:
-        """Return this config if every field holds, else raise InvalidParameter or UnsupportedFeature."""
+        """Return this config. Raises InvalidParameter or UnsupportedFeature unless every field is valid."""
         checked = self._converted(msgspec.structs.asdict(self))
         checked._check()
         return checked
@@ -82,7 +82,7 @@ class Settings(msgspec.Struct, metaclass=_Named, frozen=True, kw_only=True, forb
         """Check rules across fields."""
 
     def _check_texts(self, *names: str) -> None:
-        """Raise InvalidParameter for a text, or a list with one, that is no valid Unicode."""
+        """Raise InvalidParameter for a text, alone or in a list, that is no valid Unicode."""
         for name in names:
             value = getattr(self, name)
             for text in [value] if isinstance(value, str) else value or ():
@@ -105,7 +105,7 @@ Config = TypeVar("Config", bound=Settings)
 
 
 def checked(cls: type[Config], value: Config | None, name: str) -> Config:
-    """Return the argument `name` of a call if it holds; the default for None. Raises InvalidParameter."""
+    """Return the argument `name` of a call, checked; the default for None. Raises InvalidParameter."""
     if value is None:
         return cls()
     if not isinstance(value, cls):

@@ -1,4 +1,4 @@
-"""What clients say about tools, checked: OpenAI's `tools` and `tool_choice`."""
+"""Checks of OpenAI's `tools` and `tool_choice`."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
 
 
 class ToolChoice(NamedTuple):
-    """What `tool_choice` comes to."""
+    """The meaning of a `tool_choice`."""
 
     required: bool = False
-    """The answer has to be a call."""
+    """Whether the answer has to be a call."""
     names: frozenset[str] | None = None
-    """Of the tools that may be called; None: all."""
+    """Names of the tools that may be called; None: all."""
 
     def allows(self, name: str) -> bool:
         """Return whether a tool may be called."""
@@ -65,10 +65,11 @@ class ToolChoice(NamedTuple):
 
 
 def choice_of(choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None) -> ToolChoice | None:
-    """Return what a choice among checked tools comes to; None: no tool is called. Raises InvalidParameter.
+    """Return the meaning of a choice among checked tools; None: no tool is called. Raises InvalidParameter.
 
-    Beside the words, it names a function as {"type": "function", "function": {"name": ...}} or without the inner
-    object, or several as {"type": "allowed_tools", "mode": ..., "tools": [...]}, perhaps below "allowed_tools".
+    Besides "none", "auto" and "required", a choice names a function as {"type": "function", "function": {"name": ...}}
+    or without the inner object, or several as {"type": "allowed_tools", "mode": ..., "tools": [...]}, perhaps below
+    "allowed_tools".
     """
     if choice == "none":
         return None
@@ -103,7 +104,7 @@ def _chosen(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def is_held(choice: ToolChoice, tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether calls have to be what the choice or a tool's `strict` says."""
+    """Return whether a grammar applies to calls, by the choice or by a tool's `strict`."""
     return choice != ToolChoice() or any(tool["function"].get("strict") for tool in tools)
 
 

@@ -12,7 +12,7 @@ __all__ = ["VisionConfig"]
 
 
 class VisionConfig(Settings, frozen=True):
-    """How a pipeline encodes images. `EngineConfig.vision_max_batch_size` says the same of any engine."""
+    """How a pipeline encodes images. `EngineConfig.vision_max_batch_size` is the same setting for any engine."""
 
     max_batch_size: Annotated[int, Meta(ge=1, le=4096, description="Most images that the tower encodes at once.")] = 1
     thread_safe: Annotated[

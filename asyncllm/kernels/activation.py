@@ -77,7 +77,7 @@ def alike(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     and rounds them otherwise. Which numbers these are depends on how many rows a step has. So a tensor of an odd size
     is padded, and one that threads would cut at an odd place is computed in pieces.
     """
-    if x.device.type != "cpu" or _is_even(x):
+    if not x.is_cpu or _is_even(x):
         return function(x)
     flat, count = x.reshape(-1), x.numel()
     padded = F.pad(flat, (0, -count % _LANES))

@@ -1,6 +1,6 @@
 """Quantized weights: one file for each scheme, which reads the checkpoint's settings and gives layers their method.
 
-A scheme is found by the name that config.json has for it, and chooses a `LinearMethod` for each module by the tensors
-that the files hold of it: what is stored plainly is left as it is. The methods bring every file format to one of few
-layouts as it is loaded, and the ops in `asyncllm.kernels` know these alone. Models do not know of schemes.
+A scheme is found by its name in config.json, and chooses a `LinearMethod` for each module by the module's tensors in
+the files; modules that are stored plainly keep the plain method. While loading, methods convert every file format to
+one of a few layouts, which the ops in `asyncllm.kernels` take. Models know nothing of schemes.
 """

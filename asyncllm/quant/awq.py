@@ -25,7 +25,7 @@ _LAYOUT_KEYS = ("version", "checkpoint_format", "format")
 _BITS = 4
 _IN_WORD = 32 // _BITS
 _IN_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Place i of eight output features in a word of `gemm`."""
+"""Output feature at place i of a word of `gemm`, which has eight."""
 _MARKS = frozenset({"qweight", "qzeros", "scales"})
 
 
@@ -79,7 +79,7 @@ class Gemv(Packed):
 
 @register("awq")
 class AWQ(Scheme):
-    """A module is quantized where the files say so; `modules_to_not_convert` lists those that are stored plainly."""
+    """The files show whether a module is quantized; `modules_to_not_convert` lists plain modules."""
 
     def __init__(self, layout: type[Packed], group_size: int) -> None:
         self._layout = layout
@@ -92,7 +92,7 @@ class AWQ(Scheme):
             settings.unsupported("bits" if "bits" in settings.fields else "w_bit", "AWQ is of 4 bits.")
         if not settings.flag("zero_point", True):
             settings.unsupported("zero_point", "AWQ without zero points is not read.")
-        # GPTQModel has a key of its own for it.
+        # GPTQModel has its own key for the packing.
         key = next((each for each in _LAYOUT_KEYS if settings.get(each) is not None), _LAYOUT_KEYS[0])
         version = str(settings.get(key) or "gemm").lower()
         layouts: dict[str, type[Packed]] = {"gemm": Gemm, "gemv": Gemv}

@@ -70,7 +70,7 @@ class PackQuantized(Packed):
 
 @register("compressed-tensors")
 class CompressedTensors(Scheme):
-    """`ignore` lists what is stored plainly; where the files have no quantized tensors, that goes for the rest too."""
+    """`ignore` lists plain modules; other modules without quantized tensors in the files are plain too."""
 
     def __init__(self, groups: list[tuple[list[str], _Kind, QuantSettings]]) -> None:
         self._groups = groups
@@ -120,7 +120,7 @@ class CompressedTensors(Scheme):
         return scaled(dtype, "weight_scale", tensors, block=weights.get("strategy") == "block", static=static)
 
     def _group(self, module: str) -> tuple[_Kind, QuantSettings]:
-        """Return the first group that names the module, else the first that names linear layers."""
+        """Return the first group that names the module, or else the first that names linear layers."""
         for targets, kind, group in self._groups:
             if any(_names(target, module) for target in targets):
                 return kind, group
@@ -146,7 +146,7 @@ def _check_packed(group: QuantSettings) -> None:
 
 
 def _group_size(weights: QuantSettings) -> int:
-    """Return the input features with one scale, -1 for all. What has no strategy has that of its group_size."""
+    """Return the number of input features with one scale; -1 for all. Without a strategy, group_size decides."""
     grouped = weights.get("strategy") == "group" or (weights.get("strategy") is None and weights.get("group_size"))
     return weights.group_size("group_size") if grouped else -1
 
@@ -185,7 +185,7 @@ _CHECKS: Mapping[_Kind, Callable[[QuantSettings], None]] = {
 
 
 def _names(target: str, module: str) -> bool:
-    """Return whether `target` of a list names the module: by a regular expression behind "re:", or by its whole
+    """Return whether `target` of a list names the module: by a regular expression behind "re:", or by its full
     name."""
     if target.startswith("re:"):
         return re.match(target[3:], module) is not None
@@ -193,7 +193,7 @@ def _names(target: str, module: str) -> bool:
 
 
 def encode_packed(weight: Decoded, bits: int, *, symmetric: bool) -> dict[str, Tensor]:
-    """Return the tensors of `PackQuantized` for a weight whose groups are of neighbours, by suffix."""
+    """Return suffix -> tensor of `PackQuantized` for a weight with groups of neighbours."""
     n, k = weight.codes.shape
     if k * bits % 32 or (n * bits % 32 and not symmetric):
         raise InvalidCheckpoint(f"{n} x {k} numbers of {bits} bits do not fill words of 32")

@@ -1,4 +1,4 @@
-"""fp8 as DeepSeek-V3 and Qwen3 have it (`quant_method` "fp8"), and plain weights rounded to it as they are read."""
+"""fp8 in the format of DeepSeek-V3 and Qwen3 (`quant_method` "fp8"), and plain weights rounded to it at load."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Float8(Scheme):
 
 @register("fp8 at load")
 class Float8AtLoad(Scheme):
-    """A scale for each output feature of the projections; embeddings, routers and norms stay."""
+    """A scale for each output feature of the projections; embeddings, routers and norms stay plain."""
 
     at_load: ClassVar[bool] = True
 

@@ -1,6 +1,6 @@
-"""GPTQ, as AutoGPTQ and GPTQModel write it: 2, 3, 4 or 8 bits, in the order of the input features or by `g_idx`.
+"""GPTQ, as AutoGPTQ and GPTQModel write it: 2, 3, 4 or 8 bits, with groups of neighbours or by `g_idx`.
 
-(code - zero) * scale. The first version of the format stores zero points less one.
+A weight is (code - zero) * scale. The first version of the format stores zero points minus one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["GPTQ", "GPTQWeights", "encode_gptq", "gptq_settings"]
 
 _MARKS = frozenset({"qweight", "qzeros", "scales", "g_idx"})
 _FORMATS = {"gptq": True, "gptq_v2": False}
-"""Whether zero points are stored less one."""
+"""Whether zero points are stored minus one."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class GPTQWeights(Packed):
 
     less_one: bool = False
     carries: bool = False
-    """One was subtracted from whole words, across zero points of 0, as GPTQModel does."""
+    """Whether one was subtracted from whole words, with borrows across zero points, as GPTQModel does."""
     has_groups: bool = True
     """Whether there is a g_idx."""
 
@@ -81,7 +81,7 @@ class GPTQWeights(Packed):
 
 @register("gptq")
 class GPTQ(Scheme):
-    """`dynamic` has other settings for modules that a regular expression names, or leaves them as they are."""
+    """`dynamic` has other settings for modules that a regular expression matches, or leaves these plain."""
 
     def __init__(self, fields: Mapping[str, Any], rules: Sequence[tuple[re.Pattern[str], Mapping[str, Any]]]) -> None:
         self._fields = fields
@@ -97,7 +97,7 @@ class GPTQ(Scheme):
         if not _MARKS & tensors.keys():
             return None
         fields = next((fields for pattern, fields in self._rules if pattern.match(module)), self._fields)
-        # Without g_idx there is no order but the natural one, unless it is missing from a file that needs it.
+        # Without g_idx groups are of neighbours, unless it is missing from a file that needs it.
         has_groups = "g_idx" in tensors or fields["ordered"]
         return GPTQWeights(
             **fields,
@@ -108,7 +108,7 @@ class GPTQ(Scheme):
 
 
 def _fields(settings: QuantSettings) -> dict[str, Any]:
-    """Return what `GPTQWeights` are to be of these settings. Raises InvalidCheckpoint, UnsupportedModel."""
+    """Return the `GPTQWeights` of these settings. Raises InvalidCheckpoint, UnsupportedModel."""
     bits = settings.integer("bits")
     if bits not in (2, 3, 4, 8):
         settings.unsupported("bits", "Supported: 2, 3, 4, 8.")
@@ -120,7 +120,7 @@ def _fields(settings: QuantSettings) -> dict[str, Any]:
     writer = settings.object("meta").get("quantizer")
     writers = writer if isinstance(writer, list) else [writer]
     less_one = _FORMATS[stored or "gptq"]
-    # Three bits have no whole number of places in a word; their zero points are not less one across words.
+    # A word has no whole number of places of three bits, and no borrows cross words.
     by_words = any(isinstance(each, str) and each.startswith("gptqmodel") for each in writers)
     symmetric = settings.flag("sym", True)
     if less_one and not symmetric and by_words and bits == 3:
@@ -136,8 +136,8 @@ def _fields(settings: QuantSettings) -> dict[str, Any]:
 
 
 def _rules(settings: QuantSettings) -> Sequence[tuple[re.Pattern[str], Mapping[str, Any]]]:
-    """Return GPTQModel's `dynamic`: for modules that a pattern matches from the beginning, the first that does counts.
-    Behind "-:" are those that are plain, which the files show. Raises InvalidCheckpoint, UnsupportedModel."""
+    """Return GPTQModel's `dynamic`: settings by pattern. The first pattern that matches the beginning of a module's
+    name counts. Modules behind "-:" are plain, as the files show. Raises InvalidCheckpoint, UnsupportedModel."""
     rules = []
     dynamic = settings.object("dynamic")
     for name in dynamic.fields:
@@ -151,9 +151,9 @@ def _rules(settings: QuantSettings) -> Sequence[tuple[re.Pattern[str], Mapping[s
 
 
 def encode_gptq(weight: Decoded, bits: int) -> dict[str, Tensor]:
-    """Return the tensors of the first format for a weight whose groups are of neighbours, by suffix; scales in float16.
+    """Return suffix -> tensor of the first format for a weight with groups of neighbours; scales in float16.
 
-    Zero points are 1 or more: less one, 0 has no place in the bits of its own.
+    Zero points are 1 or more: 0 minus one does not fit into the bits.
     """
     n, k = weight.codes.shape
     for size, what in ((n, "output"), (k, "input")):

@@ -20,7 +20,7 @@ from asyncllm.quant.settings import Header, QuantSettings
 __all__ = ["MXFP4", "PackedMXFP4"]
 
 GROUP = 32
-"""Neighbouring input features with one scale, two in a byte."""
+"""Number of neighbouring input features with one scale. A byte has two of them."""
 
 _BITS = 4
 
@@ -31,7 +31,7 @@ _BYTES = Stored(frozenset({"U8"}))
 
 @register("mxfp4")
 class MXFP4(Scheme):
-    """`blocks` and `scales` in the place of a weight, of experts that have them."""
+    """Experts with `blocks` and `scales` in place of a weight."""
 
     @classmethod
     def read(cls, settings: QuantSettings) -> MXFP4:
@@ -42,15 +42,15 @@ class MXFP4(Scheme):
 
 
 class _Layer(Protocol):
-    """What a layer of this method has beside its own."""
+    """The method's state of a layer."""
 
     words: Tensor | None
     scales: Tensor | None
     whole: Tensor | None
-    """The weights in the model's type, of a rank whose input features do not begin and end with a group."""
+    """The weights in the model's type, for a rank whose input features do not begin and end with a group."""
     offset: Tensor | None
     pending: dict[tuple[str | None, int | None], dict[str, Tensor]]
-    """One tensor of parts whose other has not come yet."""
+    """One tensor of each part whose other tensor is not read yet."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class PackedMXFP4(LinearMethod):
         )
 
     def weight(self, layer: Weighted) -> PackedWeight | Tensor:
-        """Return what the layer holds: packed, or [E, N, K] in the model's type."""
+        """Return the layer's weight: packed, or [E, N, K] in the model's type."""
         own = cast(_Layer, layer)
         if own.words is None or own.scales is None:
             assert own.whole is not None

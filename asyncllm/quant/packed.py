@@ -1,6 +1,6 @@
 """The method of weights of a few bits for activations of 16: codes, scales and zero points in groups.
 
-A file format is a subclass that names its tensors and decodes those of a part. Whatever it is, the layer holds
+A file format is a subclass that names its tensors and decodes those of a part. For any format the layer holds a
 `kernels.PackedWeight`.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["INT32_COLUMNS", "INT32_ROWS", "INT32_WHOLE", "Decoded", "Packed", "p
 _SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 _LEAST_GROUP = 32
-"""Input features of a group: all that are read have a multiple of it."""
+"""Input features of a group of any format are a multiple of this."""
 
 _INT32 = frozenset({"I32"})
 INT32_ROWS = Stored(_INT32, axis=0)
@@ -45,11 +45,11 @@ class Decoded(NamedTuple):
     zeros: Tensor
     """uint8 [G, N]"""
     group_of: Tensor | None = None
-    """int64 [K]: the group of each input feature; None where groups are of neighbours."""
+    """int64 [K]: the group of each input feature; None if groups are of neighbours."""
 
 
 class _Layer(Protocol):
-    """What a layer of this method has beside its own."""
+    """The method's state of a layer."""
 
     words: Tensor
     scales: Tensor
@@ -59,9 +59,9 @@ class _Layer(Protocol):
     size: int
     """Input features of a group."""
     pending: dict[tuple[str | None, int | None], dict[str, Tensor]]
-    """Tensors of parts of which others have not come yet."""
+    """Tensors of parts that are not complete yet."""
     settled: dict[int | None, set[str | None]]
-    """Parts whose order is that of the layer, until all are there."""
+    """Parts in the order of the layer, until all are complete."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +72,21 @@ class Packed(LinearMethod):
     group_size: int
     scale_dtype: torch.dtype
     ordered: bool = False
-    """Groups are of input features that need not be neighbours."""
+    """Whether the input features of a group need not be neighbours."""
     stray_bias: bool = False
-    """The file has a bias for layers without one, which holds zeros."""
+    """Whether the file has a bias of zeros for layers without one."""
     invariant: bool = False
 
     @abstractmethod
     def tensors(self, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:
-        """Return the tensors of a part with so many output and input features but the bias: suffix -> shape.
+        """Return suffix -> shape of the tensors of a part with these output and input features, without the bias.
 
         Raises InvalidCheckpoint for sizes that the format cannot hold.
         """
 
     @abstractmethod
     def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Decoded:
-        """Raises InvalidCheckpoint for values that cannot be right."""
+        """Decode the tensors of a part. Raises InvalidCheckpoint for impossible values."""
 
     @property
     def stored_bits(self) -> int:
@@ -102,8 +102,8 @@ class Packed(LinearMethod):
         return {"scales": self.scale_dtype}
 
     def groups(self, columns: int) -> int:
-        """Return how many groups of input features there are. Raises InvalidCheckpoint where they do not come out
-        even."""
+        """Return the number of groups of input features. Raises InvalidCheckpoint unless the group size divides
+        them."""
         if self.group_size == -1:
             return 1
         if columns % self.group_size:
@@ -194,13 +194,13 @@ class Packed(LinearMethod):
         return product(x, heads, out=out)
 
     def weight(self, layer: Weighted) -> PackedWeight:
-        """Return what the layer holds."""
+        """Return the layer's packed weight."""
         own = cast(_Layer, layer)
         return PackedWeight(own.words, own.scales, own.zeros, own.order, self.stored_bits, own.size, layer.in_features)
 
     def _size(self, layer: Weighted) -> int:
-        """Return the size of the layer's groups: where ranks divide the input features, a group may be on two of them,
-        as several of one scale. Raises InvalidCheckpoint, UnsupportedModel."""
+        """Return the size of the layer's groups. If ranks divide the input features, a group that two ranks share
+        becomes several smaller ones of the same scale. Raises InvalidCheckpoint, UnsupportedModel."""
         whole = next(columns for _, columns in layer.whole_shapes.values())
         self.groups(whole)
         k = layer.in_features
@@ -248,7 +248,7 @@ class Packed(LinearMethod):
 
 
 def scale_dtype(header: Header | None) -> torch.dtype:
-    """Scales keep the type of the file: a conversion to the model's would change every weight of a group alike."""
+    """Scales keep the type of the file, as a conversion to the model's would change every weight of a group."""
     return _SCALE_DTYPES.get("" if header is None else header.dtype, torch.float32)
 
 
@@ -277,7 +277,7 @@ def pack(codes: Tensor, bits: int, axis: int) -> Tensor:
 
 
 def _order(group_of: Tensor, groups: int) -> Tensor:
-    """Return the input features sorted by group. Raises InvalidCheckpoint for groups that are not of one size."""
+    """Return the input features sorted by group. Raises InvalidCheckpoint for groups of different sizes."""
     count = len(group_of)
     valid = bool((group_of >= 0).all()) and bool((group_of < groups).all())
     if not valid or (group_of.bincount(minlength=groups) * groups != count).any():

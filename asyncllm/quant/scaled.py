@@ -1,4 +1,4 @@
-"""The method of weights of 8 bits for activations that are rounded to 8 bits as they come."""
+"""The method of weights of 8 bits, for activations that are rounded to 8 bits at run time."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _TYPES = {torch.int8: Stored(frozenset({"I8"})), torch.float8_e4m3fn: Stored(fro
 
 
 class _Layer(Protocol):
-    """What a layer of this method has beside its own."""
+    """The method's state of a layer."""
 
     codes: Tensor
     scales: Tensor
     input_scale: Tensor | None
     input_scales: dict[str | None, float]
-    """Those of the parts, of which the largest is the layer's."""
+    """Scales of the activations of each part, of which the layer takes the largest."""
     offset: Tensor | None
 
 
@@ -45,13 +45,13 @@ class Scaled(LinearMethod):
     scale: str | None
     layout: ScaleLayout
     scale_shape: tuple[int, ...] = ()
-    """Of a scale for the whole tensor: [] or [1]."""
+    """Shape of a scale of the whole tensor: [] or [1]."""
     input_shape: tuple[int, ...] = (1,)
-    """Of the activations' scale."""
+    """Shape of the activations' scale."""
     columns: bool = True
-    """Scales of channels are [N, 1], not [N]."""
+    """Whether scales of channels are [N, 1] and not [N]."""
     of_inputs: str | None = None
-    """The suffix of the activations' scale; None where theirs follow from them."""
+    """The suffix of the activations' scale; None if it is computed from them."""
     invariant: bool = False
 
     name: ClassVar[str] = "fp8"
@@ -92,7 +92,7 @@ class Scaled(LinearMethod):
         own = cast(_Layer, layer)
         own.codes = _parameter(*stack, n, k, dtype=self.dtype)
         own.scales = _parameter(*stack, -(-k // GROUP) if self.layout == "block" else 1, n, dtype=torch.float32)
-        # Each expert's activations have scales that follow from them.
+        # Scales of each expert's activations are computed from these.
         static = self.of_inputs is not None and layer.num_experts is None
         own.input_scale = _parameter(1, dtype=torch.float32) if static else None
         own.input_scales = {}
@@ -185,7 +185,7 @@ class Scaled(LinearMethod):
         return product(x, heads, out=out)
 
     def _shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Of the scales of a part."""
+        """Shape of the scales of a part."""
         if self.layout == "tensor":
             return self.scale_shape
         if self.layout == "channel":

@@ -22,24 +22,24 @@ _Class = TypeVar("_Class", bound="type[Scheme]")
 _SCHEMES: dict[str, type[Scheme]] = {}
 
 _BY_KEY: Mapping[str, str] = {"config_groups": "compressed-tensors", "quantization": "modelopt"}
-"""Entries of settings without a `quant_method` -> what it would be."""
+"""Entry of settings without a `quant_method` -> the method."""
 
 
 class Scheme(ABC):
     """How the weights of one checkpoint are quantized."""
 
     at_load: ClassVar[bool] = False
-    """The checkpoint is plain, and its weights are rounded as they are read: those of projections alone."""
+    """Whether the checkpoint is plain, and the weights of its projections are rounded while they are read."""
 
     @classmethod
     @abstractmethod
     def read(cls, settings: QuantSettings) -> Scheme:
-        """Raises InvalidCheckpoint for settings that cannot be right, UnsupportedModel for those not implemented."""
+        """Raises InvalidCheckpoint for impossible settings, UnsupportedModel for those not implemented."""
 
     @abstractmethod
     def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:
-        """Return how the checkpoint's module `module` is stored, by its tensors (suffix -> header); None: plainly.
-        Methods of equal value are the same.
+        """Return the method of the checkpoint's module `module`, by its tensors (suffix -> header); None if it is
+        plain. Equal methods are the same.
 
         Raises InvalidCheckpoint and UnsupportedModel.
         """
@@ -58,7 +58,7 @@ def register(*names: str) -> Callable[[_Class], _Class]:
 
 @cache
 def schemes() -> Mapping[str, type[Scheme]]:
-    """By `quant_method`, of every module in `asyncllm.quant`."""
+    """`quant_method` -> scheme, from every module in `asyncllm.quant`."""
     for module in pkgutil.iter_modules(asyncllm.quant.__path__):
         importlib.import_module(f"asyncllm.quant.{module.name}")
     return dict(sorted(_SCHEMES.items()))
@@ -67,8 +67,8 @@ def schemes() -> Mapping[str, type[Scheme]]:
 def scheme_of(config: Mapping[str, Any], folder: Path, model_format: str | None) -> Scheme | None:
     """Return the scheme of the checkpoint in `folder`, whose config.json holds `config`; None for plain weights.
 
-    `model_format` is what the engine was told: None to believe the checkpoint, "hf" for plain weights, or the name of
-    the scheme. Raises InvalidCheckpoint, UnsupportedModel, and InvalidParameter where it contradicts the checkpoint.
+    `model_format` is the engine's setting: None to believe the checkpoint, "hf" for plain weights, or the name of the
+    scheme. Raises InvalidCheckpoint, UnsupportedModel, and InvalidParameter where it contradicts the checkpoint.
     """
     settings = QuantSettings.find(config, folder)
     if settings is None:
@@ -84,7 +84,7 @@ def scheme_of(config: Mapping[str, Any], folder: Path, model_format: str | None)
         return None
     name = settings.get("quant_method")
     if name is None:
-        # Files of before the key existed; AutoAWQ's have a version.
+        # Files from before the key existed; AutoAWQ's have a version.
         name = next((each for key, each in _BY_KEY.items() if key in settings.fields), model_format)
         name = name or ("awq" if settings.get("version") is not None else "gptq")
     scheme = schemes().get(name) if isinstance(name, str) else None

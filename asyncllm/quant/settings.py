@@ -1,4 +1,4 @@
-"""Typed reads of what a checkpoint says of its quantization."""
+"""Typed reads of a checkpoint's quantization settings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Header", "QuantSettings"]
 _KEYS = ("quantization_config", "compression_config")
 _NESTED = ("text_config", "llm_config", "language_config")
 _FILES = ("quant_config.json", "quantize_config.json", "quantization_config.json", "hf_quant_config.json")
-"""What AutoAWQ, AutoGPTQ, AutoRound and ModelOpt write beside config.json, or wrote before it had an entry."""
+"""Files with the settings beside config.json, as AutoAWQ, AutoGPTQ, AutoRound and ModelOpt write or wrote them."""
 
 
 class Header(NamedTuple):
-    """What is known of a tensor before it is read."""
+    """The header of a tensor."""
 
     dtype: str
-    """By the safetensors format's name."""
+    """Type under its name in the safetensors format."""
     shape: tuple[int, ...]
 
 
@@ -34,7 +34,7 @@ class QuantSettings:
 
     @classmethod
     def find(cls, config: Mapping[str, Any], folder: Path) -> QuantSettings | None:
-        """Return the settings in config.json or, where it has none, in a file beside it; None where there are none.
+        """Return the settings in config.json, or else in a file beside it; None if there are none.
 
         Raises InvalidCheckpoint for settings that are no object, and for two that differ.
         """
@@ -80,13 +80,13 @@ class QuantSettings:
         return value
 
     def expect(self, name: str, *allowed: Any) -> None:
-        """Refuse any value of `name` but these; an absent one passes. Raises UnsupportedModel."""
+        """Raise UnsupportedModel unless `name` is absent or has one of these values."""
         value = self.get(name)
         if value is not None and not any(value == each and type(value) is type(each) for each in allowed):
             self.unsupported(name, f"Supported: {', '.join(map(repr, allowed))}.")
 
     def object(self, name: str) -> QuantSettings:
-        """Return the object `name`, empty where there is none."""
+        """Return the object `name`; empty if there is none."""
         source = f"{self.source}.{name}"
         value = self.get(name)
         return QuantSettings({} if value is None else _object(value, source), source)

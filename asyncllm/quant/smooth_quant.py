@@ -19,7 +19,7 @@ _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "float8_e4m3fn": torc
 
 @register("smooth_quant")
 class SmoothQuant(Scheme):
-    """`weight` in 8 bits and `scale` [N, 1]. What the scales were smoothed by is in the norms already."""
+    """`weight` in 8 bits and `scale` [N, 1]. The norms contain the smoothing factors already."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

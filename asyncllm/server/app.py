@@ -24,16 +24,16 @@ from asyncllm.server.service import SERVICE, TABLE, Service, service_of
 __all__ = ["build_app"]
 
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
-"""The client's X-Request-Id if it is one, else a new one; the response carries it."""
+"""The client's X-Request-Id if it is valid, otherwise a new one; the response has it too."""
 
 OTHER = "other"
-"""Method and route of requests that no route takes, for the metrics: what clients make up is no label."""
+"""Method and route of requests that no route takes, for the metrics: text of clients is no label."""
 
 GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def build_app(service: Service, routes: Sequence[Route] = ROUTES) -> web.Application:
-    """Return the application of a started engine. Raises ValueError for a route that does not say who may call it."""
+    """Return the application of a started engine. Raises ValueError for a route without access rights."""
     app = web.Application(middlewares=[_entrance])
     app[SERVICE] = service
     table: dict[web.AbstractRoute, Route] = {}
@@ -43,7 +43,7 @@ def build_app(service: Service, routes: Sequence[Route] = ROUTES) -> web.Applica
         switched_off = route.switch is not None and getattr(service.config, route.switch)
         switched_off |= route.only_with is not None and not getattr(service.config, route.only_with)
         if not switched_off and (route.auth is not Auth.ADMIN or service.access.has_admin):
-            # What can be got can be asked about: Ollama's program does so before all else.
+            # Each GET route takes HEAD too, which Ollama's program sends first.
             for method in ("GET", "HEAD") if route.method == "GET" and not route.streams else (route.method,):
                 added = app.router.add_route(method, route.path, route.handler, expect_handler=_expect_nothing)
                 table[added] = route
@@ -69,7 +69,7 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 
 
 async def _expect_nothing(request: web.Request) -> None:
-    """Leave `Expect: 100-continue` to `read_body`: a request that is refused is not asked for its body."""
+    """Leave `Expect: 100-continue` to `read_body`, so that a refused request need not send its body."""
 
 
 @web.middleware
@@ -106,7 +106,7 @@ async def _answer(
     route: Route | None,
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
 ) -> web.StreamResponse:
-    """Let in or refuse, turn whatever is raised into an answer, and write that to clients that read it."""
+    """Check access, call the handler, turn every exception into an answer, and write it to the client."""
     given = request.headers.get("X-Request-Id", "")
     request[REQUEST_ID] = given if GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
     try:
@@ -127,7 +127,7 @@ async def _answer(
                     in_work.enter_context(working(request))
                     await service.request_gate.enter()
                 response = await _answered(request, service, route, handler)
-                # In work until the answer is written: a server that drains waits for that too.
+                # The request is in work until its answer is written, as a draining server waits for that.
                 await send(request, response, service.config.write_timeout)
                 return response
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The table of routes: path, who may call, what goes in and comes out. App, documentation and tests read it."""
+"""The table of routes: path, access, handler, types of bodies. App, documentation and tests read it."""
 
 from __future__ import annotations
 
@@ -398,7 +398,7 @@ ROUTES: tuple[Route, ...] = (
     Route(method="GET", path="/health", handler=health, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False),
     Route(method="GET", path="/health/live", handler=live, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False),
     Route(method="GET", path="/health/ready", handler=ready, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False),
-    # It names the model and the server's limits.
+    # The page names the model and the server's limits.
     Route(
         method="GET",
         path="/openapi.json",

@@ -1,4 +1,4 @@
-"""Running the server: socket, TLS, signals, and an end that lets answers finish."""
+"""Runs the server: socket, TLS, signals, and a shutdown that lets answers finish."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ __all__ = ["bind", "fastest_loop", "loaded_objects_set_aside", "open_service", "
 logger = logging.getLogger("asyncllm.server")
 
 BACKLOG = 1024
-"""Connections that the kernel keeps until they are accepted."""
+"""Most connections that the kernel queues until they are accepted."""
 LINGER_S = 2.0
-"""How long the rest of a refused body is thrown away before its connection is closed: a client that still sends would
-else meet a reset, and perhaps not its answer."""
+"""Seconds in which the rest of a refused body is read and dropped before its connection is closed. Otherwise a client
+that still sends would get a reset, perhaps before its answer."""
 
 
 def open_service(
@@ -46,9 +46,9 @@ def open_service(
     """Return the service of an engine, started or not. Blocks on files, and on the hub for a model that is not here
     yet.
 
-    `make_engine` makes another of its kind when it dies; without it, that one is not replaced.
+    `make_engine` makes another engine like it when it dies; without it, the engine is not replaced.
 
-    Raises InvalidParameter for settings that do not hold.
+    Raises InvalidParameter for invalid settings.
     """
     config = config.checked()
     access = Access(config, read_keys(config), read_admin_keys(config))
@@ -59,7 +59,7 @@ def open_service(
 
 
 def _checkpoint_defaults(model_path: str) -> dict[str, object]:
-    """Return generation_config.json of a model on disk; nothing for an engine whose model has no folder."""
+    """Return the entries of a model's generation_config.json; empty for a model without a folder."""
     from asyncllm.locate import locate
     from asyncllm.text.checkpoint_files import read_json_object
 
@@ -71,7 +71,7 @@ def _checkpoint_defaults(model_path: str) -> dict[str, object]:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Return the listening socket. Raises InvalidParameter when the address is taken or not this machine's."""
+    """Return the listening socket. Raises InvalidParameter if the address is taken or not this machine's."""
     family = socket.AF_INET6 if ":" in config.server_name else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -117,7 +117,7 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 async def listening(
     service: Service, listener: socket.socket, tls: ssl.SSLContext | None
 ) -> AsyncIterator[Callable[[], None]]:
-    """Accept connections. Yields what stops accepting further ones; the open ones end with the block."""
+    """Accept connections. Yields a function that stops accepting; open connections end with the block."""
     config = service.config
     runner = web.AppRunner(
         build_app(service),
@@ -133,7 +133,7 @@ async def listening(
         handlers,
         loop=asyncio.get_running_loop(),
         keepalive_timeout=config.keep_alive_timeout,
-        # A body is unpacked when its request has been let in (`read_body`).
+        # A body is unpacked after its request has been admitted (`read_body`).
         auto_decompress=False,
         lingering_time=LINGER_S,
         access_log=None,
@@ -159,11 +159,11 @@ async def listening(
 
 
 async def serve_until_stopped(service: Service, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
-    """Serve until `service.stop` is set. Then leave, as /health/ready says from now on, and after `drain_delay` seconds
-    drain: refuse new requests, let the running ones finish for `drain_timeout` seconds, and end what is left with an
-    error event. Setting `service.stop_now` cuts that short.
+    """Serve until `service.stop` is set. Then /health/ready says that the server leaves, and after `drain_delay`
+    seconds it drains: it refuses new requests, lets running ones finish for `drain_timeout` seconds, and ends the rest
+    with an error event. Setting `service.stop_now` cuts that short.
 
-    Raises EngineDead, when all requests have got their errors, once the engine has died and is not to be replaced.
+    Raises EngineDead if the engine has died and is not replaced, after all requests have got their errors.
     """
     async with listening(service, listener, tls) as stop_accepting:
         await _serve(service, stop_accepting)
@@ -178,13 +178,13 @@ async def _serve(service: Service, stop_accepting: Callable[[], None]) -> None:
         service.phase = Phase.DRAINING
         stop_accepting()
         await _first_of(service.config.drain_timeout, service.stop_now, service.idle, gave_up)
-        # What still runs gets its error event now; the handlers end by themselves.
+        # Requests that still run get their error event now; their handlers end by themselves.
         await service.supervisor.close()
         await _first_of(service.config.write_timeout, service.stop_now, service.idle)
 
 
 async def _first_of(seconds: float | None, *events: asyncio.Event) -> None:
-    """Wait for the first of the events, or for the time to pass; None: however long it takes."""
+    """Wait for the first of the events, or until the time has passed; None: without a bound."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -230,7 +230,7 @@ async def _run(service: Service, announce: Callable[[str], None]) -> None:
 
     with _calling_at_signals(asked_to_stop), listener:
         try:
-            # A request that comes while the model is loaded is told so.
+            # A request that comes while the model is loading gets an answer that says so.
             async with listening(service, listener, tls) as stop_accepting, service.supervisor:
                 loading = False
                 with loaded_objects_set_aside(service.supervisor):
@@ -243,7 +243,7 @@ async def _run(service: Service, announce: Callable[[str], None]) -> None:
 
 @contextmanager
 def _calling_at_signals(asked_to_stop: Callable[[bool], None]) -> Iterator[None]:
-    """Call `asked_to_stop` at each signal to stop, with whether it may be the second one that an owner sends."""
+    """Call `asked_to_stop` at each signal to stop, with whether it may count as the owner's second one."""
     loop = asyncio.get_running_loop()
     signals = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -260,8 +260,8 @@ def _calling_at_signals(asked_to_stop: Callable[[bool], None]) -> Iterator[None]
 
 @contextmanager
 def loaded_objects_set_aside(supervisor: Supervisor) -> Iterator[None]:
-    """Spare the garbage collector what is there before the first request, and again after a restart: looking through
-    half a million objects of torch and a model, in every full collection, stops the event loop for 0.15 to 0.27 s."""
+    """Exclude the objects that exist before the first request, and again after a restart, from garbage collection: a
+    full collection over half a million objects of torch and a model stops the event loop for 0.15 to 0.27 s."""
 
     def set_aside() -> None:
         gc.unfreeze()
@@ -292,8 +292,7 @@ def _greet(service: Service, address: str) -> None:
 
 
 def fastest_loop() -> Callable[[], asyncio.AbstractEventLoop]:
-    """Return what makes uvloop's loop where it is installed, else asyncio's. Libraries take the loop that they are run
-    in; a program chooses."""
+    """Return a function that makes uvloop's event loop if it is installed, otherwise asyncio's."""
     try:
         import uvloop
     except ImportError:

@@ -1,4 +1,4 @@
-"""Service: what every handler needs, and how many requests are in work."""
+"""Service: the state that every handler needs, and the number of requests in work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Phase(enum.Enum):
 
     SERVING = "serving"
     LEAVING = "leaving"
-    """/health/ready says no, and requests that come all the same are served, for `drain_delay` seconds."""
+    """For `drain_delay` seconds /health/ready answers no, while requests are still served."""
     DRAINING = "draining"
 
 
@@ -58,11 +58,11 @@ class Service:
         self.request_gate = RequestGate()
         """For requests in work."""
         self.created = int(time.time())
-        """Seconds since 1970, as /v1/models shows it."""
+        """Start of the server in seconds since 1970, for /v1/models."""
         self.stop = asyncio.Event()
         """Set to make the server drain, as SIGTERM does."""
         self.stop_now = asyncio.Event()
-        """Set to make it wait for nothing, as the second SIGTERM does."""
+        """Set to end at once, as the second SIGTERM does."""
         self.idle = asyncio.Event()
         """Set while no request is in work."""
         self.idle.set()
@@ -72,18 +72,18 @@ class Service:
 
     @property
     def engine(self) -> AsyncEngine:
-        """The one that serves; another after a restart, so a handler keeps it for one request at most."""
+        """The engine that serves. A restart replaces it, so a handler keeps it for one request at most."""
         return self.supervisor.engine
 
     @property
     def in_work(self) -> int:
-        """Requests with a key's rights that have not been answered to their end."""
+        """Number of requests in work."""
         return self._in_work
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Count a request as in work during the block. Raises ApiError 429 when there are enough, 503 when the server
-        drains, its engine is restarted or the model sleeps, and EngineError."""
+        """Count a request as in work during the block. Raises ApiError 429 if there are too many, 503 if the server
+        drains, restarts its engine or the model sleeps, and EngineError."""
         if self.phase is Phase.DRAINING:
             raise ApiError(
                 503,
@@ -109,7 +109,7 @@ class Service:
 
     @contextmanager
     def more_work(self) -> Iterator[None]:
-        """Count what goes on of a request that is in work as such during the block."""
+        """Count the rest of a request in work, which goes on without its handler, during the block."""
         self._in_work += 1
         self.idle.clear()
         try:
@@ -120,7 +120,7 @@ class Service:
                 self.idle.set()
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 unless the model is the one that is served, or one of its adapters; None stands for it."""
+        """Raise ApiError 404 unless `model` is the served model, one of its adapters, or None."""
         if name is not None and name != self.engine.model_name and name not in self.engine.adapters:
             raise ApiError(
                 404,
@@ -130,13 +130,13 @@ class Service:
             )
 
     def adapter_of(self, name: str | None) -> str | None:
-        """Return the adapter that a request's `model` stands for; None: the model itself."""
+        """Return the adapter of a request's `model`; None for the model itself."""
         return None if name == self.engine.model_name else name
 
 
 SERVICE = web.AppKey("SERVICE", Service)
 TABLE: web.AppKey[dict[web.AbstractRoute, Route]] = web.AppKey("TABLE", dict)
-"""By aiohttp's route. What has no entry, such as an unknown path, asks for a key."""
+"""aiohttp's route -> access. Others, such as an unknown path, need a key."""
 
 
 def service_of(request: web.Request) -> Service:

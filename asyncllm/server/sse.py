@@ -5,7 +5,7 @@ route streams plain lines of JSON the same way (`NDJSON`).
 
 A chunk goes from the engine's loop to the socket without waking a task: the generation's taker encodes it and gives it
 to the transport, which costs half of what a coroutine per token does (BENCHLOG.md, streams). The handler's task wakes
-for what is rare: the end, an error, a ping, and a client that does not keep up.
+only for the end, an error, a ping, and a client that does not keep up.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ HEADERS = {
 }
 
 LARGE = 2048
-"""Tokens and log-probabilities of a chunk: about 5 ms. The events of larger ones are left to the handler's task."""
+"""Most tokens and log-probabilities of a chunk that the taker encodes, about 5 ms; larger ones are left to the
+handler's task."""
 
 UNSENT_BYTES = 16 * 1024
-"""With more than this in the transport's buffer, a client does not keep up."""
+"""Bytes in the transport's buffer beyond which a client does not keep up."""
 
 
 def event(data: bytes) -> bytes:
@@ -55,11 +56,11 @@ class Framing:
 
     content_type: str
     frame: Callable[[bytes], bytes]
-    """One object, without line breaks, as it goes out."""
+    """Returns the bytes of one object, which has no line breaks."""
     ping: bytes
-    """What a silent stream sends now and then; empty: nothing."""
+    """The ping of a silent stream; empty: none."""
     done: bytes
-    """What ends the stream."""
+    """The end of the stream."""
 
 
 SSE = Framing(content_type="text/event-stream; charset=utf-8", frame=event, ping=PING, done=DONE)
@@ -67,16 +68,16 @@ NDJSON = Framing(content_type="application/x-ndjson", frame=lambda data: data + 
 
 
 class Events(Protocol):
-    """Writes the chunks of an answer down in a route's format."""
+    """Writes the chunks of an answer in a route's format."""
 
     def chunk(self, chunk: Chunk) -> bytes:
         """Return the events of one chunk, as bytes."""
 
     def size(self, chunk: Chunk) -> int:
-        """Return tokens and log-probabilities that the events of a chunk tell of."""
+        """Return the number of tokens and log-probabilities in the events of a chunk."""
 
     def closing(self) -> bytes:
-        """Return the events after the last chunk, those of the framing not among them."""
+        """Return the events after the last chunk, without those of the framing."""
 
 
 async def stream(
@@ -135,13 +136,13 @@ class _Stream:
         self._engine = engine
         self._connection = connection
         self._chunked = response.headers.get("Transfer-Encoding") == "chunked"
-        """HTTP/1.0 has no chunks: there the end of the connection ends the body."""
+        """Whether the body is chunked. HTTP/1.0 has no chunks: there the end of the connection ends the body."""
         self._events = events
         self._open = list(generations)
         self._in_thread = False
-        """A large chunk is being encoded, and what comes meanwhile waits behind it."""
+        """Whether a large chunk is being encoded, behind which further chunks wait."""
         self._silent = False
-        """Nothing was written since the last ping was due."""
+        """Whether nothing was written since the last ping was due."""
         self._ping_due = False
         self._wake = asyncio.Event()
 
@@ -149,7 +150,7 @@ class _Stream:
         """Write until all generations have ended. Raises their errors, and ConnectionError when the client is gone."""
         for generation in self._open:
             generation.listen(self._wake.set, partial(self._take, generation.index))
-        # For what came before.
+        # For chunks that came before.
         self._wake.set()
         loop = asyncio.get_running_loop()
         timer = loop.call_later(ping_interval, self._remind)
@@ -185,7 +186,7 @@ class _Stream:
                 return False
             data = self._encoded(chunk)
             if not data:
-                # Of a chunk that shows nothing yet; an empty piece would end the body.
+                # The chunk has no event yet, and an empty piece would end the body.
                 return True
             transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
         except Exception:
@@ -195,7 +196,7 @@ class _Stream:
         return True
 
     async def _catch_up(self) -> None:
-        """Write what waits in the cells, at the client's pace, and let go of generations that have ended."""
+        """Write the waiting chunks at the client's pace, and drop generations that have ended."""
         for generation in list(self._open):
             ended = generation.ended
             while (chunk := generation.poll()) is not None:

@@ -1,9 +1,8 @@
 """Supervisor: owns the engine of a server, and makes a new one when it dies.
 
-A new engine helps where the engine's own bookkeeping went wrong. It does not where the device gave an error that it
-does not survive, or does not complete a step: a CUDA error stays with the process, and memory that a stuck step uses
-cannot be released. Then, and after too many deaths, `keeping` raises: the process is to end, so that whatever
-started it starts another.
+A new engine helps if the engine's own bookkeeping went wrong. It does not help after a fatal error of the device or a
+step that never completes: a CUDA error stays with the process, and memory that a stuck step uses cannot be freed.
+Then, and after too many deaths, `keeping` raises, and the process should end, so that its parent starts another.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ class Supervisor:
     def __init__(
         self, engine: AsyncEngine, config: ServerConfig, make_engine: Callable[[], AsyncEngine] | None = None
     ) -> None:
-        """`make_engine` makes an engine like `engine`; None: the program owns that one, and it is not replaced."""
+        """`make_engine` makes an engine like `engine`; None: the program owns the engine, and it is not replaced."""
         self.engine = engine
-        """The one that serves, or the last that did."""
+        """The engine that serves, or the last one that did."""
         self.num_restarts = 0
         self.restarting = False
         self._loaded = False
         self._config = config
         self._make_engine = make_engine
         self._deaths: deque[float] = deque()
-        """When engines died, in seconds of the monotonic clock, within the last `restart_window`."""
+        """Times of deaths within the last `restart_window`, in seconds of the monotonic clock."""
         self._start_seconds = 1.0
-        """How long the last start took."""
+        """Seconds of the last start."""
         self._lost_device = False
         self._keeping: asyncio.Task[None] | None = None
         self.on_replaced: list[Callable[[], None]] = []
-        """Called when a new engine serves. Written by parts that hold something of the old one."""
+        """Functions to call when a new engine serves. Added by parts that hold state of the old one."""
 
     @property
     def loaded(self) -> bool:
@@ -82,8 +81,8 @@ class Supervisor:
 
     @asynccontextmanager
     async def keeping(self) -> AsyncIterator[asyncio.Event]:
-        """Replace the engine whenever it dies, while the block runs. Yields what is set when there is no more use in
-        that; then the block's end raises EngineDead."""
+        """Replace the engine whenever it dies, during the block. Yields an event that is set when this is given up;
+        then the end of the block raises EngineDead."""
         gave_up = asyncio.Event()
         keeping = self._keeping = asyncio.get_running_loop().create_task(self._keep(gave_up), name="asyncllm-keep")
         try:
@@ -114,7 +113,7 @@ class Supervisor:
         while True:
             began = time.monotonic()
             engine = make_engine()
-            # What watches the engine watches the next one too.
+            # Observers of the engine observe the next one too.
             engine.observers = old.observers
             try:
                 await engine.start()
@@ -153,7 +152,8 @@ class Supervisor:
         raise EngineDead(f"The engine died of {cause!r}. {why}: start the server again.") from cause
 
     async def close(self) -> None:
-        """Close the engine, or stop replacing it. One whose device is lost is left as it is: it may never end."""
+        """Close the engine, or stop replacing it. An engine that lost its device is not closed, as this might never
+        end."""
         if self._keeping is not None and self.restarting:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])

@@ -1,4 +1,4 @@
-"""Where added tokens are in a text, and the spellings by which a text could name a special one."""
+"""Finding added tokens in a text, and the spellings by which a text could name a special one."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from asyncllm.text.checkpoint_files import AddedToken
 __all__ = ["SPACE", "Place", "Spellings", "TokenFinder", "any_of", "led_by_space"]
 
 SPACE = "\u2581"
-"""What sentencepiece writes for a space."""
+"""sentencepiece writes this for a space."""
 
 
 MAX_NESTING = 200
-"""Of groups in an expression: compiling it takes time by the square."""
+"""Deepest nesting of groups in an expression, whose compilation takes time by its square."""
 
 
 _WHITE_SPACE = re.compile(r"\s*")
 
 
 class Place(NamedTuple):
-    """text[start:end] is the token `id`."""
+    """The token `id` at text[start:end]."""
 
     start: int
     end: int
@@ -39,7 +39,7 @@ class Spellings:
         self._longest = max(map(len, texts), default=0)
 
     def open_end(self, text: str, start: int) -> int:
-        """Return where the longest end of text[start:] begins that what follows could complete to a spelling; len(text)
+        """Return the start of the longest end of text[start:] that further text could complete to a spelling; len(text)
         if there is none."""
         size = len(text)
         for first in range(max(start, size - self._longest + 1), size):
@@ -57,7 +57,8 @@ class TokenFinder:
     """Finds added tokens: the longest one at the leftmost place, as the libraries do."""
 
     def __init__(self, tokens: Mapping[int, AddedToken], special: frozenset[int], led: Mapping[str, int]) -> None:
-        """`led`: spellings that are a token behind a space, which becomes part of it, and where a text begins."""
+        """`led`: spelling -> id of a token that is also found behind a space, which becomes part of it, and at the
+        start of a text."""
         self._ids = {token.content: id_ for id_, token in tokens.items()}
         self._special = special
         self._single = frozenset(token.content for token in tokens.values() if token.single_word)
@@ -66,8 +67,8 @@ class TokenFinder:
         self._pattern = any_of([*self._ids, *led])
 
     def find(self, text: str, literal: Sequence[tuple[int, int]] = ()) -> Iterator[Place]:
-        """Yield the tokens in `text`, in order, with the white space that they take along behind them. What overlaps
-        one of the (start, end) pairs of `literal`, which rise, is no special token."""
+        """Yield the tokens in `text`, in order, with the white space behind them that belongs to them. No special token
+        overlaps one of the (start, end) pairs of `literal`, which are in rising order."""
         start = last = number = 0
         while (match := self._pattern.search(text, start)) is not None:
             start = match.start()
@@ -101,13 +102,13 @@ class TokenFinder:
 
 
 def led_by_space(tokens: Mapping[str, int]) -> dict[str, int]:
-    """Return texts that name one of `tokens` where a space is in front of them: "<PRE>" for "▁<PRE>", in Code Llama."""
+    """Return the texts that name one of `tokens` behind a space: "<PRE>" for "▁<PRE>", in Code Llama."""
     led = {content[1:]: id_ for content, id_ in tokens.items() if content.startswith(SPACE)}
     return {text: id_ for text, id_ in led.items() if text.strip(SPACE) and text not in tokens}
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Find the longest of `texts` at the leftmost place; nothing when there are none.
+    """Return an expression that finds the longest of `texts` at the leftmost place, and nothing if there are none.
 
     Characters that several of them begin with are compared once, so that thousands of tokens cost as much as one.
     """

@@ -1,7 +1,7 @@
 """The `tokenizers` pipeline that computes what tiktoken does with tokens and their ranks.
 
-Of neighbouring tokens those are joined first whose whole has the lowest rank; so each way to split a token into two
-others is a merge, in the order of ranks.
+tiktoken joins the two neighbours first whose union has the lowest rank. So each way to split a token into two others is
+a merge, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def byte_pair_pipeline(
 ) -> HubTokenizer:
     """Return the pipeline of the tokens in `path`, whose ids are their ranks and `first`.
 
-    `words`: the pattern of what is encoded apart. `named`: further tokens by id, in front of the others or behind them.
-    `prefix`: tokens in front of every text, where there are such. `composed`: texts are brought to Unicode's form NFC.
+    `words`: the pattern of a word; words are encoded one by one. `named`: further tokens by id, before the others or
+    after them. `prefix`: tokens in front of every text, if any. `composed`: texts are brought to Unicode's form NFC.
     Raises InvalidCheckpoint for a name that is given twice.
     """
     texts = {token: byte_level_text(token) for token in ranks}

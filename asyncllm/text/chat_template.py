@@ -1,4 +1,4 @@
-"""Conversations to prompt texts: the checkpoint's own template, a built-in one, or the user's."""
+"""ChatTemplate turns conversations into prompt texts: the checkpoint's own template, a built-in one, or the user's."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ __all__ = ["ChatTemplate", "Renderer"]
 PARTS = ("system", "eosys", "user", "eoh", "assistant", "eoa", "separator")
 """Fields of ChatTemplateConfig that only a composed template has."""
 PROBE = "[an answer]"
-"""Stands for an answer where a template is asked what it writes behind one."""
+"""A stand-in for an answer, to find out what a template writes behind one."""
 FILL = "<FILL>"
-"""Where Code Llama is to fill something in."""
+"""The place in a prompt that Code Llama fills in."""
 
 Ending = Literal["answer", "continued", "closed"]
-"""What a text ends with: the beginning of an answer, the assistant's last message to be continued, or the complete last
+"""The end of a text: the beginning of an answer, the assistant's last message to be continued, or the complete last
 message."""
 
 
 class Renderer(Protocol):
-    """What writes checked messages down."""
+    """Writes checked messages as a text."""
 
     variables: frozenset[str]
-    """Those that `render` takes."""
+    """Names of the variables that `render` takes."""
     source: str | None
-    """The Jinja template's, if it is one."""
+    """Source of a Jinja template; None for any other."""
     reads_tools: bool
     """Whether `render` takes `tools` too."""
 
@@ -53,7 +53,7 @@ class Renderer(Protocol):
 
 
 class ChatTemplate:
-    """How one model wants conversations to be written. Immutable; usable from several threads at once."""
+    """The form of one model's conversations. Immutable; usable from several threads at once."""
 
     def __init__(
         self, name: str, renderer: Renderer, *, capability: Capability = "chat", stop_words: Sequence[str] = ()
@@ -85,8 +85,8 @@ class ChatTemplate:
     def open(cls, path: Path, config: ChatTemplateConfig | str | None = None) -> Self:
         """Return the template for the checkpoint in the folder `path`.
 
-        What `config` names comes first; a str is a template's name, the path of a JSON file or JSON text. Then the
-        checkpoint's own Jinja template, then the built-in one for the architecture in config.json, then "base", which
+        The first of these counts: the template that `config` names (a str is a name, the path of a JSON file or JSON
+        text); the checkpoint's own Jinja template; the built-in one for the architecture in config.json; "base", which
         writes the texts one after the other.
 
         Raises InvalidParameter for an unknown name or fields that contradict each other, and InvalidCheckpoint when a
@@ -149,9 +149,9 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation, up to where the answer begins.
 
-        When the assistant has the last word, that is the beginning of the answer, and the text ends with it; with
+        A last message of the assistant is the beginning of the answer, and the text ends with it; with
         `continue_final_message=False` a new answer begins behind it. Without `add_generation_prompt` the text ends with
-        the last message, complete, unless `continue_final_message` is set. `variables` are those that the checkpoint's
+        the complete last message, unless `continue_final_message` is set. `variables` are those that the checkpoint's
         template reads. With the capabilities "completion" and "python" the text is the contents one after the other;
         with "infilling" the last content becomes Code Llama's prompt.
 
@@ -210,10 +210,9 @@ class ChatTemplate:
     ) -> str | None:
         """Return what follows `render(messages_before) + answer` when the conversation goes on with `new_messages`.
 
-        It begins with what ends the answer ("<|im_end|>\\n", say), which may be spelled by the token that stopped the
-        model, and ends where the next answer begins. White space that the template puts or cuts around an answer makes
-        no difference. None when the template rewrites the history, so that there is no such text: it has to be rendered
-        again as a whole.
+        It begins with the mark that ends the answer (such as "<|im_end|>\\n"), which the token that stopped the model
+        may spell, and ends where the next answer begins. White space that the template adds or cuts around an answer
+        makes no difference. None if the template rewrites the history: then the conversation has to be rendered again.
         """
         before = self.render(messages_before, variables=variables)
         if self.capability != "chat":
@@ -296,7 +295,7 @@ class _JinjaRenderer:
             self._takes_parts = True
             self._takes_parts = self._writes(PROBE)
         self.end_of_turn = self._end_of_turn(special)
-        """The special token that the template writes behind an answer, which not every checkpoint lists as an end."""
+        """The special token that the template writes behind an answer. Not every checkpoint lists it as an end."""
 
     def render(self, messages: list[dict[str, Any]], ending: Ending, variables: Mapping[str, Any]) -> str:
         if self._meta_instruction is not None and messages[0]["role"] != "system":
@@ -386,7 +385,7 @@ def _known_name(name: str, parts: dict[str, str]) -> str:
 
 
 def _jinja(folder: Path, config: ChatTemplateConfig) -> JinjaTemplate | None:
-    """Return the Jinja template that counts: the user's text, else that of the user's folder, else the checkpoint's."""
+    """Return the user's Jinja template, as text or from a folder, or else the checkpoint's; None if there is none."""
     variables = TokenSettings.read(folder).named
     if config.chat_template is not None:
         return JinjaTemplate(config.chat_template, variables, "ChatTemplateConfig.chat_template")

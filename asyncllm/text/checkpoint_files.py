@@ -1,4 +1,4 @@
-"""What a checkpoint folder says about its tokens: the JSON files beside the weights, read once, typed.
+"""Token settings of a checkpoint folder: the JSON files beside the weights, read once and typed.
 
 Sources, as `transformers` writes them: generation_config.json, tokenizer_config.json, special_tokens_map.json,
 added_tokens.json and config.json. All are optional.
@@ -21,7 +21,7 @@ INFILLING_TOKENS = ("prefix_token", "suffix_token", "middle_token", "eot_token")
 """Code Llama's."""
 END_OF_INFILLING = "\u2581<EOT>"
 MAX_TOKEN_ID = 2**24 - 1
-"""Tables have a place for each id, so a damaged one must not decide on their size."""
+"""Highest id of a token. Tables have an entry for each id, so a damaged id must not decide on their size."""
 
 
 BY_MODEL_TYPE: Mapping[str, str] = {
@@ -42,11 +42,11 @@ BY_MODEL_TYPE: Mapping[str, str] = {
     "stablelm_epoch": "StableLMEpochForCausalLM",
     "Yi": "YiForCausalLM",
 }
-"""The class that a config.json without `architectures`, as DeepSeek-VL2's, is for, by its `model_type`."""
+"""`model_type` -> class, for a config.json without `architectures`, such as DeepSeek-VL2's."""
 
 
 class AddedToken(msgspec.Struct, frozen=True):
-    """A token that is recognised in the text before the tokenizer's own model sees it."""
+    """A token that is found in the text before the tokenizer's own model sees it."""
 
     content: str
     special: bool = True
@@ -61,13 +61,13 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
     named: dict[str, str]
     """"eos_token" and the like -> the token's text."""
     added: dict[int, AddedToken]
-    """Added tokens whose id is stated."""
+    """Added tokens by the id that the files give."""
     unnumbered: tuple[AddedToken, ...]
     """Added tokens without an id of their own: looked up in the vocabulary."""
     add_bos: bool | None
     """`add_bos_token`; None when the checkpoint does not say."""
     add_eos: bool | None
-    """`add_eos_token`, of texts that nothing follows."""
+    """`add_eos_token`, for texts that nothing follows."""
     legacy: bool
     """False: no dummy prefix in front of text that follows a special token (sentencepiece)."""
     generation: dict[str, Any]
@@ -106,7 +106,7 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
                 unnumbered.setdefault(token.content, token)
         added = _numbered_tokens(folder, tokenizer)
         for id_, token in added.items():
-            # What is listed as special is, whatever the table of ids says.
+            # A token of the list of special ones is special, whatever the table of ids says.
             listed = unnumbered.pop(token.content, token)
             added[id_] = msgspec.structs.replace(token, special=token.special or listed.special)
         for id_, content in _added_tokens_file(folder).items():
@@ -127,14 +127,14 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def special_texts(self) -> frozenset[str]:
-        """Return texts of all tokens that the checkpoint calls special."""
+        """Return the texts of all tokens that the checkpoint calls special."""
         numbered = (token.content for token in self.added.values() if token.special)
         return frozenset((*self.named.values(), *(token.content for token in self.unnumbered), *numbered))
 
     def eos_token_ids(self, lookup: Callable[[str], int | None]) -> tuple[int, ...]:
-        """Return ids that end an answer: generation_config.json's, then tokenizer_config.json's, then config.json's if
-        the first names none, then Code Llama's end of what it fills in, which no file names as such. The first is the
-        one to name where only one can be named."""
+        """Return the ids that end an answer: generation_config.json's, then tokenizer_config.json's, then config.json's
+        if the first file names none, then Code Llama's end of an infilled text, which no file names. Where only one id
+        can be given, it is the first."""
         stated = _ids(self.generation, "eos_token_id", "generation_config.json")
         named = self.named_id("eos_token", lookup)
         found = dict.fromkeys(stated if named is None else (*stated, named))
@@ -144,11 +144,12 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(found if infilled is None else {**found, infilled: None})
 
     def named_id(self, name: str, lookup: Callable[[str], int | None]) -> int | None:
-        """Return the id of a named token, "eos_token" say; None if there is none."""
+        """Return the id of a named token such as "eos_token"; None if there is none."""
         return lookup(self.named[name]) if name in self.named else None
 
     def bos_token_id(self, lookup: Callable[[str], int | None]) -> int | None:
-        """Return the id that begins a sequence, from the same files in the same order."""
+        """Return the id that begins a sequence, from the same files in the same order as `eos_token_ids`; None if there
+        is none."""
         for id_ in _ids(self.generation, "bos_token_id", "generation_config.json"):
             return id_
         if "tokenizer_class" in self.tokenizer or "bos_token" in self.named:
@@ -163,7 +164,7 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def classes_of(config: Mapping[str, Any]) -> Sequence[str]:
-    """Return the names of the classes that a config.json is for, as far as it says so."""
+    """Return the names of a config.json's model classes; none if it gives none."""
     names, model_type = config.get("architectures"), config.get("model_type")
     if names is None and isinstance(model_type, str) and model_type in BY_MODEL_TYPE:
         return [BY_MODEL_TYPE[model_type]]
@@ -171,8 +172,8 @@ def classes_of(config: Mapping[str, Any]) -> Sequence[str]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`, empty when there is no such file. Raises InvalidCheckpoint when it does not
-    hold."""
+    """Return the JSON object in `path`, empty when there is no such file. Raises InvalidCheckpoint if it is
+    damaged."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

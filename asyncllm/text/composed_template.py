@@ -1,4 +1,4 @@
-"""Chat templates that are put together from fixed parts, one per role."""
+"""BaseChatTemplate puts a prompt together from fixed parts, one per role."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from asyncllm.types import Message
 __all__ = ["BaseChatTemplate"]
 
 ROUND = "{round}"
-"""Stands in `user` for the number of the user's turn, from 1."""
+"""In `user`, the place of the number of the user's turn, from 1."""
 
 
 class BaseChatTemplate:
     """Composes `system + text + eosys`, `user + text + eoh`, `assistant + text + eoa`, `separator` between turns.
 
-    The base of the built-in templates and of templates that users register. Parts are public attributes:
+    It is the base of the built-in templates and of templates that users register. Parts are public attributes:
 
-    - `meta_instruction`: the system text when the conversation has none; None: no system part then.
-    - `start`: what begins the sequence, where the tokenizer does not add it.
+    - `meta_instruction`: the system text of a conversation without one; None: no system part.
+    - `start`: the text that begins the sequence, for tokenizers that do not add it.
     - `user_after_system`: in place of `user` right behind the system part; None: `user`.
     - `generation_prompt`: in place of `assistant` at the end of a prompt; None: `assistant`.
     - `images_first`: images of a user's turn stand in front of `user`.
@@ -78,8 +78,8 @@ class BaseChatTemplate:
         continue_final_message: bool = True,
         **_: Any,
     ) -> str:
-        """Return a whole conversation. When the assistant has the last word, the prompt ends with it, to be continued,
-        unless `continue_final_message` is False: then another answer begins behind it.
+        """Return a whole conversation. If the last message is the assistant's, the prompt ends with it, to be
+        continued, unless `continue_final_message` is False: then another answer begins behind it.
 
         Raises InvalidMessage for malformed messages, UnsupportedFeature for messages of tools.
         """

@@ -1,4 +1,4 @@
-"""Token ids to text that is safe to emit, while the ids are still coming."""
+"""Detokenizer turns token ids into text while they come; StopMatcher cuts the text at stop words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Detokenizer", "StopMatcher", "StopWords"]
 
 REPLACEMENT = "\ufffd"
 WINDOW = 8
-"""Ids: how far back a token's text may reach, and how long an incomplete character may be, without a byte table."""
+"""Without a byte table: ids that a token's text may reach back, and the longest incomplete character in ids."""
 
 
 class Detokenizer:
@@ -52,7 +52,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """Return the rest: U+FFFD for a character that stays incomplete, else nothing."""
+        """Return the rest: U+FFFD for a character that stays incomplete, otherwise nothing."""
         text = self._window.flush() + self._pending.decode("utf-8", "replace")
         self._pending = b""
         return text
@@ -67,7 +67,7 @@ class _Window:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._context: list[int] = []
-        """Ids whose text is out."""
+        """Ids whose text has been returned."""
         self._fresh: list[int] = []
         """Ids whose text ends in an incomplete character."""
 
@@ -104,8 +104,8 @@ class _Window:
 class StopWords:
     """The stop words of one request, which the matchers of all its choices share.
 
-    Beside the words themselves it holds four bytes for each character that an answer has matched so far. Used by one
-    thread at a time.
+    They take four bytes for each character of a word that an answer has matched so far. Used by one thread at a
+    time.
     """
 
     __slots__ = ("beginnings", "words")
@@ -124,7 +124,7 @@ class StopWords:
 
 
 class _StopWord:
-    """A word with its table of Knuth, Morris and Pratt (1977), which is made as far as it is needed.
+    """A word with its table of Knuth, Morris and Pratt (1977), of which entries are made when they are needed.
 
     `fallback[size]`: how much of the word still matches when its first `size` characters do and the next one does not.
     No entry leads to a place that asks for the same character, so that a chain of them is logarithmic.
@@ -138,8 +138,8 @@ class _StopWord:
         self._border = 0
 
     def match(self, text: str, matched: int, end: int) -> tuple[int, int]:
-        """Go on from `matched` characters of the word through text[:end]: how many match at the end of it, and where
-        that is, which is earlier than `end` only for a whole word."""
+        """Go on from `matched` characters of the word through text[:end]. Return how many characters match now, and the
+        place in the text, which is before `end` only for a complete word."""
         word, size, fallback = self.text, len(self.text), self.fallback
         place = 0
         while place < end:
@@ -174,7 +174,7 @@ class StopMatcher:
     """Cuts a stream of text at the first stop word.
 
     The word that is complete first wins; of two that are complete at the same character, the longer one. So the result
-    does not depend on how the text is split. Held back is only the longest end of the text that may begin a stop word.
+    does not depend on how the text is split. Only the longest end of the text that may begin a stop word is held back.
     """
 
     __slots__ = ("_include", "_matched", "_open", "_stops")
@@ -184,8 +184,8 @@ class StopMatcher:
         self._stops = stops
         self._include = include
         self._open: dict[int, int] = {}
-        """Of the words that the end of the text may begin: index -> characters that are there already. All of them are
-        held back that the longest one has, so the text itself need not be kept."""
+        """Index of a word that the end of the text may begin -> how many of its characters are there. As many as the
+        longest match has are held back, so the text itself need not be kept."""
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:

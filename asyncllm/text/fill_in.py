@@ -1,7 +1,7 @@
 """Prompts for text between two others, in the forms that models of code were trained on ("fill in the middle").
 
-The forms are those of the models' cards and of arXiv 2207.14255. A tokenizer that has the marks of a form is one of
-such a model.
+The forms are those of the models' cards and of arXiv 2207.14255. A model's form is known by the marks that its
+tokenizer has.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class FillIn(NamedTuple):
     """One form of such prompts."""
 
     form: str
-    """With {prefix} and {suffix}."""
+    """The prompt, with {prefix} and {suffix}."""
     marks: tuple[str, ...]
-    """Tokens that a tokenizer of such a model has; none of them belongs into an answer."""
+    """Tokens that such a model's tokenizer has; none of them belongs into an answer."""
     ends: tuple[str, ...] = ()
-    """More tokens that end an answer, where the tokenizer has them."""
+    """More tokens that end an answer, if the tokenizer has them."""
 
     def prompt(self, prefix: str, suffix: str) -> str:
-        """Return the text that asks for what stands between the two."""
+        """Return the prompt for the text between the two."""
         before, _, rest = self.form.partition("{prefix}")
         if "{suffix}" in before:
             start, _, between = before.partition("{suffix}")
@@ -72,6 +72,6 @@ FORMS = (
 
 
 def fill_in_of(tokenizer: Tokenizer) -> FillIn | None:
-    """Return the form of a model's prompts for text in the middle; None: its tokenizer has no marks of any."""
+    """Return the form of a model's prompts; None if its tokenizer has the marks of no form."""
     known = (form for form in FORMS if all(tokenizer.token_id(mark) is not None for mark in form.marks))
     return next(known, None)

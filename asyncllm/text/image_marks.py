@@ -1,6 +1,7 @@
 """Images and videos of a prompt: taken out of messages, with a mark in the text where each one was.
 
-Chat templates and tokenizers see the marks, which become what the model's family writes for an image.
+Chat templates and tokenizers see the marks. Later these become the placeholder that the model's family writes for an
+image.
 """
 
 from __future__ import annotations
@@ -35,30 +36,30 @@ __all__ = [
 ]
 
 IMAGE_TOKEN = "<IMAGE_TOKEN>"
-"""Where a user puts it into a text, an image of the same message takes its place."""
+"""A user puts it into a text where an image of the same message belongs."""
 
 IMAGE_MARK = f"{secrets.randbits(128):039d}"
-"""In a text, where an image is. Drawn for the process, so that no user can write it; digits, as templates leave those
-alone."""
+"""The mark of an image in a text. It is drawn for the process, so that no user can write it, and has digits, which
+templates leave alone."""
 
 INDEX_MARK = f"{secrets.randbits(128):039d}"
-"""In what a family writes for an image, where the image's number in its prompt is, from 0."""
+"""In a family's placeholder for an image, the place of the image's number in its prompt, from 0."""
 NUMBER_MARK = f"{secrets.randbits(128):039d}"
-"""The same, from 1."""
+"""The same, counted from 1."""
 
 VIDEO_MARK = f"{secrets.randbits(128):039d}"
-"""In a text, where a video is."""
+"""The mark of a video in a text."""
 
 MAX_IMAGES = 256
-"""Of one prompt."""
+"""Most images of a prompt."""
 MAX_FRAMES = 768
-"""Of one video."""
+"""Most frames of a video."""
 
 IMAGE_PARTS = ("image_url", "image_data", "image")
 VIDEO_PARTS = ("video_url", "video")
 OPTIONS = frozenset({"detail", "max_dynamic_patch", "min_pixels", "max_pixels"})
 VIDEO_OPTIONS = frozenset({"fps", "num_frames", "min_pixels", "max_pixels"})
-"""What a part may say about its image besides where it is."""
+"""Keys of a part that describe its image, besides its source."""
 
 
 _MARKS = frozenset({IMAGE_MARK, VIDEO_MARK})
@@ -69,7 +70,7 @@ class ImageSource(NamedTuple):
     """An image or a video as a prompt names it."""
 
     image: Any
-    """A path, a URL, bytes, or an image of PIL's; of a video a file, or a list of these."""
+    """A path, a URL, bytes, or an image of PIL; for a video a file, or a list of these."""
     options: Mapping[str, Any]
     is_video: bool = False
 
@@ -119,17 +120,17 @@ def take_images(prompt: Any) -> tuple[Any, list[ImageSource]]:
 
 
 def with_numbers(text: str, index: int) -> str:
-    """Return what a family writes for the image with this number, from 0, of its prompt."""
+    """Return a family's placeholder with the image's number in its prompt, from 0, filled in."""
     return text.replace(INDEX_MARK, str(index)).replace(NUMBER_MARK, str(index + 1))
 
 
 def split_marks(text: str) -> list[str]:
-    """Return what stands between the marks of images and videos."""
+    """Return the texts between the marks of images and videos."""
     return _ANY_MARK.split(text)
 
 
 def parts_of(text: str) -> list[dict[str, str]]:
-    """Return a marked text as parts, for a template that reads no other contents."""
+    """Return a marked text as parts, for a template that reads contents only in this form."""
     kinds = {IMAGE_MARK: "image", VIDEO_MARK: "video"}
     pieces = re.split(f"({_ANY_MARK.pattern})", text)
     return [{"type": kinds[each]} if each in kinds else {"type": "text", "text": each} for each in pieces if each]

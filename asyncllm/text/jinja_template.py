@@ -1,4 +1,4 @@
-"""The Jinja chat template that a checkpoint brings along, rendered in a sandbox as `transformers` does it."""
+"""JinjaTemplate renders a checkpoint's own chat template in a sandbox, as `transformers` does."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from asyncllm.text.checkpoint_files import read_json_object
 __all__ = ["JinjaTemplate", "checkpoint_template"]
 
 MAX_CHARACTERS = 16 * 2**20
-"""A rendered prompt longer than this is refused while it is being rendered."""
+"""Most characters of a rendered prompt. A longer one is refused while it is being rendered."""
 
 MAX_REASON = 500
-"""Characters of what a template says when it refuses messages."""
+"""Most characters of a template's own message when it refuses messages."""
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"})
-"""Variables that are not for the caller of `render` to choose, beside the special tokens."""
+"""Variables that the caller of `render` may not set, besides the special tokens."""
 
 
 class _RaisedByTemplate(jinja2.TemplateError):
     """The template called `raise_exception`."""
 
     def reason(self) -> str:
-        """Return what the template said, which may hold a whole message."""
+        """Return the template's message, cut, as it may hold a whole chat message."""
         text = str(self)
         return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}..."
 
@@ -74,7 +74,7 @@ class JinjaTemplate:
             ) from None
         self.source = source
         self.reads_tools = "tools" in undeclared
-        """Whether it has a place for the tools that may be called."""
+        """Whether the template reads the tools that may be called."""
         self.options = frozenset(undeclared) - RESERVED - self._variables.keys()
         """Variables that the template asks for and `render` takes."""
 
@@ -129,7 +129,7 @@ class JinjaTemplate:
 def checkpoint_template(folder: Path, variables: Mapping[str, str]) -> JinjaTemplate | None:
     """Return the template of a checkpoint: chat_template.jinja, else tokenizer_config.json, else chat_template.json.
 
-    None when there is none. Raises InvalidCheckpoint when it does not hold.
+    None if there is none. Raises InvalidCheckpoint for a damaged file.
     """
     file = folder / "chat_template.jinja"
     try:
@@ -146,7 +146,7 @@ def checkpoint_template(folder: Path, variables: Mapping[str, str]) -> JinjaTemp
 
 
 def _source(value: object, where: Path) -> str | None:
-    """Return the template in `value`, which is one or a list of named ones, of which "default" is for conversations."""
+    """Return the template in `value`: a text, or the one named "default" of a list."""
     if value is None or isinstance(value, str):
         return value or None
     try:

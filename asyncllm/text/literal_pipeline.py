@@ -14,10 +14,10 @@ __all__ = ["LiteralPipeline"]
 
 
 class LiteralPipeline:
-    """Shares the model of another pipeline, and has its added tokens but for the special ones.
+    """A pipeline with the model of another one, and its added tokens except the special ones.
 
-    In place of each special token the text gets a stand-in, a token of the same properties that no text can spell, so
-    that everything around it is normalized, split and encoded as it is around the token itself.
+    Each special token is replaced by a stand-in, a token of the same properties that no text can spell. So the text
+    around it is normalized, split and encoded as it is around the token itself.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class LiteralPipeline:
         self._spelled = spelled
         self._inside = inside
         self._stand_ins: dict[int, str] = {}
-        """Special id -> what stands for it. In a pipeline that prepends, tokens inside of text are found behind that.
+        """Special id -> its stand-in. In a pipeline that prepends, tokens inside of text are found behind that.
         """
         self._plain_stand_ins: dict[int, str] = {}
-        """The same, found before anything is normalized."""
+        """The same, for tokens that are found before the text is normalized."""
         self._stand_in_ids: set[int] = set()
         for id_, token in special.items():
             late = self._prepends if id_ in inside else token.normalized
@@ -57,8 +57,8 @@ class LiteralPipeline:
         self._break_id = self._add(HubAddedToken(self._break, special=False, normalized=False))
 
     def encode(self, text: str, places: Sequence[Place], literal: Sequence[tuple[int, int]]) -> list[int]:
-        """Return token ids. `places`: special tokens, in order. `literal`: (start, end) pairs, in order, whose texts do
-        not become special tokens."""
+        """Return the token ids of a text. `places`: its special tokens, in order. `literal`: (start, end) pairs, in
+        order, in which nothing is a special token."""
         ids, of_text = self._encode(text, places, (), self._stand_ins)
         if not of_text.isdisjoint(self._spelled.get(text[start:end]) for start, end in literal):
             # Unigram knows special tokens as pieces of text: these are broken behind their first characters.
@@ -69,7 +69,7 @@ class LiteralPipeline:
     def _encode(
         self, text: str, places: Sequence[Place], breaks: Sequence[int], stand_ins: Mapping[int, str]
     ) -> tuple[list[int], set[int]]:
-        """Return token ids, and those of them that came out of plain text."""
+        """Return token ids, and which of them came out of plain text."""
         marked = "".join(self._marked(text, places, breaks, stand_ins))
         waiting = iter(places)
         ids: list[int] = []
@@ -81,7 +81,7 @@ class LiteralPipeline:
                 ids.append(self._ids.get(id_, id_))
                 of_text.add(ids[-1])
         if next(waiting, None) is not None:
-            # What is normalized in front of a stand-in hides it, where it would not hide the token.
+            # Normalizing the text in front of a stand-in can hide it, where the token would be found.
             return self._encode(text, places, breaks, self._plain_stand_ins)
         return ids, of_text
 

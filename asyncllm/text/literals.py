@@ -1,4 +1,4 @@
-"""Keeps the spelling of special tokens in what users say from being taken for the tokens themselves.
+"""Literals keeps special tokens that a user spells out from being read as the tokens themselves.
 
     literals = Literals(tokenizer)
     text, spans = literals.restore(template.render(literals.mark(messages)))
@@ -24,11 +24,11 @@ __all__ = ["Literals"]
 
 NUMBER_DIGITS = 7
 OF_THE_FORMAT = frozenset({"role", "type"})
-"""Keys whose values a template compares with what it knows; a role that is none of a chat's is refused anyway."""
+"""Keys whose values a template compares with known ones. A role that no chat has is refused anyway."""
 
 
 class Literals:
-    """The spellings found in one conversation. Marks the same spelling by the same number, in every call.
+    """The spellings found in one conversation. Each spelling has one number, in all calls.
 
     A mark begins with digits that are drawn for the conversation, so no client can write one. It has no other
     characters, as digits are left alone by whatever a template does to a text: trimming, quoting, changing of case.
@@ -42,12 +42,12 @@ class Literals:
 
     def mark(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with marks in place of special tokens' spellings, in all of their texts, the assistant's
-        too.
+        included.
 
-        So is the end of a text that what follows it could complete to a spelling. Raises InvalidMessage for messages
-        that are nested too deeply.
+        The end of a text that the next text could complete to a spelling is marked too. Raises InvalidMessage for
+        messages that are nested too deeply.
         """
-        # Messages are checked by the template; here only what can hold a text is looked at.
+        # The template checks messages; here only values that can hold a text matter.
         try:
             return [self._marked(message) if isinstance(message, dict) else message for message in messages]
         except RecursionError:
@@ -102,7 +102,7 @@ class Literals:
         return value
 
     def _marked_name(self, name: Any) -> Any:
-        # A template asks for names that it knows, so no more of them is marked than has to be.
+        # A template compares names with known ones, so only the spellings in them are marked.
         return (
             self._spellings.pattern.sub(lambda match: self._mark_of(match[0]), name) if isinstance(name, str) else name
         )

@@ -1,4 +1,4 @@
-"""Chat messages, checked: whatever passes here can be rendered."""
+"""Checks of chat messages. Messages that pass can be rendered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXTRA_KEYS = {"name": str, "tool_calls": list, "tool_call_id": str, "reasoning_c
 
 
 def checked_prompt(prompt: object) -> str:
-    """Return a prompt that is a text and not empty, else raise InvalidMessage."""
+    """Return the prompt. Raises InvalidMessage unless it is a text and not empty."""
     if not isinstance(prompt, str):
         raise InvalidMessage(
             f"The prompt is of type {type(prompt).__name__}, but it is a str or a list of messages. "
@@ -30,10 +30,10 @@ def checked_prompt(prompt: object) -> str:
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
-    """Return the messages with every content as one text, or None beside calls of tools.
+    """Return the messages with each content as one text, or None beside calls of tools.
 
-    Text parts are joined by a newline; other keys whose value is None are dropped. Raises InvalidMessage for what is no
-    chat, UnsupportedFeature for images and other media.
+    Text parts are joined by a newline; other keys whose value is None are dropped. Raises InvalidMessage for
+    malformed messages, UnsupportedFeature for images and other media.
     """
     if isinstance(messages, str | bytes | dict) or not isinstance(messages, Sequence):
         raise InvalidMessage(

@@ -80,14 +80,14 @@ def is_token_ids(prompt: Any) -> bool:
 
 
 def longest_first(configs: Sequence[GenerationConfig | None]) -> list[int]:
-    """Return the prompts' indices in the order in which they are best admitted when all are awaited together.
+    """Return the prompts' indices in the order of admission that ends earliest when all are awaited together.
 
     Answers that may become long start first, so that none of them runs alone at the end: the rule of the longest
     processing time (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). Equal ones keep their order.
     """
 
     def most_tokens(index: int) -> float:
-        # A config that is not one raises when its answer starts.
+        # A config of a wrong type raises when its answer starts.
         most = getattr(configs[index] or GenerationConfig(), "max_new_tokens", None)
         return most if isinstance(most, int) else math.inf
 

@@ -1,5 +1,5 @@
-"""What rank files do not say: how texts are split into words, and which special tokens follow the ranks. It is known by
-the file's name alone, and stands in the code of the models' authors."""
+"""The tokenizers pipeline of a rank file. The file lacks the pattern of words and the special tokens, which its
+authors' code has; its name tells whose they are."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def _words(digits: str) -> str:
 
 
 class _Kind(NamedTuple):
-    """What a model's own code has besides the ranks."""
+    """The parts of a model's tokenizer that its own code has."""
 
     words: str
-    """The pattern of what is encoded apart."""
+    """The pattern of a word; words are encoded one by one."""
     special: tuple[str, ...] = ()
-    """Tokens behind the ranks, where tokenizer_config.json does not name them."""
+    """Tokens behind the ranks, for folders whose tokenizer_config.json does not name them."""
     reserved: int = 0
-    """How many there are in all; those without a name are `<|reserved_token_ID|>`."""
+    """Number of these tokens; the rest is named `<|reserved_token_ID|>`."""
     prefix: tuple[str, ...] = ()
     """Tokens in front of every text."""
     composed: bool = False
@@ -58,10 +58,10 @@ _KINDS: Mapping[str, _Kind] = {
     ),
     GLM: _Kind(_words(r"\p{N}{1,3}"), prefix=("[gMASK]", "<sop>")),
 }
-"""By the file's name."""
+"""Name of the file -> kind."""
 
 _TOKENS_OF_IMAGES = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>", "<img>", "</img>", "<imgpad>")
-"""Qwen-VL's, behind the other special ones."""
+"""Tokens of Qwen-VL, behind the other special ones."""
 
 
 def rank_pipeline(path: Path, settings: TokenSettings) -> HubTokenizer:
@@ -72,7 +72,7 @@ def rank_pipeline(path: Path, settings: TokenSettings) -> HubTokenizer:
 
 
 def _behind(first: int, kind: _Kind, settings: TokenSettings) -> dict[int, AddedToken]:
-    """Return the tokens behind the ranks: those that the checkpoint's files number, else those of the model's code."""
+    """Return the tokens behind the ranks, by id: from the checkpoint's files, or else from the model's code."""
     names = kind.special
     if kind.special and settings.model.get("visual") is not None:
         names += _TOKENS_OF_IMAGES

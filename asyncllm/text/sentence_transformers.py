@@ -1,4 +1,4 @@
-"""What a folder of sentence-transformers says of its embeddings: modules.json, and the settings of its pooling."""
+"""How a folder of sentence-transformers embeds: its modules.json, and the settings of its pooling."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ MODULES_NAME = "modules.json"
 POOLING_FOLDER = "1_Pooling"
 
 _POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
-"""Names of pooling modes, in both spellings that there are of settings."""
+"""Names of pooling modes, in both spellings of the settings."""
 
 _MODE = "pooling_mode"
 _IMPLEMENTED = {"Transformer", "Pooling", "Normalize"}
 
 
 class EmbeddingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model is meant to embed. Without such files: the last token, at length 1."""
+    """How a model is meant to embed. Without these files: by the last token, at length 1."""
 
     pooling: Pooling = "last"
     normalize: bool = True
     refused: str = ""
-    """Why that is not implemented, as a sentence; empty if it is."""
+    """Why the model's way to embed is not implemented, as a sentence; empty if it is."""
 
     @classmethod
     def read(cls, folder: Path) -> EmbeddingDefaults:
@@ -53,7 +53,7 @@ class EmbeddingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _modules(file: Path) -> list[tuple[str, str]]:
-    """Return the class and the folder of each module; none without the file."""
+    """Return the class and the folder of each module; empty without the file."""
     try:
         modules = msgspec.json.decode(file.read_bytes(), type=list[dict[str, Any]])
     except FileNotFoundError:
@@ -71,10 +71,10 @@ def _modules(file: Path) -> list[tuple[str, str]]:
 
 
 def _modes(settings: dict[str, Any]) -> list[str]:
-    """Return the pooling modes that are on, of which there should be one."""
+    """Return the pooling modes that are on; there should be one."""
     named = settings.get(_MODE)
     if named is not None:
         return [str(mode) for mode in (named if isinstance(named, list) else [named])]
     flags = {key: value for key, value in settings.items() if key.startswith(f"{_MODE}_")}
-    # Its own default, where nothing is said.
+    # The library's own default.
     return [key.removeprefix(f"{_MODE}_") for key, value in flags.items() if value] if flags else ["mean"]

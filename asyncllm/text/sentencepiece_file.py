@@ -1,4 +1,4 @@
-"""tokenizer.model on the wire: the types of pieces, which the library neither tells nor changes.
+"""The bytes of tokenizer.model: types of pieces, which the library neither reports nor changes.
 
 ModelProto is a Protocol Buffers message whose field 1 repeats SentencePiece, with the piece's type in field 3.
 """
@@ -18,8 +18,8 @@ parser, so appending these bytes to a model overrides that one setting."""
 
 
 def piece_types(model: bytes, ids: Collection[int]) -> dict[int, int]:
-    """Return the types of these pieces; those that the model does not have are left out. Raises ValueError, IndexError
-    for what is no model."""
+    """Return id -> type of these pieces, without those that the model lacks. Raises ValueError or IndexError for bytes
+    that are no model."""
     types = {}
     for id_, (_, start, end) in enumerate(_pieces(model)):
         if id_ in ids:
@@ -47,7 +47,7 @@ def with_unused_pieces(model: bytes, ids: Collection[int]) -> bytes:
 
 
 def _pieces(model: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield where each piece's field begins, and where its content begins and ends."""
+    """Yield the offsets of each piece: start of its field, start and end of its content."""
     place = 0
     while place < len(model):
         field = place
@@ -58,7 +58,7 @@ def _pieces(model: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _skip(model: bytes, tag: int, place: int) -> int:
-    """Return where the field ends whose value begins at `place`."""
+    """Return the end of the field whose value begins at `place`."""
     match tag & 7:
         case 0:
             return _varint(model, place)[1]
@@ -73,7 +73,7 @@ def _skip(model: bytes, tag: int, place: int) -> int:
 
 
 def _varint(model: bytes, place: int) -> tuple[int, int]:
-    """Return the number at `place`, and where it ends."""
+    """Return the number at `place`, and the place behind it."""
     value = shift = 0
     while True:
         byte = model[place]

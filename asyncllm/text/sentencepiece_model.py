@@ -1,4 +1,4 @@
-"""tokenizer.model, through the `sentencepiece` library.
+"""SentencePieceModel reads a tokenizer.model through the `sentencepiece` library.
 
 The text is split on the checkpoint's added and special tokens, and sentencepiece encodes each part between them.
 Converting the model to another library's pipeline changes the result for some inputs, so it is not done.
@@ -26,7 +26,7 @@ from asyncllm.text.token_table import LeadingSpace, TokenTable, byte_of_fallback
 __all__ = ["SentencePieceModel"]
 
 _CHATGLM = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
-"""Tokens that the code of ChatGLM2 and ChatGLM3 puts behind the model's, some of which only newer files name."""
+"""Tokens that the code of ChatGLM2 and ChatGLM3 adds behind the model's. Only newer files name all of them."""
 _CHATGLM_PREFIX = ("[gMASK]", "sop")
 
 
@@ -34,7 +34,7 @@ class SentencePieceModel:
     """One tokenizer.model and the added tokens around it."""
 
     def __init__(self, path: Path, settings: TokenSettings) -> None:
-        """Raises InvalidCheckpoint when the file cannot be read, does not hold, or contradicts its neighbours."""
+        """Raises InvalidCheckpoint for a file that is unreadable, damaged, or contradicts its neighbours."""
         try:
             model = path.read_bytes()
             self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -55,7 +55,7 @@ class SentencePieceModel:
             id_ for id_ in range(model_size) if self._model.is_control(id_) or self._model.is_unknown(id_)
         )
         self.size = max(model_size, 1 + max(self._added, default=-1))
-        # Special tokens come from their places in the text alone, so the model must not make any of it.
+        # Special tokens are found in the text before, so the model must not produce any.
         named = [id_ for id_ in self.special_ids | self._renamed if id_ < model_size and not self._never_encoded(id_)]
         if named:
             model = with_unused_pieces(model, named)
@@ -134,8 +134,8 @@ class SentencePieceModel:
         yield text[start:], None
 
     def _never_encoded(self, id_: int) -> bool:
-        """Return whether no text is encoded to a piece; a byte, which some checkpoints name as padding, stands for
-        itself."""
+        """Return whether no text is encoded to a piece. A byte, which some checkpoints name as padding, still stands
+        for itself."""
         return any(kind(id_) for kind in (self._model.is_control, self._model.is_unknown, self._model.is_byte)) or bool(
             self._model.is_unused(id_)
         )
@@ -143,7 +143,7 @@ class SentencePieceModel:
     def _number(self, settings: TokenSettings, model: bytes) -> dict[int, AddedToken]:
         """Return added tokens by id. One without an id has its place in the model, or else follows the last id.
 
-        A piece that the model reserves for later, as unused or defined by its user, may have another name by now.
+        A piece that the model reserves, as unused or user-defined, may have got another name.
         """
         numbered = dict(settings.added)
         if _is_chatglm(settings):
@@ -197,5 +197,5 @@ def _is_chatglm(settings: TokenSettings) -> bool:
 
 
 def _chatglm_tokens(first: int) -> dict[int, AddedToken]:
-    """Return them by id. Those that are letters alone are no part of a word: it need not be theirs."""
+    """Return the tokens by id. Those of letters alone are not found inside words, which may be others."""
     return {first + index: AddedToken(text, single_word=text.isalpha()) for index, text in enumerate(_CHATGLM)}

@@ -1,4 +1,4 @@
-"""tekken.json: Mistral's own file of tokens with their ranks, which some of its models come with alone."""
+"""tekken.json: Mistral's own file of tokens and ranks. Some of its models have no other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIRST_SPECIAL = (
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
     *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
-"""Of files that do not name them."""
+"""Special tokens of files that do not name them."""
 
 
 def tekken_pipeline(path: Path) -> HubTokenizer:
@@ -33,7 +33,7 @@ def tekken_pipeline(path: Path) -> HubTokenizer:
             {"rank": rank, "token_str": text} for rank, text in enumerate(_FIRST_SPECIAL[:first])
         ]
         names = {int(each["rank"]): str(each["token_str"]) for each in listed}
-        # The file has more tokens than the models, in the order of ranks.
+        # The file has more tokens than the model, which uses those of the lowest ranks.
         ranks = {
             base64.b64decode(each["token_bytes"], validate=True): int(each["rank"])
             for each in fields["vocab"][: size - first]

@@ -1,4 +1,4 @@
-"""The built-in chat templates, which of them belongs to which architecture, and the registry for users' own.
+"""The built-in chat templates, the architectures that they belong to, and the registry for users' own.
 
 Renderings and system texts are those that the models' authors published and that LMDeploy 0.5 carries.
 """
@@ -446,12 +446,12 @@ MODELS = Registry()
 
 
 def names() -> list[str]:
-    """Return names of all chat templates that ChatTemplateConfig(model_name=...) takes."""
+    """Return the names of all chat templates that ChatTemplateConfig(model_name=...) takes."""
     return MODELS.names()
 
 
 def builtin_name(config: dict[str, Any]) -> str:
-    """Return the built-in template for a checkpoint's config.json; "base" when it does not tell."""
+    """Return the name of the built-in template for a checkpoint's config.json; "base" if none is known."""
     for name in classes_of(config):
         for architecture, entries, template in ARCHITECTURES:
             if name == architecture and all(_entry(config, key) == value for key, value in entries.items()):

@@ -1,6 +1,6 @@
-"""Token id -> bytes, for the tokenizers whose decoding is a concatenation of bytes.
+"""TokenTable maps token ids to bytes, for tokenizers whose decoding is a concatenation of bytes.
 
-Byte-level BPE, BPE with byte fallback, Metaspace and sentencepiece all decode that way, but for one rule about white
+Byte-level BPE, BPE with byte fallback, Metaspace and sentencepiece all decode that way, except for one rule about white
 space at the very beginning. With the table, decoding needs neither the tokenizer nor any earlier token.
 """
 
@@ -13,7 +13,7 @@ __all__ = ["LeadingSpace", "TokenTable", "byte_level_piece", "byte_level_text", 
 
 
 class LeadingSpace(enum.Enum):
-    """What a decoder does with white space in front of the first text."""
+    """Which white space in front of the first text a decoder removes."""
 
     KEEP = enum.auto()
     DROP_ONE = enum.auto()
@@ -45,7 +45,7 @@ class TokenTable:
                 self._kept_texts[id_] = ""
 
     def texts(self, *, skip_special_tokens: bool) -> list[str | None]:
-        """Return, per id: its text if that does not depend on its neighbours, None if it is part of a character.
+        """Return the text of each id if it does not depend on its neighbours; None for a part of a character.
 
         White space in front of the first text is not treated here.
         """

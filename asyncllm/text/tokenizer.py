@@ -1,4 +1,4 @@
-"""Text to token ids and back, for the tokenizer files that come with a checkpoint."""
+"""Tokenizer turns text into token ids and back, by the tokenizer files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Tokenizer", "TokenizerModel"]
 
 
 class TokenizerModel(Protocol):
-    """What a tokenizer file can do, whichever library reads it."""
+    """A tokenizer file, whichever library reads it."""
 
     size: int
     """One above the highest token id."""
@@ -24,17 +24,17 @@ class TokenizerModel(Protocol):
     spellings: tuple[str, ...]
     """All texts that are read as special tokens."""
     prefix: tuple[int, ...]
-    """Ids in front of every sequence; usually the one that begins it, or none."""
+    """Ids in front of every sequence: usually the one that begins it, or none."""
     suffix: tuple[int, ...]
-    """Ids behind a text that nothing follows; usually none, and of embedding models the one that ends a sequence."""
+    """Ids behind a text that nothing follows: usually none, for embedding models the one that ends a sequence."""
     table: TokenTable | None
-    """None when a token's text depends on its neighbours in other ways than through incomplete characters."""
+    """The bytes of each token; None if a token's text depends on its neighbours, except by incomplete characters."""
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its exact text, None if there is none."""
+        """Return the id of a token by its exact text; None if there is none."""
 
     def token(self, id_: int) -> str | None:
-        """Return the token as the file spells it, None where the vocabulary has a gap."""
+        """Return the token as the file spells it; None for a gap in the vocabulary."""
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool) -> list[list[int]]:
         """Return token ids per text, without the prefix."""
@@ -60,14 +60,13 @@ class Tokenizer:
         self.special_token_ids = model.special_ids
         self.table = model.table
         self.spellings = Spellings(model.spellings)
-        """Finds the spelling of any special token in a text."""
+        """Finds the spellings of special tokens in a text."""
 
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer:
         """Read tokenizer.json if there is one, else a rank file or tokenizer.model, and the JSON files beside it.
 
-        Raises ModelNotFound when there is no such folder, and InvalidCheckpoint when the tokenizer is missing or does
-        not hold.
+        Raises ModelNotFound if there is no such folder, and InvalidCheckpoint if the tokenizer is missing or damaged.
         """
         path = Path(path)
         if not path.is_dir():
@@ -87,8 +86,8 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of `text`. See `encode_batch`.
 
-        `literal_spans` are (start, end) in `text`, in rising order, which no special token overlaps although
-        `parse_special` is set (`asyncllm.text.literals`). All around them is encoded as if they were any other text.
+        `literal_spans` are (start, end) in `text`, in rising order. No special token overlaps them, although
+        `parse_special` is set (`asyncllm.text.literals`). The text around them is encoded as beside any other text.
         """
         if not literal_spans or not parse_special:
             return self.encode_batch([text], add_bos=add_bos, parse_special=parse_special)[0]
@@ -97,7 +96,8 @@ class Tokenizer:
         return self._with_prefix(ids) if add_bos else ids
 
     def with_suffix(self, ids: list[int]) -> list[int]:
-        """Return `ids` and what the checkpoint's own tokenizer puts behind a text, unless they end in it already."""
+        """Return `ids` with the ids that the checkpoint's tokenizer puts behind a text, unless they end in these
+        already."""
         suffix = list(self.model.suffix)
         return ids if not suffix or ids[-len(suffix) :] == suffix else ids + suffix
 
@@ -106,8 +106,8 @@ class Tokenizer:
     ) -> list[list[int]]:
         """Return the token ids of each text. For tokenizer.json the GIL is released meanwhile, so call it in a thread.
 
-        `add_bos` puts in front what the checkpoint's own tokenizer puts there, unless the text begins with it already.
-        `parse_special=False` takes the texts of special tokens for plain text. Raises InvalidMessage for a text that
+        `add_bos` adds the ids that the checkpoint's tokenizer puts in front, unless the text begins with them already.
+        `parse_special=False` reads the spellings of special tokens as plain text. Raises InvalidMessage for a text that
         is no valid Unicode.
         """
         for text in texts:
@@ -122,7 +122,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; ids outside the vocabulary have none. Incomplete characters become U+FFFD.
 
-        Raises InvalidParameter for something else than non-negative ints.
+        Raises InvalidParameter unless `ids` are non-negative ints.
         """
         for id_ in ids:
             if not isinstance(id_, int) or id_ < 0:
@@ -147,7 +147,8 @@ class Tokenizer:
         return self.model.decode(self.visible([id_], skip_special_tokens=False)).encode()
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of the token that is spelled `token` in the vocabulary ("<|im_end|>", say), or None."""
+        """Return the id of the token with this spelling in the vocabulary, such as "<|im_end|>"; None if there is
+        none."""
         return self.model.token_id(token) if _surrogate(token) is None else None
 
 
@@ -163,7 +164,7 @@ def _check_text(text: object) -> None:
 
 
 def _surrogate(text: str) -> int | None:
-    """Return the place of the first lone surrogate, which is no valid Unicode."""
+    """Return the place of the first lone surrogate, which is no valid Unicode; None if there is none."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

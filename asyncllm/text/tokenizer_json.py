@@ -1,4 +1,4 @@
-"""A pipeline of the `tokenizers` library: that of a tokenizer.json, or one made of another file."""
+"""TokenizerJson runs a pipeline of the `tokenizers` library, from a tokenizer.json or made of another file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncllm.text.token_table import LeadingSpace, TokenTable, byte_level_piece
 __all__ = ["TokenizerJson"]
 
 CHUNK = 512
-"""Ids per call when the table is checked against the library."""
+"""Ids per call of the library when the table is checked against it."""
 
 
 class TokenizerJson:
@@ -28,7 +28,7 @@ class TokenizerJson:
 
     @classmethod
     def open(cls, path: Path, settings: TokenSettings) -> TokenizerJson:
-        """Read a tokenizer.json. Raises InvalidCheckpoint when the file cannot be read or does not hold."""
+        """Read a tokenizer.json. Raises InvalidCheckpoint for a file that is unreadable or damaged."""
         try:
             tokenizer = HubTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every kind of damage
@@ -39,7 +39,7 @@ class TokenizerJson:
         return cls(tokenizer, path, settings)
 
     def __init__(self, tokenizer: HubTokenizer, path: Path, settings: TokenSettings) -> None:
-        """`tokenizer`: what was read from `path`. Raises InvalidCheckpoint for what does not hold."""
+        """`tokenizer`: the pipeline of the file `path`. Raises InvalidCheckpoint if settings contradict it."""
         self._tokenizer = tokenizer
         # A saved training-time limit would silently shorten or pad every prompt.
         self._tokenizer.no_truncation()
@@ -63,7 +63,7 @@ class TokenizerJson:
         return self._added_ids.get(token, self._tokenizer.token_to_id(token))
 
     def token(self, id_: int) -> str | None:
-        # The library tells what an added token looks like once it is normalized.
+        # The library gives the normalized form of an added token.
         return self._added[id_].content if id_ in self._added else self._tokenizer.id_to_token(id_)
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool) -> list[list[int]]:
@@ -89,7 +89,7 @@ class TokenizerJson:
         return text
 
     def _add_named(self, settings: TokenSettings) -> None:
-        """Find special tokens in texts that only the settings beside the file call special, as `transformers` does."""
+        """Add the special tokens that only the settings beside the file name, as `transformers` does."""
         added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         self._tokenizer.add_special_tokens(
             [
@@ -100,17 +100,17 @@ class TokenizerJson:
         )
 
     def _find_special(self) -> None:
-        """Prepare for texts in which a special token's spelling is plain text."""
+        """Prepare for texts in which the spelling of a special token is plain text."""
         special = {id_: token for id_, token in self._added.items() if id_ in self.special_ids}
         named = {text: id_ for id_ in self.special_ids if (text := self.token(id_))}
         spaced = any(SPACE in token for token in self._tokenizer.encode("x x", add_special_tokens=False).tokens)
         led = led_by_space({token.content: id_ for id_, token in special.items()}) if spaced else {}
         self.spellings = (*named, *led)
         self._late = frozenset(id_ for id_, token in special.items() if token.normalized)
-        """Special tokens that are looked for in the normalized text."""
+        """Ids of special tokens that are found in the normalized text."""
         lost = [text for text, id_ in led.items() if id_ not in self._tokenizer.encode(f"x {text} x").ids]
         self._lost = any_of(lost) if lost else None
-        """Texts that name special tokens behind a space, and that the pipeline reads as plain text."""
+        """Spellings that name special tokens behind a space only, and that the pipeline reads as plain text."""
         found = {
             id_: AddedToken(token.content, rstrip=token.rstrip, single_word=token.single_word)
             for id_, token in self._added.items()
@@ -119,11 +119,11 @@ class TokenizerJson:
         self._literal = LiteralPipeline(self._tokenizer, special, {**named, **led}, frozenset(led.values()))
 
     def _found(self, text: str, places: list[Place], literal: Sequence[tuple[int, int]]) -> list[Place]:
-        """Return those of `places` where the pipeline finds a token too: what it looks for is normalized, and may begin
-        with what it prepends to a text."""
+        """Return those of `places` where the pipeline finds a token too. It looks for normalized tokens, which may
+        begin with the space that it prepends to a text."""
         parts, last = [], 0
         for start, end in literal:
-            # As long, but no token.
+            # A text of the same length in which no token is found.
             parts += [text[last:start], re.sub(r"\S", "x", text[start:end])]
             last = end
         text = "".join([*parts, text[last:]])
@@ -137,8 +137,8 @@ class TokenizerJson:
         return [place for place in places if place.id not in self._late or place.start in covered]
 
     def _frame(self, settings: TokenSettings) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids that the post-processor puts in front of a text, and behind it, where they would end an answer
-        at once. tokenizer_config.json has the last word on those that begin and end a sequence."""
+        """Return the ids that the post-processor puts in front of a text, and those behind it. tokenizer_config.json
+        decides on the ids that begin and end a sequence."""
         bare = self._tokenizer.encode("a", add_special_tokens=False).ids
         whole = self._tokenizer.encode("a", add_special_tokens=True).ids
         starts = range(len(whole) - len(bare) + 1)
@@ -149,7 +149,7 @@ class TokenizerJson:
         return _with(bos, prefix, settings.add_bos), _with(eos, suffix, settings.add_eos)
 
     def _table(self) -> TokenTable | None:
-        """Return the byte table, or None when the decoder is of another kind or disagrees with it."""
+        """Return the byte table; None if the decoder is of another kind or disagrees with it."""
         steps = _steps(self._tokenizer)
         rule = _rule(steps)
         if rule is None:
@@ -164,7 +164,7 @@ class TokenizerJson:
         return table if self._agrees(table) else None
 
     def _agrees(self, table: TokenTable) -> bool:
-        """Decode the whole vocabulary both ways."""
+        """Return whether table and library decode the whole vocabulary alike."""
         # A single byte of 0x80 and above is ill-formed alone, where the two differ on purpose.
         ids = [
             id_
@@ -179,7 +179,7 @@ class TokenizerJson:
 
 
 def _with(token: int | None, ids: tuple[int, ...], wanted: bool | None) -> tuple[int, ...]:
-    """Return `ids`, or the token alone if it is wanted and there are none, or without it if it is not."""
+    """Return `ids`; if `wanted` is True and there are none, the token; if it is False, none of the token."""
     if wanted is True and not ids and token is not None:
         return (token,)
     return tuple(id_ for id_ in ids if id_ != token) if wanted is False else ids

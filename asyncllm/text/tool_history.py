@@ -1,8 +1,8 @@
-"""Calls of tools in a conversation, in the form that a checkpoint's template writes down right.
+"""ToolHistory brings calls of tools in a conversation into the form that a checkpoint's template expects.
 
-Clients send a call's arguments as JSON text, and null as the content beside calls. Templates differ: some go through
-the arguments, some write them with `tojson`, some take them for text; some ask whether there is a content, some add it
-to other texts.
+Clients send a call's arguments as JSON text, and null as the content beside calls. Templates differ: some iterate
+over the arguments, some write them with `tojson`, some take them as text; some ask whether there is a content, some add
+it to other texts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TEXT = json.dumps(OBJECT)
 
 
 class ToolHistory:
-    """What one template makes of calls, found out by trying. Immutable."""
+    """The form of calls that one template expects, found out by trying. Immutable."""
 
     def __init__(self, template: JinjaTemplate) -> None:
         self._template = template
@@ -63,8 +63,8 @@ class ToolHistory:
         return call
 
     def _parsed(self, arguments: str) -> Any:
-        """Return the object that `arguments` say. What says none, as a call that was cut off, stays as it is if the
-        template gets along with that."""
+        """Return the object that `arguments` contain as JSON. Others, such as those of a call that was cut off, stay
+        text if the template takes that."""
         try:
             value = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
@@ -74,7 +74,7 @@ class ToolHistory:
         return arguments if self._takes_any_text else {"arguments": arguments}
 
     def _written(self, arguments: object, content: str | None) -> str | None:
-        """Return what the template writes for one call; None when it fails."""
+        """Return the template's text for one call; None if it fails."""
         # Mistral's templates ask for ids of nine letters.
         call = {"id": "aaaaaaaaa", "type": "function", "function": {"name": "tool", "arguments": arguments}}
         turn: list[dict[str, Any]] = [

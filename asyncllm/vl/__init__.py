@@ -1,4 +1,4 @@
-"""Images for vision-language models: loading them safely, and what models make of them.
+"""Images for vision-language models: loading them safely, preparing them, and vision towers.
 
 image = load_image("tiger.jpeg")
 response = pipe(("describe this image", image))

@@ -1,4 +1,4 @@
-"""Towers that config.json names where others describe them: LLaVA's, under the names of its authors."""
+"""Towers that config.json gives by name only, such as LLaVA's under the names of its authors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _FINE: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("large", "d-320"): {"depths": [3, 3, 27, 3], "hidden_sizes": [192, 384, 768, 1536]},
     ("base", "w-320"): {"depths": [3, 3, 27, 3], "hidden_sizes": [128, 256, 512, 1024]},
 }
-"""OpenCLIP's, by words of their names."""
+"""Words of an OpenCLIP's name -> its sizes."""
 
 
 def fine_tower_fields(folder: Path, name: Any) -> Mapping[str, Any]:
@@ -72,7 +72,7 @@ def fine_tower_fields(folder: Path, name: Any) -> Mapping[str, Any]:
 
 
 def tower_settings(folder: Path, name: Any) -> Mapping[str, Any]:
-    """Return what the tower's preprocessor_config.json says; nothing where there is none."""
+    """Return the entries of the tower's preprocessor_config.json; empty if there is none."""
     return _inner(folder, name, "preprocessor_config.json")
 
 

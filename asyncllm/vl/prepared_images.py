@@ -1,5 +1,5 @@
-"""PreparedImages: images that were prepared lately, by what was given, so that one that is asked about again is neither
-decoded nor scaled again."""
+"""PreparedImages: a cache of prepared images, so that an image that is sent again is neither decoded nor scaled
+again."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from asyncllm.vl.loading import load_image, media_bytes
 __all__ = ["PreparedImages"]
 
 MAX_KEPT_BYTES = 2**28
-"""Of the numbers that towers are shown: 8 images of 13 tiles of 448 x 448 pixels, and 200 of one."""
+"""Most bytes of pixels: 8 images of 13 tiles of 448 x 448 pixels, or 200 of one tile."""
 
 
 class PreparedImages:
-    """Keeps the latest images while there is room. Used by several threads at once."""
+    """Keeps the latest images that fit. Used by several threads at once."""
 
     def __init__(self, processor: ImageProcessor, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self.processor = processor
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        """For the two below."""
+        """Held for the two fields below."""
         self._kept: OrderedDict[bytes, PromptImage] = OrderedDict()
-        """By name, the latest last."""
+        """Key -> image, the latest last."""
         self._num_bytes = 0
 
     def prepare(
         self, image: Any, options: Mapping[str, Any], cache_salt: str | None = None, *, is_video: bool = False
     ) -> PromptImage:
-        """Return what the processor's `prepare` does, or its `prepare_video`, under this salt.
+        """Return the result of the processor's `prepare` or `prepare_video`, under this salt.
 
-        Files and addresses are read each time, as they may change. Raises what the processor does.
+        Files and addresses are read each time, as they may change. Raises the processor's errors.
         """
         source, parts = _read(image, is_video)
         named = hashlib.sha256(repr((cache_salt, is_video, sorted(options.items()), len(parts))).encode(*_ANY))
@@ -77,7 +77,7 @@ _ANY = ("utf-8", "surrogatepass")
 
 
 def _read(image: Any, is_video: bool = False) -> tuple[Any, list[bytes]]:
-    """Return an image or a video as it is to be loaded, and all that its content depends on. Raises InvalidMessage."""
+    """Return an image or a video for the processor, and the key of its content. Raises InvalidMessage."""
     if is_video and isinstance(image, list | tuple):
         frames = [_read(frame) for frame in image]
         return [frame for frame, _ in frames], [part for _, parts in frames for part in parts]

@@ -1,4 +1,4 @@
-"""open_processor: what a checkpoint's family makes of images, read from its folder."""
+"""open_processor finds the image preparation of a checkpoint's family, by the files in its folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _Fields = Mapping[str, Any]
 
 
 def open_processor(folder: Path, overrides: Mapping[str, Any] | None = None) -> ImageProcessor | None:
-    """Return what prepares images for the checkpoint in `folder`; None for a model that takes only text.
+    """Return the image preparation of the checkpoint in `folder`; None for a model that takes only text.
 
     `overrides` replaces entries of config.json. Raises InvalidCheckpoint, UnsupportedModel.
     """
@@ -61,7 +61,7 @@ def open_processor(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
 
 
 def open_images(folder: Path, overrides: Mapping[str, Any] | None = None) -> PreparedImages | None:
-    """Return `open_processor` with a memory of what it has prepared."""
+    """Return `open_processor` with a cache of prepared images."""
     processor = open_processor(folder, overrides)
     return None if processor is None else PreparedImages(processor)
 
@@ -164,7 +164,7 @@ def _qwen(
     file = Path(where).parent / "video_preprocessor_config.json"
     own = read_json_object(file)
     if kind is Qwen3VideoProcessor and not own:
-        # Bounds of images are none of whole videos.
+        # Bounds of images do not apply to whole videos.
         rest = {key: value for key, value in settings.items() if key not in ("min_pixels", "max_pixels")}
         own, file = {**rest, "size": {"shortest_edge": 4096, "longest_edge": 32 * 32 * 2 * 12288}}, Path(where)
     vision = fields.get("vision_config") or {}
@@ -310,7 +310,7 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
 }
 
 _ALSO_TEXT = {**ALSO_TEXT, "Llama4ForConditionalGeneration": "vision_config"}
-"""Classes whose files may have the decoder alone: the entry of config.json that others have."""
+"""Class -> entry of config.json that it has only with a tower; without, its files have the decoder alone."""
 
 _OF_TOWER = ("LlavaLlamaForCausalLM", "LlavaMistralForCausalLM")
-"""Classes whose files say nothing of pictures, as their tower's do."""
+"""Classes without image settings of their own; the tower's files have them."""

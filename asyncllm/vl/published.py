@@ -1,4 +1,4 @@
-"""What families whose code is their authors' alone make of images, read from a checkpoint's folder."""
+"""Image preparation of families whose code only their authors have, by the files in a checkpoint's folder."""
 
 from __future__ import annotations
 
@@ -188,14 +188,14 @@ PUBLISHED: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "Phi3VForCausalLM": _phi3_v,
     "QWenLMHeadModel": _qwen_visual,
 }
-"""By the class that config.json names; called with its entries, those of preprocessor_config.json, and that file."""
+"""Class in config.json -> function of its entries, those of preprocessor_config.json, and that file."""
 
 ALSO_TEXT: Mapping[str, str] = {
     "ChatGLMForConditionalGeneration": "vision_config",
     "ChatGLMModel": "vision_config",
     "QWenLMHeadModel": "visual",
 }
-"""Classes of text models too: the entry of config.json that those with a tower have."""
+"""Class of models with and without a tower -> entry of config.json that those with one have."""
 
 UNSAID = frozenset(
     {
@@ -208,4 +208,4 @@ UNSAID = frozenset(
         "QWenLMHeadModel",
     }
 )
-"""Classes whose folders say nothing of pictures, as their code does."""
+"""Classes whose folders have no image settings; their code has them."""

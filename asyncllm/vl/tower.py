@@ -1,4 +1,4 @@
-"""VisionTower: what turns images into rows of embeddings, as a decoder has one. A family's own is in `towers/`."""
+"""VisionTower turns images into rows of embeddings for a decoder. The families' towers are in `towers/`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["PlannedTower", "Shown", "TowerConfig", "VisionTower"]
 
 
 class VisionTower(Layer):
-    """Encodes images. `merge` puts their features among the embeddings of a step."""
+    """Encodes images. `merge` puts their features into the embeddings of a step."""
 
     num_deep = 0
     """How many of the decoder's first layers its features go on for."""
@@ -38,34 +38,34 @@ class VisionTower(Layer):
 
 
 class Shown(NamedTuple):
-    """Images as a tower reads them."""
+    """Images in the form that a tower reads."""
 
     tensors: tuple[Tensor, ...]
-    """On the tower's device, pixels first."""
+    """Tensors on the tower's device, pixels first."""
     segments: tuple[Segments, ...] = ()
-    """What sees each other, where that is not what the tensors' shapes say."""
+    """Which patches see each other, if the tensors' shapes do not say so."""
 
 
 class PlannedTower(VisionTower):
-    """A tower that needs nothing from the host once it has what it reads, so that its launches may be captured."""
+    """A tower that needs nothing from the host once its inputs are on the device, so that graphs can capture it."""
 
     @abstractmethod
     def show(self, images: Sequence[PromptImage]) -> Shown:
-        """Bring up what `look` reads of images."""
+        """Upload the inputs of `look` for images."""
 
     @abstractmethod
     def look(self, shown: Shown) -> Tensor:
-        """Return the features of all images, one after the other."""
+        """Return the features of all images, concatenated."""
 
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         return list(torch.split(self.look(self.show(images)), [image.num_features for image in images]))
 
 
 class TowerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tower is, read from config.json by `models.vision_language`."""
+    """A tower's config, read from config.json by `models.vision_language`."""
 
     image_rows: ImageRowsConfig | None = None
-    """What images' tokens have of their own in the decoder's layers."""
+    """Weights of their own that images' tokens have in the decoder's layers, if any."""
 
     @abstractmethod
     def build(self, hidden_size: int) -> VisionTower:
@@ -78,10 +78,10 @@ class TowerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def decoder_source(self) -> str:
-        """The checkpoint's module of the decoder, where the tower's modules do not lie beside the decoder's own."""
+        """The checkpoint's module of the decoder, if the tower's modules are not beside the decoder's own."""
         return "language_model"
 
     @property
     def unused(self) -> Sequence[str]:
-        """Modules of the checkpoint's tower that nothing is read of."""
+        """Modules of the checkpoint's tower that are not used."""
         return ()

@@ -1,8 +1,8 @@
 """Videos: frames out of a file, or a list of frames as they are, one after the other.
 
-A file is read by PyAV, which is an extra (`pip install asyncllm[video]`). It may come from a stranger. So its container
-is one of a few, named by us and not by the file, as some kinds are lists of other addresses; and how much of it will be
-decoded is bounded before any of it is.
+A file is read by PyAV, which is an extra (`pip install asyncllm[video]`). It may come from a stranger. So only a few
+containers are read, chosen by us and not by the file, as some formats are lists of other addresses; and the amount of
+decoding is bounded before it begins.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ __all__ = ["MAX_VIDEO_PIXELS", "Choose", "Clip", "Recording", "open_clip"]
 
 MAX_VIDEO_SECONDS = 3600
 MAX_VIDEO_PIXELS = 2**34
-"""Of all frames that have to be decoded: half a minute of one core. 8,000 of 1920 x 1080, 41,000 of 640 x 640."""
+"""Most pixels of all frames that have to be decoded, half a minute of one core: 8,000 frames of 1920 x 1080, 41,000 of
+640 x 640."""
 
 _CONTAINERS = ("AVI", "Matroska", "MP4", "QuickTime", "WebM")
 
 
 class Recording(NamedTuple):
-    """What frames are chosen by."""
+    """The properties of a video by which frames are chosen."""
 
     total: int
-    """Frames."""
+    """Number of frames."""
     rate: float
-    """Frames a second."""
+    """Frames per second."""
 
 
 Choose = Callable[[Recording], Sequence[int]]
-"""Returns which frames are shown, in order. Raises InvalidParameter."""
+"""Returns the numbers of the frames to show, in order. Raises InvalidParameter."""
 
 
 class Clip(NamedTuple):
@@ -46,11 +47,11 @@ class Clip(NamedTuple):
     width: int
     indices: Sequence[int]
     rate: float | None
-    """Frames a second of the recording, of which `indices` are; None for a list of frames."""
+    """Frames per second of the recording that `indices` refer to; None for a list of frames."""
     total: int
-    """Frames of the recording."""
+    """Number of frames of the recording."""
     frames: Iterator[Image.Image]
-    """RGB, one after the other."""
+    """RGB frames, in order."""
 
 
 @contextmanager
@@ -110,7 +111,7 @@ def _clip_of(container: Any, choose: Choose) -> Clip:
         raise InvalidMessage("The video has no pictures. Send a file with a video stream.")
     stream = container.streams.video[0]
     context = stream.codec_context
-    # Requests are what runs side by side here.
+    # Parallelism comes from several requests, not from one decoder.
     context.thread_count = 1
     height, width, rate = context.height, context.width, float(stream.average_rate or 0)
     if height < 1 or width < 1 or not 0 < rate <= 1000:
@@ -131,7 +132,7 @@ def _clip_of(container: Any, choose: Choose) -> Clip:
 
 
 def _chosen(container: Any, stream: Any, indices: Sequence[int]) -> Iterator[Image.Image]:
-    """Yield the frames of these ascending numbers. Where packets had no frames, the last one stands for the missing."""
+    """Yield the frames of these ascending numbers. The previous frame replaces a missing one."""
     place, last = 0, None
     size = (stream.codec_context.width, stream.codec_context.height)
     for number, frame in enumerate(container.decode(stream)):

@@ -1,9 +1,9 @@
-"""Block groups: which layers share a block table, and with it what is kept over time.
+"""Block groups: layers that share a block table keep the same tokens.
 
-Layers that see their whole context keep every token; those with a sliding window keep what the window still reaches.
-The first kind and each window are a kind of their own. All groups take their blocks from one pool, so that a block can
-be in any of them: it has room for as many layers as a group has, and a group has layers of one kind. Where the kinds
-have numbers of layers that do not go together, the larger kind is several groups, as long as little room is lost.
+Layers that see their whole context keep every token; layers with a sliding window keep the tokens that the window still
+reaches. Layers without a window are one kind, layers of each window another. A group has layers of one kind. All groups
+take their blocks from one pool, so a block has room for the layers of the largest group. If the kinds differ in their
+numbers of layers, the larger kind is divided into several groups, as long as little room is lost.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from asyncllm.layers.cache_spec import BlockPart, CacheSpec
 __all__ = ["LayerGroups", "add_parts", "bytes_of", "group_layers"]
 
 MOST_GROUPS = 8
-"""A step brings up one block table for each."""
+"""Most groups: each step uploads one block table for each."""
 
 MOST_UNUSED = 0.25
-"""How much more room the blocks of all groups may take than their layers need: short sequences pay for it."""
+"""Factor by which the blocks of all groups may exceed what their layers need. Short sequences pay for it."""
 
 LEAST_SAVED = 0.1
-"""How much of what one group keeps of a long sequence has to become free, or there is no use in several."""
+"""Share of a long sequence's blocks that several groups have to free, to be worth it."""
 
 LayerGroups = list[tuple[int | None, list[int]]]
 """Each group's window and layers."""
@@ -33,9 +33,10 @@ LayerGroups = list[tuple[int | None, list[int]]]
 def group_layers(
     specs: Sequence[CacheSpec], block_size: int, dtype: torch.dtype, longest: int | None = None
 ) -> LayerGroups:
-    """Divide layers, by what each declares. `longest`: tokens of the longest sequence; a window of as many frees none.
+    """Divide layers into groups, by their specs. `longest`: tokens of the longest sequence; as wide a window frees
+    none.
 
-    One group that keeps everything is what is left when every division would waste too much, or save too little.
+    If every division would waste too much, or save too little, one group keeps all tokens.
     """
     kinds: dict[int | None, list[int]] = {}
     for layer, spec in enumerate(specs):

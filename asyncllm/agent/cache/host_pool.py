@@ -1,4 +1,4 @@
-"""The host's side of the KV cache: its blocks, and the copies that bring blocks down from a device and up again."""
+"""Blocks of the KV cache in host memory, and the copies from the device and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncllm.protocol import SwapPlan
 __all__ = ["MIN_COPIED_TOKENS", "BlockTransfers", "allocate_host_pool", "staging_bytes"]
 
 STAGING_BYTES = 256 * 2**20
-"""Memory on the device that blocks pass through: 32 blocks of Llama-3-8B, some 5 ms of a PCIe 5 link."""
+"""Bytes of the staging area on the device: 32 blocks of Llama-3-8B, about 5 ms of a PCIe 5 link."""
 
 MIN_COPIED_TOKENS = 16
 """Fewer cached tokens than this are computed again on a GPU, as they ride along with a step. Llama-3-8B on one H200
@@ -29,10 +29,10 @@ launch the step; from 127 on copying is faster, 9.0 ms instead of 25.1 at 1,024.
 
 
 def allocate_host_pool(layout: CacheLayout, num_blocks: int) -> list[Tensor]:
-    """Return zeros [num_blocks, planes, *shape] in host memory for each part of the layout: of a block, each part lies
-    in one piece there.
+    """Return zeros [num_blocks, planes, *shape] in host memory for each part of the layout. Each part of a block is
+    contiguous there.
 
-    Raises ModelError when the memory is not there.
+    Raises ModelError if there is not enough memory.
     """
     try:
         return [zeros((num_blocks, part.planes, *part.shape), part.dtype, torch.device("cpu")) for part in layout.parts]
@@ -41,7 +41,7 @@ def allocate_host_pool(layout: CacheLayout, num_blocks: int) -> list[Tensor]:
 
 
 def staging_bytes(config: EngineConfig, layout: CacheLayout) -> int:
-    """Return the most bytes of the device that `BlockTransfers` takes."""
+    """Return the most bytes of device memory that `BlockTransfers` takes."""
     return _staged_blocks(layout.block_bytes) * layout.block_bytes if config.uses_host_blocks else 0
 
 
@@ -53,22 +53,22 @@ def _staged_blocks(num_bytes: int) -> int:
 class BlockTransfers:
     """Copies blocks between a device's pool and the host's while steps are launched, without waiting for them.
 
-    A block lies in many pieces on the device, and in one for each part on the host. On their way down, blocks are
-    gathered in a staging area by the stream that computes, which is quick, and leave it over a stream of their own,
-    while the step goes on. On their way up they hold the step up, which needs them. What comes up, or is staged next,
-    waits for what goes down, so that all copies happen as if in the order of their launches.
+    A block has many pieces on the device, and one for each part on the host. To go to the host, blocks are first
+    gathered in a staging area by the computing stream, which is quick, and then copied by a stream of their own while
+    the step goes on. Copies to the device delay the step, which needs them. They, and the next gathering, wait for
+    copies to the host, so all copies happen as if in the order of their launches.
 
-    On a CPU the same copies are made one after another, so that what launches them can be tested without a GPU. All
-    methods belong to the thread that launches steps.
+    On a CPU the same copies are made one after another, so that they can be tested without a GPU. All methods belong to
+    the thread that launches steps.
     """
 
     def __init__(self, pool: Sequence[Tensor], host: Sequence[Tensor]) -> None:
         """`pool`: tensors [planes, blocks, *shape]; `host`: [host blocks, planes, *shape], whose memory is pinned.
 
-        Raises ModelError when the driver does not take it.
+        Raises ModelError if the driver cannot pin it.
         """
         self._device = pool[0].device
-        # Copied as whole words, as a gather takes time by the element.
+        # Copies take whole words, as the time of a gather depends on the number of elements.
         self._blocks = [_words(part).transpose(0, 1) for part in pool]
         self._host = [_words(part) for part in host]
         self._num_staged = min(_staged_blocks(sum(part[0].nbytes for part in host)), len(host[0]))
@@ -77,16 +77,16 @@ class BlockTransfers:
         ]
         self._stream: torch.cuda.Stream | None = None
         self._down: torch.cuda.Event | None = None
-        """The staging area has been left."""
+        """Recorded when the staging area is free again."""
         if pool[0].is_cuda:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             for part in host:
                 _pin(part, self._device)
-                # The memory must not be given away while a copy still writes to it.
+                # The memory must not be freed while a copy still writes to it.
                 weakref.finalize(self, _unpin, part, self._stream).atexit = False
 
     def launch(self, plan: SwapPlan) -> None:
-        """Launch the copies of a step, ahead of what is launched next on the current stream."""
+        """Launch the copies of a step, before the next work of the current stream."""
         for pairs in _portions(plan.swap_out, self._num_staged):
             self.wait_for_copies()
             blocks = upload(np.array([block for block, _ in pairs]), self._device)
@@ -103,12 +103,12 @@ class BlockTransfers:
                 part.index_copy_(0, blocks, staging[: len(pairs)])
 
     def wait_for_copies(self) -> None:
-        """Let what is launched from now on, on the current stream, begin after all copies: the staging area is free."""
+        """Make the next work of the current stream begin after all copies, when the staging area is free."""
         if self._down is not None:
             torch.cuda.current_stream(self._device).wait_event(self._down)
 
     def _leave_staging(self, host_blocks: Sequence[int]) -> None:
-        """Copy what is staged to these blocks of the host."""
+        """Copy the staged blocks to these blocks of the host."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         # None: the current stream.
@@ -126,7 +126,7 @@ def _portions(pairs: Sequence[tuple[int, int]], size: int) -> Iterator[Sequence[
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (index, count, block) of each longest run of neighbours: one copy each."""
+    """Yield (index, count, block) of each longest run of neighbours, which takes one copy."""
     first = 0
     for index in range(1, len(blocks) + 1):
         if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
@@ -147,7 +147,7 @@ def _pin(host: Tensor, device: torch.device) -> None:
     """Page-lock memory. torch's own pinned memory comes in powers of two, of which up to half would be wasted."""
     error = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))  # type: ignore[no-untyped-call]
     if error:
-        # The next launch would report the driver's last error; let one do it that does not matter.
+        # The next launch would report the driver's last error, so launch one that does not matter.
         with suppress(RuntimeError):
             torch.ones(1, device=device)
         raise _does_not_fit(len(host), host.nbytes)

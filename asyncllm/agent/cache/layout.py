@@ -1,4 +1,4 @@
-"""CacheLayout: where the blocks of all layers lie, from what each layer declares."""
+"""CacheLayout: the tensors of a pool, from the cache specs of all layers."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ __all__ = ["CacheLayout"]
 
 class CacheLayout:
     """Parts of equal shape and type share a tensor, whichever layers they belong to, so that one copy moves a block of
-    all of them. A model whose layers are alike has one such tensor.
+    all of them. A model with equal layers has one such tensor.
 
-    A block belongs to one block group at a time: its memory holds that group's layers, and another group's layers have
-    the same memory in their blocks.
+    A block belongs to one block group at a time, and holds keys and values of that group's layers.
     """
 
     def __init__(
         self, specs: Sequence[CacheSpec], block_size: int, dtype: torch.dtype, *, longest: int | None = None
     ) -> None:
-        """`specs`: those of the layers that have a cache, in order. `dtype`: the model's. `longest`: tokens of the
-        longest sequence."""
+        """`specs`: of the layers with a cache, in order. `dtype`: the model's. `longest`: tokens of the longest
+        sequence."""
         self._specs = specs
         self.block_size = block_size
         groups = group_layers(specs, block_size, dtype, longest)
         self.windows = tuple(window for window, _ in groups)
         """Of each block group."""
         self.layer_groups: list[int] = [0] * len(specs) if len(groups) > 1 else []
-        """By layer: its block group. Empty when there is one."""
+        """Block group of each layer; empty if there is only one group."""
         self.keeps_state = any(isinstance(spec, StateSpec) for spec in specs)
         """See `Limits.keeps_state`."""
         self.state_bytes = sum(bytes_of(spec.parts(block_size, dtype)) for spec in specs if isinstance(spec, StateSpec))
-        """Bytes of one block's states, whatever its size."""
+        """Bytes of one block's states, for any block size."""
         self.parts: list[BlockPart] = []
-        """One for each tensor of a pool, with as many planes as the layers of a group have at most."""
+        """Tensors of a pool. Each has as many planes as the layers of a group have at most."""
         self._places: list[list[tuple[int, slice]]] = [[] for _ in specs]
-        """Of each layer's parts: the tensor, and the layer's planes in it."""
+        """For each part of each layer: the tensor, and the layer's planes in it."""
         for group, (_, layers) in enumerate(groups):
             taken: list[int] = [0] * len(self.parts)
             for layer in layers:
@@ -59,7 +58,7 @@ class CacheLayout:
         """Bytes of one block, in all layers of a group."""
 
     def caches(self, pool: Sequence[Tensor]) -> list[Any]:
-        """Return what each layer sees of a pool: tensors [planes, blocks, *shape], one for each part."""
+        """Return each layer's view of a pool: tensors [planes, blocks, *shape], one for each part."""
         return [
             spec.cache([pool[index][planes] for index, planes in places], self.block_size)
             for spec, places in zip(self._specs, self._places, strict=True)

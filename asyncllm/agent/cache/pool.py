@@ -1,4 +1,4 @@
-"""The KV pool: how many blocks fit, and their memory."""
+"""The KV pool: its number of blocks, and their memory."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = [
 logger = logging.getLogger("asyncllm")
 
 CPU_POOL_BYTES = 2 * 2**30
-"""Most memory of a KV pool on a CPU that was sized by fraction: a library does not take a laptop's whole memory."""
+"""Most bytes of a KV pool on a CPU that is sized by fraction: a library does not take a laptop's whole memory."""
 
 HOST_POOL_BYTES = 8 * 2**30
-"""Most host memory for swapped blocks that is taken without being asked for: page-locking it takes a second or two."""
+"""Most bytes of host memory for swapped blocks unless set: page-locking them takes a second or two."""
 
 
 def pool_blocks(
@@ -42,11 +42,11 @@ def pool_blocks(
     device: torch.device,
     reserve: int = 0,
 ) -> int:
-    """Return how many blocks the pool gets. `reserve`: bytes of what is free now that steps will need.
+    """Return the number of blocks of the pool. `reserve`: bytes of the free memory that steps will need.
 
-    `num_gpu_blocks` > 0 is the number. Else `cache_max_entry_count` > 1 is the number. Else it is that fraction of the
-    memory that is free now, but no more than `max_batch_size` sequences of `max_position` tokens can ever fill, and no
-    more than `CPU_POOL_BYTES` on a CPU. Raises ModelError when not even one block fits.
+    `num_gpu_blocks` > 0 is the number, otherwise `cache_max_entry_count` > 1. A smaller one is a fraction of the free
+    memory, of which the pool takes no more than `max_batch_size` sequences of `max_position` tokens can ever fill, and
+    no more than `CPU_POOL_BYTES` on a CPU. Raises ModelError if not even one block fits.
     """
     if config.num_gpu_blocks > 0:
         return config.num_gpu_blocks
@@ -77,11 +77,11 @@ def pool_blocks(
 
 
 def host_blocks(config: EngineConfig, layout: CacheLayout, num_blocks: int) -> int:
-    """Return how many blocks there are in host memory, beside `num_blocks` on the device.
+    """Return the number of blocks in host memory, besides `num_blocks` on the device.
 
-    `num_cpu_blocks` > 0 is the number. Else there are none, unless `eviction_type` is 'copy': then as many as a quarter
-    of the free memory holds, but no more than `HOST_POOL_BYTES`, and no more than the device has, which is all that can
-    be preempted. Raises ModelError when they do not fit.
+    `num_cpu_blocks` > 0 is the number. Otherwise it is 0, unless `eviction_type` is 'copy': then as many as fit into a
+    quarter of the free memory, at most `HOST_POOL_BYTES`, and at most as many as the device has, since no more can be
+    preempted. Raises ModelError if they do not fit.
     """
     if not config.uses_host_blocks:
         return 0
@@ -117,14 +117,14 @@ def _available_host_memory() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    # Systems without /proc do not say what is available; half of what is installed is a guess that leaves room.
+    # Systems without /proc do not tell the available memory; half of the installed memory is a guess that leaves room.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def allocate_pool(layout: CacheLayout, num_blocks: int, device: torch.device) -> list[torch.Tensor]:
     """Return zeros [planes, num_blocks, *shape] for each part of the layout.
 
-    Raises ModelError when the memory is not there.
+    Raises ModelError if there is not enough memory.
     """
     try:
         return [zeros((part.planes, num_blocks, *part.shape), part.dtype, device) for part in layout.parts]
@@ -136,7 +136,7 @@ def allocate_pool(layout: CacheLayout, num_blocks: int, device: torch.device) ->
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros, never uninitialised memory: a block that no step has written holds finite numbers.
+    """Return zeros and not uninitialised memory, so that a block that no step has written holds finite numbers.
 
     Raises MemoryError or torch.OutOfMemoryError.
     """
@@ -145,5 +145,5 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         raise MemoryError(f"{count} bytes are more than a machine addresses")
     if device.type != "cpu" or not count:
         return torch.zeros(shape, dtype=dtype, device=device)
-    # The operating system hands numpy zeroed pages on first touch: a pool costs only what is used of it.
+    # numpy's zeroed pages are allocated on first touch, so a pool costs only its used part.
     return torch.from_numpy(np.zeros(count, np.uint8)).view(dtype).view(shape)

@@ -25,7 +25,8 @@ def edit_logits(
     params: SlotParams,
     history: TokenHistory,
 ) -> None:
-    """Apply what `slots` [R] ask for to their float32 `logits` [R, V] in place, without waiting for the device.
+    """Edit the float32 `logits` [R, V] of `slots` [R] in place, as their parameters say, without waiting for the
+    device.
 
     `positions` [R] are those of the tokens to be drawn.
     """
@@ -62,6 +63,6 @@ def _has_ended(params: SlotParams, slot: int) -> bool:
 
 
 def _flat(rows: NDArray[Any], ids: Sequence[NDArray[np.int64]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return row and token id of every entry of `ids`, of which there is one array per row."""
+    """Return row and token id of every entry of `ids`, which has one array per row."""
     both = upload(np.stack([np.repeat(rows, [len(entry) for entry in ids]), np.concatenate(ids)]), device)
     return both[0], both[1]

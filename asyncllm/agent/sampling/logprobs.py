@@ -33,8 +33,8 @@ class PendingLogprobs:
 def list_logprobs(
     tokens: Sequence[int], chosen: Tensor, top: Tensor, ids: Tensor, num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Return, per row of what `sampling.token_logprobs` gave for `tokens` [R]: (id, log-probability) of its token, then
-    of the `num_top[row]` most likely ones in falling order, among which the former may appear again."""
+    """Return for each row of the results of `sampling.token_logprobs` for `tokens` [R]: (id, log-probability) of its
+    token, then of the `num_top[row]` most likely ones in falling order, which may include the token again."""
     return [
         [(token, logprob), *zip(row_ids[:width], row_top[:width], strict=True)]
         for token, logprob, row_ids, row_top, width in zip(

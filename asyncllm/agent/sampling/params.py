@@ -1,4 +1,4 @@
-"""What the owners of the slots ask of sampling, on the host, and what is said when it cannot be done."""
+"""SlotParams: the sampling parameters of all slots on the host, and the errors of parameters that cannot be met."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncllm.protocol import Grammar, Progress, SamplingParams, SlotStart
 __all__ = ["BAD_WORDS", "BIAS", "EARLY_STOPS", "GRAMMAR", "LONG_BAD_WORDS", "NOT_FINITE", "PENALTIES", "SlotParams"]
 
 PENALTIES, BIAS, BAD_WORDS, LONG_BAD_WORDS, EARLY_STOPS, GRAMMAR = 1, 2, 4, 8, 16, 32
-"""Bits of `SlotParams.edits`: what changes a slot's logits. Long bad words have several tokens."""
+"""Bits of `SlotParams.edits`: the kinds of edits of a slot's logits. Long bad words have several tokens."""
 
 NOT_FINITE = (
     "The model's logits for this sequence are not finite (NaN or infinity), so no token can be chosen. Damaged weights "
@@ -36,31 +36,31 @@ class SlotParams:
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self.plain = np.ones(num_slots, np.bool_)
-        """Slots for which the largest logit is all there is to find."""
+        """Slots whose draw is the largest logit."""
         self.listed = np.ones(num_slots, np.bool_)
         """Slots that ranks can draw for from short lists."""
         self.edits = np.zeros(num_slots, np.uint8)
         self.settings = np.zeros((num_slots, sampling.NUM_SETTINGS), np.int64)
-        """What `sampling.sample` reads."""
+        """Inputs of `sampling.sample`."""
         self.penalties = np.zeros((3, num_slots), np.float32)
-        """Repetition, presence, frequency."""
+        """Repetition, presence and frequency penalty."""
         self.free_stop_position = np.zeros(num_slots, np.int64)
         """The first position at which stop tokens may be drawn."""
         self.num_logprobs = np.full(num_slots, -1, np.int64)
         self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self.stops: dict[int, NDArray[np.int64]] = {}
         self.grammars: dict[int, Progress] = {}
-        """How far the slots' answers have come in what they are held to."""
+        """Slot -> progress of its answer in its grammar."""
         self.masks = GrammarMasks(vocab_size)
         """Fills what `grammars` allow next."""
         self._hurried: set[int] = set()
-        """Slots with grammars whose forced tokens need no step each: their log-probabilities are not asked for, and
-        nothing may ban them."""
+        """Slots with grammars whose forced tokens need no step each, as no log-probabilities are wanted and nothing may
+        ban these tokens."""
         self.faults: dict[int, str] = {}
-        """Slot -> why its parameters cannot be sampled with."""
+        """Slot -> why its parameters cannot be met."""
 
     def start(self, start: SlotStart) -> None:
-        """Take over the parameters of the slot's new owner; nothing of the former one remains."""
+        """Store the parameters of the slot's new owner; nothing of the former one remains."""
         slot, params = start.slot, start.params
         temperature = 0.0 if params.greedy else params.temperature
         top_k = min(params.top_k, self._vocab_size)
@@ -120,18 +120,18 @@ class SlotParams:
         return forced
 
     def follow(self, slot: int, tokens: Sequence[int]) -> None:
-        """Take note of tokens that were forced, and that no step drew."""
+        """Move a slot on by forced tokens, which no step drew."""
         if slot in self.grammars:
             for token in tokens:
                 self.grammars[slot].consume(token)
 
     def errors(self, slots: NDArray[np.int64], flags: NDArray[np.int32]) -> dict[int, str]:
-        """Return slot -> why its token is meaningless, from the `flags` of `sampling.sample`, 0 where nothing
-        failed."""
+        """Return slot -> why its token is meaningless, from the `flags` of `sampling.sample`, which are 0 for good
+        rows."""
         found = {}
         for row in np.flatnonzero(flags).tolist():
             slot = int(slots[row])
-            # Where nothing was taken away the model itself left nothing.
+            # Without a grammar or bans, the model itself left no token.
             banned = flags[row] == sampling.NOTHING_LEFT and self.edits[slot]
             found[slot] = _ALL_BANNED if banned else NOT_FINITE
         for slot, progress in self.grammars.items():
@@ -143,8 +143,8 @@ class SlotParams:
 
 
 def _fault(params: SamplingParams, vocab_size: int) -> str | None:
-    """Return why these parameters cannot be sampled with; out of range ids would reach into other rows or fail the
-    step."""
+    """Return why these parameters cannot be met; None if they can. Ids out of range would reach into other rows or fail
+    the step."""
     named = {
         "logit_bias": [token for token, _ in params.logit_bias],
         "stop_token_ids": list(params.stop_token_ids),

@@ -1,9 +1,9 @@
 """RankRows: how ranks, each of which has logits of some tokens (`OutputEmbedding.of_rank`), draw for a step's rows.
 
-`draw` needs no whole row: the ranks tell each other who can win (`kernels.shortlist`). What more is asked of a row may
-take all of its logits. They change hands once then (`whole`): what all ranks have of a row goes to the one whose row it
-is, which goes on as if it were alone, and all get to know what was drawn. So a row's logits are whole on one rank at
-most, and a draw has the bits that it has without ranks either way.
+`draw` needs no whole row: the ranks exchange the tokens that can win (`kernels.shortlist`). Other parameters may need
+all logits of a row. Then these are exchanged once (`whole`): each row goes to the rank that owns it, which draws as if
+it were alone, and all ranks learn the token. So the logits of a row are whole on one rank at most, and either way a
+draw has the same bits as without ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["RankRows", "Scored"]
 
 
 class Scored(NamedTuple):
-    """Rows that every rank has some of, at most `most`."""
+    """Rows divided among the ranks, at most `most` for each."""
 
     own: NDArray[np.int64]
-    """[most]: among the rank's rows, 0 where it has fewer."""
+    """[most]: indices among the rank's rows; 0 beyond their number."""
     places: NDArray[np.int64]
-    """Where they are in what `RankRows.collect` returns, in the order of the rows."""
+    """Indices of the rows in the result of `RankRows.collect`, in the order of the rows."""
 
 
 class RankRows:
@@ -46,8 +46,8 @@ class RankRows:
     def draw(
         self, logits: Tensor, settings: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, flags: Tensor
     ) -> None:
-        """As `sampling.sample` of whole rows, on all ranks, from this rank's `logits` [R, v]. Rows are what
-        `shortlist` takes."""
+        """Draw as `sampling.sample` does from whole rows, on all ranks, from this rank's `logits` [R, v]. Rows must be
+        ones that `shortlist` takes."""
         own_maxima, known = row_maxima(logits, self._tokens)
         maxima = self._group.collect(own_maxima).amax(0)
         lists = shortlist(logits, self._tokens, known, maxima, settings, slots, positions)
@@ -66,7 +66,7 @@ class RankRows:
         return whole_rows(self._group.exchange(logits.view(size, -1, logits.shape[-1])), self._tokens.vocab_size, out)
 
     def count(self, num_rows: int) -> int:
-        """Return how many of `num_rows` rows each rank has, some of the last ones beyond the end."""
+        """Return how many of `num_rows` rows each rank owns, rounded up: the last ranks may own rows beyond the end."""
         return -(-num_rows // self._group.size)
 
     def own(self, values: Tensor, fill: int = 0) -> Tensor:
@@ -76,13 +76,13 @@ class RankRows:
         return (pad(values, (0, rest), value=fill) if rest else values)[rows_of(self._group, len(values))]
 
     def own_indices(self, rows: NDArray[np.int64], num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return those of the rising `rows`, of `num_rows`, that are this rank's, and their places among its own."""
+        """Return which of the rising `rows`, of `num_rows`, this rank owns, and their indices among its own."""
         mine = rows_of(self._group, num_rows)
         own = rows[(rows >= mine.start) & (rows < mine.stop)]
         return own, own - mine.start
 
     def publish(self, own_tokens: Tensor, own_flags: Tensor, tokens: Tensor, flags: Tensor) -> None:
-        """Fill `tokens` [R] int64 and `flags` [R] int32 from what each rank has found for its own rows."""
+        """Fill `tokens` [R] int64 and `flags` [R] int32 from each rank's results for its own rows."""
         found = self.collect(torch.stack([own_tokens, own_flags.to(torch.int64)], -1))
         tokens.copy_(found[: len(tokens), 0])
         flags.copy_(found[: len(flags), 1])
@@ -101,7 +101,7 @@ class RankRows:
         return self._group.collect(own).flatten(0, 1)
 
     def collect_scores(self, scored: Scored, ranked: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `sampling.token_logprobs` gives for all rows from what it gave for each rank's own."""
+        """Return the results of `sampling.token_logprobs` for all rows, from those for each rank's own rows."""
         chosen, top, ids = ranked
         places = upload(scored.places, chosen.device)
         logprobs = self.collect(torch.cat([chosen.unsqueeze(-1), top], -1))[places]

@@ -1,8 +1,8 @@
-"""The sampler: every sequence's sampling state, addressed by slot, and the draw of a step's tokens.
+"""Sampler: the sampling state of every sequence, by slot, and the draw of a step's tokens.
 
-A step goes: `start` for slots with new owners, `upload`, `draw` (the part that a CUDA graph may hold), then
-`edit_and_redraw` and `logprobs`. Nothing of this waits for the device. When the step's tokens and flags are on the
-host, `errors` and `PendingLogprobs.result` say the rest.
+The calls of a step are `start` for slots with new owners, `upload`, `draw` (which a CUDA graph may contain), then
+`edit_and_redraw` and `logprobs`. None of them waits for the device. When the step's tokens and flags are on the host,
+`errors` and `PendingLogprobs.result` return the rest.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sampler:
     In all methods a slot of -1 marks a row that only fills up the batch; the other slots of a batch are distinct.
 
     In a `group`, logits are those of this rank's rows (`RankRows.whole`), and everything else is about all rows. Only
-    `draw_from_lists` takes those of this rank's tokens.
+    `draw_from_lists` takes logits of this rank's tokens.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Sampler:
             self._history.start(start, counted=bool(self._params.edits[start.slot] & PENALTIES))
 
     def upload(self) -> None:
-        """Bring the settings of slots started since the last call to the device, behind all steps launched so far."""
+        """Copy the settings of slots started since the last call to the device, behind all steps launched so far."""
         if self._dirty:
             slots = np.fromiter(self._dirty, np.int64, len(self._dirty))
             rows = upload(np.column_stack([slots, self._params.settings[slots]]), self._device)
@@ -85,8 +85,8 @@ class Sampler:
         return logits if self.ranks is None else self.ranks.whole(logits, out)
 
     def takes_lists(self, slots: NDArray[np.int64]) -> bool:
-        """Return whether ranks draw for `slots` with no whole row of logits: no edits and no log-probabilities are
-        asked for, and a list has all that can win."""
+        """Return whether ranks draw for `slots` without whole rows of logits: if no edits or log-probabilities are
+        wanted, and short lists have all tokens that can win."""
         return self.ranks is not None and bool(self._params.listed[slots[slots >= 0]].all())
 
     def draw_from_lists(self, logits: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, flags: Tensor) -> None:
@@ -95,8 +95,8 @@ class Sampler:
         self.ranks.draw(logits, self._settings, slots, positions, tokens, flags)
 
     def take_largest(self, logits: Tensor, slots: NDArray[np.int64], tokens: Tensor, flags: Tensor) -> bool:
-        """Draw as `draw` does, on a CPU, where the largest logits [R, V] of `slots` are all there is to find: no edits
-        and no log-probabilities are asked for either. False if it is not so, and nothing has been drawn."""
+        """Draw as `draw` does, on a CPU, if all of `slots` take the largest logit of their row [R, V] and want no edits
+        or log-probabilities. Return False otherwise; then nothing has been drawn."""
         if logits.is_cuda or self.ranks is not None or not self._params.plain[slots].all():
             return False
         maxima, largest = logits.max(dim=-1)
@@ -116,8 +116,7 @@ class Sampler:
         tokens: Tensor,
         flags: Tensor,
     ) -> bool:
-        """Draw again, into `tokens` and `flags`, for the rows whose logits have to be changed first. True if there are
-        any.
+        """Draw again, into `tokens` and `flags`, for the rows whose logits need edits. Return whether there are any.
 
         `slots` and `positions` are `device_slots` and `device_positions` on the host. `logits` stay as they are.
         """
@@ -133,7 +132,7 @@ class Sampler:
             redrawn = torch.empty(len(own), dtype=torch.int64, device=self._device)
             failed = torch.empty(len(own), dtype=torch.int32, device=self._device)
             sampling.sample(processed, self._settings, device_slots[index], device_positions[index], redrawn, failed)
-            # A row whose logits were useless before stays so, even if what made them so is banned.
+            # A row with unusable logits stays failed, even if the edits ban those tokens.
             usable = flags[index] == 0
             tokens[index] = torch.where(usable, redrawn, 0)
             flags[index] = torch.where(usable, failed, sampling.NOT_FINITE)
@@ -157,15 +156,15 @@ class Sampler:
         return self._params.observe(listed, drawn, least_forced)
 
     def follow(self, rows: Sequence[PrefillRow]) -> None:
-        """Take note of the forced tokens that a step's `rows` bring. All steps before it have been observed."""
+        """Move slots on by the forced tokens of a step's `rows`. All earlier steps have been observed."""
         for row in rows:
             if row.forced:
                 self._history.follow(row.slot, row.forced)
                 self._params.follow(row.slot, row.forced)
 
     def logprobs(self, logits: Tensor, slots: NDArray[np.int64], tokens: Tensor) -> PendingLogprobs | None:
-        """Return log-probabilities of the drawn `tokens` [R] under the model's own `logits` [R, V]; None if none are
-        asked."""
+        """Return the log-probabilities of the drawn `tokens` [R] under the model's own `logits` [R, V]; None if no slot
+        wants any."""
         asked = np.where(slots >= 0, self._params.num_logprobs[slots], -1)
         rows = np.flatnonzero(asked >= 0)
         if not len(rows):

@@ -1,4 +1,4 @@
-"""Which tokens the sequences that need it have seen: occurrences for penalties, last tokens for bad words."""
+"""TokenHistory: the tokens of sequences that need them, as occurrences for penalties and last tokens for bad words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIRST_ROWS = 4
 
 
 class TokenHistory:
-    """Histories by slot, kept only for slots that ask.
+    """Histories by slot, only for slots whose parameters need one.
 
     Occurrences live in tables [rows, V] on the device, of which a slot borrows a row while it counts. The tables begin
     with a few rows and double, since a row takes 5 bytes per token of the vocabulary and few sequences want one.
@@ -46,7 +46,7 @@ class TokenHistory:
         self._tails.pop(slot, None)
 
     def start(self, start: SlotStart, *, counted: bool) -> None:
-        """Begin the history of a slot's new owner with its known tokens; `counted`: occurrences will be asked for."""
+        """Begin the history of a slot's new owner with its known tokens. `counted`: occurrences are needed."""
         self.clear(start.slot)
         words = start.params.bad_words
         if words:
@@ -63,13 +63,14 @@ class TokenHistory:
             self._counts[row].index_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
 
     def counts(self, slots: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return, for slots that count: tokens seen in prompt or answer [R, V] bool, occurrences in the answer [R, V]
-        int32."""
+        """Return for slots that count: tokens seen in prompt or answer [R, V] bool, and occurrences in the answer [R,
+        V] int32."""
         rows = upload(self._row[slots], self._device)
         return self._seen[rows], self._counts[rows]
 
     def banned(self, slot: int) -> NDArray[np.int64]:
-        """Return token ids that would complete one of the slot's bad words now, counting a beginning in the prompt."""
+        """Return the token ids that would complete one of the slot's bad words now. A bad word may begin in the
+        prompt."""
         tail = self._tails[slot]
         ids = {
             word[-1] for word in self._bad_words[slot] if len(word) == 1 or tuple(tail[-len(word) + 1 :]) == word[:-1]
@@ -86,7 +87,7 @@ class TokenHistory:
             self._seen.index_put_((rows, drawn), self._true)
 
     def follow(self, slot: int, tokens: Sequence[int]) -> None:
-        """Add tokens that were known before they were drawn, of a slot without bad words."""
+        """Add forced tokens of a slot without bad words."""
         row = int(self._row[slot])
         if row != _NO_ROW:
             known = upload(np.array(tokens, np.int64), self._device)

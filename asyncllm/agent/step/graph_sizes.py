@@ -1,9 +1,9 @@
-"""MixedSize: the room of a captured step that has prompt tokens, and how a step is laid out in it.
+"""MixedSize: the size of a captured step with prompt tokens, and the layout of a step in it.
 
     tokens   | decode rows' | prompts'                 | padding         |
     rows     | decode rows, absent ones | prompts, a row of the padding, empty ones |
 
-The kernels that a graph launches have fixed grids, so that the numbers of rows are fixed as well. An absent decode row
+The kernels of a graph have fixed grids, so the numbers of rows are fixed as well. An absent decode row
 has no token, and a kv_len of -1; the tokens of the padding belong to a row with a kv_len of 0, which reads no key.
 """
 
@@ -23,24 +23,24 @@ from asyncllm.layers.step_inputs import INPUT_IDS, KV_LENS, POSITIONS, Column, p
 __all__ = ["LARGEST_MIXED", "MixedSize", "empty_step", "mixed_sizes", "padded"]
 
 _TOKENS = (32, 64, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-"""Tokens of a captured step. Beyond the last one a step takes longer than its launches. In between are sizes that take
-no less than the next: the products of a layer of Llama-3-8B take 137 us on an H200 for 96 tokens and 136 for 128, 193
+"""Tokens of captured steps. Larger steps take longer than their launches. Left out are sizes that take as long as the
+next: the products of a layer of Llama-3-8B take 137 us on an H200 for 96 tokens and 136 for 128, 193
 for 224 and 186 for 256, 391 for 576 and 394 for 640."""
 
 LARGEST_MIXED = _TOKENS[-1]
-"""Tokens of the largest. Steps that decode streamed answers have no more, as each of these waits for its next token: 26
-ms of an H200 for Llama-3-8B."""
+"""Tokens of the largest captured step. Steps that decode streamed answers have no more, as each of these waits for its
+next token: 26 ms of an H200 for Llama-3-8B."""
 
 _FEW_ROWS = 16
-"""Up to here decode attention divides its work in another way (`kernels.triton.attention.plan`)."""
+"""Decode rows up to which decode attention divides its work in another way (`kernels.triton.attention.plan`)."""
 
 _PROMPTS = 32
-"""Most prompts of a captured step. Each adds a block per KV head to the grid of attention, whether it is there or not.
+"""Most prompts of a captured step. Each adds a block per KV head to the grid of attention, even if it is absent.
 """
 
 
 class MixedSize(NamedTuple):
-    """So many tokens, rows of decode, and rows of prompts; one of the latter is for the padding."""
+    """Numbers of tokens, decode rows and prompt rows; one of the latter is for the padding."""
 
     tokens: int
     decode_rows: int
@@ -52,13 +52,13 @@ class MixedSize(NamedTuple):
         return self.decode_rows + self.prompts
 
     def holds(self, arrays: StepArrays) -> bool:
-        """Return whether the step has room here."""
+        """Return whether the step fits."""
         num_prompts = len(arrays.row_slots) - arrays.num_decode
         return arrays.num_tokens <= self.tokens and arrays.num_decode <= self.decode_rows and num_prompts < self.prompts
 
 
 def mixed_sizes(max_batch_size: int, max_tokens: int) -> list[MixedSize]:
-    """Return sizes for up to `max_batch_size` decode rows and `max_tokens` tokens, from small to large."""
+    """Return the sizes for up to `max_batch_size` decode rows and `max_tokens` tokens, from small to large."""
     largest = min(max_batch_size, LARGEST_BATCH)
     rows = [largest] if largest <= _FEW_ROWS else [_FEW_ROWS, largest]
     tokens = [size for size in _TOKENS if size < max_tokens + _TOKENS[0]]
@@ -66,8 +66,8 @@ def mixed_sizes(max_batch_size: int, max_tokens: int) -> list[MixedSize]:
 
 
 def empty_step(columns: Sequence[Column] = (), num_groups: int = 1) -> StepArrays:
-    """Return a step of nothing, with so many block groups and the model's `columns`, which `padded` turns into
-    one of padding alone."""
+    """Return a step without rows, with `num_groups` block groups and the model's `columns`. `padded` makes a step of
+    padding alone of it."""
     none = np.zeros(0, np.int64)
     return StepArrays(
         row_slots=none,

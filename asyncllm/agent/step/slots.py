@@ -1,6 +1,6 @@
-"""What the host knows of every slot, and what follows from it for a step: the values of its columns.
+"""SlotArrays: the host's state of every slot, and the columns of a step that follow from it.
 
-All of it is arithmetic on the batches alone. The values of sampled tokens are not needed for it and stay on the device.
+It is arithmetic on the batches alone. The values of sampled tokens are not needed, and stay on the device.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def numpy_type(column: Column) -> type[Any]:
 
 @dataclass(slots=True)
 class StepRows:
-    """Which tokens of a step have hidden states that are wanted.
+    """The tokens of a step whose hidden states are needed.
 
-    R are sampled from, in batch order: decode rows, then prefill rows with `sample`. L more are the last ones of
+    R are sampled from, in batch order: decode rows, then prefill rows with `sample`. L more are the last tokens of
     prefill rows that pool nothing else.
     """
 
     slots: NDArray[np.int64]
     """[R]"""
     positions: NDArray[np.int64]
-    """[R], absolute positions of the tokens to be drawn."""
+    """[R]: absolute positions of the tokens to be drawn."""
     indices: NDArray[np.int64] | None
-    """[R + L], their indices among the step's tokens; None when they are all of them, in order."""
+    """[R + L]: their indices among the step's tokens; None if they are all tokens, in order."""
     numbers: NDArray[np.int64]
-    """[R + L], the rows that they belong to."""
+    """[R + L]: the rows that they belong to."""
     prefill_starts: list[int]
     """Index of each prefill row's first token among the step's tokens."""
 
@@ -73,13 +73,13 @@ class StepArrays:
 
     @property
     def adapted(self) -> bool:
-        """Whether a token has an adapter."""
+        """Whether any token has an adapter."""
         slots = self.columns.get(ADAPTER_SLOTS)
         return slots is not None and bool((slots >= 0).any())
 
     @property
     def adapter_slots(self) -> list[int]:
-        """Those of the tokens' adapters."""
+        """Slots of the tokens' adapters."""
         slots = self.columns.get(ADAPTER_SLOTS)
         return [] if slots is None else np.unique(slots[slots >= 0]).tolist()
 
@@ -94,7 +94,7 @@ class StepArrays:
 
 
 class SlotArrays:
-    """Block tables and position of each slot, and what the model's columns keep of it, in host memory."""
+    """Block tables, position and column values of each slot, in host memory."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class SlotArrays:
         *,
         num_groups: int = 1,
     ) -> None:
-        """`columns`: those that the model's layers ask for. `num_groups`: block groups."""
+        """`columns`: of the model's layers. `num_groups`: number of block groups."""
         self._block_size = block_size
         self._blocks = np.zeros((num_groups, num_slots, -(-max_position // block_size)), np.int32)
         self._position = np.zeros(num_slots, np.int64)
@@ -129,7 +129,7 @@ class SlotArrays:
         self._blocks[group, slot, index : index + len(blocks)] = blocks
 
     def advance(self, batch: Batch) -> StepArrays:
-        """Return the arrays of a step with at least one row; takes every row's position past its tokens."""
+        """Return the arrays of a step with at least one row, and move every row's position past its tokens."""
         num_decode, prefill = len(batch.decode), batch.prefill
         if not prefill:
             slots = np.array(batch.decode, np.int64)
@@ -151,7 +151,7 @@ class SlotArrays:
         np.cumsum(lengths, out=offsets[1:])
         first = self._position[row_slots]
         first[num_decode:] = [row.position for row in prefill]
-        # Token t of row b, which owns tokens offsets[b] on, sits at first[b] + t - offsets[b].
+        # Token t of row b, whose tokens begin at offsets[b], has position first[b] + t - offsets[b].
         positions = np.repeat(first - offsets[:-1], lengths) + np.arange(offsets[-1])
         kv_lens = first + np.diff(offsets)
         self._position[row_slots] = kv_lens

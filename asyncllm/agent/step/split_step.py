@@ -1,4 +1,4 @@
-"""A step in parts that need less memory: its decode rows, and its prompt chunks in two halves."""
+"""Splits a step into parts that need less memory: its decode rows, and two halves of its prompt chunks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["decode_rows", "prefill_halves"]
 
 
 def decode_rows(inputs: StepInputs, count: int) -> StepInputs:
-    """Return the decode rows of a step alone, the first `count` rows."""
+    """Return the inputs of a step's decode rows alone, its first `count` rows."""
     first = slice(count)
     return inputs.select(first, first, num_decode=count, q_offsets=inputs.q_offsets[: count + 1], max_q_len=1)
 
 
 def prefill_halves(arrays: StepArrays, inputs: StepInputs) -> Iterator[tuple[Tensor, StepInputs]]:
     """Yield the first half of every prompt chunk of a step, then the second: (indices [t] int64 among the step's
-    tokens, their inputs). Waits for the device; it is for steps that have failed already."""
+    tokens, their inputs). Waits for the device, as it is for steps that have failed."""
     assert arrays.offsets is not None
     first_row = arrays.num_decode
     starts, ends = arrays.offsets[first_row:-1], arrays.offsets[first_row + 1 :]

@@ -1,8 +1,7 @@
-"""SlotTables: the state of every slot on the device, and the inputs of a step made of it.
+"""SlotTables: the state of every slot on the device, and the inputs of a step made from it.
 
-Block tables and last tokens live on the device, in one row per slot. A decode step that is captured brings up no more
-than its slots, positions, new blocks, and the columns that the model's layers ask for; what any other step needs
-besides goes up in the same one copy.
+Block tables and last tokens live on the device, in one row per slot. A captured decode step uploads no more than its
+slots, positions, new blocks and the model's columns. Any other step uploads more, but in one copy as well.
 """
 
 from __future__ import annotations
@@ -36,26 +35,26 @@ from asyncllm.protocol import Batch, SlotStart
 __all__ = ["SlotTables", "StepTensors"]
 
 _MORE_BYTES = 2**16
-"""Room of a step of fixed size for what only goes up with it: 16 bytes for a sampled row, 12 for a new block."""
+"""Bytes in a step of fixed size for its own uploads: 16 for a sampled row, 12 for a new block."""
 
 
 @dataclass(slots=True)
 class StepTensors:
-    """A step on the device, and the host's account of it."""
+    """A step on the device, and the host's arrays of it."""
 
     arrays: StepArrays
     size: MixedSize | None
-    """Where `inputs` is laid out for a captured part; None when all of it is launched kernel by kernel."""
+    """The captured size in which `inputs` is laid out; None if the step is launched kernel by kernel."""
     inputs: StepInputs
     slots: Tensor
-    """[R] int32: the rows that are sampled from."""
+    """[R] int32: slots of the rows that are sampled from."""
     positions: Tensor
     """[R] int32: positions of the tokens to be drawn."""
     sampled: SampledRows | None
-    """The tokens whose hidden states are wanted: the R tokens that are sampled from, then L that are pooled alone. None
-    when they are all tokens, in order. There is at least one, whose result is not read when none is wanted."""
+    """The tokens whose hidden states are needed: the R tokens that are sampled from, then L that are pooled alone. None
+    if they are all tokens, in order. There is at least one; if none is needed, its result is not read."""
     prefill_offsets: Tensor
-    """[P + 1] int32: where the tokens of each prefill row begin and end; rows of padding may follow."""
+    """[P + 1] int32: offsets of the tokens of the prefill rows; rows of padding may follow."""
 
 
 class SlotTables:
@@ -74,9 +73,9 @@ class SlotTables:
         mixed: Sequence[MixedSize] = (),
         layer_groups: Sequence[int] = (),
     ) -> None:
-        """`max_rows`: most rows of a decode step, padding included. `columns`: those that the model's layers ask for.
-        `mixed`: sizes that steps with prompt tokens may be laid out in, from small to large. `layer_groups`: the block
-        group of each layer, empty when there is one."""
+        """`max_rows`: most rows of a decode step, padding included. `columns`: of the model's layers. `mixed`:
+        sizes of captured steps with prompt tokens, from small to large. `layer_groups`: the block group of each layer;
+        empty if there is only one."""
         self._layer_groups = layer_groups
         self._num_groups = num_groups = 1 + max(layer_groups, default=0)
         self._slots = SlotArrays(num_slots, max_position, block_size, columns, num_groups=num_groups)
@@ -84,10 +83,10 @@ class SlotTables:
         self._columns = columns
         self._batch_invariant = batch_invariant
         self.caches: Sequence[Any] = ()
-        """By layer, what all steps read and write. The agent sets it when it allocates the pool."""
+        """The cache of each layer. The agent sets it when it allocates the pool."""
         self._device = device
         self._updates: list[tuple[int, list[int]]] = []
-        """(entry of the flat block tables, block ids to write from there on), not yet on the device."""
+        """(entry of the flat block tables, block ids to write from there on) that are not on the device yet."""
         # One entry more than a row can own: kernels read one page ahead.
         self._width = self._slots.max_blocks + 1
         self.block_tables = torch.zeros(num_groups, num_slots, self._width, dtype=torch.int32, device=device)
@@ -107,11 +106,11 @@ class SlotTables:
         """[max_rows] int32 each; -1 is the slot of a padding row."""
         self._decode_more = dict(zip(columns, more, strict=True))
         self._decode_inputs = [DecodeInputs.zeros(max_rows, self._width, device) for _ in range(num_groups)]
-        """By block group; of what does not depend on it, the first's is read."""
+        """By block group. Tensors that do not depend on the group are read from the first."""
 
         self._mixed_sizes = mixed
         self._mixed_bytes = torch.zeros(0, dtype=torch.uint8, device=device)
-        """Where a step of fixed size is brought up to, and what only goes up with it. A size has its own division."""
+        """The fixed memory of uploads of captured steps; each size divides it in its own way."""
         if mixed:
             num_bytes = offsets(_laid_out(self._empty(mixed[-1])))[-1] + _MORE_BYTES
             self._mixed_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -123,20 +122,20 @@ class SlotTables:
         self._slots.start(start)
 
     def write_blocks(self, slot: int, group: int, index: int, blocks: list[int]) -> None:
-        """Write block ids into the slot's block table of a group, from entry `index` on; they go up with the next
-        step."""
+        """Write block ids into the slot's block table of a group, from entry `index` on. The next step uploads
+        them."""
         self._slots.write_blocks(slot, group, index, blocks)
         row = group * self.block_tables.shape[1] + slot
         self._updates.append((row * self._width + index, blocks))
 
     def fits(self, batch: Batch, num_rows: int) -> bool:
-        """Return whether the batch is a decode step that `advance_decode` can bring up in `num_rows` rows."""
+        """Return whether the batch is a decode step that `advance_decode` can upload in `num_rows` rows."""
         if batch.prefill or batch.copies or not 0 < len(batch.decode) <= num_rows:
             return False
         return sum(len(blocks) for _, blocks in self._updates) <= num_rows * self._num_groups
 
     def advance_decode(self, batch: Batch) -> StepArrays:
-        """Bring a decode step to the fixed tensors that `decode_inputs` reads."""
+        """Upload a decode step to the fixed tensors that `decode_inputs` reads."""
         arrays = self._slots.advance(batch)
         num_rows = len(batch.decode)
         own = (arrays.row_slots, arrays.columns[POSITIONS], *(arrays.columns[column] for column in self._columns))
@@ -151,10 +150,10 @@ class SlotTables:
         return arrays
 
     def decode_inputs(self, num_rows: int, *, adapted: bool) -> StepInputs:
-        """Return the decode step of the first `num_rows` fixed rows; made of device state alone, so that it can be
-        captured. `adapted`: some of them may have adapters.
+        """Return the decode step of the first `num_rows` fixed rows, from device state alone, so that it can be
+        captured. `adapted`: some rows may have adapters.
 
-        Launches the kernel that gathers it.
+        Launches the kernel that gathers its inputs.
         """
         slots, positions = self.decode_slots[:num_rows], self.decode_positions[:num_rows]
         groups = [DecodeInputs(*(tensor[:num_rows] for tensor in inputs)) for inputs in self._decode_inputs]
@@ -179,9 +178,9 @@ class SlotTables:
         )
 
     def advance(self, batch: Batch, *, captured: bool = False) -> StepTensors:
-        """Bring any step with at least one row to the device.
+        """Upload any step with at least one row.
 
-        `captured`: to the fixed tensors of `mixed_inputs`, if the step has prompt tokens and one of the sizes holds it.
+        `captured`: to the fixed tensors of `mixed_inputs`, if the step has prompt tokens and fits one of the sizes.
         """
         arrays = self._slots.advance(batch)
         rows = arrays.rows
@@ -214,18 +213,18 @@ class SlotTables:
         )
 
     def _wanted(self, arrays: StepArrays) -> list[NDArray[Any]]:
-        """Return, of the tokens whose hidden states are wanted: slots, lengths of their rows and, unless they are all
-        tokens, places among the tokens and the values of the model's columns."""
+        """Return for the tokens whose hidden states are needed: slots, lengths of their rows and, unless they are all
+        tokens, indices among the tokens and the values of the model's columns."""
         rows, kv_lens = arrays.rows, arrays.columns[KV_LENS]
         if rows.indices is None:
             return [arrays.row_slots.astype(np.int32), kv_lens]
-        # A step that samples nothing goes on with its first token.
+        # A step that samples nothing takes its first token instead.
         numbers, indices = (values if len(values) else np.zeros(1, np.int64) for values in (rows.numbers, rows.indices))
         more = (arrays.columns[column][indices if column.per == "token" else numbers] for column in self._columns)
         return [arrays.row_slots[numbers].astype(np.int32), kv_lens[numbers], indices, *more]
 
     def _size_for(self, arrays: StepArrays, own: list[NDArray[Any]]) -> MixedSize | None:
-        """Return the smallest size that holds a step, which brings `own` up as well; None if there is none."""
+        """Return the smallest size that holds a step and its own uploads; None if there is none."""
         if arrays.offsets is None or offsets(own)[-1] > _MORE_BYTES:
             return None
         return next((size for size in self._mixed_sizes if size.holds(arrays)), None)
@@ -234,14 +233,14 @@ class SlotTables:
         return padded(empty_step(self._columns, self._num_groups), size)
 
     def empty_mixed(self, size: MixedSize) -> None:
-        """Make the fixed tensors a step of padding alone, so that what reads them may be launched."""
+        """Make the fixed tensors a step of padding alone, so that kernels that read them may be launched."""
         upload_together(_laid_out(self._empty(size)), self._device, self._mixed_bytes)
 
     def mixed_inputs(self, size: MixedSize, *, adapted: bool) -> StepInputs:
-        """Return the step that was brought up last, in this size; made of device state alone, so that it can be
-        captured. `adapted`: some of its tokens may have adapters.
+        """Return the step that was uploaded last, in this size, from device state alone, so that it can be captured.
+        `adapted`: some of its tokens may have adapters.
 
-        Launches what gathers it.
+        Launches the kernels that gather its inputs.
         """
         placed = self._empty(size)
         shared = views(_laid_out(placed), self._mixed_bytes)
@@ -258,7 +257,8 @@ class SlotTables:
         *,
         adapted: bool,
     ) -> StepInputs:
-        """Return the inputs of a step, which is on the device as `_laid_out`; the last two are what `_gather` fills."""
+        """Return the inputs of a step, whose tensors on the device are those of `_laid_out`. `_gather` fills the last
+        two arguments."""
         _, q_offsets, *values = shared
         columns = dict(zip(arrays.columns, values, strict=False))
         groups = [GroupTables(columns[places_of(group)], tables) for group, tables in enumerate(block_tables)]
@@ -280,7 +280,7 @@ class SlotTables:
         )
 
     def _gather(self, shared: Sequence[Tensor], arrays: StepArrays, input_ids: Tensor, block_tables: Tensor) -> None:
-        """Fill the last two from the state of the slots, for a step that is on the device as `_laid_out`."""
+        """Fill `input_ids` and `block_tables` from the state of the slots, for a step on the device as `_laid_out`."""
         row_slots, _, *values = shared
         for own, tables in zip(block_tables, self.block_tables, strict=True):
             torch.index_select(tables, 0, row_slots, out=own)
@@ -294,8 +294,7 @@ class SlotTables:
     def _sampled_rows(
         self, slots: Tensor, kv_lens: Tensor, indices: Tensor, *more: Tensor, adapted: bool
     ) -> SampledRows:
-        """Return the step's tokens at `indices` [R], of `slots` [R] int32, as rows that see `kv_lens` [R] int32
-        tokens."""
+        """Return the step's tokens at `indices` [R], of `slots` [R] int32, as rows of `kv_lens` [R] int32 tokens."""
         num_rows = len(indices)
         groups = [GroupTables(indices, tables.index_select(0, slots)) for tables in self.block_tables]
         inputs = StepInputs(
@@ -317,12 +316,12 @@ class SlotTables:
         return SampledRows(indices=indices, inputs=inputs)
 
     def flush(self) -> None:
-        """Bring up new blocks without a step."""
+        """Upload new blocks without a step."""
         if self._updates:
             self._apply(*upload_together(self._take_updates(), self._device))
 
     def forget_updates(self) -> None:
-        """Forget the new blocks of a step that is not launched: its rows are lost, and so are their blocks."""
+        """Forget the new blocks of a step that is not launched, as its rows and their blocks are lost."""
         self._updates.clear()
 
     def _take_updates(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -343,6 +342,6 @@ _NO_ENTRIES, _NO_BLOCKS = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
 
 def _laid_out(arrays: StepArrays) -> list[NDArray[Any]]:
-    """Return what goes up of a step, in this order: slots of its rows, where their tokens begin, and its columns."""
+    """Return the arrays of a step to upload, in this order: slots of its rows, offsets of their tokens, its columns."""
     ends = np.arange(len(arrays.row_slots) + 1) if arrays.offsets is None else arrays.offsets
     return [arrays.row_slots.astype(np.int32), ends.astype(np.int32), *arrays.columns.values()]

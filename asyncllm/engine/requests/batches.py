@@ -1,4 +1,4 @@
-"""Several prompts in one call: the wait for their Generations, one after the other or as their chunks come."""
+"""Several prompts in one call: waits for their Generations in order, or yields chunks as they come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars that requests ask for: compiled in threads, a few at a time, and kept for the next request."""
+"""Grammars compiles the grammars of requests in threads, a few at a time, and keeps them for later requests."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from asyncllm.text.tokenizer import Tokenizer
 __all__ = ["Grammars", "ends_of"]
 
 MAX_KEPT = 256
-"""Compiled grammars; one takes up to 0.6 MB."""
+"""Most compiled grammars; one takes up to 0.6 MB."""
 MAX_KEPT_CHARACTERS = 4 * 2**20
-"""Of their sources."""
+"""Most characters of their sources."""
 MAX_COMPILING = 2
-"""At once. A thread cannot be stopped, so one that takes too long counts until it ends."""
+"""Most threads at once. A thread cannot be stopped, so one that takes too long counts until it ends."""
 PATIENCE = 2.0
 """Seconds for compiling a grammar, or waiting for it."""
 
 
 def ends_of(tokenizer: Tokenizer, template: ChatTemplate, limits: Limits) -> tuple[int, ...]:
-    """Return the tokens that end an answer; none where answers cannot be held to anything."""
+    """Return the tokens that end an answer; empty if the model takes no grammars."""
     stops = (tokenizer.token_id(word) for word in template.stop_words)
     special = [token for token in stops if token is not None and token in tokenizer.special_token_ids]
     # A tokenizer may know more tokens than the model has embeddings.
@@ -42,13 +42,13 @@ class Grammars:
     """One model's compiled grammars. Belongs to one event loop."""
 
     def __init__(self, compiler: GrammarCompiler | None, elsewhere: TakesGrammars | None = None) -> None:
-        """`compiler`: None where answers cannot be held to anything. `elsewhere`: what has to have them too."""
+        """`compiler`: None if the model takes no grammars. `elsewhere`: an executor that has to compile them too."""
         self._compiler = compiler
         self._elsewhere = elsewhere
         self._kept: OrderedDict[Hashable, tuple[CompiledGrammar, int]] = OrderedDict()
         self._characters = 0
         self._compiling: dict[Hashable, asyncio.Future[CompiledGrammar]] = {}
-        """By key, for all who wait for the same."""
+        """Key -> future of a grammar that is being compiled, shared by all requests that wait for it."""
         self._num_threads = 0
 
     async def of(
@@ -59,8 +59,8 @@ class Grammars:
         prompt_ids: list[int],
         encoder: PromptEncoder,
     ) -> AnswerGrammar | None:
-        """Return what the answers to a prompt are held to; None: nothing. `prompt`: as it was given; None for one that
-        no template wrote. Raises InvalidRequest, QueueFull."""
+        """Return the grammar of the answers to a prompt; None if there is none. `prompt`: before rendering; None for a
+        prompt without a template. Raises InvalidRequest, QueueFull."""
         splitter = encoder.splitter
         spec = grammar_of(config.response_format)
         if prompt is not None and splitter.holds(options, spec):
@@ -109,7 +109,7 @@ class Grammars:
             ) from None
 
     def _checked_compiler(self, field: str) -> GrammarCompiler:
-        """Return the compiler. Raises UnsupportedFeature for the parameter `field` where there is none."""
+        """Return the compiler. Raises UnsupportedFeature for the parameter `field` if there is none."""
         if self._compiler is None:
             raise UnsupportedFeature(
                 f"This engine cannot hold answers to a response_format, nor to tools that are strict or have to be "
@@ -136,7 +136,7 @@ class Grammars:
     ) -> asyncio.Future[CompiledGrammar]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[CompiledGrammar] = loop.create_future()
-        # An error that all who wait have left is told to none of them.
+        # Retrieve the error, as all requests that waited for it may have left.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._compiling[key] = future
         self._num_threads += 1

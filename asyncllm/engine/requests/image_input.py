@@ -1,4 +1,4 @@
-"""ImageInput: from the images of a prompt to tokens, and what the model is shown in their place."""
+"""ImageInput: loads the images of a prompt, and gives them their tokens."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from asyncllm.text.image_marks import (
 __all__ = ["ImageInput"]
 
 IMAGE_SIZE = 2**16
-"""Characters as which an image counts for the time that decoding and resizing take."""
+"""Characters of text whose encoding takes as long as decoding and resizing an image."""
 
 FILE_FRAMES = 64
-"""Images as which a video's file counts for that."""
+"""Images that take as long as a video file."""
 
 _Options = Mapping[str, int | float | str]
 
@@ -42,7 +42,7 @@ class ImageInput:
     """Loads images in threads and gives them their places. Holds no state of a request."""
 
     def __init__(self, preparation: ImagePreparation | None, offload: _Offload) -> None:
-        """`preparation`: by the model's family, None for a model that takes only text."""
+        """`preparation`: of the model's family; None for a model that takes only text."""
         self._preparation = preparation
         self._processor = None if preparation is None else preparation.processor
         self._offload = offload
@@ -50,9 +50,9 @@ class ImageInput:
     async def take(
         self, prompt: Any, options: RequestOptions, owner: Hashable = None, before: int = 0
     ) -> tuple[Any, list[PromptImage]]:
-        """Return a prompt with marks in place of its images, and these as the model is to be shown them, in order.
+        """Return a prompt with marks in place of its images, and the prepared images in order.
 
-        `mm_processor_kwargs` of the options is for all of them; what an image's own part says goes first.
+        `mm_processor_kwargs` of the options applies to all images; options of an image's own part take precedence.
         `before`: images of the conversation so far. Each is loaded in a thread, at the owner's turn. Raises
         InvalidRequest, EngineError.
         """
@@ -64,7 +64,7 @@ class ImageInput:
                 raise UnsupportedFeature(
                     "The prompt has images, but this model takes only text. Load a vision-language model.", "messages"
                 )
-            return prompt, []  # which the check of messages refuses by place
+            return prompt, []  # the check of messages refuses it, and names the place
         marked, sources = take_images(prompt)
         cutting = self._processor
         if (
@@ -98,7 +98,7 @@ class ImageInput:
         return await self._offload(partial(prepare, is_video=True), IMAGE_SIZE * count, owner)
 
     def _checked(self, options: _Options | None) -> _Options:
-        """Return a request's options of images. Raises InvalidParameter."""
+        """Return a request's options for images. Raises InvalidParameter."""
         if not options:
             return {}
         if self._processor is None:
@@ -116,7 +116,7 @@ class ImageInput:
         return options
 
     def written(self, text: str, images: Sequence[PromptImage]) -> str:
-        """Return a text with what the family writes for an image or a video in place of the marks."""
+        """Return a text with the family's placeholders in place of the marks."""
         if self._processor is None:
             return text
         usual, pieces = self._processor.placeholder, split_marks(text)

@@ -1,7 +1,7 @@
-"""Embeddings and scores: what the pooled hidden states of a prompt become.
+"""Embeddings and scores, made of the pooled hidden states of a prompt.
 
-The prompt is computed in chunks like any other, and no token follows it. The model side adds up the hidden states; all
-that is left here is to scale a few thousand numbers.
+The prompt is computed in chunks like any other, and no token follows it. The model side adds up the hidden states; here
+a few thousand numbers are scaled.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class EmbeddingForm:
         values = chunk.pooled[: self._dimensions]
         scale = float(chunk.input_token_len) if self.pooling == "mean" else 1.0
         if self._normalize:
-            # A vector of zeros stays as it is.
+            # A vector of zeros stays unchanged.
             scale = math.hypot(*values) or 1.0
         return Embedding(values=[value / scale for value in values], input_token_len=chunk.input_token_len)
 

@@ -1,4 +1,4 @@
-"""PromptEncoder: from a prompt as users give it, a text, messages or token ids, to checked token ids that may fit."""
+"""PromptEncoder turns a user's prompt (a text, messages or token ids) into checked token ids."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ __all__ = ["DEFAULT_OPTIONS", "PromptEncoder", "Rendered"]
 Result = TypeVar("Result")
 
 INLINE_SIZE = 4096
-"""Texts up to so many characters are encoded on the loop: about 1 ms. Longer ones go to a thread."""
+"""Most characters of a text that is encoded on the event loop, about 1 ms. Longer ones go to a thread."""
 
 IDS_PER_CHARACTER = 16
-"""Token ids that are checked while a character is encoded."""
+"""Token ids whose check takes as long as encoding a character."""
 
 PART_SIZE = 64
-"""Characters as which each message, part and field counts for the time that rendering takes."""
+"""Characters whose encoding takes as long as rendering a message, part or field."""
 
 PROBED = 8
-"""Characters for each token that fits: so much is encoded of a much longer text, to see whether it may fit at all."""
+"""Characters per token that fits: so much of a much longer text is encoded, to see whether it may fit at all."""
 
 CHARACTERS_PER_TOKEN = 8
-"""Of texts that wait to be encoded, where the engine bounds the tokens that wait."""
+"""Most characters of texts that wait to be encoded, if the engine bounds the tokens that wait."""
 
 DEFAULT_OPTIONS = RequestOptions()
 
 
 class Rendered(NamedTuple):
-    """A prompt's text, and where in it a special token's spelling is just what the user wrote."""
+    """A prompt's text, and the spans in which the spelling of a special token is plain text of the user."""
 
     text: str
     literal_spans: Sequence[tuple[int, int]] = ()
@@ -63,7 +63,7 @@ class PromptEncoder:
         config: EngineConfig,
         images: ImagePreparation | None = None,
     ) -> None:
-        """`images`: of those that prompts may have; None for a model that takes only text."""
+        """`images`: preparation of images; None for a model that takes only text."""
         self.tokenizer = tokenizer
         self.template = template
         self.vocab_size = limits.vocab_size
@@ -72,16 +72,16 @@ class PromptEncoder:
         self._pool_tokens = pool_tokens(limits, 0 if images is None else images.processor.joint)
         pieces = [] if tokenizer.table is None else tokenizer.table.pieces
         self._longest_piece = max((len(piece) for piece in pieces if piece), default=0)
-        """Bytes of the longest token; 0 where that is not known."""
+        """Bytes of the longest token; 0 if unknown."""
         self.splitter = Splitter(template, tokenizer, config)
-        """What the template says about answers."""
+        """The form of answers, by the template."""
         self.gate = RequestGate()
-        """For requests that begin."""
+        """Lets new requests begin a few at a time."""
         self._threads = TextThreads(CHARACTERS_PER_TOKEN * config.max_queued_tokens)
         self.images = ImageInput(images, self.offload)
 
     def close(self) -> None:
-        """Let the encoding threads end when they are through with what they have."""
+        """Let the encoding threads end after their present work."""
         self._threads.close()
 
     def options(self, keywords: Mapping[str, Any], *, renders: bool) -> RequestOptions:
@@ -116,7 +116,7 @@ class PromptEncoder:
         options: RequestOptions = DEFAULT_OPTIONS,
         images: Sequence[PromptImage] = (),
     ) -> Rendered:
-        """Return the prompt's text, with what stands for its images. Raises InvalidRequest."""
+        """Return the prompt's text, with the placeholders of its images. Raises InvalidRequest."""
         if not isinstance(messages, Sequence):
             raise InvalidMessage(
                 f"A prompt is a str or a list of messages, not {type(messages).__name__}. "
@@ -142,7 +142,7 @@ class PromptEncoder:
     def _restored(self, literals: Literals, text: str, images: Sequence[PromptImage]) -> Rendered:
         """Return a text that was rendered from marked messages, with its marks resolved."""
         text, spans = literals.restore(self.images.written(text, images))
-        # A prompt that no template frames is the user's own framing, special tokens and all.
+        # Without a template the prompt is the user's own, including its special tokens.
         return Rendered(text, spans if self.template.capability == "chat" else ())
 
     def encode(self, prompt: Rendered, *, add_bos: bool = True, whole: bool = False, bounded: bool = True) -> list[int]:
@@ -166,9 +166,9 @@ class PromptEncoder:
     ) -> list[int]:
         """Return the token ids of a text or of messages, rendered and encoded in a thread if they are long.
 
-        `owner` has its turn among others that bring long ones. `whole`: nothing follows the text, and it gets the end
-        that the checkpoint's tokenizer gives it. `bounded`: a text that cannot fit is refused before it is encoded to
-        its end. Raises InvalidRequest, EngineError.
+        Owners of long texts take turns. `whole`: nothing follows the text, which gets the final tokens of the
+        checkpoint's tokenizer. `bounded`: a text that cannot fit is refused before all of it is encoded. Raises
+        InvalidRequest, EngineError.
         """
 
         def encode() -> list[int]:
@@ -195,8 +195,7 @@ class PromptEncoder:
         owner: Hashable,
         whole: bool = False,
     ) -> tuple[list[int], Sequence[PromptImage]]:
-        """Return the token ids of what was said before and of the prompt that follows, as `prompt_ids`, and the images
-        among them."""
+        """Return the token ids of the history and the new prompt, as `prompt_ids`, and the images among them."""
         prompt, images = await self.images.take(prompt, options, owner, len(past.images))
         if not past.turns or not do_preprocess:
             rendering: Any = {"do_preprocess": do_preprocess, "options": options, "owner": owner, "whole": whole}
@@ -211,7 +210,7 @@ class PromptEncoder:
         self, past: History, prompt: Any, images: Sequence[PromptImage], options: RequestOptions
     ) -> tuple[list[int], Sequence[PromptImage]]:
         """Return the token ids of messages that follow others, and the images of both."""
-        self.render(prompt, do_preprocess=True, options=options)  # raises what is wrong with the new ones alone
+        self.render(prompt, do_preprocess=True, options=options)  # raises for errors in the new messages
         literals = Literals(self.tokenizer)
         before, new = literals.mark(past.messages()), literals.mark(as_messages(prompt))
         answer = literals.mark_text(past.turns[-1].answer)
@@ -225,7 +224,7 @@ class PromptEncoder:
         added = self.encode(self._restored(literals, tail, images), add_bos=False)
         known = past.token_ids
         if known and known[-1] in self.tokenizer.eos_token_ids:
-            # How a turn ends is for the template to say, usually by the same token.
+            # The template writes the end of a turn, usually as the same token.
             known = known[:-1]
         ids, placed = self.images.placed(known, added, images)
         return ids, [*past.images, *placed]
@@ -249,7 +248,7 @@ class PromptEncoder:
                     images=images,
                 )
                 encoded.append(self.images.placed([], ids, images)[0])
-            await asyncio.sleep(0)  # many prompts do not hold up the loop
+            await asyncio.sleep(0)  # so that many prompts do not delay the event loop
         return encoded
 
     def check_token_ids(self, token_ids: Sequence[int] | None, name: str = "input_ids") -> list[int]:
@@ -266,7 +265,7 @@ class PromptEncoder:
         return list(token_ids)
 
     def room(self, prompt_len: int, needed: int, *, at_least: bool = False) -> int:
-        """Return how many new tokens fit after the prompt. Raises ContextLengthExceeded when fewer than `needed` do."""
+        """Return how many new tokens fit after the prompt. Raises ContextLengthExceeded if fewer than `needed` do."""
         for limit, why in (
             (self.session_len, f"the session length of {self.session_len} tokens"),
             (self._pool_tokens, f"the KV cache of {self._pool_tokens} tokens"),
@@ -281,25 +280,25 @@ class PromptEncoder:
         if len(text) <= limit:
             return
         if self._longest_piece and len(text) > limit * self._longest_piece:
-            # White space is what a tokenizer may leave out.
+            # A tokenizer may drop white space.
             least = -(-(len(text) - sum(map(text.count, " \t\r\n"))) // self._longest_piece)
             if least > limit:
                 self.room(least, 1, at_least=True)
         beginning = PROBED * limit
         if len(text) > 2 * beginning:
             least = len(self.tokenizer.encode(text[:beginning], add_bos=False))
-            # Where a text is cut, a few tokens may differ from those of the whole.
+            # At a cut, a few tokens may differ from those of the whole text.
             if least > limit + limit // 16 + 64:
                 self.room(least, 1, at_least=True)
 
     async def offload(self, call: Callable[[], Result], size: int, owner: Hashable = None) -> Result:
-        """Return what `call` returns, which takes as long as encoding a text of `size` characters, or decoding as many
-        tokens; a long one runs in a thread, at the owner's turn. Raises EngineClosed, QueueFull."""
+        """Return the result of `call`, which takes as long as encoding a text of `size` characters, or decoding as many
+        tokens. A long one runs in a thread, at the owner's turn. Raises EngineClosed, QueueFull."""
         return call() if size <= INLINE_SIZE else await self._threads.run(call, size, owner)
 
 
 def _size_of(prompt: Any) -> int:
-    """Return the characters of a text or of messages; of more than INLINE_SIZE in messages, as many as that."""
+    """Return the number of characters of a text or of messages. Counting messages stops beyond INLINE_SIZE."""
     if isinstance(prompt, str):
         return len(prompt)
     size, left = 0, [prompt]

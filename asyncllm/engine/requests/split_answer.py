@@ -1,4 +1,4 @@
-"""The answer of a model that thinks or calls tools: taken apart while it comes."""
+"""SplitAnswer separates reasoning, content and calls of tools in an answer while it is generated."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from asyncllm.types import Chunk, Response, ToolCall, ToolCallPiece
 __all__ = ["SplitAnswer", "Splitter", "Splitting"]
 
 PROMPT_END = 64
-"""Tokens at the end of a prompt in which what the template opens the answer with is looked for."""
+"""Tokens at the end of a prompt that are searched for the beginning of the answer that the template writes."""
 
 
 class Splitting:
-    """How the answers to one request are taken apart."""
+    """How the answers to one request are split."""
 
     def __init__(
         self, form: ReplyFormat, tools: Mapping[str, Any] | None, *, inside: bool, most_calls: int = 0
@@ -46,21 +46,21 @@ class Splitting:
 
 
 class Splitter:
-    """What one model's template and the engine's settings say about the form of answers. Immutable."""
+    """The form of a model's answers, by its template and the engine's settings. Immutable."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, config: EngineConfig) -> None:
-        """Raises InvalidParameter for names of parsers that there are not."""
+        """Raises InvalidParameter for unknown names of parsers."""
         source = template.source if template.capability == "chat" else None
         parser = config.tool_call_parser
         self._tokenizer = tokenizer
         self._reads_tools = template.reads_tools
         self.form = reply_format(source, tokenizer, tool_parser=parser, reasoning=config.reasoning_parser)
-        """How replies are written, as far as it is known."""
+        """Format of replies, as far as known."""
         self._unsplit = reply_format(source, tokenizer, tool_parser=parser, reasoning=NO_PARSER)
-        """For those who want reasoning to stay in the text."""
+        """Format for requests whose reasoning stays in the text."""
 
     def check_tools(self, options: RequestOptions) -> None:
-        """Raise UnsupportedFeature if the model cannot be given tools, or its calls not be read."""
+        """Raise UnsupportedFeature if the template takes no tools, or if the format of calls is unknown."""
         if not self._reads_tools:
             raise UnsupportedFeature(
                 "The model's chat template has no place for tools. Use a checkpoint that was trained to call tools, "
@@ -75,9 +75,9 @@ class Splitter:
             )
 
     def splitting(self, messages: Any, options: RequestOptions, prompt_ids: list[int]) -> Splitting | None:
-        """Return how answers to a prompt that the template wrote are taken apart; None: they are text alone.
+        """Return how answers to a rendered prompt are split; None if they are text alone.
 
-        `messages`: the prompt as it was given; None for one that no template wrote.
+        `messages`: the prompt before rendering; None for a prompt without a template.
         """
         if messages is None:
             return None
@@ -89,7 +89,7 @@ class Splitter:
         return Splitting(form, tools, inside=inside, most_calls=options.parallel_tool_calls is False)
 
     def holds(self, options: RequestOptions, content: GrammarSpec | None) -> bool:
-        """Return whether a whole reply, and not its content alone, is held to something."""
+        """Return whether a grammar applies to the whole reply, and not to its content alone."""
         if content is None and not options.tools:
             return False
         choice = options.choice
@@ -98,7 +98,7 @@ class Splitter:
         return content is not None or is_held(choice, options.tools or ())
 
     def held(self, options: RequestOptions, content: GrammarSpec | None) -> GrammarSpec:
-        """Return what such a reply is held to. Raises InvalidParameter, UnsupportedFeature."""
+        """Return the grammar of a whole reply. Raises InvalidParameter, UnsupportedFeature."""
         form, choice = self.form.tools, options.choice
         assert form is not None
         tools = () if choice is None else options.tools or ()
@@ -106,9 +106,9 @@ class Splitter:
         return held_reply(form, self._tokenizer, tools, choice or ToolChoice(), content, many=many)
 
     def grammar_start(self, messages: Any, options: RequestOptions, prompt_ids: list[int], field: str) -> GrammarStart:
-        """Return where what an answer is held to begins. Raises UnsupportedFeature for `field` where that is not known.
+        """Return where an answer's grammar begins. Raises UnsupportedFeature for `field` if that is not known.
 
-        `messages`: the prompt as it was given; None for one that no template wrote.
+        `messages`: the prompt before rendering; None for a prompt without a template.
         """
         thinking = self.form.thinking
         if messages is None or thinking is None:
@@ -131,7 +131,7 @@ class Splitter:
         return GrammarStart(False, None if is_over or closes is None else opens, closes, begins)
 
     def _first_token(self, opener: str) -> int | None:
-        """Return the token that a marker begins with, if it begins with one of its own."""
+        """Return the id of the special token that a marker begins with, or is; None if there is none."""
         found = self._tokenizer.spellings.pattern.match(opener)
         return self._tokenizer.token_id(found[0] if found else opener)
 
@@ -147,7 +147,7 @@ class Splitter:
 
 
 class SplitAnswer(Answer):
-    """An answer whose text is its content alone. Stop words are looked for there."""
+    """An answer whose text is its content alone. Stop words count in the content only."""
 
     __slots__ = (
         "_calls",
@@ -181,14 +181,14 @@ class SplitAnswer(Answer):
         self._thoughts: list[str] = []
         self._num_thoughts_sent = 0
         self._calls: list[tuple[str, str, list[str]]] = []
-        """Id, name and pieces of the arguments of each."""
+        """Id, name and pieces of the arguments of each call."""
         self._unsent_calls: list[ToolCallPiece] = []
         self.reasoning_tokens = 0
         """Tokens of reasoning, its marks included."""
 
     @property
     def text(self) -> str:
-        """All text so far, reasoning and calls as the model wrote them: what a conversation goes on from."""
+        """All text so far, with reasoning and calls as the model wrote them. A conversation continues it."""
         return "".join(self._raw)
 
     @property
@@ -243,7 +243,7 @@ class SplitAnswer(Answer):
                     self._thoughts.append(text)
                 case CallStart(index, name):
                     if self._matcher is not None:
-                        # No stop word goes on behind a call.
+                        # A stop word cannot continue behind a call.
                         self._add(self._matcher.flush())
                     call_id = f"call_{uuid.uuid4().hex[:24]}"
                     self._calls.append((call_id, name, []))
@@ -253,7 +253,7 @@ class SplitAnswer(Answer):
                     self._unsent_calls.append(ToolCallPiece(index=index, arguments=arguments))
 
     def _cut_raw(self, stop_word: str) -> None:
-        """Leave the stop word out of what a conversation goes on from: the text has none either."""
+        """Leave the stop word out of the text that a conversation continues, as the content has none either."""
         before, word, _ = self.text.rpartition(stop_word)
         self._raw = [before + word if self._includes_stop else before]
 

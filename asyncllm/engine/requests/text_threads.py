@@ -1,4 +1,4 @@
-"""TextThreads: where long texts are rendered and encoded, so that the event loop stays free and all have a turn."""
+"""TextThreads: renders and encodes long texts in threads, so that the event loop stays free, owners in turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 THREADS = 2
 LARGE = 2**20
-"""Characters of a text whose encoding takes tens of megabytes, which the C library would keep for later."""
+"""Characters of a text from which encoding takes tens of megabytes, which the C library would keep."""
 
 
 class _Job:
@@ -27,14 +27,14 @@ class _Job:
 
     def __init__(self, call: Callable[[], Any], size: int, done: asyncio.Future[Any]) -> None:
         self.call: Callable[[], Any] | None = call
-        """None once the caller has left: nothing of what it brought is kept until its turn."""
+        """None once the caller has left, so that its arguments are not kept until its turn."""
         self.size = size
         self.done = done
 
 
 class TextThreads:
-    """Two threads. Owners take turns, one text each, so that one who brings many long ones keeps no other waiting.
-    Used in one event loop."""
+    """Two threads. Owners take turns, one text each, so that an owner of many long texts delays no other. Used in one
+    event loop."""
 
     def __init__(self, most_waiting: int = 0) -> None:
         """`most_waiting`: characters that may wait for a thread; 0: any number."""
@@ -42,13 +42,13 @@ class TextThreads:
         self._pool: ThreadPoolExecutor | None = None
         self._closed = False
         self._waiting: OrderedDict[Hashable, deque[_Job]] = OrderedDict()
-        """By owner; whose turn it is comes first."""
+        """Owner -> waiting calls; the next owner comes first."""
         self._num_waiting = 0
-        """Characters in it."""
+        """Characters of all waiting calls."""
         self._num_running = 0
 
     def close(self) -> None:
-        """Let the threads end when they are through with what they have. What waits gets EngineClosed."""
+        """Let the threads end after their present calls. Waiting calls get EngineClosed."""
         self._closed = True
         for lane in self._waiting.values():
             for job in lane:
@@ -60,9 +60,9 @@ class TextThreads:
             self._pool = None
 
     async def run(self, call: Callable[[], Result], size: int, owner: Hashable) -> Result:
-        """Return what `call` returns, run in a thread at the owner's turn. `size`: characters that it has to do with.
-        Raises what it raises, EngineClosed, and, for an owner who can come again, QueueFull when too much waits. None
-        owns what belongs to requests that are in the engine already."""
+        """Return the result of `call`, run in a thread at the owner's turn. `size`: characters that it handles. The
+        owner of calls of requests that are in the engine already is None. Raises the errors of `call`, EngineClosed,
+        and for other owners QueueFull when too much waits."""
         if self._closed:
             raise _closed()
         if (
@@ -85,10 +85,10 @@ class TextThreads:
             return result
         finally:
             job.call = None
-            del job, call  # an error refers to this frame, and the future to the error
+            del job, call  # an error refers to this frame, and the future refers to the error
 
     def _start(self) -> None:
-        """Give free threads their work."""
+        """Give free threads work."""
         while self._num_running < THREADS and self._waiting:
             owner, lane = next(iter(self._waiting.items()))
             job = lane.popleft()
@@ -132,7 +132,7 @@ def _worked(call: Callable[[], Result], size: int) -> Result:
 
 
 def _give_back() -> None:
-    """Let the C library return what it has no use for to the system; where it cannot, it keeps it."""
+    """Let the C library return unused memory to the system, if it can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

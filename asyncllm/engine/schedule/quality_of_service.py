@@ -1,17 +1,17 @@
-"""Quality of service: whose turn it is, from a file of user groups and quotas as LMDeploy has them.
+"""Quality of service chooses the user to serve next, by a file of user groups and quotas in LMDeploy's format.
 
     {"enable_user_qos": true,
      "user_groups": ["Gold", "Silver"],
      "user_group_map": {"Gold":   [{"id": "alice", "quota_pct": 100}],
                         "Silver": [{"id": "bob", "quota_pct": 30}, {"id": "default", "quota_pct": 70}]}}
 
-Groups come in the order of `user_groups`: while a user of the first waits, none of the others is admitted. Within a
-group it is the turn of the waiting user who has used least in proportion to the quota; one with quota 0 comes after
-those with one. Used are, in the last `WINDOW_S` seconds, prompt tokens that had to be computed when the request got its
-row, and tokens that were generated. What a preemption makes the engine compute again counts for no user.
+Groups come in the order of `user_groups`: while a user of the first group waits, no user of another is admitted. Within
+a group, the waiting user with the least use in proportion to the quota is next; users with quota 0 come last. Use
+counts the last `WINDOW_S` seconds: prompt tokens that had to be computed at admission, and generated tokens. Tokens
+that are computed again after a preemption count for no user.
 
-"default" stands for all users that the file does not list. Where several groups list it, the one with the highest
-quota counts, as only the user id says to which group a request belongs.
+"default" stands for all users that the file does not list. If several groups list it, the highest quota counts, as a
+request's group is known by its user id alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["DEFAULT_USER", "WINDOW_S", "Policy", "QualityOfService", "User"]
 DEFAULT_USER = "default"
 WINDOW_S = 60.0
 BUCKET_S = 5.0
-"""Tokens are forgotten in portions of this many seconds."""
+"""Seconds of a bucket; use is forgotten bucket by bucket."""
 QUOTA_TOLERANCE = 0.1
 """Percent by which the quotas of a group may miss 100: thirds are no decimal fractions."""
 
@@ -53,7 +53,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     user_group_map: dict[str, list[Member]]
 
     def complaint(self) -> str | None:
-        """Return what is wrong across fields."""
+        """Return what is wrong across fields; None if nothing is."""
         groups = self.user_groups
         if len(set(groups)) < len(groups):
             return "user_groups names a group twice"
@@ -98,10 +98,10 @@ class User:
         self.number = number
         """Unique: the user's place in the file."""
         self.group = group
-        """The group's place; 0 is served first."""
+        """Number of the group; 0 is served first."""
         self.quota = quota
         self.num_waiting = 0
-        """Sequences that wait."""
+        """Waiting sequences."""
         self.queued_requests = 0
         """Requests whose first sequence waits. Written by the waiting queue, as is the next."""
         self.queued_tokens = 0
@@ -111,7 +111,7 @@ class User:
         self.current = 0
         """Tokens used in the present bucket of time."""
         self._before = 0
-        """Those of the buckets before."""
+        """Tokens used in the earlier buckets."""
         self._buckets: deque[tuple[int, int]] = deque()
         """(bucket, its tokens), the oldest first."""
 
@@ -122,7 +122,7 @@ class User:
 
     @property
     def load(self) -> tuple[bool, float]:
-        """What has been used in proportion to the quota; the lowest is next."""
+        """Use in proportion to the quota; the user with the lowest is next."""
         return (False, self.used / self.quota) if self.quota else (True, float(self.used))
 
     def close_bucket(self, bucket: int, forget: int) -> None:
@@ -136,7 +136,7 @@ class User:
 
 
 class QualityOfService:
-    """Users, what they have used, and whose turn it is. Written by the waiting queue only."""
+    """Users and their use of the engine. Written by the waiting queue only."""
 
     def __init__(self, policy: Policy, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds from any beginning; it never goes back."""
@@ -156,7 +156,7 @@ class QualityOfService:
 
     @classmethod
     def open(cls, path: str, clock: Callable[[], float] = time.monotonic) -> QualityOfService:
-        """Read the file. Raises InvalidParameter when it cannot be read or does not hold."""
+        """Read the file. Raises InvalidParameter if it is unreadable or contradicts itself."""
         try:
             with open(path, "rb") as file:
                 policy = msgspec.json.decode(file.read(), type=Policy)
@@ -199,11 +199,11 @@ class QualityOfService:
             heappush(self._heaps[user.group], (user.load, user.number, user))
 
     def leaves(self, user: User) -> None:
-        """Count one of them as no longer waiting."""
+        """Count one fewer of the user's sequences as waiting."""
         user.num_waiting -= 1
 
     def next_user(self) -> User:
-        """Return the waiting user whose turn it is. At least one waits."""
+        """Return the waiting user to serve next. At least one waits."""
         self.move_on()
         for heap in self._heaps:
             while heap:
@@ -230,6 +230,6 @@ class QualityOfService:
             heapify(heap)
 
     def used(self) -> dict[str, int]:
-        """Tokens within the window, by user."""
+        """Return user id -> tokens used within the window."""
         self.move_on()
         return {user.id: user.used for user in self.users.values()} if self.enabled else {}

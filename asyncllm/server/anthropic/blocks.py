@@ -1,4 +1,4 @@
-"""Anthropic's messages, which are made of blocks, as messages of a chat."""
+"""Turns Anthropic's messages, which consist of blocks, into messages of a chat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ __all__ = ["messages_of"]
 
 
 def messages_of(system: str | list[dict[str, Any]] | None, messages: Sequence[dict[str, Any]]) -> list[Message]:
-    """Return what `system` and `messages` say. Raises ApiError for what is no text, tool or reasoning."""
+    """Return `system` and `messages` as messages of a chat. Raises ApiError for blocks of other kinds than text,
+    images, tools and reasoning."""
     result: list[Message] = []
     if system:
         result.append({"role": "system", "content": _text(system, "system")})
@@ -64,7 +65,7 @@ def _part(block: Any, where: str, *, images: bool = True) -> dict[str, Any]:
 
 
 def _joined(parts: list[dict[str, Any]]) -> list[dict[str, Any]] | str:
-    """Return parts as they are if there are images among them, else their text."""
+    """Return the parts if there are images among them, otherwise their text."""
     if any(part["type"] == "image_url" for part in parts):
         return parts
     return "".join(part["text"] for part in parts)

@@ -28,7 +28,7 @@ from asyncllm.types import Chunk, Response
 __all__ = ["MessageObject", "TokenCount", "count_tokens", "create_message"]
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-"""Stop reasons by the engine's, where it is not the end of a turn."""
+"""The engine's finish reason -> stop reason, if it is not the end of a turn."""
 
 
 def _named(name: bytes, data: bytes) -> bytes:
@@ -130,11 +130,11 @@ def _whole(message_id: str, model: str, response: Response) -> MessageObject:
 
 
 SIGNATURE = "asyncllm"
-"""Of reasoning, which clients hand back and nothing checks."""
+"""The signature of reasoning, which clients send back and nothing checks."""
 
 
 def _stop(answer: Chunk | Response) -> dict[str, Any]:
-    """Return why an answer has ended."""
+    """Return the stop reason of an answer."""
     if isinstance(answer.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
     return {"stop_reason": REASONS.get(answer.finish_reason or "", "end_turn"), "stop_sequence": None}
@@ -145,9 +145,9 @@ class _MessageEvents:
 
     def __init__(self, begun: MessageObject) -> None:
         self._begun: MessageObject | None = begun
-        """What `message_start` says; None when it has been said."""
+        """The content of `message_start`; None once it has been sent."""
         self._index = -1
-        """Of the newest block."""
+        """Index of the newest block."""
         self._open: str | None = None
         """The kind of the open block."""
         self._last: Chunk | None = None
@@ -175,7 +175,7 @@ class _MessageEvents:
         )
 
     def failed(self, error: ApiError) -> bytes:
-        """Return the event of an error that breaks the answer off."""
+        """Return the event of an error that ends the answer."""
         return _event(fields_of(error, "anthropic"))
 
     def _start(self) -> bytes:

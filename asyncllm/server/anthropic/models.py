@@ -1,4 +1,4 @@
-"""What is served, as Anthropic's clients list it; they say so by a header.
+"""The list of models in Anthropic's format, for clients with its header.
 
 Documented at https://docs.claude.com/en/api/models-list.
 """
@@ -38,12 +38,12 @@ class ModelInfoList(msgspec.Struct, kw_only=True):
 
 
 def asks_for_anthropic(request: web.Request) -> bool:
-    """Return whether a client of Anthropic's asks."""
+    """Return whether the request comes from a client of Anthropic's."""
     return "anthropic-version" in request.headers
 
 
 def model_info(service: Service, name: str) -> ModelInfo:
-    """Return what is told of a model."""
+    """Return the entry of a model."""
     created = datetime.fromtimestamp(service.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return ModelInfo(id=name, created_at=created, display_name=name, max_input_tokens=service.engine.session_len)
 

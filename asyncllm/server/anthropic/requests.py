@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's routes, and what their fields say in the engine's terms."""
+"""The bodies of Anthropic's routes, and their fields as arguments of the engine."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the server says of itself: the OpenAPI document and the page at /."""
+"""The server's documentation of itself: the OpenAPI document and the page at /."""

@@ -1,4 +1,4 @@
-"""What is written under a Struct's fields in its source, for the documentation."""
+"""Reads the docstrings of a Struct's fields from its source, for the documentation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ __all__ = ["field_notes"]
 
 
 def field_notes(kind: type[Any]) -> dict[str, str]:
-    """Return, by field, the strings that follow the fields of a class and its bases; none where the source is not
-    there."""
+    """Return field -> the string that follows it in the source of a class and its bases; empty without the source."""
     notes: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if base.__module__.startswith("asyncllm."):

@@ -1,7 +1,7 @@
-"""GET /openapi.json: the table of routes as OpenAPI 3.1, so that what is documented is what is served.
+"""GET /openapi.json: the table of routes as OpenAPI 3.1, so that documentation and server agree.
 
-A body that the document allows is one that the server takes, as far as a schema can say it: a parameter that is not
-supported is there with the values that are, and bounds are those of this server and its model.
+The server takes every body that the document allows, as far as a schema can say it: an unsupported parameter is there
+with its neutral values, and bounds are those of this server and its model.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ GROUPS = {
     "openapi.json": "Documentation",
     "": "Documentation",
 }
-"""By the beginning of the path."""
+"""Beginning of a path -> tag."""
 
 ENGINE_NAMES = {name: engine_name for engine_name, name in NAMES.items()} | {"max_completion_tokens": "max_new_tokens"}
-"""Where a field has no note of its own, the engine's setting of the same meaning has one."""
+"""Field without a docstring -> the engine's setting with the same meaning, which has one."""
 
 ERROR: Schema = {
     "type": "object",
@@ -315,7 +315,7 @@ def _all_structs(kinds: Iterable[type[msgspec.Struct]]) -> list[type[msgspec.Str
 
 
 def _describe(schema: Schema, kind: type[msgspec.Struct], service: Service) -> None:
-    """Fill in what msgspec does not know: notes, values that are supported, bounds of this server."""
+    """Add what msgspec does not know: descriptions, supported values, bounds of this server."""
     properties: Schema = schema.get("properties", {})
     notes, hints = field_notes(kind), get_type_hints(kind)
     settings = _setting_notes()
@@ -408,7 +408,7 @@ def _bound(name: str, field: Schema, hint: Any, service: Service, kind: type[msg
 
 
 def _alternative(field: Schema, type_: str) -> Schema:
-    """Return the part of a field's schema that is about values of this type."""
+    """Return the part of a field's schema for values of this type."""
     return next((each for each in field.get("anyOf", ()) if each.get("type") == type_), field)
 
 

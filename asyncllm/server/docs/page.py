@@ -1,4 +1,4 @@
-"""GET /: a chat and the routes to try, one document that asks this server alone for anything."""
+"""GET /: a page with a chat and forms for the routes, which loads nothing from other servers."""
 
 from __future__ import annotations
 

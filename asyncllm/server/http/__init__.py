@@ -1,1 +1,1 @@
-"""Connections and bodies, who may call, and how an answer or an error is written."""
+"""Connections, bodies, access, and the writing of answers and errors."""

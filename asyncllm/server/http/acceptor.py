@@ -1,8 +1,8 @@
 """Acceptor: takes connections from a listening socket, up to a number that includes unfinished TLS handshakes.
 
-asyncio's own server counts nothing, and when the process has no descriptor left it tries again a thousand times in
-each turn of the event loop, with a line in the log for every try. How many connections the process can hold follows
-from the descriptors that it may open.
+asyncio's own server has no bound, and when the process has no descriptor left, it tries again a thousand times in each
+iteration of the event loop, with a line in the log for every try. Here the bound follows from the descriptors that the
+process may open.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = ["Acceptor", "connections_for", "raise_limit"]
 logger = logging.getLogger("asyncllm.server")
 
 PER_TURN = 128
-"""Connections that are accepted in one turn of the event loop."""
+"""Most connections accepted in one iteration of the event loop."""
 PAUSE_S = 0.5
-"""How long nothing is accepted after the system has refused to; until then the kernel keeps what comes."""
+"""Seconds without accepting after the system has refused; the kernel queues connections meanwhile."""
 COMPLAINT_S = 60.0
-"""Between two lines in the log about that."""
+"""Seconds between two lines in the log about that."""
 
 NOTHING_THERE = (BlockingIOError, InterruptedError, ConnectionAbortedError)
 
 
 class Acceptor:
-    """Accepts in the running event loop from `start` to `stop`, and holds what is open until `close`."""
+    """Accepts in the running event loop from `start` to `stop`, and holds open connections until `close`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Acceptor:
         tls: ssl.SSLContext | None,
         handshake_timeout: float,
     ) -> None:
-        """`make_protocol` makes the protocol of a connection, which calls what it is given when that is lost."""
+        """`make_protocol` makes the protocol of a connection from a function to call when the connection is lost."""
         self._listener = listener
         self._make_protocol = make_protocol
         self._most = most
@@ -58,12 +58,12 @@ class Acceptor:
         self._open: set[HttpProtocol] = set()
         """Of the connections, from their acceptance on."""
         self._connecting: set[asyncio.Task[None]] = set()
-        """One for each that has no transport yet."""
+        """A task for each connection that has no transport yet."""
         self._resuming: asyncio.TimerHandle | None = None
         self._complained = -COMPLAINT_S
 
     def start(self) -> None:
-        """Begin to accept, or go on."""
+        """Begin to accept, or continue."""
         self._resuming = None
         self._loop.add_reader(self._listener, self._accept)
 
@@ -76,7 +76,7 @@ class Acceptor:
             self._listener.close()
 
     async def close(self) -> None:
-        """Stop, and give up on handshakes that are not finished."""
+        """Stop, and cancel unfinished handshakes."""
         self.stop()
         for task in self._connecting:
             task.cancel()
@@ -103,8 +103,8 @@ class Acceptor:
             task.add_done_callback(self._connecting.discard)
 
     def _pause(self, error: OSError) -> None:
-        """Pause, as the system has no descriptor or no memory for a connection: the listener stays readable, so look
-        away."""
+        """Pause, as the system has no descriptor or no memory for a connection. The listener is not watched meanwhile,
+        as it stays readable."""
         self._loop.remove_reader(self._listener)
         self._resuming = self._loop.call_later(PAUSE_S, self.start)
         if time.monotonic() - self._complained >= COMPLAINT_S:
@@ -132,11 +132,11 @@ class Acceptor:
 
 
 RESERVE = 128
-"""Left for what is no connection: files of a checkpoint, the device, a restart of the engine."""
+"""Descriptors left for other uses: files of a checkpoint, the device, a restart of the engine."""
 
 
 def connections_for(wanted: int) -> int:
-    """Return how many of the wanted connections the process's limit leaves room for; at least one."""
+    """Return how many of the wanted connections the process's limit allows; at least one."""
     if resource is None:
         return wanted
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

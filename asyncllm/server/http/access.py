@@ -19,31 +19,31 @@ from asyncllm.server.http.errors import ApiError
 __all__ = ["KEY", "Access", "Auth", "is_loopback", "read_admin_keys", "read_keys"]
 
 KEY = web.RequestKey("KEY", int)
-"""Which of the server's keys the request brought; -1 when it needs none. Set by the entrance."""
+"""Index of the server's key that the request has; -1 if it needs none. Set by the entrance."""
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
-"""Under which clients call a server on their own machine; no name server can point an address elsewhere."""
+"""Hosts by which clients call a server on their own machine. No name server can point an address elsewhere."""
 KEYS_VARIABLE = "ASYNCLLM_API_KEYS"
 
 HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
-"""A Host header. Whatever else a browser or a client may put there names no machine that is served."""
+"""A valid Host header."""
 PRIVATE_ENDINGS = (".local", ".internal", ".lan", ".home.arpa")
-"""Of names that no public name server resolves, so that no page on the web can have one."""
+"""Endings of names that no public name server resolves, so that no page on the web can have one."""
 ORIGIN = re.compile(r"https?://[A-Za-z0-9._:\[\]-]{1,260}")
-"""An Origin that may be quoted."""
+"""An Origin that an error may quote."""
 ANY = "*"
 HEADER_NAMES = re.compile(r"[A-Za-z0-9_,\s-]{0,2000}")
 
 
 class Auth(enum.Enum):
-    """What a route asks of its caller."""
+    """The rights that a route requires."""
 
     PUBLIC = "public"
-    """Nothing: whether the server is well is no secret."""
+    """None: the server's health is no secret."""
     KEY = "key"
     """One of the server's keys, if it has any."""
     ADMIN = "admin"
-    """One of the keys for administration. Without any, the route is not served."""
+    """One of the keys for administration. Without any such key, the route is not served."""
 
 
 def is_loopback(name: str) -> bool:
@@ -57,7 +57,7 @@ def is_loopback(name: str) -> bool:
 
 
 def is_address(name: str) -> bool:
-    """Return whether it is an IP address, which no name server can make another one."""
+    """Return whether it is an IP address, which no name server can redirect."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -71,8 +71,8 @@ def is_private_name(name: str) -> bool:
 
 
 def read_keys(config: ServerConfig, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return all keys: of the config, of its file, of the environment. Raises InvalidParameter for a file that has
-    none."""
+    """Return all keys, from the config, its file and the environment. Raises InvalidParameter for a file without
+    keys."""
     keys = [key.strip() for key in config.api_keys or ()]
     if config.api_key_file is not None:
         keys += _keys_in(config.api_key_file, "api_key_file")
@@ -81,7 +81,7 @@ def read_keys(config: ServerConfig, environment: Mapping[str, str] = os.environ)
 
 
 def read_admin_keys(config: ServerConfig) -> list[str]:
-    """Return the keys for administration. Raises InvalidParameter for a file that has none."""
+    """Return the keys for administration. Raises InvalidParameter for a file without keys."""
     return [] if config.admin_key_file is None else _keys_in(config.admin_key_file, "admin_key_file")
 
 
@@ -100,12 +100,12 @@ def _keys_in(path: str, field: str) -> list[str]:
 
 
 def _digest(key: str) -> bytes:
-    """Return the digest of the bytes that the header or the environment had, which need not be UTF-8."""
+    """Return the digest of a key's bytes in the header or the environment, which need not be UTF-8."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def _name_in(host: str) -> str | None:
-    """Return the name or address in a Host header, without port and brackets; None if it is no such header."""
+    """Return the name or address in a Host header, without port and brackets; None if the header is invalid."""
     found = HOST.fullmatch(host)
     return (found["ipv6"] or found["name"]).lower() if found is not None else None
 
@@ -114,7 +114,7 @@ class Access:
     """The decisions, made once per request. Immutable."""
 
     def __init__(self, config: ServerConfig, keys: Iterable[str], admin_keys: Iterable[str] = ()) -> None:
-        """Raises InvalidParameter when other machines, or any page on the web, could come in without a key."""
+        """Raises InvalidParameter if other machines, or any page on the web, could call without a key."""
         self._digests = [_digest(key) for key in keys]
         self._admin_digests = [_digest(key) for key in admin_keys]
         loopback = is_loopback(config.server_name)
@@ -128,7 +128,7 @@ class Access:
         self._hosts = LOOPBACK_NAMES | {
             _name_in(host) or host.lower() for host in (config.server_name, *(config.allowed_hosts or ()))
         }
-        """Names in the Host header that are this server's."""
+        """This server's names in a Host header."""
         self._any_host = bool(self._digests) or ANY in self._hosts
         """A page that was led here by a name of its own does not know the key."""
         self._is_open = not loopback
@@ -150,11 +150,11 @@ class Access:
 
     @property
     def has_admin(self) -> bool:
-        """Whether there is a key for administration."""
+        """Whether there are keys for administration."""
         return bool(self._admin_digests)
 
     def check_place(self, request: web.Request) -> None:
-        """Raise ApiError 403 for a Host or an Origin that is not let in.
+        """Raise ApiError 403 for a Host or an Origin that is not allowed.
 
         A name that an attacker's page resolves to 127.0.0.1 comes with its own Host header (DNS rebinding); a page
         elsewhere comes with its Origin.
@@ -189,11 +189,11 @@ class Access:
         return name in self._hosts or (self._is_open and (is_address(name) or is_private_name(name)))
 
     def key_of(self, request: web.Request) -> int:
-        """Return which key the request brings, -1 when none is needed. Raises ApiError 401."""
+        """Return the index of the request's key; -1 if none is needed. Raises ApiError 401."""
         return self._find(request, self._digests) if self._digests else -1
 
     def check_admin(self, request: web.Request) -> None:
-        """Raise ApiError 401 unless the request brings a key for administration."""
+        """Raise ApiError 401 unless the request has a key for administration."""
         self._find(request, self._admin_digests)
 
     @staticmethod
@@ -202,7 +202,7 @@ class Access:
         key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         digest = _digest(key)
         found = -1
-        # All keys are compared, whichever is right, so that the time tells nothing.
+        # All keys are compared, so that the time does not tell which one matches.
         for index, known in enumerate(digests):
             if hmac.compare_digest(known, digest):
                 found = index
@@ -227,7 +227,7 @@ class Access:
                 response.headers["Access-Control-Allow-Credentials"] = "true"
 
     def preflight(self, request: web.Request) -> web.Response | None:
-        """Return the answer to a browser that asks whether a page may call; None when this is no such question."""
+        """Return the answer to a browser that asks whether a page may call; None for any other request."""
         asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
         if not asks or not self._is_listed(request.headers.get("Origin")):
             return None

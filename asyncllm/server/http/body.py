@@ -1,4 +1,4 @@
-"""The body of a request, of which nothing is read or unpacked before its route asks for it."""
+"""The body of a request, which is not read or unpacked before its route asks for it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["read_body"]
 WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": zlib.MAX_WBITS}
 """Of the encodings that are unpacked, by their names in Content-Encoding."""
 RAW_DEFLATE = -zlib.MAX_WBITS
-"""Deflate without the head that the standard asks for; some clients leave it out."""
+"""Deflate without the header of the standard, as some clients send it."""
 
 INLINE_BYTES = 2**14
-"""A packed body of more than this is unpacked in a thread: 4 MiB can be made to take a second."""
+"""Bytes from which a packed body is unpacked in a thread: 4 MiB may take a second."""
 
 CLOSING = {"Connection": "close"}
 
@@ -67,7 +67,7 @@ async def read_body(request: web.Request, config: ServerConfig, *, undeclared: b
 
 
 async def _say_continue(request: web.Request) -> None:
-    """Ask a client for the body that waits to be asked for (`Expect: 100-continue`). Raises ApiError 417."""
+    """Ask a client that sent `Expect: 100-continue` for the body. Raises ApiError 417."""
     expected = request.headers.get("Expect")
     if expected is None or request.version < (1, 1):
         return

@@ -1,4 +1,4 @@
-"""What a client gets when something is wrong: `{"error": {"message", "type", "param", "code"}}` and a status; with
+"""Error responses: `{"error": {"message", "type", "param", "code"}}` and a status; with
 `error_format="lmdeploy"`, `{"object": "error", "message", "type", "param", "code"}`, whose code is the status.
 Anthropic's routes have `{"type": "error", "error": {"type", "message"}}`, and Ollama's `{"error": message}`.
 
@@ -71,7 +71,7 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""By status, on Anthropic's routes."""
+"""Status -> type of the error on Anthropic's routes."""
 
 NAMES = {
     "max_new_tokens": "max_tokens",
@@ -80,9 +80,9 @@ NAMES = {
     "random_seed": "seed",
     "adapter_name": "model",
 }
-"""The engine's names of parameters, by those of the API where they differ."""
+"""The engine's name of a parameter -> the API's, where they differ."""
 PROMPT_NAMES = {"input_ids", "prompts", "prompt", "messages"}
-"""The engine's names of what is asked."""
+"""The engine's names of the prompt."""
 
 
 class ApiError(Exception):
@@ -132,26 +132,25 @@ def fields_of(error: ApiError, error_format: ErrorFormat) -> dict[str, Any]:
 
 
 def event_of(error: ApiError, error_format: ErrorFormat) -> bytes:
-    """Return the error as an object of a stream, where LMDeploy too has it below the key `error`."""
+    """Return the error as an object of a stream, in which LMDeploy has it below the key `error` too."""
     fields = fields_of(error, error_format)
     return msgspec.json.encode(fields if "error" in fields else {"error": fields})
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """Return the header Retry-After; OpenAI's client gives up above 120 seconds."""
+    """Return the header Retry-After, at most 120 seconds, beyond which OpenAI's client gives up."""
     return {"Retry-After": str(min(120, max(1, math.ceil(seconds))))}
 
 
 def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
-    """Return the answer to an error that a handler raised. `prompt`: what the route calls what the engine calls the
-    prompt."""
+    """Return the answer to an error that a handler raised. `prompt`: the route's name of the prompt."""
     match error:
         case ApiError():
             return error
         case web.HTTPException():
             return ApiError(error.status, error.reason)
         case ContextLengthExceeded():
-            # litellm and others tell it by the first words of OpenAI's sentence, not by the code.
+            # litellm and others recognise it by the first words of OpenAI's sentence, not by the code.
             message = f"This model's maximum context length is exceeded. {error}"
             return ApiError(400, message, code="context_length_exceeded", param=prompt)
         case UnsupportedFeature():
@@ -163,14 +162,14 @@ def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
         case InvalidRequest():
             return ApiError(400, str(error), code="invalid_value")
         case SessionBusy():
-            # OpenAI's client repeats a 409 by itself, and the session would be as busy.
+            # OpenAI's client repeats a 409 by itself, when the session would still be busy.
             return ApiError(409, str(error), code="session_busy", headers={"x-should-retry": "false"})
         case SessionNotFound():
             return ApiError(404, str(error), code="session_not_found", param="session_id")
         case QueueFull():
             return ApiError(429, str(error), code="queue_full", headers=retry_after(error.retry_after))
         case DeadlineExceeded():
-            # A client that repeats it by itself would wait as long again, for an answer that no user awaits any more.
+            # A client that repeats it by itself would wait as long again, for an answer that is no longer wanted.
             return ApiError(504, str(error), code="deadline_exceeded", headers={"x-should-retry": "false"})
         case RequestFailed():
             logger.error("a request failed: %s", error)

@@ -1,4 +1,4 @@
-"""HttpProtocol: aiohttp's side of a connection, which notices that a client has left, and bounds what is kept."""
+"""HttpProtocol: a connection that notices when its client has left, and bounds the bytes that it keeps."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from aiohttp.http import HttpProcessingError
 __all__ = ["HttpProtocol", "http_logger", "is_last", "working"]
 
 MAX_HEAD_BYTES = 2**16
-"""Of a request's line and headers, as far as they come in pieces."""
+"""Most bytes of a request's line and headers that come in pieces."""
 HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class HttpProtocol(web.RequestHandler):
     """One connection.
 
-    aiohttp stops reading when requests wait behind one that is answered, and so does not notice that the client has
-    left. While a request is in work nothing may wait behind it: that is dropped, the answer is the connection's last,
-    and reading goes on.
+    aiohttp stops reading when a further request waits, and then does not notice that the client has left. So while a
+    request is in work, a further one is dropped, the answer is the connection's last, and reading goes on.
     """
 
     __slots__ = ("_head_bytes", "_on_lost", "_working")
@@ -31,9 +30,9 @@ class HttpProtocol(web.RequestHandler):
         super().__init__(manager, **options)
         self._on_lost = on_lost
         self._working = False
-        """A request is in work."""
+        """Whether a request is in work."""
         self._head_bytes = 0
-        """What has come since the last whole request."""
+        """Bytes that have come since the last complete request."""
 
     @property
     def is_last(self) -> bool:
@@ -67,7 +66,7 @@ class HttpProtocol(web.RequestHandler):
             return
         self.close()
         if self.transport is not None:
-            # What comes from now on is read and thrown away, until the end of the connection.
+            # Further bytes are read and dropped until the end of the connection.
             self.transport.resume_reading()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -76,7 +75,7 @@ class HttpProtocol(web.RequestHandler):
 
 
 def working(request: web.Request) -> AbstractContextManager[None]:
-    """Count the request as in work during the block; without effect where another server runs the application."""
+    """Count the request as in work during the block; without effect if another server runs the application."""
     protocol = request.protocol
     return protocol.working() if isinstance(protocol, HttpProtocol) else nullcontext()
 
@@ -87,7 +86,7 @@ def is_last(request: web.Request) -> bool:
 
 
 def http_logger() -> logging.Logger:
-    """Return aiohttp's logger, less broken requests and connections: with a traceback for each, any client could fill
+    """Return aiohttp's logger without broken requests and connections: with a traceback for each, any client could fill
     the log."""
     found = logging.getLogger("asyncllm.server.http")
     found.addFilter(_is_ours)

@@ -1,4 +1,4 @@
-"""Responses as JSON, and their way to a client, which may read slowly, not at all, or have left."""
+"""JSON responses, and writing them to clients that may read slowly, not at all, or have left."""
 
 from __future__ import annotations
 
@@ -30,36 +30,37 @@ Part = TypeVar("Part", bound=msgspec.Struct)
 encode = msgspec.json.Encoder().encode
 
 CLIENT_LEFT = 499
-"""The status that is logged and counted, after nginx, for a request whose client left before its end."""
+"""The status, nginx's, that is logged and counted for a request whose client left before its end."""
 OUTCOME = web.RequestKey("OUTCOME", int)
-"""The status by which a request ended, where it is not its response's: CLIENT_LEFT, or that of the error which broke
-off a stream that had begun with 200. Written where it is noticed first, read by the entrance."""
+"""The status by which a request ended, if it is not its response's: CLIENT_LEFT, or that of an error in a stream that
+had begun with 200. Written by the first function that notices it, read by the entrance."""
 
 SMALL = 2**14
-"""Bytes that an empty write buffer takes without the transport asking to wait (64 KiB, asyncio's and uvloop's)."""
+"""Bytes that an empty write buffer takes before the transport asks to wait (64 KiB in asyncio and uvloop)."""
 
 
 def json_response(answer: msgspec.Struct, status: int = 200) -> web.Response:
-    """Return an answer that is sent whole."""
+    """Return an answer that is sent in one piece."""
     return web.Response(status=status, body=encode(answer), content_type="application/json")
 
 
 async def built_response(engine: AsyncEngine, build: Callable[[], msgspec.Struct], size: int) -> web.Response:
-    """Return the answer that `build` makes, sent whole. Of many tokens (`size`) it is built and encoded in a thread."""
+    """Return the answer of `build`, sent in one piece. With many tokens (`size`) it is built and encoded in a
+    thread."""
     body = await engine.offload(lambda: encode(build()), size)
     return web.Response(body=body, content_type="application/json")
 
 
 def encoded_alone(part: Part) -> Part:
-    """Return a part of an answer as JSON, which stands for it there: encoding holds the interpreter, for large answers
-    too long at once."""
+    """Return a part of an answer as raw JSON. Large answers are encoded part by part, as encoding holds the
+    interpreter."""
     raw: Any = msgspec.Raw(encode(part))
     found: Part = raw
     return found
 
 
 class Connection:
-    """The way to a client that may read slowly or not at all."""
+    """Writes to a client that may read slowly or not at all."""
 
     def __init__(self, request: web.Request, response: web.StreamResponse, write_timeout: float) -> None:
         self._transport = request.transport
@@ -67,12 +68,12 @@ class Connection:
         self._write_timeout = write_timeout
 
     async def write(self, data: bytes) -> None:
-        """Send a piece. Raises ConnectionError when the client has left. One that reads nothing for `write_timeout`
+        """Send a piece. Raises ConnectionError if the client has left. A client that reads nothing for `write_timeout`
         seconds is dropped, which cancels the handler."""
         await self._pass(self._response.write, len(data), data)
 
     async def end(self) -> None:
-        """Send what has not been sent, and the end of the body. As `write`."""
+        """Send the rest and the end of the body, as `write` does."""
         body = self._response.body if isinstance(self._response, web.Response) else None
         await self._pass(self._response.write_eof, len(body) if isinstance(body, bytes) else 0)
 
@@ -98,7 +99,7 @@ class _Watch:
         self._patience = patience
         self._loop = asyncio.get_running_loop()
         self._unread = math.inf
-        """Bytes in the write buffer when it was last seen to have shrunk, at `_since`."""
+        """Bytes in the write buffer when it last shrank, at `_since`."""
         self._since = self._loop.time()
         self._timer = self._loop.call_later(patience / 4, self._look)
 
@@ -123,8 +124,8 @@ async def begin(request: web.Request, response: web.StreamResponse) -> None:
 
 
 async def send(request: web.Request, response: web.StreamResponse, write_timeout: float) -> None:
-    """Write a whole response, or the end of a stream. A client that has left is no error, but an `OUTCOME`. When the
-    rest of a refused body is still to come, the connection is closed."""
+    """Write a whole response, or the end of a stream. If the client has left, set `OUTCOME` and raise nothing. If the
+    rest of a refused body is still to come, close the connection."""
     try:
         if not response.prepared:
             await begin(request, response)

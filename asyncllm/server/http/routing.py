@@ -1,4 +1,4 @@
-"""What the table of routes says of one of them, and how a path with a slash too many finds its route."""
+"""Route: an entry of the table of routes; paths with superfluous slashes find their route."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class Route:
     answer: type[Any] | None = None
     """The Struct of the answer's JSON; None: another format, or none."""
     content_type: str | None = None
-    """Of an answer in another format."""
+    """Content type of an answer in another format."""
     query: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters in the query, each by its JSON schema."""
+    """Name of a query parameter -> its JSON schema."""
     also: tuple[int, ...] = ()
-    """Statuses beside 200 that come with the answer's Struct and not with an error."""
+    """Statuses besides 200 that have the answer's Struct and not an error."""
     work: bool = True
-    """Whether it is counted as work. What is not answers at once, also when the server is full or drains."""
+    """Whether a request counts as work. Others are answered at once, even if the server is full or drains."""
     switch: str | None = None
     """The field of ServerConfig that leaves the route out when it is set."""
     only_with: str | None = None
-    """The one without which it is left out."""
+    """The field of ServerConfig without which the route is left out."""
     streams: bool = False
     """Whether `stream: true` turns the answer into events of `stream_type`."""
     stream_type: str = "text/event-stream"
     errors: ErrorFormat | None = None
-    """The form of its errors, where that is not the server's."""
+    """The form of its errors, if it is not the server's."""
 
 
 def without_slashes(path: str) -> str:
@@ -54,7 +54,7 @@ def without_slashes(path: str) -> str:
 
 
 class Slashes(web.PlainResource):
-    """Is asked for what no other resource takes, and finds what takes the path without those slashes."""
+    """Handles paths that no other resource takes, by finding the resource of the path without superfluous slashes."""
 
     def __init__(self, router: web.UrlDispatcher) -> None:
         # The router looks at the resources of "/" last, whatever the path.

@@ -1,5 +1,4 @@
-"""LMDeploy's routes by which the model sleeps and wakes, with the server up all the while, and the server ends; vLLM's
-by which LoRA adapters come and go."""
+"""LMDeploy's routes to put the model to sleep, wake it, and end the server; vLLM's to load and unload LoRA adapters."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ TAGS: dict[str, Any] = {"type": "array", "items": {"enum": ["weights", "kv_cache
 
 
 class Sleeping(msgspec.Struct, kw_only=True):
-    """Whether the model sleeps, all of it or a part."""
+    """Whether the model, or a part of it, sleeps."""
 
     is_sleeping: bool
 
@@ -80,10 +79,10 @@ async def wakeup(request: web.Request) -> web.Response:
 
 
 class Terminating(msgspec.Struct, kw_only=True):
-    """What is left to do before the server ends."""
+    """The work left before the server ends."""
 
     running: int
-    """Requests that are let finish, for `drain_timeout` at most."""
+    """Running requests, which may finish within `drain_timeout`."""
 
 
 async def terminate(request: web.Request) -> web.Response:
@@ -143,7 +142,7 @@ async def load_adapter(request: web.Request) -> web.Response:
 
 
 async def unload_adapter(request: web.Request) -> web.Response:
-    """Let no request name a LoRA adapter any more. Those that run keep it to their end."""
+    """Unload a LoRA adapter. Running requests keep it to their end."""
     service = service_of(request)
     body = await read_request(request, UnloadAdapterRequest)
     if body.lora_name not in service.engine.adapters:
@@ -156,8 +155,8 @@ async def unload_adapter(request: web.Request) -> web.Response:
 
 
 def _allowed(root: str, path: str) -> str:
-    """Return the folder that a request names, with all links followed. Raises ApiError unless it is below `root` and
-    has weights that no code has to be run for."""
+    """Return the folder that a request names, with all links resolved. Raises ApiError unless it is below `root` and
+    has weights that load without running code."""
     try:
         top = Path(root).resolve()
         folder = (top / path).resolve()
@@ -166,7 +165,7 @@ def _allowed(root: str, path: str) -> str:
     except (OSError, RuntimeError, ValueError):
         found = sound = False
     if not found:
-        # Whether there is anything elsewhere is not said.
+        # The error does not tell whether the path exists elsewhere.
         raise ApiError(
             404, "There is no such folder below adapters_folder.", code="adapter_not_found", param="lora_path"
         )

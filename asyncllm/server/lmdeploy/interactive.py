@@ -1,4 +1,4 @@
-"""POST /v1/chat/interactive: LMDeploy's conversations that the server keeps, under an id of the client's choice."""
+"""POST /v1/chat/interactive: LMDeploy's conversations, which the server keeps under an id of the client's choice."""
 
 from __future__ import annotations
 

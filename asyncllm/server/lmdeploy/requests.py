@@ -22,7 +22,7 @@ __all__ = ["DetokenizeRequest", "EncodeRequest", "GenerateRequest", "Interactive
 
 
 class LMDeployFields(SamplingFields, kw_only=True):
-    """What the two routes that generate have in common."""
+    """The common fields of the two routes that generate."""
 
     stream: bool = False
     min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None

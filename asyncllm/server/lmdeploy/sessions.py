@@ -1,10 +1,10 @@
-"""KeptSessions: the conversations that /v1/chat/interactive keeps between requests, and how few and how long.
+"""KeptSessions: the conversations that /v1/chat/interactive keeps between requests, and their bounds.
 
 A conversation is forgotten after `session_ttl` idle seconds, or to make room: `max_sessions` bounds their number and
-`max_session_tokens` their histories. The one that goes has been idle longest, of the key that keeps most of what
-there is too little of, so that a client who opens many or long ones loses its own. All of them go with an engine that
-dies. The next request of a forgotten one gets 410, once, so that no new conversation passes for one
-that goes on; the request after that begins a new one.
+`max_session_tokens` their histories. To make room, the key that uses most of the
+scarce resource loses its conversation that has been idle longest, so that a client with many or long ones loses its
+own. An engine's death ends all of them. The next request of a forgotten conversation gets 410, once, so that no new
+conversation is taken for a continued one; the request after that begins a new one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncllm.server.supervisor import Supervisor
 __all__ = ["Kept", "KeptSessions"]
 
 FORGOTTEN_REMEMBERED = 1024
-"""Ids per key whose next request gets 410; of older ones nothing is known any more."""
+"""Most forgotten ids per key whose next request gets 410; older ones are not remembered."""
 
 
 class Kept:
@@ -30,9 +30,9 @@ class Kept:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.in_work = 0
-        """Requests that have it in hand."""
+        """Requests that use it at the moment."""
         self.last_used = 0.0
-        """In the event loop's time."""
+        """Time of the last use, in the event loop's time."""
 
     @property
     def idle(self) -> bool:
@@ -40,13 +40,13 @@ class Kept:
 
 
 class _Owner:
-    """What one key keeps."""
+    """The conversations of one key."""
 
     def __init__(self) -> None:
         self.kept: OrderedDict[int, Kept] = OrderedDict()
-        """By the client's session id, least recently used first."""
+        """The client's session id -> conversation, least recently used first."""
         self.forgotten: OrderedDict[int, None] = OrderedDict()
-        """Ids that have not been told yet, oldest first."""
+        """Forgotten ids whose client has not got a 410 yet, oldest first."""
 
     def conversations(self) -> int:
         return len(self.kept)
@@ -63,7 +63,7 @@ class _Owner:
 
 
 class KeptSessions:
-    """By key and session id, so that two keys may use the same id and never meet. Written by the route's handler."""
+    """Conversations by key and session id, so that two keys may use the same id. Written by the route's handler."""
 
     def __init__(self, supervisor: Supervisor, config: ServerConfig) -> None:
         self._supervisor = supervisor
@@ -75,12 +75,13 @@ class KeptSessions:
         return sum(len(owner.kept) for owner in self._owners.values())
 
     def get(self, key: int, session_id: int) -> Kept | None:
-        """Return the conversation, if it is kept."""
+        """Return the conversation; None if it is not kept."""
         owner = self._owners.get(key)
         return owner.kept.get(session_id) if owner is not None else None
 
     def enter(self, key: int, session_id: int, *, start: bool) -> Kept | None:
-        """Return the conversation, to be given back by `leave`; a new one if `start`, else None if there is none.
+        """Return the conversation, to be given back by `leave`. If there is none, begin one if `start`, else return
+        None.
 
         Raises ApiError 410 if it has been forgotten, 429 if there is no room for a new one.
         """
@@ -109,8 +110,7 @@ class KeptSessions:
         return kept
 
     def leave(self, key: int, session_id: int, kept: Kept, *, end: bool) -> None:
-        """Give the conversation back, with which a request is done. `end`: so has the client. What never had a turn is
-        not kept either."""
+        """Give the conversation back at the end of a request. It is forgotten if `end`, or if it never had a turn."""
         kept.in_work -= 1
         kept.last_used = asyncio.get_running_loop().time()
         owner = self._owners[key]
@@ -136,7 +136,7 @@ class KeptSessions:
         return kept.session.step
 
     def _forget_all(self) -> None:
-        """Forget all conversations, as the engine that had them is gone."""
+        """Forget all conversations, as their engine is gone."""
         for owner in self._owners.values():
             for session_id in list(owner.kept):
                 owner.forget(session_id)
@@ -167,8 +167,8 @@ class KeptSessions:
             owner.forget(session_id)
 
     def _short_of(self) -> Callable[[_Owner], int] | None:
-        """Return what there is too little of for a new conversation, as how much of it an owner has; None: there is
-        room."""
+        """Return the scarce resource for a new conversation, as a function of how much of it a key uses; None if there
+        is room."""
         if sum(map(_Owner.tokens, self._owners.values())) >= self._config.max_session_tokens:
             return _Owner.tokens
         return _Owner.conversations if len(self) >= self._config.max_sessions else None

@@ -1,1 +1,1 @@
-"""What tells how the server does: metrics, health, the access log."""
+"""Observing the server: metrics, health, the access log."""

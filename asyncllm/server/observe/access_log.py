@@ -1,4 +1,4 @@
-"""One line for each HTTP request, at INFO, and how a server's log is written when it is the whole program."""
+"""The access log: one line for each HTTP request, at INFO; and the log of a server that is the whole program."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MAX_PATH = 128
 
 
 def log_request(method: str, route: str, status: int, seconds: float, request_id: str, key: int) -> None:
-    """Log a request. Bodies and queries are not logged, as they hold prompts and perhaps keys. `key`: which one; -1:
-    none."""
+    """Log a request. Bodies and queries are not logged, as they hold prompts and perhaps keys. `key`: its index;
+    -1: none."""
     if not logger.isEnabledFor(logging.INFO):
         return
     logger.info(
@@ -35,8 +35,8 @@ def log_request(method: str, route: str, status: int, seconds: float, request_id
 
 
 class _OneLine(logging.Formatter):
-    """Spells out what a message brings along. A traceback below it keeps its lines, which are indented: text in them
-    cannot be taken for lines of the log."""
+    """Escapes control characters in messages. A traceback keeps its lines, which are indented, so that text in them
+    cannot look like a line of the log."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = in_one_line(record.message)
@@ -50,8 +50,8 @@ class _OneLine(logging.Formatter):
 
 @contextmanager
 def logging_to_stderr(level: str) -> Iterator[None]:
-    """Write what asyncllm logs to stderr while the block runs, from `level` up. A program that has set up logging
-    itself, as `logging.basicConfig` does, keeps its own handlers."""
+    """Write asyncllm's log to stderr during the block, from `level` up. A program that has set up logging itself, as by
+    `logging.basicConfig`, keeps its own handlers."""
     package = logging.getLogger("asyncllm")
     before = package.level
     package.setLevel(level)

@@ -1,4 +1,4 @@
-"""Instruments: what one service measures, for Prometheus. Names are vLLM's where it has them, with our prefix.
+"""Instruments: the metrics of one service, for Prometheus. Names are vLLM's where it has them, with our prefix.
 
     asyncllm:num_requests_running ...         the engine's own numbers, read at each scrape
     asyncllm:time_to_first_token_seconds ...  of each request, once, when it ends; also of the program's own
@@ -34,7 +34,7 @@ __all__ = ["Instruments", "LoopLag"]
 PREFIX = "asyncllm:"
 
 Reading = tuple[str, str, Callable[[EngineStats], float]]
-"""Name, help, and how it is read."""
+"""(name, help, how the value is read)."""
 
 GAUGES: tuple[Reading, ...] = (
     ("num_requests_running", "Sequences with a row in the batch.", lambda stats: stats.running),
@@ -102,7 +102,7 @@ TOKENS = _decades(0, 6)
 
 
 class _EngineReadings(Collector):
-    """The engine's own numbers as they are at each scrape."""
+    """The engine's own numbers at each scrape."""
 
     def __init__(self, model_name: str) -> None:
         self.stats: EngineStats | None = None
@@ -112,7 +112,7 @@ class _EngineReadings(Collector):
         self._model_name = model_name
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing: prometheus-client would collect to find out the names, and there are no numbers yet."""
+        """Yield nothing. prometheus-client would otherwise collect to find the names, before there are numbers."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
@@ -190,7 +190,7 @@ class Instruments:
             buckets=SHORT_SECONDS,
         )
         self._lag = LoopLag(loop_lag.observe)
-        # Writing the text down takes a few milliseconds and reads files of /proc.
+        # Writing the text takes a few milliseconds and reads files of /proc.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-metrics")
 
     @contextmanager
@@ -206,7 +206,7 @@ class Instruments:
             self._thread.shutdown(wait=False)
 
     def _ended(self, record: RequestRecord) -> None:
-        """Take in a request that has ended."""
+        """Count a request that has ended."""
         for reason in record.finish_reasons:
             self._answers[reason].inc()
         self._whole.observe(record.ended - record.arrived)
@@ -226,12 +226,12 @@ class Instruments:
             self._per_token.observe((record.ended - record.prefilled) / (record.longest_answer - 1))
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Take in an HTTP request. `method` and `route` are of the table of routes, or stand for all others."""
+        """Count an HTTP request. `method` and `route` are of the table of routes, or stand for all others."""
         self._http_requests.labels(method, route, status).inc()
         self._http_seconds.labels(route).observe(seconds)
 
     async def scrape(self, accept: str) -> tuple[bytes, str]:
-        """Return all of it in the format that the Accept header asks for, and its content type."""
+        """Return all metrics in the format of the Accept header, and the content type."""
         try:
             stats = self._supervisor.engine.stats()
         except EngineError:
@@ -250,7 +250,7 @@ INTERVAL_S = 0.5
 
 
 class LoopLag:
-    """One timer at a time, while it runs. Written by the event loop."""
+    """Measures how late timers are, one at a time. Written by the event loop."""
 
     def __init__(self, report: Callable[[float], None]) -> None:
         """`report` gets the seconds by which each timer was late."""
@@ -264,7 +264,7 @@ class LoopLag:
         self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._went_off)
 
     def stop(self) -> None:
-        """End; nothing is left in the event loop."""
+        """End, and leave nothing in the event loop."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,6 +1,6 @@
-"""GET /health, /health/live, /health/ready and /metrics: what orchestrators and Prometheus ask.
+"""GET /health, /health/live, /health/ready and /metrics, for orchestrators and Prometheus.
 
-Whether the server is alive, takes requests, and gets on with them are three questions, which have different answers.
+Whether the server is alive, takes requests, and makes progress are three questions with different answers.
 """
 
 from __future__ import annotations

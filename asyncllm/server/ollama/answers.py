@@ -1,4 +1,4 @@
-"""What Ollama's routes answer: one object, or lines of JSON of which the last one counts tokens and time."""
+"""The answers of Ollama's routes: one object, or lines of JSON, of which the last one counts tokens and time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ __all__ = ["AnswerWriter", "OllamaAnswer", "OllamaChatAnswer", "OllamaGenerateAn
 
 
 class OllamaAnswer(msgspec.Struct, kw_only=True):
-    """What answers to chats and prompts share. The counts are in the last line of a stream, or the only one."""
+    """The common fields of answers to chats and prompts. The counts are in the last line of a stream, or the only
+    one."""
 
     model: str
     created_at: str
@@ -55,7 +56,7 @@ class OllamaGenerateAnswer(OllamaAnswer, kw_only=True):
 
 
 def now(seconds: float | None = None) -> str:
-    """Return the time, or the one of so many seconds after 1970, as RFC 3339 has it."""
+    """Return a time in RFC 3339: now, or that of some seconds after 1970."""
     when = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
     return when.isoformat().replace("+00:00", "Z")
 
@@ -104,7 +105,7 @@ def _call(index: int, name: str, arguments: str) -> dict[str, Any]:
 
 
 def _end(generation: Generation, last: Chunk | Response) -> dict[str, Any]:
-    """Return what the last line says of an answer, besides its text."""
+    """Return the last line's fields besides the text."""
     arrived, prefilled, ended = generation.arrived, generation.prefilled, time.monotonic()
     begun = ended if prefilled is None else prefilled
     return {
@@ -131,7 +132,7 @@ class OllamaLines:
         self._last = Chunk()
 
     def chunk(self, chunk: Chunk) -> bytes:
-        """Return the line of one chunk; nothing of one that shows nothing yet."""
+        """Return the line of one chunk; empty if it has nothing to show yet."""
         self._last = chunk
         for piece in chunk.tool_calls:
             if piece.name is not None:
@@ -158,5 +159,5 @@ class OllamaLines:
 
     @staticmethod
     def failed(error: ApiError) -> bytes:
-        """Return the line of an error that breaks the answer off."""
+        """Return the line of an error that ends the answer."""
         return NDJSON.frame(encode(fields_of(error, "ollama")))

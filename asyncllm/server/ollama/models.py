@@ -1,5 +1,5 @@
-"""GET /api/tags, /api/ps and /api/version, POST /api/show: what is served, as Ollama tells it. And a refusal for the
-routes by which Ollama fetches, makes and deletes models."""
+"""GET /api/tags, /api/ps and /api/version, POST /api/show: the served models in Ollama's format. Its routes that fetch,
+make and delete models are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 NEVER = "9999-12-31T23:59:59Z"
-"""When a model that stays loaded expires."""
+"""The expiry time of a model that stays loaded."""
 WEIGHTS = (".safetensors", ".bin")
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Ollama's names."""
@@ -179,7 +179,7 @@ def _capabilities(service: Service) -> list[str]:
 
 
 def _fields(service: Service) -> list[dict[str, Any]]:
-    """Return what is said of the model, and then of each of its adapters. Looks at files."""
+    """Return the entries of the model and of each of its adapters. Reads files."""
     engine = service.engine
     limits, folder = engine.limits, Path(engine.limits.model_path) if engine.limits.model_path else None
     config = {} if folder is None else read_json_object(folder / "config.json")

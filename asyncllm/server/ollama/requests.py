@@ -1,7 +1,7 @@
-"""The bodies that Ollama's routes take, and what their fields say in the engine's terms.
+"""The bodies of Ollama's routes, and their fields as arguments of the engine.
 
-Documented at https://github.com/ollama/ollama/blob/main/docs/api.md. What is in none of these Structs is looked up in
-the table of neutral fields, entries of `options` too.
+Documented at https://github.com/ollama/ollama/blob/main/docs/api.md. Other names are looked up in the table of
+neutral fields, entries of `options` too.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class OllamaOptions(FurtherFields, kw_only=True):
 
 
 class OllamaBody(PolicyFields, kw_only=True):
-    """What all of these bodies have."""
+    """The fields of all bodies."""
 
     options: OllamaOptions | None = None
     keep_alive: float | str | None = None
@@ -76,7 +76,7 @@ class OllamaBody(PolicyFields, kw_only=True):
 
 
 class AnswerFields(OllamaBody, kw_only=True):
-    """What the bodies of routes that answer share."""
+    """The common fields of routes that generate."""
 
     stream: bool = True
     """Send the answer piece by piece, as lines of JSON."""
@@ -177,7 +177,8 @@ def _form_of(form: dict[str, Any] | str | None) -> dict[str, Any] | None:
 
 
 def options_of(request: web.Request, body: AnswerFields, service: Service) -> RequestKeywords:
-    """Return how a rendered request stands among the others, and how much the model thinks. Raises ApiError."""
+    """Return priority, timeout and the like, and how much the model thinks, as keywords of the engine. Raises
+    ApiError."""
     options = request_options(request, body)
     template = service.engine.chat_template
     match body.think:

@@ -1,7 +1,7 @@
-"""What the answers of chat and plain completions share: their names, the templates of their events, their usage, their
-log-probabilities in OpenAI's two formats.
+"""Common parts of the answers of chat and plain completions: ids, templates of events, usage, and log-probabilities in
+OpenAI's two formats.
 
-What all chunks of an answer share is encoded once, so that a token costs one string.
+The common part of all chunks of an answer is encoded once, so that a token costs one string.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["AnswerIdentity", "Tail", "UsageCount", "arguments_of", "chat_logprob
 
 
 class AnswerIdentity:
-    """Names one answer to one request: its id, its time, its model."""
+    """The id, time and model of the answer to a request."""
 
     def __init__(self, prefix: str, model: str, request_id: str | None) -> None:
         self.id = prefix + (request_id or uuid.uuid4().hex)
@@ -45,7 +45,7 @@ class AnswerIdentity:
 
 
 class Tail:
-    """The end of every event: the usage, as `stream_options` has it."""
+    """The end of every event: the usage, as `stream_options` says."""
 
     def __init__(self, body: OpenAIFields) -> None:
         options = body.stream_options
@@ -66,25 +66,25 @@ class UsageCount:
 
     def __init__(self) -> None:
         self._prompts: dict[int, Chunk | Response] = {}
-        """By prompt: a piece of an answer to it, which says how long it is."""
+        """Prompt -> a chunk of an answer to it, which has its length."""
         self._generated: dict[tuple[int, int], int] = {}
-        """By prompt and choice."""
+        """(prompt, choice) -> generated tokens."""
         self._reasoning: dict[tuple[int, int], int] = {}
-        """Of those, what was thought with, where anything was."""
+        """(prompt, choice) -> reasoning tokens among them, if any."""
 
     def begin(self, chunk: Chunk) -> None:
-        """Take in the prompt of a choice's first chunk, before any of its tokens."""
+        """Count the prompt of a choice's first chunk, before any of its tokens."""
         self._prompts[chunk.index] = chunk
 
     def add(self, chunk: Chunk) -> None:
-        """Take in a chunk; the newest of a choice holds its sum."""
+        """Count a chunk; the newest one of a choice has its sum."""
         self.begin(chunk)
         self._generated[chunk.index, chunk.choice] = chunk.generate_token_len
         if chunk.reasoning_token_len:
             self._reasoning[chunk.index, chunk.choice] = chunk.reasoning_token_len
 
     def add_response(self, response: Response, prompt: int) -> None:
-        """Take in a whole answer with all of its choices."""
+        """Count a whole answer with all of its choices."""
         self._prompts[prompt] = response
         for choice, answer in enumerate(response.choices or (response,)):
             self._generated[prompt, choice] = answer.generate_token_len
@@ -92,7 +92,7 @@ class UsageCount:
                 self._reasoning[prompt, choice] = answer.reasoning_token_len
 
     def usage(self, *, generated: bool = True) -> Usage:
-        """Return the sums so far. `generated=False`: what was computed for an echo is not the caller's."""
+        """Return the sums so far. `generated=False`: without the token that was computed for an echo."""
         prompts = self._prompts.values()
         prompt = sum(piece.history_token_len + piece.input_token_len for piece in prompts)
         completion = sum(self._generated.values()) if generated else 0
@@ -111,14 +111,14 @@ class UsageCount:
 
 
 def size_of(piece: Chunk | Response) -> int:
-    """Return tokens and log-probabilities that a piece of an answer tells of."""
+    """Return the number of tokens and log-probabilities in a piece of an answer."""
     listed = (piece.logprobs, piece.prompt_logprobs)
     # All entries of a list have about as many.
     return len(piece.token_ids) + sum(len(each) * (1 + len(each[-1] or ())) for each in listed if each)
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object; of one that is cut or no JSON object, their text below a key."""
+    """Return the arguments of a call as an object; if they are cut or no JSON object, their text below a key."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):

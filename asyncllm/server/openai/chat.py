@@ -104,8 +104,8 @@ def message_of(answer: Response, *, thinks: bool) -> ResponseMessage:
 
 
 def _deltas(chunk: Chunk, *, thinks: bool) -> Iterator[bytes]:
-    """Yield the deltas of a chunk that is taken apart, of one kind each; those of a call without its id are pieces of
-    its arguments, which clients join."""
+    """Yield the deltas of a chunk that is split, each of one kind. A delta of a call without an id is a piece of its
+    arguments, which clients join."""
     if chunk.reasoning and thinks:
         text = encode(chunk.reasoning)
         yield b'{"reasoning_content":%b,"reasoning":%b}' % (text, text)
@@ -169,7 +169,7 @@ class _ChatEvents:
         else:
             deltas = []
         for place, delta in enumerate(deltas):
-            # What is told of the chunk's tokens is told once.
+            # The chunk's token ids and log-probabilities are sent once.
             events += head + delta + b',"logprobs":' + (b"null" if place else self._logprobs(chunk))
             if self._body.return_token_ids and not place:
                 events += b',"token_ids":' + encode(chunk.token_ids)

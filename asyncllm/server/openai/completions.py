@@ -59,7 +59,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     try:
         for generation in generations:
             await generation.start()
-            await asyncio.sleep(0)  # many prompts do not hold up the loop
+            await asyncio.sleep(0)  # so that many prompts do not delay the event loop
         pieces = _Pieces(body, prompts, generations, service.engine.tokenizer)
         if body.stream:
             return await stream(request, service, generations, _CompletionEvents(identity, body, pieces))
@@ -93,8 +93,8 @@ def prompts_of(prompt: Prompt, config: ServerConfig, name: str) -> list[str | li
 
 
 class _Pieces:
-    """Turns what the engine sends into what the caller asked for: with the prompt in front when it is echoed, without
-    new tokens when none were asked for."""
+    """Adapts the engine's answer to the request: puts an echoed prompt in front, and drops the token of a request for
+    none."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class _Pieces:
             for prompt in (prompts if body.echo else ())
         ]
         self._prompt_logprobs: dict[int, list[dict[int, float] | None]] = {}
-        """By prompt; the engine sends them with the first choice."""
+        """Log-probabilities of each prompt, which the engine sends with the first choice."""
         self._offsets: dict[tuple[int, int], int] = {}
         """By prompt and choice, once it has begun: characters of its text so far."""
 
@@ -136,7 +136,7 @@ class _Pieces:
         return text, completion_logprobs(self._tokenizer, ids, entries, self.body.logprobs, offset)
 
     def size(self, prompt: int, piece: Chunk | Response, choice: int | None = None) -> int:
-        """Return tokens and probabilities that the next piece of a choice, or of one that has not begun, tells of."""
+        """Return the number of tokens and log-probabilities in the next piece of a choice."""
         echoed = len(self.prompt_token_ids[prompt]) if self._echoes and not self.begun(prompt, choice) else 0
         tokens = len(piece.token_ids) + max(echoed, len(piece.prompt_logprobs or ()))
         return tokens * (1 + max(self.body.logprobs or 0, self.body.prompt_logprobs or 0))

@@ -1,4 +1,4 @@
-"""GET /v1/models: what is served, in OpenAI's form or Anthropic's."""
+"""GET /v1/models: the served models, in OpenAI's form or Anthropic's."""
 
 from __future__ import annotations
 

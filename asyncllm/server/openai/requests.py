@@ -49,7 +49,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OpenAIFields(SamplingFields, kw_only=True):
-    """What chat and plain completions have in common."""
+    """The common fields of chat and plain completions."""
 
     stream: bool | None = None
     """Send the answer piece by piece, as server-sent events."""

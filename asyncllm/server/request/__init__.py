@@ -1,1 +1,1 @@
-"""From the body of a request to what the engine is asked, whichever API's route it came by."""
+"""Turns the body of a request into arguments of the engine, for the routes of every API."""

@@ -1,7 +1,7 @@
-"""From a request's fields to the arguments of `AsyncEngine.generate`: its GenerationConfig, and its keywords.
+"""Turns a request's fields into arguments of `AsyncEngine.generate`: the GenerationConfig and the keywords.
 
-Clients with different keys share the engine and nothing else: neither cached prefixes, whose computing one could time,
-nor session ids.
+Clients with different keys share only the engine: neither cached prefixes, which could be found out by timing, nor
+session ids.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ __all__ = [
 ]
 
 OPENAI_DEFAULTS = GenerationConfig(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=None)
-"""What a request leaves out, where the checkpoint says nothing."""
+"""Sampling parameters that neither request nor checkpoint sets."""
 
 INTERACTIVE_DEFAULTS = GenerationConfig(temperature=0.8, top_p=0.8, top_k=40, max_new_tokens=None)
-"""LMDeploy's, of /v1/chat/interactive."""
+"""LMDeploy's defaults for /v1/chat/interactive."""
 
 GENERATE_TOKENS = 128
 """LMDeploy's default of max_tokens for /generate."""
@@ -54,7 +54,7 @@ COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for plain completions."""
 
 CHECKPOINT_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Of generation_config.json."""
+"""Entries of generation_config.json that are defaults of requests."""
 
 SAME_NAME = (
     "temperature",
@@ -72,19 +72,18 @@ SAME_NAME = (
     "skip_special_tokens",
     "prompt_logprobs",
 )
-"""Fields of a request that GenerationConfig has under the same name."""
+"""Fields of a request with the same name in GenerationConfig."""
 
 IDS_PER_KEY = 2**32
 """Above every session id that a body can hold."""
 
 SWITCHES = frozenset({"enable_thinking", "thinking"})
-"""Variables that make models think, as Qwen's and DeepSeek's templates call them. Not to think is nothing to ask of a
-template that knows of no thinking."""
+"""Variables by which Qwen's and DeepSeek's templates switch thinking. Without them a template never thinks, so False
+needs nothing."""
 
 
 def defaults_of(generation: dict[str, Any]) -> GenerationConfig:
-    """Return the defaults by a checkpoint's generation_config.json; values out of range are the checkpoint's, and
-    skipped."""
+    """Return the defaults of a checkpoint's generation_config.json, without values out of range."""
     fields: dict[str, Any] = {}
     for name in CHECKPOINT_FIELDS:
         value = generation.get(name)
@@ -148,7 +147,7 @@ def _config(
 
 
 def sampled_config(body: SamplingFields, defaults: GenerationConfig, **fields: Any) -> GenerationConfig:
-    """Return the config of a body of which the `fields` are named otherwise. Raises ApiError and InvalidParameter, as
+    """Return the config of a body with other names of `fields`. Raises ApiError and InvalidParameter, as
     `chat_config`."""
     return msgspec.structs.replace(defaults, random_seed=body.seed, **fields, **_same(body)).checked()
 
@@ -184,7 +183,7 @@ def interactive_config(body: InteractiveRequest) -> GenerationConfig:
 
 
 def _same(body: PolicyFields) -> dict[str, Any]:
-    """Return what bodies share, as fields of GenerationConfig; a field that is left out is not among them."""
+    """Return the common fields of bodies as fields of GenerationConfig, without those that are left out."""
     fields = {name: value for name in SAME_NAME if (value := getattr(body, name, None)) is not None}
     top_k, stop = getattr(body, "top_k", None), getattr(body, "stop", None)
     if top_k is not None:
@@ -199,7 +198,7 @@ def _same(body: PolicyFields) -> dict[str, Any]:
 
 
 EFFORT = "reasoning_effort"
-"""The variable of templates that know of degrees of thinking, as gpt-oss's calls it."""
+"""The variable of templates with degrees of thinking, such as gpt-oss's."""
 
 
 class WithTools(Protocol):
@@ -212,7 +211,7 @@ class WithTools(Protocol):
 
 
 class Templated(Protocol):
-    """A body with the chat template's fields."""
+    """A body with the fields of the chat template."""
 
     add_generation_prompt: bool | None
     continue_final_message: bool | None
@@ -221,7 +220,7 @@ class Templated(Protocol):
 
 
 def request_options(request: web.Request, body: PolicyFields) -> RequestKeywords:
-    """Return how the request stands among the others. With several keys, the salt of a key's prefixes is its own."""
+    """Return user, priority, timeout and salt as keywords of the engine. With several keys, each has its own salt."""
     options: RequestKeywords = {}
     if body.priority is not None:
         options["priority"] = body.priority
@@ -244,13 +243,13 @@ class WithImages(Protocol):
 
 
 def image_options(body: WithImages) -> RequestKeywords:
-    """Return how the images of its messages are prepared."""
+    """Return the options of image preparation as keywords of the engine."""
     return {} if body.mm_processor_kwargs is None else {"mm_processor_kwargs": body.mm_processor_kwargs}
 
 
 def template_options(body: Templated, template: ChatTemplate, effort: str | None = None) -> RequestKeywords:
-    """Return how the messages are written down; `effort`: how much the model shall think. Raises ApiError for two
-    fields that contradict each other."""
+    """Return the options of the chat template as keywords of the engine. `effort`: how much the model thinks. Raises
+    ApiError for two fields that contradict each other."""
     options: RequestKeywords = {}
     variables = dict(body.chat_template_kwargs or {})
     asked = body.enable_thinking
@@ -272,8 +271,8 @@ def template_options(body: Templated, template: ChatTemplate, effort: str | None
 def thinking_options(
     template: ChatTemplate, effort: str | None, variables: Variables | None, param: str
 ) -> RequestKeywords:
-    """Return the template's `variables`, with how much the model shall think, which the field `param` says. Raises
-    ApiError where the template knows nothing of that."""
+    """Return the template's `variables` with the `effort` of thinking, which the field `param` sets. Raises ApiError if
+    the template has no such variable."""
     variables = dict(variables or {})
     if effort is not None:
         _set_effort(variables, effort, template, param)
@@ -284,7 +283,7 @@ def thinking_options(
 
 
 def tool_options(body: WithTools) -> RequestKeywords:
-    """Return which tools may be called, and whether reasoning is split off."""
+    """Return tools and the splitting of reasoning as keywords of the engine."""
     options: RequestKeywords = {}
     if body.separate_reasoning is False:
         options["separate_reasoning"] = False
@@ -298,7 +297,7 @@ def tool_options(body: WithTools) -> RequestKeywords:
 
 
 def _set_effort(variables: Variables, effort: str, template: ChatTemplate, param: str) -> None:
-    """Tell the template how much to think. Raises ApiError where it knows nothing of it."""
+    """Set the template's variables for an effort. Raises ApiError if the template has no such variable."""
     if EFFORT in template.variables:
         variables.setdefault(EFFORT, effort)
     elif effort == "none":
@@ -330,8 +329,7 @@ def budget_options(body: ChatRequest) -> RequestKeywords:
 
 
 def engine_session_id(request: web.Request, session_id: int) -> int:
-    """Return the engine's id of a session that the caller calls `session_id`; the same one of another key is
-    another."""
+    """Return the engine's id of a client's `session_id`; ids of different keys never meet."""
     # The engine numbers the sessions of its own program from 1, and a request without key has the number -1.
     return (request[KEY] + 2) * IDS_PER_KEY + session_id
 

@@ -1,11 +1,11 @@
-"""From the body of a request to a checked Struct; whatever is wrong with it becomes a 4xx that names the field.
+"""Decodes the body of a request into a checked Struct; every error becomes a 4xx that names the field.
 
-A body is taken apart into its fields, without looking into them: null stands for a field that is left out, and names
-that are none of the Struct's are neutral ones or unknown. What is left is decoded, and values may be mistyped as other
-servers take them: 20.0 or "20" for 20, "true" for true.
+A body is first split into its fields without decoding them: null means that a field is left out, and names that the
+Struct lacks are neutral or unknown. Then fields are decoded, and may have other types as on other servers: 20.0 or "20"
+for 20, "true" for true.
 
-Decoding holds the interpreter for as long as it takes: 20 ms for 4 MiB of text or token ids, but up to a second for as
-many bytes of empty lists. So a body's parts are counted before it is decoded.
+Decoding holds the interpreter meanwhile: 20 ms for 4 MiB of text or token ids, but up to a second for as many bytes of
+empty lists. So a body's parts are counted before it is decoded.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ __all__ = ["IGNORED", "PROMPT_FIELD", "check_shape", "named_in_a_header", "read_
 Kind = TypeVar("Kind", bound=Body)
 
 IGNORED = web.RequestKey("IGNORED", list[str])
-"""Unknown names in the body that were taken, with `unknown_fields="ignore"`."""
+"""Unknown names in the body that were ignored, with `unknown_fields="ignore"`."""
 PROMPT_FIELD = web.RequestKey("PROMPT_FIELD", str)
 """The field of the body that holds the prompt, for errors about it."""
 PROMPT_FIELDS = ("messages", "prompt", "input", "input_ids", "tokens")
 
 MOST_NAMED = 32
-"""Names in the header that lists ignored ones."""
+"""Most names in the header that lists ignored ones."""
 
 UNCOUNTED_BYTES = 2**17
 MAX_PARTS = 2**17
-"""Objects, lists, members of objects, and strings. 4,096 messages with a call of a tool each have 100,000."""
+"""Most objects, lists, members of objects, and strings. 4,096 messages with a call of a tool each have 100,000."""
 MAX_VALUES = 2**20
-"""Anything in lists, such as token ids."""
+"""Most elements of lists, such as token ids."""
 
 MISSING = re.compile(r"Object missing required field `(.*)`")
 PLACE = re.compile(r"(.*) - at (`key` in )?`\$\.?((\w*).*)`", re.DOTALL)
@@ -61,7 +61,7 @@ def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
 
 
 async def read_request(request: web.Request, kind: type[Kind]) -> Kind:
-    """Return the body as `kind`, for the model that is served, with nothing in it that is refused. Raises ApiError."""
+    """Return the body as `kind`, checked for the model that is served. Raises ApiError."""
     service = service_of(request)
     # Ollama's documentation shows calls without Content-Type.
     data = await read_body(request, service.config, undeclared=request.path.startswith("/api/"))
@@ -76,13 +76,13 @@ async def read_request(request: web.Request, kind: type[Kind]) -> Kind:
 
 
 def named_in_a_header(names: list[str]) -> str:
-    """Return the names, percent-encoded and separated by commas; of many the first ones."""
+    """Return the first names, percent-encoded and separated by commas."""
     shown = [quote(name[:64], safe=".", errors="replace") for name in names[:MOST_NAMED]]
     return ", ".join([*shown, "..."] if len(names) > MOST_NAMED else shown)
 
 
 def _decoded(data: bytes, kind: type[Kind]) -> tuple[Kind, list[tuple[str, str]]]:
-    """Return the Struct, and unknown names, each behind the field that it is in. Raises ApiError."""
+    """Return the Struct, and unknown names, each with the field around it. Raises ApiError."""
     unknown: list[tuple[str, str]] = []
     try:
         kept = _known(_unfolded(_fields_in(data)), kind, unknown)
@@ -111,8 +111,8 @@ def _unfolded(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
 def _known(
     fields: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct], unknown: list[tuple[str, str]], inside: str = ""
 ) -> dict[str, msgspec.Raw]:
-    """Return those of the fields that the Struct has and that say something. Raises ApiError for others that ask for
-    what is not implemented; adds the names of unknown ones to `unknown`."""
+    """Return the fields that the Struct has and that are not null. Raises ApiError for others that are not neutral;
+    adds the names of unknown ones to `unknown`."""
     kept = {}
     for name, value in fields.items():
         if name in kind.__struct_fields__:
@@ -139,7 +139,7 @@ def _joined(fields: Mapping[str, msgspec.Raw]) -> bytes:
 
 @cache
 def _nested(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
-    """Return the fields that hold a Struct of their own."""
+    """Return the fields whose value is a Struct."""
     return {
         name: each
         for name, hint in get_type_hints(kind).items()
@@ -149,7 +149,7 @@ def _nested(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
 
 
 def _is_finite(value: Any) -> bool:
-    """Return whether a number is, or those of a dict are; text can spell one that is not, which JSON cannot."""
+    """Return whether a number, or every number of a dict, is finite: unlike JSON, text can spell others."""
     if isinstance(value, dict):
         return all(_is_finite(each) for each in value.values() if isinstance(each, float))
     return not isinstance(value, float) or math.isfinite(value)
@@ -180,7 +180,7 @@ def _invalid(text: str) -> ApiError:
 
 
 def check_shape(body: bytes) -> None:
-    """Raise ApiError 400 for a body of so many parts that decoding it would hold up others."""
+    """Raise ApiError 400 for a body of so many parts that decoding it would delay others."""
     if len(body) <= UNCOUNTED_BYTES:
         return
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in body else body

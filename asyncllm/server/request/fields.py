@@ -1,6 +1,6 @@
-"""Fields that the bodies of several routes have in common, whichever API they are of.
+"""Fields that the bodies of several routes share, of any API.
 
-A name is implemented, that is a field of the Struct that a handler reads, or in the table of `neutral`, or unknown.
+A name is either a field of the Struct that a handler reads, or in the table of `neutral`, or unknown.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FurtherFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PolicyFields(Body, kw_only=True):
-    """How a request stands among the others; the engine's RequestOptions check them."""
+    """User, priority and timeout of a request; the engine's RequestOptions check them."""
 
     priority: int | None = None
     """Lower values are served earlier."""

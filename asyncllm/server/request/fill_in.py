@@ -1,4 +1,4 @@
-"""`suffix`: text is asked for between a prompt and what follows it."""
+"""`suffix`: completes the text between a prompt and a suffix."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["filled_in"]
 def filled_in(
     prompts: Sequence[str | list[int]], suffix: str, config: GenerationConfig, tokenizer: Tokenizer
 ) -> tuple[list[str], GenerationConfig]:
-    """Return the prompts with the suffix, as the model was trained on them, and the config with the tokens that end
-    such an answer. Raises ApiError for token ids, and for models that know of no such thing."""
+    """Return the prompts with the suffix, in the form that the model was trained on, and the config with the tokens
+    that end such an answer. Raises ApiError for token ids, and for models without such a form."""
     form = fill_in_of(tokenizer)
     if form is None:
         raise _refused(

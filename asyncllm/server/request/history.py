@@ -1,7 +1,7 @@
-"""Messages as clients hand them back, in the form that chat templates take.
+"""Brings the messages that clients send back into the form that chat templates take.
 
-A client sends an answer again as it got it, from this server or another one: with ids, citations and empty fields of
-things that were not said. What nothing is lost without is left out; older and newer names become those of templates.
+A client sends an answer back as it got it, from this server or another one: with ids, citations and empty fields.
+Fields that tell a model nothing are dropped; older and newer names become those of templates.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ UNSAID = frozenset(
 )
 """Keys that tell no model anything: OpenAI's and vLLM's ids and citations, litellm's and OpenRouter's own records."""
 EMPTY = ("audio", "function_call", "tool_calls", "refusal", "reasoning", "reasoning_content")
-"""Keys that an answer without such a thing has with an empty value."""
+"""Keys that an answer may have with an empty value."""
 ROLES = {"developer": "system", "function": "tool"}
-"""OpenAI's newer and older names of roles, by that of templates."""
+"""OpenAI's newer and older names of roles -> the templates' name."""
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Further types of parts that are texts, by the key that holds the text."""
+"""Further types of text parts -> the key of the text."""
 
 
 async def normalised(request: web.Request, messages: list[dict[str, Any]] | str) -> list[Message] | str:
@@ -55,7 +55,7 @@ def _message(message: dict[str, Any]) -> Message:
         kept.setdefault("reasoning_content", kept.pop("reasoning"))
     refusal = kept.get("refusal")
     if isinstance(refusal, str):
-        # What the assistant said in place of an answer.
+        # The assistant's refusal, in place of an answer.
         del kept["refusal"]
         kept["content"] = kept.get("content") or refusal
     call = kept.get("function_call")
@@ -71,7 +71,7 @@ def _message(message: dict[str, Any]) -> Message:
 
 
 def _part(part: Any) -> Any:
-    """Return a part that is a text, in the one form that templates know; any other as it is."""
+    """Return a text part in the one form that templates know, any other part unchanged."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if isinstance(part, dict):

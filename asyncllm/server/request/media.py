@@ -1,7 +1,7 @@
 """Images and videos that clients send: as data: URLs, or as addresses of a few domains, which the server fetches.
 
-A client may read neither the server's files nor what only the server can reach. So addresses are those of the owner's
-domains, each is resolved once, to public addresses alone, and every redirect is held to the same.
+A client may read neither the server's files nor addresses that only the server can reach. So only the owner's list of
+domains is fetched from, a name is resolved once, to public addresses only, and redirects follow the same rules.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from asyncllm.text.image_marks import IMAGE_PARTS, MAX_IMAGES, VIDEO_PARTS, is_a
 __all__ = ["MediaFetcher", "image_parts", "images_of", "is_public", "with_images"]
 
 MAX_BYTES = 2**24
-"""Of a fetched image."""
+"""Most bytes of a fetched image."""
 MAX_VIDEO_BYTES = 2**26
-"""Of a fetched video."""
+"""Most bytes of a fetched video."""
 MAX_REDIRECTS = 3
 SECONDS = 10.0
-"""For one image, redirects and all."""
+"""Seconds to fetch one image, redirects included."""
 AT_ONCE = 4
 
 
 def is_public(address: str) -> bool:
-    """Return whether an address is one of the internet's."""
+    """Return whether an address is a public one of the internet."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -44,8 +44,8 @@ def is_public(address: str) -> bool:
 
 
 async def with_images(request: web.Request, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with the bytes of images and videos in place of their http(s) addresses; the others are data:
-    URLs. Raises ApiError."""
+    """Return the messages with the bytes of images and videos in place of their http(s) addresses; data: URLs stay.
+    Raises ApiError."""
     media = list(_media(messages))
     for _, kind, url in media:
         if kind in VIDEO_PARTS and isinstance(url, list):
@@ -81,20 +81,20 @@ async def with_images(request: web.Request, messages: list[dict[str, Any]]) -> l
 
 
 def image_parts(urls: Sequence[str] | str | None) -> list[dict[str, Any]]:
-    """Return a message's parts for the images of a field of their own."""
+    """Return message parts for the images of a separate field."""
     every = [urls] if isinstance(urls, str) else urls or ()
     return [{"type": "image_url", "image_url": url} for url in every if url]
 
 
 async def images_of(request: web.Request, urls: Sequence[str] | str | None) -> list[Any]:
-    """Return the images of a field of their own, as the engine takes them. Raises ApiError."""
+    """Return the images of a separate field for the engine. Raises ApiError."""
     parts = image_parts(urls)
     await with_images(request, [{"content": parts}])
     return [part["image_url"] for part in parts]
 
 
 class MediaFetcher:
-    """Fetches from some domains."""
+    """Fetches from a list of domains."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class MediaFetcher:
         accepts: Callable[[str], bool] = is_public,
         resolver: AbstractResolver | None = None,
     ) -> None:
-        """`domains`: names of hosts, "*" for any. `accepts`: which addresses of theirs to connect to."""
+        """`domains`: names of hosts, "*" for any. `accepts`: whether to connect to an address."""
         self._domains = frozenset(domain.lower() for domain in domains)
         self._accepts = accepts
         self._resolver = resolver
@@ -159,7 +159,7 @@ class MediaFetcher:
 
 
 class _CheckedResolver(AbstractResolver):
-    """Resolves to addresses that may be connected to, which the connection then takes."""
+    """Resolves names to allowed addresses, to which the connection then goes."""
 
     def __init__(self, inner: AbstractResolver, accepts: Callable[[str], bool]) -> None:
         self._inner, self._accepts = inner, accepts
@@ -177,7 +177,7 @@ class _CheckedResolver(AbstractResolver):
 
 
 def _media(messages: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield each part that is an image or a video: itself, its type, and what it names."""
+    """Yield each part that is an image or a video: the part, its type, and its source."""
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else ():

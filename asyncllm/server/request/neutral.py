@@ -1,7 +1,7 @@
-"""Names that other servers document and this one does not implement, each with the values that ask for nothing.
+"""Names that other servers document and this one does not implement, each with its neutral values.
 
-A name that is no field of a route's body is looked up here: with one of its neutral values it is taken, as an answer
-would be the same without it; with any other it is refused. null is neutral for all. `docs/differences.md` shows the
+A name that is no field of a route's body is looked up here. With a neutral value it is accepted, as the answer would be
+the same without it; with any other it is refused. null is neutral for all. `docs/differences.md` shows the
 table, and a test compares the two.
 """
 
@@ -222,7 +222,7 @@ NEUTRAL: Mapping[str, Neutral] = {
 
 
 def check_neutral(name: str, value: Any) -> None:
-    """Raise ApiError 400 for a value that asks for what is not implemented under a name of the table."""
+    """Raise ApiError 400 for a value that is not neutral under a name of the table."""
     if not NEUTRAL[name].takes(value):
         raise ApiError(
             400,

@@ -1,4 +1,4 @@
-"""What an answer shall be held to, in the spellings of OpenAI, LMDeploy, vLLM, SGLang and llama.cpp."""
+"""The grammar of an answer, in the spellings of OpenAI, LMDeploy, vLLM, SGLang and llama.cpp."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Structured(Protocol):
 
 
 def response_format_of(body: Structured) -> dict[str, Any] | None:
-    """Return the one of these fields that is set as a `response_format`. Raises ApiError for two of them."""
+    """Return the one of these fields that is set, as a `response_format`. Raises ApiError for two of them."""
     inner = body.structured_outputs or StructuredOutputs()
     schema, regex, choice, grammar = "json_schema", "regex", "choice", "grammar"
     found = [
@@ -93,7 +93,7 @@ def response_format_of(body: Structured) -> dict[str, Any] | None:
 
 
 def _white_space(body: Structured, inner: StructuredOutputs) -> tuple[str | None, str]:
-    """Return what may stand between JSON's tokens, if it is said, and where that is said."""
+    """Return the expression of white space between JSON's tokens, if given, and the field that gives it."""
     if inner.disable_any_whitespace:
         return "", "structured_outputs"
     if inner.whitespace_pattern is not None:

@@ -1,6 +1,6 @@
-"""Background responses: computed whether or not a client waits, asked for and cancelled by their ids.
+"""Background responses: computed whether or not a client waits, read and cancelled by their ids.
 
-When one is over, it is one of the `KeptResponses`, with its events if it is streamed.
+A finished one joins the `KeptResponses`, with its events if it is streamed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_OPEN = 64
 
 
 class Answer(Protocol):
-    """What a response writes of its chunks."""
+    """Writes a response from its chunks."""
 
     def began(self) -> list[bytes]: ...
 
@@ -35,14 +35,14 @@ class Answer(Protocol):
     def broke(self, error: ApiError) -> list[bytes]: ...
 
     def body(self) -> dict[str, Any]:
-        """Return the response as it stands."""
+        """Return the response in its present state."""
 
 
 class BackgroundResponse:
     """One response that is being computed, in a task of its own."""
 
     def __init__(self, answer: Answer, log: EventLog | None, input_items: list[dict[str, Any]]) -> None:
-        """`log`: None where it is not streamed."""
+        """`log`: None if it is not streamed."""
         self.log = log
         self.input_items = input_items
         self._answer = answer
@@ -50,7 +50,7 @@ class BackgroundResponse:
         self._note(answer.began())
 
     def begin(self, generation: Generation, work: AbstractContextManager[None], over: Callable[[], None]) -> None:
-        """Compute it, as a part of the server's `work`. `over` is called at its end."""
+        """Compute the response, as a part of the server's `work`. `over` is called at its end."""
         name = "asyncllm-background-response"
         self._task = asyncio.get_running_loop().create_task(self._run(generation, work, over), name=name)
 
@@ -81,20 +81,20 @@ class BackgroundResponse:
         return self._answer.body()
 
     async def cancel(self) -> None:
-        """End the response, and wait until that is written down. Its task has begun: clients learn the id later."""
+        """End the response, and wait until that is recorded. Its task has begun, as clients learn the id only then."""
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait([self._task])
 
 
 class BackgroundResponses:
-    """Those that are being computed, by key and id. Belongs to one event loop."""
+    """The responses that are being computed, by key and id. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, str], BackgroundResponse] = {}
 
     def check_room(self) -> None:
-        """Raise ApiError 429 when there are enough."""
+        """Raise ApiError 429 if there are too many."""
         if len(self._open) >= MAX_OPEN:
             raise ApiError(
                 429,
@@ -120,7 +120,7 @@ class BackgroundResponses:
         return self._open.get((key, response_id))
 
     def check_over(self, key: int, response_id: str, param: str) -> None:
-        """Raise ApiError 400 where the response is being computed."""
+        """Raise ApiError 400 if the response is being computed."""
         if (key, response_id) in self._open:
             raise ApiError(
                 400,

@@ -1,4 +1,4 @@
-"""POST /v1/responses: what is asked for, and the response that chunks make.
+"""POST /v1/responses: the request, and the response made of chunks.
 
 Documented at https://platform.openai.com/docs/api-reference/responses.
 """
@@ -48,11 +48,11 @@ FRAMING = replace(SSE, done=b"")
 """The last event is the response itself."""
 
 ENDS = {"length": "incomplete", "abort": "cancelled", "error": "failed"}
-"""Statuses by the reason of the end, where that is none of a complete answer."""
+"""Finish reason -> status, for incomplete answers."""
 
 
 GOES_ON = ("completed", "incomplete")
-"""Statuses of responses that a next one may go on from."""
+"""Statuses of responses that a next one may continue."""
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
@@ -209,7 +209,7 @@ def _with_ids(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _Answer:
-    """The response that chunks make, and its events. Events and the whole are written from the same items."""
+    """The response made of chunks, and its events, both written from the same items."""
 
     def __init__(self, key: int, service: Service, body: ResponsesRequest, messages: list[Message]) -> None:
         self._key = key
@@ -218,13 +218,13 @@ class _Answer:
         self._messages = messages
         self._output = OutputItems(None if logprobs_of(body) is None else self._scored)
         self._number = 0
-        """Of the next event."""
+        """Number of the next event."""
         self._finish_reason: str | None = None
         self.input_items = _with_ids(body.input)
         self.log = EventLog() if body.background and body.stream else None
-        """Of one that is streamed in the background."""
+        """Events of a response that is streamed in the background."""
         self.num_tokens = 0
-        """Of the answer."""
+        """Items of the answer."""
         self.object = ResponseObject(
             id=f"resp_{uuid.uuid4().hex}",
             created_at=int(time.time()),
@@ -250,7 +250,7 @@ class _Answer:
         return chat_logprobs(self._service.engine.tokenizer, logprobs, self._body.top_logprobs or 0).content
 
     def take(self, chunk: Chunk) -> list[Event]:
-        """Take a chunk in, and return its events."""
+        """Add a chunk, and return its events."""
         self._finish_reason = chunk.finish_reason
         prompt, done = chunk.history_token_len + chunk.input_token_len, chunk.generate_token_len
         self.num_tokens = done
@@ -264,7 +264,7 @@ class _Answer:
         return list(self._output.add(chunk))
 
     def end(self) -> list[Event]:
-        """Finish the response, keep it if it shall be kept, and return its last events."""
+        """Finish the response, store it if wanted, and return its last events."""
         status = ENDS.get(self._finish_reason or "", "completed")
         events = list(self._output.end(complete=status == "completed"))
         self.object.status = status
@@ -277,7 +277,7 @@ class _Answer:
         return [*events, (f"response.{'completed' if status == 'cancelled' else status}", {"response": self.object})]
 
     def _keep(self) -> None:
-        # A response that was cancelled or failed is kept to be looked at, and ends no conversation.
+        # A response that was cancelled or failed can be read, but not continued.
         answered = self.object.status in GOES_ON
         messages = [*self._messages, *messages_of(self._output.items)] if answered else []
         body = self.body()
@@ -287,7 +287,7 @@ class _Answer:
         self._service.responses.put(self._key, Kept(body, self.input_items, messages, size, self.log))
 
     def body(self) -> dict[str, Any]:
-        """Return the response as it stands."""
+        """Return the response in its present state."""
         shown = _begun_only(self.object) if self.object.status in ("queued", "in_progress") else self.object
         body: dict[str, Any] = msgspec.to_builtins(shown)
         return body
@@ -337,7 +337,7 @@ class _Answer:
         return self._begun() + self._written(self.end())
 
     def failed(self, error: ApiError) -> bytes:
-        """Return the event of an error that breaks the answer off."""
+        """Return the event of an error that ends the answer."""
         list(self._output.end(complete=False))
         self.object.status = "failed"
         self.object.error = {"code": error.code or "server_error", "message": error.message}

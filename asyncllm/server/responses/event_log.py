@@ -1,6 +1,6 @@
 """EventLog: the events of a response that is streamed in the background.
 
-A client whose connection broke goes on behind the last event that it has seen.
+A client whose connection broke continues behind the last event that it has seen.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from asyncllm.server.http.errors import ApiError
 __all__ = ["EventLog"]
 
 MAX_BYTES = 4 * 2**20
-"""Of the events of one response."""
+"""Most bytes of the events of one response."""
 
 
 class EventLog:
-    """The events of one response, by their numbers from 0; of a very long one the latest."""
+    """The events of one response, numbered from 0; of a very long response only the latest."""
 
     def __init__(self) -> None:
         self._events: deque[bytes] = deque()
         self._first = 0
-        """The number of the oldest event that is still there."""
+        """The number of the oldest kept event."""
         self._size = 0
         self._readers: set[asyncio.Event] = set()
         self.ended = False
 
     @property
     def size(self) -> int:
-        """Bytes of all events that are there."""
+        """Bytes of all kept events."""
         return self._size
 
     def add(self, events: Iterable[bytes]) -> None:
-        """Add events, and wake who waits for them."""
+        """Add events, and wake the readers that wait for them."""
         for event in events:
             self._events.append(event)
             self._size += len(event)
@@ -52,7 +52,7 @@ class EventLog:
             reader.set()
 
     def check(self, number: int) -> None:
-        """Raise ApiError 400 unless the event of this number is there, or still to come."""
+        """Raise ApiError 400 unless the event of this number is kept, or still to come."""
         if number < self._first:
             raise ApiError(
                 400,
@@ -62,8 +62,8 @@ class EventLog:
             )
 
     async def read(self, number: int, patience: float) -> AsyncIterator[bytes]:
-        """Yield the events from this number on, some at a time, up to the last; nothing where none comes for
-        `patience` seconds. Raises ApiError as `check` does, when the reader is too slow."""
+        """Yield the events from this number on, some at a time, up to the last; empty bytes if none comes for
+        `patience` seconds. Raises ApiError as `check` does, if the reader is too slow."""
         changed = asyncio.Event()
         self._readers.add(changed)
         try:

@@ -1,4 +1,4 @@
-"""Input items as messages of a chat. Reasoning, text and calls in a row are one message of the assistant's."""
+"""Turns input items into messages of a chat. Consecutive reasoning, text and calls are one message of the assistant."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ __all__ = ["messages_of"]
 
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "reasoning_text": "text",
          "summary_text": "text"}  # fmt: skip
-"""Types of parts that are texts, by the key that holds the text."""
+"""Type of a text part -> the key of the text."""
 ROLES = {"developer": "system"}
 
 
 def messages_of(items: str | Sequence[dict[str, Any]]) -> list[Message]:
-    """Return the messages that the items say. Raises ApiError for what is no text, function or reasoning."""
+    """Return the items as messages. Raises ApiError for items of other kinds than text, images, functions and
+    reasoning."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[Message] = []
@@ -64,7 +65,7 @@ def _add_message(messages: list[Message], item: dict[str, Any], where: str) -> N
 
 
 def _text_and_images(content: Any, where: str) -> list[dict[str, Any]] | str:
-    """Return parts if there are images among them, else their text. Raises ApiError."""
+    """Return the parts if there are images among them, otherwise their text. Raises ApiError."""
     if isinstance(content, list) and any(map(_is_image, content)):
         return [_part(part, where) for part in content]
     return _text(content, where)
@@ -85,7 +86,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 
 def _assistant(messages: list[Message]) -> Message:
-    """Return the message of the assistant's that goes on: the last one, or a new one."""
+    """Return the assistant's message to extend: the last one, or a new one."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]

@@ -30,7 +30,7 @@ __all__ = [
 
 
 class InputItems(msgspec.Struct, kw_only=True):
-    """The items that a request brought."""
+    """The input items of a request."""
 
     data: list[dict[str, Any]]
     first_id: str | None
@@ -40,7 +40,7 @@ class InputItems(msgspec.Struct, kw_only=True):
 
 
 class DeletedResponse(msgspec.Struct, kw_only=True):
-    """What was deleted."""
+    """The deleted response."""
 
     id: str
     object: str = "response"
@@ -48,7 +48,7 @@ class DeletedResponse(msgspec.Struct, kw_only=True):
 
 
 async def follow(request: web.Request, log: EventLog, number: int) -> web.StreamResponse:
-    """Answer with the events of a response from this number on. A client that leaves ends nothing."""
+    """Answer with the events of a response from this number on. A client that leaves does not end the response."""
     config = service_of(request).config
     log.check(number)
     response = web.StreamResponse(headers={"Content-Type": SSE.content_type, **HEADERS})
@@ -86,7 +86,7 @@ async def show_response(request: web.Request) -> web.StreamResponse:
 
 
 def _asked_events(request: web.Request) -> tuple[bool, int]:
-    """Return whether events are asked for, and the number of the last that is known; -1: none. Raises ApiError."""
+    """Return whether the client wants events, and the number of the last one that it has; -1: none. Raises ApiError."""
     stream, after = request.query.get("stream", "false"), request.query.get("starting_after")
     if stream not in ("true", "false"):
         raise ApiError(400, "stream is true or false.", code="invalid_value", param="stream")

@@ -1,4 +1,4 @@
-"""An answer as output items, and the events by which they grow. One item is open at a time."""
+"""Turns an answer into output items and their events. One item is open at a time."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class OutputItems:
         """`scored`: writes the log-probabilities of a message's tokens, if they are asked for."""
         self._scored = scored
         self._logprobs: list[Any] = []
-        """Of the tokens of the open message."""
+        """Log-probabilities of the tokens of the open message."""
         self._num_reasoning = 0
         """Tokens of reasoning so far."""
         self.items: list[dict[str, Any]] = []
-        """As they are sent, the last one perhaps unfinished."""
+        """The items as they are sent; the last one may be unfinished."""
         self._parts: list[str] = []
-        """Of the text or the arguments of the open one."""
+        """Pieces of the text or the arguments of the open item."""
         self._is_open = False
 
     def add(self, chunk: Chunk) -> Iterator[Event]:
@@ -59,7 +59,7 @@ class OutputItems:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
     def _logprobs_of(self, chunk: Chunk) -> list[Any]:
-        """Return the log-probabilities of a chunk's tokens but for those of reasoning, which come first."""
+        """Return the log-probabilities of a chunk's tokens without those of reasoning, which come first."""
         new, self._num_reasoning = chunk.reasoning_token_len - self._num_reasoning, chunk.reasoning_token_len
         said = (chunk.logprobs or [])[new:]
         return [] if self._scored is None or not said else self._scored(said)

@@ -16,7 +16,7 @@ __all__ = ["InputTokensRequest", "ResponsesRequest", "check_included", "format_o
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
-"""Of `include`; the last is what clients ask for who send reasoning back, which is there in plain text."""
+"""Known values of `include`. Clients that send reasoning back set the last one; here it is plain text."""
 
 
 class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -101,7 +101,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
 
 
 def check_included(body: ResponsesRequest) -> None:
-    """Raise ApiError for an `include` of what is not there."""
+    """Raise ApiError for an `include` that is not supported."""
     for name in body.include or ():
         if name not in INCLUDED:
             raise ApiError(
@@ -113,7 +113,7 @@ def check_included(body: ResponsesRequest) -> None:
 
 
 def logprobs_of(body: ResponsesRequest) -> int | None:
-    """Return how many log-probabilities each token comes with, its own apart; None: none. Raises ApiError."""
+    """Return the number of log-probabilities of each token besides its own; None: none at all. Raises ApiError."""
     if LOGPROBS not in (body.include or ()):
         if body.top_logprobs is not None:
             raise ApiError(
@@ -132,7 +132,7 @@ def logprobs_of(body: ResponsesRequest) -> int | None:
 
 
 def format_of(body: ResponsesRequest) -> dict[str, Any] | None:
-    """Return what the answer is held to as a `response_format`."""
+    """Return the form of the answer as a `response_format`."""
     return None if body.text is None else body.text.format
 
 

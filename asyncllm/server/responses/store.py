@@ -1,6 +1,6 @@
-"""KeptResponses: the responses that a next request may go on from, each key's by itself, and how many.
+"""KeptResponses: the responses of each key that a next request may continue, and their bounds.
 
-They are in memory alone: a response is forgotten `session_ttl` seconds after it was used last, when others need its
+They are kept in memory only: a response is forgotten `session_ttl` seconds after its last use, when others need its
 room, and when the server ends.
 """
 
@@ -19,45 +19,45 @@ __all__ = ["Kept", "KeptResponses"]
 
 MAX_KEPT = 4096
 MAX_BYTES = 256 * 2**20
-"""Of the conversations that kept responses end, each counted by itself."""
+"""Most bytes of the conversations of kept responses, each counted in full."""
 
 
 class Kept(NamedTuple):
     """One response."""
 
     body: dict[str, Any]
-    """As it was sent."""
+    """The response as it was sent."""
     input_items: list[dict[str, Any]]
-    """What this request brought."""
+    """The input items of its request."""
     messages: list[Message]
     """The conversation with its answer, without instructions."""
     size: int
-    """Bytes of all that, about."""
+    """Bytes of these fields, estimated."""
     events: EventLog | None = None
-    """Of a response that was streamed in the background."""
+    """The events of a response that was streamed in the background."""
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """What may be referred to."""
+        """The items that a later request may refer to."""
         return [*self.input_items, *self.body.get("output", ())]
 
 
 class KeptResponses:
-    """By key and id. Belongs to one event loop."""
+    """Responses by key and id. Belongs to one event loop."""
 
     def __init__(self, ttl: float) -> None:
         self._ttl = ttl
         self._kept: OrderedDict[tuple[int, str], tuple[Kept, float]] = OrderedDict()
         """With the time of its last use, least recently used first."""
         self._items: dict[tuple[int, str], dict[str, Any]] = {}
-        """Items of kept responses and of what they answer, by key and id."""
+        """Input and output items of kept responses, by key and id."""
         self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def put(self, key: int, response: Kept) -> None:
-        """Keep a response, and forget others for it. One that is too large by itself is not kept."""
+        """Keep a response, and forget others to make room. A response that is too large by itself is not kept."""
         now = asyncio.get_running_loop().time()
         self._kept[key, response.body["id"]] = response, now
         self._items |= {(key, item["id"]): item for item in response.items}
@@ -82,7 +82,7 @@ class KeptResponses:
         return found[0]
 
     def resolved(self, key: int, items: str | Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
-        """Return input items with those that are named by an `item_reference` in its place. Raises ApiError 404."""
+        """Return input items with each `item_reference` replaced by its item. Raises ApiError 404."""
         if isinstance(items, str):
             return items
         self._forget(asyncio.get_running_loop().time())

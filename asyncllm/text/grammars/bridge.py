@@ -1,6 +1,6 @@
-"""The bridge to llguidance: a tokenizer as it wants it, grammars compiled and tried, and one answer's way through one.
+"""The bridge to llguidance: the tokenizer in its form, compiled grammars, and the progress of answers in them.
 
-Everything here takes microseconds to seconds and runs in threads; nothing here knows of the event loop.
+Calls take microseconds to seconds and run in threads.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ LIMITS: dict[str, Any] = {
 }
 
 SLOW_MASK = 0.05
-"""Seconds of processor time. A grammar whose first masks take longer is refused, as each would hold up other rows."""
+"""Most seconds of processor time for a grammar's first masks. A slower grammar is refused, as it would delay other
+rows."""
 
 TOO_SLOW = 0.005
-"""Seconds of processor time of one mask in a running answer; so many of them as SLOW_MASKS end it."""
+"""Seconds of processor time from which a mask of a running answer is slow. SLOW_MASKS of them end the answer."""
 SLOW_MASKS = 10
 
 MAX_MESSAGE = 300
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance asks for it."""
+    """A tokenizer in the form that llguidance takes."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
         assert tokenizer.table is not None
@@ -61,8 +62,7 @@ class _Vocabulary:
         self._longest = max(map(len, self._by_bytes), default=0)
 
     def __call__(self, data: bytes) -> list[int]:
-        """Return the tokens of some bytes: the tokenizer's own, or the longest ones where it puts something in
-        front."""
+        """Return the tokens of some bytes: the tokenizer's own, or the longest ones if it adds a prefix."""
         try:
             ids = self._tokenizer.encode(data.decode(), add_bos=False, parse_special=False)
         except ValueError:
@@ -86,8 +86,8 @@ class GrammarCompiler:
     """Compiles grammars for one model's vocabulary. Usable from several threads at once."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
-        """Takes up to a second for a large vocabulary, and holds the interpreter meanwhile. `eos`: all ids that end an
-        answer, of which there is at least one; `tokenizer` has a table."""
+        """`eos`: all ids that end an answer, at least one. `tokenizer` has a byte table. A large vocabulary takes up to
+        a second, in which the interpreter is held."""
         from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 
         assert tokenizer.table is not None
@@ -98,8 +98,8 @@ class GrammarCompiler:
         self._spaced = tokenizer.table.leading is not LeadingSpace.KEEP
 
     def compile(self, spec: GrammarSpec, *, spaced: bool, tried: bool = False) -> CompiledGrammar:
-        """Compile a grammar and try its first tokens, unless they have been `tried` elsewhere. `spaced`: an answer may
-        begin with white space.
+        """Compile a grammar and try its first tokens, unless they were `tried` elsewhere. `spaced`: an answer may begin
+        with white space.
 
         Raises InvalidParameter."""
         from llguidance import LLMatcher
@@ -126,7 +126,7 @@ class GrammarCompiler:
             case "regex":
                 return LLMatcher.grammar_from_regex(f"[ \\n]{{0,2}}({spec.source})" if spaced else spec.source)
             case "choice":
-                # As one expression: as many alternatives of a grammar take seconds.
+                # One expression, as that many alternatives of a grammar take seconds.
                 words = "|".join(escaped(word) for word in json.loads(spec.source))
                 return LLMatcher.grammar_from_regex(f"[ \\n]{{0,2}}({words})" if spaced else f"({words})")
             case "grammar":
@@ -157,7 +157,7 @@ class GrammarCompiler:
             )
 
     def _walk(self, matcher: LLMatcher, field: str) -> None:
-        """Take a step into the grammar: some compile, and break when they are used."""
+        """Take the first steps in the grammar, as some compile and fail when they are used."""
         words = np.zeros(self._words, np.int32)
         for _ in range(2):
             begun = time.thread_time()
@@ -182,16 +182,16 @@ _numbers = count()
 
 
 class GrammarText(NamedTuple):
-    """What another process compiles to have the same grammar."""
+    """The source from which another process compiles the same grammar."""
 
     number: int
-    """Of the compiled grammar, in the process that has made it first."""
+    """Number of the compiled grammar, given by the process that compiled it first."""
     spec: GrammarSpec
     spaced: bool
 
 
 class CompiledGrammar:
-    """A grammar that has not been used; its copies share what they find out about it."""
+    """A compiled grammar at its beginning. Its copies share what they find out."""
 
     def __init__(self, matcher: LLMatcher, words: int, ends: tuple[int, ...], text: GrammarText) -> None:
         self._matcher = matcher
@@ -200,7 +200,7 @@ class CompiledGrammar:
         """Tokens that end an answer."""
         self._lock = threading.Lock()
         self.words = words
-        """Of 32 bits, one bit for each token."""
+        """Number of 32-bit words of a mask, which has one bit for each token."""
 
     def copy(self) -> LLMatcher:
         with self._lock:  # one matcher is for one thread at a time
@@ -208,34 +208,34 @@ class CompiledGrammar:
 
 
 class GrammarStart(NamedTuple):
-    """Where in an answer its grammar begins."""
+    """The place in an answer where its grammar begins."""
 
     inside: bool = False
-    """The answer begins inside the reasoning, which no grammar holds."""
+    """Whether the answer begins inside the reasoning, to which no grammar applies."""
     opens: int | None = None
     """The token that may begin the reasoning."""
     closes: int | None = None
     """The token that ends it."""
     begins: int | None = None
-    """The first token of a call, which ends it too."""
+    """The first token of a call, which ends the reasoning too."""
     budget: int | None = None
-    """Most tokens of reasoning; behind them comes `closes`."""
+    """Most tokens of reasoning, after which `closes` is forced."""
 
 
 class AnswerGrammar:
-    """What one request's answers are held to, and where that begins."""
+    """The grammar of one request's answers, and where it begins."""
 
     def __init__(self, compiled: CompiledGrammar | None, start: GrammarStart) -> None:
-        """`compiled`: None where the reasoning alone is bounded."""
+        """`compiled`: None if only the length of the reasoning is bounded."""
         self._compiled = compiled
         self._start = start
 
     def told(self) -> tuple[int | None, GrammarStart]:
-        """Return what a process that has the grammar makes the same of: its number, and where it begins."""
+        """Return the grammar for a process that has compiled it too: its number, and where it begins."""
         return None if self._compiled is None else self._compiled.text.number, self._start
 
     def start(self, answer: Sequence[int]) -> GrammarProgress:
-        """Return an answer's way through the grammar, behind the tokens that it has already."""
+        """Return the progress of an answer that has some tokens already."""
         progress = GrammarProgress(self._compiled, self._start)
         for token in answer:
             progress.consume(token)
@@ -243,13 +243,13 @@ class AnswerGrammar:
 
 
 class GrammarProgress:
-    """How far one answer has come in its grammar. Used by one thread at a time."""
+    """The progress of one answer in its grammar. Used by one thread at a time."""
 
     def __init__(self, compiled: CompiledGrammar | None, start: GrammarStart) -> None:
         self._matcher = None if compiled is None else compiled.copy()
         self._ends = [] if compiled is None else [token for token in compiled.ends if token != start.closes]
         self._free = start.inside
-        """The text is reasoning, which no grammar holds."""
+        """Whether the text is reasoning, to which no grammar applies."""
         self._opens = None if start.inside else start.opens
         """The token that may still begin the reasoning."""
         self._closes = start.closes
@@ -257,7 +257,7 @@ class GrammarProgress:
         self._left = start.budget
         """Tokens of reasoning that may still come."""
         self._run: list[int] = []
-        """Tokens that are known to come next, the first one last: a run is found once, and its masks are plain."""
+        """Forced tokens, the first one last. A run of them is found once, and its masks allow one token each."""
         self._slow = 0
         self.error: str | None = None
         """Why the answer cannot go on."""
@@ -268,7 +268,7 @@ class GrammarProgress:
         return not self._free and self._matcher is not None and self._matcher.is_stopped()
 
     def consume(self, token: int) -> None:
-        """Take note of the answer's next token."""
+        """Move on by the answer's next token."""
         if self._free:
             self._free = token not in (self._closes, self._begins)
             if self._left is not None:
@@ -289,7 +289,7 @@ class GrammarProgress:
 
     def forced(self) -> list[int]:
         """Return the tokens that have to come next. A mask in front of them allows the next one alone."""
-        # In front of reasoning that may begin, and in it, there is a choice.
+        # Inside reasoning, and while it may begin, there is a choice.
         if self._matcher is None or self._free or self._opens is not None or self.ended or self.error is not None:
             return []
         if not self._run:
@@ -319,7 +319,7 @@ class GrammarProgress:
             words[:] = -1
         elif self._free:
             words[:] = -1
-            # What the answer is held to is still to come.
+            # The grammar has not begun yet.
             for token in self._ends:
                 words.view(np.uint32)[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
         else:

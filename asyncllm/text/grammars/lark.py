@@ -1,4 +1,4 @@
-"""Grammars in llguidance's Lark, written rule by rule. A special token of a marker stands in them by its id.
+"""Lark writes grammars of llguidance, rule by rule. A special token in them is given by its id.
 
 Syntax: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
 """
@@ -15,16 +15,17 @@ from asyncllm.text.tokenizer import Tokenizer
 __all__ = ["ANY_TEXT", "Lark", "escaped"]
 
 ANY_TEXT = "/(.|\\n)*/"
-"""Any text, in which no special token is."""
+"""Any text without special tokens."""
 
 REGEX_CHARACTERS = re.compile(r"[^A-Za-z0-9_ ]")
 
 TIGHT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Between JSON's tokens what the templates of models write: most of a call's tokens can then be nothing else."""
+"""White space between JSON's tokens as models' templates write it, so that most tokens of a call are forced."""
 WHITE_SPACE = r"( |\n[ \t]{0,40})"
-"""Between JSON's tokens one blank, or a line end with an indent: unbounded white space is what models get lost in."""
+"""White space between JSON's tokens: one blank, or a line end with an indent. Models get lost in unbounded white
+space."""
 LENIENT = {"lenient": True, "coerce_one_of": True}
-"""What the library cannot hold to is left out of the schema, instead of being refused."""
+"""Keywords of a schema that the library does not support are ignored, not refused."""
 ESCAPES = {"json_allow_general_unicode_escapes": True}
 
 
@@ -37,11 +38,11 @@ class Lark:
     """A grammar that is being written."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """`tokenizer`: its special tokens stand for their spellings; None: texts are just texts."""
+        """`tokenizer`: spellings of its special tokens stand for these tokens; None: they are plain text."""
         self._tokenizer = tokenizer
         self._lines: list[str] = []
         self._known: dict[str, str] = {}
-        """Bodies of rules -> names."""
+        """Body of a rule -> its name."""
 
     @property
     def text(self) -> str:
@@ -67,19 +68,19 @@ class Lark:
         return known
 
     def literal(self, text: str) -> str:
-        """Return what stands for a text, in which special tokens are tokens."""
+        """Return the rule for a text, in which special tokens are tokens."""
         parts = [quoted if isinstance(quoted, str) else f"<[{quoted}]>" for quoted in self._parts(text)]
         return " ".join(parts) or '""'
 
     def special(self, text: str) -> int | None:
-        """Return the id of the special token that a text begins with; None: it begins with none."""
+        """Return the id of the special token that a text begins with; None if it begins with none."""
         for match in self._found(text):
             if match.start() == 0:
                 return self._id(match[0])
         return None
 
     def until(self, closer: str, text: str = ANY_TEXT) -> str:
-        """Return what stands for any `text` up to `closer`, and that."""
+        """Return the rule for any `text` up to and with `closer`."""
         parts = self._parts(closer)
         if all(isinstance(part, str) for part in parts):
             return self.rule(f"{text} {' '.join(map(str, parts))}", lazy=True)
@@ -91,12 +92,12 @@ class Lark:
         return " ".join([self.terminal(text), *marks])
 
     def text_without(self, patterns: Sequence[str]) -> str:
-        """Return what stands for any text that none of the regular expressions matches as a whole."""
+        """Return the rule for any text that none of the regular expressions matches as a whole."""
         return self.terminal(" & ".join([ANY_TEXT, *(f"~/{pattern}/" for pattern in patterns)]))
 
     def json(self, schema: Any, *, white_space: str | None = None, lenient: bool = False) -> str:
-        """Return what stands for a JSON value. `white_space`: what may stand between its tokens; None: what templates
-        write, with no choice."""
+        """Return the rule for a JSON value. `white_space`: expression for the space between its tokens; None: as
+        templates write it."""
         options: dict[str, Any] = TIGHT if white_space is None else {"whitespace_pattern": white_space}
         options = options | (LENIENT if lenient else {}) | ESCAPES
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}")

@@ -1,4 +1,4 @@
-"""Rules for calls in the format that a parser reads: what a model that has to call a tool is held to."""
+"""Grammar rules for calls of tools, in the formats that the parsers read."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ __all__ = [
 ]
 
 CALLED, ARGUMENTS, NUMBER, KEY, VALUE = "\0name\0", "\0arguments\0", "\0number\0", "\0key\0", "\0value\0"
-"""Where in a text a call has what is its own."""
+"""A place in the shape of a call, to be filled for each call."""
 LINE_END = "\0end\0"
 """A line break that may be missing."""
 PLACES = re.compile("(\0[a-z]+\0)")
 
 SAYS_NOTHING = {"type", "title", "description", "default", "examples", "example", "deprecated"}
-"""Keywords of a text's schema that any text fulfils."""
+"""Keywords of a string's schema that every string fulfils."""
 
 
 OF_WHOLE_OBJECTS = {
     "$ref", "allOf", "anyOf", "oneOf", "not", "if", "const", "enum", "patternProperties", "minProperties",
     "maxProperties", "propertyNames", "dependentRequired", "dependentSchemas", "unevaluatedProperties",
 }  # fmt: skip
-"""Keywords that say more of an object than what each of its properties is."""
+"""Keywords that constrain an object beyond its single properties."""
 
 
 class CalledTool(NamedTuple):
@@ -49,9 +49,9 @@ class CalledTool(NamedTuple):
 
     name: str
     schema: Mapping[str, Any]
-    """Of its parameters, as the client gave it."""
+    """The schema of its parameters, as the client gave it."""
     prepared: Mapping[str, Any]
-    """The same, as a grammar is made of it."""
+    """The same schema, prepared for a grammar."""
     strict: bool
 
 
@@ -65,29 +65,29 @@ class CallRules(Lark):
         self.many = many
 
     def arguments(self, tool: CalledTool) -> str:
-        """Return what stands for a tool's arguments as a JSON object."""
+        """Return the rule for a tool's arguments as a JSON object."""
         return self.json({"type": "object", **tool.prepared}, lenient=not tool.strict)
 
     def part(self, tool: CalledTool, name: str) -> str:
-        """Return what stands for one parameter's value as JSON."""
+        """Return the rule for one parameter's value as JSON."""
         named = {key: tool.prepared[key] for key in ("$defs", "definitions") if key in tool.prepared}
         schema = properties_of(tool.prepared).get(name, {})
         schema = {"enum": []} if schema is False else schema if isinstance(schema, Mapping) else {}
         return self.json({**schema, **named}, lenient=not tool.strict)
 
     def filled(self, shape: str, contents: Mapping[str, str]) -> str:
-        """Return a text with what stands in its places."""
+        """Return the rule for a shape with its places filled."""
         known = {LINE_END: '"\\n"?', NUMBER: "/[0-9]{1,3}/", **contents}
         parts = [known[part] if part in known else self.literal(part) for part in PLACES.split(shape) if part]
         return " ".join(parts) or '""'
 
     def alternatives(self, shape: str, contents: Callable[[CalledTool], Mapping[str, str]]) -> str:
-        """Return what stands for a call of any tool."""
+        """Return the rule for a call of any tool."""
         each = [self.rule(self.filled(shape, contents(tool))) for tool in self.tools]
         return self.rule(" | ".join(each))
 
     def listed(self, entries: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Return what stands for entries in their order, each with whether it has to be there."""
+        """Return the rule for entries in their order. Each is (rule, whether it is required)."""
         behind = following = '""'
         for entry, needed in reversed(entries):
             first = f"{entry} {following}" if following != '""' else entry
@@ -99,7 +99,7 @@ class CallRules(Lark):
         return behind
 
     def several(self, each: str, between: str, after: str) -> str:
-        """Return what stands for one call or, where there may be, several."""
+        """Return the rule for one call or, where several are allowed, for several."""
         more = f" ({self.literal(between)} {each})*" if self.many else ""
         if between == "" and self.many:
             more = f" ({each})*"
@@ -107,17 +107,17 @@ class CallRules(Lark):
 
 
 class CallGrammar(NamedTuple):
-    """What a format writes calls as."""
+    """The grammar of a format's calls."""
 
     opener: str
     """The marker in front; empty: calls begin where the reply does."""
     rules: Callable[[CallRules], str]
     """Returns the name of the rule for what follows the opener. Raises UnsupportedFeature."""
     needs: str = ""
-    """A special token without which the tokenizer is one of a model that writes otherwise."""
+    """A special token of the models that write this format; a tokenizer without it belongs to another model."""
     looks: Callable[[Sequence[str]], str] | None = None
-    """Returns a regular expression of replies that begin as calls do, where calls begin where the reply does; it is
-    given the tools' names."""
+    """Given the tools' names, returns a regular expression of replies that begin as calls do. For formats whose calls
+    begin with the reply."""
 
 
 def shaped(
@@ -159,8 +159,8 @@ def tagged(
 ) -> CallGrammar:
     """Return the grammar of calls that write each parameter by itself.
 
-    `closer` ends a value. `json_parameter`: the shape of what is written as JSON, where it differs from a text's; else
-    the parser tells them apart by the tool's schema. `unreadable`: characters that no parameter's name may have.
+    `closer` ends a value. `json_parameter`: the shape of a JSON value, if it differs from a text's; otherwise the
+    parser tells them apart by the tool's schema. `unreadable`: characters that no parameter's name may have.
     """
 
     def rules(grammar: CallRules) -> str:
@@ -194,8 +194,8 @@ def names_of(schema: Any) -> list[tuple[str, bool]]:
 
 
 def checked_names(tool: CalledTool, unreadable: str) -> list[tuple[str, bool]]:
-    """Return `names_of` a tool's parameters. Raises UnsupportedFeature for those that a format cannot write:
-    `unreadable` is a regular expression of what no name may hold; and for what goes beyond single parameters."""
+    """Return `names_of` a tool's parameters. Raises UnsupportedFeature for names that match `unreadable`, which the
+    format cannot write, and for schemas that go beyond single parameters."""
     names = names_of(tool.prepared)
     for name, _ in names:
         if not name or re.search(unreadable, name):
@@ -215,8 +215,8 @@ def checked_names(tool: CalledTool, unreadable: str) -> list[tuple[str, bool]]:
 
 
 def _as_text(grammar: CallRules, tool: CalledTool, name: str, lead: str, closer: str, *, is_marked: bool) -> str | None:
-    """Return what stands for a parameter that is written as a text, and the `closer` behind it; None: it is written as
-    JSON. `lead` stands in front of the closer. `is_marked`: the format says which it is."""
+    """Return the rule for a parameter that is written as text, with the `closer` behind it; None if it is written as
+    JSON. `lead` precedes the closer. `is_marked`: the format says whether a value is text or JSON."""
     schema = properties_of(tool.schema).get(name)
     types = types_of(schema)
     if not isinstance(schema, Mapping) or types != {"string"}:

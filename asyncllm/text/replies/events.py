@@ -1,4 +1,4 @@
-"""What a reply is made of, in the order in which it comes, and the output that its parts are collected in."""
+"""The parts of a reply, as events in the order in which they come, and the output that collects them."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ Event = Text | Thought | CallStart | CallPiece | CallEnd
 class Output:
     """Collects events; adjacent pieces of one kind become one.
 
-    White space between markup is none of the content's: what stands directly behind markup is left out, and what stands
-    in front of it is held until it is known whether markup follows.
+    White space next to markup is not content. Directly behind markup it is left out; elsewhere it is held until it is
+    known whether markup follows.
     """
 
     def __init__(self, spelled: Callable[[str], str], on_call: Callable[[], None], most_calls: int) -> None:
-        """`spelled` turns codes of special tokens back into their text; `on_call` is told that a call has begun. Behind
-        `most_calls` calls nothing is taken; 0: there may be any number."""
+        """`spelled` turns codes of special tokens back into their text; `on_call` is called when a call
+        begins. After `most_calls` calls nothing is taken; 0: any number."""
         self._spelled = spelled
         self._on_call = on_call
         self._most_calls = most_calls
@@ -64,16 +64,16 @@ class Output:
         """White space that markup may follow."""
         self._thinking = False
         self.inside = False
-        """Whether the text that comes is reasoning."""
+        """Whether the next text is reasoning."""
         self.over = False
-        """Whether all calls have come that may."""
+        """Whether all allowed calls have come."""
         self.num_calls = 0
         """Calls that have begun."""
         self.num_complete = 0
         """Calls whose arguments are complete."""
 
     def take(self) -> list[Event]:
-        """Return the events since the last call of this."""
+        """Return the events since the previous `take`."""
         events, self._events = self._events, []
         return events
 
@@ -86,16 +86,16 @@ class Output:
         self._add(text, thinking=True)
 
     def markup(self) -> None:
-        """Markup stands here."""
+        """Note that markup stands here."""
         self._blanks = []
         self._behind_markup = True
 
     def end(self) -> None:
-        """Nothing follows: white space at the end is the text's own."""
+        """Note that nothing follows: white space at the end is the text's own."""
         self._flush_blanks()
 
     def start(self, name: str) -> None:
-        """A call begins."""
+        """Begin a call."""
         self.markup()
         self._on_call()
         if self.over:
@@ -115,7 +115,7 @@ class Output:
             self._events.append(CallPiece(index, piece))
 
     def finish(self, *, complete: bool) -> None:
-        """The call that has begun is over."""
+        """End the call that has begun."""
         if self.over:
             return
         self.num_complete += complete

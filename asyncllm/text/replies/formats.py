@@ -1,4 +1,4 @@
-"""Which format a checkpoint's replies are in, by its chat template or by the names that other servers use."""
+"""The format of a checkpoint's replies, by its chat template or by the names that other servers use."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 TOOL_PARSERS: Mapping[str, ToolFormat] = {
     alias: form for form in TOOL_FORMATS for alias in (form.name, *ALIASES.get(form.name, ()))
 }
-"""The formats of calls under all of their names."""
+"""Name of a parser -> format of calls."""
 
 THINK = Thinking("<think>", "</think>")
 MISTRAL_THINK = Thinking("[THINK]", "[/THINK]")
@@ -125,7 +125,7 @@ REASONING_PARSERS: Mapping[str, Thinking | None] = {
     "kimi": KIMI_THINK,
     **dict.fromkeys(("openai_gptoss", "gpt-oss", "openai", "harmony"), None),
 }
-"""What stands around the reasoning, by the names of parsers; None: harmony's channels do."""
+"""Name of a parser -> marks around the reasoning; None: harmony's channels."""
 
 TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<|channel|>", "<|message|>"), HARMONY),
@@ -153,7 +153,7 @@ TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<|python_start|>",), PYTHONIC),
     (("[func_name1(",), PYTHONIC),
 )
-"""What only a template of that format holds; the first that fits counts."""
+"""Texts that only a template of a format contains; the first match counts."""
 
 THINKING_SIGNS = (
     ("</think>", THINK),
@@ -169,8 +169,8 @@ THINKING_SIGNS = (
 def reply_format(
     template: str | None, tokenizer: Tokenizer | None, *, tool_parser: str | None = None, reasoning: str | None = None
 ) -> ReplyFormat:
-    """Return the format of replies to prompts that the Jinja `template` writes. The names of parsers go before what it
-    shows.
+    """Return the format of replies to prompts that the Jinja `template` writes. Names of parsers take precedence over
+    the template.
 
     Raises InvalidParameter for an unknown name.
     """

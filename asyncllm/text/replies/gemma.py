@@ -66,7 +66,7 @@ def _object_rules(grammar: CallRules, tool: CalledTool, schema: Any, quote: str,
 
 
 def _value_rules(grammar: CallRules, tool: CalledTool, schema: Any, quote: str, depth: int) -> str:
-    """Return what stands for a value of a schema, as far as it is one of types, properties and items."""
+    """Return the rule for a value of a schema, by its types, properties and items."""
     if not isinstance(schema, Mapping):
         schema = {}
     if (tool.strict and set(schema) - KEYWORDS - BOUNDS - SAYS_NOTHING) or depth > MAX_DEPTH:
@@ -98,7 +98,7 @@ def _value_rules(grammar: CallRules, tool: CalledTool, schema: Any, quote: str, 
 
 
 def _object(reader: Reader, quote: str, depth: int) -> Reading:
-    """Read an object and write it as JSON. Returns whether it came to its end."""
+    """Read an object and write it as JSON. Return whether it is complete."""
     source = reader.source
     writer = ArgumentsWriter(reader.output.arguments)
     yield from source.literal("{")

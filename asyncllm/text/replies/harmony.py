@@ -30,7 +30,7 @@ def _answer(reader: Reader) -> Reading:
         marker = yield from source.until(header_end, parts.append)
         header = reader.codes.spelled("".join(parts))
         if marker != MESSAGE:
-            # No message: whatever this is, the model has said it.
+            # Not a message, so it is content.
             output.text(header.removeprefix(START).removeprefix("assistant"))
             if marker is None:
                 return

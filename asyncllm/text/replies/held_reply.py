@@ -1,4 +1,4 @@
-"""What a whole reply is held to where it has to call a tool, or may, or its content has a form."""
+"""The grammar of a whole reply that has to, or may, call a tool, or whose content has a form."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from asyncllm.text.tokenizer import Tokenizer
 __all__ = ["call_grammar", "held_reply"]
 
 MAX_TOOLS_TEXT = 512 * 1024
-"""Characters of the schemas of all tools."""
+"""Most characters of the schemas of all tools."""
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def call_grammar(form: ToolFormat, tokenizer: Tokenizer) -> CallGrammar | None:
-    """Return the grammar of calls in the format, for the model of this tokenizer."""
+    """Return the grammar of calls in the format, for the model of this tokenizer; None if it has none."""
     fitting = (each for each in form.grammars if not each.needs or tokenizer.token_id(each.needs) is not None)
     return next(fitting, None)
 
@@ -38,9 +38,9 @@ def held_reply(
     *,
     many: bool,
 ) -> GrammarSpec:
-    """Return what a reply in this format is held to: calls of those `tools` that the `choice` allows, or `content`.
+    """Return the grammar of a reply in this format: calls of the `tools` that the `choice` allows, or `content`.
 
-    `many`: there may be several calls. Raises InvalidParameter, UnsupportedFeature.
+    `many`: several calls are allowed. Raises InvalidParameter, UnsupportedFeature.
     """
     called = [_called(tool) for tool in tools if choice.allows(tool["function"]["name"])]
     if sum(len(json.dumps(tool.prepared)) for tool in called) > MAX_TOOLS_TEXT:
@@ -91,7 +91,7 @@ def _called(tool: Mapping[str, Any]) -> CalledTool:
 
 
 def _content(rules: Lark, content: GrammarSpec | None) -> str:
-    """Return what stands for the content of a reply that may also be a call."""
+    """Return the rule for the content of a reply that may also be a call."""
     if content is None:
         return rules.terminal(ANY_TEXT)
     match content.kind:

@@ -12,19 +12,19 @@ __all__ = ["CALL_KEYS", "Keys", "read_calls", "read_object"]
 
 
 class Keys(NamedTuple):
-    """The names of what a call's object holds."""
+    """Names of the fields of a call's object."""
 
     name: frozenset[str]
     arguments: frozenset[str]
     both: bool = False
-    """Without arguments it is no call."""
+    """Whether an object without arguments is not a call."""
 
 
 CALL_KEYS = Keys(frozenset({"name"}), frozenset({"arguments", "parameters"}))
 
 
 def read_calls(reader: Reader, keys: Keys = CALL_KEYS) -> Reading:
-    """Read an object or a list of them. Returns whether it was a call."""
+    """Read an object or a list of them. Return whether it was a call."""
     source = reader.source
     yield from source.space()
     if not (yield from source.literal("[")):
@@ -44,7 +44,7 @@ def _further(reader: Reader, keys: Keys) -> Reading:
 
 
 def read_object(reader: Reader, keys: Keys = CALL_KEYS) -> Reading:
-    """Read one call. Returns whether it was one; what was read of one that was not is with the source."""
+    """Read one call. Return whether it was one; otherwise the source keeps the text that was read."""
     source, output = reader.source, reader.output
     yield from source.space()
     if not (yield from source.literal("{")):
@@ -63,7 +63,7 @@ def read_object(reader: Reader, keys: Keys = CALL_KEYS) -> Reading:
             yield from source.space()
         if key is None or not (yield from source.literal(":")):
             if begun:
-                # The arguments are there; what follows them is text.
+                # The arguments are complete; the rest is text.
                 output.finish(complete=complete)
             return begun
         yield from source.space()
@@ -95,7 +95,7 @@ def read_object(reader: Reader, keys: Keys = CALL_KEYS) -> Reading:
 
 
 def _arguments(reader: Reader, sink: Callable[[str], None]) -> Reading:
-    """Read arguments, which some models write as a text that holds JSON, and null where there are none."""
+    """Read arguments. Some models write them as a string with JSON, or null if there are none."""
     source = reader.source
     first = yield from source.peek()
     if first == '"':

@@ -13,7 +13,7 @@ __all__ = ["COHERE", "FUNCTOOLS", "GRANITE", "HERMES", "INTERNLM"]
 
 
 def _between(closers: tuple[str, ...], keys: Keys = CALL_KEYS) -> Callable[[Reader, str], Reading]:
-    """Reads calls up to one of the `closers`, which may be missing."""
+    """Return a function that reads calls up to one of the `closers`, which may be missing."""
 
     def read(reader: Reader, opener: str) -> Reading:
         if not (yield from read_calls(reader, keys)):

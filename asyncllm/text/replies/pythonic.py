@@ -39,7 +39,7 @@ def _further(reader: Reader) -> Reading:
 
 
 def _call(reader: Reader) -> Reading:
-    """Read one call as a whole: only its end tells it from other text in brackets."""
+    """Read one call as a whole, as only its end tells it from other text in brackets."""
     source, output = reader.source, reader.output
     yield from source.space()
     name = yield from source.matching(NAME)

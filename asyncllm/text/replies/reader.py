@@ -1,4 +1,4 @@
-"""What a format reads with: the text, the output, and the tools that may be called."""
+"""Reader: a reply's text, its output and the tools that may be called; ToolFormat: how calls are written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Reader:
         self._markers: dict[tuple[str, ...], Markers] = {}
 
     def _begun(self) -> None:
-        # From here on nothing goes back to being text.
+        # From here on no part of the call can become text again.
         self.source.kept()
 
     def markers(self, *markers: str) -> Markers:
@@ -36,8 +36,8 @@ class Reader:
         return found
 
     def attempt(self, reading: Reading, before: str = "", sink: Callable[[str], None] | None = None) -> Reading:
-        """Read what may be a call, and return whether it was. If not, what was read goes to `sink`, which is the
-        content's unless given, and so does `before`, which was read already."""
+        """Read a possible call, and return whether it was one. If not, the text goes to `sink` (the content unless
+        given), behind `before`, which was read already."""
         outermost = self.source.keep(before)
         found = yield from reading
         if outermost:
@@ -55,15 +55,15 @@ class ToolFormat:
     openers: tuple[str, ...]
     """Markers that begin a call or a list of them."""
     read: Callable[[Reader, str], Reading]
-    """Reads what follows an opener, and returns whether it was a call."""
+    """Reads the text behind an opener, and returns whether it was a call."""
     at_start: Callable[[Reader], Reading] | None = None
-    """Reads a call that needs no marker where the content begins."""
+    """Reads a call without a marker at the beginning of the content."""
     inside: tuple[str, ...] = ()
     """Further markers, which may be special tokens."""
     grammars: tuple[CallGrammar, ...] = ()
-    """What calls can be held to; the first whose marker the tokenizer has counts."""
+    """Grammars of calls; the first one whose marker the tokenizer has counts."""
     whole: Callable[[CallRules, str | None], str] | None = None
-    """Returns the rules of a whole reply, of a format whose replies are several messages; given the rule of its
-    content, which is None where it has to call."""
+    """For a format whose replies are several messages: given the rule of the content, or None if a call is required,
+    returns the rules of a whole reply."""
     answer: Callable[[Reader], Reading] | None = None
-    """Reads a whole reply, of a format whose replies are more than text with calls in between."""
+    """Reads a whole reply, for a format whose replies are more than text and calls."""

@@ -1,4 +1,4 @@
-"""One reply of a model, taken apart while it comes: reasoning, content and calls of tools."""
+"""Reply splits a model's reply, while it comes, into reasoning, content and calls of tools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Reply", "ReplyFormat", "Thinking"]
 
 
 class Thinking(NamedTuple):
-    """What stands around the reasoning."""
+    """The marks around the reasoning."""
 
     open: str
     close: str
@@ -24,8 +24,8 @@ class ReplyFormat:
     """How the replies of one checkpoint are written. Immutable; its replies share it."""
 
     def __init__(self, tools: ToolFormat | None, thinking: Thinking | None, tokenizer: Tokenizer | None = None) -> None:
-        """`tools`: None where no format of calls is known; `thinking` likewise. With `tokenizer`, markers that are
-        special tokens count as tokens alone."""
+        """`tools`, `thinking`: None if no format is known. With `tokenizer`, a marker that is a special token counts
+        only as this token, not as the text of its spelling."""
         self.tools = tools
         self.thinking = thinking
         markers = () if tools is None else (*tools.openers, *tools.inside)
@@ -36,7 +36,7 @@ class ReplyFormat:
                 found += (match[0] for match in tokenizer.spellings.pattern.finditer(marker))
         self.codes = Codes(found)
         self.tokens: dict[int, str] = {}
-        """Special tokens of markers, by id: what `Reply.push` takes in their place."""
+        """Id of a marker's special token -> its code in the text of `Reply.push`."""
         for spelling, code in self.codes:
             token = None if tokenizer is None else tokenizer.token_id(spelling)
             if token is not None:
@@ -61,16 +61,16 @@ class ReplyFormat:
 
 
 class Reply:
-    """A reply that comes in pieces; the events do not depend on how it is cut, but for where theirs are.
+    """A reply that comes in pieces. The events do not depend on how it is cut, except for where texts are cut.
 
-    Whatever is not understood is content: nothing is lost, and nothing is raised.
+    Text that fits no format is content: nothing is lost, and nothing is raised.
     """
 
     def __init__(
         self, form: ReplyFormat, tools: Mapping[str, Any] | None = None, *, inside: bool = False, most_calls: int = 0
     ) -> None:
-        """`tools`: the schemas of the parameters of those that may be called; None: calls are content. `inside`: the
-        prompt has opened the reasoning. `most_calls`: the reply is over behind so many; 0: any number."""
+        """`tools`: name -> schema of the parameters of each tool that may be called; None: calls are content.
+        `inside`: the prompt has opened the reasoning. `most_calls`: the reply ends after so many; 0: any number."""
         self._reader = Reader(form.codes, tools or {}, most_calls)
         self._thinking = form.thinking
         self._format = form.tools if tools else None
@@ -80,7 +80,7 @@ class Reply:
         self._resume()
 
     def push(self, text: str) -> list[Event]:
-        """Return what the text adds, in which special tokens of the format stand as their codes."""
+        """Return the events of more text, in which special tokens of the format are codes."""
         if self._reading is None:
             return []
         self._reader.source.feed(text)
@@ -88,7 +88,7 @@ class Reply:
         return self._reader.output.take()
 
     def end(self) -> list[Event]:
-        """Return what is left when no more text comes."""
+        """Return the last events, as no more text comes."""
         if self._reading is not None:
             self._reader.source.close()
             self._resume()
@@ -97,12 +97,12 @@ class Reply:
 
     @property
     def thinking(self) -> bool:
-        """Whether the text that comes next is reasoning, so far as it is known."""
+        """Whether the next text is reasoning, as far as known."""
         return self._reader.output.inside
 
     @property
     def over(self) -> bool:
-        """Whether nothing that still comes belongs to it."""
+        """Whether further text does not belong to the reply."""
         return self._reader.output.over
 
     @property
@@ -135,7 +135,7 @@ class Reply:
         opening = () if self._thinking is None else (self._thinking.open,)
         closing = () if self._thinking is None else (self._thinking.close,)
         while True:
-            # Behind the reasoning another end of it says nothing; without any it is what the model has to say.
+            # After the reasoning another closing mark is dropped; without reasoning it is content.
             markers = reader.markers(*openers, *opening, *(closing if thought else ()))
             marker = yield from source.until(markers, output.text)
             if marker is None:

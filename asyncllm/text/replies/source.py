@@ -1,8 +1,8 @@
-"""Text that comes in pieces, read by generators, which yield where they need more of it.
+"""Source: text that comes in pieces, read by generators, which yield when they need more.
 
-So a format reads as if all of its text were there, and what it reads does not depend on how the text was cut. A special
-token of the format stands in the text as one code, a lone surrogate, which no decoded text holds: a reply that merely
-spells a marker does not hold it.
+So a format reads as if all of its text were there, and the result does not depend on how the text was cut. A special
+token of the format is one code in the text, a lone surrogate, which no decoded text contains. So a reply that spells a
+marker as text does not contain the marker.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Reading = Generator[None, None, Any]
 
 FIRST_CODE = 0xDC00
 OUTSIDE = re.compile(r'["{}\[\]]|[^\s\w.,:+-]')
-"""Of JSON outside of strings: what counts, and what has no place there."""
+"""In JSON outside of strings: brackets and quotes, and characters that no JSON has there."""
 INSIDE = re.compile('["\\\\\udc00-\udfff]')
-"""Of a string: its end, an escape, a special token."""
+"""In a string: its end, an escape, a special token."""
 SCALAR_END = re.compile("[\\s,}\\]]|[\udc00-\udfff]")
 CLOSING = {"{": "}", "[": "]"}
 
@@ -44,7 +44,7 @@ class Codes:
         return marker
 
     def spelled(self, text: str) -> str:
-        """Return a text of the source with special tokens as they are spelled."""
+        """Return a text of the source with special tokens spelled out."""
         return text if text.isascii() or not self._texts else text.translate(self._texts)
 
 
@@ -58,7 +58,7 @@ class Markers:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def open_end(self, text: str, start: int) -> int:
-        """Return where the longest end of the text begins that may begin a marker."""
+        """Return the start of the longest end of the text that may begin a marker."""
         for place in range(max(start, len(text) - self._longest), len(text)):
             if text[place:] in self._beginnings:
                 return place
@@ -66,7 +66,7 @@ class Markers:
 
 
 class Source:
-    """The text that has come and is not read yet."""
+    """Text that has come and is not read yet."""
 
     __slots__ = ("_at", "_codes", "_ended", "_kept", "_literals", "_text")
 
@@ -85,18 +85,18 @@ class Source:
         self._at = 0
 
     def close(self) -> None:
-        """No more text comes."""
+        """Note that no more text comes."""
         self._ended = True
 
     def keep(self, before: str = "") -> bool:
-        """Keep what is read from here on, and `before` in front of it; False: it is being kept already."""
+        """Keep the text that is read from here on, behind `before`. Return False if text is being kept already."""
         if self._kept is not None:
             return False
         self._kept = [self._codes.coded(before)]
         return True
 
     def kept(self) -> str:
-        """Return what was kept, and keep no more."""
+        """Return the kept text, and keep no more."""
         kept, self._kept = "".join(self._kept or ()), None
         return kept
 
@@ -157,8 +157,8 @@ class Source:
             yield
 
     def until(self, markers: Markers, sink: Callable[[str], None]) -> Reading:
-        """Give the text up to the first marker to `sink` as it comes, and read that marker, which is returned; None: no
-        marker comes."""
+        """Give the text up to the first marker to `sink` as it comes. Read and return the marker, or None if none
+        comes."""
         while True:
             found = markers.pattern.search(self._text, self._at)
             end = found.start() if found else len(self._text)
@@ -174,9 +174,9 @@ class Source:
             yield
 
     def json_value(self, sink: Callable[[str], None]) -> Reading:
-        """Give a JSON value to `sink` as it comes, unchanged, and return whether it came to its end.
+        """Give a JSON value to `sink` as it comes, unchanged. Return whether it is complete.
 
-        What is looked at is where it ends: its brackets and strings. It ends early at what cannot be of any JSON.
+        Only its end is looked for, by brackets and strings. It ends early at a character that no JSON has there.
         """
         first = yield from self.peek()
         if first == '"':
@@ -245,7 +245,7 @@ class Source:
             yield
 
     def json_string(self) -> Reading:
-        """Read a JSON string and return its text; None where there is none."""
+        """Read a JSON string and return its text; None if there is none."""
         if (yield from self.peek()) != '"':
             return None
         parts: list[str] = []

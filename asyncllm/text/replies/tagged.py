@@ -20,7 +20,7 @@ NAME = re.compile(r"[^\s<>\"\udc00-\udfff]")
 
 
 def _read_value(reader: Reader, tool: str, key: str, writer: ArgumentsWriter, closing: Markers) -> Reading:
-    """Read a value up to its closing tag. Returns whether that came."""
+    """Read a value up to its closing tag. Return whether that came."""
     types = types_of(properties_of(reader.tools.get(tool)).get(key))
     writer.key(key)
     if types == {"string"}:

@@ -1,4 +1,4 @@
-"""Arguments of calls that are not written as JSON, written down as JSON while they come."""
+"""Turns arguments of calls that models do not write as JSON into JSON while they come."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ class ArgumentsWriter:
         self._sink(_dumped(text)[1:-1])
 
     def raw(self, text: str) -> None:
-        """Write what is JSON already."""
+        """Write JSON text."""
         self._sink(text)
 
     def value(self, text: str, types: frozenset[str]) -> None:
-        """Write a value of one of the `types` that was given as text; what is of none of them is a string."""
+        """Write a value that was given as text: as one of the `types` if it is one, otherwise as a string."""
         self._sink(_as_json(text, types))
 
     def end(self) -> None:
@@ -105,7 +105,7 @@ def _dumped(text: str) -> str:
 
 
 def read_literal(source: Source, depth: int = 0) -> Reading:
-    """Read a literal of Python or JSON and return it as JSON; None where there is none."""
+    """Read a literal of Python or JSON and return it as JSON; None if there is none."""
     first = yield from source.peek()
     if first in ("'", '"') and first:
         return (yield from _quoted(source, first))

@@ -18,7 +18,7 @@ __all__ = ["AnyresProcessor", "CenterProcessor", "PaddedProcessor"]
 
 
 class CenterProcessor:
-    """The shorter side is scaled to the tower's, and the middle is cut out."""
+    """Scales the shorter side to the tower's, and cuts out the middle."""
 
     before: Sequence[int] = ()
     after: Sequence[int] = ()
@@ -56,7 +56,8 @@ class CenterProcessor:
 
 
 class PaddedProcessor(CenterProcessor):
-    """All of an image, made a square by bars of the mean colour before it is scaled (LLaVA 1.5, as its authors do)."""
+    """The whole image, padded to a square with bars of the mean colour before it is scaled (LLaVA 1.5, as its authors
+    do)."""
 
     def squared(self, image: Image.Image) -> Image.Image:
         return super().squared(padded_square(image, self.settings.background))

@@ -16,7 +16,7 @@ from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_o
 __all__ = ["SplitProcessor"]
 
 LONGEST = 4096
-"""Of an image, whatever the settings say."""
+"""Longest side of an image, for any settings."""
 
 BEGIN, PLACE, WHOLE = "<fake_token_around_image>", "<image>", "<global-img>"
 

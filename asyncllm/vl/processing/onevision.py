@@ -17,7 +17,7 @@ from asyncllm.vl.video_files import Recording, open_clip
 __all__ = ["OneVisionProcessor"]
 
 FRAMES = 32
-"""Of a video's file."""
+"""Frames shown of a video file by default."""
 
 
 class OneVisionProcessor(AnyresProcessor):

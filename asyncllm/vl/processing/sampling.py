@@ -1,4 +1,4 @@
-"""Which frames of a video are shown: what may be asked, and its bounds."""
+"""The choice of a video's frames: options of requests, and bounds."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["MAX_FRAMES", "Asked", "asked_of", "check_numbers", "check_taken"]
 
 MAX_FRAMES_PER_SECOND = 1000.0
 MAX_NUMBERS = 2**28
-"""Of all shown frames, three for a pixel: a GiB in float32."""
+"""Most numbers of all shown frames, three for a pixel: a GiB in float32."""
 
 
 class Asked(NamedTuple):
-    """What a request says of its video."""
+    """The options of a request for its video."""
 
     fps: float | None
     num_frames: int | None
 
     def check_list(self) -> None:
-        """Raise InvalidParameter for what only a file's frames can be asked for."""
+        """Raise InvalidParameter for options that apply to files only."""
         if self.num_frames is not None:
             raise InvalidParameter(
                 "num_frames says how many frames of a file are shown, and a list of frames is shown as it is. Leave "
@@ -33,8 +33,8 @@ class Asked(NamedTuple):
 
 
 def asked_of(options: Mapping[str, Any], *known: str) -> Asked:
-    """Return how the frames of a video are chosen. Raises InvalidParameter, for options that are neither about that
-    nor `known` too."""
+    """Return the choice of frames of a video. Raises InvalidParameter, also for options that are neither about this nor
+    `known`."""
     refuse_options(options, "fps", "num_frames", *known)
     fps, num_frames = options.get("fps"), options.get("num_frames")
     if fps is not None and (
@@ -51,7 +51,7 @@ def asked_of(options: Mapping[str, Any], *known: str) -> Asked:
 
 
 def check_taken(count: int, total: int) -> None:
-    """Raise InvalidParameter for more frames than a file has, or than any video is shown as."""
+    """Raise InvalidParameter for more frames than a file has, or than any video may have."""
     if count > total:
         raise InvalidParameter(f"{count} frames are asked for, and the video has {total}. Ask for fewer.", "messages")
     if count > MAX_FRAMES:
@@ -59,7 +59,7 @@ def check_taken(count: int, total: int) -> None:
 
 
 def check_numbers(count: int, height: int, width: int) -> None:
-    """Raise InvalidMessage for frames that are too large together, as they are shown."""
+    """Raise InvalidMessage if the shown frames are too large together."""
     if 3 * count * height * width > MAX_NUMBERS:
         raise InvalidMessage(
             f"The video is shown as {count} frames of {width} x {height}, more than {MAX_NUMBERS // 3} pixels. Ask for "

@@ -1,4 +1,4 @@
-"""What preprocessor_config.json says: sizes, resampling, means; and from an image to the numbers that a tower reads."""
+"""Settings of preprocessor_config.json (sizes, resampling, means), and images as the numbers that a tower reads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class PictureSettings:
-    """How pictures become numbers: bytes times `scale`, less a mean, divided by a deviation, for each colour."""
+    """The conversion of pictures to numbers: (bytes * `scale` - mean) / deviation, for each colour."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class PictureSettings:
         std: tuple[float, ...] = CLIP_STD,
         resample: Image.Resampling = Image.Resampling.BICUBIC,
     ) -> None:
-        """`mean`, `std` and `resample` are those of a file without any. Raises InvalidCheckpoint, UnsupportedModel."""
+        """`mean`, `std` and `resample` are the defaults of the file. Raises InvalidCheckpoint, UnsupportedModel."""
         self.fields, self.where = fields, where
         for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
             if fields.get(key, True) not in (True, None):
@@ -68,7 +68,7 @@ class PictureSettings:
 
     @property
     def background(self) -> tuple[int, int, int]:
-        """The mean colour in bytes."""
+        """The mean colour as bytes."""
         red, green, blue = (int(each * 255) for each in self.fields.get("image_mean", CLIP_MEAN))
         return red, green, blue
 
@@ -80,7 +80,7 @@ class PictureSettings:
         return int(value)
 
     def longest(self, key: str, default: int) -> int:
-        """Return the length of an image's longer side, which an object has as `longest_edge`."""
+        """Return the length of an image's longer side: `longest_edge` of an object."""
         value = self.fields.get(key)
         value = default if value is None else value.get("longest_edge") if isinstance(value, dict) else value
         if type(value) is not int or not 1 <= value <= 2**14:
@@ -133,8 +133,8 @@ def canvas_of(width: int, height: int) -> Image.Image:
 
 
 def padded_square(image: Image.Image, colour: tuple[int, int, int]) -> Image.Image:
-    """Return the image in the middle of a square, with bars of a colour; made smaller where the square would have more
-    pixels than an image may."""
+    """Return the image in the middle of a square, with bars of a colour. It is made smaller if the square would have
+    more pixels than an image may have."""
     longest = math.isqrt(MAX_IMAGE_PIXELS)
     if max(image.size) > longest:
         image = ImageOps.contain(image, (longest, longest), Image.Resampling.BOX)
@@ -145,7 +145,7 @@ def padded_square(image: Image.Image, colour: tuple[int, int, int]) -> Image.Ima
 
 
 def _check_pixels(width: int, height: int) -> None:
-    """Refuse what a line of few pixels would be blown up to."""
+    """Raise InvalidMessage for a narrow image that would become too large when scaled."""
     if width * height > MAX_IMAGE_PIXELS:
         raise InvalidMessage(
             f"The image is so long that this model's preparation makes {width} x {height} pixels of it. Cut it into "
@@ -161,7 +161,7 @@ def digest_of(*parts: object, pixels: NDArray[Any]) -> bytes:
 
 
 def is_low(options: Mapping[str, Any]) -> bool:
-    """Return whether `detail` asks for one tile alone. Raises InvalidParameter for what is no detail."""
+    """Return whether `detail` asks for a single tile. Raises InvalidParameter for an unknown detail."""
     detail = options.get("detail", "auto")
     if detail not in ("auto", "low", "high"):
         raise InvalidParameter(f"detail={short(detail)} is none of 'auto', 'low' and 'high'.", "messages")
@@ -169,8 +169,8 @@ def is_low(options: Mapping[str, Any]) -> bool:
 
 
 def refuse_options(options: Mapping[str, Any], *known: str) -> None:
-    """Raise InvalidParameter for options of an image that the family does not have. `detail` may be "auto" anywhere,
-    and "high", as a family without a choice shows all that it can."""
+    """Raise InvalidParameter for options of an image that the family does not have. Every family takes the `detail`s
+    "auto" and "high", as one without a choice shows all that it can."""
     for name, value in options.items():
         if name not in known and not (name == "detail" and value in ("auto", "high")):
             raise InvalidParameter(

@@ -19,7 +19,7 @@ __all__ = ["TileProcessor", "TileVideoProcessor", "tile_grid"]
 
 MAX_TILES = 128
 FRAMES = 8
-"""Of a video's file."""
+"""Frames shown of a video file by default."""
 
 
 @lru_cache(8)

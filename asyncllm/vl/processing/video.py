@@ -17,11 +17,11 @@ from asyncllm.vl.video_files import Clip, Recording, open_clip
 __all__ = ["Qwen3VideoProcessor", "QwenVideoProcessor"]
 
 FRAMES_PER_SECOND = 2.0
-"""Of a list of frames that does not say, and out of a file unless it is asked for otherwise."""
+"""Frames per second: of a list of frames without a rate, and shown of a file by default."""
 LEAST_FRAMES = 4
-"""Out of a file that has them."""
+"""Fewest frames shown of a file that has them."""
 MAX_TOKENS = 115_200
-"""Squares of patches of all frames of a video, above which frames are made smaller."""
+"""Squares of patches of all frames of a video beyond which frames are made smaller."""
 
 
 class QwenVideoProcessor(DynamicProcessor):
@@ -72,7 +72,7 @@ class QwenVideoProcessor(DynamicProcessor):
         return self._image(pixels, grid, (clip.height, clip.width), seconds, rate)
 
     def _chosen(self, recording: Recording, fps: float | None, num_frames: int | None) -> Sequence[int]:
-        """Return which frames of a recording are shown. Raises InvalidParameter."""
+        """Return the frames of a recording to show. Raises InvalidParameter."""
         step, total = self._frames, recording.total
         if num_frames is None:
             whole = max(min(MAX_FRAMES, total) // step * step, 1)
@@ -84,7 +84,7 @@ class QwenVideoProcessor(DynamicProcessor):
         return [int(number * (total / count)) for number in range(count)]
 
     def _shown_size(self, count: int, height: int, width: int, least: int, most: int) -> tuple[int, int]:
-        """Return height and width of the shown frames."""
+        """Return the height and width of the shown frames."""
         factor = self._video.patch * self._video.merge
         share = MAX_TOKENS * factor**2 * self._frames // count
         return whole_squares(height, width, factor, least, max(min(most, share), int(least * 1.05)))

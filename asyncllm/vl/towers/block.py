@@ -17,7 +17,7 @@ from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, Table, TowerActivation
 __all__ = ["GATED", "Attention", "Block", "GatedMLP", "JoinedQKV"]
 
 GATED = {"gate": "mlp.gate_up[gate]", "up": "mlp.gate_up[up]", "down": "mlp.down"}
-"""Where weights of a gated MLP go, in a block that has it as `mlp`."""
+"""Rows of a weight table for a gated MLP, in a block that has it as `mlp`."""
 
 _GATES: Mapping[TowerActivation, Callable[[Tensor], Tensor]] = {
     "silu": kernels.silu_mul,
@@ -26,7 +26,7 @@ _GATES: Mapping[TowerActivation, Callable[[Tensor], Tensor]] = {
 
 
 class JoinedQKV(Dense):
-    """Queries, keys and values in one product; checkpoints have them apart or together."""
+    """Rows of queries, keys and values in one product; checkpoints have them apart or together."""
 
     def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
         return {
@@ -40,8 +40,8 @@ class JoinedQKV(Dense):
 
 
 _WIDTH = 64
-"""Inner features of a gated MLP are filled up to a multiple: rows of 3,420 numbers of 16 bits (Qwen2.5-VL) do not begin
-at multiples of 16 bytes, and the fast kernels of products read no others."""
+"""Inner features of a gated MLP are padded to a multiple of this: rows of 3,420 numbers of 16 bits (Qwen2.5-VL) do not
+begin at multiples of 16 bytes, and the fast kernels of products read no others."""
 
 
 class GatedMLP(Layer):

@@ -28,7 +28,7 @@ class ClipConfig(msgspec.Struct, frozen=True, kw_only=True):
     eps: float
     activation: TowerActivation
     final_norm: bool = False
-    """Whether there is a norm behind the last layer, for those who read what that gives."""
+    """Whether there is a norm behind the last layer, for towers that read its output."""
     has_class_token: bool = True
     """CLIP has one in front of the patches, and a norm of the embeddings; SigLIP has a bias in its patches' instead."""
 

@@ -1,6 +1,6 @@
-"""What towers are made of: products, patch embeddings and learned tensors, in plain torch.
+"""Parts of towers: products, patch embeddings and learned tensors, in plain torch.
 
-Nothing here is divided among ranks, quantized or adapted, and a tower runs once for an image: products are torch's.
+They are not divided among ranks, quantized or adapted. A tower runs once for an image, so products are torch's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ACTIVATIONS: Mapping[TowerActivation, Callable[[Tensor], Tensor]] = {
 
 
 class Owner(Layer):
-    """A layer whose parameters lie in a checkpoint as they are."""
+    """A layer whose parameters are stored in a checkpoint unchanged."""
 
     def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
         return {(name, None, None): tuple(each.shape) for name, each in self.named_parameters(recurse=False)}

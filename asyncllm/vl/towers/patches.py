@@ -1,4 +1,4 @@
-"""What towers over the patches of images of any size have in common: Qwen2-VL's, Qwen3-VL's and GLM-4.1V's."""
+"""The common parts of towers over patches of images of any size: Qwen2-VL's, Qwen3-VL's and GLM-4.1V's."""
 
 from __future__ import annotations
 
