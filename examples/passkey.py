@@ -1,4 +1,4 @@
-"""Find five digits in a text of twice the model's context, with dynamic NTK scaling of rotary positions and without.
+"""Find five digits in a text of four times the model's context, with dynamic NTK scaling of positions and without.
 
 python examples/passkey.py [MODEL] [TRIES]
 """
@@ -10,15 +10,17 @@ import sys
 
 from asyncllm import EngineConfig, GenerationConfig, pipeline
 
-SENTENCES = 430
-"""Some 4,000 tokens of tiny-chat, which was trained on 2,048."""
+SENTENCES = 890
+"""Some 8,200 tokens of tiny-chat, which was trained on 2,048."""
 
 THINGS = ("the cart", "a baker", "the old mill", "my neighbour", "the river", "a small dog", "the teacher", "our boat")
 DOINGS = ("waits near the bridge", "sings in the garden", "is red and quiet", "comes home late", "likes warm bread")
 
+CONTEXT = 8704
+
 CONFIGS = {
-    "with rope_scaling_factor=2": EngineConfig(rope_scaling_factor=2.0),
-    "without": EngineConfig(hf_overrides={"max_position_embeddings": 4096}),
+    "with rope_scaling_factor=2": EngineConfig(rope_scaling_factor=2.0, session_len=CONTEXT),
+    "without": EngineConfig(hf_overrides={"max_position_embeddings": CONTEXT}),
 }
 
 

@@ -342,6 +342,13 @@ LAYOUTS: dict[str, Layout] = {
         extra={"multi_query": False, "parallel_attn": False, "alibi": True},
         dropped=("new_decoder_architecture", "num_kv_heads"),
     ),
+    "falcon_mamba": Layout(
+        "mamba",
+        "falcon_mamba",
+        "falcon_mamba",
+        "FalconMambaForCausalLM",
+        extra={"mixer_rms_eps": 0.1, "tie_word_embeddings": False},
+    ),
     "gpt_neox_sequential": Layout(
         "gpt_neox", "gpt_neox", "gpt_neox", "GPTNeoXForCausalLM", extra={"use_parallel_residual": False}
     ),

@@ -190,11 +190,12 @@ def _cache_specs(config: EngineConfig, model: DecoderLM, dtype: torch.dtype, dev
 
 
 def _max_position(config: EngineConfig, model: ModelConfig) -> int:
-    """Return `session_len` if given, else all positions that the model has."""
+    """Return `session_len` if given, else all positions that the model has. Dynamic scaling, whose base grows with the
+    prompt, has no last one."""
     limit = model.max_position
     if config.session_len is None:
         return limit
-    if config.session_len > limit:
+    if config.session_len > limit and model.dynamic_rope_from is None:
         scaled, instead = " after rotary scaling", ", or extend the model with rope_scaling_factor"
         if model.rope is None:
             scaled = instead = ""

@@ -1,4 +1,4 @@
-"""Gated delta nets: a memory of keys and values of fixed size in attention's place (Qwen3-Next, Qwen3.5)."""
+"""Gated delta nets: a memory of keys and values of fixed size in attention's place (Qwen3-Next, OLMo Hybrid)."""
 
 from __future__ import annotations
 
@@ -67,8 +67,12 @@ class GatedDeltaNet(StateLayer):
         key_dim: int,
         conv_length: int,
         norm_eps: float,
+        top_weight: float = 1.0,
+        parted_conv: bool = False,
     ) -> None:
-        """`num_heads` of values, `head_dim` each; `num_key_heads` of queries and keys, `key_dim` each."""
+        """`num_heads` of values, `head_dim` each; `num_key_heads` of queries and keys, `key_dim` each. `top_weight`:
+        bounds how much of a memory a token replaces; beyond 1 it may turn the sign of what was there. `parted_conv`: a
+        checkpoint has convolutions of queries, keys and values apart."""
         super().__init__()
         self.layer = layer
         self.num_key_heads = num_key_heads
@@ -78,7 +82,9 @@ class GatedDeltaNet(StateLayer):
         parts = {"q": keys, "k": keys, "v": values, "gate": values}
         self.inputs = _WholeParts(hidden_size, parts, stored_heads=num_key_heads)
         self.weights = _WholeParts(hidden_size, {"beta": num_heads, "step": num_heads}, stored_heads=num_key_heads)
-        self.conv = CausalConvolution(2 * keys + values, conv_length, bias=False)
+        mixed = {"q": keys, "k": keys, "v": values}
+        self.conv = CausalConvolution(2 * keys + values, conv_length, bias=False, parts=mixed if parted_conv else None)
+        self.top_weight = top_weight
         self.decay = Decay(num_heads)
         self.norm = RMSNorm(head_dim, norm_eps)
         self.out = Linear(values, hidden_size, shard="replicated")
@@ -100,7 +106,7 @@ class GatedDeltaNet(StateLayer):
             k.view(len(x), heads, -1),
             v.view(len(x), -1, self.head_dim),
             self.decay(step_size),
-            kernels.sigmoid(beta.float()),
+            self.top_weight * kernels.sigmoid(beta.float()),
             memory,
             plan,
         ).flatten(1)

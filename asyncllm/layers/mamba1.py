@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from asyncllm.layers.cache_spec import StateSpec
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.linear_method import PartKey
-from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.short_convolution import CausalConvolution, StateLayer
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
@@ -38,7 +37,7 @@ class FeatureStates(Layer):
 
 class Mamba(StateLayer):
     """x [T, hidden] -> [T, hidden]: the inputs pass a short convolution; what they write, what they read and their
-    steps are maps of them, each normed (Jamba). The result is gated.
+    steps are maps of them, each behind a norm in some models (Jamba, Falcon Mamba). The result is gated.
 
     The state is the latest inputs of the convolution, in the model's type, and that of the features [N, C], in float32.
     """
@@ -54,16 +53,17 @@ class Mamba(StateLayer):
         conv_length: int,
         conv_bias: bool,
         bias: bool,
-        norm_eps: float,
+        norm: Callable[[int], nn.Module],
     ) -> None:
-        """`state_size` numbers of a state for each of `inner_size` features; steps are made of `step_rank` numbers."""
+        """`state_size` numbers of a state for each of `inner_size` features; steps are made of `step_rank` numbers.
+        `norm` makes those of the maps, from their size."""
         super().__init__()
         self.layer = layer
         self.sizes = [step_rank, state_size, state_size]
         self.inputs = Linear(hidden_size, 2 * inner_size, shard="replicated", bias=bias)
         self.conv = CausalConvolution(inner_size, conv_length, bias=conv_bias)
         self.maps = Linear(inner_size, sum(self.sizes), shard="replicated")
-        self.step_norm, self.write_norm, self.read_norm = (RMSNorm(size, norm_eps) for size in self.sizes)
+        self.step_norm, self.write_norm, self.read_norm = (norm(size) for size in self.sizes)
         self.steps = Linear(step_rank, inner_size, shard="replicated", bias=True)
         self.states = FeatureStates(inner_size, state_size)
         self.out = Linear(inner_size, hidden_size, shard="replicated", bias=bias)

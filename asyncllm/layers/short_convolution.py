@@ -27,8 +27,10 @@ class StateLayer(Layer):
 class CausalConvolution(Layer):
     """A convolution of each of `size` features over its latest `length` tokens."""
 
-    def __init__(self, size: int, length: int, *, bias: bool) -> None:
+    def __init__(self, size: int, length: int, *, bias: bool, parts: Mapping[str, int] | None = None) -> None:
+        """`parts`: features that a checkpoint has in tensors of their own, in order; it has no bias then."""
         super().__init__()
+        self.parts = parts
         self.weight = nn.Parameter(torch.empty(size, length), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
 
@@ -40,11 +42,15 @@ class CausalConvolution(Layer):
 
     def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
         size, length = self.weight.shape
+        if self.parts is not None:
+            return {("weight", part, None): (features, 1, length) for part, features in self.parts.items()}
         parts: dict[PartKey, tuple[int, ...]] = {("weight", None, None): (size, 1, length)}
         return parts if self.bias is None else {**parts, ("bias", None, None): (size,)}
 
     def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        parameter = self.get_parameter(suffix)
+        parameter: Tensor = self.get_parameter(suffix)
+        if self.parts is not None and part is not None:
+            parameter = dict(zip(self.parts, torch.split(parameter, list(self.parts.values())), strict=True))[part]
         parameter.copy_(tensor.view_as(parameter))
 
     def forward(self, x: Tensor, state: Tensor, plan: kernels.StatePlan, *, silu: bool) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 from asyncllm.kernels import Routing
 from asyncllm.layers.block import AnyAttention
 from asyncllm.layers.mamba1 import Mamba
+from asyncllm.layers.norm import RMSNorm
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.llama import LLAMA_WEIGHTS
@@ -126,7 +128,7 @@ class Jamba(DecoderLM):
             conv_length=config.conv_length,
             conv_bias=config.conv_bias,
             bias=config.mamba_bias,
-            norm_eps=config.norm_eps,
+            norm=partial(RMSNorm, eps=config.norm_eps),
         )
 
 

@@ -29,6 +29,7 @@ from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.extrapolation import check_log_scaling, with_log_scaling
 from asyncllm.models.head import SCORING, settle_head
 from asyncllm.models.quantized import attach
+from asyncllm.models.refused import REFUSED_DECODERS
 from asyncllm.models.stream import FLOAT_DTYPES
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision_language import REFUSED_MODELS, VISION_MODELS, composed
@@ -242,7 +243,7 @@ def _configure(
         return _with_dtype(with_log_scaling(config) if use_logn_attn else config, path)
 
     for name in names:
-        refused = REFUSED_MODELS.get(name)
+        refused = REFUSED_MODELS.get(name) or REFUSED_DECODERS.get(name)
         if refused is not None and (hf.fields.get(refused.key) if refused.key else name not in families()):
             known = f" with {refused.key}" if refused.key else ""
             raise UnsupportedModel(

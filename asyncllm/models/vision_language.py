@@ -7,9 +7,9 @@ as ever: its weights have other prefixes, and the tower's rows come besides.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 from asyncllm.models.config import HFConfig
+from asyncllm.models.refused import Refused
 from asyncllm.models.vision.deepseek_vl_hybrid import read_deepseek_vl_hybrid
 from asyncllm.models.vision.gemma3 import read_gemma3
 from asyncllm.models.vision.glm4v import read_glm4v
@@ -112,17 +112,6 @@ VISION_MODELS: Mapping[str, str] = {
     "SmolVLMForConditionalGeneration": "SmolVLM, SmolVLM2, of images",
 }
 """Architecture -> the models that come under it."""
-
-
-class Refused(NamedTuple):
-    """A vision-language model that is none of ours."""
-
-    models: str
-    why: str
-    nearest: str
-    """The class of ours that is most like it."""
-    key: str | None = None
-    """The entry of config.json that it has and text models of its class have not."""
 
 
 _NEAREST_LLAVA = "LlavaNextForConditionalGeneration"

@@ -21,7 +21,7 @@ EXPECTED = {
     "image_over_http": "What shape is red? -> ",
     "openai_client": "['served'] at http://127.0.0.1:",
     "nearest_sentence": "What is 17 + 25? -> ",
-    "passkey": "found 1 of 1 in 4030 tokens with rope_scaling_factor=2\nfound 0 of 1 in 4030 tokens without",
+    "passkey": "found 1 of 1 in 8213 tokens with rope_scaling_factor=2\nfound 0 of 1 in 8213 tokens without",
 }
 
 WITH_TINY_CHAT = {"agent", "passkey"}

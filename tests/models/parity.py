@@ -105,8 +105,18 @@ SCALINGS_OF = {
 
 
 UNROTATED = {
-    *("baichuan_13b", "bloom", "falcon_rw", "gpt2", "gpt_bigcode", "gpt_neo", "granite_4_dense", "jamba"),
-    "mpt",
+    *(
+        "baichuan_13b",
+        "bloom",
+        "falcon_mamba",
+        "falcon_rw",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "granite_4_dense",
+        "jamba",
+    ),
+    *("jamba", "mamba", "mamba2", "mpt"),
     "mpt_grouped",
     *("nemotron_h", "nemotron_h_experts", "nemotron_h_pattern", "opt", "opt_350m"),
 }
@@ -177,7 +187,7 @@ def folder_of(case: Case) -> Path:
     """Built once per process and removed when it ends."""
     folder = Path(mkdtemp(prefix="asyncllm-"))
     atexit.register(rmtree, folder, ignore_errors=True)
-    if case.family in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
+    if case.family in ("olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"):
         _take_delta_rule_by_token(case.family)
     return build_checkpoint(case.family, folder, legacy=case.legacy, **case.overrides)
 

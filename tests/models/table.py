@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from asyncllm.models.refused import REFUSED_DECODERS
 from asyncllm.models.registry import described, families
 from tests.checkpoints import tiny_fields
 from tests.models.parity import COMMON_SCALINGS, FAMILIES, UNROTATED, scalings_of
@@ -33,6 +34,11 @@ HEAD = (
     "| --- | --- | --- | --- | --- |\n"
 )
 
+REFUSED = (
+    "\nRefused, with the reason and the nearest that works; of other names the error says which is spelled most like "
+    "it:\n\n| class | models | why | nearest |\n| --- | --- | --- | --- |\n"
+)
+
 
 class Kind(NamedTuple):
     """Checkpoints that tests build."""
@@ -54,7 +60,7 @@ def kinds() -> Iterator[Kind]:
 
 def text() -> str:
     known = list(kinds())
-    rows = []
+    rows, refused = [], []
     for architecture, family in families().items():
         own = [kind for kind in known if kind.architecture == architecture]
         if own:
@@ -65,7 +71,9 @@ def text() -> str:
             checked, oracle, rotary = f"another name of `{family.__module__.rpartition('.')[2]}`", "", ""
         models = described().get(architecture, "")
         rows.append(f"| `{architecture}` | {models} | {checked} | {rotary} | {oracle} |\n")
-    return HEAD + "".join(rows)
+    for name, each in REFUSED_DECODERS.items():
+        refused.append(f"| `{name}` | {each.models} | {each.why} | `{each.nearest}` |\n")
+    return HEAD + "".join(rows) + REFUSED + "".join(refused)
 
 
 def _rotary(names: list[str]) -> str:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint, ModelNotFound, UnsupportedModel
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.registry import open_model, read_config, register
+from asyncllm.models.refused import REFUSED_DECODERS
+from asyncllm.models.registry import families, open_model, read_config, register
+from asyncllm.models.vision_language import VISION_MODELS
 from tests.checkpoints import build_checkpoint
 from tests.models.parity import FAMILIES, Runner, random_tokens
 
@@ -36,6 +38,15 @@ def test_two_families_cannot_share_an_architecture() -> None:
 
     with pytest.raises(ValueError, match="LlamaForCausalLM is registered by"):
         register("LlamaForCausalLM")(Other)
+
+
+def test_refused_decoders_are_told_what_is_near(tmp_path: Path) -> None:
+    assert REFUSED_DECODERS.keys().isdisjoint({*families(), *VISION_MODELS})
+    for name, refused in REFUSED_DECODERS.items():
+        assert refused.nearest in {*families(), *VISION_MODELS}
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "model_type": "x"}))
+        with pytest.raises(UnsupportedModel, match=rf"{name}.*not implemented.*nearest.*{refused.nearest}"):
+            read_config(tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -244,8 +255,8 @@ def test_every_family_is_found_by_its_model_type(tmp_path: Path) -> None:
 
 def test_an_unknown_model_type_is_refused(tmp_path: Path) -> None:
     build_checkpoint("llama", tmp_path)
-    edit(tmp_path, architectures=None, model_type="mamba")
-    with pytest.raises(UnsupportedModel, match=r"\['mamba'\] is not implemented"):
+    edit(tmp_path, architectures=None, model_type="rwkv")
+    with pytest.raises(UnsupportedModel, match=r"\['rwkv'\] is not implemented"):
         open_cpu(tmp_path)
 
 

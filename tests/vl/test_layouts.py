@@ -62,7 +62,7 @@ async def test_other_names_of_the_same(kind: str, change: Any, name: str | None,
         ("llava", {"vision_feature_layer": 0}, UnsupportedModel, "vision_feature_layer"),
         ("llava", {"vision_config": 3}, InvalidCheckpoint, "vision_config"),
         ("llava", {"vision_config": {"model_type": "dinov2"}}, UnsupportedModel, "model_type"),
-        ("llava", {"text_config": {"model_type": "mamba"}}, UnsupportedModel, "decoder of 'mamba'"),
+        ("llava", {"text_config": {"model_type": "rwkv"}}, UnsupportedModel, "decoder of 'rwkv'"),
         ("llava", {"architectures": ["LlavaLlamaForCausalLM"]}, UnsupportedModel, "mm_projector_type"),
         (
             "llava",

@@ -1,0 +1,114 @@
+"""Mamba and Falcon Mamba: selective state spaces alone, without attention and MLPs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import nn
+
+from asyncllm.layers.block import SingleBlock
+from asyncllm.layers.mamba1 import Mamba
+from asyncllm.layers.norm import UnitNorm
+from asyncllm.models.config import HFConfig, ModelConfig
+from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.registry import register
+from asyncllm.models.weights import WeightMap
+
+__all__ = ["RECURRENT_WEIGHTS", "MambaLM", "recurrent_fields"]
+
+_MIXER = "backbone.layers.{i}.mixer"
+
+_MAX_POSITION = 2**20
+"""States take contexts of any length; so long ones take no memory of block tables worth naming."""
+
+RECURRENT_WEIGHTS = WeightMap(
+    {
+        "backbone.embeddings": "embed",
+        # Of the authors' own files.
+        "backbone.embedding": "embed",
+        "backbone.layers.{i}.norm": "layers.{i}.norm",
+        f"{_MIXER}.in_proj": "layers.{i}.attn.inputs",
+        f"{_MIXER}.conv1d": "layers.{i}.attn.conv",
+        f"{_MIXER}.out_proj": "layers.{i}.attn.out",
+        "backbone.norm_f": "norm",
+        "lm_head": "head",
+    }
+)
+
+
+class MambaLMConfig(ModelConfig, frozen=True, kw_only=True):
+    state_size: int
+    """Numbers of the state for each feature."""
+    step_rank: int
+    """Numbers that steps are made of."""
+    conv_length: int
+    """How many tokens a convolution sees, the newest included."""
+    conv_bias: bool
+    bias: bool
+    """Of the products around it."""
+    map_norm_eps: float | None
+    """Of norms of what is written, what is read, and steps; None: there are none."""
+
+
+@register(MambaForCausalLM="Mamba 130M to 2.8B", FalconMambaForCausalLM="Falcon Mamba 7B")
+class MambaLM(DecoderLM):
+    config: MambaLMConfig
+    base_prefix = "backbone."
+    weights = RECURRENT_WEIGHTS.replaced(
+        {
+            f"{_MIXER}.x_proj": "layers.{i}.attn.maps",
+            f"{_MIXER}.dt_proj": "layers.{i}.attn.steps",
+            f"{_MIXER}.A_log": "layers.{i}.attn.states:log_rate",
+            f"{_MIXER}.D": "layers.{i}.attn.states:skip",
+        }
+    )
+    tiny: ClassVar[dict[str, Any]] = {
+        "model_type": "mamba",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "expand": 3,
+        "num_hidden_layers": 2,
+        "state_size": 12,
+        "use_bias": True,
+    }
+
+    @staticmethod
+    def configure(hf: HFConfig, architecture: str) -> ModelConfig:
+        fields = recurrent_fields(hf, architecture, tied=True)
+        rank = hf.fields.get("time_step_rank", "auto")
+        return MambaLMConfig(
+            **fields,
+            state_size=hf.integer("state_size", 16, maximum=1024),
+            step_rank=-(-fields["hidden_size"] // 16) if rank == "auto" else hf.integer("time_step_rank"),
+            conv_length=hf.integer("conv_kernel", 4, minimum=2, maximum=16),
+            conv_bias=hf.flag("use_conv_bias", True),
+            bias=hf.flag("use_bias", False),
+            map_norm_eps=hf.number("mixer_rms_eps", 1e-6) if architecture.startswith("Falcon") else None,
+        )
+
+    def block(self, layer: int) -> SingleBlock:
+        config = self.config
+        eps = config.map_norm_eps
+        mixer = Mamba(
+            layer,
+            config.hidden_size,
+            inner_size=config.intermediate_size,
+            state_size=config.state_size,
+            step_rank=config.step_rank,
+            conv_length=config.conv_length,
+            conv_bias=config.conv_bias,
+            bias=config.bias,
+            norm=nn.Identity if eps is None else partial(UnitNorm, eps=eps),
+        )
+        return SingleBlock(norm=self.make_norm(), attn=mixer)
+
+
+def recurrent_fields(hf: HFConfig, architecture: str, *, tied: bool) -> dict[str, Any]:
+    """Return the fields of a ModelConfig without attention. Raises InvalidCheckpoint, UnsupportedModel."""
+    hf.expect("hidden_act", "silu")
+    # The width of states. There are no heads: one, which nothing reads, stands for them.
+    inner = hf.fields.get("intermediate_size") or int(hf.number("expand", 2) * hf.integer("hidden_size"))
+    absent = {"intermediate_size": inner, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2}
+    named = hf.named({"layer_norm_epsilon": "rms_norm_eps"}).changed(absent)
+    return named.decoder(architecture, max_position=_MAX_POSITION, norm_eps=1e-5, tied=tied, rotary=False)
