@@ -18,7 +18,7 @@ from tests.models.parity import Case, folder_of
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "asyncllm"
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-FAMILY, MODULE, OP, LAUNCHER, TEST = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+FAMILY, MODULE, MAP, OP, LAUNCHER, TEST = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture

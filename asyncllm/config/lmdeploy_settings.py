@@ -42,7 +42,11 @@ ENGINES: Mapping[str, Neutral] = {
     **_each("use_dynamic_ntk", (False,), "Set rope_scaling_factor."),
     **_each("group_size", (0, 128), "The checkpoint's config.json says it; leave it out."),
     **_each("kv_bits", (8,), "Set quant_policy."),
-    **_each("custom_module_map", (), "Set plugin to a Python file that registers a family (docs/extending.md)."),
+    **_each(
+        "custom_module_map",
+        (),
+        "Set plugin to a file with asyncllm.models.replaces (docs/extending.md).",
+    ),
     **_each("empty_init", (False,), "Load the checkpoint, and replace its weights by update_weights."),
     **_each("enable_microbatch enable_eplb", (False,), "Experts are not moved between ranks; leave it out."),
     **_each("enable_metrics", (True,), "What /metrics shows is counted in any case; hide it by --disable-metrics."),

@@ -1,16 +1,16 @@
-"""Families of models; `register` adds one."""
+"""Families of models: `register` adds one, and `replaces` puts other layers into one."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["register"]
+__all__ = ["register", "replaces"]
 
 
 def __getattr__(name: str) -> Any:
-    # The registry is imported with torch, which those who look for one module of the package may not need.
-    if name != "register":
+    # These are imported with torch, which those who look for one module of the package may not need.
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from asyncllm.models.registry import register
+    from asyncllm.models import module_map, registry
 
-    return register
+    return getattr(registry if name == "register" else module_map, name)

@@ -28,6 +28,7 @@ from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.extrapolation import check_log_scaling, with_log_scaling
 from asyncllm.models.head import SCORING, settle_head
+from asyncllm.models.module_map import MODULE_MAP, replace_layers
 from asyncllm.models.quantized import attach
 from asyncllm.models.refused import REFUSED_DECODERS
 from asyncllm.models.stream import FLOAT_DTYPES
@@ -75,13 +76,14 @@ def register(*architectures: str, **models: str) -> Callable[[Family], Family]:
 @contextmanager
 def register_all_or_nothing() -> Iterator[None]:
     """Have what is registered inside be found afterwards, and forgotten if the block raises."""
-    kept, models = dict(_FAMILIES), dict(_MODELS)
+    tables: list[dict[Any, Any]] = [_FAMILIES, _MODELS, MODULE_MAP]
+    kept = [(each, dict(each)) for each in tables]
     try:
         yield
     except BaseException:
-        for now, before in ((_FAMILIES, kept), (_MODELS, models)):
+        for now, before in kept:
             now.clear()
-            now.update(before)  # type: ignore[arg-type]
+            now.update(before)
         raise
     families.cache_clear()
 
@@ -201,7 +203,9 @@ def _unfilled(family: type[DecoderLM], config: ModelConfig, checkpoint: Checkpoi
     elif any(name.endswith(family.head_name) for name in checkpoint.tensors):
         config = msgspec.structs.replace(config, tied=False)
     with torch.device("meta"):
-        return family(config)
+        model = family(config)
+    replace_layers(model)
+    return model
 
 
 def divide(model: DecoderLM, group: RankGroup, *, by_expert: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -11,11 +12,17 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from asyncllm.errors import ModelError
+from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.mistral import Mistral
-from asyncllm.models.registry import described, families, register, register_all_or_nothing
-from tests.models.parity import Case, folder_of
+from asyncllm.models.module_map import MODULE_MAP
+from asyncllm.models.plugins import load_plugins
+from asyncllm.models.registry import described, families, open_model, register, register_all_or_nothing
+from tests.models.parity import Case, Runner, folder_of, open_case, random_tokens
+from tests.test_extending import MAP
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "family_plugin"
 
@@ -77,6 +84,44 @@ def test_the_example_package(tmp_path: Path) -> None:
     found = opened(folder, broken)
     assert "plain_qwen" in found
     assert "not_there" in found
+
+
+def test_a_module_map_replaces_layers(tmp_path: Path) -> None:
+    """As halving the weights of their last product does; and a map that does not fit is refused, and leaves nothing."""
+    case = Case("llama", "default")
+    tokens = random_tokens(3)
+    expected = copy.deepcopy(open_case(case))
+    with torch.no_grad():
+        for layer in expected.layers:
+            layer.mlp.down.weight *= 0.5
+            layer.mlp.down.bias *= 0.5
+
+    def opened_here() -> DecoderLM:
+        return open_model(folder_of(case), dtype=torch.float32, device=torch.device("cpu"))
+
+    def logits(model: DecoderLM) -> torch.Tensor:
+        runner = Runner(model, block_size=16)
+        row = runner.row(tokens)
+        runner.step((row, len(tokens)))
+        return row.result
+
+    file = tmp_path / "halved.py"
+    file.write_text(MAP)
+    assert MODULE_MAP == {}
+    try:
+        load_plugins([file])
+        torch.testing.assert_close(logits(opened_here()), logits(expected))
+        for name, message in (("layers.{i}.ffn", "no such layers"), ("layers.0.attn", "not from its class, Attention")):
+            MODULE_MAP["LlamaForCausalLM", name] = MODULE_MAP["LlamaForCausalLM", "layers.{i}.mlp"]
+            with pytest.raises(ModelError, match=message):
+                opened_here()
+            del MODULE_MAP["LlamaForCausalLM", name]
+        (tmp_path / "broken.py").write_text(MAP.replace("LlamaFor", "OtherFor") + "raise OSError")
+        with pytest.raises(ModelError, match="broken"):
+            load_plugins([tmp_path / "broken.py"])
+        assert list(MODULE_MAP) == [("LlamaForCausalLM", "layers.{i}.mlp")]
+    finally:
+        MODULE_MAP.clear()
 
 
 def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
