@@ -114,7 +114,9 @@ def _run_ours(model: DecoderLM, ids: Tensor) -> dict[str, Tensor]:
     layers: list[Any] = list(model.layers)
     modules: dict[str, nn.Module] = {}
     for index, block in enumerate(layers):
-        modules |= {f"layer {index}": block, f"layer {index} attention": block.attn, f"layer {index} mlp": block.mlp}
+        # Some have one of the two alone.
+        inner = {f"layer {index} attention": block.attn, f"layer {index} mlp": block.mlp}
+        modules |= {f"layer {index}": block, **{name: each for name, each in inner.items() if each is not None}}
     with recorded(modules) as calls:
         logits = model.logits(model(make_step_context(ids, model=model, block_size=16)))
     found = {_EMBEDDING: calls["layer 0"][0].args[1]}
@@ -157,7 +159,7 @@ def _by_layer(modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _attention(layer: nn.Module) -> nn.Module | None:
-    return next((each for each in layer.modules() if type(each).__name__.endswith("Attention")), None)
+    return next((each for each in layer.modules() if type(each).__name__.endswith(("Attention", "Mixer"))), None)
 
 
 def _mlp(layer: nn.Module) -> nn.Module | None:

