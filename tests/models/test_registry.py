@@ -60,7 +60,7 @@ def test_parameters_are_counted_and_frozen(family: str, tmp_path: Path) -> None:
     assert not model.training
 
 
-@pytest.mark.parametrize(("family", "dtype"), zip(FAMILIES, cycle([torch.bfloat16, torch.float16]), strict=False))
+@pytest.mark.parametrize(("family", "dtype"), list(zip(FAMILIES, cycle([torch.bfloat16, torch.float16]))))
 def test_half_precision_follows_float32(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Close where the logits are decided: rounding moves them, but not by a fifth of their spread."""
     build_checkpoint(family, tmp_path, dtype=dtype)
