@@ -138,6 +138,50 @@ def test_the_assistants_last_word_is_continued(name: str) -> None:
     assert whole == text + template.eoa + template.separator
 
 
+SYSTEM = {
+    "codegeex4": "你是一位智能编程助手，你叫CodeGeeX。",
+    "dbrx": "You are DBRX, created by Databricks. You were last updated in December 2023.",
+    "deepseek-coder": "You are an AI programming assistant, utilizing the Deepseek Coder model,",
+    "deepseek-vl": "You are a helpful language and vision assistant. You are able to understand the visual content",
+    "internlm": "You are an AI assistant whose name is InternLM (书生·浦语).\n- InternLM (书生·浦语)",
+    "internlm2": "You are an AI assistant whose name is InternLM (书生·浦语).\n- InternLM (书生·浦语)",
+    "internlm-xcomposer2": "You are an AI assistant whose name is InternLM-XComposer (浦语·灵笔).\n",
+    "internlm-xcomposer2d5": "You are an AI assistant whose name is InternLM-XComposer (浦语·灵笔).\n",
+    "internvl-internlm2": "You are an AI assistant whose name is InternLM (书生·浦语).",
+    "internvl-phi3": "You are an AI assistant whose name is Phi-3.",
+    "internvl-zh-hermes2": "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL,",
+    "internvl2-internlm2": "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL,",
+    "internvl2-phi3": "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL,",
+    "internvl2_5": "你是书生·万象，英文名是InternVL，是由上海人工智能实验室、清华大学及多家合作单位联合开发的",
+    "llama2": "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible,",
+    "llama3_1": "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\nYou are a helpful assistant.",
+    "llava-chatml": "Answer the questions.",
+    "llava-v1": "A chat between a curious human and an artificial intelligence assistant. The assistant",
+    "mini-gemini-vicuna": "A chat between a curious human and an artificial intelligence assistant. The assistant",
+    "qwen": "You are a helpful assistant.",
+    "ultracm": "A one-turn chat between a curious user and an artificial intelligence assistant.",
+    "ultralm": "A one-turn chat between a curious user and an artificial intelligence assistant.",
+    "vicuna": "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, de",
+    "wizardlm": "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful,",
+    "yi-vl": "This is a chat between an inquisitive human and an AI assistant. Assume the role of the AI assistant.",
+}
+"""How the system prompts begin that stand in for a missing one; the other templates have none."""
+
+
+def test_system_prompts() -> None:
+    for name in TABLE:
+        template, user = MODELS.build(name, {}), {"role": "user", "content": "U"}
+        instruction = template.meta_instruction
+        if name not in SYSTEM:
+            assert instruction is None, name
+            continue
+        assert instruction is not None, name
+        assert instruction.startswith(SYSTEM[name])
+        system = {"role": "system", "content": instruction}
+        assert template.messages2prompt([user]) == template.messages2prompt([system, user])
+        assert instruction in template.messages2prompt([user])
+
+
 def test_the_meta_instruction_stands_in_for_a_missing_system_message() -> None:
     template = MODELS.build("qwen", {})
     user = [{"role": "user", "content": "U"}]
