@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncllm.kernels.triton.lora import BLOCK_K, expand_kernel, rows_and_splits, shrink_kernel
+from asyncllm.kernels.triton.lora import BLOCK_K, expand_kernel, rows_and_splits, shrink_kernel, turns_of
 from tests.kernels.offline import Case
 
 K, SIZES, RANK = 4096, (4096, 1024, 1024, 0), 16
@@ -25,11 +25,11 @@ def _cases(tokens: int) -> list[Case]:
     shrink = {**types, "x_ptr": "*bf16", "a_ptr": "*bf16"}
     expand = {**types, "b_ptr": "*bf16", "y_ptr": "*bf16"}
     sizes = {f"SIZE_{index}": size for index, size in enumerate(SIZES)}
-    block_n = {"BLOCK_N": 64 if block_t == 16 else 128}
+    shrinking, expanding = turns_of(tokens, block_t, num_slots=64)
     return [
-        Case(f"shrink {tokens}", shrink_kernel, shrink, {"K": K, "BLOCK_K": BLOCK_K, **same}),
-        Case(f"expand {tokens}", expand_kernel, expand, {**sizes, **block_n, **same}),
+        Case(f"shrink {tokens}", shrink_kernel, shrink, {"K": K, "BLOCK_K": BLOCK_K, "TURNS": shrinking, **same}),
+        Case(f"expand {tokens}", expand_kernel, expand, {**sizes, "BLOCK_N": 128, "TURNS": expanding, **same}),
     ]
 
 
-CASES = [case for tokens in (1, 300, 4096) for case in _cases(tokens)]
+CASES = [case for tokens in (48, 300, 4096) for case in _cases(tokens)]

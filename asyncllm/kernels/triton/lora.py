@@ -1,9 +1,9 @@
 """LoRA by row: a product with A [rank, in] that shrinks a row, and one with B [out, rank] that expands it.
 
-Rows are not sorted. A program has a tile of rows and takes the adapters that are present there one after the other, in
-the order of their slots: each is multiplied by the whole tile, and a row keeps its own adapter's result alone. A tile
-of a prompt has one adapter, one of decode rows as many as it has rows at most. Nothing is added across adapters, so a
-row's bits do not depend on its neighbours' (zero times infinity is no zero).
+Rows are not sorted. A program has a tile of rows and some of the adapters that are present there: every TURNS-th in
+the order of their slots, one after the other. Each is multiplied by the whole tile, and a row keeps its own adapter's
+result alone. A tile of a prompt has one adapter, one of decode rows as many as it has rows at most. Nothing is added
+across adapters, so a row's bits do not depend on its neighbours' (zero times infinity is no zero).
 
 Reading A of one row is all that takes time where there are few rows, so the sum over the input features is split among
 programs; `expand_kernel` adds up their parts in order.
@@ -22,7 +22,7 @@ from asyncllm.kernels.lora import MAX_PARTS, LoRAWeights
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 
-__all__ = ["BLOCK_K", "FEW_ROWS", "add_lora", "expand_kernel", "rows_and_splits", "shrink_kernel"]
+__all__ = ["BLOCK_K", "FEW_ROWS", "add_lora", "expand_kernel", "rows_and_splits", "shrink_kernel", "turns_of"]
 
 FEW_ROWS = 64
 """Up to so many rows reading A and B is all that takes time."""
@@ -38,11 +38,34 @@ _MOST_SPLITS = 32
 _NO_SLOT = tl.constexpr(2**30)
 
 
+@triton.jit
+def _next_slot(slots, slot):
+    """Return the smallest slot above `slot`; _NO_SLOT: there is none."""
+    return tl.min(tl.where(slots > slot, slots, _NO_SLOT), 0)
+
+
+@triton.jit
+def _slots_in_turn(slots_ptr, first, tokens, turn, BLOCK_T: tl.constexpr, TURNS: tl.constexpr):
+    """Return the slots of a tile's rows whose adapters this program takes; -1 for other rows."""
+    here = tl.arange(0, BLOCK_T)
+    slots = tl.load(slots_ptr + first + here, mask=first + here < tokens, other=-1)
+    if TURNS > 1:
+        before = tl.load(slots_ptr + first + here, mask=first + here < tokens, other=-1)[:, None]
+        repeats = (before == slots[None, :]) & (here[:, None] < here[None, :])
+        is_first = (tl.max(repeats.to(tl.int32), 0) == 0) & (slots >= 0)
+        # Turned by a sum over the diagonal: for each row, how many adapters have smaller slots.
+        counts = tl.sum((is_first[None, :] & (slots[None, :] < before)).to(tl.int32), 1)
+        number = tl.sum(tl.where(here[:, None] == here[None, :], counts[:, None], 0), 0)
+        slots = tl.where(number % TURNS == turn, slots, -1)
+    return slots
+
+
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr", "ranks_ptr"])
 def shrink_kernel(
     x_ptr, slots_ptr, a_ptr, ranks_ptr, h_ptr, tokens,
     K: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, SLOT_STRIDE: tl.constexpr, RANKS_STRIDE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, USE_PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, TURNS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """x [tokens, K] times A of each row's adapter, transposed -> h [SPLITS, tokens, WIDTH] float32, to be added up.
 
@@ -52,15 +75,16 @@ def shrink_kernel(
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
-    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    tile = tl.program_id(0) // TURNS * BLOCK_T
+    rows = tile + tl.arange(0, BLOCK_T)
     first = tl.program_id(1) * BLOCK_R
     split = tl.program_id(2)
-    slots = tl.load(slots_ptr + rows, mask=rows < tokens, other=-1)
+    slots = _slots_in_turn(slots_ptr, tile, tokens, tl.program_id(0) % TURNS, BLOCK_T, TURNS)
     columns = tl.arange(0, BLOCK_K)
     x_rows = x_ptr + rows[:, None].to(tl.int64) * K
     features = first + tl.arange(0, BLOCK_R)
     h = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
-    slot = tl.min(tl.where(slots >= 0, slots, _NO_SLOT), 0)
+    slot = _next_slot(slots, -1)
     while slot < _NO_SLOT:
         own = slots == slot
         if tl.load(ranks_ptr + slot * RANKS_STRIDE) > first % RANK:
@@ -73,7 +97,7 @@ def shrink_kernel(
                 a = tl.load(a_rows + k[None, :], mask=inside, other=0.0)
                 acc = dot(x, tl.trans(a), acc)
             h = tl.where(own[:, None], acc, h)
-        slot = tl.min(tl.where(slots > slot, slots, _NO_SLOT), 0)
+        slot = _next_slot(slots, slot)
     places = (split.to(tl.int64) * tokens + rows[:, None]) * WIDTH + features[None, :]
     tl.store(h_ptr + places, h, mask=(slots >= 0)[:, None])
 
@@ -83,7 +107,8 @@ def expand_kernel(
     h_ptr, slots_ptr, b_ptr, ranks_ptr, y_ptr, tokens,
     SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, SIZE_2: tl.constexpr, SIZE_3: tl.constexpr,
     WIDTH: tl.constexpr, RANK: tl.constexpr, SLOT_STRIDE: tl.constexpr, RANKS_STRIDE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, USE_PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, TURNS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """y [tokens, N] += h, added up over SPLITS and rounded to y's type, times B of each row's adapter, transposed.
 
@@ -99,35 +124,39 @@ def expand_kernel(
     BLOCKS_2: tl.constexpr = BLOCKS_1 + (SIZE_2 + BLOCK_N - 1) // BLOCK_N
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
-    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    tile = tl.program_id(0) // TURNS * BLOCK_T
+    rows = tile + tl.arange(0, BLOCK_T)
     block = tl.program_id(1)
     part = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32) + (block >= BLOCKS_2).to(tl.int32)
     start = tl.where(part == 0, 0, tl.where(part == 1, SIZE_0, tl.where(part == 2, END_1, END_2)))
     end = tl.where(part == 0, SIZE_0, tl.where(part == 1, END_1, tl.where(part == 2, END_2, N)))
     block -= tl.where(part == 0, 0, tl.where(part == 1, BLOCKS_0, tl.where(part == 2, BLOCKS_1, BLOCKS_2)))
     features = start + block * BLOCK_N + tl.arange(0, BLOCK_N)
-    slots = tl.load(slots_ptr + rows, mask=rows < tokens, other=-1)
-    h_rows = h_ptr + rows[:, None].to(tl.int64) * WIDTH + part * RANK
-    total = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
-    slot = tl.min(tl.where(slots >= 0, slots, _NO_SLOT), 0)
-    while slot < _NO_SLOT:
-        own = slots == slot
-        rank = tl.load(ranks_ptr + slot * RANKS_STRIDE)
-        b_rows = b_ptr + slot.to(tl.int64) * SLOT_STRIDE + features[:, None] * RANK
-        acc = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
-        for first in range(0, rank, BLOCK_R):
+    slots = _slots_in_turn(slots_ptr, tile, tokens, tl.program_id(0) % TURNS, BLOCK_T, TURNS)
+    slot = _next_slot(slots, -1)
+    if slot < _NO_SLOT:
+        has_own = (slots >= 0)[:, None]
+        inside = (features < end)[:, None]
+        h_rows = h_ptr + rows[:, None].to(tl.int64) * WIDTH + part * RANK
+        total = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
+        for first in tl.static_range(0, RANK, BLOCK_R):
             r = first + tl.arange(0, BLOCK_R)[None, :]
-            h = tl.load(h_rows + r, mask=own[:, None], other=0.0)
-            for split in range(1, SPLITS):
-                h += tl.load(h_rows + split * tokens * WIDTH + r, mask=own[:, None], other=0.0)
-            b = tl.load(b_rows + r, mask=(features < end)[:, None], other=0.0)
-            acc = dot(round_to(h, dtype), tl.trans(b), acc)
-        total = tl.where(own[:, None], acc, total)
-        slot = tl.min(tl.where(slots > slot, slots, _NO_SLOT), 0)
-    places = y_ptr + rows[:, None].to(tl.int64) * N + features[None, :]
-    mask = (slots >= 0)[:, None] & (features < end)[None, :]
-    y = tl.load(places, mask=mask, other=0.0).to(tl.float32)
-    tl.store(places, round_to(y + total, dtype), mask=mask)
+            h = tl.load(h_rows + r, mask=has_own, other=0.0)
+            for split in tl.static_range(1, SPLITS):
+                h += tl.load(h_rows + split * tokens.to(tl.int64) * WIDTH + r, mask=has_own, other=0.0)
+            slot = _next_slot(slots, -1)
+            while slot < _NO_SLOT:
+                if tl.load(ranks_ptr + slot * RANKS_STRIDE) > first:
+                    b_rows = b_ptr + slot.to(tl.int64) * SLOT_STRIDE + features[:, None] * RANK
+                    b = tl.load(b_rows + r, mask=inside, other=0.0)
+                    own = (slots == slot)[:, None]
+                    of_slot = dot(round_to(tl.where(own, h, 0.0), dtype), tl.trans(b), tl.zeros_like(total))
+                    total += tl.where(own, of_slot, 0.0)
+                slot = _next_slot(slots, slot)
+        places = y_ptr + rows[:, None].to(tl.int64) * N + features[None, :]
+        mask = has_own & (features < end)[None, :]
+        y = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+        tl.store(places, round_to(y + total, dtype), mask=mask)
 
 
 def rows_and_splits(tokens: int, features: int, *, batch_invariant: bool) -> tuple[int, int]:
@@ -138,14 +167,23 @@ def rows_and_splits(tokens: int, features: int, *, batch_invariant: bool) -> tup
     return 64, min(4, splits) if tokens <= 8 * FEW_ROWS else 1
 
 
+def turns_of(tokens: int, block_t: int, num_slots: int) -> tuple[int, int]:
+    """Return how many programs of either kernel share the adapters of a tile: each adapter takes a program a few memory
+    latencies, and a program without one ends at once."""
+    if block_t == 16 and min(tokens, num_slots) > 1:
+        return 8, 4
+    return 1, 1
+
+
 def add_lora(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights, *, batch_invariant: bool = False) -> Tensor:
     y, x = y.contiguous(), x.contiguous()
     (tokens, k), rank, width = x.shape, lora.b.shape[-1], lora.a.shape[1]
     if not tokens:
         return y
     block_t, splits = rows_and_splits(tokens, k, batch_invariant=batch_invariant)
-    block_r, block_n = min(rank, 64), 64 if block_t == 16 else 128
+    block_r, block_n = min(rank, 64), 64 if tokens <= 16 else 128
     tiles = -(-tokens // block_t)
+    shrinking, expanding = turns_of(tokens, block_t, len(lora.a))
     h = torch.empty(splits, tokens, width, dtype=torch.float32, device=x.device)
     same: dict[str, Any] = {
         "WIDTH": width,
@@ -155,11 +193,17 @@ def add_lora(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights, *, batch_in
         "BLOCK_R": block_r,
         "SPLITS": splits,
     }
-    shrink = {"K": k, "SLOT_STRIDE": lora.a.stride(0), "BLOCK_K": BLOCK_K, **same}
-    launch(shrink_kernel, (tiles, width // block_r, splits), (x, slots, lora.a, lora.ranks, h), (tokens,), **shrink)
+    shrink = {"K": k, "SLOT_STRIDE": lora.a.stride(0), "BLOCK_K": BLOCK_K, "TURNS": shrinking, **same}
+    launch(
+        shrink_kernel,
+        (tiles * shrinking, width // block_r, splits),
+        (x, slots, lora.a, lora.ranks, h),
+        (tokens,),
+        **shrink,
+    )
     sizes = (*lora.sizes, *[0] * (MAX_PARTS - len(lora.sizes)))
     blocks = sum(-(-size // block_n) for size in sizes)
     expand: dict[str, Any] = {f"SIZE_{part}": size for part, size in enumerate(sizes)}
-    expand |= {"SLOT_STRIDE": lora.b.stride(0), "BLOCK_N": block_n, **same}
-    launch(expand_kernel, (tiles, blocks, 1), (h, slots, lora.b, lora.ranks, y), (tokens,), **expand)
+    expand |= {"SLOT_STRIDE": lora.b.stride(0), "BLOCK_N": block_n, "TURNS": expanding, **same}
+    launch(expand_kernel, (tiles * expanding, blocks, 1), (h, slots, lora.b, lora.ranks, y), (tokens,), **expand)
     return y
