@@ -118,7 +118,7 @@ class TestStream:
             assert pipe.stats().running == 0
             assert pipe.stats().requests_cancelled == 2
 
-    def test_a_stream_nobody_begins_starts_nothing(self, pipe: FakePipeline) -> None:
+    def test_a_stream_that_is_never_read_starts_nothing(self, pipe: FakePipeline) -> None:
         pipe.stream_infer(["ping"])
         assert pipe.stats().requests_started == 0
 

@@ -83,7 +83,9 @@ class Full(io.StringIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_nobody_has_to_hear_a_complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_message_that_cannot_be_written_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     complain("too bad")
     assert capsys.readouterr() == ("", "too bad\n")
     monkeypatch.setattr(sys, "stderr", Full())

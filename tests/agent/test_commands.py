@@ -15,7 +15,7 @@ from tests.agent.test_executor_ahead import Made, running, until
 
 
 @pytest.mark.anyio
-async def test_a_command_runs_in_the_thread_and_a_refused_one_hurts_nobody() -> None:
+async def test_a_command_runs_in_the_thread_and_a_refused_one_changes_nothing() -> None:
     async with running() as (executor, launcher):
         await executor.carry_out(Sleep(1))
         with pytest.raises(InvalidParameter, match="not that deep"):

@@ -254,7 +254,7 @@ async def test_close_finishes_what_runs_and_drops_what_waits() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_cancelled_step_runs_and_hurts_nobody() -> None:
+async def test_a_cancelled_step_runs_and_harms_no_other() -> None:
     runner = Runner()
     executor = StepExecutor(lambda: runner)
     await executor.start()
@@ -411,7 +411,7 @@ async def test_a_real_model_answers_and_is_gone_after_close() -> None:
     row = PrefillRow(slot=0, tokens=[5, 6, 7], position=0, sample=True)
     first = Batch(step=0, starts=[start], new_blocks=[(0, 0, 0, [4, 2])], copies=[], decode=[], prefill=[row])
     later = [Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[0], prefill=[]) for step in (1, 2)]
-    # Each step's input is the token of the one before, which nobody has read when it is submitted.
+    # Each step's input is the token of the one before, which has not been read when it is submitted.
     outputs = await asyncio.gather(*[executor.submit(batch) for batch in (first, *later)])
     assert [output.tokens[0] for output in outputs] == alone
     assert reference() is not None

@@ -197,7 +197,7 @@ async def test_blocked_launches_are_held_and_resumed_in_order() -> None:
             await until(lambda step=step: len(launcher.launches) > step)  # type: ignore[misc]
             launcher.launches[step].done.set()
             assert (await futures[step]).step == step
-        # A step that needs nobody's tokens follows the one before at once.
+        # A step that needs no unread tokens follows the one before at once.
         assert launcher.notes.index(("launch", 4)) < launcher.notes.index(("output", 3)) + 3
         assert launcher.steps("launch") == list(range(7))
         assert launcher.steps("resume") == [2, 3, 5]
@@ -285,7 +285,7 @@ async def test_stop_iteration_reaches_the_caller_too() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_cancelled_step_runs_and_hurts_nobody() -> None:
+async def test_a_cancelled_step_runs_and_harms_no_other() -> None:
     async with running(slow=True, blocking=(1,)) as (executor, launcher):
         futures = [executor.submit(empty_batch(step)) for step in range(4)]
         for future in futures[:3]:
@@ -420,7 +420,7 @@ async def test_a_cancelled_close_still_ends_the_thread() -> None:
 
 
 def test_close_from_another_loop() -> None:
-    """The loop of the steps is gone: nobody waits for them, and the thread ends all the same."""
+    """The event loop of the steps is closed: no task waits for them, and the thread ends all the same."""
     made = Made(slow=True, blocking=(1,))
     executor = StepExecutor(made, release=made.release)
     events: list[threading.Event] = []

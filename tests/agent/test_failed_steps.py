@@ -84,7 +84,7 @@ async def test_the_engine_goes_on(kind: type[ModelAgent], at: int) -> None:
 
 
 @AGENTS
-async def test_who_is_admitted_behind_the_failing_step_is_computed_again(
+async def test_a_sequence_admitted_behind_the_failing_step_is_computed_again(
     kind: type[ModelAgent],
 ) -> None:
     """Its slot was never started on the device when the step that was built on the failing one is dropped."""
@@ -102,7 +102,7 @@ async def test_who_is_admitted_behind_the_failing_step_is_computed_again(
 
 
 @AGENTS
-async def test_nan_that_a_failed_step_has_written_reaches_nobody(kind: type[ModelAgent]) -> None:
+async def test_nan_that_a_failed_step_has_written_reaches_no_request(kind: type[ModelAgent]) -> None:
     plan = FaultPlan(Fault("prefill", "corrupt", times=2), Fault("alloc", at=3), Fault("sample", at=5))
     async with engine_of(kind, FaultPlan()) as engine:
         expected = await ask(engine)

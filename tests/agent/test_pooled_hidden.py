@@ -106,7 +106,7 @@ def test_a_row_that_is_not_finite_harms_no_other(pooling: Any) -> None:
 
 
 def test_embedding_and_generating_do_not_change_each_other_by_a_bit() -> None:
-    """In steps of the same rows, it touches nobody what the other rows hold, or how they are sampled."""
+    """In steps of the same rows, a row depends neither on the other rows' tokens nor on their sampling."""
 
     def run(*, temperature: float = 1.0, embedded: int = 0, pools: bool = True) -> tuple[list[StepOutput], Any]:
         agent = tiny_agent()

@@ -60,7 +60,7 @@ class TestBooks:
         assert found.client == {"started": 4, "finished": 1, "failed": 1, "cancelled": 1, "rejected": 1}
         assert found.client == found.log == found.metrics
 
-    def test_who_left_is_counted_as_the_server_had_it(self) -> None:
+    def test_a_client_that_left_is_counted_as_by_the_server(self) -> None:
         found = books(
             [record(1, "cancelled", left_at=5.0), record(2, "cancelled", left_at=5.0, heard=False)],
             {1: 200},

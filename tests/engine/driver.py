@@ -368,7 +368,9 @@ class Driver:
         cache = self.scheduler.prefix_cache
         for block in writes:
             assert readers[block] <= 1, f"block {block} is written, and {readers[block]} rows read it"
-            assert cache is None or cache.key_of(block) is None, f"block {block} is written, and anybody may find it"
+            assert cache is None or cache.key_of(block) is None, (
+                f"block {block} is written, and any request may find it"
+            )
         for earlier in self._writes:
             for block, slot in writes.items():
                 assert earlier.get(block, slot) == slot, f"block {block} is written by two rows in flight"

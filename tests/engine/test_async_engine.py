@@ -336,7 +336,7 @@ class TestPipelining:
         assert chunks[0].text == "y" * 100
         assert len(chunks[0].token_ids) == 101
 
-    async def test_instant_steps_starve_nobody(self) -> None:
+    async def test_instant_steps_starve_no_task(self) -> None:
         """Other tasks of the loop run between any two steps."""
         turns = 0
 

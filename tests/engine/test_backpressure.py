@@ -42,7 +42,7 @@ class TestBounds:
         bounds.check(10**6, 90, 10, 0.0)
         refusal(bounds, 1, 90, 11)
 
-    def test_a_request_that_finds_nobody_waiting_is_never_too_large(self) -> None:
+    def test_a_request_that_finds_an_empty_queue_is_never_too_large(self) -> None:
         Backpressure(max_requests=1, max_tokens=100).check(0, 0, 10**6, 0.0)
 
     def test_a_part_of_the_queue(self) -> None:

@@ -1,4 +1,4 @@
-"""Leaving early, by whatever way and at whatever moment, frees row and blocks and disturbs nobody."""
+"""Leaving early, in any way and at any moment, frees row and blocks and disturbs no other request."""
 
 from __future__ import annotations
 

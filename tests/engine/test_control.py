@@ -1,4 +1,4 @@
-"""New weights, sleep and waking up as the engine loop sees them: between steps, one at a time, and nobody is lost."""
+"""New weights, sleep and waking up in the engine loop: between steps, one at a time, and no request is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request's timeout: in every phase it ends the request within a step, by a typed error, and disturbs nobody."""
+"""A request's timeout ends it in every phase within a step, by a typed error, and disturbs no other request."""
 
 from __future__ import annotations
 

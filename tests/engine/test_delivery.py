@@ -1,4 +1,4 @@
-"""Who gets a chunk: the taker as it comes, or whoever polls later; no chunk twice, and none before an earlier one."""
+"""A chunk goes to the taker as it comes, or to a later reader; none comes twice, or before an earlier one."""
 
 from __future__ import annotations
 

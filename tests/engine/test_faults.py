@@ -172,7 +172,7 @@ async def test_a_step_that_raises_ends_its_rows_and_the_engine_goes_on(point: Po
         await check_still_right(engine, expected)
 
 
-async def test_a_step_with_the_poison_ends_its_neighbours_too_and_nobody_who_came_later() -> None:
+async def test_a_step_with_the_poison_ends_its_neighbours_too_and_no_later_request() -> None:
     expected = await undisturbed()
     async with engine_with(FaultPlan(Fault("decode", request=POISON, at=3))) as engine:
         first = [Asked(engine, prompt) for prompt in PROMPTS[:2]]
@@ -217,7 +217,7 @@ async def test_nothing_of_a_failed_step_is_found_in_the_prefix_cache() -> None:
 
 @pytest.mark.parametrize("at", [0, 1, 3, 5])
 async def test_a_step_whose_copies_are_lost_lets_the_waiting_be_computed_again(at: int) -> None:
-    """More than fits: rows go to the host and back. A copy that never came about is nobody's prefix."""
+    """More than fits: rows go to the host and back. A copy that was never made is no prefix of a request."""
     prompts = [f"question {number} of many that do not fit" for number in range(6)]
     expected = await undisturbed(prompts)
     fault = Fault("swap", at=at)

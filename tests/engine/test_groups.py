@@ -75,7 +75,7 @@ def test_it_takes_blocks_too_as_many_as_it_needs_and_at_once(
 def test_what_steps_in_flight_hold_is_waited_for(
     quality: QualityOfService, clock: Clock, num_slots: int, prompt: int
 ) -> None:
-    """The slot and blocks of who has given way come back when those steps have been read: nobody else need go."""
+    """Slot and blocks of a preempted sequence come back when those steps have been read: no other need be preempted."""
     driver = Driver(
         num_blocks=16, num_slots=num_slots, max_batch_size=4, caching=False, waiting=WaitingQueue(quality, clock)
     )
@@ -93,7 +93,7 @@ def test_what_steps_in_flight_hold_is_waited_for(
     driver.check_drained()
 
 
-def test_who_has_lost_patience_keeps_the_row(quality: QualityOfService, clock: Clock) -> None:
+def test_a_sequence_out_of_patience_keeps_its_row(quality: QualityOfService, clock: Clock) -> None:
     driver = Driver(num_slots=2, max_batch_size=1, waiting=WaitingQueue(quality, clock))
     patient = driver.submit([1], 20, policy=RequestPolicy(user=quality.users["zoe"]))
     driver.scheduler.waiting._passed = MAX_PASSED
@@ -105,7 +105,7 @@ def test_who_has_lost_patience_keeps_the_row(quality: QualityOfService, clock: C
     driver.drain()
 
 
-def test_who_comes_too_late_takes_no_row(quality: QualityOfService, clock: Clock) -> None:
+def test_a_request_that_comes_too_late_takes_no_row(quality: QualityOfService, clock: Clock) -> None:
     driver = Driver(num_slots=2, max_batch_size=1, waiting=WaitingQueue(quality, clock))
     driver.scheduler.waiting.deadlines.learn(10.0, 0.0, 1, stopped=False)
     driver.submit([1], 20, policy=RequestPolicy(user=quality.users["zoe"]))
@@ -121,7 +121,7 @@ def test_who_comes_too_late_takes_no_row(quality: QualityOfService, clock: Clock
     driver.drain()
 
 
-def test_without_groups_nobody_takes_a_row() -> None:
+def test_without_groups_no_request_takes_a_row() -> None:
     driver = Driver(num_slots=2, max_batch_size=1)
     driver.submit([1], 9, policy=RequestPolicy(priority=5))
     driver.turn()

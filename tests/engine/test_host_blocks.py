@@ -318,7 +318,7 @@ class TestSharing:
         assert driver.answers(request) == [expected_answer(PROMPT, 9, seed=seed) for seed in (1, 2, 3)]
         driver.check_drained()
 
-    def test_nobody_shares_what_a_step_in_flight_may_still_fail_to_write(self) -> None:
+    def test_blocks_that_a_step_in_flight_may_fail_to_write_are_not_shared(self) -> None:
         driver = Driver(num_host_blocks=20)
         driver.submit(PROMPT, 9)
         driver.schedule()

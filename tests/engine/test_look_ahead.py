@@ -49,7 +49,7 @@ async def test_no_more_than_the_device_allows(depth: int) -> None:
         assert engine.executor.max_in_flight == depth
 
 
-async def test_who_waits_is_admitted_behind_one_step_and_not_behind_many() -> None:
+async def test_a_waiting_request_is_admitted_behind_one_step_and_not_behind_many() -> None:
     async with new_engine() as engine:
         engine.executor.pause()
         first = asyncio.create_task(engine.generate("one", LONG).response())
@@ -153,7 +153,7 @@ async def test_cancelled_rows_come_back_with_the_last_step_that_may_write_them()
 
 
 async def test_the_engine_is_idle_right_after_the_last_answer() -> None:
-    """Steps launched in vain, behind the one that said that the answer has ended, are nobody's."""
+    """Steps launched behind the one in which the answer ended belong to no request."""
     async with FakeEngine("pong", max_steps_in_flight=AHEAD, latency=0.002) as engine:
         assert (await engine.generate("ping")).text == "pong"
         assert engine.stats().steps_in_flight > 0

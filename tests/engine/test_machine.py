@@ -344,7 +344,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_groups()
 
     def check_groups(self) -> None:
-        """After a step has been scheduled, nobody waits for those of a group after its own, but to be through."""
+        """After a step has been scheduled, no sequence waits for one of a later group, except for steps in flight."""
         scheduler = self.driver.scheduler
         row = self.queue.first_of_groups()
         if row is None or all(self.queue.rank(other) <= self.queue.rank(row) for other in scheduler._running):
@@ -406,7 +406,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(share=st.sampled_from([0.3, 1.0]))
     def evict(self, share: float) -> None:
-        """As if somebody had needed the room for a moment: free blocks are taken first, then cached ones."""
+        """As if the room had been needed for a moment: free blocks are taken first, then cached ones."""
         scheduler = self.driver.scheduler
         taken = scheduler.blocks.allocate(math.ceil(scheduler.blocks.num_available * share))
         scheduler.blocks.retire(taken, -1, -1)

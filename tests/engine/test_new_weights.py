@@ -103,7 +103,7 @@ async def test_what_the_host_has_cached_is_not_used(
         assert await answer(engine, PROMPTS[1]) == expected
 
 
-async def test_those_who_are_swapped_out_are_computed_again(folders: list[Path]) -> None:
+async def test_swapped_sequences_are_computed_again(folders: list[Path]) -> None:
     async with new_engine(folders[0]) as engine:
         expected = await answers(engine)
     config = {"num_gpu_blocks": 30, "num_cpu_blocks": 200, "eviction_type": "copy"}
@@ -133,7 +133,7 @@ async def test_a_sessions_next_turn_is_the_new_models(folders: list[Path], weigh
 
 
 @AGENTS
-async def test_who_runs_goes_on_from_its_tokens_and_who_waits_has_the_new_model(
+async def test_a_running_request_goes_on_from_its_tokens_and_a_waiting_one_has_the_new_model(
     folders: list[Path], weights: dict[str, Tensor], agent: Any
 ) -> None:
     long = GenerationConfig(max_new_tokens=100, ignore_eos=True)
@@ -176,7 +176,7 @@ async def test_scores_are_of_one_model(folders: list[Path], weights: dict[str, T
             await engine.update_weights(load_file(folders[0] / "model.safetensors"))
 
 
-async def test_weights_that_do_not_fit_disturb_nobody(folders: list[Path], weights: dict[str, Tensor]) -> None:
+async def test_weights_that_do_not_fit_disturb_no_request(folders: list[Path], weights: dict[str, Tensor]) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     async with new_engine(folders[0]) as engine:
         expected = await answers(engine)

@@ -77,8 +77,8 @@ def test_a_chunk_is_not_cut_away_altogether(last: int, taken: int) -> None:
     driver.check_drained()
 
 
-def test_nothing_is_cut_where_nobody_is_admitted() -> None:
-    """13 decode rows are one more than three tiles, and no row is free for whoever waits."""
+def test_nothing_is_cut_if_no_sequence_can_be_admitted() -> None:
+    """13 decode rows are one more than three tiles, and no row is free for a waiting request."""
     driver = Driver(max_batch_size=13, num_blocks=128, caching=False, token_tile=4)
     for index in range(14):
         driver.submit([index % 8], 30)

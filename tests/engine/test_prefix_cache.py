@@ -83,7 +83,7 @@ def test_the_first_block_of_a_key_stays() -> None:
     cache.commit(other, 5)
     assert cache.match([key]) == [5]
     assert cache.match([other]) == []
-    assert not cache.retain(6), "nobody can find block 6, so it is free"
+    assert not cache.retain(6), "no request can find block 6, so it is free"
 
 
 def test_the_least_recently_used_block_is_evicted_first() -> None:

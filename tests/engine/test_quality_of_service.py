@@ -95,7 +95,7 @@ class TestFile:
 
 
 class TestUsers:
-    def test_who_is_not_listed_is_the_default_user(self, quality: QualityOfService) -> None:
+    def test_an_unlisted_user_is_the_default_user(self, quality: QualityOfService) -> None:
         default = quality.users["default"]
         for user_id in ("default", "nobody", None, ""):
             assert quality.find(user_id) is default
@@ -148,12 +148,12 @@ class TestTurns:
         used = quality.used()
         assert used["ann"] == pytest.approx(2 * used["bob"], rel=0.01)
 
-    def test_who_is_absent_leaves_the_share_to_the_others(self, quality: QualityOfService) -> None:
+    def test_an_absent_user_leaves_its_share_to_the_others(self, quality: QualityOfService) -> None:
         self.wait(quality, "bob", "default")
         served = [self.serve(quality) for _ in range(400)]
         assert [served.count(user_id) for user_id in ("bob", "default")] == [300, 100]
 
-    def test_quota_zero_is_served_when_nobody_with_a_quota_waits(self, quality: QualityOfService) -> None:
+    def test_quota_zero_is_served_if_no_user_with_a_quota_waits(self, quality: QualityOfService) -> None:
         self.wait(quality, "zoe", "idle")
         assert {self.serve(quality, 1000) for _ in range(20)} == {"zoe"}
         quality.leaves(quality.users["zoe"])
@@ -265,7 +265,7 @@ class TestContinuousBatching:
         assert max(overload.queue_times["ann"]) > 1.0
         assert overload.driver.scheduler.waiting.num_requests >= 20
 
-    def test_nobody_starves(self, quality: QualityOfService, clock: Clock) -> None:
+    def test_no_user_starves(self, quality: QualityOfService, clock: Clock) -> None:
         overload = Overload(quality, clock, {"ann": (9, 30), "zoe": (9, 30)})
         shares = overload.shares(90.0)
         waits = overload.queue_times["zoe"]

@@ -50,7 +50,7 @@ async def test_a_request_that_leaves_the_queue_was_never_admitted() -> None:
     assert answered.finish_reasons == ("stop",)
 
 
-async def test_a_failure_is_a_reason_and_a_failing_observer_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_is_a_reason_and_a_failing_observer_harms_no_request(caplog: pytest.LogCaptureFixture) -> None:
     records: list[RequestRecord] = []
 
     def fail(record: RequestRecord) -> None:

@@ -438,7 +438,7 @@ class TestIntegrity:
             check_integrity(driver.scheduler)
 
 
-def test_nobody_is_admitted_to_be_preempted_at_once() -> None:
+def test_no_sequence_is_admitted_to_be_preempted_at_once() -> None:
     driver = Driver(num_blocks=4, caching=False)
     first = driver.submit([1] * 3, 8)
     driver.turn(1)

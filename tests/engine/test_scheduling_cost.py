@@ -80,7 +80,7 @@ def test_waiting_requests_cost_nothing() -> None:
 
 
 class CountingOrder(OrderedDict[Sequence, tuple[float, int]]):
-    """Stands in for the queue's table and counts the sequences that somebody looks at."""
+    """Stands in for the queue's table and counts the sequences that are looked at."""
 
     touched = 0
 

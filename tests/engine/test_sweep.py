@@ -1,5 +1,5 @@
-"""Every public coroutine is cancelled at each of its suspensions in turn: nothing hangs, nothing is left, nobody else
-notices, and whoever cancelled learns of it."""
+"""Every public coroutine is cancelled at each of its suspensions in turn: nothing hangs, nothing is left, no other
+call notices, and the canceller learns of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is next: priority, then arrival; and that nobody is passed over for ever."""
+"""The order of the queue: priority, then arrival; and no request is passed over forever."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_lower_priorities_come_first_and_equal_ones_as_they_arrived() -> None:
     assert (len(queue), queue.num_requests, queue.num_tokens) == (0, 0, 0)
 
 
-def test_who_left_is_not_next_and_does_not_count() -> None:
+def test_a_sequence_that_left_is_not_next_and_does_not_count() -> None:
     queue = WaitingQueue()
     rows = [sequence(number, length=number + 1) for number in range(4)]
     for row in rows:
@@ -46,7 +46,7 @@ def test_who_left_is_not_next_and_does_not_count() -> None:
     assert drained(queue) == [1, 3]
 
 
-def test_those_who_left_from_the_middle_do_not_pile_up() -> None:
+def test_sequences_that_left_from_the_middle_do_not_pile_up() -> None:
     queue = WaitingQueue()
     queue.push(sequence(0, priority=-1))
     for number in range(1, 2000):
@@ -86,13 +86,13 @@ class TestPatience:
             queue.admit(first, 3)
         return 100
 
-    def test_priority_holds_while_nobody_has_waited_long(self) -> None:
+    def test_priority_holds_while_no_request_has_waited_long(self) -> None:
         clock = Clock()
         queue, patient = self.crowd(clock)
         clock.now += PATIENCE_S - 0.001
         assert self.passed_before(queue, patient) == 99
 
-    def test_who_has_waited_long_is_passed_a_bounded_number_of_times(self) -> None:
+    def test_the_longest_wait_is_passed_a_bounded_number_of_times(self) -> None:
         clock = Clock()
         queue, patient = self.crowd(clock)
         clock.now += PATIENCE_S
@@ -109,7 +109,7 @@ class TestPatience:
         order = drained(queue)
         assert [order.index(number) for number in range(8)] == [(MAX_PASSED + 1) * turn - 1 for turn in range(1, 9)]
 
-    def test_who_has_lost_patience_is_of_the_highest_class_until_it_waits_again(self) -> None:
+    def test_a_sequence_out_of_patience_is_of_the_highest_class_until_it_waits_again(self) -> None:
         clock = Clock()
         queue, patient = self.crowd(clock)
         clock.now += PATIENCE_S
@@ -142,11 +142,11 @@ class TestDeadlines:
             queue.push(request.sequences[0])
         return queue, clock
 
-    def test_who_comes_in_time_goes_as_it_arrived(self) -> None:
+    def test_requests_in_time_go_in_the_order_of_arrival(self) -> None:
         queue, _ = self.queue({0: 1011.0, 1: None, 2: 1500.0, 3: 1012.0})
         assert drained(queue) == [0, 1, 2, 3]
 
-    def test_who_comes_too_late_lets_the_others_go_and_has_its_try(self) -> None:
+    def test_a_request_that_comes_too_late_goes_last_and_is_tried(self) -> None:
         queue, _ = self.queue({0: 1001.0, 1: 1009.9, 2: None, 3: 1100.0, 4: 1005.0})
         assert drained(queue) == [2, 3, 1, 4, 0]
         assert (len(queue), queue.num_requests) == (0, 0)

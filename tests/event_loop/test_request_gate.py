@@ -38,14 +38,14 @@ async def test_a_crowd_passes_a_few_a_turn_in_order() -> None:
     assert max(turns) <= 18 // 4 + 2
 
 
-async def test_who_leaves_takes_no_place() -> None:
+async def test_a_request_that_leaves_takes_no_place() -> None:
     turns = await turns_of(RequestGate(2), 10, leaving=range(4, 8))
     assert [number for number, turn in enumerate(turns) if turn < 0] == [4, 5, 6, 7]
     assert max(turns) <= 4
     assert turns[8] == turns[9]
 
 
-async def test_it_is_open_again_and_rests_when_nobody_comes() -> None:
+async def test_it_is_open_again_and_rests_without_requests() -> None:
     request_gate = RequestGate(2)
     for _ in range(2):
         await turns_of(request_gate, 5)

@@ -76,7 +76,7 @@ async def test_parts_wake_one_by_one(folders: list[Path]) -> None:
             assert await tokens(engine) == expected
 
 
-async def test_those_who_run_go_on_after_it(folders: list[Path]) -> None:
+async def test_running_requests_go_on_after_it(folders: list[Path]) -> None:
     config = device_config(batch_invariant=True, num_gpu_blocks=256)
     async with AsyncEngine(str(folders[0]), config) as engine:
         expected = await tokens(engine)

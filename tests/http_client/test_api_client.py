@@ -212,7 +212,7 @@ def test_a_stream_that_breaks_off_is_an_error(data: bytes) -> None:
     thread.join()
 
 
-def test_nobody_at_the_address() -> None:
+def test_no_server_at_the_address() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         with pytest.raises(ServerUnreachable, match="whether the server runs") as caught:

@@ -141,7 +141,7 @@ def _consume(device: Device, block: Block, number: int, consumer: int) -> Agent:
         _release(launch, block, before)
         if begin > 0:
             mine = number * launch.consumers + consumer
-            assert mine not in device.partial, "a sum over another that nobody has read"
+            assert mine not in device.partial, "a sum over another that has not been read"
             if launch.broken != "flag":
                 yield True
                 device.partial[mine] = total

@@ -40,7 +40,7 @@ class Case(NamedTuple):
     kind: str
     data: bytes
     alone: bool = False
-    """Whether it leaves a connection that nobody can go on with."""
+    """Whether the connection is unusable afterwards."""
 
 
 def bad_requests(seed: int, count: int) -> Iterator[Case]:

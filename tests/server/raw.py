@@ -22,7 +22,7 @@ PATIENCE_S = 5.0
 async def until(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
     """Wait for the condition; it is what happens that counts, and not when."""
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - nobody announces what a server has forgotten
+        while not condition():  # noqa: ASYNC110 - a server does not announce that it has forgotten a client
             await asyncio.sleep(0.001)
 
 

@@ -1,4 +1,4 @@
-"""Clients that leave, and clients that do not read: the engine is rid of them, and nobody else notices."""
+"""Clients that leave, and clients that do not read: the engine drops them, and no other client notices."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class TestSlowReaders:
                 assert sizes[-1] > 100 * sizes[len(sizes) // 2]
 
     @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-    async def test_who_reads_nothing_is_dropped(self, streamed: bool) -> None:
+    async def test_a_client_that_reads_nothing_is_dropped(self, streamed: bool) -> None:
         engine = FakeEngine("x" * 3000, delay_per_token=0.001 if streamed else 0.0)
         async with serving(engine, write_timeout=0.3) as served:
             served.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -218,7 +218,7 @@ class TestSlowReaders:
                 with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
                     await wire.answer()
 
-    async def test_who_reads_slowly_is_not(self) -> None:
+    async def test_a_client_that_reads_slowly_is_not(self) -> None:
         engine = FakeEngine("x" * 600)
         async with serving(engine, write_timeout=0.4) as served:
             served.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

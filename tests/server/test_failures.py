@@ -177,7 +177,7 @@ class TestWholeAnswers:
             engine.executor.resume()
             await asyncio.gather(closing, *calls)
 
-    async def test_an_error_nobody_expected_is_a_500_that_tells_nothing(self) -> None:
+    async def test_an_unexpected_error_is_a_500_without_details(self) -> None:
         engine = FakeEngine()
 
         def broken(*_: Any, **__: Any) -> Any:

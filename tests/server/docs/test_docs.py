@@ -51,7 +51,7 @@ class Outline(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_is_one_small_file_that_asks_nobody_else() -> None:
+def test_the_page_is_one_small_file_that_loads_nothing_from_elsewhere() -> None:
     assert len(PAGE) < 64_000
     assert not re.search(r"https?://[a-z]|//[a-z]+\.|@import|\burl\(", TEXT)
     outline = Outline()

@@ -237,7 +237,7 @@ async def test_histories_are_bounded_together() -> None:
         assert len(served.service.sessions) in (2, 3)
 
 
-async def test_who_has_the_longest_histories_makes_room_for_others() -> None:
+async def test_the_key_with_the_longest_histories_makes_room_for_others() -> None:
     """It is tokens that there are too few of, and the first key has a few short conversations."""
     async with serving(FakeEngine(), max_session_tokens=2000, **KEYS) as served:
         for number in range(4):

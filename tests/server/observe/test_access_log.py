@@ -1,4 +1,4 @@
-"""The access log: one line for each request, which nobody but the server has written."""
+"""The access log: one line for each request, written by the server alone."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_nothing_is_formatted_below_info(caplog: pytest.LogCaptureFixture) -> No
 class TestLoggingToStderr:
     @pytest.fixture
     def unconfigure(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-        """To be called in the test: hides the handlers that pytest adds for it, as if nobody had set up logging."""
+        """To be called in the test: hides the handlers that pytest adds for it, as if logging were not set up."""
 
         def unconfigure() -> None:
             monkeypatch.setattr(logging.getLogger("asyncllm"), "propagate", False)

@@ -124,7 +124,7 @@ async def test_a_value_that_asks_for_something_is_refused_by_name(kind: type[Ope
                 assert found["error"]["message"].startswith(f"{name} is not supported with this value. ")
 
 
-async def test_a_field_that_nobody_knows_is_named() -> None:
+async def test_an_unknown_field_is_named() -> None:
     async with serving(FakeEngine()) as served:
         for kind, (path, body) in PATHS.items():
             for name in ("colour", "Temperature", "max-tokens", "a`b", "é", "\x7f", "a" * 1000, "`- at `$.n`"):

@@ -1,4 +1,4 @@
-"""Responses that are computed while nobody waits, as OpenAI's own client sees them."""
+"""Responses that are computed while no client waits, as OpenAI's own client sees them."""
 
 from __future__ import annotations
 
