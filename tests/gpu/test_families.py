@@ -55,9 +55,12 @@ def fields_of(family: str) -> dict[str, Any]:
     return fields
 
 
+STATES = ("mamba_d_state", "ssm_state_size", "state_size", "linear_num_value_heads")
+
+
 def is_recurrent(family: str) -> bool:
     """Whether it has layers with states, by the size of these."""
-    return any(key in fields_of(family) for key in ("mamba_d_state", "ssm_state_size", "linear_num_value_heads"))
+    return any(key in fields_of(family) for key in STATES)
 
 
 def is_sparse(family: str) -> bool:
