@@ -44,7 +44,6 @@ __all__ = [
     "TakeVocabulary",
     "TakesGrammars",
     "TokenLogprobs",
-    "UnloadAdapter",
     "UpdateWeights",
     "VideoProcessor",
     "Wake",
@@ -438,19 +437,15 @@ class Wake(msgspec.Struct, tag=True, frozen=True):
 
 
 class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Read a LoRA adapter into host memory. Slots and blocks keep their content."""
+    """Read a LoRA adapter into host memory, whatever runs meanwhile."""
 
     number: int
     """Its number in `SlotStart.adapter`."""
     name: str
     path: str
     """Its folder."""
-
-
-class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Forget a LoRA adapter, which no sequence has or will have. Slots and blocks keep their content."""
-
-    number: int
+    digest: str = ""
+    """Of its files when they were read before, which they are to have still."""
 
 
 class TakeVocabulary(msgspec.Struct, tag=True, frozen=True):
@@ -460,9 +455,9 @@ class TakeVocabulary(msgspec.Struct, tag=True, frozen=True):
     """Tokens that end an answer."""
 
 
-Command = UpdateWeights | Sleep | Wake | LoadAdapter | UnloadAdapter | TakeVocabulary
-"""A command to a model as a whole, between two steps. New weights and a sleep end the content of all slots and
-blocks."""
+Command = UpdateWeights | Sleep | Wake | TakeVocabulary
+"""What is asked of a model as a whole, between two steps. No slot and no block keeps its content beyond new weights and
+a sleep."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -497,7 +492,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks: int = 0
     """Blocks of the same size in host memory, for swapping."""
     num_adapter_slots: int = 0
-    """Most adapters of a step."""
+    """Adapters that steps may use at a time."""
+    num_host_adapters: int = 0
+    """Adapters that host memory has room for. Of those given at start the first ones are in it."""
+    adapter_digests: tuple[str, ...] = ()
+    """Of the files of the adapters given at start, in their order."""
     min_copied_tokens: int = 1
     """Fewest cached tokens in host memory that are copied; fewer are computed again, which is faster."""
     max_steps_in_flight: int = 2
@@ -559,6 +558,17 @@ class Executor(Protocol):
     def carry_out(self, command: Command) -> asyncio.Future[None]:
         """Carry out a command while no step is in flight; no step is submitted before the future is done. If it raises
         an AsyncLLMError, nothing has changed; after any other error every later call fails, as after a step's."""
+
+    def load_adapter(self, adapter: LoadAdapter) -> asyncio.Future[str]:
+        """Read an adapter into host memory beside the steps, and return the digest of its files. No step that names it
+        is submitted before.
+
+        The future raises an AsyncLLMError when the adapter cannot be read, and then everything is as it was. The caller
+        sees to it that there are no more than `Limits.num_host_adapters`.
+        """
+
+    def drop_adapter(self, number: int) -> None:
+        """Free the host memory of an adapter. All steps that name it have been read."""
 
     async def close(self) -> None:
         """Finish running steps, drop waiting ones, release threads and memory. Idempotent; from any state."""

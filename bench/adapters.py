@@ -1,11 +1,14 @@
 """What LoRA adapters cost a decode step: batches whose rows have none, one or many, against the engine without any.
 
-    python bench/adapters.py --model FOLDER [--batches 1,16,64] [--counts 0,1,8,64] [--rank 16] [--json FILE]
+    python bench/adapters.py --model FOLDER [--batches 1,16,64] [--counts 0,1,8,64] [--rank 16] [--mix 1000]
+        [--while-loading] [--json FILE]
 
 Adapters have random factors in every projection of every layer, and are written to a folder that is removed. Two
 engines take their turns, one without room for adapters, which gives `base`, and one that has them all; rows of a batch
 have the adapters in rotation. 0 adapters in the second engine are rows without one beside which none runs. Steps are
-timed as in bench/throughput.py: `ratio` is a step's time over the base's.
+timed as in bench/throughput.py: `ratio` is a step's time over the base's. `--mix` adds so many requests of mixed
+lengths that have all adapters in rotation, whose `ratio` is of tokens per second. `--while-loading` adds streams during
+which adapters are loaded, and how long the readers of one wait for its next token.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -27,13 +31,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from table import emit
 from throughput import BUNDLED
-from workloads import plan, record, static, token_ids
+from workloads import Plan, mixed, plan, record, static, token_ids
 
 from asyncllm import AsyncEngine
 from asyncllm.locate import locate
 from asyncllm.text.tokenizer import Tokenizer
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+LOADED = 3
+"""Adapters that are loaded while answers stream."""
 
 
 def write_adapter(model: Path, folder: Path, rank: int) -> None:
@@ -80,10 +87,51 @@ def open_engine(model: str, overrides: str, adapters: str) -> Iterator[Timed]:
         assert [each.generate_token_len for each in responses] == requests.new_tokens
         return time.perf_counter() - begun
 
+    async def gaps(work: Any) -> dict[str, float]:
+        requests, folder = work
+        streams = [
+            engine.generate(input_ids=prompt, gen_config=generation_config(length))
+            for prompt, length in zip(requests.prompts, requests.new_tokens, strict=True)
+        ]
+        others = [asyncio.create_task(stream.response()) for stream in streams[1:]]
+        times: list[float] = []
+        loading, begun, ended = None, 0.0, 0.0
+
+        async def load() -> None:
+            nonlocal begun, ended
+            begun = time.perf_counter()
+            for index in range(LOADED):
+                await engine.load_adapter(f"late-{index}", folder)
+            ended = time.perf_counter()
+
+        async for chunk in streams[0]:
+            times += [time.perf_counter()] * bool(chunk.token_ids)
+            if loading is None and len(times) > len(requests.prompts[0]) // 4:
+                loading = asyncio.create_task(load())
+        await asyncio.gather(*others)
+        assert loading is not None
+        await loading
+        between = [(1000 * (second - first), second) for first, second in itertools.pairwise(times)]
+        during = [gap for gap, when in between if begun < when < ended]
+        beside = [gap for gap, when in between if not begun < when < ended]
+        return {
+            "gap_ms": round(statistics.median(beside), 3),
+            "longest_gap_ms": round(max(beside), 3),
+            "gap_while_loading_ms": round(statistics.median(during or [0.0]), 3),
+            "longest_gap_while_loading_ms": round(max(during or [0.0]), 3),
+            "load_ms": round(1000 * (ended - begun) / LOADED, 1),
+        }
+
     with asyncio.Runner() as runner:
         runner.run(engine.start())
-        yield lambda work: runner.run(answer(work))
+        yield lambda work: runner.run(gaps(work) if isinstance(work[1], str) else answer(work))
         runner.run(engine.close())
+
+
+def measure_mix(run: Any, count: int, names: list[str], ids: range) -> dict[str, Any]:
+    """Time requests of mixed lengths that have these adapters in rotation."""
+    works = Plan("mix", whole=[mixed(count, ids=ids)])
+    return record(works, "asyncllm", [], [run((works.whole[0], names))])
 
 
 def measure(run: Any, batch: int, names: list[str], ids: range, options: argparse.Namespace) -> dict[str, Any]:
@@ -103,6 +151,8 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, help="tokens per prompt (default: as bench/throughput.py)")
     parser.add_argument("--new-tokens", type=int, default=129, help="tokens per answer (default: %(default)s)")
     parser.add_argument("--config", default="{}", metavar="JSON", help="EngineConfig fields")
+    parser.add_argument("--mix", type=int, default=0, help="requests of mixed lengths (default: none)")
+    parser.add_argument("--while-loading", action="store_true", help="load adapters while answers stream")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures to this file")
     options = parser.parse_args()
     batches, counts = ([int(each) for each in text.split(",")] for text in (options.batches, options.counts))
@@ -115,6 +165,10 @@ def main() -> None:
         base: dict[int, float] = {}
         for paths in ({}, dict.fromkeys(names, str(folder))):
             with closing(EngineProcess(open_engine, options.model, options.config, json.dumps(paths))) as process:
+                if options.while_loading and paths:
+                    work = static(max(batches[:-1] or batches), 64, options.new_tokens * 4, seed=9, ids=ids)
+                    waits = process.run((work, str(folder)))
+                    emit({"work": "while loading", **waits, "adapters": LOADED, "rank": options.rank}, options.json)
                 for batch, count in itertools.product(batches, counts if paths else (0,)):
                     if count > batch:
                         continue
@@ -122,6 +176,11 @@ def main() -> None:
                     figures["engine"] = "with adapters" if paths else "base"
                     ratio = round(figures["step_ms"] / base.setdefault(batch, figures["step_ms"]), 3)
                     emit({**figures, "adapters": count, "rank": options.rank, "ratio": ratio}, options.json)
+                if options.mix:
+                    figures = measure_mix(process.run, options.mix, names if paths else [], ids)
+                    figures["engine"] = "with adapters" if paths else "base"
+                    ratio = round(figures["out_tok_s"] / base.setdefault(0, figures["out_tok_s"]), 3)
+                    emit({**figures, "adapters": len(paths), "rank": options.rank, "ratio": ratio}, options.json)
 
 
 if __name__ == "__main__":

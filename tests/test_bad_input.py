@@ -178,6 +178,7 @@ class TestSettings:
             ({"adapters": {"a\n": "b"}}, InvalidParameter),
             ({"adapters": {"m": "b"}, "model_name": "m"}, InvalidParameter),
             ({"max_lora_rank": 8}, InvalidParameter),
+            ({"lora_host_mb": 8}, InvalidParameter),
             ({"max_loras": -1}, InvalidParameter),
             ({"session_len": 1}, InvalidParameter),
             ({"session_len": 2**31}, InvalidParameter),

@@ -1,9 +1,10 @@
-"""AdapterPool: the LoRA adapters of a model. All loaded ones are in host memory, some also in slots on the device.
+"""AdapterPool: the LoRA adapters of a model that lie in host memory, and of these some in slots on the device.
 
-The engine chooses the slot of an adapter, which comes with each sequence (`SlotStart`). On a GPU an adapter is uploaded
-on a stream of its own: after the last step that reads its slot, and before the step that needs it. The latter is
-launched while the previous step runs, which usually takes longer than the copy. If a step with an upload is never
-launched, the next start that names the adapter uploads it.
+Which ones do is the engine's choice: it has them read and dropped, and names adapter and slot with each sequence
+(`SlotStart`). Reading goes on in a thread of its own, beside the steps, which do not know of an adapter before. On a
+GPU an adapter comes up on a stream of its own: behind the last step that reads its slot, beside all others, and ahead
+of the step that brings it. That one is launched while the step before it runs, which as a rule takes longer than the
+copy. What a step that was never launched should have brought up, the next start that names it brings.
 
 A slot is one run of memory with room for the factors of every adapted layer, so that an adapter is uploaded in one
 copy:
@@ -16,18 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from asyncllm.agent.cache.pool import available_memory
 from asyncllm.agent.open_model import OpenedModel
 from asyncllm.config import EngineConfig
-from asyncllm.errors import InvalidParameter, ModelError, UnsupportedModel
+from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelError, UnsupportedModel, short
 from asyncllm.kernels import LoRAWeights
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.lora import LayerAdapters
 from asyncllm.models.adapter_files import MAX_RANK, AdapterFiles, takes_adapters
+from asyncllm.protocol import LoadAdapter
 
 __all__ = ["NO_ADAPTER", "AdapterPool"]
 
@@ -55,6 +60,20 @@ class _Place:
         return tuple(rows.stop - rows.start for rows in self.layer.rows.values())
 
 
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """What decides on the slots of an adapter given at start. Its tensors are read again once there are slots: all of
+    them at a time may take more memory than there is."""
+
+    rank: int
+    layers: frozenset[str]
+    digest: str
+
+    @classmethod
+    def of(cls, files: AdapterFiles) -> _Outline:
+        return cls(files.rank, frozenset(files.layers), files.digest)
+
+
 class _Host:
     """An adapter in host memory, laid out as in a slot."""
 
@@ -64,7 +83,7 @@ class _Host:
 
 
 class AdapterPool:
-    """Written by the thread that launches steps, or carries out commands while none runs."""
+    """Written by the thread that launches steps, or carries out commands while none runs; `_host` by any thread."""
 
     def __init__(self, config: EngineConfig, opened: OpenedModel) -> None:
         """Read the adapters of `config.adapters`, numbered from 1 in their order, and give the layers that they target
@@ -74,13 +93,15 @@ class AdapterPool:
         """
         self._model = model = opened.model
         self._dtype, self._device = opened.dtype, opened.device
-        read = {name: AdapterFiles.read(Path(path), model) for name, path in (config.adapters or {}).items()}
-        highest = max((files.rank for files in read.values()), default=_LEAST_RANK)
+        paths = {name: Path(path) for name, path in (config.adapters or {}).items()}
+        read = {folder: _Outline.of(AdapterFiles.read(folder, model)) for folder in dict.fromkeys(paths.values())}
+        self._digests = tuple(read[folder].digest for folder in paths.values())
+        highest = max((outline.rank for outline in read.values()), default=_LEAST_RANK)
         self._max_rank = min(config.max_lora_rank or highest, MAX_RANK)
         self._room = max(_LEAST_RANK, 1 << (self._max_rank - 1).bit_length())
         """Rank of a slot."""
-        self.num_slots = config.max_loras or len(read)
-        targets = {path for files in read.values() for path in files.layers}
+        self.num_slots = config.num_adapter_slots
+        targets = {path for outline in read.values() for path in outline.layers}
         self._places: list[_Place] = []
         self._size = 0
         """Size of a slot in numbers."""
@@ -96,12 +117,39 @@ class AdapterPool:
             self.uploads = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._last_read: dict[int, torch.cuda.Event] = {}
         """Slot -> the end of the last launched step that reads it."""
-        for number, (name, files) in enumerate(read.items(), start=1):
+        for name, folder in paths.items():
             try:
-                self._host[number] = self._packed(files)
+                self._check_rank(read[folder].rank)
             except InvalidParameter as error:
                 raise InvalidParameter(f"adapters: {name!r}: {error}", "adapters") from None
+        self._num_host = opened.agreed(self._host_room(config, 1 if opened.group is None else opened.group.size))
+        packed: dict[Path, _Host] = {}
+        for number, folder in enumerate(islice(paths.values(), self._num_host), start=1):
+            if folder not in packed:
+                packed[folder] = self._packed(AdapterFiles.read(folder, model))
+            self._host[number] = packed[folder]
         self.allocate()
+
+    def limits(self) -> dict[str, Any]:
+        """Return the fields of `Limits` that are about adapters."""
+        return {
+            "num_adapter_slots": self.num_slots,
+            "num_host_adapters": self._num_host,
+            "adapter_digests": self._digests,
+        }
+
+    def _host_room(self, config: EngineConfig, num_ranks: int) -> int:
+        """Return how many adapters host memory is to hold. Raises InvalidParameter if that is none."""
+        size = self._size * self._dtype.itemsize
+        most = config.lora_host_mb * 2**20 or available_memory(torch.device("cpu")) // 4
+        room = most // (size * num_ranks)
+        if not room and config.lora_host_mb:
+            raise InvalidParameter(
+                f"An adapter of rank {self._room} takes {size * num_ranks / 2**20:.1f} MiB of host memory, and "
+                f"lora_host_mb is {config.lora_host_mb}. Raise it, or leave it out.",
+                "lora_host_mb",
+            )
+        return max(room, 1)
 
     def _place(self, path: str, layer: Linear) -> _Place:
         starts = []
@@ -137,12 +185,20 @@ class AdapterPool:
         self._last_read.clear()
         self._values = self._ranks = torch.empty(0)
 
-    def load(self, number: int, path: str) -> None:
-        """Read an adapter into host memory. Raises ModelError and InvalidParameter, and changes nothing then."""
-        self._host[number] = self._packed(AdapterFiles.read(Path(path), self._model))
+    def load(self, adapter: LoadAdapter) -> str:
+        """Read an adapter into host memory, and return the digest of its files. In any thread, while steps run. Raises
+        ModelError and InvalidParameter; nothing is changed then."""
+        files = AdapterFiles.read(Path(adapter.path), self._model)
+        if adapter.digest not in ("", files.digest):
+            raise InvalidCheckpoint(
+                f"{adapter.path} has changed since it was loaded as {short(adapter.name)}, and answers must not mix "
+                f"the two. Load it again, under this or another name."
+            )
+        self._host[adapter.number] = self._packed(files)
+        return files.digest
 
-    def unload(self, number: int) -> None:
-        """Forget an adapter, which no sequence has."""
+    def drop(self, number: int) -> None:
+        """Free the host memory of an adapter, which no unread step names. In any thread."""
         self._host.pop(number, None)
 
     def put(self, number: int, slot: int) -> None:
@@ -171,14 +227,17 @@ class AdapterPool:
             end.record()
             self._last_read.update(dict.fromkeys(slots, end))
 
-    def _packed(self, files: AdapterFiles) -> _Host:
-        """Return an adapter in the layout of a slot."""
-        if files.rank > self._max_rank:
+    def _check_rank(self, rank: int) -> None:
+        if rank > self._max_rank:
             raise InvalidParameter(
-                f"the adapter has rank {files.rank}, and slots were made for {self._max_rank}. Start the engine with "
-                f"max_lora_rank={files.rank}.",
+                f"the adapter has rank {rank}, and slots were made for {self._max_rank}. Start the engine with "
+                f"max_lora_rank={rank}.",
                 "max_lora_rank",
             )
+
+    def _packed(self, files: AdapterFiles) -> _Host:
+        """Return an adapter as it lies in a slot."""
+        self._check_rank(files.rank)
         room, known = self._room, {place.path for place in self._places}
         lacking = [path for path in files.layers if path not in known]
         if lacking:

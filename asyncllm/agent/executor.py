@@ -20,8 +20,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 from asyncllm.agent.device.context import context_meanwhile
 from asyncllm.agent.step_thread import StepThread, attempt, dead, set_exception, set_result, set_seen_exception
 from asyncllm.config import EngineConfig
-from asyncllm.errors import AsyncLLMError, EngineClosed
-from asyncllm.protocol import Batch, Command, Executor, Limits, StartTimes, StepDropped, StepFailed, StepOutput
+from asyncllm.errors import AsyncLLMError, EngineClosed, ModelError, short
+from asyncllm.event_loop.in_thread import in_thread
+from asyncllm.protocol import (
+    Batch,
+    Command,
+    Executor,
+    Limits,
+    LoadAdapter,
+    StartTimes,
+    StepDropped,
+    StepFailed,
+    StepOutput,
+)
 
 if TYPE_CHECKING:
     from asyncllm.distributed.group import Meeting, TorchGroup
@@ -67,6 +78,12 @@ class Agent(Protocol):
 
     def carry_out(self, command: Command, /) -> None:
         """Carry out a command. An AsyncLLMError means that nothing has changed."""
+
+    def load_adapter(self, adapter: LoadAdapter, /) -> str:
+        """Read an adapter into host memory, in a thread of its own, and return the digest of its files."""
+
+    def drop_adapter(self, number: int, /) -> None:
+        """Free the host memory of an adapter, in any thread."""
 
     def resume(self) -> LaunchedStep | None:
         """Complete the launch of a step that is launched in part. None if there is none, or if it has to wait still."""
@@ -126,6 +143,8 @@ class StepExecutor:
         """The first error that the agent did not survive. Nothing is launched after it."""
         self._step_error: BaseException | None = None
         """Such an error of a launched step. Steps launched after it are not read."""
+        self._readings: set[asyncio.Task[str]] = set()
+        """Of adapters, under way."""
         self._on_step: Callable[[], None] = lambda: None
 
     def watch(self, on_step: Callable[[], None], on_death: Callable[[Exception], None]) -> None:
@@ -174,6 +193,34 @@ class StepExecutor:
             carried_out.add_done_callback(self._look_at)
         return carried_out
 
+    def load_adapter(self, adapter: LoadAdapter) -> asyncio.Future[str]:
+        """Read an adapter in a thread of its own. Raises EngineClosed unless running."""
+        if self._loop is None or not self._running:
+            raise EngineClosed("This executor is not running: it was closed, or never started.")
+        reading = self._loop.create_task(self._load_adapter(adapter), name="asyncllm-adapter")
+        self._readings.add(reading)
+        reading.add_done_callback(self._readings.discard)
+        return reading
+
+    async def _load_adapter(self, adapter: LoadAdapter) -> str:
+        if self._launches:
+            if self._loaded.agent is None:
+                raise dead(self._launch_error)
+            load = self._loaded.agent.load_adapter
+        else:
+            # The step thread alone refers to its agent; another one does for as long as it reads.
+            load = await self._thread.submit(_loader)
+        return await in_thread(partial(_read_adapter, load, adapter))
+
+    def drop_adapter(self, number: int) -> None:
+        """Free the host memory of an adapter. An executor that does not run any more has none."""
+        if self._loop is None or not self._running:
+            return
+        if not self._launches:
+            self._thread.submit(partial(_drop, number=number)).add_done_callback(_retrieve)
+        elif self._loaded.agent is not None:
+            self._loaded.agent.drop_adapter(number)
+
     async def close(self) -> None:
         """Let the launched steps finish, drop the others, end the thread, release the memory. Idempotent."""
         here = self._loop is asyncio.get_running_loop()
@@ -188,6 +235,8 @@ class StepExecutor:
                     self._loop.call_soon_threadsafe(self._drop, closed)
         self._loaded.close()
         try:
+            if here and self._readings:
+                await asyncio.wait(self._readings)
             if here and self._waited:
                 # The thread drops what it is not waiting for yet when it is told to end.
                 await asyncio.wait(self._waited)
@@ -327,6 +376,29 @@ def _carry_out(launching: Agent | None, command: Command, runner: Any) -> None:
     """Carry out a command in the step thread: with `launching`, the agent of the event loop, or else with the thread's
     own agent."""
     (launching if launching is not None else runner).carry_out(command)
+
+
+def _loader(agent: Agent) -> Callable[[LoadAdapter], str]:
+    return agent.load_adapter
+
+
+def _drop(agent: Agent, number: int) -> None:
+    agent.drop_adapter(number)
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
+
+
+def _read_adapter(load: Callable[[LoadAdapter], str], adapter: LoadAdapter) -> str:
+    """Read an adapter. Whatever goes wrong is an AsyncLLMError, as nothing has changed."""
+    try:
+        return load(adapter)
+    except AsyncLLMError:
+        raise
+    except Exception as error:
+        raise ModelError(f"The adapter {short(adapter.name)} could not be read: {error!r}.") from error
 
 
 class _Handover:

@@ -39,7 +39,7 @@ from asyncllm.agent.warm_up import CapturedPart, largest_step, measure_reserve, 
 from asyncllm.config import EngineConfig
 from asyncllm.distributed.group import RankGroup
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.protocol import Batch, Command, Limits, PrefillRow, StartTimes, StepOutput, SwapPlan
+from asyncllm.protocol import Batch, Command, Limits, LoadAdapter, PrefillRow, StartTimes, StepOutput, SwapPlan
 
 __all__ = ["ModelAgent"]
 
@@ -138,7 +138,7 @@ class ModelAgent:
             windows=self._layout.windows,
             keeps_state=self._layout.keeps_state,
             num_host_blocks=num_host_blocks,
-            num_adapter_slots=0 if self._placement.adapters is None else self._placement.adapters.num_slots,
+            **({} if self._placement.adapters is None else self._placement.adapters.limits()),
             min_copied_tokens=MIN_COPIED_TOKENS if self._streams.on_gpu else 1,
             token_tile=_TOKEN_TILE if self._streams.on_gpu else 1,
             tokens_beside_decode=LARGEST_MIXED if self._streams.on_gpu else None,
@@ -224,6 +224,16 @@ class ModelAgent:
             self._images.clear()
         with self._streams.computing():
             self._placement.carry_out(command, self)
+
+    def load_adapter(self, adapter: LoadAdapter) -> str:
+        """See `AdapterPool.load`. Any thread may make this call, while steps run."""
+        assert self._placement.adapters is not None, "an engine without slots loads none"
+        return self._placement.adapters.load(adapter)
+
+    def drop_adapter(self, number: int) -> None:
+        """Free the host memory of an adapter that no unread step names. Any thread may make this call."""
+        assert self._placement.adapters is not None, "an engine without slots has none"
+        self._placement.adapters.drop(number)
 
     def _measure(self, config: EngineConfig, opened: OpenedModel) -> int:
         """Return how many bytes steps take besides weights and KV, measured with a pool of a few blocks."""

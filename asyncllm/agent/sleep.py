@@ -29,11 +29,9 @@ from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.weights import load, plan_update
 from asyncllm.protocol import (
     Command,
-    LoadAdapter,
     OtherRankRefused,
     ResidentPart,
     Sleep,
-    UnloadAdapter,
     UpdateWeights,
     Wake,
 )
@@ -69,11 +67,6 @@ class ModelPlacement:
         self.adapters = AdapterPool(config, opened) if config.num_adapter_slots else None
         """None if the engine has no adapters."""
 
-    @property
-    def _loaded_adapters(self) -> AdapterPool:
-        assert self.adapters is not None, "an engine without slots loads none"
-        return self.adapters
-
     def _together(self, change: Callable[[], None], undo: Callable[[], None]) -> None:
         """Make a change on all ranks or on none: if any rank fails, `undo` is called. Raises the error of `change`, or
         OtherRankRefused if another rank failed."""
@@ -101,11 +94,6 @@ class ModelPlacement:
                     self._sleep(level, holder)
                 case Wake(parts):
                     self._wake(parts, holder)
-                case LoadAdapter(number, _, path):
-                    pool = self._loaded_adapters
-                    self._together(lambda: pool.load(number, path), lambda: pool.unload(number))
-                case UnloadAdapter(number):
-                    self._loaded_adapters.unload(number)
         finally:
             self._wait_for_device()
 

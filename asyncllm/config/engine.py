@@ -147,13 +147,14 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         ),
     ] = 0
     stall_timeout: Annotated[
-        float,
+        Annotated[float, Meta(ge=0)] | None,
         Meta(
-            ge=0,
             description="Seconds without a completed step, while there is work, after which the engine ends as "
-            "EngineDead. 0: never, as a long prompt may take minutes on a slow CPU; on a GPU, 60 is plenty.",
+            "EngineDead; a command, such as sleep, may take ten times as long. 0: never, as a long prompt may take "
+            "minutes on a slow CPU; on a GPU, 60 is plenty. None: 120 with GPUs in other processes (tp, isolated), "
+            "else never."
         ),
-    ] = 0.0
+    ] = None
     qos_config_path: Annotated[
         str | None,
         Meta(description="JSON file of user groups and quotas, LMDeploy's format; None: all users are served alike."),
@@ -224,6 +225,15 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             "adapters, or 16.",
         ),
     ] = 0
+    lora_host_mb: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_COUNT,
+            description="MiB of host memory for adapters. Those that find no room there are read from their folders "
+            "again when they are asked for. 0: a quarter of what is free at start.",
+        ),
+    ] = 0
     plugin: Annotated[
         list[str] | None,
         Meta(description="Python files of your own that register families of models. They are run."),
@@ -277,7 +287,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         if self.cache_block_seq_len is not None and not 1 <= self.cache_block_seq_len <= 1024:
             raise InvalidParameter("cache_block_seq_len must be None or in [1, 1024].", "cache_block_seq_len")
         for name in ("cache_max_entry_count", "rope_scaling_factor", "stall_timeout"):
-            if not math.isfinite(getattr(self, name)):
+            if not math.isfinite(getattr(self, name) or 0):
                 raise InvalidParameter(f"{name} must be a finite number.", name)
         if self.cache_max_entry_count > 1 and self.cache_max_entry_count != int(self.cache_max_entry_count):
             raise InvalidParameter(
@@ -305,6 +315,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             )
         if self.max_lora_rank and not self.num_adapter_slots:
             raise InvalidParameter("max_lora_rank is for adapters: set adapters or max_loras too.", "max_lora_rank")
+        if self.lora_host_mb and not self.num_adapter_slots:
+            raise InvalidParameter("lora_host_mb is for adapters: set adapters or max_loras too.", "lora_host_mb")
         if 0 < self.rope_scaling_factor < 1:
             raise InvalidParameter("rope_scaling_factor must be 0 (off) or at least 1.", "rope_scaling_factor")
 

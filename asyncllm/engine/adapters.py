@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncllm.config.engine import check_adapter_name
 from asyncllm.engine.schedule.adapter_slots import Adapter
 from asyncllm.errors import InvalidParameter, UnsupportedFeature, short
-from asyncllm.protocol import LoadAdapter
 
 __all__ = ["AdapterTable"]
 
 
 class AdapterTable:
-    """The loaded adapters, and the names of those being loaded. Written by the engine's calls and by `Control`."""
+    """The loaded adapters, and the names of those being loaded. Written by the engine's calls."""
 
-    def __init__(self, num_slots: int, adapters: Mapping[str, str]) -> None:
-        """`adapters`: name -> path of the adapters that the executor has loaded at start, under the numbers 1, 2 and so
-        on."""
+    def __init__(self, num_slots: int, adapters: Mapping[str, str], digests: Sequence[str] = ()) -> None:
+        """`adapters`: name -> path of the adapters that the executor knows from its start, under the numbers 1, 2 and
+        so on. `digests`: of their files."""
         self._num_slots = num_slots
         self._by_name = {name: Adapter(index, name, path) for index, (name, path) in enumerate(adapters.items(), 1)}
+        for adapter, digest in zip(self, digests, strict=False):
+            adapter.digest = digest
         self._next_number = len(self._by_name) + 1
         self._loading: set[str] = set()
+
+    def __iter__(self) -> Iterator[Adapter]:
+        return iter(self._by_name.values())
 
     @property
     def paths(self) -> dict[str, str]:
@@ -41,9 +45,10 @@ class AdapterTable:
             )
         return adapter
 
-    def begin(self, name: Any, path: str) -> LoadAdapter:
-        """Return the command that loads an adapter, with a new number. The name is reserved until `end`. Raises
-        InvalidParameter, and UnsupportedFeature if the engine has no room for adapters."""
+    def begin(self, name: Any, path: str, *, replace: bool = False) -> Adapter:
+        """Return an adapter with a new number, which is to be read. The name is reserved until `end`. `replace`: it may
+        be that of a loaded one. Raises InvalidParameter, and UnsupportedFeature if the engine has no room for
+        adapters."""
         if not self._num_slots:
             raise UnsupportedFeature(
                 "The engine was started without room for adapters. Start it with EngineConfig(max_loras=...), the "
@@ -51,21 +56,28 @@ class AdapterTable:
                 "name",
             )
         check_adapter_name(name, "name")
-        if name in self._by_name or name in self._loading:
+        if name in self._loading or (name in self._by_name and not replace):
             raise InvalidParameter(
-                f"An adapter {short(name)} is loaded, or about to be. Unload it first, or choose another name.", "name"
+                f"An adapter {short(name)} is loaded, or about to be. Unload it first, replace it, or choose another "
+                f"name.",
+                "name",
             )
         self._loading.add(name)
         self._next_number += 1
-        return LoadAdapter(self._next_number - 1, name, path)
+        return Adapter(self._next_number - 1, name, path)
 
-    def end(self, command: LoadAdapter) -> None:
-        """Free the name of a command that has ended, or was never given to the executor."""
-        self._loading.discard(command.name)
+    def end(self, adapter: Adapter) -> None:
+        """Free the name of an adapter that has been read, or could not be."""
+        self._loading.discard(adapter.name)
 
-    def add(self, command: LoadAdapter) -> None:
-        """Let requests name a loaded adapter."""
-        self._by_name[command.name] = Adapter(command.number, command.name, command.path)
+    def add(self, adapter: Adapter) -> Adapter | None:
+        """Let requests name an adapter that has been read. Return the one that had its name, which open requests
+        keep."""
+        former = self._by_name.pop(adapter.name, None)
+        if former is not None:
+            former.retired = True
+        self._by_name[adapter.name] = adapter
+        return former
 
     def remove(self, name: Any) -> Adapter:
         """Remove an adapter, which open requests keep, and return it. Raises InvalidParameter."""

@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
-import msgspec
-
 from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords, checked
 from asyncllm.engine.lifecycle import Lifecycle
 from asyncllm.engine.loop.control import sleep_of, update_of, wake_of
@@ -414,26 +412,29 @@ class AsyncEngine:
         """Name -> path of the LoRA adapters that requests may name."""
         return self._lifecycle.adapters.paths
 
-    async def load_adapter(self, name: str, path: str) -> None:
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> None:
         """Load a LoRA adapter in PEFT's format, from a folder or the hub, for requests with `adapter_name=name`.
 
-        The adapter is read between two steps. The name must be free. An adapter that is loaded again shares no cached
-        prefix with its predecessor. The engine must have been started with room for adapters
-        (`EngineConfig.adapters` or `max_loras`). Raises ModelError, InvalidParameter, UnsupportedFeature, EngineError,
-        after which nothing has changed.
+        The adapter is read beside the steps, which do not wait for it. The name must be free, unless `replace` is True:
+        then the adapter that has it answers its open requests to their end, and the new one all that come later. The
+        two share no cached prefix. The engine must have been started with room for adapters (`EngineConfig.adapters`
+        or `max_loras`). Raises ModelError, InvalidParameter, UnsupportedFeature, EngineError, after which nothing has
+        changed.
         """
         loop = self.running()
         if name == self.model_name:
             raise InvalidParameter(f"{name!r} is the model's own name. Choose another.", "name")
         if not isinstance(path, str):
             raise InvalidParameter(f"path must be a str, not {type(path).__name__}.", "path")
-        command = loop.adapters.begin(name, path)
+        adapter = loop.adapters.begin(name, path, replace=replace)
         try:
-            folder = await self._lifecycle.files.find_adapter(path)
-        except BaseException:
-            loop.adapters.end(command)
-            raise
-        await loop.change(msgspec.structs.replace(command, path=folder))
+            adapter.path = await self._lifecycle.files.find_adapter(path)
+            await loop.host_adapters.load(adapter)
+            former = loop.adapters.add(adapter)
+        finally:
+            loop.adapters.end(adapter)
+        if former is not None:
+            loop.drop(former)
 
     async def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter. Open requests keep it; its memory is freed when the last of them has ended.

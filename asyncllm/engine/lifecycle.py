@@ -32,6 +32,9 @@ from asyncllm.types import RequestRecord
 
 __all__ = ["Lifecycle"]
 
+RANKS_STALL_S = 120.0
+"""Unless set: several times what the longest step of a GPU takes, and what a kernel takes to compile."""
+
 _live: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
 """Engines that have started and not closed, for tests that look for leaks."""
 
@@ -108,15 +111,18 @@ class Lifecycle:
         self._executor = executor
         bounds = Backpressure(config.max_queued_requests, config.max_queued_tokens)
         name = f"asyncllm-engine-{self._name}"
-        self.adapters = AdapterTable(self.limits.num_adapter_slots, self.files.config.adapters or {})
+        self.adapters = AdapterTable(
+            self.limits.num_adapter_slots, self.files.config.adapters or {}, self.limits.adapter_digests
+        )
         self._loop = EngineLoop(
             scheduler,
             executor,
             bounds,
             adapters=self.adapters,
+            num_host_adapters=self.limits.num_host_adapters,
             gate=self.encoder.gate,
             observers=self.observers,
-            stall_timeout=config.stall_timeout,
+            stall_timeout=_stall_timeout(config, isolated=executor.isolated, device=self.limits.device),
             name=name,
         )
         self.sessions = SessionTable(self._loop, tokenizer)
@@ -205,3 +211,11 @@ class Lifecycle:
         """See `EngineLoop.check_idle`."""
         if self._loop is not None:
             self._loop.check_idle()
+
+
+def _stall_timeout(config: EngineConfig, *, isolated: bool, device: str) -> float:
+    """Return the seconds after which an engine without a completed step is dead; 0 for never. Ranks may wait for each
+    other for ever, and a GPU takes no minutes for a step."""
+    if config.stall_timeout is not None:
+        return config.stall_timeout
+    return RANKS_STALL_S if isolated and device != "cpu" else 0.0

@@ -45,6 +45,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks copied back."""
     adapters_resident: int
     """LoRA adapters in a slot of the device."""
+    adapters_in_host_memory: int
+    """LoRA adapters that can come up without being read."""
+    adapter_reads: int
+    """Adapters that were read from their folders since the start."""
     adapters_running: int
     """LoRA adapters that running sequences use."""
     adapter_uploads: int

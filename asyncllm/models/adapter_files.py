@@ -7,6 +7,7 @@ scaled. What PEFT can ask for beyond that and is not implemented is refused by t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -93,6 +94,8 @@ class AdapterFiles:
 
     layers: Mapping[str, list[Factors]]
     """By the path of a `Linear` in the model."""
+    digest: str
+    """Of the bytes of its files."""
 
     @property
     def rank(self) -> int:
@@ -108,6 +111,7 @@ class AdapterFiles:
         """
         if not folder.is_dir():
             raise ModelNotFound(f"{folder} is not a folder. Give the folder that holds {CONFIG_NAME} and the weights.")
+        digest = _digest(folder)
         config = AdapterConfig(folder / CONFIG_NAME)
         found: dict[str, dict[str, Tensor]] = {}
         for name, tensor in read_tensors(folder):
@@ -133,7 +137,7 @@ class AdapterFiles:
         for path, parts in layers.items():
             if len({factors.part for factors in parts}) < len(parts):
                 raise InvalidCheckpoint(f"{folder}: two modules of the adapter are the same part of {path}.")
-        return AdapterFiles(layers)
+        return AdapterFiles(layers, digest)
 
 
 def takes_adapters(layer: object, path: str) -> TypeGuard[Linear]:
@@ -151,6 +155,18 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         yield from load_pickle(folder / PICKLE_NAME).items()
     else:
         raise InvalidCheckpoint(f"{folder} has neither {WEIGHTS_NAME} nor {PICKLE_NAME}. Download the adapter again.")
+
+
+def _digest(folder: Path) -> str:
+    """Return the digest of the files that `AdapterFiles.read` reads. It is empty where they cannot be read."""
+    total = hashlib.sha256()
+    for name in (CONFIG_NAME, WEIGHTS_NAME if (folder / WEIGHTS_NAME).is_file() else PICKLE_NAME):
+        try:
+            with (folder / name).open("rb") as file:
+                total.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError:
+            return ""
+    return total.hexdigest()
 
 
 def _refusal(folder: Path, name: str) -> ModelError:

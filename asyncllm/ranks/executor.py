@@ -36,14 +36,16 @@ from asyncllm.protocol import (
     StepFailed,
     StepOutput,
     TakeVocabulary,
-    UnloadAdapter,
     UpdateWeights,
     Wake,
 )
 from asyncllm.ranks.channel import Channel
 from asyncllm.ranks.messages import (
+    AdapterTaken,
+    AreYouThere,
     CarriedOut,
     CarryOut,
+    DropAdapter,
     Failure,
     ForgetGrammars,
     GrammarTaken,
@@ -52,6 +54,8 @@ from asyncllm.ranks.messages import (
     RunStep,
     Start,
     StepDone,
+    StillHere,
+    TakeAdapter,
     TakeGrammar,
     TakeWeights,
     decode_from_rank,
@@ -67,6 +71,12 @@ __all__ = ["RankExecutor"]
 
 _AGREEMENT_S = 5.0
 """How much later than one rank the others may find that a step or a command has failed."""
+
+_LISTEN_S = 5.0
+"""How often ranks that have something to do are asked whether they are there."""
+_MOST_SILENT = 6
+"""Such intervals after which a rank that has said nothing is taken for hung. Intervals are counted, and not seconds, as
+this process may have been stopped itself."""
 
 _CLOSE_PATIENCE_S = 10.0
 """How long ranks may take to release what they hold before they are killed."""
@@ -92,6 +102,12 @@ class RankExecutor:
         """By rank: the steps that it has not answered, oldest first."""
         self._command: _Command | None = None
         """What is being carried out."""
+        self._adapters: dict[int, _Adapter] = {}
+        """By number: those that some rank is still reading."""
+        self._silent: list[int] = []
+        """By rank: for how many intervals it has said nothing."""
+        self._listening: asyncio.TimerHandle | None = None
+        """Set while ranks have something to do."""
         self._grammars: dict[int, _Command] = {}
         """By number: those that some rank is still compiling."""
         self._forgotten: deque[int] = deque()
@@ -177,6 +193,7 @@ class RankExecutor:
         if self._forgotten:
             numbers = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
             self._send_all(encode(ForgetGrammars(numbers)))
+        self._listen()
         step = _Step(future, self.num_ranks)
         stripped, pixels = without_pixels(batch, self._pixels)
         message, images = encode(RunStep(stripped)), [encode_pixels(each) for each in pixels]
@@ -197,8 +214,9 @@ class RankExecutor:
             set_seen_exception(future, dead(self._error))
             return future
         self._command = _Command(future, self.num_ranks)
+        self._listen()
         match command:
-            case Sleep() | Wake() | LoadAdapter() | UnloadAdapter() | TakeVocabulary():
+            case Sleep() | Wake() | TakeVocabulary():
                 self._send_all(encode(CarryOut(command)))
             case UpdateWeights(weights):
                 self._share(partial(share_tensors, weights))
@@ -216,8 +234,68 @@ class RankExecutor:
         text = grammar.text
         weakref.finalize(grammar, self._forgotten.append, text.number).atexit = False
         self._grammars[text.number] = _Command(future, self.num_ranks)
+        self._listen()
         self._send_all(encode(TakeGrammar(text)))
         return future
+
+    def load_adapter(self, adapter: LoadAdapter) -> asyncio.Future[str]:
+        """Have all ranks read an adapter beside their steps. Where one cannot, none keeps it."""
+        future: asyncio.Future[str] = self._running().create_future()
+        if self._error is not None:
+            set_seen_exception(future, dead(self._error))
+            return future
+        self._adapters[adapter.number] = _Adapter(future, self.num_ranks)
+        self._listen()
+        self._send_all(encode(TakeAdapter(adapter)))
+        return future
+
+    def drop_adapter(self, number: int) -> None:
+        """Have all ranks forget an adapter. Those that do not run any more have none."""
+        if self._state == "running" and self._error is None:
+            self._send_all(encode(DropAdapter(number)))
+
+    def _adapter_taken(self, number: int, digest: str, failure: Failure | None) -> None:
+        """Take in that a rank has read an adapter, or why it could not, which is for who asked for it alone."""
+        taken = self._adapters[number]
+        taken.waits_for -= 1
+        if failure is not None:
+            taken.failures.append(failure.error())
+        if taken.waits_for:
+            return
+        del self._adapters[number]
+        if taken.failures:
+            self.drop_adapter(number)
+            set_exception(taken.future, taken.failures[0])
+        else:
+            set_result(taken.future, digest)
+
+    def _listen(self) -> None:
+        """See to it that ranks say something as long as they have something to do."""
+        if self._listening is None:
+            self._silent = [0] * self.num_ranks
+            self._listening = self._running().call_later(_LISTEN_S, self._ask)
+
+    def _ask(self) -> None:
+        """Ask ranks that have something to do whether they are there. One that was silent for long is hung: all are
+        ended."""
+        self._listening = None
+        if self._state != "running" or self._error is not None:
+            return
+        if not (any(self._unanswered) or self._command or self._adapters or self._grammars):
+            return
+        for rank, silent in enumerate(self._silent):
+            self._silent[rank] = silent + 1
+            if silent >= _MOST_SILENT:
+                pid = self._processes[rank].pid
+                self._die(
+                    RemoteError(
+                        f"rank {rank} (process {pid}) has work and has said nothing for {silent * _LISTEN_S:g} s: it "
+                        f"is stopped, or hangs. All ranks were ended."
+                    )
+                )
+                return
+        self._send_all(encode(AreYouThere()))
+        self._listening = self._running().call_later(_LISTEN_S, self._ask)
 
     def _grammar_taken(self, number: int, failure: Failure | None) -> None:
         """Take in that a rank has compiled a grammar, or why it could not, which is for who asked for it alone."""
@@ -268,7 +346,11 @@ class RankExecutor:
         """Take in a message of a rank."""
         if self._error is not None:
             return
+        if self._silent:
+            self._silent[rank] = 0
         match decode_from_rank(data):
+            case StillHere():
+                pass
             case Ready(limits, failure):
                 if failure is not None:
                     set_exception(self._ready[rank], _start_error(failure.error()))
@@ -276,6 +358,8 @@ class RankExecutor:
                     set_result(self._ready[rank], limits)
             case StepDone(_, output, failure):
                 self._step_done(rank, self._unanswered[rank].popleft(), output, failure)
+            case AdapterTaken(number, digest, failure):
+                self._adapter_taken(number, digest, failure)
             case GrammarTaken(number, failure):
                 self._grammar_taken(number, failure)
             case CarriedOut(failure):
@@ -353,7 +437,7 @@ class RankExecutor:
         waiting = self._open_futures()
         if not waiting and self._on_death is not None:
             self._on_death(error)
-        self._drop_grammars(dead(error))
+        self._drop_beside(dead(error))
         for index, future in enumerate(waiting):
             if index == 0:
                 set_exception(future, error)
@@ -375,11 +459,14 @@ class RankExecutor:
             self._command = None
         return list(futures)
 
-    def _drop_grammars(self, error: Exception) -> None:
-        """Answer who waits for grammars."""
+    def _drop_beside(self, error: Exception) -> None:
+        """Answer who waits for grammars and adapters."""
         for grammar in self._grammars.values():
             set_seen_exception(grammar.future, error)
+        for adapter in self._adapters.values():
+            set_seen_exception(adapter.future, error)
         self._grammars.clear()
+        self._adapters.clear()
 
     def _kill(self) -> None:
         for channel in self._channels:
@@ -403,12 +490,15 @@ class RankExecutor:
             self._state = "closed"
             return
         self._state = "closed"
+        if self._listening is not None:
+            self._listening.cancel()
+            self._listening = None
         if self._loop is not asyncio.get_running_loop():
             self._leave_behind()
             return
         waiting = self._open_futures()
         closed = EngineClosed("The executor was closed before this step ran.")
-        self._drop_grammars(closed)
+        self._drop_beside(closed)
         for future in waiting:
             set_seen_exception(future, closed)
         if waiting:
@@ -440,6 +530,15 @@ class _Step:
         self.answered = False
         self.error: Exception | None = None
         """How it ended for the ranks that have answered."""
+
+
+class _Adapter:
+    """An adapter that some rank has not read."""
+
+    def __init__(self, future: asyncio.Future[str], num_ranks: int) -> None:
+        self.future = future
+        self.waits_for = num_ranks
+        self.failures: list[Exception] = []
 
 
 class _Command:

@@ -28,14 +28,16 @@ from asyncllm.protocol import (
     StepFailed,
     StepOutput,
     TakeVocabulary,
-    UnloadAdapter,
     Wake,
 )
 from asyncllm.text.grammars.bridge import AnswerGrammar, GrammarStart, GrammarText
 
 __all__ = [
+    "AdapterTaken",
+    "AreYouThere",
     "CarriedOut",
     "CarryOut",
+    "DropAdapter",
     "Failure",
     "ForgetGrammars",
     "FromRank",
@@ -45,6 +47,8 @@ __all__ = [
     "RunStep",
     "Start",
     "StepDone",
+    "StillHere",
+    "TakeAdapter",
     "TakeGrammar",
     "TakePixels",
     "TakeWeights",
@@ -88,7 +92,23 @@ class RunStep(msgspec.Struct, tag=True, frozen=True):
 class CarryOut(msgspec.Struct, tag=True, frozen=True):
     """Carry out a command, while no step is in flight."""
 
-    command: Sleep | Wake | LoadAdapter | UnloadAdapter | TakeVocabulary
+    command: Sleep | Wake | TakeVocabulary
+
+
+class TakeAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Read an adapter, beside the steps."""
+
+    adapter: LoadAdapter
+
+
+class DropAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Forget an adapter that no unread step names."""
+
+    number: int
+
+
+class AreYouThere(msgspec.Struct, tag=True, frozen=True):
+    """Say so at once, whatever is computed."""
 
 
 class TakeGrammar(msgspec.Struct, tag=True, frozen=True):
@@ -184,6 +204,18 @@ class GrammarTaken(msgspec.Struct, tag=True, frozen=True):
     failure: Failure | None = None
 
 
+class AdapterTaken(msgspec.Struct, tag=True, frozen=True):
+    """An adapter is in host memory, or could not be read."""
+
+    number: int
+    digest: str = ""
+    failure: Failure | None = None
+
+
+class StillHere(msgspec.Struct, tag=True, frozen=True):
+    """The answer to `AreYouThere`."""
+
+
 class TakePixels(msgspec.Struct, tag=True, frozen=True):
     """Take what a tower is shown of an image, for the next step."""
 
@@ -192,8 +224,19 @@ class TakePixels(msgspec.Struct, tag=True, frozen=True):
     """In float32."""
 
 
-ToRank = Start | RunStep | CarryOut | TakeGrammar | ForgetGrammars | TakeWeights | TakePixels
-FromRank = Ready | StepDone | CarriedOut | GrammarTaken
+ToRank = (
+    Start
+    | RunStep
+    | CarryOut
+    | TakeAdapter
+    | DropAdapter
+    | TakeGrammar
+    | ForgetGrammars
+    | TakeWeights
+    | TakePixels
+    | AreYouThere
+)
+FromRank = Ready | StepDone | CarriedOut | AdapterTaken | GrammarTaken | StillHere
 
 
 def _pack(value: Any) -> Any:

@@ -60,6 +60,7 @@ class RankProcess:
         except BaseException:
             self.end.close()
             raise
+        self.pid = self._process.pid
         self._loop: asyncio.AbstractEventLoop | None = None
         self.ended = asyncio.Event()
         """Set when the process is gone and has been reaped."""
@@ -96,7 +97,7 @@ class RankProcess:
         """Return how the process ended."""
         status = self._process.returncode
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return f"rank {self.rank} (process {self._process.pid}) {how}"
+        return f"rank {self.rank} (process {self.pid}) {how}"
 
 
 def rank_environment(rank: int) -> dict[str, str]:

@@ -20,8 +20,11 @@ from asyncllm.protocol import Executor, StepOutput, TakeVocabulary, UpdateWeight
 from asyncllm.ranks.channel import Channel
 from asyncllm.ranks.grammars import RankGrammars
 from asyncllm.ranks.messages import (
+    AdapterTaken,
+    AreYouThere,
     CarriedOut,
     CarryOut,
+    DropAdapter,
     Failure,
     ForgetGrammars,
     FromRank,
@@ -30,6 +33,8 @@ from asyncllm.ranks.messages import (
     RunStep,
     Start,
     StepDone,
+    StillHere,
+    TakeAdapter,
     TakeGrammar,
     TakePixels,
     TakeWeights,
@@ -126,6 +131,12 @@ class Rank:
                 self._answer(lambda: self._running().submit(batch), partial(_step_done, batch.step))
             case TakeGrammar(grammar):
                 self._answer(lambda: self._grammars.take(grammar), partial(_grammar_taken, grammar.number))
+            case TakeAdapter(adapter):
+                self._answer(lambda: self._running().load_adapter(adapter), partial(_adapter_taken, adapter.number))
+            case DropAdapter(number):
+                self._running().drop_adapter(number)
+            case AreYouThere():
+                self._send(StillHere())
             case ForgetGrammars(numbers):
                 self._grammars.forget(numbers)
             case CarryOut(TakeVocabulary(ends)):
@@ -172,6 +183,10 @@ def _step_done(step: int, output: StepOutput | None, failure: Failure | None) ->
 
 def _grammar_taken(number: int, _: None, failure: Failure | None) -> GrammarTaken:
     return GrammarTaken(number, failure)
+
+
+def _adapter_taken(number: int, digest: str | None, failure: Failure | None) -> AdapterTaken:
+    return AdapterTaken(number, digest or "", failure)
 
 
 def _carried_out(_: None, failure: Failure | None) -> CarriedOut:

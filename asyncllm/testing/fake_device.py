@@ -18,7 +18,6 @@ from asyncllm.protocol import (
     SlotStart,
     StepOutput,
     TokenLogprobs,
-    UnloadAdapter,
     UpdateWeights,
     Wake,
 )
@@ -158,6 +157,7 @@ class FakeDevice:
         windows: Sequence[int | None] = (None,),
         keeps_state: bool = False,
         num_adapter_slots: int = 0,
+        num_host_adapters: int = 64,
         oracle: Oracle | None = None,
         row_failure: Callable[[list[int]], str | None] | None = None,
         forces: Callable[[list[int]], int] | None = None,
@@ -183,6 +183,7 @@ class FakeDevice:
             num_host_blocks=num_host_blocks,
             min_copied_tokens=min_copied_tokens,
             num_adapter_slots=num_adapter_slots,
+            num_host_adapters=num_host_adapters,
             device="fake",
             architecture="Fake",
         )
@@ -207,14 +208,8 @@ class FakeDevice:
 
     def carry_out(self, command: Command) -> None:
         """Treat what was written so far as if it never was, so that a step which reads it is a violation; except for
-        Wake, before which no step may run, and for adapters, which change nothing of that."""
+        Wake, before which no step may run."""
         match command:
-            case LoadAdapter(number):
-                self.adapters.add(number)
-                return
-            case UnloadAdapter(number):
-                self.adapters.remove(number)
-                return
             case UpdateWeights(weights):
                 self.weights |= weights
             case Sleep():
@@ -225,6 +220,16 @@ class FakeDevice:
         self._cells = [_Cells(self.limits.block_size) for _ in self._cells]
         self._host_cells = [None] * len(self._host_cells)
         self._slots.clear()
+
+    def load_adapter(self, adapter: LoadAdapter) -> str:
+        """Take an adapter for loaded. Raises AssertionError for more than there is room for."""
+        self.adapters.add(adapter.number)
+        assert len(self.adapters) <= self.limits.num_host_adapters, "more adapters than host memory has room for"
+        return adapter.digest or f"digest of {adapter.path}"
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter. Raises KeyError for one that is not loaded."""
+        self.adapters.remove(number)
 
     def launch(self, batch: Batch) -> _ComputedStep:
         """Run one step, as `step` does."""

@@ -13,7 +13,7 @@ from typing import Any
 from asyncllm.agent.executor import Agent, LostSteps, compute
 from asyncllm.agent.step_thread import set_exception, set_result
 from asyncllm.errors import AsyncLLMError, EngineClosed
-from asyncllm.protocol import Batch, Command, Limits, StepDropped, StepFailed, StepOutput
+from asyncllm.protocol import Batch, Command, Limits, LoadAdapter, StepDropped, StepFailed, StepOutput
 from asyncllm.testing.fake_device import FakeDevice, Oracle
 
 __all__ = ["FakeExecutor"]
@@ -44,6 +44,7 @@ class FakeExecutor:
         min_copied_tokens: int = 1,
         windows: Sequence[int | None] = (None,),
         num_adapter_slots: int = 0,
+        num_host_adapters: int = 64,
         adapters: Sequence[int] = (),
         oracle: Oracle | None = None,
         row_failure: Callable[[list[int]], str | None] | None = None,
@@ -53,10 +54,11 @@ class FakeExecutor:
         start_error: Exception | None = None,
         wrap: Callable[[Agent], Agent] | None = None,
         command_error: Callable[[Command], Exception | None] | None = None,
+        adapter_error: Callable[[LoadAdapter], Exception | None] | None = None,
     ) -> None:
         """`latency`: seconds per step. `fail_at`: from the how-manieth step (from 0) on the device is of no use.
         `start_error`: raised by `start()`. `wrap`: as in `open_executor`. `command_error`: gives what a command raises
-        instead of being carried out, or None. The rest is as in FakeDevice.
+        instead of being carried out, or None; `adapter_error` the same of an adapter. The rest is as in FakeDevice.
 
         Whatever else the device raises ends the rows of that step, but for a StepViolation."""
         self.device = FakeDevice(
@@ -71,6 +73,7 @@ class FakeExecutor:
             min_copied_tokens=min_copied_tokens,
             windows=windows,
             num_adapter_slots=num_adapter_slots,
+            num_host_adapters=num_host_adapters,
             oracle=oracle,
             row_failure=row_failure,
             forces=forces,
@@ -82,6 +85,7 @@ class FakeExecutor:
         self.fail_at = fail_at
         self.start_error = start_error
         self.command_error = command_error
+        self.adapter_error = adapter_error
         self.commands: list[Command] = []
         """Every command, in order."""
         self.batches: list[Batch] = []
@@ -130,6 +134,22 @@ class FakeExecutor:
         self.commands.append(command)
         self._jobs.put((command, future))
         return future
+
+    def load_adapter(self, adapter: LoadAdapter) -> asyncio.Future[str]:
+        """Take an adapter for loaded at once, even when paused."""
+        if self._loop is None or self._closing.is_set():
+            raise EngineClosed("The executor does not run: start() comes first, and nothing after close().")
+        future: asyncio.Future[str] = self._loop.create_future()
+        error = None if self.adapter_error is None else self.adapter_error(adapter)
+        if error is None:
+            future.set_result(self.device.load_adapter(adapter))
+        else:
+            future.set_exception(error)
+        return future
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter."""
+        self.device.drop_adapter(number)
 
     async def close(self) -> None:
         self._closing.set()

@@ -12,7 +12,7 @@ from asyncllm.engine.requests.delivery import Answer, Delivery
 from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.engine.schedule.sequence import Request, Sequence
 from asyncllm.engine.schedule.waiting_queue import WaitingQueue
-from asyncllm.protocol import Batch, Command, Limits, StepOutput
+from asyncllm.protocol import Batch, Command, Limits, LoadAdapter, StepOutput
 from asyncllm.testing.faults import Faults, InjectedFault
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
@@ -282,6 +282,12 @@ class _FaultyAgent:
 
     def carry_out(self, command: Command) -> None:
         self._inner.carry_out(command)
+
+    def load_adapter(self, adapter: LoadAdapter) -> str:
+        return self._inner.load_adapter(adapter)
+
+    def drop_adapter(self, number: int) -> None:
+        self._inner.drop_adapter(number)
 
     def survives(self, error: BaseException) -> bool:
         return isinstance(error, InjectedFault) or self._inner.survives(error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import threading
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,7 +15,16 @@ from safetensors.torch import load_file, save_file
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
 from asyncllm.engine.schedule.adapter_slots import Adapter, AdapterSlots
-from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelNotFound, UnsupportedFeature
+from asyncllm.errors import (
+    DeadlineExceeded,
+    EngineClosed,
+    InvalidCheckpoint,
+    InvalidParameter,
+    ModelError,
+    ModelNotFound,
+    UnsupportedFeature,
+)
+from asyncllm.models.adapter_files import AdapterFiles
 from asyncllm.testing import FakeEngine
 from tests.adapters import delta, write_adapter
 from tests.checkpoints import build_checkpoint
@@ -238,6 +249,101 @@ async def test_an_unloaded_adapter_goes_with_its_last_request() -> None:
         await engine.unload_adapter("b")
         await until(lambda: not device.adapters)
         assert (await engine.generate("hello")).text == "hello"
+
+
+async def test_an_adapter_is_read_beside_the_steps(
+    folders: dict[str | None, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A read that does not come to its end holds up no answer, and none of a name that is replaced meanwhile."""
+    begun, goes_on = threading.Event(), threading.Event()
+    read = AdapterFiles.read
+
+    def slow(folder: Path, model: Any) -> AdapterFiles:
+        if threading.current_thread().name.startswith("asyncllm-open"):
+            begun.set()
+            assert goes_on.wait(60)
+        return read(folder, model)
+
+    monkeypatch.setattr(AdapterFiles, "read", slow)
+    async with with_adapters(folders, max_loras=2, max_lora_rank=18) as engine:
+        before = await answers(engine, "a")
+        loading = asyncio.create_task(engine.load_adapter("a", str(folders["b"]), replace=True))
+        await until(begun.is_set)
+        for name in NAMES:
+            await answers(engine, name)
+        assert await answers(engine, "a") == before
+        assert not loading.done()
+        left = asyncio.create_task(engine.load_adapter("left", str(folders["b"])))
+        await asyncio.sleep(0)
+        left.cancel()
+        goes_on.set()
+        await loading
+        assert await answers(engine, "a") == await answers(engine, "b") != before
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        await until(lambda: engine.stats().adapters_in_host_memory == 2)
+        assert set(engine.adapters) == {"a", "b"}
+        broken = tmp_path / "broken"
+        shutil.copytree(folders["a"], broken)
+        (broken / "adapter_model.safetensors").write_bytes(b"\xff" * 100)
+        with pytest.raises(ModelError):
+            await engine.load_adapter("a", str(broken), replace=True)
+        assert await answers(engine, "a") == await answers(engine, "b")
+        engine.check_idle()
+
+
+async def test_host_memory_has_a_bound(
+    folders: dict[str | None, Path], expected: dict[tuple[str | None, int], list[Any]], tmp_path: Path
+) -> None:
+    """Adapters that find no room are read when they are asked for, and have to be what they were."""
+    paths = {name: str(shutil.copytree(folders[name], tmp_path / name)) for name in "ab"}
+    names = {f"{name}{index}": paths[name] for index in range(4) for name in "ab"}
+    async with engine_of(folders[None], adapters=names, max_loras=2, lora_host_mb=1) as engine:
+        room = engine.limits.num_host_adapters
+        assert room < len(names), "the test has to be made for smaller adapters"
+        assert engine.stats().adapters_in_host_memory == room
+        found = await asyncio.gather(*(answers(engine, name) for name in names))
+        assert found == [expected[name[0], 1] for name in names]
+        stats = engine.stats()
+        assert stats.adapter_reads >= len(names) - room
+        assert stats.adapters_in_host_memory <= room
+        shutil.copytree(folders["b"], paths["a"], dirs_exist_ok=True)
+        refused = await asyncio.gather(*(answers(engine, name) for name in names), return_exceptions=True)
+        changed = [each for each in refused if isinstance(each, Exception)]
+        assert changed
+        assert all(isinstance(each, InvalidCheckpoint) and "changed since" in str(each) for each in changed)
+        assert await answers(engine, "b3") == expected["b", 1]
+        engine.check_idle()
+    with pytest.raises(InvalidParameter, match="lora_host_mb"):
+        engine_of(folders[None], lora_host_mb=1)
+
+
+async def test_requests_wait_for_room_in_host_memory_and_leave_when_they_like() -> None:
+    config = EngineConfig(adapters={"a": "p", "b": "q"}, max_loras=2)
+    async with FakeEngine("x" * 400, config, num_host_adapters=1, latency=0.001) as engine:
+        running = asyncio.create_task(engine.generate("hello", adapter_name="a").response())
+        await until(lambda: engine.stats().running)
+        waiting = asyncio.create_task(engine.generate("hello", adapter_name="b").response())
+        with pytest.raises(DeadlineExceeded, match="lora_host_mb"):
+            await engine.generate("hello", adapter_name="b", timeout=0.05)
+        assert not waiting.done()
+        gone = asyncio.create_task(engine.generate("hello", adapter_name="b").response())
+        await asyncio.sleep(0.01)
+        gone.cancel()
+        assert (await engine.generate("hello", GenerationConfig(max_new_tokens=2))).generate_token_len == 2
+        await running
+        await waiting
+        assert engine.executor.device.adapters == {2}
+        # Two names for one place, as fast as it goes.
+        tasks = [engine.generate("hello", GenerationConfig(max_new_tokens=2), adapter_name=name) for name in "abab" * 8]
+        await asyncio.gather(*(task.response() for task in tasks))
+        stuck = asyncio.create_task(engine.generate("hello", adapter_name="a").response())
+        late = asyncio.create_task(engine.generate("hello", adapter_name="b").response())
+        await until(lambda: engine.stats().running)
+        engine.check_running()
+    for task in (stuck, late):
+        with pytest.raises(EngineClosed):
+            await task
 
 
 async def test_others_pass_one_whose_adapter_finds_no_slot_and_not_for_ever() -> None:

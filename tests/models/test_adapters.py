@@ -22,6 +22,7 @@ from asyncllm.layers.lora import ADAPTER_SLOTS
 from asyncllm.models.adapter_files import AdapterFiles
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import open_model
+from asyncllm.protocol import LoadAdapter
 from tests.adapters import delta, merge, shapes_of, write_adapter
 from tests.checkpoints import build_checkpoint
 from tests.layers.steps import step_at
@@ -240,10 +241,10 @@ def test_slots_take_what_they_were_made_for(tmp_path: Path) -> None:
         pass
     with pooled(model, adapters={"a": str(narrow)}) as pool:
         with pytest.raises(InvalidParameter, match="max_lora_rank=17"):
-            pool.load(2, str(high))
+            pool.load(LoadAdapter(2, "high", str(high)))
         with pytest.raises(UnsupportedModel, match="slots were made"):
-            pool.load(2, str(write_adapter(tmp_path / "wide", shapes, rank=2)))
-        pool.load(3, str(narrow))
+            pool.load(LoadAdapter(2, "wide", str(write_adapter(tmp_path / "wide", shapes, rank=2))))
+        pool.load(LoadAdapter(3, "narrow", str(narrow)))
         assert [path for path, layer in model.named_modules() if getattr(layer, "adapters", None)] == [
             "layers.1.attn.qkv"
         ], "no other layer does more than before"

@@ -1,4 +1,4 @@
-"""Control: commands to the model as a whole between two steps, such as new weights, adapters, sleep and wake.
+"""Control: commands to the model as a whole between two steps, such as new weights, sleep and wake.
 
     asked ──> no step is launched ──> steps in flight are read ──> the executor carries it out ──> steps go on
 
@@ -13,16 +13,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
-from asyncllm.engine.adapters import AdapterTable
+from asyncllm.engine.loop.launched_steps import retrieve
+from asyncllm.engine.loop.watchdog import Watchdog
 from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, InvalidParameter, short
 from asyncllm.protocol import (
     Command,
     Executor,
-    LoadAdapter,
     ResidentPart,
     Sleep,
-    UnloadAdapter,
     UpdateWeights,
     Wake,
 )
@@ -35,14 +34,12 @@ PARTS: frozenset[ResidentPart] = frozenset(get_args(ResidentPart))
 class Control:
     """Carries out commands one at a time, in the order of the calls. Written by the engine's turns, except `_asked`."""
 
-    def __init__(
-        self, executor: Executor, scheduler: Scheduler, wake: Callable[[], None], adapters: AdapterTable
-    ) -> None:
-        """`wake` schedules a turn of the engine."""
+    def __init__(self, executor: Executor, scheduler: Scheduler, wake: Callable[[], None], watchdog: Watchdog) -> None:
+        """`wake` schedules a turn of the engine. `watchdog`: watches what is being carried out."""
+        self._watchdog = watchdog
         self._executor = executor
         self._scheduler = scheduler
         self._wake = wake
-        self._adapters = adapters
         self._event_loop = asyncio.get_running_loop()
         self._asked: deque[tuple[Command, asyncio.Future[None]]] = deque()
         """Inbox of `ask`: commands and their callers' futures. Cancelling a future withdraws a command that has not
@@ -77,19 +74,19 @@ class Control:
                 command, done = self._asked[0]
                 if done.cancelled():
                     self._asked.popleft()
-                    self._is_over(command)
                     continue
                 if quiet:
                     self._carried_out = self._executor.carry_out(command)
+                    self._watchdog.watch()
                     self._carried_out.add_done_callback(lambda _: self._wake())
             if self._carried_out is None or not self._carried_out.done():
                 return
             error, self._carried_out = self._carried_out.exception(), None
+            self._watchdog.rest()
             self._finish(*self._asked.popleft(), error)
 
     def _finish(self, command: Command, done: asyncio.Future[None], error: BaseException | None) -> None:
         """End a command, and tell its caller, if it still waits, how that went."""
-        self._is_over(command)
         if error is None:
             self._take_in(command)
             if not done.done():
@@ -99,11 +96,6 @@ class Control:
             done.set_exception(error)
         if not isinstance(error, AsyncLLMError):
             raise error
-
-    def _is_over(self, command: Command) -> None:
-        """Free the name of an adapter that was being loaded, even if its caller has left."""
-        if isinstance(command, LoadAdapter):
-            self._adapters.end(command)
 
     def _take_in(self, command: Command) -> None:
         """Change the engine's own state as the model's has changed."""
@@ -120,23 +112,29 @@ class Control:
                 self._scheduler.forget()
             case Wake(parts):
                 self._awaken(parts)
-            case LoadAdapter():
-                self._adapters.add(command)
-            case UnloadAdapter(number):
-                self._scheduler.adapters.forget(number)
 
     def _awaken(self, parts: frozenset[ResidentPart]) -> None:
         self.asleep -= parts
         if not self.asleep:
             self.sleep_level = 0
 
-    async def end(self, error: AsyncLLMError) -> None:
-        """Wait for the command that the executor carries out, and refuse the others with `error`. The engine has
-        ended."""
-        if self._carried_out is not None:
-            await asyncio.wait([self._carried_out])
+    @property
+    def under_way(self) -> str:
+        """What is being carried out."""
+        return "none" if self._carried_out is None else type(self._asked[0][0]).__name__
+
+    async def end(self, error: AsyncLLMError, *, wait: bool) -> None:
+        """Refuse the commands that wait with `error`, and if `wait`, let the one that is being carried out come to its
+        end, unless that takes too long. The engine has ended."""
+        carried_out, self._carried_out = self._carried_out, None
+        self._watchdog.rest()
+        if carried_out is not None and wait:
+            await asyncio.wait([carried_out], timeout=self._watchdog.timeout or None)
+        if carried_out is not None and not carried_out.done():
+            carried_out.add_done_callback(retrieve)
+        elif carried_out is not None:
             _, done = self._asked.popleft()
-            failure = self._carried_out.exception()
+            failure = carried_out.exception()
             if not done.done():
                 if failure is None:
                     done.set_result(None)

@@ -19,14 +19,17 @@ import asyncio
 import contextlib
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from itertools import islice
 from typing import NamedTuple
 
 from asyncllm.engine.adapters import AdapterTable
+from asyncllm.engine.host_adapters import HostAdapters
 from asyncllm.engine.integrity import check_idle
 from asyncllm.engine.loop.control import Control
 from asyncllm.engine.loop.inbox import Inbox
-from asyncllm.engine.loop.launched_steps import LaunchedSteps, retrieve
+from asyncllm.engine.loop.launched_steps import LaunchedSteps
 from asyncllm.engine.loop.open_requests import OpenRequests
 from asyncllm.engine.loop.turns import Turns
 from asyncllm.engine.loop.watchdog import Watchdog
@@ -38,12 +41,15 @@ from asyncllm.engine.stats import EngineStats, scheduler_stats
 from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, EngineError
 from asyncllm.event_loop.request_gate import RequestGate
 from asyncllm.event_loop.surroundings import Process
-from asyncllm.protocol import Command, Executor, UnloadAdapter
+from asyncllm.protocol import Command, Executor
 from asyncllm.types import RequestRecord
 
 __all__ = ["Death", "EngineLoop"]
 
 logger = logging.getLogger("asyncllm")
+
+COMMAND_PATIENCE = 10
+"""A command may take so many times as long as a step: one that wakes the model reads its checkpoint."""
 
 
 class Death(NamedTuple):
@@ -65,6 +71,7 @@ class EngineLoop:
         bounds: Backpressure | None = None,
         *,
         adapters: AdapterTable | None = None,
+        num_host_adapters: int = 0,
         gate: RequestGate | None = None,
         observers: list[Callable[[RequestRecord], None]] | None = None,
         stall_timeout: float = 0.0,
@@ -72,9 +79,11 @@ class EngineLoop:
     ) -> None:
         """Start in the running event loop.
 
+        `num_host_adapters`: how many adapters host memory has room for; the executor has read the first ones.
         `gate`: the RequestGate that prompts pass on their way here.
         `observers`: functions to call with the record of each request that ends.
-        `stall_timeout`: seconds of work without a completed step after which the loop dies; 0 for none.
+        `stall_timeout`: seconds of work without a completed step after which the loop dies; 0 for none. A command may
+        take `COMMAND_PATIENCE` times as long.
         """
         self._event_loop = asyncio.get_running_loop()
         self._process = Process()
@@ -95,7 +104,10 @@ class EngineLoop:
         self._steps = LaunchedSteps(scheduler, executor, self._watchdog)
         self._inbox = Inbox(scheduler, bounds, gate if gate is not None else RequestGate())
         self._turns = Turns(self._inbox, self._steps, self._turn)
-        self._control = Control(executor, scheduler, self._turns.wake, self.adapters)
+        self.host_adapters = HostAdapters(executor, num_host_adapters, self._steps.when_read)
+        self.host_adapters.begin_with(islice(self.adapters, num_host_adapters))
+        commands = Watchdog(self._event_loop, COMMAND_PATIENCE * stall_timeout, self._note_command_stall)
+        self._control = Control(executor, scheduler, self._turns.wake, commands)
         self._open = OpenRequests(
             scheduler,
             bounds,
@@ -152,9 +164,6 @@ class EngineLoop:
     def open(self, request: Request) -> None:
         """Queue a request that `InputProcessor` made. Raises QueueFull, DeadlineExceeded, EngineError."""
         self.check_running()
-        if request.adapter is not None and request.adapter.retired:
-            # Unloaded while the prompt was encoded. This raises the error that says so.
-            self.adapters.find(request.adapter.name)
         self._open.check_deadline(request)
         self._inbox.check_place(request, self._event_loop.time(), hold=self._control.hold)
         self._open.open(request)
@@ -170,11 +179,30 @@ class EngineLoop:
         self.check_running()
         await self._control.ask(command)
 
+    @asynccontextmanager
+    async def bringing_adapter(self, request: Request) -> AsyncGenerator[None, None]:
+        """Keep a request's adapter in host memory until the block ends, in which the request is opened.
+
+        Raises DeadlineExceeded, EngineError, ModelError if the adapter can be read no more, and InvalidParameter if it
+        was unloaded. One that was replaced meanwhile gives its place to the new one.
+        """
+        if request.adapter is None:
+            yield
+            return
+        while True:
+            if request.adapter.retired:
+                request.adapter = self.adapters.find(request.adapter.name)
+            async with self.host_adapters.holding(request.adapter, request.policy.deadline):
+                if not request.adapter.retired:
+                    yield
+                    return
+
     def drop(self, adapter: Adapter) -> None:
-        """Have the executor free an unloaded adapter, unless an open request uses it. The end of the last one does
-        this then."""
-        if adapter.retired and not adapter.num_requests and self._state == "running":
-            self._control.ask(UnloadAdapter(adapter.number)).add_done_callback(retrieve)
+        """Free what an unloaded adapter has, unless an open request uses it. The end of the last one does this then."""
+        if self._state == "running":
+            if adapter.retired and not adapter.num_requests:
+                self.scheduler.adapters.forget(adapter.number)
+            self.host_adapters.released(adapter)
 
     def abandon(self, request: Request) -> None:
         """End a request at the next turn: its reader has left."""
@@ -198,6 +226,13 @@ class EngineLoop:
             f"No step has completed for {self._watchdog.timeout:g} s (stall_timeout), and the loop waits for "
             f"{waits_for}: {scheduler.num_running} sequences run, {scheduler.num_waiting} wait, "
             f"{scheduler.blocks.num_available} of {scheduler.blocks.num_blocks} blocks are available."
+        )
+        self._turns.wake()
+
+    def _note_command_stall(self) -> None:
+        self._fatal = TimeoutError(
+            f"A command ({self._control.under_way}) was not carried out within {COMMAND_PATIENCE} times "
+            f"{self._watchdog.timeout:g} s (stall_timeout)."
         )
         self._turns.wake()
 
@@ -275,7 +310,8 @@ class EngineLoop:
             self._inbox.clear()
             await self._steps.end(wait=self._fatal is None)
             self.scheduler.let_go()
-            await self._control.end(self._last_words("call"))
+            self.host_adapters.end(self._last_words("call"))
+            await self._control.end(self._last_words("call"), wait=self._fatal is None)
 
     def _last_words(self, what: str) -> AsyncLLMError:
         if self._state == "dead":
@@ -302,6 +338,8 @@ class EngineLoop:
             requests_refused=self._inbox.num_refused,
             sleep_level=self._control.sleep_level,
             weight_updates=self._control.num_updates,
+            adapters_in_host_memory=self.host_adapters.num_present,
+            adapter_reads=self.host_adapters.num_reads,
             seconds_since_progress=self._watchdog.seconds_since_progress,
             step_ms=self._steps.step_ms,
         )

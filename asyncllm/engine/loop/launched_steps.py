@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 
 from asyncllm.engine.loop.watchdog import Watchdog
 from asyncllm.engine.schedule.scheduler import Scheduler
@@ -31,6 +32,8 @@ class LaunchedSteps:
         self._executor = executor
         self._watchdog = watchdog
         self._futures: deque[asyncio.Future[StepOutput]] = deque()
+        self._fenced: deque[tuple[asyncio.Future[StepOutput], Callable[[], None]]] = deque()
+        """What to call once a step has been read, and those before it."""
         self._settling = False
         """Whether a step has failed, and steps launched after it are unread. Until they are read, none is launched."""
         self.fatal: BaseException | None = None
@@ -84,10 +87,12 @@ class LaunchedSteps:
             case StepFailed(__cause__=cause):
                 self._settling = True
                 ended = self._scheduler.step_failed(cause)
+                self._lift_fence(future)
                 logger.error("A step failed, and %d answers with it; the engine goes on.", len(ended), exc_info=cause)
                 return ended
             case StepDropped():
                 self._scheduler.step_dropped()
+                self._lift_fence(future)
                 return []
             case error:
                 self.fatal = error
@@ -95,6 +100,7 @@ class LaunchedSteps:
         self._watchdog.step_completed()
         self.step_ms += STEP_MS_WEIGHT * (output.elapsed_ms - self.step_ms)
         advanced = self._scheduler.update(output)
+        self._lift_fence(future)
         if self._scheduler.prefilled:
             now = time.monotonic()
             for request in self._scheduler.prefilled:
@@ -103,12 +109,25 @@ class LaunchedSteps:
             self._scheduler.prefilled.clear()
         return advanced
 
+    def when_read(self, call: Callable[[], None]) -> None:
+        """Make a call when all steps in flight have been read."""
+        if self._futures:
+            self._fenced.append((self._futures[-1], call))
+        else:
+            call()
+
+    def _lift_fence(self, read: asyncio.Future[StepOutput]) -> None:
+        while self._fenced and self._fenced[0][0] is read:
+            self._fenced.popleft()[1]()
+
     async def end(self, *, wait: bool) -> None:
-        """Forget the steps in flight, once they are done if `wait`. The engine has ended."""
+        """Forget the steps in flight, once they are done if `wait`, which takes no longer than a stall. The engine has
+        ended."""
+        self._fenced.clear()
         for future in self._futures:
             future.add_done_callback(retrieve)
         if self._futures and wait:
-            await asyncio.wait(self._futures)
+            await asyncio.wait(self._futures, timeout=self._watchdog.timeout or None)
         self._futures.clear()
 
 

@@ -59,13 +59,14 @@ class Generation:
         try:
             self._loop = self._engine.running()
             request = await self._prepared()
-            if self._delivery.abandoned:
-                # Closed by another task while the prompt was being encoded.
-                self._delivery.end()
-                request.let_go()
-                return
-            request.times.arrived = arrived
-            self._loop.open(request)
+            async with self._loop.bringing_adapter(request):
+                if self._delivery.abandoned:
+                    # Closed by another task while the prompt was being encoded.
+                    self._delivery.end()
+                    request.let_go()
+                    return
+                request.times.arrived = arrived
+                self._loop.open(request)
         except BaseException as error:
             self._delivery.abandoned = True
             self._delivery.end(unraised(error, cause=False) if isinstance(error, Exception) else None)

@@ -17,8 +17,17 @@ class Adapter:
         self.path = path
         self.num_requests = 0
         """Open requests that use it. Written by the engine loop."""
+        self.num_waiting = 0
+        """Requests that wait for it before they are open. Written by `HostAdapters`."""
+        self.digest = ""
+        """Of its files when they were first read; empty before. Written by `HostAdapters`."""
         self.retired = False
-        """Whether it was unloaded, and is freed with its last request. Written by `AdapterTable`."""
+        """Whether it was unloaded, and is freed with its last request."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a request needs it in host memory."""
+        return self.num_requests + self.num_waiting > 0
 
 
 class AdapterSlots:

@@ -52,6 +52,7 @@ GAUGES: tuple[Reading, ...] = (
         lambda stats: stats.host_blocks_held / stats.host_blocks_total if stats.host_blocks_total else 0.0,
     ),
     ("num_adapters_resident", "LoRA adapters in a slot of the device.", lambda stats: stats.adapters_resident),
+    ("num_adapters_in_host_memory", "LoRA adapters in host memory.", lambda stats: stats.adapters_in_host_memory),
     ("num_adapters_running", "Those that running sequences have.", lambda stats: stats.adapters_running),
     ("sleep_level", "1 or 2: parts of the model sleep; 0: all of it is awake.", lambda stats: stats.sleep_level),
     (
@@ -85,6 +86,7 @@ COUNTERS: tuple[Reading, ...] = (
         "Preempted sequences that found too few blocks in host memory, and are computed again.",
         lambda stats: stats.swap_fallbacks,
     ),
+    ("adapter_reads", "Times that an adapter was read from its folder.", lambda stats: stats.adapter_reads),
     ("adapter_uploads", "Times that an adapter was brought up to the device.", lambda stats: stats.adapter_uploads),
     ("requests_refused", "Calls that found the queue full.", lambda stats: stats.requests_refused),
     ("requests_expired", "Requests that ended at their deadline.", lambda stats: stats.requests_expired),
