@@ -112,12 +112,36 @@ class TestBetweenSteps:
             running = asyncio.create_task(engine.generate("Hi", LONG).response())
             await until(lambda: engine.stats().running)
             changes = [asyncio.create_task(engine.update_weights({})) for _ in range(2)]
-            with pytest.raises(RuntimeError, match="the device is lost"):
-                await changes[0]
-            for task in (changes[1], running):
+            for task in (*changes, running):
                 with pytest.raises(EngineDead) as caught:
                     await task
                 assert caught.value.__cause__ is failure
+
+
+class TestHung:
+    """What is never carried out ends the engine, and what never ends does not keep it from closing."""
+
+    async def test_a_command_that_does_not_end_is_a_stall(self) -> None:
+        async with new_engine(stall_timeout=0.05) as engine:
+            engine.executor.carry_out = lambda command: asyncio.get_running_loop().create_future()
+            waiting = asyncio.create_task(engine.generate("Hi", LONG).response())
+            await until(lambda: engine.stats().running)
+            changes = [asyncio.create_task(engine.sleep()), asyncio.create_task(engine.wake())]
+            async with asyncio.timeout(20):
+                for task in (waiting, *changes):
+                    with pytest.raises(EngineDead, match=r"Sleep.*stall_timeout"):
+                        await task
+
+    async def test_close_waits_no_longer_than_for_a_stall(self) -> None:
+        engine = new_engine(stall_timeout=0.2)
+        await engine.start()
+        running = asyncio.create_task(engine.generate("Hi", LONG).response())
+        await until(lambda: engine.stats().running)
+        engine.executor.pause()
+        async with asyncio.timeout(20):
+            await engine.close()
+        with pytest.raises(EngineClosed):
+            await running
 
 
 class TestAsleep:

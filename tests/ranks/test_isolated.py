@@ -18,8 +18,10 @@ from safetensors.torch import load_file
 from asyncllm import AsyncEngine, GenerationConfig
 from asyncllm.errors import EngineClosed, EngineDead, InvalidCheckpoint, InvalidParameter, ModelError
 from asyncllm.protocol import Batch, PrefillRow, SamplingParams, SlotStart, StepDropped, StepFailed
+from asyncllm.ranks import executor as executor_module
 from asyncllm.ranks.executor import RankExecutor
 from asyncllm.ranks.messages import RemoteError
+from tests.adapters import write_adapter
 from tests.checkpoints import build_checkpoint
 from tests.ranks.engines import LONG, ranks, settings, soon
 from tests.server.serving import serving
@@ -85,6 +87,32 @@ async def test_a_killed_rank_is_one_error_for_all(folders: list[Path]) -> None:
             assert isinstance(error.__cause__, RemoteError)
             assert "SIGKILL" in str(error.__cause__)
         assert time.monotonic() - killed < 5
+        await soon(lambda: not ranks())
+        death = await engine.wait_ended()
+        assert death is not None
+        assert not death.lost_device
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_a_rank_that_hangs_is_dead_in_bounded_time(
+    folders: list[Path], victim: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Stopped while it computes, reads an adapter or carries out a command, or with nothing to do until then."""
+    monkeypatch.setattr(executor_module, "_LISTEN_S", 0.2)
+    adapter = str(write_adapter(tmp_path, {"model.layers.0.self_attn.q_proj": (64, 48)}))
+    async with AsyncEngine(str(folders[0]), settings(tp=2, max_loras=1)) as engine:
+        await engine.generate("Hi", GenerationConfig(max_new_tokens=2))
+        running = [engine.generate("Hi", LONG).response()] if victim else []
+        tasks = [asyncio.create_task(each) for each in running]
+        await soon(lambda: engine.stats().running == victim)
+        os.kill(sorted(ranks())[victim], signal.SIGSTOP)
+        tasks += [asyncio.create_task(engine.load_adapter("a", adapter))]
+        if not victim:
+            tasks += [asyncio.create_task(engine.sleep())]
+        for error in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60):
+            assert isinstance(error, EngineDead)
+            assert f"rank {victim}" in str(error.__cause__)
+            assert "has said nothing" in str(error.__cause__)
         await soon(lambda: not ranks())
         death = await engine.wait_ended()
         assert death is not None

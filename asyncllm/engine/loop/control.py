@@ -16,7 +16,7 @@ from typing import Any, get_args
 from asyncllm.engine.loop.launched_steps import retrieve
 from asyncllm.engine.loop.watchdog import Watchdog
 from asyncllm.engine.schedule.scheduler import Scheduler
-from asyncllm.errors import AsyncLLMError, InvalidParameter, short
+from asyncllm.errors import AsyncLLMError, EngineDead, InvalidParameter, short
 from asyncllm.protocol import (
     Command,
     Executor,
@@ -92,9 +92,10 @@ class Control:
             if not done.done():
                 done.set_result(None)
             return
+        halfway = not isinstance(error, AsyncLLMError)
         if not done.done():
-            done.set_exception(error)
-        if not isinstance(error, AsyncLLMError):
+            done.set_exception(_dead(error) if halfway else error)
+        if halfway:
             raise error
 
     def _take_in(self, command: Command) -> None:
@@ -139,11 +140,17 @@ class Control:
                 if failure is None:
                     done.set_result(None)
                 else:
-                    done.set_exception(failure)
+                    done.set_exception(failure if isinstance(failure, AsyncLLMError) else _dead(failure))
         while self._asked:
             _, done = self._asked.popleft()
             if not done.done():
                 done.set_exception(error)
+
+
+def _dead(cause: BaseException) -> EngineDead:
+    error = EngineDead(f"The engine loop died of {cause!r} while it carried this call out.")
+    error.__cause__ = cause
+    return error
 
 
 def update_of(weights: Any) -> UpdateWeights:
