@@ -34,7 +34,7 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
         str | None,
         Meta(
             description="Folder below which the owner's key may load LoRA adapters while the server runs, by "
-            "/v1/load_lora_adapter and /v1/unload_lora_adapter; None: a server without these routes."
+            "/v1/load_lora_adapter, /load_lora_adapter and their opposites; None: a server without these routes."
         ),
     ] = None
     insecure_no_auth: Annotated[

@@ -97,7 +97,7 @@ class HostAdapters:
             self._note_room()
 
     def forget(self, adapter: Adapter) -> None:
-        """Free what an unloaded adapter has, once nobody uses it."""
+        """Free what an unloaded adapter has, once no request uses it."""
         adapter.retired = True
         if adapter in self._present and not adapter.in_use:
             self._drop(adapter)

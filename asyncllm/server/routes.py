@@ -13,15 +13,11 @@ from asyncllm.server.http.routing import Route
 from asyncllm.server.lmdeploy.administration import (
     LEVEL,
     TAGS,
-    LoadAdapterRequest,
     Sleeping,
     Terminating,
-    UnloadAdapterRequest,
     is_sleeping,
-    load_adapter,
     sleep,
     terminate,
-    unload_adapter,
     wakeup,
 )
 from asyncllm.server.lmdeploy.generate import generate
@@ -104,6 +100,17 @@ from asyncllm.server.responses.kept import (
     show_response,
 )
 from asyncllm.server.responses.requests import InputTokensRequest, ResponsesRequest
+from asyncllm.server.runtime_adapters import (
+    LoadAdapterRequest,
+    LoadedAdapters,
+    LoadLoRAAdapterReqInput,
+    UnloadAdapterRequest,
+    UnloadLoRAAdapterReqInput,
+    load_adapter,
+    load_adapter_sglang,
+    unload_adapter,
+    unload_adapter_sglang,
+)
 from asyncllm.server.sse import NDJSON
 
 __all__ = ["ROUTES"]
@@ -373,6 +380,28 @@ ROUTES: tuple[Route, ...] = (
         auth=Auth.ADMIN,
         body=UnloadAdapterRequest,
         content_type="text/plain",
+        work=False,
+        only_with="adapters_folder",
+    ),
+    Route(
+        method="POST",
+        path="/load_lora_adapter",
+        handler=load_adapter_sglang,
+        auth=Auth.ADMIN,
+        body=LoadLoRAAdapterReqInput,
+        answer=LoadedAdapters,
+        also=(400,),
+        work=False,
+        only_with="adapters_folder",
+    ),
+    Route(
+        method="POST",
+        path="/unload_lora_adapter",
+        handler=unload_adapter_sglang,
+        auth=Auth.ADMIN,
+        body=UnloadLoRAAdapterReqInput,
+        answer=LoadedAdapters,
+        also=(400,),
         work=False,
         only_with="adapters_folder",
     ),

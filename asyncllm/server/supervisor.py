@@ -18,7 +18,7 @@ from typing import Self
 
 from asyncllm.config import ServerConfig
 from asyncllm.engine.async_engine import AsyncEngine
-from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, EngineError
+from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, EngineError, ModelError
 from asyncllm.server.http.errors import ApiError, retry_after
 
 __all__ = ["Supervisor"]
@@ -117,6 +117,7 @@ class Supervisor:
             engine.observers = old.observers
             try:
                 await engine.start()
+                await _take_over_adapters(old, engine)
                 break
             except AsyncLLMError as error:
                 self._check_hope(error)
@@ -175,3 +176,16 @@ class Supervisor:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+
+async def _take_over_adapters(old: AsyncEngine, engine: AsyncEngine) -> None:
+    """Load what the old engine had loaded while it ran, and unload what it had unloaded."""
+    for name in engine.adapters.keys() - old.adapters.keys():
+        await engine.unload_adapter(name)
+    for name, path in old.adapters.items():
+        if engine.adapters.get(name) == path:
+            continue
+        try:
+            await engine.load_adapter(name, path, replace=True)
+        except ModelError as error:
+            logger.error("The new engine has no adapter %r, which cannot be read any more: %s", name, error)

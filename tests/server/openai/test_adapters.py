@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ async def test_the_owner_loads_and_unloads(tmp_path: Path) -> None:
             ({"lora_name": "x", "lora_path": "new"}, 400),
             ({"lora_name": "fake", "lora_path": "new"}, 400),
             ({"lora_name": "y"}, 400),
-            ({"lora_name": "y", "lora_path": "new", "load_inplace": True}, 400),
+            ({"lora_name": "y", "lora_path": "new", "is_3d_lora_weight": True}, 400),
             ({"lora_name": "y", "lora_path": "pickled"}, 400),
             ({"lora_name": "y", "lora_path": "nowhere"}, 404),
             ({"lora_name": "y", "lora_path": "../elsewhere"}, 404),
@@ -100,6 +101,9 @@ async def test_the_owner_loads_and_unloads(tmp_path: Path) -> None:
             ({"lora_name": "y", "lora_path": "a\0b"}, 404),
         ):
             assert (await owner(served, LOAD, **body))[0] == expected, body
+        status, _ = await owner(served, LOAD, lora_name="x", lora_path="new", load_inplace=True)
+        assert status == 200
+        assert fake.executor.device.adapters == {1, 2, 4}, "what it replaced is gone"
         status, said = await owner(served, UNLOAD, lora_name="x", lora_int_id=7)
         assert (status, said) == (200, "Success: LoRA adapter 'x' removed successfully.")
         await until(lambda: fake.executor.device.adapters == {1, 2})
@@ -108,7 +112,39 @@ async def test_the_owner_loads_and_unloads(tmp_path: Path) -> None:
         assert set(fake.adapters) == {"sql", "team/poet"}
 
 
+async def test_the_owner_loads_and_unloads_by_sglangs_routes(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("owner\n")
+    root = tmp_path / "adapters"
+    write_adapter(root / "new", {"q": (4, 4)})
+    write_adapter(root / "pickled", {"q": (4, 4)}, pickled=True)
+    own = {"sql": "/adapters/sql", "team/poet": "/adapters/poet"}
+    async with serving(engine(max_loras=1), admin_key_file=str(tmp_path / "keys"), adapters_folder=str(root)) as served:
+        load, unload = "/load_lora_adapter", "/unload_lora_adapter"
+        assert (await served.post(load, {"lora_name": "x", "lora_path": "new"}))[0] == 401
+
+        async def asked(path: str, **body: Any) -> tuple[int, Any]:
+            status, text = await owner(served, path, **body)
+            return status, json.loads(text)
+
+        loaded = {**own, "x": str(root / "new")}
+        status, said = await asked(load, lora_name="x", lora_path="new", pinned=False)
+        assert (status, said) == (200, {"success": True, "error_message": "", "loaded_adapters": loaded})
+        for path, body, why in (
+            (load, {"lora_name": "x", "lora_path": "new"}, "is loaded"),
+            (load, {"lora_name": "y", "lora_path": "new", "pinned": True}, "pinned"),
+            (load, {"lora_name": "y", "lora_path": "pickled"}, "safetensors"),
+            (load, {"lora_name": "y", "lora_path": "../../etc"}, "adapters_folder"),
+            (unload, {"lora_name": "y"}, "'y'"),
+        ):
+            status, said = await asked(path, **body)
+            assert (status, said["success"], said["loaded_adapters"]) == (400, False, loaded)
+            assert why in said["error_message"]
+        status, said = await asked(unload, lora_name="x")
+        assert (status, said) == (200, {"success": True, "error_message": "", "loaded_adapters": own})
+
+
 async def test_without_a_folder_there_are_no_such_routes(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("owner\n")
     async with serving(engine(), admin_key_file=str(tmp_path / "keys")) as served:
-        assert (await owner(served, LOAD, lora_name="x", lora_path="new"))[0] == 404
+        for path in (LOAD, UNLOAD, "/load_lora_adapter", "/unload_lora_adapter"):
+            assert (await owner(served, path, lora_name="x", lora_path="new"))[0] == 404
