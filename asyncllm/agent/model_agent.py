@@ -35,7 +35,7 @@ from asyncllm.agent.sleep import ModelPlacement
 from asyncllm.agent.step.graph_sizes import LARGEST_MIXED, MixedSize, mixed_sizes
 from asyncllm.agent.step.split_step import decode_rows, prefill_halves
 from asyncllm.agent.step.tables import SlotTables, StepTensors
-from asyncllm.agent.warm_up import CapturedPart, largest_step, measure_reserve, warm_up_batches, warm_up_mlps
+from asyncllm.agent.warm_up import CapturedPart, filling, largest_step, measure_reserve, warm_up_batches, warm_up_mlps
 from asyncllm.config import EngineConfig
 from asyncllm.distributed.group import RankGroup
 from asyncllm.models.decoder import DecoderLM
@@ -227,13 +227,11 @@ class ModelAgent:
 
     def load_adapter(self, adapter: LoadAdapter) -> str:
         """See `AdapterPool.load`. Any thread may make this call, while steps run."""
-        assert self._placement.adapters is not None, "an engine without slots loads none"
-        return self._placement.adapters.load(adapter)
+        return self._placement.loaded_adapters.load(adapter)
 
     def drop_adapter(self, number: int) -> None:
         """Free the host memory of an adapter that no unread step names. Any thread may make this call."""
-        assert self._placement.adapters is not None, "an engine without slots has none"
-        self._placement.adapters.drop(number)
+        self._placement.loaded_adapters.drop(number)
 
     def _measure(self, config: EngineConfig, opened: OpenedModel) -> int:
         """Return how many bytes steps take besides weights and KV, measured with a pool of a few blocks."""
@@ -242,7 +240,7 @@ class ModelAgent:
         self._allocate_pool(_FEW_BLOCKS)
         step = largest_step(
             config.max_batch_size,
-            _prompts(config.prefill_budget, opened.max_position),
+            filling(config.prefill_budget, opened.max_position),
             config.tokens_per_block,
             _FEW_BLOCKS,
             caches=self._tables.caches,
@@ -264,7 +262,7 @@ class ModelAgent:
         parts = [
             CapturedPart(_MIXED, self._mixed_residual, self._mixed_sizes, self._tables.empty_mixed),
             CapturedPart(_FORWARD, self._decode_logits, self._decode_sizes),
-            CapturedPart(_SAMPLE, self._decode_tokens, self._decode_sizes),
+            CapturedPart(_SAMPLE, self._decode_tokens, self._decode_sizes, replayed=not self._in_group),
         ]
         if self._in_group:
             parts += [CapturedPart(_SAMPLE_LISTS, partial(self._decode_tokens, lists=True), self._decode_sizes)]
@@ -280,7 +278,7 @@ class ModelAgent:
             return None
         graphs = StepGraphs(self._streams.stream)
         for part in self._captured_parts():
-            part.capture(graphs, part.sizes)
+            part.make_ready(graphs)
         self._streams.stream.synchronize()
         return graphs
 
@@ -405,7 +403,10 @@ class ModelAgent:
             # The host may still be fetching what this overwrites.
             self._streams.wait_for_downloads()
             lists = self.sampler.takes_lists(rows.slots)
-            graphs.replay(_SAMPLE_LISTS if lists else _SAMPLE, size)
+            if self._in_group and not lists:
+                self._decode_tokens(size)
+            else:
+                graphs.replay(_SAMPLE_LISTS if lists else _SAMPLE, size)
             slots, tokens, flags = self._tables.decode_slots[:size], self._tokens[:size], self._flags[:size]
             results = self._results[: 2 * size].view(2, size)
             if lists:
@@ -594,9 +595,3 @@ class ModelAgent:
 def _wanted(hidden: Tensor, step: StepTensors) -> Tensor:
     """Return the rows of `hidden` [T, H] that are sampled from or pooled: [R + L, H]."""
     return hidden if step.sampled is None else kernels.gather_rows(hidden, step.sampled.indices)
-
-
-def _prompts(num_tokens: int, longest: int) -> list[int]:
-    """Return the lengths of the fewest prompts of at most `longest` tokens with `num_tokens` tokens in all."""
-    full, rest = divmod(num_tokens, longest)
-    return [longest] * full + [rest] * (rest > 0)

@@ -67,6 +67,12 @@ class ModelPlacement:
         self.adapters = AdapterPool(config, opened) if config.num_adapter_slots else None
         """None if the engine has no adapters."""
 
+    @property
+    def loaded_adapters(self) -> AdapterPool:
+        """The adapters of an engine with slots for some."""
+        assert self.adapters is not None, "an engine without slots loads none"
+        return self.adapters
+
     def _together(self, change: Callable[[], None], undo: Callable[[], None]) -> None:
         """Make a change on all ranks or on none: if any rank fails, `undo` is called. Raises the error of `change`, or
         OtherRankRefused if another rank failed."""

@@ -14,7 +14,15 @@ from asyncllm.layers.step_inputs import Column, StepInputs
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.protocol import Batch, PrefillRow, SamplingParams, SlotStart
 
-__all__ = ["CapturedPart", "largest_step", "measure_reserve", "mlp_sizes", "warm_up_batches", "warm_up_mlps"]
+__all__ = [
+    "CapturedPart",
+    "filling",
+    "largest_step",
+    "measure_reserve",
+    "mlp_sizes",
+    "warm_up_batches",
+    "warm_up_mlps",
+]
 
 SAFETY_BYTES = 256 * 2**20
 """Bytes left free beyond the measured ones, for later library workspaces and fragmentation."""
@@ -61,9 +69,15 @@ def largest_step(
     )
 
 
+def filling(num_tokens: int, longest: int) -> list[int]:
+    """Return the lengths of the fewest prompts of at most `longest` tokens with `num_tokens` tokens in all."""
+    full, rest = divmod(num_tokens, longest)
+    return [longest] * full + [rest] * (rest > 0)
+
+
 @dataclass(frozen=True, slots=True)
 class CapturedPart:
-    """A part of steps that becomes graphs."""
+    """A part of steps that has fixed sizes."""
 
     name: str
     launch: Callable[[Any], None]
@@ -71,7 +85,17 @@ class CapturedPart:
     sizes: Sequence[Any]
     """From small to large."""
     prepare: Callable[[Any], None] | None = None
-    """Prepares a size; called before its `launch`."""
+    """Of a size: what has to be done before `launch` may be called at all."""
+    replayed: bool = True
+    """Whether steps replay it. What few steps have is launched kernel by kernel, beside the part that runs then."""
+
+    def make_ready(self, graphs: StepGraphs) -> None:
+        """Capture all sizes, or have their kernels compiled."""
+        if self.replayed:
+            self.capture(graphs, self.sizes)
+        else:
+            for size in self.sizes:
+                self.launch(size)
 
     def capture(self, graphs: StepGraphs, sizes: Sequence[Any]) -> None:
         """Capture some of the sizes, the largest first, in whose memory the others fit."""

@@ -67,6 +67,8 @@ _ENDS: Mapping[str, str] = {
     ".lora_magnitude_vector.weight": "use_dora: " + _REASONS["use_dora"],
     ".lora_embedding_A": "embeddings have no adapters; merge it into its base model",
     ".lora_embedding_B": "embeddings have no adapters; merge it into its base model",
+    ".base_layer.weight": "it is PEFT's copy of an embedding or head that target_modules name, and those have no "
+    "adapters; merge it into its base model",
     ".lora_B.bias": "lora_bias: " + _REASONS["lora_bias"],
     ".trainable_tokens_delta": "trainable_token_indices: " + _REASONS["trainable_token_indices"],
 }

@@ -337,3 +337,19 @@ def test_logits_belong_to_the_user() -> None:
     logits = driver.step(prefill=[driver.chunk(0, [1, 2, 3], sample=False, output_logits=True)]).logits[0]
     logits += 1.0
     assert not logits.is_inference()
+
+
+def test_graphs_are_captured_of_what_most_steps_replay() -> None:
+    """Each takes tens of milliseconds of a start. Adapters have graphs of their own only where there are slots; ranks
+    draw from lists, and what needs whole rows of logits is launched kernel by kernel."""
+
+    def counts(agent: ModelAgent) -> dict[str, int]:
+        return {part.name: len(part.sizes) for part in agent._captured_parts() if part.replayed}
+
+    agent = tiny_agent(max_batch_size=256)
+    plain = counts(agent)
+    assert plain == {"mixed": 28, "forward": 46, "sample": 46}
+    agent._in_group = True
+    assert counts(agent) == {"mixed": 28, "forward": 46, "sample from lists": 46}
+    adapted = counts(tiny_agent(max_batch_size=256, max_loras=1))
+    assert adapted == {**plain, "mixed with adapters": 28, "forward with adapters": 46}

@@ -28,7 +28,9 @@ from tests.checkpoints import build_checkpoint
 from tests.layers.steps import step_at
 from tests.models.parity import Case, Runner, hub_model, open_case, random_tokens
 from tests.models.test_shares import open_share
+from tests.quant.formats import awq, gptq, write
 from tests.ranks.threads import in_ranks
+from tests.vl.checkpoints import folder_of as vlm_folder
 
 LLAMA = Case("llama", "default")
 PROMPT, TOKENS = 30, 33
@@ -175,6 +177,22 @@ def test_what_is_not_implemented_is_refused_by_name(
         AdapterFiles.read(folder, open_case(LLAMA))
 
 
+def test_language_models_of_vision_models_take_adapters(tmp_path: Path) -> None:
+    """By the names of transformers' modules today and before, and by those of the files."""
+    model = open_model(vlm_folder("llava"), dtype=torch.float32, device=torch.device("cpu"))
+    shape = model.get_submodule("layers.1.attn.qkv").whole_shapes["q"]
+    for number, prefix in enumerate(("model.language_model.", "language_model.model.", "language_model.", "model.")):
+        folder = write_adapter(tmp_path / str(number), {f"{prefix}layers.1.self_attn.q_proj": shape})
+        (factors,) = AdapterFiles.read(folder, model).layers["layers.1.attn.qkv"]
+        assert factors.part == "q"
+    for number, module in enumerate(
+        ("vision_tower.encoder.layers.0.self_attn.q_proj", "multi_modal_projector.linear_1")
+    ):
+        folder = write_adapter(tmp_path / f"tower {number}", {f"model.{module}": (24, 24)})
+        with pytest.raises(UnsupportedModel, match=module.rpartition(".")[2]):
+            AdapterFiles.read(folder, model)
+
+
 @pytest.mark.parametrize(
     ("tensor", "kind"),
     [
@@ -276,6 +294,9 @@ def test_quantized_weights_take_adapters(tmp_path: Path) -> None:
         name: open_model(folder, dtype=torch.float32, device=torch.device("cpu"), model_format=name)
         for name in (None, "fp8")
     }
+    for name, form in (("awq", awq(32)), ("gptq", gptq(4, 32))):
+        packed = write(folder, tmp_path / name, form)
+        opened[name] = open_model(packed, dtype=torch.float32, device=torch.device("cpu"))
     names = {
         name.removesuffix(".weight"): tuple(tensor.shape)
         for name, tensor in load_file(folder / "model.safetensors").items()
@@ -287,7 +308,7 @@ def test_quantized_weights_take_adapters(tmp_path: Path) -> None:
     for name, model in opened.items():
         qkv = model.layers[0].attn.qkv
         plain = qkv(x, step)
-        assert (qkv.method.name == "fp8") == (name == "fp8")
+        assert qkv.method.name == (name or "")
         with pooled(model, adapters={"a": str(adapter)}) as pool:
             pool.put(1, 0)
             added = qkv(x, step) - plain

@@ -1,0 +1,87 @@
+"""Adapters that PEFT itself has made and saved, against PEFT's own forward pass: every shape loads as it is meant, or
+is refused by the name of its entry."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncllm.errors import UnsupportedModel
+from tests.models.parity import Case, hub_model, open_case, random_tokens
+from tests.models.test_adapters import TOKENS, pooled, run
+
+peft = pytest.importorskip("peft")
+
+ALL: dict[str, Any] = {"target_modules": "all-linear"}
+SOME: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
+
+TAKEN: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {**ALL, "use_rslora": True, "rank_pattern": {"q_proj": 7}, "alpha_pattern": {"^model.*k_proj": 3}}),
+    ("llama", {**ALL, "exclude_modules": r".*\.mlp\..*"}),
+    ("llama", {**SOME, "layers_to_transform": [1], "init_lora_weights": "gaussian", "lora_alpha": 12.5}),
+    ("llama", {"target_modules": r".*\.(q_proj|down_proj)", "init_lora_weights": "orthogonal"}),
+    ("gpt2", {**ALL, "fan_in_fan_out": True}),
+    ("phi3", ALL),
+    ("falcon", ALL),
+    ("gemma2", ALL),
+    ("qwen3_moe", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
+]
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({**SOME, "use_dora": True}, "use_dora"),
+    ({**SOME, "lora_bias": True}, "lora_bias"),
+    ({**SOME, "bias": "all"}, "bias is 'all'"),
+    ({**SOME, "modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({**SOME, "trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+    ({**SOME, "layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
+    ({**SOME, "target_parameters": ["self_attn.o_proj.weight"]}, "target_parameters"),
+    ({**SOME, "init_lora_weights": "pissa"}, "init_lora_weights"),
+    ({**SOME, "init_lora_weights": "olora"}, "init_lora_weights"),
+    ({**SOME, "alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
+    ({"target_modules": ["q_proj", "embed_tokens"]}, "embedding"),
+    ({"target_modules": ["q_proj", "lm_head"]}, "head"),
+]
+
+
+def trained(family: str, folder: Path, fields: dict[str, Any]) -> Any:
+    """A PEFT model with random factors, saved to `folder`."""
+    config = peft.LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, **fields})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(copy.deepcopy(hub_model(Case(family, "default"))), config)
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            if "lora_" in name:
+                generator = torch.Generator().manual_seed(number)
+                parameter.data = 0.15 * torch.randn(parameter.shape, generator=generator)
+        model.save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.mark.parametrize(("family", "fields"), TAKEN)
+def test_logits_are_pefts(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
+    model, tokens = trained(family, tmp_path, fields), random_tokens(3, TOKENS)
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+        with model.disable_adapter():
+            base = model(torch.tensor([tokens])).logits[0]
+    with pooled(open_case(Case(family, "default")), adapters={"a": str(tmp_path)}) as pool:
+        pool.put(1, 0)
+        plain, adapted = run(pool._model, [tokens, tokens], [-1, 0])
+    torch.testing.assert_close(adapted, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(plain, base, rtol=1e-4, atol=1e-4)
+    assert (base - expected).abs().max() > 0.05, "the adapter changes something"
+
+
+@pytest.mark.parametrize(("fields", "named"), REFUSED)
+def test_what_is_not_implemented_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], named: str) -> None:
+    trained("llama", tmp_path, fields)
+    with (
+        pytest.raises(UnsupportedModel, match=named),
+        pooled(open_case(Case("llama", "default")), adapters={"a": str(tmp_path)}),
+    ):
+        pass
