@@ -390,7 +390,9 @@ class RankExecutor:
     def _check_agreement(self, step: _Step, error: Exception) -> None:
         """End all ranks if one has failed in a step that others do not come out of: they wait for it."""
         if step.waits_for and self._error is None and self._state == "running":
-            self._die(error)
+            alone = RemoteError(f"A rank failed in a step that others do not come out of: {error.__cause__!r}.")
+            alone.__cause__ = error
+            self._die(alone)
 
     def _carried_out(self, failure: Failure | None) -> None:
         command = self._command

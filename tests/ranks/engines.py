@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,15 @@ def settings(**fields: Any) -> EngineConfig:
     return EngineConfig(**{"device_type": "cpu", "num_gpu_blocks": 64, "max_batch_size": 8, "isolated": True, **fields})
 
 
-def ranks() -> list[int]:
-    """Processes of ranks that this one has started and not reaped."""
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    return [int(pid) for pid in children if b"ranks.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+def ranks(parent: int | None = None) -> list[int]:
+    """Processes of ranks that this one, or `parent`, has started and not reaped."""
+    found = []
+    for thread in Path(f"/proc/{parent or os.getpid()}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # what is gone meanwhile
+            for pid in (thread / "children").read_text().split():
+                if b"ranks.rank" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(int(pid))
+    return found
 
 
 async def soon(condition: Callable[[], object]) -> None:
