@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,6 +26,7 @@ from asyncllm.errors import (
     UnsupportedFeature,
 )
 from asyncllm.models.adapter_files import AdapterFiles
+from asyncllm.protocol import SlotStart
 from asyncllm.testing import FakeEngine
 from tests.adapters import delta, write_adapter
 from tests.checkpoints import build_checkpoint
@@ -344,6 +346,75 @@ async def test_requests_wait_for_room_in_host_memory_and_leave_when_they_like() 
     for task in (stuck, late):
         with pytest.raises(EngineClosed):
             await task
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_adapters_come_and_go_under_load(seed: int, folders: dict[str | None, Path]) -> None:
+    """In any order: the device takes no adapter that it has no room for, and misses none that a row names. An answer
+    is that of one adapter from its beginning to its end, which had the name while it was asked for."""
+    dice, names = Random(seed), ["a", "b", "c", "d"]
+    config = EngineConfig(adapters={"a": "p", "b": "q"}, max_loras=2, max_batch_size=3)
+    numbers: dict[str, set[str]] = {"a": {"1"}, "b": {"2"}, "c": set(), "d": set()}
+
+    def told(history: list[int], start: SlotStart) -> int:
+        return ord("0") + start.adapter % 70
+
+    async with FakeEngine(None, config, oracle=told, num_host_adapters=2 + seed % 2, latency=0.0005) as engine:
+
+        async def ask() -> None:
+            name, length = dice.choice(names), dice.randrange(1, 30)
+            had = set(numbers[name])
+            try:
+                answer = await engine.generate(
+                    "hello",
+                    GenerationConfig(max_new_tokens=length),
+                    adapter_name=name,
+                    timeout=dice.choice([None, 0.02]),
+                )
+            except (InvalidParameter, DeadlineExceeded):
+                return
+            assert len(set(answer.text)) == 1
+            assert answer.text[0] in had | numbers[name]
+
+        async def load() -> None:
+            name = dice.choice(names)
+            with suppress(InvalidParameter):
+                loading = engine.load_adapter(name, str(folders["a"]), replace=dice.random() < 0.5)
+                task = asyncio.create_task(loading)
+                await asyncio.sleep(0)
+                if dice.random() < 0.2:
+                    task.cancel()
+                    await asyncio.wait([task])
+                else:
+                    await task
+
+        async def unload() -> None:
+            with suppress(InvalidParameter):
+                await engine.unload_adapter(dice.choice(names))
+
+        # Numbers go up with each adapter that is read, whoever asks for it.
+        begin = engine._lifecycle.adapters.begin
+
+        def noted(name: Any, path: str, *, replace: bool = False) -> Adapter:
+            adapter = begin(name, path, replace=replace)
+            numbers[name].add(chr(ord("0") + adapter.number % 70))
+            return adapter
+
+        engine._lifecycle.adapters.begin = noted  # type: ignore[method-assign]
+        tasks: list[asyncio.Task[None]] = []
+        for _ in range(150):
+            kind = dice.choice([ask, ask, ask, load, unload])
+            tasks.append(asyncio.create_task(kind()))
+            if dice.random() < 0.3:
+                await asyncio.sleep(0.001)
+            if dice.random() < 0.1:
+                dice.choice(tasks).cancel()
+        for error in await asyncio.gather(*tasks, return_exceptions=True):
+            assert error is None or isinstance(error, asyncio.CancelledError), error
+        await until(lambda: engine.stats().running == 0)
+        loaded = {adapter.number for adapter in engine._lifecycle.adapters}
+        await until(lambda: engine.executor.device.adapters <= loaded)
+        engine.check_idle()
 
 
 async def test_others_pass_one_whose_adapter_finds_no_slot_and_not_for_ever() -> None:
