@@ -307,7 +307,7 @@ UNSUPPORTED = [
     ("rope_scaling", {"type": "mrope", "mrope_section": [2, 3, 3]}),
     ("rope_scaling", {"type": "dynamic", "factor": 2.0, "alpha": 1000.0}),
     ("rope_parameters", {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}),
-    ("architectures", ["RwkvForCausalLM"]),
+    ("architectures", ["UnheardForCausalLM"]),
 ]
 
 
