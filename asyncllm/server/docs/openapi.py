@@ -116,7 +116,7 @@ ERRORS = {
     "408": "The body did not arrive in time.",
     "409": "The session has a turn running.",
     "413": "The body is too large.",
-    "415": "The body is not declared as JSON.",
+    "415": "The body's Content-Encoding is not known.",
     "429": "The server is full; Retry-After says when to come back.",
     "500": "This request failed inside the engine.",
     "503": "The server is shutting down, its model sleeps, or its engine has died and is perhaps being restarted.",

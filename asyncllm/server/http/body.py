@@ -30,8 +30,9 @@ async def read_body(request: web.Request, config: ServerConfig, *, undeclared: b
     # A browser sends other types across origins without asking, and says that it is one.
     browser = "Origin" in request.headers or "Sec-Fetch-Site" in request.headers
     if request.content_type != "application/json" and (browser or not undeclared):
+        # 400 as in LMDeploy and vLLM, whose clients' tests look for it.
         raise ApiError(
-            415,
+            400,
             "The body must be JSON: send the header Content-Type: application/json.",
             code="unsupported_media_type",
             headers=CLOSING,

@@ -6,7 +6,7 @@ Anthropic's routes have `{"type": "error", "error": {"type", "message"}}`, and O
     401 authentication_error      no key, or a wrong one
     403 permission_error          a Host or Origin that is not let in
     404 not_found_error           no such route, model or session
-    405 408 413 415 417           method, slow body, large body, no JSON, Expect: all invalid_request_error
+    405 408 413 415 417           method, slow, large or packed body, Expect: all invalid_request_error
     409 conflict_error            the session has a turn running
     429 rate_limit_error          the queue is full; Retry-After says when to come back
     410 session_expired_error     the session was forgotten; the next request begins a new one

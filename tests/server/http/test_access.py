@@ -327,7 +327,7 @@ class TestContents:
                 async with connected(served) as wire:
                     wire.send(post(route.path, ASK, {"Content-Type": kind, **says_browser}))
                     answer = await wire.answer()
-                    assert answer.status == 415
+                    assert answer.status == 400
                     if route.errors == "anthropic":
                         assert answer.json["error"]["type"] == "invalid_request_error"
                     elif route.errors == "ollama":

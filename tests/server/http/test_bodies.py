@@ -41,7 +41,7 @@ REFUSALS: list[tuple[str, dict[str, str | bytes], int]] = [
     (CHAT, {"x-api-key": "wrong"}, 401),
     ("/none", {}, 404),
     ("/health", {}, 405),
-    (CHAT, {"Content-Type": "text/plain"}, 415),
+    (CHAT, {"Content-Type": "text/plain"}, 400),
     (CHAT, {"Origin": "https://evil.example"}, 403),
     (CHAT, {"Content-Length": str(2**40)}, 413),
 ]
@@ -109,7 +109,7 @@ async def test_only_who_is_let_in_is_asked_for_the_body() -> None:
     async with serving(FakeEngine(), api_keys=["key"], max_body_bytes=1024) as served:
         for path, headers, status in (
             (CHAT, {}, 401),
-            (CHAT, {"x-api-key": "key", "Content-Type": "text/plain"}, 415),
+            (CHAT, {"x-api-key": "key", "Content-Type": "text/plain"}, 400),
             (CHAT, {"x-api-key": "key", "Content-Length": "1025"}, 413),
             (CHAT, {"x-api-key": "key", "Expect": "a miracle"}, 417),
         ):
