@@ -104,8 +104,16 @@ class GrammarCompiler:
         Raises InvalidParameter."""
         from llguidance import LLMatcher
 
-        text = self._text(spec, spaced=spaced or self._spaced)
-        matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
+        try:
+            text = self._text(spec, spaced=spaced or self._spaced)
+            matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
+        except ValueError:
+            # The library repeats what it was given.
+            raise InvalidParameter(
+                f"No answer can be held to {spec.field}: it holds a half of a surrogate pair, or a number that no "
+                f"computer has the room for. Leave it out.",
+                spec.field,
+            ) from None
         self._check(matcher, spec.field)
         if not tried:
             self._walk(matcher.deep_copy(), spec.field)
@@ -148,6 +156,8 @@ class GrammarCompiler:
     def _check(self, matcher: LLMatcher, field: str) -> None:
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())[:MAX_MESSAGE]
+            if "NoExtensionBias" in reason:
+                reason = "no text ends in what it allows"
             if "coerce_one_of" in reason:
                 reason = "the cases of a oneOf may overlap (anyOf may do, or a property that is another const in each)"
             raise InvalidParameter(

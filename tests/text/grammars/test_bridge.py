@@ -195,6 +195,13 @@ UNSUPPORTED: list[tuple[Any, str]] = [
     ({"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable"),
     ({"$ref": "#"}, "response_format"),
     ({"allOf": [{"$id": "http://here/", "$ref": "other.json"}]}, "beside an"),
+    ({"$ref": "#"}, "no text ends"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "no text ends"),
+    ({"const": "\ud800"}, "surrogate"),
+    ({"type": "object", "properties": {"\ud800": {}}}, "surrogate"),
+    ({"type": "integer", "maximum": 10**400}, "number"),
+    ({"type": "number", "multipleOf": 1e-300}, "multipleOf"),
+    ({"type": "array", "minItems": 5, "maxItems": 2}, "Unsatisfiable"),
     (False, "response_format"),
     ({"allOf": [{"anyOf": [{"required": [f"{n}a"]}, {"required": [f"{n}b"]}]} for n in range(14)]}, "response_format"),
 ]
@@ -217,6 +224,13 @@ def deep(levels: int) -> Any:
     return schema
 
 
+def doubled(times: int) -> Any:
+    schema: Any = {"type": "integer"}
+    for _ in range(times):
+        schema = {"anyOf": [{"type": "array", "items": schema}, {"type": "object", "properties": {"a": schema}}]}
+    return schema
+
+
 TOO_LARGE: list[Any] = [
     {"enum": [str(number) for number in range(100_000)]},
     {"type": "object", "properties": {f"p{number}": {} for number in range(2000)}},
@@ -224,6 +238,8 @@ TOO_LARGE: list[Any] = [
     {"description": "x" * 10_000_000},
     deep(100_000),
     {"anyOf": [{"const": number} for number in range(30_000)]},
+    {"const": "x" * 1_000_000},
+    doubled(12),
     {1: {}},
     "{",
     5,
@@ -264,11 +280,53 @@ def test_other_formats_have_bounds_too(response_format: Any) -> None:
         {"type": "regex", "regex": "(?=a)b"},
         {"type": "grammar", "grammar": "start: missing"},
         {"type": "grammar", "grammar": "root ::= ("},
+        {"type": "grammar", "grammar": 'root ::= root "a"'},
+        {"type": "grammar", "grammar": "start: <[99999999]>"},
+        {"type": "grammar", "grammar": 'start: "\ud800"'},
+        {"type": "regex", "regex": r"[^\s\S]"},
+        {"type": "regex", "regex": "\ud800"},
+        {"type": "choice", "choice": ["\ud800"]},
     ],
 )
 def test_broken_patterns_are_refused(compiler: GrammarCompiler, response_format: Any) -> None:
     with pytest.raises(InvalidParameter, match=r"response_format|GBNF"):
         compiler.compile(spec_of(response_format), spaced=False)
+
+
+HEAVY: list[Any] = [
+    {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(1000)}},
+    {"type": "string", "enum": [f"item {number}" for number in range(5000)]},
+    {"type": "string", "const": "x" * 4000},
+    {"type": "array", "items": {"type": "integer"}, "minItems": 10**9},
+    {"type": "string", "minLength": 10**9},
+    {"type": "string", "pattern": "^(([a-z]{1,50}){1,50}){1,50}$"},
+    {"type": "string", "pattern": "^(a|aa|a?)+b$"},
+    doubled(8),
+    {"type": "regex", "regex": ".*a.{200}"},
+    {"type": "regex", "regex": r"\p{L}{1000}"},
+    {"type": "regex", "regex": "((a{1,100}){1,100}){1,100}"},
+    {"type": "regex", "regex": "(a+)+b"},
+    {"type": "regex", "regex": "a\0b"},
+    {"type": "grammar", "grammar": 'root ::= root "a" | "b"'},
+    {"type": "grammar", "grammar": "start: " + " | ".join(f'"{number}"' for number in range(1500))},
+    {"type": "grammar", "grammar": 'start: %json {"type": "array", "minItems": 1000000}'},
+]
+"""What looks as if it took long, or for ever."""
+
+
+@pytest.mark.parametrize("asked", HEAVY, ids=range(len(HEAVY)))
+def test_what_is_heavy_is_held_to_in_no_time(compiler: GrammarCompiler, asked: Any) -> None:
+    spec = spec_of(asked) if asked.get("type") in ("regex", "grammar") else schema_spec(asked)
+    begun = time.process_time()
+    progress = AnswerGrammar(compiler.compile(spec, spaced=False), GrammarStart()).start(())
+    dice, words = random.Random(7), np.zeros(-(-VOCAB // 32), np.int32)
+    for _ in range(60):
+        progress.fill(words)
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        if progress.ended or progress.error is not None or not len(allowed):
+            break
+        progress.consume(int(dice.choice(allowed)))
+    assert time.process_time() - begun < 1
 
 
 def test_options_of_the_library_are_not_the_clients(compiler: GrammarCompiler) -> None:
