@@ -70,6 +70,7 @@ NEUTRAL: Mapping[str, Neutral] = {
     "prompt": Neutral("OpenAI", (), "The route takes messages or input. No prompts are kept here."),
     "image": Neutral("OpenAI", (), _ANSWERS),
     "access_programs": Neutral("OpenAI", ([],), "The server has no such programs. Leave it out."),
+    "client_metadata": Neutral("OpenAI", None, _RECORDS),
     "personality": Neutral("OpenAI", (), "There are no presets. Say it in instructions."),
     "max_tool_calls": Neutral("OpenAI", None, "It counts calls of the provider's own tools, of which there are none."),
     "suffix": Neutral("OpenAI, LMDeploy, vLLM", ("",), "Send it to /v1/completions, with a model that fills in."),

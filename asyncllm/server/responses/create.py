@@ -22,7 +22,7 @@ from asyncllm.server.http.responses import built_response, encode, json_response
 from asyncllm.server.openai.answers import chat_logprobs, size_of
 from asyncllm.server.openai.responses import TokenLogprob
 from asyncllm.server.request.arguments import image_options, request_options, sampled_config, thinking_options
-from asyncllm.server.request.decode import read_request
+from asyncllm.server.request.decode import IGNORED, read_request
 from asyncllm.server.request.media import with_images
 from asyncllm.server.responses.background import BackgroundResponse
 from asyncllm.server.responses.event_log import EventLog
@@ -34,6 +34,7 @@ from asyncllm.server.responses.requests import (
     ResponsesRequest,
     check_included,
     format_of,
+    functions_among,
     logprobs_of,
     tools_of,
 )
@@ -104,9 +105,13 @@ def _instructed(body: ResponsesRequest | InputTokensRequest, conversation: list[
     )
 
 
-def _options(service: Service, body: ResponsesRequest | InputTokensRequest) -> RequestKeywords:
+def _options(request: web.Request, body: ResponsesRequest | InputTokensRequest) -> RequestKeywords:
     """Return the tools, how much the model thinks and how images are prepared, as keywords of the engine. Raises
     ApiError."""
+    service = service_of(request)
+    if service.config.unknown_fields == "ignore":
+        body.tools, left_out = functions_among(body.tools)
+        request[IGNORED] = [*request.get(IGNORED, ()), *(f"tools.{kind}" for kind in left_out)]
     effort = None if body.reasoning is None else body.reasoning.effort
     template = service.engine.chat_template
     thinking = thinking_options(template, effort, body.chat_template_kwargs, "reasoning")
@@ -125,7 +130,7 @@ async def count_input_tokens(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_request(request, InputTokensRequest)
     messages: Any = _instructed(body, await _conversation(request, body))
-    encoded: Any = await service.engine.encode([messages], bounded=True, **_options(service, body))
+    encoded: Any = await service.engine.encode([messages], bounded=True, **_options(request, body))
     return json_response(InputTokens(input_tokens=len(encoded[0])))
 
 
@@ -156,7 +161,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         config,
         stream_response=bool(body.stream),
         adapter_name=service.adapter_of(body.model),
-        **(request_options(request, body) | _options(service, body)),
+        **(request_options(request, body) | _options(request, body)),
     )
     await generation.start()
     answer = _Answer(request[KEY], service, body, conversation)

@@ -12,7 +12,15 @@ from asyncllm.config.tools import MAX_TOOLS
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.request.fields import MAX_MESSAGES, Body, ImageOptions, NewTokens, SamplingFields, Variables
 
-__all__ = ["InputTokensRequest", "ResponsesRequest", "check_included", "format_of", "logprobs_of", "tools_of"]
+__all__ = [
+    "InputTokensRequest",
+    "ResponsesRequest",
+    "check_included",
+    "format_of",
+    "functions_among",
+    "logprobs_of",
+    "tools_of",
+]
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
@@ -136,6 +144,12 @@ def format_of(body: ResponsesRequest) -> dict[str, Any] | None:
     return None if body.text is None else body.text.format
 
 
+def functions_among(tools: list[dict[str, Any]] | None) -> tuple[list[dict[str, Any]] | None, list[str]]:
+    """Return the tools that are functions, and the types of the others."""
+    others = [str(tool.get("type"))[:64] for tool in tools or () if tool.get("type") != "function"]
+    return [tool for tool in tools or () if tool.get("type") == "function"] or None, others
+
+
 def tools_of(body: ResponsesRequest | InputTokensRequest) -> RequestKeywords:
     """Return which tools may be called, in the form of chats. Raises ApiError for those that are no functions."""
     options: RequestKeywords = {}
@@ -154,7 +168,7 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
         raise ApiError(
             400,
             f"There is a tool of type {str(kind)[:64]!r}, and only functions can be called: the server runs no tools "
-            f"of its own. Leave it out.",
+            f"of its own. Leave it out, or start the server with --unknown-fields ignore.",
             code="unsupported_parameter",
             param="tools",
         )

@@ -6,6 +6,7 @@ Calls take microseconds to seconds and run in threads.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ TOO_SLOW = 0.005
 SLOW_MASKS = 10
 
 MAX_MESSAGE = 300
+EXCERPT = re.compile(r"\s+\d+ \| .*", re.DOTALL)
 
 
 class _Vocabulary:
@@ -155,7 +157,8 @@ class GrammarCompiler:
 
     def _check(self, matcher: LLMatcher, field: str) -> None:
         if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())[:MAX_MESSAGE]
+            # Behind the sentence comes a piece of the grammar, which is not the client's own text.
+            reason = " ".join(EXCERPT.sub("", matcher.get_error()).split())[:MAX_MESSAGE]
             if "NoExtensionBias" in reason:
                 reason = "no text ends in what it allows"
             if "coerce_one_of" in reason:

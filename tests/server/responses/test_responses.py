@@ -313,3 +313,31 @@ async def test_routes_that_are_not_there_say_what_to_do(path: str, word: str) ->
             assert word in answer["error"]["message"]
         status, answer = await served.get("/v1/chat/completions")
         assert (status, answer["error"]["code"]) == (405, "method_not_allowed")
+
+
+async def test_what_codex_sends_is_taken_where_its_own_tools_are_left_out() -> None:
+    shell = {"type": "function", "name": "shell", "strict": False, "parameters": {"type": "object", "properties": {}}}
+    asked = {
+        "model": "fake",
+        "instructions": "You are a coder.",
+        "input": [
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Ask first."}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        ],
+        "tools": [shell, {"type": "web_search", "external_web_access": True}, {"type": "custom", "name": "patch"}],
+        **{"tool_choice": "auto", "parallel_tool_calls": False, "reasoning": None, "store": False, "stream": False},
+        **{"include": ["reasoning.encrypted_content"], "service_tier": None, "prompt_cache_key": "a"},
+        **{"text": {"verbosity": "medium"}, "client_metadata": {"session": "a"}},
+    }
+    async with (
+        serving(FakeEngine(), unknown_fields="ignore") as served,
+        served.http.post(f"{served.url}/v1/responses", json=asked) as response,
+    ):
+        answer = await response.json()
+        assert (response.status, answer["status"]) == (200, "completed")
+        assert response.headers["X-Ignored-Fields"] == "tools.web_search, tools.custom"
+        assert [tool["name"] for tool in answer["tools"]] == ["shell"]
+    async with serving(FakeEngine()) as served:
+        status, answer = await served.post("/v1/responses", asked)
+        assert status == 400
+        assert "'web_search'" in answer["error"]["message"]
