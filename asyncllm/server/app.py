@@ -11,13 +11,13 @@ from contextlib import ExitStack, nullcontext
 from aiohttp import web
 
 from asyncllm.server.http.access import KEY, Auth
-from asyncllm.server.http.errors import ErrorFormat, as_api_error, no_route
+from asyncllm.server.http.errors import FORM, ErrorFormat, as_api_error, no_route
 from asyncllm.server.http.protocol import working
 from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, send
 from asyncllm.server.http.routing import Route, Slashes
 from asyncllm.server.observe.access_log import log_request
 from asyncllm.server.observe.probes import Health
-from asyncllm.server.request.decode import IGNORED, PROMPT_FIELD, named_in_a_header
+from asyncllm.server.request.decode import FORM_FIELD, IGNORED, PROMPT_FIELD, named_in_a_header
 from asyncllm.server.routes import ROUTES
 from asyncllm.server.service import SERVICE, TABLE, Service, service_of
 
@@ -148,7 +148,7 @@ async def _answered(
         if isinstance(error, web.HTTPNotFound | web.HTTPMethodNotAllowed):
             answer = no_route(request.path, error)
         else:
-            answer = as_api_error(error, request.get(PROMPT_FIELD, "messages"))
+            answer = as_api_error(error, request.get(PROMPT_FIELD, "messages"), request.get(FORM_FIELD, FORM))
         # aiohttp keeps what it raises for paths without a route, and by its traceback that would keep the request.
         error.__traceback__ = None
         return answer.response(_error_format(service, route))

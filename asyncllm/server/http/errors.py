@@ -44,7 +44,7 @@ from asyncllm.errors import (
     UnsupportedFeature,
 )
 
-__all__ = ["ApiError", "as_api_error", "event_of", "no_route"]
+__all__ = ["FORM", "ApiError", "as_api_error", "event_of", "no_route"]
 
 logger = logging.getLogger("asyncllm.server")
 
@@ -142,8 +142,13 @@ def retry_after(seconds: float) -> dict[str, str]:
     return {"Retry-After": str(min(120, max(1, math.ceil(seconds))))}
 
 
-def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
-    """Return the answer to an error that a handler raised. `prompt`: the route's name of the prompt."""
+FORM = "response_format"
+"""The engine's name of what an answer is held to."""
+
+
+def as_api_error(error: Exception, prompt: str = "messages", form: str = FORM) -> ApiError:
+    """Return the answer to an error that a handler raised. `prompt` and `form`: what the client calls the prompt, and
+    what the answer is held to."""
     match error:
         case ApiError():
             return error
@@ -155,6 +160,8 @@ def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
             return ApiError(400, message, code="context_length_exceeded", param=prompt)
         case UnsupportedFeature():
             return ApiError(400, str(error), code="unsupported_parameter", param=_named(error.param, prompt))
+        case InvalidParameter(param=param) if param == FORM:
+            return ApiError(400, str(error).replace(FORM, form), code="invalid_value", param=form)
         case InvalidParameter():
             return ApiError(400, str(error), code="invalid_value", param=_named(error.param, prompt))
         case InvalidMessage():

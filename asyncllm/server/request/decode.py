@@ -21,12 +21,12 @@ import msgspec
 from aiohttp import web
 
 from asyncllm.server.http.body import read_body
-from asyncllm.server.http.errors import ApiError
+from asyncllm.server.http.errors import FORM, ApiError
 from asyncllm.server.request.fields import Body, FurtherFields
 from asyncllm.server.request.neutral import NEUTRAL, check_neutral
 from asyncllm.server.service import service_of
 
-__all__ = ["IGNORED", "PROMPT_FIELD", "check_shape", "named_in_a_header", "read_request"]
+__all__ = ["FORM_FIELD", "IGNORED", "PROMPT_FIELD", "check_shape", "named_in_a_header", "read_request"]
 
 Kind = TypeVar("Kind", bound=Body)
 
@@ -34,6 +34,14 @@ IGNORED = web.RequestKey("IGNORED", list[str])
 """Unknown names in the body that were ignored, with `unknown_fields="ignore"`."""
 PROMPT_FIELD = web.RequestKey("PROMPT_FIELD", str)
 """The field of the body that holds the prompt, for errors about it."""
+FORM_FIELD = web.RequestKey("FORM_FIELD", str)
+"""The field that says what the answer is held to, for errors about it."""
+FORM_FIELDS = {
+    **{name: name for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")},
+    **{name: name for name in ("json_schema", "regex", "ebnf", "grammar", "format")},
+    "text": "text.format",
+    "output_config": "output_config.format",
+}
 PROMPT_FIELDS = ("messages", "prompt", "input", "input_ids", "tokens")
 
 MOST_NAMED = 32
@@ -71,6 +79,9 @@ async def read_request(request: web.Request, kind: type[Kind]) -> Kind:
         raise _unknown(*unknown[0])
     request[IGNORED] = [f"{inside}.{name}" if inside else name for inside, name in unknown]
     request[PROMPT_FIELD] = next((name for name in PROMPT_FIELDS if getattr(body, name, None) is not None), "prompt")
+    request[FORM_FIELD] = next(
+        (said for name, said in FORM_FIELDS.items() if getattr(body, name, None) is not None), FORM
+    )
     service.check_model(body.model)
     return body
 

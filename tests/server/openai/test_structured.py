@@ -89,12 +89,14 @@ REFUSED: list[tuple[Any, str]] = [
     ({"response_format": {"type": "structural_tag"}}, "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
-    ({"guided_json": "{"}, "response_format"),
+    ({"guided_json": "{"}, "guided_json"),
     ({"guided_whitespace_pattern": " *"}, "guided_whitespace_pattern"),
     ({"guided_regex": "a", "guided_whitespace_pattern": " *"}, "guided_whitespace_pattern"),
     ({"structured_outputs": {"choice": ["a"], "disable_any_whitespace": True}}, "structured_outputs"),
-    ({"guided_json": {}, "guided_whitespace_pattern": "x*"}, "response_format"),
-    ({"guided_json": {}, "guided_whitespace_pattern": "( "}, "response_format"),
+    ({"guided_json": {}, "guided_whitespace_pattern": "x*"}, "guided_json"),
+    ({"guided_json": {}, "guided_whitespace_pattern": "( "}, "guided_json"),
+    ({"guided_regex": "(?=a)b"}, "guided_regex"),
+    ({"json_schema": {"type": "integer", "maximum": 10**400}}, "json_schema"),
 ]
 
 
@@ -122,3 +124,7 @@ async def test_what_cannot_be_held_to_is_refused_by_name() -> None:
         for body, param in REFUSED:
             status, found = await served.post("/v1/chat/completions", {"messages": QUESTION, **body})
             assert (status, found["error"]["param"]) == (400, param), body
+            assert param == "response_format" or "response_format" not in found["error"]["message"] or len(body) > 1
+        asked = {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}
+        status, found = await served.post("/v1/responses", asked)
+        assert (status, found["error"]["param"]) == (400, "text.format")
