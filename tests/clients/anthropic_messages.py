@@ -66,6 +66,20 @@ WEATHER: dict[str, Any] = {
 }
 
 
+asked_about: list[str] = []
+
+
+@anthropic.beta_tool
+def weather(city: str) -> str:
+    """The weather of a city.
+
+    Args:
+        city: Where.
+    """
+    asked_about.append(city)
+    return "rain"
+
+
 class Sum(BaseModel):
     left: int
     right: int
@@ -87,6 +101,13 @@ def tools_and_types() -> None:
     told = [*asked, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
     assert text_of(client.messages.create(**{**fields, "messages": told, "tool_choice": {"type": "none"}}))
     did("a tool's round trip, streamed and not")
+    messages = client.beta.messages.tool_runner(
+        model="tiny-chat", max_tokens=100, messages=asked, tools=[weather], max_iterations=4
+    )
+    ended = messages.until_done()
+    assert asked_about == ["Bern"]
+    assert "rain" in ended.content[0].text
+    did("tool_runner")
     parsed = client.messages.parse(**{**ASKED, "max_tokens": 100}, output_format=Sum)
     assert isinstance(parsed.parsed_output, Sum)
     did("messages.parse")

@@ -166,6 +166,10 @@ def responses() -> None:
         client.responses.delete(after.id)
         raises(openai.NotFoundError, client.responses.retrieve, response_id=after.id)
         did("responses: parse, stream, tools, kept")
+        if hasattr(client.responses, "input_tokens"):
+            counted = client.responses.input_tokens.count(model=MODEL, input="What is 17 + 25?")
+            assert counted.input_tokens == parsed.usage.input_tokens
+            did("input tokens")
         begun = client.responses.create(model=MODEL, input="What is 17 + 25?", temperature=0, background=True)
         deadline = time.monotonic() + 20
         while begun.status in ("queued", "in_progress"):
