@@ -23,7 +23,8 @@ class LiteConfig(Settings, frozen=True, kw_only=True):
     calib_dataset: Annotated[
         str | None,
         Meta(
-            description="File of texts: .txt, with empty lines between, or .jsonl of text or messages. None: bundled."
+            description="File of texts: .txt, with empty lines between, or .jsonl of text or messages; or the name of "
+            "a data set as LMDeploy has them (wikitext2, c4), which is read from the hub. None: bundled."
         ),
     ] = None
     calib_samples: Annotated[

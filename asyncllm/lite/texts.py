@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 from asyncllm.errors import AsyncLLMError, InvalidParameter, short
+from asyncllm.lite.hub_texts import HUB_DATASETS, read_hub_texts
 from asyncllm.locate import ASSETS
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
@@ -20,9 +21,6 @@ __all__ = ["Texts", "read_texts", "sequences"]
 logger = logging.getLogger("asyncllm")
 
 BUNDLED = ASSETS / "calibration.jsonl"
-
-HUB_NAMES = ("wikitext2", "c4", "ptb", "pileval", "gsm8k", "neuralmagic_calibration", "open-platypus", "openwebtext")
-"""Data sets of the hub that LMDeploy knows by name."""
 
 FEWEST_TOKENS = 1000
 FEW_TOKENS = 32_000
@@ -34,18 +32,19 @@ Texts = Sequence[Text]
 
 
 def read_texts(source: str | Path | None) -> list[Text]:
-    """Return the texts of a file, or those that are bundled for None.
+    """Return the texts of a file, those that are bundled for None, or those of one of `HUB_DATASETS`.
 
     A .txt file has empty lines between its texts; a line of a .jsonl file is a text, or an object with "text" or
-    "messages". Raises InvalidParameter for anything else, and for names of the hub's data sets, which are not
-    downloaded.
+    "messages". A file of the name goes before the hub. Raises InvalidParameter for anything else, and where the hub
+    cannot be reached.
     """
     if source is not None and not Path(source).is_file():
-        known = str(source) in HUB_NAMES
-        why = "is a data set of the hub, and none is downloaded" if known else "is no file"
+        if str(source) in HUB_DATASETS:
+            return list(read_hub_texts(str(source)))
         raise InvalidParameter(
-            f"calib_dataset: {short(str(source))} {why}. Give a .txt file with empty lines between texts or a .jsonl "
-            f'file with {{"text": ...}} or {{"messages": [...]}} in each line, or leave it out for the bundled texts.',
+            f"calib_dataset: {short(str(source))} is no file. Give a .txt file with empty lines between texts, a "
+            f'.jsonl file with {{"text": ...}} or {{"messages": [...]}} in each line, or the name of a data set of the '
+            f"hub ({', '.join(HUB_DATASETS)}), or leave it out for the bundled texts.",
             "calib_dataset",
         )
     file = BUNDLED if source is None else Path(source)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -106,7 +108,6 @@ def test_an_interrupt_leaves_what_was_there(source: Path, tmp_path: Path) -> Non
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], type[AsyncLLMError], str]] = {
-    "hub": ("auto_awq", {"calib_dataset": "wikitext2"}, InvalidParameter, "data set of the hub"),
     "no file": ("auto_gptq", {"calib_dataset": "nowhere.txt"}, InvalidParameter, "is no file"),
     "few": ("auto_awq", {"texts": TEXTS[:2]}, InvalidParameter, "200 tokens"),
     "ids": ("auto_awq", {"texts": [[5, 100_000]]}, InvalidParameter, "text 1 cannot be used.*from 0 to"),
@@ -168,6 +169,45 @@ def test_texts_are_cut_and_always_in_the_same_order(tmp_path: Path) -> None:
             read_texts(bad)
     bundled = sequences(folder, read_texts(None), samples=128, length=2048)
     assert sum(map(len, bundled)) > 100_000
+
+
+def test_data_sets_of_the_hub_by_lmdeploy_s_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    rows: dict[str, list[dict[str, Any]]] = {
+        "Salesforce/wikitext": [{"text": f" line {number} \n" if number % 2 else ""} for number in range(300)],
+        "allenai/c4": [{"text": "One.", "url": "a"}, {"text": "Two."}],
+        "openai/gsm8k": [{"question": "1 + 1?", "answer": "2"}],
+        "garage-bAInd/Open-Platypus": [{"instruction": "Add.", "input": "1, 1", "output": "2"}],
+        "neuralmagic/LLM_compression_calibration": [{"messages": [{"role": "user", "content": "Hi"}]}],
+        "mit-han-lab/pile-val-backup": [{"meta": {}}],
+    }
+
+    def load_dataset(repository: str, part: str | None, *, split: str, streaming: bool) -> Any:
+        asked.append((repository, part, split, streaming))
+        if repository not in rows:
+            raise ConnectionError("no route\nto it")
+        return iter(rows[repository])
+
+    library = ModuleType("datasets")
+    library.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    found = read_texts("wikitext2")
+    assert [len(str(each).split("\n")) for each in found] == [64, 64, 22]
+    assert read_texts("c4") == ["One.", "Two."]
+    turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    assert read_texts("gsm8k") == [turns]
+    assert read_texts("open-platypus") == [
+        [{"role": "user", "content": "Add.\n1, 1"}, {"role": "assistant", "content": "2"}]
+    ]
+    assert read_texts("neuralmagic_calibration") == [[{"role": "user", "content": "Hi"}]]
+    assert asked[0] == ("Salesforce/wikitext", "wikitext-2-raw-v1", "train", True)
+    with pytest.raises(InvalidParameter, match=r"no column.*file"):
+        read_texts("pileval")
+    with pytest.raises(InvalidParameter, match=r"ConnectionError: .*no route.*\.jsonl file"):
+        read_texts("openwebtext")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InvalidParameter, match="pip install datasets"):
+        read_texts("ptb")
 
 
 def test_a_model_in_16_bits_keeps_its_types(tmp_path: Path) -> None:
