@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelNotFound, short
 
-__all__ = ["BUNDLED", "locate", "locate_adapter"]
+__all__ = ["BUNDLED", "GGUF_ADVICE", "locate", "locate_adapter"]
 
 BUNDLED = ("tiny-chat", "tiny-vlm")
 """Models inside the package, under `asyncllm/assets`."""
@@ -25,6 +25,12 @@ IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors")
 
 MODELSCOPE_VARIABLE = "LMDEPLOY_USE_MODELSCOPE"
 """LMDeploy's environment variable; "True" takes hub ids from ModelScope in place of Hugging Face."""
+
+GGUF_ADVICE = (
+    "GGUF is not read. Give the model's own repository, or let transformers expand the file "
+    "(AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(OTHER), then the tokenizer), "
+    "and quantize that with `asyncllm lite`."
+)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
@@ -73,7 +79,8 @@ def locate(
         _refuse_revision(name, revision, "is a folder here")
         return _checked(folder)
     if is_other:
-        raise ModelNotFound(f"{short(name)} is a file. Give the folder that holds it, with config.json beside it.")
+        advice = GGUF_ADVICE if name.endswith(".gguf") else "Give the folder that holds it, with config.json beside it."
+        raise ModelNotFound(f"{short(name)} is a file. {advice}")
     if not _HUB_ID.fullmatch(name) or ".." in name or Path(name).parent.is_dir():
         raise ModelNotFound(
             f"{short(name)} was tried as a bundled name ({', '.join(BUNDLED)}) and as a folder ({short(str(folder))}), "
@@ -118,9 +125,8 @@ def _refuse_revision(name: str, revision: str | None, why: str) -> None:
 
 def _checked(folder: Path, config: str = "config.json") -> Path:
     if not (folder / config).is_file():
-        raise InvalidCheckpoint(
-            f"{folder} has no {config}, which says what the weights are. Give the folder with all files."
-        )
+        advice = GGUF_ADVICE if any(folder.glob("*.gguf")) else "Give the folder with all files."
+        raise InvalidCheckpoint(f"{folder} has no {config}, which says what the weights are. {advice}")
     return folder
 
 

@@ -146,6 +146,10 @@ def test_a_file_is_not_a_folder() -> None:
     Path("model.safetensors").touch()
     with pytest.raises(ModelNotFound, match=r"'model.safetensors' is a file"):
         locate("model.safetensors")
+    Path("model.gguf").touch()
+    for name in ("model.gguf", "."):
+        with pytest.raises((ModelNotFound, InvalidCheckpoint), match=r"GGUF is not read.*gguf_file"):
+            locate(name)
 
 
 def test_no_config(tmp_path: Path, hub: FakeHub) -> None:

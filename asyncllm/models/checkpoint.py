@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint, ModelNotFound, short
+from asyncllm.locate import GGUF_ADVICE
 
 __all__ = ["INDEX_NAME", "WEIGHTS_NAME", "Checkpoint", "TensorEntry", "read_header", "unreadable"]
 
@@ -334,6 +335,8 @@ def _refuse_folder(folder: Path) -> NoReturn:
             f"{folder} holds {', '.join(loose[:5])} but neither {WEIGHTS_NAME} nor {INDEX_NAME}, which says what the "
             f"files are. Download the index, or rename a single file to {WEIGHTS_NAME}."
         )
+    if foreign and all(name.endswith(".gguf") for name in foreign):
+        raise InvalidCheckpoint(f"{folder} holds its weights as {', '.join(foreign[:5])}. {GGUF_ADVICE}")
     if foreign:
         raise InvalidCheckpoint(
             f"{folder} holds its weights as {', '.join(foreign[:5])}, and only safetensors files are loaded, because "

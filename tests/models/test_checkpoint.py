@@ -266,7 +266,7 @@ def write(*names: str) -> Callable[[Path], None]:
         (write("pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"), ["asyncllm convert"]),
         (write("model.pt"), ["model.pt", "asyncllm convert"]),
         (write("model.ckpt"), ["model.ckpt", "asyncllm convert"]),
-        (write("model.gguf"), ["model.gguf", "asyncllm convert"]),
+        (write("model.gguf"), ["model.gguf", "gguf_file", "asyncllm lite"]),
         (write("training_args.bin"), ["no weights"]),
         (write("model-00001-of-00002.safetensors"), ["model-00001-of-00002.safetensors", INDEX]),
         (write("consolidated.safetensors", "pytorch_model.bin"), ["consolidated.safetensors", INDEX]),
