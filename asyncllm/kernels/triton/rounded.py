@@ -225,7 +225,10 @@ def _configured_round(size: int, dtype: torch.dtype, grouped: bool, static: bool
 def _configured_gate(size: int, gelu: bool, dtype: torch.dtype, grouped: bool, static: bool) -> tuple[int, Configured]:
     columns, warps = row_block(size, grouped)
     given = _constexprs(dtype, grouped, static, columns)
-    return columns, Configured(gate_rounded_kernel, num_warps=warps, SIZE=size, COLUMNS=columns, GELU=gelu, **given)
+    # Of 14,336 gated numbers on an H200, 3.5 us for 3.6; a norm of 4,096 takes 1.6 for 1.7.
+    return columns, Configured(
+        gate_rounded_kernel, num_warps=min(32, 2 * warps), SIZE=size, COLUMNS=columns, GELU=gelu, **given
+    )
 
 
 @functools.cache
@@ -233,5 +236,6 @@ def _configured_norm(size: int, dtype: torch.dtype, grouped: bool, static: bool)
     """Return rows of a program, and the kernel."""
     rows, columns, warps = row_tile(max(size, GROUP))
     given = _constexprs(dtype, grouped, static, columns)
-    kernel = Configured(add_rms_norm_rounded_kernel, num_warps=warps, SIZE=size, ROWS=rows, COLUMNS=columns, **given)
+    more = min(32, 2 * warps)
+    kernel = Configured(add_rms_norm_rounded_kernel, num_warps=more, SIZE=size, ROWS=rows, COLUMNS=columns, **given)
     return rows, kernel
