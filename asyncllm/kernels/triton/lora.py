@@ -1,8 +1,8 @@
 """LoRA by row: a product with A [rank, in] that shrinks a row, and one with B [out, rank] that expands it.
 
-Rows are not sorted. A program has a tile of rows and some of the adapters that are present there: every TURNS-th in
-the order of their slots, one after the other. Each is multiplied by the whole tile, and a row keeps its own adapter's
-result alone. A tile of a prompt has one adapter, one of decode rows as many as it has rows at most. Nothing is added
+Rows are not sorted. A program has a tile of rows and a share of the slots, one in TURNS. It takes the adapters of these
+slots that the tile has, one after the other. Each is multiplied by the whole tile, and a row keeps the result of its
+own adapter. A tile of a prompt has one adapter, one of decode rows as many as it has rows at most. Nothing is added
 across adapters, so a row's bits do not depend on its neighbours' (zero times infinity is no zero).
 
 Reading A of one row is all that takes time where there are few rows, so the sum over the input features is split among
@@ -45,19 +45,10 @@ def _next_slot(slots, slot):
 
 
 @triton.jit
-def _slots_in_turn(slots_ptr, first, tokens, turn, BLOCK_T: tl.constexpr, TURNS: tl.constexpr):
-    """Return the slots of a tile's rows whose adapters this program takes; -1 for other rows."""
-    here = tl.arange(0, BLOCK_T)
-    slots = tl.load(slots_ptr + first + here, mask=first + here < tokens, other=-1)
-    if TURNS > 1:
-        before = tl.load(slots_ptr + first + here, mask=first + here < tokens, other=-1)[:, None]
-        repeats = (before == slots[None, :]) & (here[:, None] < here[None, :])
-        is_first = (tl.max(repeats.to(tl.int32), 0) == 0) & (slots >= 0)
-        # Turned by a sum over the diagonal: for each row, how many adapters have smaller slots.
-        counts = tl.sum((is_first[None, :] & (slots[None, :] < before)).to(tl.int32), 1)
-        number = tl.sum(tl.where(here[:, None] == here[None, :], counts[:, None], 0), 0)
-        slots = tl.where(number % TURNS == turn, slots, -1)
-    return slots
+def _slots_in_turn(slots_ptr, rows, tokens, turn, TURNS: tl.constexpr):
+    """Return the slots of the rows whose adapters this program takes; -1 for other rows."""
+    slots = tl.load(slots_ptr + rows, mask=rows < tokens, other=-1)
+    return tl.where(slots % TURNS == turn, slots, -1)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr", "ranks_ptr"])
@@ -75,11 +66,10 @@ def shrink_kernel(
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
-    tile = tl.program_id(0) // TURNS * BLOCK_T
-    rows = tile + tl.arange(0, BLOCK_T)
+    rows = tl.program_id(0) // TURNS * BLOCK_T + tl.arange(0, BLOCK_T)
     first = tl.program_id(1) * BLOCK_R
     split = tl.program_id(2)
-    slots = _slots_in_turn(slots_ptr, tile, tokens, tl.program_id(0) % TURNS, BLOCK_T, TURNS)
+    slots = _slots_in_turn(slots_ptr, rows, tokens, tl.program_id(0) % TURNS, TURNS)
     columns = tl.arange(0, BLOCK_K)
     x_rows = x_ptr + rows[:, None].to(tl.int64) * K
     features = first + tl.arange(0, BLOCK_R)
@@ -124,15 +114,14 @@ def expand_kernel(
     BLOCKS_2: tl.constexpr = BLOCKS_1 + (SIZE_2 + BLOCK_N - 1) // BLOCK_N
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
-    tile = tl.program_id(0) // TURNS * BLOCK_T
-    rows = tile + tl.arange(0, BLOCK_T)
+    rows = tl.program_id(0) // TURNS * BLOCK_T + tl.arange(0, BLOCK_T)
     block = tl.program_id(1)
     part = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32) + (block >= BLOCKS_2).to(tl.int32)
     start = tl.where(part == 0, 0, tl.where(part == 1, SIZE_0, tl.where(part == 2, END_1, END_2)))
     end = tl.where(part == 0, SIZE_0, tl.where(part == 1, END_1, tl.where(part == 2, END_2, N)))
     block -= tl.where(part == 0, 0, tl.where(part == 1, BLOCKS_0, tl.where(part == 2, BLOCKS_1, BLOCKS_2)))
     features = start + block * BLOCK_N + tl.arange(0, BLOCK_N)
-    slots = _slots_in_turn(slots_ptr, tile, tokens, tl.program_id(0) % TURNS, BLOCK_T, TURNS)
+    slots = _slots_in_turn(slots_ptr, rows, tokens, tl.program_id(0) % TURNS, TURNS)
     slot = _next_slot(slots, -1)
     if slot < _NO_SLOT:
         has_own = (slots >= 0)[:, None]
