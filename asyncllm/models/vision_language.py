@@ -63,6 +63,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "Gemma3ForConditionalGeneration": read_gemma3,
     "Glm46VForConditionalGeneration": read_glm4v,
     "Glm4vForConditionalGeneration": read_glm4v,
+    "Glm4vMoeForConditionalGeneration": read_glm4v,
     "Idefics3ForConditionalGeneration": read_idefics3,
     "InternVLChatModel": read_intern_vl,
     "InternVLForConditionalGeneration": read_intern_vl,
@@ -88,11 +89,12 @@ VISION_MODELS: Mapping[str, str] = {
     "DeepseekVLForConditionalGeneration": "DeepSeek-VL 1.3B, as transformers has it",
     "DeepseekVLHybridForConditionalGeneration": "DeepSeek-VL 7B, as transformers has it",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B",
-    "Glm46VForConditionalGeneration": "GLM-4.6V-Flash",
+    "Glm46VForConditionalGeneration": "GLM-4.6V-Flash, GLM-4.6V",
     "Glm4vForConditionalGeneration": "GLM-4.1V-9B",
+    "Glm4vMoeForConditionalGeneration": "GLM-4.5V",
     "Idefics3ForConditionalGeneration": "Idefics3",
-    "InternVLChatModel": "InternVL-Chat 1.1, 1.2 and 1.5, InternVL2, InternVL2.5 and InternVL3, as their authors "
-    "published them",
+    "InternVLChatModel": "InternVL-Chat 1.1, 1.2 and 1.5, InternVL2, InternVL2.5, InternVL3 and InternVL3.5, as their "
+    "authors published them",
     "InternVLForConditionalGeneration": "the same, as transformers has them",
     "LightOnOcrForConditionalGeneration": "LightOnOCR 1B",
     "Llama4ForConditionalGeneration": "Llama 4 Scout and Maverick",
@@ -118,9 +120,6 @@ _NEAREST_LLAVA = "LlavaNextForConditionalGeneration"
 _OWN_TOWER = "its tower is not written yet"
 
 REFUSED_MODELS: Mapping[str, Refused] = {
-    "Glm4vMoeForConditionalGeneration": Refused(
-        "GLM-4.5V", "its decoder's positions are not written yet", "Glm4vForConditionalGeneration"
-    ),
     "Idefics2ForConditionalGeneration": Refused("Idefics2", _OWN_TOWER, "Idefics3ForConditionalGeneration"),
     "LlavaQwenForCausalLM": Refused(
         "LLaVA-OneVision as its authors published it",

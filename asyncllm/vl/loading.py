@@ -39,6 +39,7 @@ MAX_IMAGE_PIXELS = 2**26
 
 FETCH_SECONDS = 30.0
 _PIECE = 2**16
+_SPACES = b" \t\n\r\f"
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 _MARKUP = (b"<svg", b"<?xml", b"<!doctype", b"<html")
@@ -104,7 +105,10 @@ def decode_data_url(url: str, what: str = "image") -> bytes:
     if len(text) > MAX_IMAGE_BYTES * 4 // 3 + 4:
         _too_many_bytes(what)
     try:
-        packed = b"".join((urllib.parse.unquote(text) if "%" in text else text).encode("ascii").split())
+        packed = (urllib.parse.unquote(text) if "%" in text else text).encode("ascii")
+        # Looking for it is much quicker than taking it out, and the interpreter lock is held meanwhile.
+        if any(space in packed for space in _SPACES):
+            packed = packed.translate(None, _SPACES)
         return base64.b64decode(packed + b"=" * (-len(packed) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidMessage(f"The {what}'s data: URL is not base64 ({error}). Encode the file again.") from None

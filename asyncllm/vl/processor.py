@@ -289,6 +289,7 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "Gemma3ForConditionalGeneration": _gemma3,
     "Glm46VForConditionalGeneration": _glm4v,
     "Glm4vForConditionalGeneration": _glm4v,
+    "Glm4vMoeForConditionalGeneration": _glm4v,
     "Idefics3ForConditionalGeneration": _idefics3,
     "InternVLChatModel": _intern,
     "InternVLForConditionalGeneration": _intern,

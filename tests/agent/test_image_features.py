@@ -5,12 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from asyncllm.agent import image_features
 from asyncllm.agent.device.tower_graphs import LARGEST, TowerGraphs
 from asyncllm.agent.image_features import ImageFeatures
 from asyncllm.models.registry import open_model
+from asyncllm.protocol import Batch, PrefillRow, PromptImage
 from asyncllm.vl.processor import open_processor
 from asyncllm.vl.tower import PlannedTower
 from tests.vl.checkpoints import folder_of, picture
@@ -29,6 +32,39 @@ def test_batches_have_so_many_images_and_pixels() -> None:
     assert batches_of(8, half, half, half) == [[half, half], [half]]
     assert batches_of(8, 3 * half, 1, 9 * half, 1) == [[3 * half], [1], [9 * half], [1]]
     assert batches_of(8) == []
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The images that were used last are kept, and those of a step are given even if they are too many to keep."""
+    encoded: list[bytes] = []
+
+    def encode(images: Any) -> list[torch.Tensor]:
+        encoded.extend(image.digest for image in images)
+        return [torch.full((4, 8), float(image.digest[0])) for image in images]
+
+    def step_of(*numbers: int) -> Batch:
+        images = [
+            PromptImage(position=4 * at, length=4, digest=bytes([number]), pixels=np.zeros(1, np.float32))
+            for at, number in enumerate(numbers)
+        ]
+        row = PrefillRow(slot=0, tokens=[5] * 4 * len(images), position=0, sample=False, images=images)
+        return Batch(step=0, starts=[], new_blocks=[], copies=[], decode=[], prefill=[row])
+
+    size = 4 * 8 * 4
+    monkeypatch.setattr(image_features, "MAX_CACHED_BYTES", 3 * size)
+    tower: Any = SimpleNamespace(encode=encode)
+    features = ImageFeatures(tower, 2)
+    for number in (1, 2, 3, 1, 4):
+        features.of_step(step_of(number))
+    assert encoded == [b"\1", b"\2", b"\3", b"\4"]
+    assert list(features._cached) == [b"\3", b"\1", b"\4"]
+    assert features._num_bytes == 3 * size
+    joined = features.of_step(step_of(1, 2, 5, 6, 7))
+    assert joined is not None
+    assert joined[::4, 0].tolist() == [1, 2, 5, 6, 7]
+    assert features._num_bytes == sum(each.nbytes for each in features._cached.values()) == 3 * size
+    features.clear()
+    assert features._num_bytes == 0
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "internvl", "glm4v", "gemma3", "idefics3", "llama4"])

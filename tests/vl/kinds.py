@@ -226,6 +226,24 @@ def _glm46v() -> tuple[Any, dict[str, Any], list[str], str | None]:
     return Glm46VConfig(**fields), {**pictures, "image_processor_type": "Glm46VImageProcessor"}, tokens, template
 
 
+def _glm4v_moe() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import Glm4vMoeConfig
+
+    config, pictures, tokens, template = _glm4v()
+    fields = {key: each for key, each in config.to_dict().items() if key != "model_type"}
+    text = {key: each for key, each in fields["text_config"].items() if key != "model_type"} | {
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+    }
+    tower = {key: each for key, each in fields["vision_config"].items() if key != "model_type"}
+    return Glm4vMoeConfig(**{**fields, "text_config": text, "vision_config": tower}), pictures, tokens, template
+
+
 _INTERN_TOKENS = ["<IMG_CONTEXT>", "<img>", "</img>"]
 
 
@@ -256,8 +274,11 @@ def _internvl() -> tuple[Any, dict[str, Any], list[str], str | None]:
 
 
 def _internvl_6b() -> tuple[Any, dict[str, Any], list[str], str | None]:
-    """The larger tower's norms and biases, and another decoder."""
+    """The larger tower's norms and biases, and InternVL3.5's decoder."""
+    from transformers import Qwen3Config
+
     config, pictures, tokens, template = _internvl()
+    config.text_config = Qwen3Config(**TEXT)
     tower = config.vision_config
     tower.attention_bias, tower.use_qk_norm, tower.norm_type = False, True, "rms_norm"
     config.vision_feature_layer = -2
@@ -554,6 +575,7 @@ KINDS: dict[str, Callable[[], tuple[Any, dict[str, Any], list[str], str | None]]
     "qwen2_5_vl": _qwen2_5_vl,
     "glm4v": _glm4v,
     "glm46v": _glm46v,
+    "glm4v_moe": _glm4v_moe,
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_5": _qwen3_5,

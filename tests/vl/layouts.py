@@ -117,7 +117,8 @@ def remote_intern(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
         "layer_norm_eps": tower["layer_norm_eps"],
         "hidden_act": "gelu",
     }
-    text = {**fields["text_config"], "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
+    decoder = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[fields["text_config"]["model_type"]]
+    text = {**fields["text_config"], "architectures": [decoder], "tie_word_embeddings": True}
     return {
         "architectures": ["InternVLChatModel"],
         "model_type": "internvl_chat",

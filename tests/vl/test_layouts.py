@@ -121,14 +121,6 @@ def test_the_projector_of_yi_vl(tmp_path: Path) -> None:
         torch.testing.assert_close(model.vision.encode([image])[0], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_glm_4_6v_with_experts_is_refused(tmp_path: Path) -> None:
-    fields = json.loads((folder_of("glm46v") / "config.json").read_text())
-    fields["text_config"]["model_type"] = "glm4v_moe_text"
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(UnsupportedModel, match=r"text_config.*GLM-4\.6V-Flash, which is the nearest"):
-        open_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
-
-
 @pytest.mark.parametrize("name", REFUSED_MODELS)
 def test_families_that_are_refused(name: str, tmp_path: Path) -> None:
     fields: Fields = {"architectures": [name], "model_type": "x", "auto_map": {}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import threading
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
@@ -140,7 +141,7 @@ def test_what_fails_is_not_kept() -> None:
 async def test_a_hundred_questions_about_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
     """The image is decoded, scaled and encoded for the first one, and the others' steps compute what text alone would
     be: their own tokens, and the rest of the block that the image ends in."""
-    counts = {"prepared": 0, "encoded": 0}
+    counts, loops_thread = {"prepared": 0, "encoded": 0}, threading.current_thread()
     encode = ImageFeatures._encoded
 
     def encoded(self: ImageFeatures, images: list[PromptImage]) -> Any:
@@ -156,6 +157,7 @@ async def test_a_hundred_questions_about_an_image(monkeypatch: pytest.MonkeyPatc
         prepare = preparation.processor.prepare
 
         def prepared(image: Any, options: Any) -> PromptImage:
+            assert threading.current_thread() is not loops_thread
             counts["prepared"] += 1
             return prepare(image, options)
 

@@ -1,4 +1,4 @@
-"""GLM-4.1V, and GLM-4.6V-Flash, which is the same under another name."""
+"""GLM-4.1V, GLM-4.6V-Flash, which is the same under another name, and GLM-4.5V and GLM-4.6V, which have experts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ __all__ = ["read_glm4v"]
 
 def read_glm4v(hf: HFConfig) -> Composed:
     text, _ = text_of(hf)
-    if str(text.fields.get("model_type", "glm4v_text")) != "glm4v_text":
-        hf.unsupported("text_config", "Its decoder is not that of GLM-4.1V and GLM-4.6V-Flash, which is the nearest.")
+    text.expect("model_type", "glm4v_text", "glm4v_moe_text")
+    sparse = text.fields.get("model_type", hf.fields.get("model_type")) in ("glm4v_moe", "glm4v_moe_text")
     rope = text.fields.get("rope_parameters") or text.fields.get("rope_scaling") or {}
+    part_turned = 0.5 if sparse else 1.0
     usual = {
-        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) if isinstance(rope, dict) else 1.0,
+        "partial_rotary_factor": rope.get("partial_rotary_factor", part_turned) if isinstance(rope, dict) else 1.0,
         "head_dim": text.integer("hidden_size") // text.integer("num_attention_heads"),
         "rms_norm_eps": 1e-5,
     }
@@ -43,4 +44,4 @@ def read_glm4v(hf: HFConfig) -> Composed:
         eps=part.number("rms_norm_eps", 1e-5),
         side=square_of(part, "image_size", 336) // patch,
     )
-    return Composed(text, "Glm4ForCausalLM", vision, axes)
+    return Composed(text, "Glm4MoeForCausalLM" if sparse else "Glm4ForCausalLM", vision, axes)

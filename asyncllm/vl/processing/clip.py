@@ -31,7 +31,7 @@ class CenterProcessor:
         self.crop = settings.side("crop_size", side) if settings.fields.get("do_center_crop", True) else None
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
-        refuse_options(options)
+        refuse_options(options, one_picture=True)
         loaded = load_image(image)
         pixels = self.settings.numbers(np.asarray(self.squared(loaded))[None])
         return PromptImage(

@@ -36,7 +36,7 @@ class Gemma3Processor:
         self._min_ratio = settings.number("pan_and_scan_min_ratio_to_activate", 1.2)
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
-        refuse_options(options)
+        refuse_options(options, one_picture=not self._crops)
         loaded = load_image(image)
         crops = self._cropped(loaded) if self._crops else []
         pictures = [resized(each, self._edge, self._edge, self.settings.resample) for each in (loaded, *crops)]

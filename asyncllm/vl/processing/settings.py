@@ -168,11 +168,12 @@ def is_low(options: Mapping[str, Any]) -> bool:
     return bool(detail == "low")
 
 
-def refuse_options(options: Mapping[str, Any], *known: str) -> None:
+def refuse_options(options: Mapping[str, Any], *known: str, one_picture: bool = False) -> None:
     """Raise InvalidParameter for options of an image that the family does not have. Every family takes the `detail`s
-    "auto" and "high", as one without a choice shows all that it can."""
+    "auto" and "high", as one without a choice shows all that it can, and "low" where that is one picture."""
+    details = ("auto", "high", "low") if one_picture else ("auto", "high")
     for name, value in options.items():
-        if name not in known and not (name == "detail" and value in ("auto", "high")):
+        if name not in known and not (name == "detail" and value in details):
             raise InvalidParameter(
                 f"{name}={short(value)}: this model's images have no such choice. Leave it out.", "messages"
             )

@@ -36,7 +36,7 @@ class SqueezedProcessor:
         self._side, self._shared = side, shared
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
-        refuse_options(options)
+        refuse_options(options, one_picture=True)
         loaded = load_image(image)
         picture = resized(loaded, self._side, self._side, self.settings.resample)
         pixels = self.settings.numbers(np.asarray(picture)[None])
