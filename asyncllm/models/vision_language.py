@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 from asyncllm.models.config import HFConfig
 from asyncllm.models.refused import Refused
+from asyncllm.models.vision.aya_vision import read_aya_vision
 from asyncllm.models.vision.deepseek_vl_hybrid import read_deepseek_vl_hybrid
 from asyncllm.models.vision.gemma3 import read_gemma3
 from asyncllm.models.vision.glm4v import read_glm4v
@@ -58,6 +59,7 @@ def with_tower(table: WeightMap, vision: TowerConfig) -> WeightMap:
 
 _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     **PUBLISHED_READERS,
+    "AyaVisionForConditionalGeneration": read_aya_vision,
     "DeepseekVLForConditionalGeneration": read_deepseek_vl,
     "DeepseekVLHybridForConditionalGeneration": read_deepseek_vl_hybrid,
     "Gemma3ForConditionalGeneration": read_gemma3,
@@ -86,6 +88,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
 
 VISION_MODELS: Mapping[str, str] = {
     **PUBLISHED_MODELS,
+    "AyaVisionForConditionalGeneration": "Aya Vision 8B, 32B",
     "DeepseekVLForConditionalGeneration": "DeepSeek-VL 1.3B, as transformers has it",
     "DeepseekVLHybridForConditionalGeneration": "DeepSeek-VL 7B, as transformers has it",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B",
@@ -119,8 +122,16 @@ VISION_MODELS: Mapping[str, str] = {
 _NEAREST_LLAVA = "LlavaNextForConditionalGeneration"
 _OWN_TOWER = "its tower is not written yet"
 
+_NEITHER = "neither its tower nor its decoder is written yet"
+_SPEAKS = "the entries of its part that sees stand within one that also hears, and are not read"
+
 REFUSED_MODELS: Mapping[str, Refused] = {
+    "Cohere2VisionForConditionalGeneration": Refused(
+        "Command A Vision", "what it writes around tiles is not written yet", "AyaVisionForConditionalGeneration"
+    ),
+    "DeepseekOCRForCausalLM": Refused("DeepSeek-OCR", _OWN_TOWER, "DeepseekVLV2ForCausalLM"),
     "Idefics2ForConditionalGeneration": Refused("Idefics2", _OWN_TOWER, "Idefics3ForConditionalGeneration"),
+    "Lfm2VlForConditionalGeneration": Refused("LFM2-VL", _OWN_TOWER, "SmolVLMForConditionalGeneration"),
     "LlavaQwenForCausalLM": Refused(
         "LLaVA-OneVision as its authors published it",
         "its names are not read",
@@ -131,14 +142,24 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     "MllamaForConditionalGeneration": Refused(
         "Llama 3.2 Vision", "its layers of cross attention keep images in a cache of another kind", _NEAREST_LLAVA
     ),
+    "Molmo2ForConditionalGeneration": Refused("Molmo 2", _NEITHER, _NEAREST_LLAVA),
     "MolmoForCausalLM": Refused(
         "Molmo", "there is nothing to hold it to: transformers has Molmo 2 alone, another model", _NEAREST_LLAVA
     ),
     "MultiModalityCausalLM": Refused(
         "DeepSeek-VL as its authors published it", "its names are not read", "DeepseekVLForConditionalGeneration"
     ),
+    "Ovis2ForConditionalGeneration": Refused(
+        "Ovis2", "its table of visual words is not written yet", "InternVLForConditionalGeneration"
+    ),
+    "PaddleOCRVLForConditionalGeneration": Refused("PaddleOCR-VL", _OWN_TOWER, "LightOnOcrForConditionalGeneration"),
+    "PaliGemmaForConditionalGeneration": Refused(
+        "PaliGemma", "its prompts' tokens see each other, texts too", "Gemma3ForConditionalGeneration"
+    ),
     "Phi4MMForCausalLM": Refused(
         "Phi-4-multimodal", "prompts with images are computed with an adapter of their own", "Phi3VForCausalLM"
     ),
+    "Qwen2_5OmniModel": Refused("Qwen2.5-Omni", _SPEAKS, "Qwen2_5_VLForConditionalGeneration"),
+    "Qwen3OmniMoeForConditionalGeneration": Refused("Qwen3-Omni", _SPEAKS, "Qwen3VLMoeForConditionalGeneration"),
 }
 """Architecture -> what is said of it."""

@@ -24,7 +24,7 @@ from asyncllm.vl.processing.onevision import OneVisionProcessor
 from asyncllm.vl.processing.pixtral import RowsProcessor
 from asyncllm.vl.processing.qwen import FramesProcessor
 from asyncllm.vl.processing.settings import PictureSettings
-from asyncllm.vl.processing.tiles import TileVideoProcessor
+from asyncllm.vl.processing.tiles import NamedTileProcessor, TileVideoProcessor
 from asyncllm.vl.processing.video import Qwen3VideoProcessor, QwenVideoProcessor
 from asyncllm.vl.published import ALSO_TEXT, PUBLISHED, UNSAID
 
@@ -210,6 +210,22 @@ def _llama4(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
+def _aya_vision(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    vision = {"image_size": 384, "patch_size": 14, **(fields.get("vision_config") or {})}
+    side = vision["image_size"]
+    return NamedTileProcessor(
+        PictureSettings(settings, where, mean=HALVES, std=HALVES),
+        token_id=image_token(fields, 255036),
+        placeholder="<|START_OF_IMG|>TILE_GLOBAL<|IMG_PATCH|><|END_OF_IMG|>",
+        before=(),
+        after=(),
+        side=side,
+        tokens=(side // vision["patch_size"] // fields.get("downsample_factor", 2)) ** 2,
+        least=settings.get("min_patches") or 1,
+        most=settings.get("max_patches") or 12,
+    )
+
+
 def _deepseek(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     vision = {"image_size": 384, "patch_size": 16, **(fields.get("vision_config") or {})}
     return SquareProcessor(
@@ -284,6 +300,7 @@ _qwen3 = partial(_qwen, kind=Qwen3VideoProcessor)
 
 _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     **PUBLISHED,
+    "AyaVisionForConditionalGeneration": _aya_vision,
     "DeepseekVLForConditionalGeneration": _deepseek,
     "DeepseekVLHybridForConditionalGeneration": _deepseek_hybrid,
     "Gemma3ForConditionalGeneration": _gemma3,

@@ -273,6 +273,16 @@ def _internvl() -> tuple[Any, dict[str, Any], list[str], str | None]:
     return config, pictures, _INTERN_TOKENS, None
 
 
+def _aya_vision() -> tuple[Any, dict[str, Any], list[str], str | None]:
+    from transformers import AyaVisionConfig
+
+    tower = {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
+    text = {**TEXT, "model_type": "cohere2", "sliding_window": 24}
+    config = AyaVisionConfig(vision_config=tower, text_config=text, image_token_index=IMAGE_ID)
+    config.alignment_intermediate_size = 56
+    return config, _internvl()[1], ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"], None
+
+
 def _internvl_6b() -> tuple[Any, dict[str, Any], list[str], str | None]:
     """The larger tower's norms and biases, and InternVL3.5's decoder."""
     from transformers import Qwen3Config
@@ -584,6 +594,7 @@ KINDS: dict[str, Callable[[], tuple[Any, dict[str, Any], list[str], str | None]]
     "deepseek_vl_hybrid": _deepseek_vl_hybrid,
     "gemma3": _gemma3,
     "gemma3_scan": _gemma3_scan,
+    "aya_vision": _aya_vision,
     "internvl": _internvl,
     "internvl_6b": _internvl_6b,
     "llama4": _llama4,

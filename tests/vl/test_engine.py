@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from safetensors.torch import load_file
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.agent.image_features import ImageFeatures
@@ -83,14 +84,18 @@ async def test_the_place_of_an_image_counts(engine: AsyncEngine) -> None:
     assert forward.logprobs != backward.logprobs
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "cogvlm2"])
-async def test_answers_survive_preemption(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "copied"), [("llava", 0), ("qwen2_5_vl", 80), ("cogvlm2", 0)])
+async def test_answers_survive_preemption(kind: str, copied: int) -> None:
+    """By computing again, and by copies of so many blocks to the host and back."""
     images = [picture(seed) for seed in range(4)]
     long = GenerationConfig(max_new_tokens=40, temperature=0, ignore_eos=True, logprobs=1)
-    crowded = config(num_gpu_blocks=40, enable_prefix_caching=False)
+    way: Any = {"eviction_type": "copy", "num_cpu_blocks": copied} if copied else {}
+    crowded = config(num_gpu_blocks=40, enable_prefix_caching=False, **way)
     async with AsyncEngine(str(folder_of(kind)), crowded) as engine:
         responses = await engine.batch_infer([(f"number {n}", image) for n, image in enumerate(images)], long)
-        assert engine.stats().preemptions > 0
+        stats = engine.stats()
+        assert stats.preemptions > 0
+        assert (stats.blocks_swapped_in > 0) == (copied > 0)
         assert isinstance(responses, list)
         for number, (image, response) in enumerate(zip(images, responses, strict=True)):
             ids = await engine.encode((f"number {number}", image))
@@ -258,8 +263,13 @@ async def test_new_weights_forget_features(encoded: list[int]) -> None:
         assert sum(encoded) == 1, "features are kept"
         await engine.sleep()
         await engine.wake()
-        await engine.generate(("two", picture(1)), GREEDY)
+        first = await engine.generate(("two", picture(1)), GREEDY)
         assert sum(encoded) == 2
+        tensors = load_file(folder_of(KIND) / "model.safetensors")
+        await engine.update_weights({name: each * (1 + ("vision" in name)) for name, each in tensors.items()})
+        second = await engine.generate(("two", picture(1)), GREEDY)
+        assert sum(encoded) == 3
+        assert first.logprobs != second.logprobs
 
 
 async def test_a_text_model_refuses_images(tiny_checkpoint: Any) -> None:

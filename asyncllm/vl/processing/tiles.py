@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from asyncllm.errors import InvalidParameter, short
@@ -15,7 +16,7 @@ from asyncllm.vl.processing.sampling import Asked, asked_of, check_numbers, chec
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, is_low, refuse_options, resized
 from asyncllm.vl.video_files import Recording, open_clip
 
-__all__ = ["TileProcessor", "TileVideoProcessor", "tile_grid"]
+__all__ = ["NamedTileProcessor", "TileProcessor", "TileVideoProcessor", "tile_grid"]
 
 MAX_TILES = 128
 FRAMES = 8
@@ -87,6 +88,17 @@ class TileProcessor:
         if type(most) is not int or not 1 <= most <= MAX_TILES:
             raise InvalidParameter(f"max_dynamic_patch={short(most)} is not from 1 to {MAX_TILES} tiles.", "messages")
         return 1 if low else most
+
+
+class NamedTileProcessor(TileProcessor):
+    """Each tile is a place in the prompt, behind its name (Aya Vision)."""
+
+    def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
+        tiled = super().prepare(image, options)
+        count, place = len(tiled.pixels), "<|IMG_PATCH|>"
+        tiles = "".join(f"TILE_{number}{place}" for number in range(1, count))
+        text = f"<|START_OF_IMG|>{tiles}TILE_GLOBAL{place}<|END_OF_IMG|>"
+        return msgspec.structs.replace(tiled, text=text, slots=(self._tokens,) * count)
 
 
 class TileVideoProcessor(TileProcessor):

@@ -1,0 +1,46 @@
+"""Aya Vision."""
+
+from __future__ import annotations
+
+from asyncllm.models.config import HFConfig
+from asyncllm.models.vision.parts import Composed, clip_of, text_of
+from asyncllm.vl.towers.aya_vision import AyaVisionConfig
+
+__all__ = ["read_aya_vision"]
+
+_USUAL = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "patch_size": 14,
+    "image_size": 384,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 14,
+}
+
+
+def read_aya_vision(hf: HFConfig) -> Composed:
+    text, decoder = text_of(hf.changed({"tie_word_embeddings": hf.fields.get("tie_word_embeddings", True)}))
+    # transformers, where it was published, gives the decoder's logits as they are.
+    text = text.changed({"logit_scale": 1.0})
+    encoder = clip_of(hf, usual=_USUAL)
+    if encoder.has_class_token:
+        hf.unsupported("vision_config", "Supported: model_type = 'siglip_vision_model'.")
+    hf.expect("vision_feature_select_strategy", "full")
+    last = hf.fields.get("vision_feature_layer", -1)
+    if type(last) is not int or not -encoder.num_layers <= last < 0:
+        hf.unsupported("vision_feature_layer", "Supported: a layer counted from the end, below 0.")
+    fold = hf.integer("downsample_factor", 2)
+    if encoder.side % fold:
+        hf.invalid("downsample_factor", f"which does not divide {encoder.side} patches")
+    width = hf.integer("alignment_intermediate_size", text.integer("hidden_size"))
+    if width % 2:
+        hf.invalid("alignment_intermediate_size", "which has no halves")
+    vision = AyaVisionConfig(
+        encoder=encoder,
+        read_layers=encoder.num_layers + 1 + last,
+        fold=fold,
+        projector_size=width // 2,
+        eps=hf.number("adapter_layer_norm_eps", 1e-6),
+    )
+    return Composed(text, decoder, vision)

@@ -1,0 +1,75 @@
+"""The tower of Aya Vision (Dash et al., 2025): SigLIP over tiles, squares of patches as one token, and a gated MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncllm.layers.layer_norm import LayerNorm
+from asyncllm.protocol import PromptImage
+from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
+from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
+from asyncllm.vl.towers.parts import Dense
+
+__all__ = ["AyaVisionConfig", "AyaVisionTower"]
+
+
+class AyaVisionConfig(TowerConfig, frozen=True, kw_only=True):
+    """An encoder, and a projector."""
+
+    encoder: ClipConfig
+    read_layers: int
+    """After how many layers the hidden states are read."""
+    fold: int
+    """Patches along a side of the square that becomes a token."""
+    projector_size: int
+    eps: float
+
+    def build(self, hidden_size: int) -> AyaVisionTower:
+        return AyaVisionTower(self, hidden_size)
+
+    @property
+    def weights(self) -> Mapping[str, str]:
+        return {
+            **clip_weights("vision_tower", "vision.encoder"),
+            **clip_weights("vision_tower.vision_model", "vision.encoder"),
+            "multi_modal_projector.layernorm": "vision.norm",
+            "multi_modal_projector.linear_1": "vision.projector_1",
+            "multi_modal_projector.linear_2": "vision.projector_2",
+        }
+
+    @property
+    def unused(self) -> Sequence[str]:
+        names = ("post_layernorm", "head")
+        return [f"{source}.{name}" for source in ("vision_tower", "vision_tower.vision_model") for name in names]
+
+
+class AyaVisionTower(PlannedTower):
+    def __init__(self, config: AyaVisionConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        folded = config.encoder.hidden_size * config.fold**2
+        self.encoder = ClipEncoder(config.encoder)
+        self.norm = LayerNorm(folded, config.eps)
+        self.projector_1 = Dense(folded, 2 * config.projector_size)
+        self.projector_2 = Dense(config.projector_size, hidden_size)
+
+    def show(self, images: Sequence[PromptImage]) -> Shown:
+        tiles = torch.cat([torch.from_numpy(image.pixels) for image in images])
+        return Shown((tiles.to(self.projector_1.weight.device),))
+
+    def look(self, shown: Shown) -> Tensor:
+        """pixels [N, 3, size, size] -> [N * tokens, hidden]."""
+        x = self.encoder(shown.tensors[0].to(self.projector_1.weight.dtype), self.config.read_layers)
+        up, gate = self.projector_1(self.norm(self._folded(x))).chunk(2, -1)
+        projected: Tensor = self.projector_2(F.silu(gate) * up)
+        return projected
+
+    def _folded(self, x: Tensor) -> Tensor:
+        """x [N, side * side, hidden] -> squares of neighbours as one [N * tokens, fold * fold * hidden]."""
+        fold, side = self.config.fold, self.config.encoder.side // self.config.fold
+        squares = x.view(len(x), side, fold, side, fold, -1).permute(0, 1, 3, 2, 4, 5)
+        return squares.reshape(len(x) * side * side, -1)
