@@ -236,8 +236,6 @@ def _glm4v_moe() -> tuple[Any, dict[str, Any], list[str], str | None]:
         "moe_intermediate_size": 24,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
         "routed_scaling_factor": 1.5,
     }
     tower = {key: each for key, each in fields["vision_config"].items() if key != "model_type"}
