@@ -62,6 +62,15 @@ def test_rows_are_those_of_the_slots_in_the_order_asked_for(compiler: GrammarCom
     assert len({row.tobytes() for row in masks.take(list(progresses), dict(progresses))}) > len(STARTS)
 
 
+def test_rows_none_of_which_asks_its_grammar(compiler: GrammarCompiler) -> None:
+    spec = grammar_of({"type": "choice", "choice": ["pears"]})
+    assert spec is not None
+    grammar = AnswerGrammar(compiler.compile(spec, spaced=False), GrammarStart(inside=True, closes=CLOSES, budget=0))
+    progresses = {slot: grammar.start([]) for slot in range(FEW + 2)}
+    words = GrammarMasks(VOCAB, 2).take(list(progresses), dict(progresses))
+    assert all(np.array_equal(row, filled(progresses[0])) for row in words)
+
+
 def test_an_answer_that_cannot_go_on_allows_nothing_and_harms_no_other(compiler: GrammarCompiler) -> None:
     masks, progresses = GrammarMasks(VOCAB, 2), answers(compiler)
     slots = list(progresses)

@@ -57,6 +57,8 @@ class GrammarMasks:
             matcher = progress.fill_by(row)
             if matcher is not None:
                 matchers.append((matcher, index))
+        if not matchers:
+            return
         begun = time.perf_counter()
         self._helpers.unsafe_compute_mask_ptr(matchers, words.ctypes.data, words.strides[0], len(words))
         self._was_slow = time.perf_counter() - begun > SLOW
