@@ -392,7 +392,7 @@ async def test_adapters_come_and_go_under_load(seed: int, folders: dict[str | No
             with suppress(InvalidParameter):
                 await engine.unload_adapter(dice.choice(names))
 
-        # Numbers go up with each adapter that is read, whoever asks for it.
+        # Each adapter that is read gets the next number.
         begin = engine._lifecycle.adapters.begin
 
         def noted(name: Any, path: str, *, replace: bool = False) -> Adapter:

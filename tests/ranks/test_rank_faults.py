@@ -1,4 +1,4 @@
-"""Two ranks of which one or both fail in a step, or are late: rows end, or the engine, and nobody waits for ever."""
+"""Two ranks of which one or both fail in a step, or are late: rows end, or the engine, and no call waits for ever."""
 
 from __future__ import annotations
 

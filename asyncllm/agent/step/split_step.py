@@ -22,7 +22,7 @@ def decode_rows(inputs: StepInputs, count: int) -> StepInputs:
 
 def prefill_halves(arrays: StepArrays, inputs: StepInputs) -> Iterator[tuple[Tensor, StepInputs]]:
     """Yield the first half of every prompt chunk of a step, then the second: (indices [t] int64 among the step's
-    tokens, their inputs). Waits for the device, as it is for steps that have failed."""
+    tokens, their inputs). Waits for the device: only steps that have failed are split."""
     assert arrays.offsets is not None
     first_row = arrays.num_decode
     starts, ends = arrays.offsets[first_row:-1], arrays.offsets[first_row + 1 :]
