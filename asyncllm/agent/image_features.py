@@ -14,7 +14,8 @@ from torch import Tensor
 from asyncllm.agent.device.tower_graphs import LARGEST, TowerGraphs
 from asyncllm.layers.images import image_parts
 from asyncllm.layers.step_inputs import JointTokens
-from asyncllm.protocol import Batch, PromptImage
+from asyncllm.prompt_image import PromptImage
+from asyncllm.protocol import Batch
 from asyncllm.vl.processor import open_processor
 from asyncllm.vl.tower import PlannedTower, VisionTower
 

@@ -11,7 +11,8 @@ import msgspec
 from asyncllm.config import ChatTemplateConfig, EngineConfig
 from asyncllm.errors import InvalidParameter
 from asyncllm.event_loop.in_thread import in_thread
-from asyncllm.protocol import Executor, ImagePreparation, Limits
+from asyncllm.prompt_image import ImagePreparation
+from asyncllm.protocol import Executor, Limits
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.sentence_transformers import EmbeddingDefaults
 from asyncllm.text.tokenizer import Tokenizer

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncllm.layers.step_inputs import Column, StepInputs
-from asyncllm.protocol import Batch, PrefillRow, PromptImage
+from asyncllm.prompt_image import PromptImage
+from asyncllm.protocol import Batch, PrefillRow
 
 __all__ = ["AXIS_COLUMNS", "axis_positions"]
 

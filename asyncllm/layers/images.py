@@ -13,7 +13,8 @@ from torch import Tensor
 
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.step_inputs import Column, StepInputs
-from asyncllm.protocol import Batch, PrefillRow, PromptImage
+from asyncllm.prompt_image import PromptImage
+from asyncllm.protocol import Batch, PrefillRow
 
 __all__ = ["IMAGE_ROWS", "ImageMerge", "ImagePart", "ImageRows", "image_parts", "image_tokens"]
 

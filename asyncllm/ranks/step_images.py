@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncllm.protocol import Batch, PrefillRow, PromptImage
+from asyncllm.prompt_image import PromptImage
+from asyncllm.protocol import Batch, PrefillRow
 from asyncllm.ranks.messages import TakePixels
 
 __all__ = ["LatestPixels", "with_pixels", "without_pixels"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from asyncllm.protocol import ImageProcessor, PromptImage, VideoProcessor
+from asyncllm.prompt_image import ImageProcessor, PromptImage, VideoProcessor
 from asyncllm.text.image_marks import is_data_url
 from asyncllm.vl.loading import load_image, media_bytes
 

@@ -10,7 +10,7 @@ from typing import Any
 from PIL import Image
 
 from asyncllm.errors import InvalidCheckpoint
-from asyncllm.protocol import ImageProcessor
+from asyncllm.prompt_image import ImageProcessor
 from asyncllm.text.checkpoint_files import classes_of, read_json_object
 from asyncllm.vl.image_tokens import added_tokens, image_token, stand_in, token_id_of, token_of
 from asyncllm.vl.known_towers import tower_fields, tower_settings

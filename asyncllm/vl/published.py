@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 from asyncllm.errors import InvalidCheckpoint, short
-from asyncllm.protocol import ImageProcessor
+from asyncllm.prompt_image import ImageProcessor
 from asyncllm.text.checkpoint_files import read_json_object
 from asyncllm.text.image_marks import NUMBER_MARK
 from asyncllm.vl.image_tokens import added_tokens, stand_in, token_id_of, token_of

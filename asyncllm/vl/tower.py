@@ -14,7 +14,7 @@ from asyncllm.kernels import Segments
 from asyncllm.layers.image_rows import ImageRowsConfig
 from asyncllm.layers.images import ImageMerge
 from asyncllm.layers.layer import Layer
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 
 __all__ = ["PlannedTower", "Shown", "TowerConfig", "VisionTower"]
 

@@ -13,7 +13,8 @@ from asyncllm.agent import image_features
 from asyncllm.agent.device.tower_graphs import LARGEST, TowerGraphs
 from asyncllm.agent.image_features import ImageFeatures
 from asyncllm.models.registry import open_model
-from asyncllm.protocol import Batch, PrefillRow, PromptImage
+from asyncllm.prompt_image import PromptImage
+from asyncllm.protocol import Batch, PrefillRow
 from asyncllm.vl.processor import open_processor
 from asyncllm.vl.tower import PlannedTower
 from tests.vl.checkpoints import folder_of, picture

@@ -9,7 +9,7 @@ import pytest
 
 from asyncllm.engine.requests.delivery import Delivery
 from asyncllm.engine.schedule.sequence import Request, SequenceState
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 from tests.engine.driver import Driver, chunk_sizes, expected_answer
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 0, 1, 2]

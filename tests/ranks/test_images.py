@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from asyncllm import AsyncEngine, GenerationConfig
-from asyncllm.protocol import Batch, PrefillRow, PromptImage
+from asyncllm.prompt_image import PromptImage
+from asyncllm.protocol import Batch, PrefillRow
 from asyncllm.ranks.channel import Channel
 from asyncllm.ranks.messages import TakePixels, decoder_to_rank, encode_pixels
 from asyncllm.ranks.step_images import LatestPixels, with_pixels, without_pixels

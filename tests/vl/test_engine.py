@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.agent.image_features import ImageFeatures
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 from asyncllm.vl import IMAGE_TOKEN
 from tests.vl.checkpoints import folder_of, picture, worst_difference
 

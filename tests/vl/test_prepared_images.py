@@ -15,7 +15,7 @@ from PIL import Image
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidMessage
 from asyncllm.agent.image_features import ImageFeatures
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.prepared_images import PreparedImages
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.video import QwenVideoProcessor

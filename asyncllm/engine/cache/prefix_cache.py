@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 
 __all__ = ["PrefixCache", "PrefixRoot", "extend_hashes", "root_hash"]
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from asyncllm.engine.cache.block_groups import BlockGroups, BlockTable
 from asyncllm.engine.cache.prefix_cache import PrefixCache, PrefixRoot, extend_hashes
 from asyncllm.engine.schedule.sequence import Request, Sequence, SequenceState
-from asyncllm.protocol import Limits, PromptImage
+from asyncllm.prompt_image import PromptImage
+from asyncllm.protocol import Limits
 
 __all__ = ["Found", "PrefixSharing"]
 

@@ -10,7 +10,7 @@ import msgspec
 
 from asyncllm.config import RequestOptions
 from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature, short
-from asyncllm.protocol import CuttingProcessor, ImagePreparation, PromptImage, VideoProcessor
+from asyncllm.prompt_image import CuttingProcessor, ImagePreparation, PromptImage, VideoProcessor
 from asyncllm.text.image_marks import (
     OPTIONS,
     VIDEO_OPTIONS,

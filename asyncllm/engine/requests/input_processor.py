@@ -27,7 +27,8 @@ from asyncllm.engine.schedule.sequence import ORDINARY, Request, RequestPolicy
 from asyncllm.engine.sessions.history import History
 from asyncllm.engine.sessions.session_table import Conversation, SessionTable
 from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature
-from asyncllm.protocol import PromptImage, SamplingParams
+from asyncllm.prompt_image import PromptImage
+from asyncllm.protocol import SamplingParams
 from asyncllm.text.detokenizer import Detokenizer, StopWords
 from asyncllm.text.grammars.bridge import AnswerGrammar
 from asyncllm.text.image_marks import holds_images, take_images

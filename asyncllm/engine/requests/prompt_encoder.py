@@ -15,7 +15,8 @@ from asyncllm.engine.requests.text_threads import TextThreads
 from asyncllm.engine.sessions.history import History
 from asyncllm.errors import ContextLengthExceeded, InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.event_loop.request_gate import RequestGate
-from asyncllm.protocol import ImagePreparation, Limits, PromptImage
+from asyncllm.prompt_image import ImagePreparation, PromptImage
+from asyncllm.protocol import Limits
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.literals import Literals
 from asyncllm.text.messages import as_messages

@@ -13,15 +13,8 @@ from asyncllm.engine.requests.delivery import Answer, Delivery
 from asyncllm.engine.schedule.adapter_slots import Adapter
 from asyncllm.engine.schedule.quality_of_service import User
 from asyncllm.errors import DeadlineExceeded
-from asyncllm.protocol import (
-    PrefillRow,
-    PromptImage,
-    SamplingParams,
-    SlotStart,
-    StepOutput,
-    SwapPlan,
-    TokenLogprobs,
-)
+from asyncllm.prompt_image import PromptImage
+from asyncllm.protocol import PrefillRow, SamplingParams, SlotStart, StepOutput, SwapPlan, TokenLogprobs
 from asyncllm.types import Chunk, FinishReason, Pooled, RequestRecord
 
 __all__ = ["ORDINARY", "Request", "RequestPolicy", "Sequence", "SequenceState", "StepInFlight"]

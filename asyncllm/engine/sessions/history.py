@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from asyncllm.engine.requests.delivery import Answer
 from asyncllm.errors import InvalidParameter
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Message

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.anyres import best_resolution
 from asyncllm.vl.processing.clip import CenterProcessor

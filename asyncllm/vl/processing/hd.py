@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.settings import PictureSettings, Pixels, digest_of, is_low, refuse_options, resized
 

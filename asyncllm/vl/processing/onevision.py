@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.clip import AnyresProcessor
 from asyncllm.vl.processing.sampling import Asked, asked_of, check_numbers, check_taken

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from asyncllm.errors import InvalidParameter, short
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.sampling import Asked, asked_of, check_numbers, check_taken
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, is_low, refuse_options, resized

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.processing.qwen import DynamicProcessor, whole_squares
 from asyncllm.vl.processing.sampling import MAX_FRAMES, asked_of, check_numbers, check_taken
 from asyncllm.vl.processing.settings import PictureSettings, Pixels, digest_of, resized

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.layers.layer_norm import LayerNorm
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
 from asyncllm.vl.towers.parts import Dense

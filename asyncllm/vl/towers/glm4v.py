@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from asyncllm.kernels import split_segments
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.norm import RMSNorm
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown
 from asyncllm.vl.towers.block import GATED
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, Table

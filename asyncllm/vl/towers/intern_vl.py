@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.norm import RMSNorm
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
 from asyncllm.vl.towers.block import Attention, Block
 from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table, TowerActivation

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.layers.layer_norm import LayerNorm
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.processing.anyres import grid_of, shrunk, unpadded
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from asyncllm.kernels import Rotation, split_segments
 from asyncllm.layers.layer_norm import LayerNorm
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table
 from asyncllm.vl.towers.qwen_vl import PatchBlock, square_places

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from asyncllm.kernels import Rotation, split_segments
 from asyncllm.layers.norm import RMSNorm
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.block import GATED
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, TowerActivation

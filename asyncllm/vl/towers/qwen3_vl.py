@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from asyncllm.kernels import split_segments
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.layer_norm import LayerNorm
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown
 from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table
 from asyncllm.vl.towers.patches import PatchesConfig

@@ -17,7 +17,7 @@ from asyncllm.kernels import Rotation, Segments, split_segments
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.norm import Norm, RMSNorm
-from asyncllm.protocol import PromptImage
+from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown
 from asyncllm.vl.towers.block import GATED, GatedMLP, JoinedQKV
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, TowerActivation
