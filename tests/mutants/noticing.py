@@ -22,7 +22,7 @@ TESTS = {
     ),
     "engine/schedule/admission.py": f"{SCHEDULER} test_quality_of_service",
     "engine/cache/block_groups.py": f"{SCHEDULER} test_swapping",
-    "engine/schedule/prefill_budget.py": "test_prefill_budget test_machine",
+    "engine/schedule/chunked_prefill.py": "test_prefill_budget test_machine",
     "engine/cache/prefix_sharing.py": f"{SCHEDULER} test_session test_waiting_queue",
     "engine/cache/host_blocks.py": "test_host_blocks test_machine",
     "engine/cache/block_manager.py": "test_block_manager test_scheduler test_host_blocks test_machine",

@@ -176,21 +176,6 @@ SEQUENCE = mutants(
         "first, end = 0,",
         "prompt log-probabilities are doubled by a preemption",
     ),
-    (
-        "sample = end == known and self.remaining > 0",
-        "sample = end == known",
-        "a token is sampled after prompts that are only scored",
-    ),
-    (
-        "next_token=self.token_ids[end] if",
-        "next_token=self.token_ids[start] if",
-        "the last token of a chunk is scored against the wrong successor",
-    ),
-    (
-        'pooling=request.pooling if end == known or request.pooling == "mean" else None',
-        "pooling=request.pooling",
-        "pooling of the last token adds those of earlier chunks",
-    ),
 )
 
 ADMISSION = mutants(
@@ -338,8 +323,8 @@ WAITING_QUEUE = mutants(
     ),
 )
 
-PREFILL_BUDGET = mutants(
-    "engine/schedule/prefill_budget.py",
+CHUNKED_PREFILL = mutants(
+    "engine/schedule/chunked_prefill.py",
     (
         "(sequence, shorter)] if shorter > 0 else chunks",
         "(sequence, shorter)] if shorter >= 0 else chunks",
@@ -370,6 +355,21 @@ PREFILL_BUDGET = mutants(
         "for sequence in decoding[:1])",
         "streams pause for prompts where the oldest answer is not streamed",
     ),
+    (
+        "sample = end == known and sequence.remaining > 0",
+        "sample = end == known",
+        "a token is sampled after prompts that are only scored",
+    ),
+    (
+        "next_token=sequence.token_ids[end] if",
+        "next_token=sequence.token_ids[start] if",
+        "the last token of a chunk is scored against the wrong successor",
+    ),
+    (
+        'pooling=request.pooling if end == known or request.pooling == "mean" else None',
+        "pooling=request.pooling",
+        "pooling of the last token adds those of earlier chunks",
+    ),
 )
 
 LOOP = mutants(
@@ -399,4 +399,4 @@ TURNS = mutants(
     ),
 )
 
-SCHEDULING = SCHEDULER + SEQUENCE + ADMISSION + PREFILL_BUDGET + WAITING_QUEUE + LOOP + TURNS
+SCHEDULING = SCHEDULER + SEQUENCE + ADMISSION + CHUNKED_PREFILL + WAITING_QUEUE + LOOP + TURNS

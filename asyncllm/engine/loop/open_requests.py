@@ -12,7 +12,7 @@ from asyncllm.engine.schedule.backpressure import Backpressure
 from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.engine.schedule.sequence import Request, Sequence
 from asyncllm.errors import AsyncLLMError, DeadlineExceeded, RequestFailed, detached
-from asyncllm.types import FinishReason, RequestRecord
+from asyncllm.types import Chunk, FinishReason, RequestRecord
 
 __all__ = ["OpenRequests"]
 
@@ -127,7 +127,7 @@ class OpenRequests:
                 sequence.finish_reason = "tool_calls"
             if not last and not request.delivery.streaming:
                 return False
-            return request.delivery.put(sequence.take_chunk())
+            return request.delivery.put(_unsent(sequence))
         except Exception as error:
             logger.exception("An answer could not be delivered.")
             if sequence.request in self._timers:
@@ -182,3 +182,30 @@ class OpenRequests:
                 observer(record)
             except Exception:
                 logger.exception("An observer of ended requests failed.")
+
+
+def _unsent(sequence: Sequence) -> Chunk:
+    """Return what no chunk has carried yet of an answer, which has been read up to its newest token."""
+    request, answer, last = sequence.request, sequence.answer, sequence.finish_reason is not None
+    num_generated = len(sequence.token_ids) - sequence.num_prompt
+    chunk = Chunk(
+        token_ids=sequence.token_ids[sequence.num_prompt + answer.num_sent :],
+        finish_reason=sequence.finish_reason,
+        stop_reason=answer.stop_reason,
+        choice=sequence.index,
+        input_token_len=sequence.num_prompt - request.history_len,
+        generate_token_len=num_generated,
+        history_token_len=request.history_len,
+        cached_token_len=request.cached_tokens,
+    )
+    if request.images:
+        chunk.num_images, chunk.image_token_len = len(request.images), request.image_tokens
+    answer.complete(chunk)
+    if sequence.index == 0 and answer.num_sent == 0 and request.prompt_logprobs_asked is not None:
+        chunk.prompt_logprobs = [None, *(dict(entry) for entry in request.prompt_logprobs)]
+    if last and request.logits:
+        chunk.logits = request.logits
+    if last:
+        chunk.pooled = request.pooled
+    answer.num_sent = num_generated
+    return chunk

@@ -23,7 +23,7 @@ from asyncllm.engine.cache.prefix_cache import PrefixCache
 from asyncllm.engine.cache.prefix_sharing import PrefixSharing
 from asyncllm.engine.schedule.adapter_slots import AdapterSlots
 from asyncllm.engine.schedule.admission import Admission, Slots
-from asyncllm.engine.schedule.prefill_budget import PrefillBudget
+from asyncllm.engine.schedule.chunked_prefill import PrefillBudget, chunk_row, fit_budget, fit_joint_tokens, next_end
 from asyncllm.engine.schedule.sequence import Request, Sequence, SequenceState, StepInFlight
 from asyncllm.engine.schedule.waiting_queue import WaitingQueue
 from asyncllm.protocol import Batch, Limits, PrefillRow, StepOutput
@@ -246,13 +246,13 @@ class Scheduler:
             length = min(len(sequence.token_ids) - sequence.num_computed, budget)
             work = 0
             if bounded and sequence.request.images:
-                length, work = sequence.within(length, budget, first=not chunks)
+                length, work = fit_budget(sequence, length, budget, first=not chunks)
                 if not length:
                     break
-            length = sequence.uncut(length, most)
+            length = fit_joint_tokens(sequence, length, most)
             if length and sequence.num_computed + length > sequence.capacity:
                 room = self._room_for_chunk(batch, sequence, length)
-                length = sequence.uncut(room, room)
+                length = fit_joint_tokens(sequence, room, room)
             if not length:
                 passed.append(sequence)
                 continue
@@ -285,7 +285,7 @@ class Scheduler:
         self, batch: Batch, sequence: Sequence, length: int, prefill: list[tuple[Sequence, PrefillRow]]
     ) -> None:
         """Compute the next `length` known tokens of a prefilling sequence."""
-        row = sequence.next_chunk(length)
+        row = chunk_row(sequence, length)
         batch.prefill.append(row)
         prefill.append((sequence, row))
         self.counts.prefill_tokens += length
@@ -314,7 +314,7 @@ class Scheduler:
                     if sequence.last_step <= self._last_read:
                         # `update` frees no blocks for tokens that were forced.
                         self._free_unreached(sequence, sequence.num_computed)
-                    self._has_room(batch, sequence, sequence.next_end)
+                    self._has_room(batch, sequence, next_end(sequence))
                 continue
             position = sequence.num_computed
             if position == sequence.capacity and not self._has_room(batch, sequence, position + 1):

@@ -15,12 +15,9 @@ from asyncllm.engine.schedule.quality_of_service import User
 from asyncllm.errors import DeadlineExceeded
 from asyncllm.prompt_image import PromptImage
 from asyncllm.protocol import PrefillRow, SamplingParams, SlotStart, StepOutput, SwapPlan, TokenLogprobs
-from asyncllm.types import Chunk, FinishReason, Pooled, RequestRecord
+from asyncllm.types import FinishReason, Pooled, RequestRecord
 
 __all__ = ["ORDINARY", "Request", "RequestPolicy", "Sequence", "SequenceState", "StepInFlight"]
-
-_LEAST_OF_IMAGE = 128
-"""Tokens that the step which encodes an image computes, however long the encoding takes."""
 
 
 class RequestPolicy(NamedTuple):
@@ -340,91 +337,6 @@ class Sequence:
             adapter=0 if self.request.adapter is None else self.request.adapter.number,
             adapter_slot=self.adapter_slot,
         )
-
-    def joint_around(self, end: int) -> tuple[int, int] | None:
-        """Return start and end of the image tokens that see each other and that a chunk ending at `end` would cut, or
-        None."""
-        return next((span for image in self.request.images if (span := image.joint_around(end)) is not None), None)
-
-    def uncut(self, length: int, most: int) -> int:
-        """Return the length of a chunk of about `length` tokens that does not cut tokens which see each other.
-
-        It is shorter than `length`, or longer, up to `most`, if such tokens come first; 0 if `most` is too few.
-        """
-        span = self.joint_around(self.num_computed + length)
-        if span is None:
-            return length
-        start, stop = (each - self.num_computed for each in span)
-        return start if start > 0 else stop if stop <= most else 0
-
-    def within(self, length: int, budget: int, *, first: bool) -> tuple[int, int]:
-        """Return how many of the next `length` known tokens fit the budget together with the encoding of their images,
-        and what the encoding takes of it; all in tokens.
-
-        An image that does not fit is left to a later step. If it comes `first` in this one, its first tokens are
-        computed all the same.
-        """
-        work, start = 0, self.num_computed
-        for position, own in (each for image in self.request.images for each in image.encodings()):
-            ahead = position - start
-            if not 0 <= ahead < length:
-                continue
-            if ahead + work + own >= budget and (ahead or work or not first):
-                return ahead, work
-            work += own
-            length = min(length, budget - work if ahead + work < budget else _LEAST_OF_IMAGE)
-        return length, work
-
-    @property
-    def next_end(self) -> int:
-        """End of the shortest possible next chunk."""
-        span = self.joint_around(self.num_computed + 1)
-        return self.num_computed + 1 if span is None else span[1]
-
-    def next_chunk(self, length: int) -> PrefillRow:
-        """Return the row of a step that computes the next `length` known tokens."""
-        known, start, request = len(self.token_ids), self.num_computed, self.request
-        end = start + length
-        sample = end == known and self.remaining > 0
-        wants_logprobs = self.index == 0 and not request.prompt_is_scored
-        return PrefillRow(
-            slot=self.slot,
-            tokens=self.token_ids[start:end],
-            position=start,
-            sample=sample,
-            prompt_logprobs=request.prompt_logprobs_asked if wants_logprobs else None,
-            next_token=self.token_ids[end] if wants_logprobs and end < known else None,
-            output_logits=request.output_logits,
-            pooling=request.pooling if end == known or request.pooling == "mean" else None,
-            images=request.images,
-            forced=self.forced if sample else (),
-        )
-
-    def take_chunk(self) -> Chunk:
-        """Return what no chunk has carried yet of the answer, which has been read up to the newest token."""
-        request, answer, last = self.request, self.answer, self.finish_reason is not None
-        num_generated = len(self.token_ids) - self.num_prompt
-        chunk = Chunk(
-            token_ids=self.token_ids[self.num_prompt + answer.num_sent :],
-            finish_reason=self.finish_reason,
-            stop_reason=answer.stop_reason,
-            choice=self.index,
-            input_token_len=self.num_prompt - request.history_len,
-            generate_token_len=num_generated,
-            history_token_len=request.history_len,
-            cached_token_len=request.cached_tokens,
-        )
-        if request.images:
-            chunk.num_images, chunk.image_token_len = len(request.images), request.image_tokens
-        answer.complete(chunk)
-        if self.index == 0 and answer.num_sent == 0 and request.prompt_logprobs_asked is not None:
-            chunk.prompt_logprobs = [None, *(dict(entry) for entry in request.prompt_logprobs)]
-        if last and request.logits:
-            chunk.logits = request.logits
-        if last:
-            chunk.pooled = request.pooled
-        answer.num_sent = num_generated
-        return chunk
 
     def __repr__(self) -> str:
         return (
