@@ -156,9 +156,10 @@ class Pipeline:
         """Return the Response to one prompt (str or messages), or a list of them for a list of prompts, in order.
 
         `gen_config` is one config for all prompts, or a list with one for each. `options` are the fields of
-        `asyncllm.config.RequestOptions` (priority, timeout and so on), or of `gen_config`, as in older versions of
-        LMDeploy. `use_tqdm` shows a progress bar. Raises InvalidRequest and EngineError. A prompt that fails in a
-        step, or at its timeout, gives a Response with finish_reason 'error', and the others go on.
+        `asyncllm.config.RequestOptions` (priority, timeout and so on), `enable_thinking`, or fields of `gen_config`, as
+        in older versions of LMDeploy. `use_tqdm` shows a progress bar. Raises InvalidRequest and EngineError. A prompt
+        of a list that is malformed or too long, and one that fails in a step or at its timeout, give a Response with
+        finish_reason 'error', and the others go on.
         """
         config, keywords = _split(gen_config, options)
         total = 1 if is_single(prompts) else len(prompts)
@@ -442,11 +443,14 @@ def _split(gen_config: GenConfigs, options: dict[str, Any]) -> tuple[GenConfigs,
     """Return `gen_config` with the fields among the options, and those options that are about the request."""
     keywords: Any = {name: value for name, value in options.items() if name in RequestKeywords.__optional_keys__}
     options = {name: value for name, value in options.items() if name not in keywords}
+    if "enable_thinking" in options:
+        variables = keywords.get("chat_template_kwargs") or {}
+        keywords["chat_template_kwargs"] = {**variables, "enable_thinking": options.pop("enable_thinking")}
     for name in options:
         if name not in DIRECT_OPTIONS:
             raise InvalidParameter(
                 f"There is no option {name!r}. Sampling is set in gen_config; direct options are "
-                f"{', '.join([*sorted(RequestKeywords.__optional_keys__), *DIRECT_OPTIONS])}.",
+                f"enable_thinking, {', '.join([*sorted(RequestKeywords.__optional_keys__), *DIRECT_OPTIONS])}.",
                 name,
             )
     if not options:

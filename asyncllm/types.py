@@ -11,6 +11,7 @@ __all__ = [
     "Chunk",
     "Embedding",
     "EmbeddingInput",
+    "ErrorCode",
     "FinishReason",
     "ImagePrompt",
     "Message",
@@ -33,6 +34,10 @@ stop: an end-of-sequence token, a stop token or a stop word. tool_calls: the sam
 call. length: max_new_tokens or the session length. abort: `stop_session`, or the reader left. error: the request
 failed in a step, or its timeout was over.
 """
+
+ErrorCode = Literal["invalid_request", "context_length_exceeded", "deadline_exceeded", "internal_error"]
+"""Why a request of a batch failed. invalid_request: its prompt cannot be read. internal_error: a step that it was in,
+or the code that encodes it, failed."""
 
 Message = dict[str, Any]
 """An OpenAI chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str | list of parts}."""
@@ -76,32 +81,26 @@ class ToolCallPiece(msgspec.Struct, kw_only=True):
     arguments: str = ""
 
 
-class Chunk(msgspec.Struct, kw_only=True):
-    """A piece of an answer. The joined `text` of a choice's chunks is the whole answer, byte for byte.
-
-    Within a chunk, reasoning comes before text, and text before tool calls.
-    """
+class Response(msgspec.Struct, kw_only=True):
+    """A whole answer: the sum of its chunks."""
 
     text: str = ""
     reasoning: str = ""
     """The model's reasoning before its answer, if its format is known. `text` does not contain it."""
-    tool_calls: list[ToolCallPiece] = []
-    """Pieces of tool calls, in a request with tools."""
+    tool_calls: list[ToolCall] = []
+    """The calls in a request with tools."""
     reasoning_token_len: int = 0
     """Number of reasoning tokens generated so far, with the marks around them."""
     token_ids: list[int] = []
-    """New tokens of this chunk. A token may come before its text, if a character or a stop word is still
-    incomplete."""
     logprobs: Logprobs | None = None
     """One entry per id in `token_ids`, if asked for."""
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    """If asked for: one entry per prompt token, None for the first token."""
     finish_reason: FinishReason | None = None
-    """Set on the last chunk of a choice, and only there."""
     stop_reason: int | str | None = None
     """The stop token id or stop word of the request that ended the answer; None for any other end."""
     index: int = 0
     """Number of the prompt within a batch (`stream_infer`)."""
-    choice: int = 0
-    """Number of the answer among the `n` answers to the prompt."""
     input_token_len: int = 0
     """Number of tokens of this turn's prompt."""
     generate_token_len: int = 0
@@ -114,46 +113,10 @@ class Chunk(msgspec.Struct, kw_only=True):
     """Number of images in prompt and history."""
     image_token_len: int = 0
     """Number of prompt tokens that stand for images."""
-    prompt_logprobs: list[dict[int, float] | None] | None = None
-    """On the first chunk, if asked for: one entry per prompt token, None for the first token."""
-    logits: Any = None
-    """On the last chunk of `get_logits`: float32 CPU tensors of the prompt's chunks, each [tokens, vocab]."""
-    pooled: Sequence[float] | None = None
-    """On the last chunk of `embed`: the sum of the pooled hidden states [hidden]. Of `classify`: the scores
-    [labels]."""
-
-    @property
-    def response(self) -> str:
-        """LMDeploy's name of `text`."""
-        return self.text
-
-    @property
-    def session_id(self) -> int:
-        """LMDeploy's name of `index`."""
-        return self.index
-
-
-class Response(msgspec.Struct, kw_only=True):
-    """A whole answer: the sum of its chunks, whose docstring describes the fields."""
-
-    text: str = ""
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = []
-    reasoning_token_len: int = 0
-    token_ids: list[int] = []
-    logprobs: Logprobs | None = None
-    prompt_logprobs: list[dict[int, float] | None] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    index: int = 0
-    input_token_len: int = 0
-    generate_token_len: int = 0
-    history_token_len: int = 0
-    cached_token_len: int = 0
-    num_images: int = 0
-    image_token_len: int = 0
+    error_code: ErrorCode | None = None
+    """What kind of failure it was, with finish_reason 'error'."""
     error_message: str | None = None
-    """Why this request failed, with finish_reason 'error'."""
+    """Why this request of a batch failed, with finish_reason 'error'."""
     choices: tuple[Response, ...] = ()
     """All `n` answers, this one first, when n > 1; empty when n = 1."""
 
@@ -180,8 +143,8 @@ class Response(msgspec.Struct, kw_only=True):
             return found
         return msgspec.json.decode(self.text, type=kind)
 
-    def extend(self, chunk: Chunk) -> None:
-        """Add a chunk of the same choice to this response."""
+    def extend(self, chunk: Chunk) -> Response:
+        """Add a chunk of the same choice to this response, and return the response."""
         self.text += chunk.text
         self.reasoning += chunk.reasoning
         for piece in chunk.tool_calls:
@@ -204,6 +167,9 @@ class Response(msgspec.Struct, kw_only=True):
         self.cached_token_len = chunk.cached_token_len
         self.num_images = chunk.num_images
         self.image_token_len = chunk.image_token_len
+        self.error_code = chunk.error_code
+        self.error_message = chunk.error_message
+        return self
 
     @staticmethod
     def collect(chunks: Iterable[Chunk]) -> Response:
@@ -222,6 +188,35 @@ class Response(msgspec.Struct, kw_only=True):
         if len(answers) > 1:
             first = msgspec.structs.replace(first, choices=tuple(answers))
         return first
+
+
+class Chunk(Response, kw_only=True):
+    """A piece of an answer: a Response with what is new. The joined `text` of a choice's chunks is the whole answer,
+    byte for byte; lengths count from its beginning.
+
+    Within a chunk, reasoning comes before text, and text before tool calls. A token may come before its text, if a
+    character or a stop word is still incomplete. `finish_reason` is set on the last chunk of a choice, and only there;
+    `prompt_logprobs` on the first one.
+    """
+
+    tool_calls: list[ToolCallPiece] = []  # type: ignore[assignment]
+    """Pieces of calls."""
+    choice: int = 0
+    """Number of the answer among the `n` answers to the prompt."""
+    logits: Any = None
+    """On the last chunk of `get_logits`: float32 CPU tensors of the prompt's chunks, each [tokens, vocab]."""
+    pooled: Sequence[float] | None = None
+    """On the last chunk of `embed`: the sum of the pooled hidden states [hidden]. Of `classify`: the scores
+    [labels]."""
+
+    @property
+    def response(self) -> str:
+        """LMDeploy's name of `text`."""
+        return self.text
+
+    def extend(self, chunk: Chunk) -> Response:
+        """Return the sum of this chunk and the next one of its choice, as LMDeploy's programs collect an answer."""
+        return Response().extend(self).extend(chunk)
 
 
 class Embedding(msgspec.Struct, kw_only=True):

@@ -24,6 +24,7 @@ from asyncllm import (
     InvalidMessage,
     InvalidParameter,
     ModelNotFound,
+    Response,
     SessionBusy,
     SessionNotFound,
     pipeline,
@@ -75,9 +76,21 @@ class TestCall:
         with pytest.raises(InvalidParameter, match="no option 'temprature'"):
             pipe("ping", temprature=0.5)
 
+    def test_a_prompt_that_cannot_be_read_does_not_lose_the_others(self, pipe: FakePipeline) -> None:
+        prompts = ["ping", "", "long" * 9999, 5, "ping"]
+        answers = pipe(prompts)
+        assert [answer.text for answer in answers] == ["pong", "", "", "", "pong"]
+        assert [answer.finish_reason for answer in answers] == ["stop", "error", "error", "error", "stop"]
+        codes = [None, "invalid_request", "context_length_exceeded", "invalid_request", None]
+        assert [answer.error_code for answer in answers] == codes
+        assert "session length" in (answers[2].error_message or "")
+        ends = {chunk.index: chunk for chunk in pipe.stream_infer(prompts) if chunk.finish_reason}
+        assert [ends[index].error_code for index in range(5)] == codes
+        assert [ends[index].error_message for index in range(5)] == [answer.error_message for answer in answers]
+
     def test_bad_input_raises_before_anything_starts(self, pipe: FakePipeline) -> None:
         with pytest.raises(InvalidMessage):
-            pipe(["ping", 5])
+            pipe("")
         with pytest.raises(InvalidParameter, match="no adapter of that name"):
             pipe("ping", adapter_name="mine")
         assert pipe.stats().requests_finished == 0
@@ -107,6 +120,15 @@ class TestStream:
             texts[chunk.index] += chunk.text
         assert texts == {0: "pong", 1: "x" * 500}
 
+    def test_chunks_are_responses_that_can_be_added_up(self, pipe: FakePipeline) -> None:
+        answer: Response | None = None
+        for chunk in pipe.stream_infer("long", enable_thinking=False):
+            assert isinstance(chunk, Response)
+            answer = answer.extend(chunk) if answer else chunk
+        whole = pipe("long")
+        assert answer is not None
+        assert (answer.text, answer.token_ids, answer.finish_reason) == (whole.text, whole.token_ids, "stop")
+
     def test_leaving_the_loop_ends_the_answers(self) -> None:
         with FakePipeline("x" * 500, delay_per_token=0.001) as pipe:
             for chunk in pipe.stream_infer(["a", "b"]):
@@ -124,7 +146,7 @@ class TestStream:
 
     def test_bad_input(self, pipe: FakePipeline) -> None:
         with pytest.raises(InvalidMessage):
-            next(iter(pipe.stream_infer([""])))
+            next(iter(pipe.stream_infer("")))
         with pytest.raises(InvalidParameter):
             pipe.stream_infer("ping", nonsense=1)
 

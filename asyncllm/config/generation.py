@@ -77,7 +77,10 @@ class GenerationConfig(Settings, frozen=True, kw_only=True):
         list[str] | None, Meta(description="Texts that end the answer and are cut from it; of any length.")
     ] = None
     stop_token_ids: Annotated[list[int] | None, Meta(description="Token ids that end the answer.")] = None
-    bad_words: Annotated[list[str] | None, Meta(description="Texts that are not generated; of any length.")] = None
+    bad_words: Annotated[
+        list[str] | None,
+        Meta(description="Words that are not generated, nor behind a blank; of any length. Longer words may hold one."),
+    ] = None
     bad_token_ids: Annotated[list[int] | None, Meta(description="Token ids that are not generated.")] = None
     include_stop_str_in_output: Annotated[
         bool, Meta(description="Keep the stop word that ended the answer in its text.")

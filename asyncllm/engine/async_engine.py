@@ -242,8 +242,8 @@ class AsyncEngine:
 
         Prompts with the largest `max_new_tokens` start first, unless there is a `timeout`. `on_response` is called
         with each response in order, as soon as it and those before it are complete. Raises InvalidRequest and
-        EngineError, which end all the answers. A request that fails in a step, or at its deadline, gives a Response
-        with finish_reason 'error', and the others go on.
+        EngineError, which end all the answers. A prompt of a list that is malformed or too long, and a request that
+        fails in a step or at its deadline, give a Response with finish_reason 'error', and the others go on.
         """
         pairs = pair_with_configs(prompts, gen_config)
         generations = self._answers(
@@ -251,8 +251,9 @@ class AsyncEngine:
         )
         # Under a timeout, a long answer that starts first would use up the time of those behind it.
         order = range(len(pairs)) if options.get("timeout") else longest_first([config for _, config in pairs])
-        responses = await responses_of(generations, order, on_response)
-        return responses[0] if is_single(prompts) else responses
+        single = is_single(prompts)
+        responses = await responses_of(generations, order, on_response, single=single)
+        return responses[0] if single else responses
 
     def stream_infer(
         self,
@@ -263,12 +264,13 @@ class AsyncEngine:
         adapter_name: str | None = None,
         **options: Unpack[RequestKeywords],
     ) -> AsyncIterator[Chunk]:
-        """Yield the chunks of all answers as they come. `chunk.index` is the number of the prompt."""
+        """Yield the chunks of all answers as they come. `chunk.index` is the number of the prompt. Errors are those of
+        `batch_infer`, with a chunk in place of the Response."""
         pairs = pair_with_configs(prompts, gen_config)
         answers = self._answers(
             pairs, do_preprocess=do_preprocess, adapter_name=adapter_name, streaming=True, options=options
         )
-        return interleave(answers)
+        return interleave(answers, single=is_single(prompts))
 
     def _answers(self, pairs: Sequence[tuple[Any, GenerationConfig | None]], **same: Any) -> list[Generation]:
         """Return a Generation for each (prompt, config), not started. `same`: fields that all their calls share."""

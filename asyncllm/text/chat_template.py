@@ -21,12 +21,15 @@ from asyncllm.text.templates import MODELS, builtin_name
 from asyncllm.text.tool_history import ToolHistory
 from asyncllm.types import Message
 
-__all__ = ["ChatTemplate", "Renderer"]
+__all__ = ["SWITCHES", "ChatTemplate", "Renderer"]
 
 PARTS = ("system", "eosys", "user", "eoh", "assistant", "eoa", "separator")
 """Fields of ChatTemplateConfig that only a composed template has."""
 PROBE = "[an answer]"
 """A stand-in for an answer, to find out what a template writes behind one."""
+SWITCHES = frozenset({"enable_thinking", "thinking"})
+"""Variables by which Qwen's and DeepSeek's templates switch thinking. Without them a template never thinks, so False
+needs nothing."""
 FILL = "<FILL>"
 """The place in a prompt that Code Llama fills in."""
 
@@ -172,11 +175,20 @@ class ChatTemplate:
                 ending: Ending = "answer" if add_generation_prompt else "closed"
                 if continue_final_message or (continue_final_message is None and answered and add_generation_prompt):
                     ending = "continued"
-                return self.renderer.render(checked, ending, variables or {})
+                return self.renderer.render(checked, ending, self._telling(variables or {}))
             case "infilling":
                 return _infill(checked[-1]["content"] or "")
             case _:
                 return checked_prompt("".join(message["content"] or "" for message in checked))
+
+    def _telling(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the variables without those that the template lacks and that ask for nothing."""
+        known = self.variables
+        return {
+            name: value
+            for name, value in variables.items()
+            if name in known or not (value is None or (name in SWITCHES and not value))
+        }
 
     def get_prompt(self, prompt: str, sequence_start: bool = True) -> str:
         """Return the text of one user turn; `sequence_start=False`: it follows the turns of the same session."""

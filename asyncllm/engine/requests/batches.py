@@ -7,27 +7,44 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from asyncllm.engine.requests.generation import Generation
-from asyncllm.errors import RequestFailed
-from asyncllm.types import Chunk, Response
+from asyncllm.errors import ContextLengthExceeded, DeadlineExceeded, InvalidMessage, RequestFailed
+from asyncllm.types import Chunk, ErrorCode, Response
 
 __all__ = ["interleave", "responses_of"]
 
+ALONE = (ContextLengthExceeded, InvalidMessage, RequestFailed)
+"""Errors of a prompt's own."""
+
 
 async def responses_of(
-    generations: Sequence[Generation], starting_order: Iterable[int], on_response: Callable[[Response], None] | None
+    generations: Sequence[Generation],
+    starting_order: Iterable[int],
+    on_response: Callable[[Response], None] | None,
+    *,
+    single: bool,
 ) -> list[Response]:
-    """Return the answers in the order of `generations`, which start in another. A request that fails inside a step, or
-    at its deadline, gives a Response with finish_reason 'error', and the others go on; bad input ends them all."""
+    """Return the answers in the order of `generations`, which start in another. A request that fails alone gives a
+    Response with finish_reason 'error', and the others go on; any other error ends them all, and with `single` one of
+    the prompt."""
     responses = []
+    failures: dict[int, Chunk] = {}
     try:
         for index in starting_order:
-            await generations[index].start()
+            try:
+                await generations[index].start()
+            except ALONE as error:
+                if single:
+                    raise
+                failures[index] = failure(index, error)
             await asyncio.sleep(0)  # many prompts do not hold up the loop
         for index, generation in enumerate(generations):
-            try:
-                response = await generation.response()
-            except RequestFailed as error:
-                response = Response(finish_reason="error", error_message=str(error), index=index)
+            if index in failures:
+                response = Response.collect([failures[index]])
+            else:
+                try:
+                    response = await generation.response()
+                except RequestFailed as error:
+                    response = Response.collect([failure(index, error)])
             responses.append(response)
             if on_response is not None:
                 on_response(response)
@@ -37,22 +54,33 @@ async def responses_of(
     return responses
 
 
-async def interleave(generations: Sequence[Generation]) -> AsyncIterator[Chunk]:
-    """Yield the chunks of several answers as they come. Closing it early ends them all."""
+async def interleave(generations: Sequence[Generation], *, single: bool) -> AsyncIterator[Chunk]:
+    """Yield the chunks of several answers as they come. A request that fails alone ends with a chunk with
+    finish_reason 'error', or raises with `single`. Closing it early ends them all."""
     news = asyncio.Event()
+    failures: list[Chunk] = []
+    open_ones = []
     try:
-        for generation in generations:
+        for index, generation in enumerate(generations):
             generation.listen(news.set)
-            await generation.start()
+            try:
+                await generation.start()
+            except ALONE as error:
+                if single:
+                    raise
+                failures.append(failure(index, error))
+            else:
+                open_ones.append(generation)
             await asyncio.sleep(0)  # many prompts do not hold up the loop
-        open_ones = list(generations)
+        for chunk in failures:
+            yield chunk
         while open_ones:
             news.clear()
             for generation in list(open_ones):
                 # A request that failed inside a step has said so in its last chunk; the others go on.
                 with contextlib.suppress(RequestFailed):
-                    while (chunk := generation.poll()) is not None:
-                        yield chunk
+                    while (found := generation.poll()) is not None:
+                        yield found
                 if generation.ended:
                     open_ones.remove(generation)
             if open_ones:
@@ -60,3 +88,16 @@ async def interleave(generations: Sequence[Generation]) -> AsyncIterator[Chunk]:
     finally:
         for generation in generations:
             generation.cancel()
+
+
+def failure(index: int, error: Exception) -> Chunk:
+    """Return the only chunk of a request that failed alone."""
+    code: ErrorCode = "invalid_request"
+    match error:
+        case ContextLengthExceeded():
+            code = "context_length_exceeded"
+        case DeadlineExceeded():
+            code = "deadline_exceeded"
+        case RequestFailed():
+            code = "internal_error"
+    return Chunk(finish_reason="error", error_code=code, error_message=str(error), index=index)

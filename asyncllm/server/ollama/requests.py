@@ -26,9 +26,10 @@ from asyncllm.config import (
     TopP,
 )
 from asyncllm.server.http.errors import ApiError
-from asyncllm.server.request.arguments import SWITCHES, request_options, thinking_options
+from asyncllm.server.request.arguments import request_options, thinking_options
 from asyncllm.server.request.fields import MAX_MESSAGES, FurtherFields, PolicyFields, Stop, Variables
 from asyncllm.server.service import Service
+from asyncllm.text.chat_template import SWITCHES
 
 __all__ = [
     "AnswerFields",

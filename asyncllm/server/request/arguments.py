@@ -19,11 +19,10 @@ from asyncllm.server.openai.requests import ChatRequest, CompletionRequest, Open
 from asyncllm.server.request.fields import ImageOptions, PolicyFields, SamplingFields, Variables
 from asyncllm.server.request.structure import response_format_of
 from asyncllm.server.service import service_of
-from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.chat_template import SWITCHES, ChatTemplate
 
 __all__ = [
     "OPENAI_DEFAULTS",
-    "SWITCHES",
     "Templated",
     "budget_options",
     "chat_config",
@@ -76,10 +75,6 @@ SAME_NAME = (
 
 IDS_PER_KEY = 2**32
 """Above every session id that a body can hold."""
-
-SWITCHES = frozenset({"enable_thinking", "thinking"})
-"""Variables by which Qwen's and DeepSeek's templates switch thinking. Without them a template never thinks, so False
-needs nothing."""
 
 
 def defaults_of(generation: dict[str, Any]) -> GenerationConfig:
@@ -276,9 +271,6 @@ def thinking_options(
     variables = dict(variables or {})
     if effort is not None:
         _set_effort(variables, effort, template, param)
-    for name in variables.keys() - template.variables:
-        if variables[name] is None or (name in SWITCHES and not variables[name]):
-            del variables[name]
     return {"chat_template_kwargs": variables} if variables else {}
 
 
