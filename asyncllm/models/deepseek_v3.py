@@ -17,19 +17,13 @@ from asyncllm.models.latent import (
     latent_fields,
 )
 from asyncllm.models.registry import register
-from asyncllm.models.weights import WeightMap
 
 __all__ = ["DeepseekV3"]
 
 
-class DeepseekV3Config(LatentConfig, frozen=True, kw_only=True):
-    extra_layers: int
-    """Behind the others in the checkpoint: they guess the tokens after the next one."""
-
-
 @register(DeepseekV3ForCausalLM="DeepSeek-V3, V3.1, R1, Kimi-K2")
 class DeepseekV3(LatentDecoder):
-    config: DeepseekV3Config
+    config: LatentConfig
     weights = LATENT_WEIGHTS.replaced(
         {**LATENT_EXPERTS, "model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.mlp.correction:bias"}
     )
@@ -64,15 +58,9 @@ class DeepseekV3(LatentDecoder):
                 **expert_groups(hf, 8, 4),
             ),
         )
-        return DeepseekV3Config(
+        return LatentConfig(
             **fields,
             experts=experts,
             interleaved=hf.flag("rope_interleave", True),
             extra_layers=hf.integer("num_nextn_predict_layers", 1, minimum=0),
         )
-
-    @property
-    def weight_map(self) -> WeightMap:
-        first, config = self.config.num_layers, self.config
-        extra = (f"model.layers.{layer}" for layer in range(first, first + config.extra_layers))
-        return super().weight_map.setting_aside(*extra)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import msgspec
+
+from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.gemma2 import Gemma2
 from asyncllm.models.glm import Glm
 from asyncllm.models.registry import register
@@ -22,3 +25,8 @@ class Glm4(Glm):
     tiny: ClassVar[dict[str, Any]] = {**Glm.tiny, "model_type": "glm4"}
 
     block = Gemma2.block
+
+    @staticmethod
+    def configure(hf: HFConfig, architecture: str) -> ModelConfig:
+        extra = hf.integer("num_nextn_predict_layers", 0, minimum=0)
+        return msgspec.structs.replace(Glm.configure(hf, architecture), extra_layers=extra)

@@ -10,19 +10,12 @@ from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.latent import LATENT_EXPERTS, expert_groups, latent_experts
 from asyncllm.models.qwen3 import QWEN3_WEIGHTS
 from asyncllm.models.registry import register
-from asyncllm.models.weights import WeightMap
 
 __all__ = ["Glm4MoE"]
 
 
-class Glm4MoEConfig(ModelConfig, frozen=True, kw_only=True):
-    extra_layers: int
-    """Behind the others in the checkpoint: they guess the tokens after the next one."""
-
-
 @register(Glm4MoeForCausalLM="GLM-4.5, GLM-4.5-Air, GLM-4.6")
 class Glm4MoE(DecoderLM):
-    config: Glm4MoEConfig
     weights = QWEN3_WEIGHTS.replaced(
         {**LATENT_EXPERTS, "model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.mlp.correction:bias"}
     )
@@ -72,16 +65,10 @@ class Glm4MoE(DecoderLM):
                 **expert_groups(hf),
             ),
         )
-        return Glm4MoEConfig(
+        return ModelConfig(
             **fields,
             qkv_bias=hf.flag("attention_bias", False),
             qk_norm="head" if hf.flag("use_qk_norm", False) else None,
             experts=experts,
             extra_layers=hf.integer("num_nextn_predict_layers", 1, minimum=0),
         )
-
-    @property
-    def weight_map(self) -> WeightMap:
-        first, config = self.config.num_layers, self.config
-        extra = (f"model.layers.{layer}" for layer in range(first, first + config.extra_layers))
-        return super().weight_map.setting_aside(*extra)

@@ -10,21 +10,14 @@ from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.qwen3 import QWEN3_WEIGHTS
 from asyncllm.models.qwen3_moe import QWEN_EXPERTS
 from asyncllm.models.registry import register
-from asyncllm.models.weights import WeightMap
 
 __all__ = ["HYV3"]
 
 _MLP = "model.layers.{i}.mlp"
 
 
-class HYV3Config(ModelConfig, frozen=True, kw_only=True):
-    extra_layers: int
-    """Behind the others in the checkpoint: they guess the tokens after the next one."""
-
-
 @register(HYV3ForCausalLM="Hunyuan 3 preview")
 class HYV3(DecoderLM):
-    config: HYV3Config
     weights = (
         QWEN3_WEIGHTS.replaced(QWEN_EXPERTS)
         .without(f"{_MLP}.gate")
@@ -85,7 +78,7 @@ class HYV3(DecoderLM):
             exact_router=True,
             shared_size=size * hf.integer("num_shared_experts", 1, minimum=0),
         )
-        return HYV3Config(
+        return ModelConfig(
             **fields,
             qkv_bias=bias,
             out_bias=bias,
@@ -93,9 +86,3 @@ class HYV3(DecoderLM):
             experts=experts,
             extra_layers=hf.integer("num_nextn_predict_layers", 1, minimum=0),
         )
-
-    @property
-    def weight_map(self) -> WeightMap:
-        first, config = self.config.num_layers, self.config
-        extra = (f"model.layers.{layer}" for layer in range(first, first + config.extra_layers))
-        return super().weight_map.setting_aside(*extra)

@@ -10,19 +10,12 @@ from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelCo
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.mixtral import Mixtral
 from asyncllm.models.registry import register
-from asyncllm.models.weights import WeightMap
 
 __all__ = ["MiniMaxM2"]
 
 
-class MiniMaxM2Config(ModelConfig, frozen=True, kw_only=True):
-    extra_layers: int
-    """Behind the others in the checkpoint: they guess the tokens after the next one."""
-
-
 @register(MiniMaxM2ForCausalLM="MiniMax-M2, M2.1")
 class MiniMaxM2(DecoderLM):
-    config: MiniMaxM2Config
     weights = Mixtral.weights.replaced(
         {
             "model.layers.{i}.self_attn.q_norm": "layers.{i}.attn.q_norm",
@@ -66,10 +59,4 @@ class MiniMaxM2(DecoderLM):
             corrected=True,
         )
         extra = hf.integer("num_mtp_modules", 0, minimum=0) if hf.flag("use_mtp", True) else 0
-        return MiniMaxM2Config(**fields, qk_norm="whole", experts=experts, extra_layers=extra)
-
-    @property
-    def weight_map(self) -> WeightMap:
-        first, config = self.config.num_layers, self.config
-        extra = (f"model.layers.{layer}" for layer in range(first, first + config.extra_layers))
-        return super().weight_map.setting_aside(*extra)
+        return ModelConfig(**fields, qk_norm="whole", experts=experts, extra_layers=extra)

@@ -57,6 +57,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     intermediate_size: int
     num_layers: int
+    extra_layers: int = 0
+    """Behind the others in the checkpoint, and left out: they guess the tokens after the next one."""
     num_heads: int
     num_kv_heads: int
     head_dim: int

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 
 from asyncllm.models.config import HFConfig
 from asyncllm.models.refused import Refused
-from asyncllm.models.vision.aya_vision import read_aya_vision
+from asyncllm.models.vision.aya_vision import read_aya_vision, read_cohere2_vision
 from asyncllm.models.vision.deepseek_vl_hybrid import read_deepseek_vl_hybrid
 from asyncllm.models.vision.gemma3 import read_gemma3
-from asyncllm.models.vision.glm4v import read_glm4v
+from asyncllm.models.vision.glm4v import read_glm4v, read_glm_ocr
 from asyncllm.models.vision.idefics3 import read_idefics3
 from asyncllm.models.vision.intern_vl import read_intern_vl
 from asyncllm.models.vision.llama4 import read_llama4
@@ -54,21 +54,26 @@ def with_tower(table: WeightMap, vision: TowerConfig) -> WeightMap:
     unused = [f"{prefix}{name}" for name in vision.unused for prefix in ("", "model.")]
     # What the decoder alone leaves out may be the tower.
     aside = [name for name in table.aside if not any(f"{row}.".startswith(f"{name}.") for row in vision.weights)]
-    return WeightMap({**rows, **towers}, ignored=ignored, aside=[*aside, *unused])
+    whole = [each for name in aside for each in prefixed(name)]
+    return WeightMap({**rows, **towers}, ignored=ignored, aside=[*whole, *unused])
 
 
 _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     **PUBLISHED_READERS,
     "AyaVisionForConditionalGeneration": read_aya_vision,
+    "Cohere2VisionForConditionalGeneration": read_cohere2_vision,
     "DeepseekVLForConditionalGeneration": read_deepseek_vl,
     "DeepseekVLHybridForConditionalGeneration": read_deepseek_vl_hybrid,
     "Gemma3ForConditionalGeneration": read_gemma3,
     "Glm46VForConditionalGeneration": read_glm4v,
     "Glm4vForConditionalGeneration": read_glm4v,
     "Glm4vMoeForConditionalGeneration": read_glm4v,
+    "GlmOcrForConditionalGeneration": read_glm_ocr,
     "Idefics3ForConditionalGeneration": read_idefics3,
+    "InternS1ForConditionalGeneration": read_intern_vl,
     "InternVLChatModel": read_intern_vl,
     "InternVLForConditionalGeneration": read_intern_vl,
+    "LightOnOCRForConditionalGeneration": read_lighton_ocr,
     "LightOnOcrForConditionalGeneration": read_lighton_ocr,
     "Llama4ForConditionalGeneration": read_llama4,
     "LlavaForConditionalGeneration": read_llava,
@@ -89,17 +94,21 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
 VISION_MODELS: Mapping[str, str] = {
     **PUBLISHED_MODELS,
     "AyaVisionForConditionalGeneration": "Aya Vision 8B, 32B",
+    "Cohere2VisionForConditionalGeneration": "Command A Vision",
     "DeepseekVLForConditionalGeneration": "DeepSeek-VL 1.3B, as transformers has it",
     "DeepseekVLHybridForConditionalGeneration": "DeepSeek-VL 7B, as transformers has it",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B",
     "Glm46VForConditionalGeneration": "GLM-4.6V-Flash, GLM-4.6V",
     "Glm4vForConditionalGeneration": "GLM-4.1V-9B",
     "Glm4vMoeForConditionalGeneration": "GLM-4.5V",
+    "GlmOcrForConditionalGeneration": "GLM-OCR",
     "Idefics3ForConditionalGeneration": "Idefics3",
+    "InternS1ForConditionalGeneration": "Intern-S1, Intern-S1-mini",
     "InternVLChatModel": "InternVL-Chat 1.1, 1.2 and 1.5, InternVL2, InternVL2.5, InternVL3 and InternVL3.5, as their "
     "authors published them",
     "InternVLForConditionalGeneration": "the same, as transformers has them",
-    "LightOnOcrForConditionalGeneration": "LightOnOCR 1B",
+    "LightOnOCRForConditionalGeneration": "LightOnOCR 1B, as its authors published it",
+    "LightOnOcrForConditionalGeneration": "the same, as transformers has it",
     "Llama4ForConditionalGeneration": "Llama 4 Scout and Maverick",
     "LlavaForConditionalGeneration": "LLaVA 1.5, as llava-hf has it; Pixtral 12B, as transformers has it",
     "LlavaLlamaForCausalLM": "LLaVA 1.5 and 1.6 as their authors published them, with the tower among the weights; "
@@ -126,9 +135,6 @@ _NEITHER = "neither its tower nor its decoder is written yet"
 _SPEAKS = "the entries of its part that sees stand within one that also hears, and are not read"
 
 REFUSED_MODELS: Mapping[str, Refused] = {
-    "Cohere2VisionForConditionalGeneration": Refused(
-        "Command A Vision", "what it writes around tiles is not written yet", "AyaVisionForConditionalGeneration"
-    ),
     "DeepseekOCRForCausalLM": Refused("DeepSeek-OCR", _OWN_TOWER, "DeepseekVLV2ForCausalLM"),
     "Idefics2ForConditionalGeneration": Refused("Idefics2", _OWN_TOWER, "Idefics3ForConditionalGeneration"),
     "Lfm2VlForConditionalGeneration": Refused("LFM2-VL", _OWN_TOWER, "SmolVLMForConditionalGeneration"),

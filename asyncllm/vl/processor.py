@@ -24,7 +24,7 @@ from asyncllm.vl.processing.onevision import OneVisionProcessor
 from asyncllm.vl.processing.pixtral import RowsProcessor
 from asyncllm.vl.processing.qwen import FramesProcessor
 from asyncllm.vl.processing.settings import PictureSettings
-from asyncllm.vl.processing.tiles import NamedTileProcessor, TileVideoProcessor
+from asyncllm.vl.processing.tiles import BrokenTileProcessor, NamedTileProcessor, TileProcessor, TileVideoProcessor
 from asyncllm.vl.processing.video import Qwen3VideoProcessor, QwenVideoProcessor
 from asyncllm.vl.published import ALSO_TEXT, PUBLISHED, UNSAID
 
@@ -191,11 +191,11 @@ def _gemma3(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
-def _glm4v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+def _glm4v(fields: _Fields, settings: _Fields, where: str, token_id: int = 151343) -> ImageProcessor:
     bounds = {"size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}}
     return FramesProcessor(
         PictureSettings({**bounds, **settings}, where),
-        token_id=image_token(fields, 151343),
+        token_id=image_token(fields, token_id),
         placeholder="<|begin_of_image|><|image|><|end_of_image|>",
     )
 
@@ -210,13 +210,20 @@ def _llama4(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
-def _aya_vision(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+def _cohere2_vision(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    vision = {"image_size": 512, "patch_size": 16, **(fields.get("vision_config") or {})}
+    return _aya_vision({**fields, "vision_config": vision}, settings, where, BrokenTileProcessor)
+
+
+def _aya_vision(
+    fields: _Fields, settings: _Fields, where: str, kind: type[TileProcessor] = NamedTileProcessor
+) -> ImageProcessor:
     vision = {"image_size": 384, "patch_size": 14, **(fields.get("vision_config") or {})}
     side = vision["image_size"]
-    return NamedTileProcessor(
+    return kind(
         PictureSettings(settings, where, mean=HALVES, std=HALVES),
         token_id=image_token(fields, 255036),
-        placeholder="<|START_OF_IMG|>TILE_GLOBAL<|IMG_PATCH|><|END_OF_IMG|>",
+        placeholder="<|START_OF_IMG|><|IMG_PATCH|><|END_OF_IMG|>",
         before=(),
         after=(),
         side=side,
@@ -301,15 +308,19 @@ _qwen3 = partial(_qwen, kind=Qwen3VideoProcessor)
 _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     **PUBLISHED,
     "AyaVisionForConditionalGeneration": _aya_vision,
+    "Cohere2VisionForConditionalGeneration": _cohere2_vision,
     "DeepseekVLForConditionalGeneration": _deepseek,
     "DeepseekVLHybridForConditionalGeneration": _deepseek_hybrid,
     "Gemma3ForConditionalGeneration": _gemma3,
     "Glm46VForConditionalGeneration": _glm4v,
     "Glm4vForConditionalGeneration": _glm4v,
     "Glm4vMoeForConditionalGeneration": _glm4v,
+    "GlmOcrForConditionalGeneration": partial(_glm4v, token_id=59280),
     "Idefics3ForConditionalGeneration": _idefics3,
+    "InternS1ForConditionalGeneration": _intern,
     "InternVLChatModel": _intern,
     "InternVLForConditionalGeneration": _intern,
+    "LightOnOCRForConditionalGeneration": _lighton_ocr,
     "LightOnOcrForConditionalGeneration": _lighton_ocr,
     "Llama4ForConditionalGeneration": _llama4,
     "LlavaForConditionalGeneration": _llava,

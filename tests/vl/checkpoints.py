@@ -19,9 +19,11 @@ from torch import Tensor
 
 from asyncllm import Response
 from tests.checkpoints import perturb, write_tokenizer
-from tests.vl.kinds import IMAGE_ID, KINDS, TEXT
+from tests.vl.cohere2_pictures import cohere2_pictures
+from tests.vl.kinds import KINDS
 from tests.vl.llama4_pictures import llama4_pictures
 from tests.vl.published.families import PUBLISHED
+from tests.vl.tiny_parts import IMAGE_ID, TEXT
 
 __all__ = [
     "ALL_KINDS",
@@ -101,6 +103,8 @@ def image_processor_of(folder: Path) -> Any:
     fields = json.loads((folder / "preprocessor_config.json").read_text())
     if fields["image_processor_type"] == "Llama4ImageProcessor":
         return llama4_pictures(fields)
+    if fields["image_processor_type"] == "Cohere2VisionImageProcessor":
+        return cohere2_pictures(fields)
     # Not torchvision's where that is installed: its resized pixels differ by one step of 255.
     return AutoImageProcessor.from_pretrained(folder, backend="pil")
 

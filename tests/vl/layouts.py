@@ -145,6 +145,20 @@ def written_anew(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
     }
 
 
+def called(name: str) -> Callable[[Fields, Tensors], tuple[Fields, Tensors]]:
+    """The same under another name."""
+    return lambda fields, tensors: ({**fields, "architectures": [name]}, tensors)
+
+
+def guessing_glm(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    """A layer behind the others guesses further tokens."""
+    fields["text_config"]["num_nextn_predict_layers"] = 1
+    layer = {
+        name.replace(".layers.1.", ".layers.2."): tensor + 1 for name, tensor in tensors.items() if ".layers.1." in name
+    }
+    return fields, {**tensors, **layer, "model.language_model.layers.2.eh_proj.weight": torch.zeros(32, 64)}
+
+
 LAYOUTS: list[tuple[str, Callable[[Fields, Tensors], tuple[Fields, Tensors]], str | None]] = [
     ("qwen2_vl", flat_qwen, None),
     ("qwen2_5_vl", flat_qwen, None),
@@ -155,6 +169,9 @@ LAYOUTS: list[tuple[str, Callable[[Fields, Tensors], tuple[Fields, Tensors]], st
     ("qwen3_vl_moe", written_anew, None),
     ("internvl", remote_intern, "InternVLChatModel"),
     ("internvl_6b", remote_intern, "InternVLChatModel"),
+    ("internvl_6b", called("InternS1ForConditionalGeneration"), "InternS1ForConditionalGeneration"),
+    ("lighton_ocr", called("LightOnOCRForConditionalGeneration"), "LightOnOCRForConditionalGeneration"),
+    ("glm_ocr", guessing_glm, None),
 ]
 """Kind, what config.json and the tensors become, and the class that the file names, if it is another."""
 

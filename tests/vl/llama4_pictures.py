@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-__all__ = ["llama4_pictures"]
+__all__ = ["llama4_pictures", "stand_ins"]
 
 
 def llama4_pictures(fields: Mapping[str, Any], *, by_torch: bool = False) -> Any:
@@ -25,7 +25,7 @@ def llama4_pictures(fields: Mapping[str, Any], *, by_torch: bool = False) -> Any
     preprocessor_config.json. `by_torch`: resized by torch."""
     from transformers.image_utils import SizeDict
 
-    with _stand_ins():
+    with stand_ins():
         module = import_module("transformers.models.llama4.image_processing_llama4")
     size = SizeDict(**fields["size"])
 
@@ -74,7 +74,7 @@ def _padded(images: Tensor, padding: Sequence[int], fill: Sequence[int]) -> Tens
 
 
 @contextmanager
-def _stand_ins() -> Iterator[None]:
+def stand_ins() -> Iterator[None]:
     """Have modules of torchvision's names, and a base class that asks for none of them."""
     import transformers.image_processing_backends as backends
     from transformers.image_processing_utils import BaseImageProcessor

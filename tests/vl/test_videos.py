@@ -17,7 +17,7 @@ from asyncllm.agent.image_features import ImageFeatures
 from asyncllm.vl.processor import open_processor
 from tests.server.serving import serving
 from tests.vl.checkpoints import folder_of, image_processor_of, picture
-from tests.vl.kinds import IMAGE_ID
+from tests.vl.tiny_parts import IMAGE_ID
 
 pytestmark = pytest.mark.anyio
 

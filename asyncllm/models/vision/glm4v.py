@@ -1,4 +1,5 @@
-"""GLM-4.1V, GLM-4.6V-Flash, which is the same under another name, and GLM-4.5V and GLM-4.6V, which have experts."""
+"""GLM-4.1V, GLM-4.6V-Flash, which is the same under another name, GLM-4.5V and GLM-4.6V, which have experts, and
+GLM-OCR."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from asyncllm.models.config import HFConfig
 from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, axes_of, part_of, square_of, text_of
 from asyncllm.vl.towers.glm4v import Glm4vConfig
 
-__all__ = ["read_glm4v"]
+__all__ = ["read_glm4v", "read_glm_ocr"]
 
 
 def read_glm4v(hf: HFConfig) -> Composed:
@@ -22,26 +23,55 @@ def read_glm4v(hf: HFConfig) -> Composed:
     }
     text = text.changed({**usual, **text.fields, "attention_bias": True})
     text, axes = axes_of(text, usual=(8, 12, 12))
-    part = part_of(hf, "vision_config")
-    hidden, heads = part.integer("hidden_size", 1536), part.integer("num_heads", 12)
+    part = part_of(hf, "vision_config", {"hidden_size": 1536, "num_heads": 12})
+    part.expect("attention_bias", False)
+    vision = _tower(
+        part,
+        text,
+        inner=part.integer("out_hidden_size", 4096),
+        merger=part.integer("intermediate_size", 13696),
+        side=square_of(part, "image_size", 336) // square_of(part, "patch_size", 14),
+    )
+    return Composed(text, "Glm4MoeForCausalLM" if sparse else "Glm4ForCausalLM", vision, axes)
+
+
+def read_glm_ocr(hf: HFConfig) -> Composed:
+    text, _ = text_of(hf)
+    text.expect("model_type", "glm_ocr_text")
+    usual = {"rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1, "num_key_value_heads": 8}
+    text, axes = axes_of(text.changed({**usual, **text.fields, "attention_bias": False}), usual=(8, 12, 12))
+    part = part_of(hf, "vision_config", {"hidden_size": 1024, "num_heads": 16})
+    vision = _tower(
+        part,
+        text,
+        inner=part.integer("intermediate_size", 4096),
+        merger=part.integer("out_hidden_size", 1536) * 3,
+        bias=part.flag("attention_bias", True),
+    )
+    return Composed(text, "Glm4ForCausalLM", vision, axes)
+
+
+def _tower(
+    part: HFConfig, text: HFConfig, *, inner: int, merger: int, side: int | None = None, bias: bool = False
+) -> Glm4vConfig:
+    """`inner` and `merger`: features within the blocks' MLPs and the projector. `side`, `bias`: as in the result."""
+    hidden, heads = part.integer("hidden_size"), part.integer("num_heads")
     if hidden % heads or hidden // heads % 4:
         part.invalid("num_heads", "which leaves heads of a size that is no multiple of 4")
     part.expect("in_channels", 3)
-    part.expect("attention_bias", False)
     part.expect("hidden_act", *TOWER_ACTIVATIONS)
     part.expect("out_hidden_size", text.integer("hidden_size"))
-    patch = square_of(part, "patch_size", 14)
-    vision = Glm4vConfig(
+    return Glm4vConfig(
         hidden_size=hidden,
-        intermediate_size=part.integer("out_hidden_size", 4096),
-        merger_size=part.integer("intermediate_size", 13696),
+        intermediate_size=inner,
+        merger_size=merger,
         num_layers=part.integer("depth", 24),
         num_heads=heads,
-        patch_size=patch,
+        patch_size=square_of(part, "patch_size", 14),
         frames=part.integer("temporal_patch_size", 2),
         merge=part.integer("spatial_merge_size", 2),
         activation=TOWER_ACTIVATIONS[part.fields.get("hidden_act", "silu")],
         eps=part.number("rms_norm_eps", 1e-5),
-        side=square_of(part, "image_size", 336) // patch,
+        side=side,
+        bias=bias,
     )
-    return Composed(text, "Glm4MoeForCausalLM" if sparse else "Glm4ForCausalLM", vision, axes)

@@ -16,7 +16,7 @@ from asyncllm.vl.processing.sampling import Asked, asked_of, check_numbers, chec
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, is_low, refuse_options, resized
 from asyncllm.vl.video_files import Recording, open_clip
 
-__all__ = ["NamedTileProcessor", "TileProcessor", "TileVideoProcessor", "tile_grid"]
+__all__ = ["BrokenTileProcessor", "NamedTileProcessor", "TileProcessor", "TileVideoProcessor", "tile_grid"]
 
 MAX_TILES = 128
 FRAMES = 8
@@ -39,6 +39,18 @@ def tile_grid(width: int, height: int, tile: int, least: int, most: int) -> tupl
         if away < nearest or (away == nearest and width * height > 0.5 * tile * tile * columns * rows):
             best, nearest = (columns, rows), away
     return best
+
+
+def roomy_grid(width: int, height: int, tile: int, most: int) -> tuple[int, int]:
+    """Return columns and rows: the smallest in which an image fits as large as it is, or the ones that shrink it
+    least."""
+
+    def scale(shape: tuple[int, int]) -> float:
+        return min(shape[0] * tile / width, shape[1] * tile / height)
+
+    shapes = _shapes(1, most)
+    roomy = [each for each in shapes if scale(each) >= 1]
+    return min(roomy, key=scale) if roomy else max(shapes, key=scale)
 
 
 class TileProcessor:
@@ -69,7 +81,7 @@ class TileProcessor:
         most = self._most_tiles(options)
         loaded = load_image(image)
         side, resample = self._side, self.settings.resample
-        columns, rows = tile_grid(loaded.width, loaded.height, side, min(self._least, most), most)
+        columns, rows = self._grid(loaded.width, loaded.height, most)
         canvas = np.asarray(resized(loaded, rows * side, columns * side, resample))
         tiles = canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
         if self._thumbnail and len(tiles) > 1:
@@ -80,6 +92,10 @@ class TileProcessor:
             pixels=self.settings.numbers(tiles),
             size=(loaded.height, loaded.width),
         )
+
+    def _grid(self, width: int, height: int, most: int) -> tuple[int, int]:
+        """Return columns and rows of an image of this size, so many tiles at most."""
+        return tile_grid(width, height, self._side, min(self._least, most), most)
 
     def _most_tiles(self, options: Mapping[str, Any]) -> int:
         """Return how many tiles a part of a message allows. Raises InvalidParameter."""
@@ -99,6 +115,20 @@ class NamedTileProcessor(TileProcessor):
         tiles = "".join(f"TILE_{number}{place}" for number in range(1, count))
         text = f"<|START_OF_IMG|>{tiles}TILE_GLOBAL{place}<|END_OF_IMG|>"
         return msgspec.structs.replace(tiled, text=text, slots=(self._tokens,) * count)
+
+
+class BrokenTileProcessor(TileProcessor):
+    """Each tile is a place in the prompt, with a line break behind it (Command A Vision)."""
+
+    def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
+        tiled = super().prepare(image, options)
+        count = len(tiled.pixels)
+        tiles = "<|IMG_PATCH|><|IMG_LINE_BREAK|>" * count
+        text = f"<|START_OF_IMG|>{tiles}<|END_OF_IMG|>"
+        return msgspec.structs.replace(tiled, text=text, slots=(self._tokens,) * count)
+
+    def _grid(self, width: int, height: int, most: int) -> tuple[int, int]:
+        return roomy_grid(width, height, self._side, most)
 
 
 class TileVideoProcessor(TileProcessor):

@@ -1,4 +1,5 @@
-"""The tower of Aya Vision (Dash et al., 2025): SigLIP over tiles, squares of patches as one token, and a gated MLP."""
+"""The tower of Aya Vision (Dash et al., 2025) and Command A Vision: SigLIP over tiles, squares of patches as one token,
+and a gated MLP, with a norm in front of it in the former."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class AyaVisionConfig(TowerConfig, frozen=True, kw_only=True):
     fold: int
     """Patches along a side of the square that becomes a token."""
     projector_size: int
-    eps: float
+    eps: float | None
+    """Of the norm; None for none."""
 
     def build(self, hidden_size: int) -> AyaVisionTower:
         return AyaVisionTower(self, hidden_size)
@@ -43,7 +45,7 @@ class AyaVisionConfig(TowerConfig, frozen=True, kw_only=True):
 
     @property
     def unused(self) -> Sequence[str]:
-        names = ("post_layernorm", "head")
+        names = ("head",) if self.encoder.final_norm else ("post_layernorm", "head")
         return [f"{source}.{name}" for source in ("vision_tower", "vision_tower.vision_model") for name in names]
 
 
@@ -53,7 +55,7 @@ class AyaVisionTower(PlannedTower):
         self.config = config
         folded = config.encoder.hidden_size * config.fold**2
         self.encoder = ClipEncoder(config.encoder)
-        self.norm = LayerNorm(folded, config.eps)
+        self.norm = None if config.eps is None else LayerNorm(folded, config.eps)
         self.projector_1 = Dense(folded, 2 * config.projector_size)
         self.projector_2 = Dense(config.projector_size, hidden_size)
 
@@ -64,7 +66,8 @@ class AyaVisionTower(PlannedTower):
     def look(self, shown: Shown) -> Tensor:
         """pixels [N, 3, size, size] -> [N * tokens, hidden]."""
         x = self.encoder(shown.tensors[0].to(self.projector_1.weight.dtype), self.config.read_layers)
-        up, gate = self.projector_1(self.norm(self._folded(x))).chunk(2, -1)
+        squares = self._folded(x)
+        up, gate = self.projector_1(squares if self.norm is None else self.norm(squares)).chunk(2, -1)
         projected: Tensor = self.projector_2(F.silu(gate) * up)
         return projected
 

@@ -1,8 +1,10 @@
 """The tower of GLM-4.1V (GLM-V Team, 2025): Qwen2-VL's patches with learned positions that are stretched over an image,
-squares of them folded by a convolution, and a gated projector."""
+squares of them folded by a convolution, and a gated projector. GLM-OCR's has norms of queries and keys in the place of
+learned positions."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -26,8 +28,11 @@ class Glm4vConfig(PatchesConfig, frozen=True, kw_only=True):
     merger_size: int
     """Inner features of the projector."""
     eps: float
-    side: int
-    """Of the square grid of learned positions, which is stretched over an image."""
+    side: int | None
+    """Of the square grid of learned positions, which is stretched over an image; None for norms of queries and keys in
+    their place (GLM-OCR)."""
+    bias: bool = False
+    """Of the blocks' products."""
 
     def build(self, hidden_size: int) -> Glm4vTower:
         return Glm4vTower(self, hidden_size)
@@ -39,6 +44,7 @@ class Glm4vConfig(PatchesConfig, frozen=True, kw_only=True):
             **self.trunk_weights({theirs: GATED[name] for theirs, name in names.items()}),
             "visual.post_conv_layernorm": "vision.first_norm",
             "visual.embeddings.position_embedding": "vision.positions",
+            **{f"visual.blocks.{{i}}.attn.{name}_norm": f"vision.layers.{{i}}.{name}_norm" for name in ("q", "k")},
             "visual.post_layernorm": "vision.last_norm",
             "visual.downsample": "vision.fold",
             "visual.merger.proj": "vision.projector",
@@ -53,8 +59,9 @@ class Glm4vTower(PlannedTower):
         self.config = config
         size = config.hidden_size
         self.patches = PatchEmbedding((config.frames, config.patch_size, config.patch_size), size, bias=True)
-        self.first_norm, self.last_norm = RMSNorm(size, config.eps), RMSNorm(size, config.eps)
-        self.positions = Table(config.side**2, size)
+        self.first_norm = None if config.side is None else RMSNorm(size, config.eps)
+        self.positions = None if config.side is None else Table(config.side**2, size)
+        self.last_norm = RMSNorm(size, config.eps)
         self.layers = nn.ModuleList(
             PatchBlock(
                 size,
@@ -63,8 +70,9 @@ class Glm4vTower(PlannedTower):
                 norm=RMSNorm,
                 activation=config.activation,
                 gated=True,
-                bias=False,
+                bias=config.bias,
                 eps=config.eps,
+                head_norms=config.side is None,
             )
             for _ in range(config.num_layers)
         )
@@ -76,7 +84,7 @@ class Glm4vTower(PlannedTower):
         self.down = Dense(config.merger_size, hidden_size, bias=False)
 
     def show(self, images: Sequence[PromptImage]) -> Shown:
-        config, device, grids = self.config, self.positions.weight.device, grids_of(images)
+        config, device, grids = self.config, self.projector.weight.device, grids_of(images)
         lengths = [rows * columns * config.merge**2 for rows, columns in grids]
         sizes = torch.tensor(grids).repeat_interleave(torch.tensor(lengths), 0) * config.merge
         tensors = (pixels_of(images, config.frames), square_places(grids, config.merge), sizes)
@@ -85,8 +93,10 @@ class Glm4vTower(PlannedTower):
     def look(self, shown: Shown) -> Tensor:
         config, square = self.config, self.config.merge**2
         (pixels, places, sizes), (whole,) = shown
-        x = self.first_norm(self.patches(in_time(pixels, config.frames)))
-        x = x + self._positions(places.flatten(0, 1), sizes).to(x.dtype)
+        x = self.patches(in_time(pixels, config.frames))
+        if self.first_norm is not None and self.positions is not None:
+            x = self.first_norm(x)
+            x = x + _stretched(self.positions(), places.flatten(0, 1), sizes).to(x.dtype)
         rotation = square_rotation(places, config.hidden_size // config.num_heads)
         for layer in self.layers:
             x = layer(x, rotation, whole)
@@ -95,14 +105,15 @@ class Glm4vTower(PlannedTower):
         features: Tensor = self.down(ACTIVATIONS[config.activation](self.gate(x)) * self.up(x))
         return features
 
-    def _positions(self, places: Tensor, sizes: Tensor) -> Tensor:
-        """Return learned positions of the patches [T, hidden], by cubic interpolation in the stretched grid. places
-        and sizes [T, 2]: a patch's row and column, and how many patches its image has along them."""
-        side = self.config.side
-        along = (places + 0.5) / sizes * 2 - 1
-        table = self.positions().float().view(side, side, -1).permute(2, 0, 1)[None]
-        # Columns come first.
-        sampled = F.grid_sample(
-            table, along.flip(-1)[None, :, None], mode="bicubic", align_corners=False, padding_mode="border"
-        )
-        return sampled[0, :, :, 0].T
+
+def _stretched(learned: Tensor, places: Tensor, sizes: Tensor) -> Tensor:
+    """Return positions of the patches [T, hidden], by cubic interpolation in the stretched grid of learned ones [side *
+    side, hidden]. places and sizes [T, 2]: a patch's row and column, and how many patches its image has along them."""
+    side = math.isqrt(len(learned))
+    along = (places + 0.5) / sizes * 2 - 1
+    table = learned.float().view(side, side, -1).permute(2, 0, 1)[None]
+    # Columns come first.
+    sampled = F.grid_sample(
+        table, along.flip(-1)[None, :, None], mode="bicubic", align_corners=False, padding_mode="border"
+    )
+    return sampled[0, :, :, 0].T

@@ -147,7 +147,8 @@ def square_rotation(places: Tensor, head_dim: int) -> Rotation:
 
 class PatchBlock(Layer):
     """A block over patches that are turned by their places, norms first. `gated`: of its MLP. `interleaved`: neighbours
-    among a head's features are turned together, instead of those half a head apart."""
+    among a head's features are turned together, instead of those half a head apart. `head_norms`: each head's queries
+    and keys are normed before they are turned."""
 
     def __init__(
         self,
@@ -161,9 +162,12 @@ class PatchBlock(Layer):
         bias: bool = True,
         eps: float = EPS,
         interleaved: bool = False,
+        head_norms: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads, self._interleaved = num_heads, interleaved
+        self.q_norm = norm(size // num_heads, eps) if head_norms else None
+        self.k_norm = norm(size // num_heads, eps) if head_norms else None
         self.attn_norm, self.mlp_norm = norm(size, eps), norm(size, eps)
         self.qkv, self.out = JoinedQKV(size, 3 * size, bias=bias), Dense(size, size, bias=bias)
         self.mlp = GatedMLP(size, inner, activation, bias=bias) if gated else None
@@ -174,6 +178,9 @@ class PatchBlock(Layer):
     def forward(self, x: Tensor, rotation: Rotation, segments: Segments) -> Tensor:
         """x [T, hidden], of segments that attend to themselves -> the same."""
         qkv = self.qkv(self.attn_norm(x)).view(len(x), 3 * self.num_heads, -1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = qkv.chunk(3, 1)
+            qkv = torch.cat([self.q_norm(q.contiguous()), self.k_norm(k.contiguous()), v], 1)
         kernels.rotate_heads(qkv[:, : 2 * self.num_heads], rotation, interleaved=self._interleaved)
         q, k, v = qkv.chunk(3, 1)
         attended = kernels.segment_attention(q, k, v, segments)

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from tests.vl.kinds import IMAGE_ID, TEXT
 from tests.vl.published.eva import PATCH, SIDE, TOWER, WIDTH, Eva, shared_positions, squeezed
 from tests.vl.published.model import PublishedModel
+from tests.vl.tiny_parts import IMAGE_ID, TEXT
 
 __all__ = ["CogVLM", "CogVLM2"]
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from tests.vl.kinds import TEXT
 from tests.vl.published.model import PublishedModel, normalized
+from tests.vl.tiny_parts import TEXT
 
 __all__ = ["DeepseekVL2", "DeepseekVL2Tiny"]
 

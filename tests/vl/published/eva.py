@@ -12,8 +12,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tests.remote_layouts import LAYOUTS
-from tests.vl.kinds import IMAGE_ID, TEXT
 from tests.vl.published.model import PublishedModel, normalized
+from tests.vl.tiny_parts import IMAGE_ID, TEXT
 
 __all__ = ["Eva", "Glm4v9b", "shared_positions", "squeezed"]
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from tests.vl.kinds import TEXT
 from tests.vl.published.model import PublishedModel, normalized
+from tests.vl.tiny_parts import TEXT
 
 __all__ = ["MiniCPMV25", "MiniCPMV26"]
 

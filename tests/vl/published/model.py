@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from tests.vl.kinds import IMAGE_ID
+from tests.vl.tiny_parts import IMAGE_ID
 
 __all__ = ["CLIP_MEAN", "CLIP_STD", "PublishedModel", "normalized"]
 

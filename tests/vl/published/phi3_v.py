@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from tests.vl.kinds import CLIP, TEXT
 from tests.vl.published.model import CLIP_MEAN, CLIP_STD, PublishedModel, normalized
+from tests.vl.tiny_parts import CLIP, TEXT
 
 __all__ = ["Phi3V"]
 

@@ -14,8 +14,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tests.remote_layouts import LAYOUTS
-from tests.vl.kinds import CLIP, TEXT
 from tests.vl.published.model import PublishedModel, normalized
+from tests.vl.tiny_parts import CLIP, TEXT
 
 __all__ = ["XComposer2", "XComposer24khd", "XComposer25"]
 

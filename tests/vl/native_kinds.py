@@ -1,0 +1,204 @@
+"""Kinds of tiny checkpoints whose towers take images of any size as patches: Qwen's and GLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.vl.tiny_parts import CLIP_PICTURES, IMAGE_ID, TEXT, Kind
+
+__all__ = ["NATIVE_KINDS"]
+
+_QWEN_PICTURES = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "min_pixels": 8 * 8,
+    "max_pixels": 8 * 8 * 60,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": CLIP_PICTURES["image_mean"],
+    "image_std": CLIP_PICTURES["image_std"],
+}
+_QWENTEXT = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 3, 3]}}
+_QWEN_TOKENS = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
+
+
+def _qwen2_vl() -> Kind:
+    from transformers import Qwen2VLConfig
+
+    tower = {"embed_dim": 32, "hidden_size": 32, "depth": 2, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}
+    ids = {"image_token_id": IMAGE_ID, "vision_start_token_id": IMAGE_ID + 1, "vision_end_token_id": IMAGE_ID + 2}
+    config = Qwen2VLConfig(vision_config=tower, text_config=_QWENTEXT, **ids, video_token_id=IMAGE_ID + 3)
+    return config, _QWEN_PICTURES, _QWEN_TOKENS, None
+
+
+def _qwen2_5_vl() -> Kind:
+    from transformers import Qwen2_5_VLConfig
+
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "out_hidden_size": 32,
+        "depth": 3,
+        "num_heads": 2,
+        "patch_size": 4,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    }
+    ids = {"image_token_id": IMAGE_ID, "vision_start_token_id": IMAGE_ID + 1, "vision_end_token_id": IMAGE_ID + 2}
+    config = Qwen2_5_VLConfig(vision_config=tower, text_config=_QWENTEXT, **ids, video_token_id=IMAGE_ID + 3)
+    pictures = {**_QWEN_PICTURES, "min_pixels": 8 * 8 * 2}
+    return config, pictures, _QWEN_TOKENS, None
+
+
+def _qwen3_vl() -> Kind:
+    from transformers import Qwen3VLConfig
+
+    return Qwen3VLConfig(**_qwen3_fields({**TEXT, "num_hidden_layers": 4})), _QWEN3_PICTURES, _QWEN_TOKENS, None
+
+
+def _qwen3_vl_moe() -> Kind:
+    from transformers import Qwen3VLMoeConfig
+
+    text = {**TEXT, "num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return Qwen3VLMoeConfig(**_qwen3_fields(text)), _QWEN3_PICTURES, _QWEN_TOKENS, None
+
+
+def _qwen3_5() -> Kind:
+    from transformers import Qwen3_5Config
+
+    return Qwen3_5Config(**_qwen3_5_fields({"intermediate_size": 48})), _QWEN3_PICTURES, _QWEN_TOKENS, None
+
+
+def _qwen3_5_moe() -> Kind:
+    from transformers import Qwen3_5MoeConfig
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    text = {**experts, "shared_expert_intermediate_size": 24}
+    return Qwen3_5MoeConfig(**_qwen3_5_fields(text)), _QWEN3_PICTURES, _QWEN_TOKENS, None
+
+
+def _qwen3_5_fields(text: dict[str, Any]) -> dict[str, Any]:
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    kinds = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    common = {key: value for key, value in TEXT.items() if key != "intermediate_size"}
+    own = {"linear_value_head_dim": 8, "rms_norm_eps": 0.1, "partial_rotary_factor": 0.5}
+    fields = _qwen3_fields({**common, **delta, **kinds, **own, **text})
+    fields["vision_config"].pop("deepstack_visual_indexes")
+    fields["text_config"]["rope_parameters"] = {**rope, "partial_rotary_factor": 0.5}
+    return fields
+
+
+_QWEN3_PICTURES = {**_QWEN_PICTURES, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+
+
+def _qwen3_fields(text: dict[str, Any]) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]}
+    return {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 44,
+            "out_hidden_size": 32,
+            "depth": 4,
+            "num_heads": 2,
+            "patch_size": 4,
+            "num_position_embeddings": 25,
+            "deepstack_visual_indexes": [0, 2],
+        },
+        "text_config": {**text, "rope_parameters": rope},
+        "image_token_id": IMAGE_ID,
+        "vision_start_token_id": IMAGE_ID + 1,
+        "vision_end_token_id": IMAGE_ID + 2,
+        "video_token_id": IMAGE_ID + 3,
+    }
+
+
+def _glm4v() -> Kind:
+    from transformers import Glm4vConfig
+
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "out_hidden_size": 32,
+        "depth": 3,
+        "num_heads": 2,
+        "patch_size": 4,
+        "image_size": 20,
+    }
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+    text = {key: value for key, value in TEXT.items() if key != "head_dim"}
+    config = Glm4vConfig(
+        vision_config=tower,
+        text_config={**text, "rope_parameters": rope},
+        image_token_id=IMAGE_ID,
+        image_start_token_id=IMAGE_ID + 1,
+        image_end_token_id=IMAGE_ID + 2,
+        video_token_id=319,
+        video_start_token_id=318,
+        video_end_token_id=317,
+    )
+    pictures = {key: value for key, value in _QWEN_PICTURES.items() if not key.endswith("_pixels")}
+    pictures |= {
+        "image_processor_type": "Glm4vImageProcessor",
+        "size": {"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 2 * 40},
+    }
+    return config, pictures, ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>"], None
+
+
+def _glm46v() -> Kind:
+    from transformers import Glm46VConfig
+
+    config, pictures, tokens, template = _glm4v()
+    fields = {key: each for key, each in config.to_dict().items() if key != "model_type"}
+    return Glm46VConfig(**fields), {**pictures, "image_processor_type": "Glm46VImageProcessor"}, tokens, template
+
+
+def _glm4v_moe() -> Kind:
+    from transformers import Glm4vMoeConfig
+
+    config, pictures, tokens, template = _glm4v()
+    fields = {key: each for key, each in config.to_dict().items() if key != "model_type"}
+    text = {key: each for key, each in fields["text_config"].items() if key != "model_type"} | {
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.5,
+    }
+    tower = {key: each for key, each in fields["vision_config"].items() if key != "model_type"}
+    return Glm4vMoeConfig(**{**fields, "text_config": text, "vision_config": tower}), pictures, tokens, template
+
+
+def _glm_ocr() -> Kind:
+    from transformers import GlmOcrConfig
+
+    config, pictures, tokens, template = _glm4v()
+    fields = {key: each for key, each in config.to_dict().items() if key != "model_type"}
+    text, tower = (
+        {key: each for key, each in fields[part].items() if key != "model_type"}
+        for part in ("text_config", "vision_config")
+    )
+    # Heads that are no share of the width, as its own are.
+    text |= {"head_dim": 24, "rope_parameters": {**text["rope_parameters"], "mrope_section": [1, 2, 3]}}
+    tower |= {"attention_bias": True}
+    return (
+        GlmOcrConfig(**{**fields, "text_config": text, "vision_config": tower}),
+        {**pictures, "image_processor_type": "Glm46VImageProcessor"},
+        tokens,
+        template,
+    )
+
+
+NATIVE_KINDS = {
+    "qwen2_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_moe": _qwen3_5_moe,
+    "glm4v": _glm4v,
+    "glm46v": _glm46v,
+    "glm4v_moe": _glm4v_moe,
+    "glm_ocr": _glm_ocr,
+}
+"""Of each, what makes it."""
