@@ -139,7 +139,7 @@ def _save_native(fields: Mapping[str, Any], folder: Path, seed: int, dtype: torc
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if layout is not None and layout.patch is not None:
         layout.patch(model)
-    perturb(model, seed, offset=0.0 if model_type == "nemotron" or "gemma" in model_type else 1.0)
+    perturb(model, seed, offset=0.0 if _stores_less(model_type) else 1.0)
     model.to(dtype).save_pretrained(folder)
 
 
@@ -161,6 +161,11 @@ def _rewrite(folder: Path, fields: Mapping[str, Any], layout: Layout) -> None:
     _write_json(folder / "config.json", {**fields, **named})
 
 
+def _stores_less(model_type: str) -> bool:
+    """Return whether norms store less than their weights, by 1."""
+    return model_type in ("nemotron", "vaultgemma", "gemma", "gemma2", "gemma3_text", "gemma3")
+
+
 def perturb(model: torch.nn.Module, seed: int = 0, *, offset: float = 1.0) -> None:
     """Fill every parameter with numbers of its own; weights of norms lie around `offset`."""
     with torch.no_grad():
@@ -169,6 +174,8 @@ def perturb(model: torch.nn.Module, seed: int = 0, *, offset: float = 1.0) -> No
         for name, buffer in model.named_buffers():
             if name.endswith(("correction_bias", "act_fn.beta", "expert_bias")):
                 buffer.copy_(_perturbed(name, buffer, offset, seed))
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(1.0 + _perturbed(name, buffer, offset, seed))
 
 
 def _perturbed(name: str, parameter: Tensor, offset: float, seed: int) -> Tensor:
@@ -188,7 +195,7 @@ _LEGACY_NAMES: dict[str, dict[str, str]] = {
 
 def _rewrite_as_legacy(file: Path) -> None:
     config = json.loads(file.read_text(encoding="utf-8"))
-    rope = config.pop("rope_parameters", None)
+    rope = None if config["model_type"] == "gemma4_text" else config.pop("rope_parameters", None)
     if "dtype" in config:
         config["torch_dtype"] = config.pop("dtype")
     if not rope:

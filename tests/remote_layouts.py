@@ -367,6 +367,28 @@ LAYOUTS: dict[str, Layout] = {
             "multi_modal_projector.linear_1.weight": torch.ones(8, 8),
         },
     ),
+    "gemma4_towers": Layout(
+        "gemma4",
+        "gemma4",
+        "gemma4_text",
+        "Gemma4ForConditionalGeneration",
+        extra={"attention_k_eq_v": False, "use_double_wide_mlp": False},
+        dropped=("num_global_key_value_heads",),
+        nested="text_config",
+        rename=lambda tensors, fields: {
+            **{name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()},
+            "model.language_model.layers.5.self_attn.k_proj.weight": torch.ones(24, 64),
+            "model.vision_tower.patch_embedder.input_proj.weight": torch.ones(8, 8),
+            "model.embed_audio.embedding_projection.weight": torch.ones(8, 8),
+        },
+    ),
+    "gemma4_31b": Layout(
+        "gemma4",
+        "gemma4_text",
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        extra={"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    ),
     "falcon_h1_plain": Layout(
         "falcon_h1",
         "falcon_h1",

@@ -10,6 +10,7 @@ multiplies cosines and sines:
     qwen      the same by steps: the growth is 2^ceil(log2(L / max) + 1) - 1, at least 1 (Qwen's first generation)
     yarn      high frequencies kept, low ones divided, a ramp between (Peng et al., 2023)
     llama3    the same idea with wavelength bounds (Llama 3.1's reference code)
+    proportional  the first `turned` of the head's pairs are turned, the others stay (Gemma 4)
     longrope  searched divisors per frequency, one set for short and one for long contexts (Ding et al., 2024)
 """
 
@@ -33,7 +34,7 @@ __all__ = ["ROPE_LENS", "LogScaling", "QueryScaling", "RopeConfig", "RopeKind", 
 ROPE_LENS = Column(name="rope_lens", dtype=torch.int64, per="token", padding=1, of_slot=lambda start: start.num_prompt)
 """The prompt length of each token's sequence, which fixes its dynamic NTK base."""
 
-RopeKind = Literal["default", "linear", "dynamic", "qwen", "yarn", "llama3", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "qwen", "yarn", "llama3", "longrope", "proportional"]
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +45,9 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     dim: int
     """Rotated features per head: R, even."""
     factor: float = 1.0
-    """linear, dynamic, yarn, llama3."""
+    """linear, dynamic, yarn, llama3, proportional."""
+    turned: int = 0
+    """proportional: how many of the R/2 pairs."""
     original_max_position: int = 0
     """dynamic, qwen: where growth begins; yarn, llama3, longrope: the context before extension."""
     low_freq_factor: float = 1.0
@@ -149,6 +152,10 @@ def _inverse_frequencies(config: RopeConfig, exponents: Tensor) -> Tensor:
     frequencies = 1.0 / wavelengths
     if config.kind == "linear":
         return frequencies / config.factor
+    if config.kind == "proportional":
+        frequencies = frequencies / config.factor
+        frequencies[config.turned :] = 0.0
+        return frequencies
     if config.kind == "llama3":
         return _llama3(config, frequencies)
     if config.kind == "yarn":

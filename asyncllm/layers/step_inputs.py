@@ -152,6 +152,9 @@ class StepInputs:
     query_scale: Tensor | None = field(default=None, init=False)
     """[T, 1, 1] float32: what multiplies the tokens' queries, in models that scale them by position. Written by the
     model before its first layer."""
+    layer_inputs: Tensor | None = field(default=None, init=False)
+    """[T, layers, features]: what each layer has of the tokens besides the stream, in models whose layers have
+    embeddings of their own. Written by the model before its first layer."""
     image_tokens: Tensor | None = field(default=None, init=False)
     """[F] int64: the tokens with features, in order. Written by the first layer that asks."""
     attention_plans: dict[Hashable, tuple[DecodePlan | None, PrefillPlan | None]] = field(

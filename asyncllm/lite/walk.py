@@ -12,9 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from asyncllm.errors import UnsupportedModel
 from asyncllm.layers.axis_positions import AXIS_COLUMNS
 from asyncllm.layers.block import AnyAttention, AnyBlock
+from asyncllm.layers.layer_inputs import GatedLayerInput
 from asyncllm.layers.rotary import ROPE_LENS
+from asyncllm.layers.shared_keys import BorrowingAttention
 from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.decoder import allocate
 from asyncllm.models.registry import open_unfilled
@@ -49,10 +52,16 @@ class Comparison(NamedTuple):
 
 
 class Walk:
-    """The model of a folder, with plain weights. Raises as `registry.open_unfilled` and `weights.plan_load` do."""
+    """The model of a folder, with plain weights. Raises as `registry.open_unfilled` and `weights.plan_load` do, and
+    UnsupportedModel for one whose layers read what earlier ones or other parts of the model leave them."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.model, self.checkpoint = open_unfilled(folder)
+        if any(isinstance(module, BorrowingAttention | GatedLayerInput) for module in self.model.modules()):
+            raise UnsupportedModel(
+                f"{folder}: layers read others' keys and values, or embeddings of their own, so they cannot run one at "
+                f"a time. Use the model as it is."
+            )
         self.dtype, self.device = dtype, device
         self.plan = plan_load(self.model, self.checkpoint, self.model.weight_map)
         self.model.place_rotaries(device)

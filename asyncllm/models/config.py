@@ -60,6 +60,7 @@ _ROPE_KINDS: Mapping[str, RopeKind] = {
     "yarn": "yarn",
     "llama3": "llama3",
     "longrope": "longrope",
+    "proportional": "proportional",
     "su": "longrope",
 }
 """Names in config.json; "su" is longrope in early Phi-3 files."""
@@ -364,6 +365,9 @@ class HFConfig:
             return rope, min(int(trained * self.rope_scaling_factor), MAX_POSITION)
         if kind == "default":
             return RopeConfig(theta=theta, dim=dim), trained
+        if kind == "proportional":
+            factor = scaling.number("factor", 1.0)
+            return RopeConfig(kind=kind, theta=theta, dim=head_dim, factor=factor, turned=dim // 2), trained
         if kind in ("linear", "dynamic"):
             factor = scaling.number("factor")
             if factor < 1:

@@ -24,6 +24,7 @@ from asyncllm.layers.norm import Norm, RMSNorm
 from asyncllm.layers.rotary import RotaryEmbedding
 from asyncllm.layers.scaled_mamba2 import ScaledMamba2
 from asyncllm.layers.score_head import ScoreHead
+from asyncllm.layers.shared_keys import BorrowingAttention
 from asyncllm.layers.step_inputs import Column, SampledRows, StepInputs
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.vision_language import with_tower
@@ -190,8 +191,9 @@ class DecoderLM(nn.Module):
 
     @property
     def cache_specs(self) -> list[CacheSpec]:
-        """What the layers keep of their tokens, in order."""
-        return [module.cache_spec for module in self.modules() if isinstance(module, AnyAttention)]
+        """What the layers keep of their tokens, in order. Layers that read what others keep are the last."""
+        owners = (each for each in self.modules() if not isinstance(each, BorrowingAttention))
+        return [module.cache_spec for module in owners if isinstance(module, AnyAttention)]
 
     @property
     def step_columns(self) -> tuple[Column, ...]:

@@ -32,8 +32,6 @@ REFUSED_DECODERS: Mapping[str, Refused] = {
     "DeepseekV4ForCausalLM": Refused("DeepSeek-V4", _INDEX, "DeepseekV3ForCausalLM"),
     "Gemma3nForCausalLM": Refused("Gemma 3n, text", _LAYER_EMBEDDINGS, "Gemma3ForCausalLM"),
     "Gemma3nForConditionalGeneration": Refused("Gemma 3n", _LAYER_EMBEDDINGS, "Gemma3ForConditionalGeneration"),
-    "Gemma4ForCausalLM": Refused("Gemma 4, text", _LAYER_EMBEDDINGS, "Gemma3ForCausalLM"),
-    "Gemma4ForConditionalGeneration": Refused("Gemma 4", _LAYER_EMBEDDINGS, "Gemma3ForConditionalGeneration"),
     "GlmMoeDsaForCausalLM": Refused("GLM-5", _INDEX, "Glm4MoeLiteForCausalLM"),
     "InternLMXComposerForCausalLM": Refused(
         "InternLM-XComposer 1", "there is nothing to hold its tower to", "InternLMXComposer2ForCausalLM"

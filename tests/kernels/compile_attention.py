@@ -14,7 +14,7 @@ from tests.kernels.offline import Case
 GROUP = 4
 PAGE = 64
 TYPES = {2: "*bf16", 4: "*fp32"}
-HEAD_DIMS = {64: (64,), 128: (80, 128), 256: (256,)}
+HEAD_DIMS = {64: (64,), 128: (80, 128), 256: (256,), 512: (512,)}
 EXTRAS: dict[str, dict[str, Any]] = {
     "": {},
     "-all": {"HAS_WINDOW": True, "SOFTCAP": True, "SINKS": True, "ALIBI": True},

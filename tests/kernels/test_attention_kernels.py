@@ -127,9 +127,10 @@ def run_prefill(case: Case, *, invariant: bool = False) -> Tensor:
         Case([1500, 3, 900, 64, 65], heads=(2, 2), head_dim=16, variant=Variant(softcap=2.0)),
         Case([700, 40, 101], heads=(4, 1), head_dim=96, block_size=48, variant=ALL),
         Case([130, 33], heads=(20, 1), head_dim=256, dtype=torch.float16, variant=Variant(window=40)),
+        Case([40, 9], heads=(3, 1), head_dim=512),
         Case([60, 3], heads=(2, 1), head_dim=8, block_size=128),
     ],
-    ids=["plain", "padding", "split", "uneven", "all", "wide", "small"],
+    ids=["plain", "padding", "split", "uneven", "all", "wide", "widest", "small"],
 )
 def test_decode_kernel(case: Case) -> None:
     run_decode(case)
@@ -178,8 +179,9 @@ def test_tokens_of_padding_are_a_row_of_the_prefill_kernel() -> None:
         Case([330, 20], [50, 20], heads=(3, 1), head_dim=16, block_size=48, variant=ALL),
         Case([200], [150], heads=(1, 1), head_dim=64, dtype=torch.float16, variant=Variant(alibi=True, window=30)),
         Case([100], [100], heads=(2, 1), head_dim=256, variant=Variant(softcap=2.0)),
+        Case([50, 20], [30, 20], heads=(2, 1), head_dim=512),
     ],
-    ids=["plain", "float32", "all", "window", "wide"],
+    ids=["plain", "float32", "all", "window", "wide", "widest"],
 )
 def test_prefill_kernel(case: Case) -> None:
     run_prefill(case)
@@ -298,8 +300,8 @@ def test_what_kernels_do_not_take_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"multiple of 16 tokens, not of 40\. Set block_size"):
         plan(40, 64)
-    with pytest.raises(ValueError, match="head_dim that is a multiple of 8 up to 256, not 288"):
-        plan(64, 288)
+    with pytest.raises(ValueError, match="head_dim that is a multiple of 8 up to 512, not 520"):
+        plan(64, 520)
     pages, q, _ = Case([3], heads=(4, 2), head_dim=16).tensors()
     decode_plan = planning.plan_decode_attention(pages.block_tables, pages.kv_lens, pages.cache, num_heads=4)
     with pytest.raises(ValueError, match="Sinks are float32 \\[4\\], one per query head"):
@@ -346,7 +348,7 @@ def fresh_seed() -> int:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize("variant", [PLAIN, ALL], ids=["plain", "all"])
 def test_decode_on_gpu(head_dim: int, variant: Variant) -> None:
     seed = fresh_seed()
@@ -364,7 +366,7 @@ def test_decode_of_llama_on_gpu(lengths: list[int]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize("variant", [PLAIN, ALL], ids=["plain", "all"])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_prefill_on_gpu(head_dim: int, variant: Variant, invariant: bool) -> None:

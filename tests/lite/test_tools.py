@@ -146,6 +146,9 @@ def test_models_that_cannot_be_quantized_are_named(source: Path, tmp_path: Path)
     stacked = build_checkpoint("dbrx", tmp_path / "dbrx")
     with pytest.raises(UnsupportedModel, match=r"mlp.*all experts.*no place"):
         lite.blocked_fp8(stacked, str(tmp_path / "again"))
+    sharing = build_checkpoint("gemma4", tmp_path / "gemma4")
+    with pytest.raises(UnsupportedModel, match="cannot run one at a time"):
+        lite.blocked_fp8(sharing, str(tmp_path / "again"))
     with pytest.raises(InvalidParameter, match="folder of the model"):
         lite.blocked_fp8(source, str(source), overwrite=True)
     with pytest.raises(ModelError):

@@ -60,9 +60,11 @@ DECODE_CONFIGS: dict[tuple[int, int], DecodeConfig] = {
     (64, 2): DecodeConfig(64, 1, 4, 4, 4),
     (128, 2): DecodeConfig(32, 1, 4, 4, 8),
     (256, 2): DecodeConfig(16, 1, 4, 4, 8),
+    (512, 2): DecodeConfig(16, 4, 3, 3, 8),
     (64, 4): DecodeConfig(32, 4, 3, 3, 8),
     (128, 4): DecodeConfig(32, 4, 3, 3, 8),
     (256, 4): DecodeConfig(16, 4, 3, 2, 16),
+    (512, 4): DecodeConfig(16, 4, 2, 2, 16),
 }
 """By padded head_dim (64 for less) and bytes per number. The scores of a few heads are little work for tensor cores, so
 that one warp does as well as four and never waits for others; four small blocks on a multiprocessor keep as much on the
@@ -91,6 +93,7 @@ QUANTIZED_DECODE_CONFIGS = {
     64: DecodeConfig(64, 1, 4, 8, 4),
     128: DecodeConfig(32, 1, 3, 8, 8),
     256: DecodeConfig(16, 2, 4, 4, 8),
+    512: DecodeConfig(16, 8, 3, 3, 8),
 }
 """By padded head_dim. As many blocks of one warp as registers last for: decoding keeps them busier than memory does.
 
@@ -117,6 +120,8 @@ PREFILL_CONFIGS: dict[tuple[int, int], tuple[PrefillConfig, PrefillConfig]] = {
     (64, 4): (PrefillConfig(32, 32, 4, 2), PrefillConfig(32, 32, 4, 2)),
     (128, 4): (PrefillConfig(16, 16, 4, 2), PrefillConfig(16, 16, 4, 2)),
     (256, 4): (PrefillConfig(16, 16, 4, 2), PrefillConfig(16, 16, 4, 2)),
+    (512, 2): (PrefillConfig(32, 32, 8, 2), PrefillConfig(32, 32, 8, 2)),
+    (512, 4): (PrefillConfig(16, 16, 8, 2), PrefillConfig(16, 16, 8, 2)),
 }
 """By padded head_dim (64 for less) and bytes per number: for long prompts, and for short ones. The first is that of
 batch-invariant plans. On sm_90 at head_dim 128: 230 registers and 115 KB.
@@ -124,12 +129,14 @@ batch-invariant plans. On sm_90 at head_dim 128: 230 registers and 115 KB.
 Timed at head_dim 128, 32 query heads over 8, on an H200 (Triton 3.6), in TFLOP/s for 4 prompts of 2,048, one of 8,192,
 8 of 256, and 512 tokens after 4,096: rows 64, 4 warps, 3 stages 398, 480, 125, 430; with 2 stages 341, 376, 144,
 373; rows 128, 8 warps, 3 stages 377, 474, 124, 425; rows 128 by 128 keys 376, 507, 104, 455, but it spills. torch's own
-attention without pages: 524, 581, 169. The other types and sizes are not timed."""
+attention without pages: 524, 581, 169. The other types and sizes are not timed. At head_dim 512, tiles of
+64 rows spill 40 bytes."""
 
 QUANTIZED_PREFILL_CONFIGS = {
     64: (PrefillConfig(128, 64, 8, 3), PrefillConfig(64, 64, 4, 3)),
     128: (PrefillConfig(64, 64, 4, 3), PrefillConfig(64, 64, 4, 2)),
     256: (PrefillConfig(64, 16, 4, 3), PrefillConfig(64, 16, 4, 3)),
+    512: (PrefillConfig(32, 16, 8, 2), PrefillConfig(32, 16, 8, 2)),
 }
 """By padded head_dim, as `PREFILL_CONFIGS`. Not timed."""
 
@@ -202,9 +209,9 @@ class PrefillTiles(NamedTuple):
 
 def padded_head_dim(head_dim: int) -> int:
     """Return the power of two that kernels compute with. Raises ValueError when there is no kernel for it."""
-    if head_dim % 8 or not 8 <= head_dim <= 256:
+    if head_dim % 8 or not 8 <= head_dim <= 512:
         raise ValueError(
-            f"Attention on a GPU takes a head_dim that is a multiple of 8 up to 256, not {head_dim}. "
+            f"Attention on a GPU takes a head_dim that is a multiple of 8 up to 512, not {head_dim}. "
             "Run this model on the CPU."
         )
     return 1 << max(4, (head_dim - 1).bit_length())

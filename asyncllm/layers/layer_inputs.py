@@ -1,0 +1,95 @@
+"""Embeddings that each layer has of its own (Gemma 3n): a token's features for every layer, and the block that adds
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm import kernels
+from asyncllm.layers.block import SandwichBlock
+from asyncllm.layers.embedding import Embedding
+from asyncllm.layers.layer import Layer
+from asyncllm.layers.linear import Linear
+from asyncllm.layers.linear_method import PartKey
+from asyncllm.layers.norm import Norm
+from asyncllm.layers.step_inputs import SampledRows, StepInputs
+
+__all__ = ["GatedLayerInput", "LayerInputBlock", "LayerInputs", "LayerScale"]
+
+
+class LayerInputs(Layer):
+    """ids [T] and embeddings [T, hidden] -> [T, layers, size]: rows of a table of the layers' own, and a product of the
+    embeddings, normalised, on equal terms."""
+
+    def __init__(self, hidden_size: int, num_layers: int, size: int, *, vocab_size: int, norm: Norm) -> None:
+        super().__init__()
+        self.embed = Embedding(vocab_size, num_layers * size, scale=size**0.5)
+        self.project = Linear(hidden_size, num_layers * size, shard="replicated")
+        self.norm = norm
+        self.vocab_size, self.size, self.scale = vocab_size, size, hidden_size**-0.5
+
+    def forward(self, ids: Tensor, embedded: Tensor, step: StepInputs) -> Tensor:
+        known = ids.masked_fill(ids >= self.vocab_size, 0)
+        table = self.embed(known, step).unflatten(1, (-1, self.size))
+        projected = self.project(embedded, step).mul_(self.scale).unflatten(1, (-1, self.size))
+        normed: Tensor = self.norm(projected.contiguous())
+        return normed.add_(table).mul_(2**-0.5)
+
+
+class GatedLayerInput(Layer):
+    """x [T, hidden] -> [T, hidden]: the token's features for this layer, gated by x, brought up to the stream's width
+    and normalised."""
+
+    def __init__(self, layer: int, hidden_size: int, size: int, *, norm: Norm) -> None:
+        super().__init__()
+        self.layer = layer
+        self.gate = Linear(hidden_size, size, shard="replicated")
+        self.project = Linear(size, hidden_size, shard="replicated")
+        self.norm = norm
+
+    def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
+        """`step` is that of all tokens; x is of the `sampled` rows alone if they are given."""
+        assert step.layer_inputs is not None, "the model writes them before its first layer"
+        given, here = step.layer_inputs[:, self.layer], step
+        if sampled is not None:
+            given, here = kernels.gather_rows(given.contiguous(), sampled.indices), sampled.inputs
+        gated = kernels.activate(self.gate(x, here), "gelu_tanh") * given
+        normed: Tensor = self.norm(self.project(gated, here))
+        return normed
+
+
+class LayerScale(Layer):
+    """One number that multiplies the stream behind a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.empty(1), requires_grad=False)
+
+    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
+        return {("value", None, None): (1,)}
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        self.value.copy_(tensor)
+
+
+class LayerInputBlock(SandwichBlock):
+    """As `SandwichBlock`; then the layer's own input is added, if it has one, and the stream is scaled (Gemma 4)."""
+
+    def __init__(self, *, layer_input: GatedLayerInput | None, **parts: Any) -> None:
+        """`parts`: those of `SandwichBlock`."""
+        super().__init__(**parts)
+        self.layer_input = layer_input
+        self.stream_scale = LayerScale()
+
+    def forward(
+        self, branch: Tensor | None, residual: Tensor, step: StepInputs, sampled: SampledRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        added, residual = super().forward(branch, residual, step, sampled)
+        if self.layer_input is not None:
+            residual = residual + added
+            added = self.layer_input(residual, step, sampled)
+        return added * self.stream_scale.value, residual * self.stream_scale.value
