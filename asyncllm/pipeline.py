@@ -264,9 +264,13 @@ class Pipeline:
             pass
         return found
 
-    def prepare_inputs(self, prompts: Prompts, do_preprocess: bool = True) -> dict[str, Any]:
-        """Return {"input_ids": token ids of the prompt, or a list of these for a list of prompts}."""
-        return {"input_ids": self._loop.call(self._engine.encode(prompts, do_preprocess=do_preprocess))}
+    def prepare_inputs(
+        self, prompts: Prompts, do_preprocess: bool = True, adapter_name: str | None = None
+    ) -> dict[str, Any]:
+        """Return {"input_ids": token ids of the prompt, or a list of these for a list of prompts}. `adapter_name`
+        counts for its chat template."""
+        encoding = self._engine.encode(prompts, do_preprocess=do_preprocess, adapter_name=adapter_name)
+        return {"input_ids": self._loop.call(encoding)}
 
     def embed(
         self,

@@ -13,7 +13,10 @@ from asyncllm.config.neutral import Neutral
 from asyncllm.config.settings import Settings
 from asyncllm.errors import InvalidParameter
 
-__all__ = ["Capability", "ChatTemplateConfig"]
+__all__ = ["PARTS", "Capability", "ChatTemplateConfig"]
+
+PARTS = ("system", "eosys", "user", "eoh", "assistant", "eoa", "separator")
+"""Fields of ChatTemplateConfig that only a composed template has."""
 
 Capability = Literal["completion", "chat", "infilling", "python"]
 
@@ -44,6 +47,16 @@ class ChatTemplateConfig(Settings, frozen=True):
     ] = None
     stop_words: Annotated[list[str] | None, Meta(description="Texts that end an answer.")] = None
     chat_template: Annotated[str | None, Meta(description="A Jinja template in place of the checkpoint's.")] = None
+
+    @property
+    def names_template(self) -> bool:
+        """Whether the fields say what writes conversations, in place of the checkpoint's template."""
+        return bool(self.parts) or not (self.model_name is self.model_path is self.chat_template is None)
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The fields that only a composed template has, as far as they are set."""
+        return {name: value for name in PARTS if (value := getattr(self, name)) is not None}
 
     def to_json(self, file_path: str | None = None) -> str:
         """Return the set fields as JSON, and write them to `file_path` if given."""

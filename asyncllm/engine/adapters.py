@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from asyncllm.config.engine import check_adapter_name
+from asyncllm.engine.requests.prompt_encoder import PromptEncoder
 from asyncllm.engine.schedule.adapter_slots import Adapter
 from asyncllm.errors import InvalidParameter, UnsupportedFeature, short
 
@@ -15,15 +17,23 @@ __all__ = ["AdapterTable"]
 class AdapterTable:
     """The loaded adapters, and the names of those being loaded. Written by the engine's calls."""
 
-    def __init__(self, num_slots: int, adapters: Mapping[str, str], digests: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        adapters: Mapping[str, str],
+        digests: Sequence[str] = (),
+        encoders: Mapping[str, PromptEncoder] = MappingProxyType({}),
+    ) -> None:
         """`adapters`: name -> path of the adapters that the executor knows from its start, under the numbers 1, 2 and
-        so on. `digests`: of their files."""
+        so on. `digests`: of their files. `encoders`: by name, as for `add`."""
         self._num_slots = num_slots
         self._by_name = {name: Adapter(index, name, path) for index, (name, path) in enumerate(adapters.items(), 1)}
         for adapter, digest in zip(self, digests, strict=False):
             adapter.digest = digest
         self._next_number = len(self._by_name) + 1
         self._loading: set[str] = set()
+        self._encoders = dict(encoders)
+        """By name, those of adapters that have a chat template of their own."""
 
     def __iter__(self) -> Iterator[Adapter]:
         return iter(self._by_name.values())
@@ -44,6 +54,11 @@ class AdapterTable:
                 param,
             )
         return adapter
+
+    def encoder_of(self, name: str) -> PromptEncoder | None:
+        """Return what encodes prompts for an adapter; None if the model's chat template is its own too. Raises
+        InvalidParameter."""
+        return self._encoders.get(self.find(name).name)
 
     def begin(self, name: Any, path: str, *, replace: bool = False) -> Adapter:
         """Return an adapter with a new number, which is to be read. The name is reserved until `end`. `replace`: it may
@@ -70,10 +85,13 @@ class AdapterTable:
         """Free the name of an adapter that has been read, or could not be."""
         self._loading.discard(adapter.name)
 
-    def add(self, adapter: Adapter) -> Adapter | None:
+    def add(self, adapter: Adapter, encoder: PromptEncoder | None) -> Adapter | None:
         """Let requests name an adapter that has been read. Return the one that had its name, which open requests
-        keep."""
+        keep. `encoder`: with the adapter's own chat template; None if it has none."""
         former = self._by_name.pop(adapter.name, None)
+        self._encoders.pop(adapter.name, None)
+        if encoder is not None:
+            self._encoders[adapter.name] = encoder
         if former is not None:
             former.retired = True
         self._by_name[adapter.name] = adapter
@@ -83,5 +101,6 @@ class AdapterTable:
         """Remove an adapter, which open requests keep, and return it. Raises InvalidParameter."""
         adapter = self.find(name, "name")
         del self._by_name[adapter.name]
+        self._encoders.pop(adapter.name, None)
         adapter.retired = True
         return adapter

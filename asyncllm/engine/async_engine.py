@@ -22,6 +22,7 @@ from asyncllm.engine.requests.pooling import EmbeddingForm, ScoreForm, pool
 from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.engine.stats import EngineStats
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
+from asyncllm.event_loop.in_thread import in_thread
 from asyncllm.protocol import Executor, Limits
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.prompts import Prompts, is_single, is_token_ids, longest_first, pair_with_configs
@@ -116,6 +117,15 @@ class AsyncEngine:
     def reply_format(self) -> ReplyFormat:
         """The format in which the model writes reasoning and tool calls, as far as it is known."""
         return self._lifecycle.encoder.splitter.form
+
+    def chat_template_of(self, adapter_name: str | None) -> ChatTemplate:
+        """Return the template that writes conversations with an adapter, which may be the model's. Raises
+        InvalidParameter."""
+        return self._lifecycle.inputs.encoder_for(adapter_name).template
+
+    def reply_format_of(self, adapter_name: str | None) -> ReplyFormat:
+        """Return `reply_format` for conversations with an adapter. Raises InvalidParameter."""
+        return self._lifecycle.inputs.encoder_for(adapter_name).splitter.form
 
     @property
     def limits(self) -> Limits:
@@ -334,16 +344,17 @@ class AsyncEngine:
         do_preprocess: bool = True,
         add_bos: bool = True,
         bounded: bool = False,
+        adapter_name: str | None = None,
         **options: Unpack[RequestKeywords],
     ) -> list[int] | list[list[int]]:
         """Return the token ids that `generate` would make of a prompt, or of each of a list of prompts.
 
         `add_bos=False` leaves out the tokens that the checkpoint's tokenizer puts in front. `bounded` refuses a text
-        that can never fit before all of it is encoded. Long texts are encoded in a thread. Raises InvalidRequest,
-        EngineClosed.
+        that can never fit before all of it is encoded. `adapter_name` counts for its chat template. Long texts are
+        encoded in a thread. Raises InvalidRequest, EngineClosed.
         """
         self.check_running()
-        encoder = self._lifecycle.encoder
+        encoder = self._lifecycle.inputs.encoder_for(adapter_name)
         asked = encoder.options(options, renders=do_preprocess)
         items = [prompt for prompt, _ in pair_with_configs(prompts, None)]
         encoded = await encoder.encode_all(items, asked, do_preprocess=do_preprocess, add_bos=add_bos, bounded=bounded)
@@ -419,7 +430,8 @@ class AsyncEngine:
 
         The adapter is read beside the steps, which do not wait for it. The name must be free, unless `replace` is True:
         then the adapter that has it answers its open requests to their end, and the new one all that come later. The
-        two share no cached prefix. The engine must have been started with room for adapters (`EngineConfig.adapters`
+        two share no cached prefix. The chat template is the one registered under the name, else that of the folder,
+        else the model's. The engine must have been started with room for adapters (`EngineConfig.adapters`
         or `max_loras`). Raises ModelError, InvalidParameter, UnsupportedFeature, EngineError, after which nothing has
         changed.
         """
@@ -430,9 +442,10 @@ class AsyncEngine:
             raise InvalidParameter(f"path must be a str, not {type(path).__name__}.", "path")
         adapter = loop.adapters.begin(name, path, replace=replace)
         try:
-            adapter.path = await self._lifecycle.files.find_adapter(path)
+            folder = adapter.path = await self._lifecycle.files.find_adapter(path)
+            encoder = await in_thread(lambda: self._lifecycle.adapter_encoder(name, folder))
             await loop.host_adapters.load(adapter)
-            former = loop.adapters.add(adapter)
+            former = loop.adapters.add(adapter, encoder)
         finally:
             loop.adapters.end(adapter)
         if former is not None:

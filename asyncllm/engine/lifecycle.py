@@ -92,6 +92,9 @@ class Lifecycle:
             tokenizer, template = self.files.texts()
             self._check_limits(config)
             self.encoder = PromptEncoder(tokenizer, template, self.limits, config, self.files.images)
+            adapters = self.files.config.adapters or {}
+            own = await in_thread(lambda: {name: self.adapter_encoder(name, path) for name, path in adapters.items()})
+            encoders = {name: encoder for name, encoder in own.items() if encoder is not None}
             compiler = await self._open_grammars(executor, tokenizer, template)
             grammars = Grammars(compiler, executor if isinstance(executor, TakesGrammars) else None)
             scheduler = (self._make_scheduler or Scheduler)(
@@ -111,9 +114,7 @@ class Lifecycle:
         self._executor = executor
         bounds = Backpressure(config.max_queued_requests, config.max_queued_tokens)
         name = f"asyncllm-engine-{self._name}"
-        self.adapters = AdapterTable(
-            self.limits.num_adapter_slots, self.files.config.adapters or {}, self.limits.adapter_digests
-        )
+        self.adapters = AdapterTable(self.limits.num_adapter_slots, adapters, self.limits.adapter_digests, encoders)
         self._loop = EngineLoop(
             scheduler,
             executor,
@@ -136,6 +137,12 @@ class Lifecycle:
         )
         self._state = "running"
         _live.add(self)
+
+    def adapter_encoder(self, name: str, path: str) -> PromptEncoder | None:
+        """Return what encodes prompts for an adapter, or None if the model's chat template is its own too. Reads files.
+        Raises ModelError, InvalidParameter."""
+        template = self.files.adapter_template(name, path)
+        return None if template is None else self.encoder.with_template(template)
 
     def _check_limits(self, config: EngineConfig) -> None:
         """Raise InvalidParameter for settings that the executor, given by the caller, does not support."""

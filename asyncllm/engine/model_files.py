@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from asyncllm.text.sentence_transformers import EmbeddingDefaults
 from asyncllm.text.tokenizer import Tokenizer
 
 __all__ = ["ModelFiles"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -36,6 +39,8 @@ class ModelFiles:
     """Of the model's family, after `load`; None for a model that takes only text."""
     _folder: Path | None = None
     """Where what is missing is to be opened, once it is found."""
+    _template_folder: Path | None = None
+    """The same, if the chat template was opened from there."""
 
     def __post_init__(self) -> None:
         self._given_tokenizer = self.tokenizer is not None
@@ -96,6 +101,14 @@ class ModelFiles:
 
         return await in_thread(find)
 
+    def adapter_template(self, name: str, path: str) -> ChatTemplate | None:
+        """Return the chat template of a LoRA adapter, or None if it is the model's. Reads files. Raises ModelError,
+        InvalidParameter."""
+        template = ChatTemplate.of_adapter(name, Path(path), self._template_folder, self.template_config)
+        if template is not None:
+            logger.info("The adapter %r has a chat template of its own (%s)", name, template.name)
+        return template
+
     def texts(self) -> tuple[Tokenizer, ChatTemplate]:
         """Return what turns messages into token ids and back, after `load`."""
         assert self.tokenizer is not None
@@ -116,4 +129,6 @@ class ModelFiles:
                 "max_prefill_token_num",
             )
         self.tokenizer = self.tokenizer or Tokenizer.from_folder(self._folder)
-        self.chat_template = self.chat_template or ChatTemplate.open(self._folder, self.template_config)
+        if self.chat_template is None:
+            self.chat_template = ChatTemplate.open(self._folder, self.template_config)
+            self._template_folder = self._folder

@@ -156,12 +156,13 @@ def _unsupported(name: str, why: str) -> ApiError:
 
 def _allowed(root: str, path: str) -> str:
     """Return the folder that a request names, with all links followed. Raises ApiError unless it is below `root` and
-    has weights that no code has to be run for."""
+    has weights that no code has to be run for, and no link to elsewhere."""
     try:
         top = Path(root).resolve()
         folder = (top / path).resolve()
         found = folder.is_relative_to(top) and folder.is_dir()
-        sound = found and (folder / WEIGHTS).resolve().is_relative_to(top) and (folder / WEIGHTS).is_file()
+        sound = found and (folder / WEIGHTS).is_file()
+        sound = sound and all(file.resolve().is_relative_to(top) for file in folder.iterdir())
     except (OSError, RuntimeError, ValueError):
         found = sound = False
     if not found:
@@ -170,5 +171,7 @@ def _allowed(root: str, path: str) -> str:
             404, "There is no such folder below adapters_folder.", code="adapter_not_found", param="lora_path"
         )
     if not sound:
-        raise ApiError(400, f"The folder has no {WEIGHTS}.", code="invalid_adapter", param="lora_path")
+        raise ApiError(
+            400, f"The folder has no {WEIGHTS}, or a link to elsewhere.", code="invalid_adapter", param="lora_path"
+        )
     return str(folder)

@@ -21,6 +21,7 @@ from asyncllm.server.observe.metrics import Instruments
 from asyncllm.server.responses.background import BackgroundResponses
 from asyncllm.server.responses.store import KeptResponses
 from asyncllm.server.supervisor import Supervisor
+from asyncllm.text.chat_template import ChatTemplate
 
 __all__ = ["SERVICE", "TABLE", "Phase", "Service", "service_of", "table_of"]
 
@@ -128,6 +129,10 @@ class Service:
                 code="model_not_found",
                 param="model",
             )
+
+    def template_for(self, name: str | None) -> ChatTemplate:
+        """Return the chat template of a request's `model`."""
+        return self.engine.chat_template_of(self.adapter_of(name))
 
     def adapter_of(self, name: str | None) -> str | None:
         """Return the adapter of a request's `model`; None for the model itself."""

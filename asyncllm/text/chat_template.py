@@ -12,19 +12,19 @@ from typing import Any, Literal, Protocol, Self
 import msgspec
 
 from asyncllm.config import Capability, ChatTemplateConfig
+from asyncllm.config.chat_template import PARTS
 from asyncllm.errors import InvalidCheckpoint, InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.text.checkpoint_files import TokenSettings, read_json_object
 from asyncllm.text.image_marks import parts_of
 from asyncllm.text.jinja_template import JinjaTemplate, checkpoint_template
 from asyncllm.text.messages import checked_messages, checked_prompt
 from asyncllm.text.templates import MODELS, builtin_name
+from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.text.tool_history import ToolHistory
 from asyncllm.types import Message
 
 __all__ = ["SWITCHES", "ChatTemplate", "Renderer"]
 
-PARTS = ("system", "eosys", "user", "eoh", "assistant", "eoa", "separator")
-"""Fields of ChatTemplateConfig that only a composed template has."""
 PROBE = "[an answer]"
 """A stand-in for an answer, to find out what a template writes behind one."""
 SWITCHES = frozenset({"enable_thinking", "thinking"})
@@ -97,7 +97,7 @@ class ChatTemplate:
         """
         config = _as_config(config)
         folder = Path(path)
-        parts = {field: value for field in PARTS if (value := getattr(config, field)) is not None}
+        parts = config.parts
         if config.model_name is not None:
             if config.chat_template is not None or config.model_path is not None:
                 raise InvalidParameter(
@@ -108,8 +108,7 @@ class ChatTemplate:
             return cls._composed(_known_name(config.model_name, parts), config, parts)
         jinja = None if parts else _jinja(folder, config)
         if jinja is not None:
-            renderer = _JinjaRenderer(jinja, config.meta_instruction, TokenSettings.read(folder).special_texts())
-            return cls._configured("checkpoint", renderer, config, [renderer.end_of_turn or ""])
+            return cls._of_jinja(jinja, config, TokenSettings.read(folder).special_texts())
         if parts and (config.chat_template is not None or config.model_path is not None):
             raise InvalidParameter(
                 f"ChatTemplateConfig has a Jinja template, which the fields {', '.join(parts)} have no part in. "
@@ -117,6 +116,36 @@ class ChatTemplate:
                 next(iter(parts)),
             )
         return cls._composed(builtin_name(read_json_object(folder / "config.json")), config, parts)
+
+    @classmethod
+    def of_adapter(
+        cls, name: str, folder: Path, model: Path | None, config: ChatTemplateConfig | None = None
+    ) -> Self | None:
+        """Return the template for conversations with the LoRA adapter `name`; None if it is that of the model.
+
+        The first of these counts: the registered or built-in template that is called like the adapter; the model's, if
+        `config` names it or `model`, its folder, is None; the Jinja template in the adapter's folder, whose special
+        tokens are the model's where the folder names none; the model's.
+
+        Raises InvalidParameter if a registered class cannot be built, InvalidCheckpoint for a damaged file and when a
+        template does not compile.
+        """
+        if MODELS.get(name) is not None:
+            return cls._composed(name, ChatTemplateConfig(), {})
+        config = config or ChatTemplateConfig()
+        if model is None or config.names_template:
+            return None
+        tokens, own = TokenSettings.read(model), TokenSettings.read(folder)
+        named = {**tokens.named, **own.named}
+        jinja, known = checkpoint_template(folder, named), checkpoint_template(model, tokens.named)
+        if jinja is None or (known is not None and known.source == jinja.source and tokens.named == named):
+            return None
+        return cls._of_jinja(jinja, config, tokens.special_texts() | own.special_texts())
+
+    @classmethod
+    def _of_jinja(cls, jinja: JinjaTemplate, config: ChatTemplateConfig, special: frozenset[str]) -> Self:
+        renderer = _JinjaRenderer(jinja, config.meta_instruction, special)
+        return cls._configured("checkpoint", renderer, config, [renderer.end_of_turn or ""])
 
     @classmethod
     def _composed(cls, name: str, config: ChatTemplateConfig, parts: dict[str, str]) -> Self:
@@ -141,6 +170,11 @@ class ChatTemplate:
         elif capability != "chat":
             stop_words = []
         return cls(name, renderer, capability=capability, stop_words=[word for word in stop_words if word])
+
+    def end_tokens(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the ids of the stop words that are special tokens."""
+        found = (tokenizer.token_id(word) for word in self.stop_words)
+        return [token for token in found if token is not None and token in tokenizer.special_token_ids]
 
     def render(
         self,

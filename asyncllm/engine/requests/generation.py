@@ -223,7 +223,7 @@ class Session:
     @property
     def history(self) -> list[tuple[object, str]]:
         """(prompt, answer) of each turn."""
-        return [(turn.prompt, turn.answer) for turn in self.turns]
+        return [(turn.said.prompt, turn.answer) for turn in self.turns]
 
     @property
     def step(self) -> int:

@@ -31,10 +31,9 @@ PATIENCE = 2.0
 
 def ends_of(tokenizer: Tokenizer, template: ChatTemplate, limits: Limits) -> tuple[int, ...]:
     """Return the tokens that end an answer; empty if the model takes no grammars."""
-    stops = (tokenizer.token_id(word) for word in template.stop_words)
-    special = [token for token in stops if token is not None and token in tokenizer.special_token_ids]
+    found = dict.fromkeys([*tokenizer.eos_token_ids, *template.end_tokens(tokenizer)])
     # A tokenizer may know more tokens than the model has embeddings.
-    ends = [token for token in dict.fromkeys([*tokenizer.eos_token_ids, *special]) if token < limits.vocab_size]
+    ends = [token for token in found if token < limits.vocab_size]
     return tuple(ends) if limits.takes_grammars and tokenizer.table is not None else ()
 
 
@@ -70,7 +69,7 @@ class Grammars:
         if spec is None and budget is None:
             return None
         field = "thinking_budget" if spec is None else spec.field
-        self._checked_compiler(field)
+        known = self._checked_compiler(field).ends
         start = splitter.grammar_start(prompt, options, prompt_ids, field)
         if budget is not None:
             if start.closes is None:
@@ -82,6 +81,8 @@ class Grammars:
             start = start._replace(budget=budget)
         if spec is None:
             return AnswerGrammar(None, start)
+        ends = encoder.template.end_tokens(encoder.tokenizer)
+        start = start._replace(ends=tuple(end for end in ends if end not in known and end < encoder.vocab_size))
         spaced = start.inside or start.opens is not None
         return AnswerGrammar(await self.find(spec, spaced=spaced, owner=options.cache_salt), start)
 

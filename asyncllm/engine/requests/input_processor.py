@@ -24,7 +24,7 @@ from asyncllm.engine.requests.split_answer import SplitAnswer, Splitting
 from asyncllm.engine.schedule.adapter_slots import Adapter
 from asyncllm.engine.schedule.quality_of_service import QualityOfService
 from asyncllm.engine.schedule.sequence import ORDINARY, Request, RequestPolicy
-from asyncllm.engine.sessions.history import History
+from asyncllm.engine.sessions.history import History, Said
 from asyncllm.engine.sessions.session_table import Conversation, SessionTable
 from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.prompt_image import PromptImage
@@ -34,7 +34,7 @@ from asyncllm.text.grammars.bridge import AnswerGrammar
 from asyncllm.text.image_marks import holds_images, take_images
 from asyncllm.text.messages import as_messages
 from asyncllm.text.prompts import check_one_prompt
-from asyncllm.types import Message, Pooled
+from asyncllm.types import Pooled
 
 __all__ = ["Call", "InputProcessor", "Wanted"]
 
@@ -102,6 +102,8 @@ class _Asked(NamedTuple):
     options: RequestOptions
     policy: RequestPolicy
     adapter: Adapter | None
+    encoder: PromptEncoder
+    """With the chat template of the adapter, or of the model."""
 
 
 class _Words(NamedTuple):
@@ -150,12 +152,13 @@ class InputProcessor:
             await conversation.begin_turn(delivery)
             past = conversation.cut(call.step) if call.step else conversation.past
         prompt_ids, images = await self._prompt_ids(call, asked, past)
-        words = await self._words(asked.config)
+        encoder = asked.encoder
+        words = await self._words(asked.config, encoder)
         written = _marked(call.prompt) if call.renders else None
-        grammar = await self.grammars.of(asked.config, written, asked.options, prompt_ids, self._encoder)
+        grammar = await self.grammars.of(asked.config, written, asked.options, prompt_ids, encoder)
         label = call.session_id if conversation is None else conversation.id
         known = min(len(past.token_ids), len(prompt_ids))
-        splitting = self._encoder.splitter.splitting(written, asked.options, prompt_ids)
+        splitting = encoder.splitter.splitting(written, asked.options, prompt_ids)
         request = self._build(
             call,
             asked,
@@ -170,20 +173,26 @@ class InputProcessor:
         )
         if conversation is not None:
             closes = call.conversation is None and call.sequence_end
-            conversation.run_turn(request, past, *self._said(call, past, prompt_ids), closes=closes)
+            conversation.run_turn(request, past, self._said(call, past, prompt_ids, encoder), closes=closes)
         return request
 
     def _check(self, call: Call) -> _Asked:
         """Check the parts of a call that do not depend on the prompt. Raises InvalidRequest."""
-        options = self._encoder.options(call.options, renders=call.renders)
-        policy = self._policy(options)
         adapter = None if call.adapter_name is None else self._adapters.find(call.adapter_name)
+        encoder = self.encoder_for(call.adapter_name)
+        options = encoder.options(call.options, renders=call.renders)
+        policy = self._policy(options)
         if call.wanted == "answer":
             check_one_prompt(call.prompt, call.input_ids)
         config = checked(GenerationConfig, call.config, "gen_config")
         if call.step and not call.is_turn:
             raise InvalidParameter("step continues a session: it needs sequence_start=False.", "step")
-        return _Asked(config, options, policy, adapter)
+        return _Asked(config, options, policy, adapter, encoder)
+
+    def encoder_for(self, adapter_name: str | None) -> PromptEncoder:
+        """Return what encodes prompts for an adapter, or for the model itself. Raises InvalidParameter."""
+        found = None if adapter_name is None else self._adapters.encoder_of(adapter_name)
+        return self._encoder if found is None else found
 
     def _policy(self, options: RequestOptions) -> RequestPolicy:
         """Return how the request ranks among the others. Its timeout begins now. Raises InvalidParameter."""
@@ -222,7 +231,7 @@ class InputProcessor:
         if call.prompt is None and (call.input_ids is not None or call.wanted != "answer"):
             name = "prompts" if call.wanted == "embedding" else "input_ids"
             return past.token_ids + await self._encoder.given_ids(call.input_ids, name), past.images
-        return await self._encoder.turn_ids(
+        return await asked.encoder.turn_ids(
             past,
             call.prompt,
             do_preprocess=call.do_preprocess,
@@ -231,12 +240,14 @@ class InputProcessor:
             whole=call.wanted == "embedding",
         )
 
-    def _said(self, call: Call, past: History, prompt_ids: list[int]) -> tuple[object, list[Message] | None]:
-        """Return a turn's prompt as a `Turn` keeps it: as the user passed it, and as messages."""
+    def _said(self, call: Call, past: History, prompt_ids: list[int], encoder: PromptEncoder) -> Said:
+        """Return a turn's prompt as the conversation keeps it."""
         if call.input_ids is not None:
             new = prompt_ids[len(past.token_ids) :]
-            return self._encoder.tokenizer.decode(new, skip_special_tokens=False), None
-        return call.prompt, as_messages(_marked(call.prompt)) if call.do_preprocess else None
+            return Said(encoder.tokenizer.decode(new, skip_special_tokens=False))
+        if not call.do_preprocess:
+            return Said(call.prompt)
+        return Said(call.prompt, as_messages(_marked(call.prompt)), encoder.template)
 
     def _build(
         self,
@@ -328,21 +339,23 @@ class InputProcessor:
             for _ in range(config.n)
         ]
 
-    async def _words(self, config: GenerationConfig) -> _Words:
+    async def _words(self, config: GenerationConfig, encoder: PromptEncoder) -> _Words:
         """Return the config's words, encoded in a thread if they are many. Raises InvalidRequest."""
         lists = (config.stop_words, config.stop_token_ids, config.bad_words, config.bad_token_ids)
-        key = (config.n, config.ignore_eos, config.is_held, *(tuple(each or ()) for each in lists))
+        added = encoder.template.stop_words
+        key = (added, config.n, config.ignore_eos, config.is_held, *(tuple(each or ()) for each in lists))
         words = self._known_words.get(key)
         if words is None:
             bad = config.bad_words or ()
             size = WORD_SIZE * len(bad) + sum(map(len, bad))
-            words = self._known_words[key] = await self._encoder.offload(lambda: self._make_words(config), size)
+            words = self._known_words[key] = await encoder.offload(lambda: self._make_words(config, added), size)
             if len(self._known_words) > KNOWN_WORDS:
                 self._known_words.popitem(last=False)
         return words
 
-    def _make_words(self, config: GenerationConfig) -> _Words:
-        stop_words = list(dict.fromkeys([*(config.stop_words or ()), *self._encoder.template.stop_words]))
+    def _make_words(self, config: GenerationConfig, added: Sequence[str]) -> _Words:
+        """Return the config's words; `added`: the stop words of the chat template."""
+        stop_words = list(dict.fromkeys([*(config.stop_words or ()), *added]))
         characters = sum(map(len, stop_words))
         if characters * config.n > MAX_STOP_CHARACTERS:
             raise InvalidParameter(

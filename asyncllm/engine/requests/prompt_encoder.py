@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from asyncllm.config import EngineConfig, RequestOptions
 from asyncllm.engine.cache.block_groups import pool_tokens
@@ -74,12 +75,19 @@ class PromptEncoder:
         pieces = [] if tokenizer.table is None else tokenizer.table.pieces
         self._longest_piece = max((len(piece) for piece in pieces if piece), default=0)
         """Bytes of the longest token; 0 if unknown."""
+        self._config = config
         self.splitter = Splitter(template, tokenizer, config)
         """The form of answers, by the template."""
         self.gate = RequestGate()
         """Lets new requests begin a few at a time."""
         self._threads = TextThreads(CHARACTERS_PER_TOKEN * config.max_queued_tokens)
         self.images = ImageInput(images, self.offload)
+
+    def with_template(self, template: ChatTemplate) -> Self:
+        """Return an encoder with another chat template, which shares all else, threads included."""
+        other = copy.copy(self)
+        other.template, other.splitter = template, Splitter(template, self.tokenizer, self._config)
+        return other
 
     def close(self) -> None:
         """Let the encoding threads end after their present work."""
@@ -216,18 +224,21 @@ class PromptEncoder:
         before, new = literals.mark(past.messages()), literals.mark(as_messages(prompt))
         answer = literals.mark_text(past.turns[-1].answer)
         variables = literals.mark_values(options.variables())
-        tail = self.template.continuation(before, answer, new, variables)
+        known = past.template
+        tail = None
+        if known is None or known is self.template:
+            tail = self.template.continuation(before, answer, new, variables)
         if tail is None:
             conversation = [*before, {"role": "assistant", "content": answer}, *new]
             text = self.template.render(conversation, variables=variables)
             everything = [*past.images, *images]
             return self.images.placed([], self.encode(self._restored(literals, text, everything)), everything)
         added = self.encode(self._restored(literals, tail, images), add_bos=False)
-        known = past.token_ids
-        if known and known[-1] in self.tokenizer.eos_token_ids:
+        ids = past.token_ids
+        if ids and ids[-1] in self.tokenizer.eos_token_ids:
             # The template writes the end of a turn, usually as the same token.
-            known = known[:-1]
-        ids, placed = self.images.placed(known, added, images)
+            ids = ids[:-1]
+        ids, placed = self.images.placed(ids, added, images)
         return ids, [*past.images, *placed]
 
     async def encode_all(

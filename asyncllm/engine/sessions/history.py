@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from asyncllm.engine.requests.delivery import Answer
 from asyncllm.errors import InvalidParameter
 from asyncllm.prompt_image import PromptImage
+from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Message
 
-__all__ = ["History", "Turn", "without_stop_word"]
+__all__ = ["History", "Said", "Turn", "without_stop_word"]
+
+
+class Said(NamedTuple):
+    """The prompt of a turn."""
+
+    prompt: object
+    """What the user passed."""
+    messages: list[Message] | None = None
+    """The same as messages, with marks in place of images; None if no chat template wrote it."""
+    template: ChatTemplate | None = None
+    """What wrote it: the model's or an adapter's; None likewise."""
 
 
 class Turn:
     """One exchange: token positions within the session's history, and the texts they stand for."""
 
-    __slots__ = ("answer", "answer_start", "end", "messages", "prompt")
+    __slots__ = ("answer", "answer_start", "end", "said")
 
-    def __init__(
-        self, prompt: object, messages: list[Message] | None, answer_start: int, end: int, answer: str
-    ) -> None:
-        self.prompt = prompt
-        """What the user passed."""
-        self.messages = messages
-        """The prompt as messages, with marks in place of images; None if no chat template wrote it."""
+    def __init__(self, said: Said, answer_start: int, end: int, answer: str) -> None:
+        self.said = said
         self.answer_start = answer_start
         self.end = end
         self.answer = answer
@@ -63,16 +71,22 @@ class History:
                     # A turn that is cut in its middle keeps the rest of its answer.
                     answer_start = min(turn.answer_start, step)
                     answer = tokenizer.decode(token_ids[answer_start:])
-                    turns.append(Turn(turn.prompt, turn.messages, answer_start, step, answer))
+                    turns.append(Turn(turn.said, answer_start, step, answer))
                 break
             start = turn.end
         return History(token_ids, turns, images)
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The chat template that wrote the latest turn that one has written; None if there is no such turn."""
+        written = (turn.said.template for turn in reversed(self.turns))
+        return next((template for template in written if template is not None), None)
 
     def messages(self) -> list[Message]:
         """Return the conversation up to, and without, the last answer."""
         messages: list[Message] = []
         for index, turn in enumerate(self.turns):
-            messages.extend(turn.messages or [{"role": "user", "content": str(turn.prompt)}])
+            messages.extend(turn.said.messages or [{"role": "user", "content": str(turn.said.prompt)}])
             if index < len(self.turns) - 1:
                 messages.append({"role": "assistant", "content": turn.answer})
         return messages

@@ -11,10 +11,10 @@ from asyncllm.engine.cache.prefix_cache import PrefixRoot
 from asyncllm.engine.loop.engine_loop import EngineLoop
 from asyncllm.engine.requests.delivery import Delivery
 from asyncllm.engine.schedule.sequence import Request
-from asyncllm.engine.sessions.history import History, Turn, without_stop_word
+from asyncllm.engine.sessions.history import History, Said, Turn, without_stop_word
 from asyncllm.errors import InvalidParameter, SessionBusy, SessionNotFound
 from asyncllm.text.tokenizer import Tokenizer
-from asyncllm.types import Message, Response
+from asyncllm.types import Response
 
 __all__ = ["Conversation", "SessionTable"]
 
@@ -40,9 +40,8 @@ class Conversation:
         """Request of the running turn, once its prompt is encoded."""
         self._goes_on_from = past
         """The history before the running turn, which may be a cut of `past`."""
-        self._prompt: object = None
-        self._messages: list[Message] | None = None
-        """The running turn's prompt, as in `Turn`."""
+        self._said = Said(None)
+        """The running turn's prompt."""
         self._closes = False
         """Whether the conversation ends with the running turn."""
         self._stop_asked = False
@@ -82,15 +81,13 @@ class Conversation:
         self._request = None
         self._stop_asked = False
 
-    def run_turn(
-        self, request: Request, past: History, prompt: object, messages: list[Message] | None, *, closes: bool
-    ) -> None:
+    def run_turn(self, request: Request, past: History, said: Said, *, closes: bool) -> None:
         """Set the turn's request. When it ends, its prompt and answer follow `past` in the history.
 
         `closes`: the session ends with the turn, unless the request never runs.
         """
         self._request, self._goes_on_from, self._closes = request, past, closes
-        self._prompt, self._messages = prompt, messages
+        self._said = said
         request.delivery.on_end = self._end_turn
         if self._stop_asked:
             self._table.stop_request(request)
@@ -106,7 +103,7 @@ class Conversation:
             return
         answer, num_prompt = sequence.answer, sequence.num_prompt
         token_ids = without_stop_word(list(sequence.token_ids), num_prompt, answer, self._table.tokenizer)
-        turn = Turn(self._prompt, self._messages, num_prompt, len(token_ids), answer.text)
+        turn = Turn(self._said, num_prompt, len(token_ids), answer.text)
         self.past = History(token_ids, [*self._goes_on_from.turns, turn], request.images)
         self.response = Response(
             token_ids=sequence.token_ids[num_prompt:],

@@ -81,7 +81,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
         sampled_config(body, service.defaults, **fields),
         stream_response=bool(body.stream),
         adapter_name=service.adapter_of(body.model),
-        **(request_options(request, body) | options_of(body, service.engine.chat_template)),
+        **(request_options(request, body) | options_of(body, service.template_for(body.model))),
     )
     await generation.start()
     model, message_id = body.model or service.engine.model_name, f"msg_{uuid.uuid4().hex}"
@@ -103,7 +103,8 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     encoded: Any = await service.engine.encode(
         [await with_images(request, messages_of(body.system, body.messages))],
         bounded=True,
-        **options_of(body, service.engine.chat_template),
+        adapter_name=service.adapter_of(body.model),
+        **options_of(body, service.template_for(body.model)),
     )
     return json_response(TokenCount(input_tokens=len(encoded[0])))
 

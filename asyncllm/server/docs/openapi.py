@@ -28,6 +28,7 @@ from asyncllm.server.request.fields import Body, Prompt, SamplingFields
 from asyncllm.server.request.neutral import NEUTRAL
 from asyncllm.server.request.structure import Structured
 from asyncllm.server.service import Service, service_of, table_of
+from asyncllm.text.chat_template import ChatTemplate
 
 __all__ = ["document_of", "openapi_json"]
 
@@ -366,6 +367,11 @@ def _setting_notes() -> dict[str, Schema]:
     return notes
 
 
+def _templates(service: Service) -> list[ChatTemplate]:
+    """Return the chat templates of the model and of its adapters."""
+    return [service.engine.chat_template_of(name) for name in (None, *service.engine.adapters)]
+
+
 def _bound(name: str, field: Schema, hint: Any, service: Service, kind: type[msgspec.Struct]) -> None:
     """Narrow the schema of a field of the request `kind` to what this server takes."""
     limits, config = service.engine.limits, service.config
@@ -377,13 +383,13 @@ def _bound(name: str, field: Schema, hint: Any, service: Service, kind: type[msg
         field["anyOf"] = [*([plain] if name == "response_format" else []), {"type": "null"}]
     elif name == "tools":
         _alternative(field, "array").update(items=TOOL if issubclass(kind, OpenAIFields) else {"type": "object"})
-        if not service.engine.chat_template.reads_tools:
+        if not any(template.reads_tools for template in _templates(service)):
             _alternative(field, "array")["maxItems"] = 0
     elif name == "tool_choice" and str in get_args(hint):
         words = ["none", "auto", "required"] if limits.takes_grammars else ["none", "auto"]
         named = [{"type": "object", "required": ["type"]}] if limits.takes_grammars else []
         field["anyOf"] = [{"enum": words}, *named, {"type": "null"}]
-    elif name == "reasoning_effort" and "reasoning_effort" not in service.engine.chat_template.variables:
+    elif name == "reasoning_effort" and not any(name in template.variables for template in _templates(service)):
         field["anyOf"] = [{"enum": ["none"]}, {"type": "null"}]
     elif _alternative(field, "array").get("items") == {"type": "object"}:
         _alternative(field, "array").update(minItems=1, items={"$ref": REF.format(name="Message")})

@@ -29,7 +29,8 @@ async def tokenize(request: web.Request) -> web.Response:
         [prompt],
         do_preprocess=body.messages is not None,
         add_bos=body.add_special_tokens is not False,
-        **template_options(body, service.engine.chat_template),
+        adapter_name=service.adapter_of(body.model),
+        **template_options(body, service.template_for(body.model)),
     )
     ids = encoded[0]
     spell = service.engine.tokenizer.token_text
@@ -57,6 +58,11 @@ async def encode_texts(request: web.Request) -> web.Response:
             code="invalid_value",
             param="input",
         )
-    ids: Any = await service.engine.encode(body.input, do_preprocess=body.do_preprocess, add_bos=body.add_bos)
+    ids: Any = await service.engine.encode(
+        body.input,
+        do_preprocess=body.do_preprocess,
+        add_bos=body.add_bos,
+        adapter_name=service.adapter_of(body.model),
+    )
     length = len(ids) if isinstance(body.input, str) else [len(each) for each in ids]
     return json_response(EncodeResponse(input_ids=ids, length=length))

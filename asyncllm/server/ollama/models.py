@@ -142,7 +142,7 @@ async def show(request: web.Request) -> web.Response:
                 f"{details.family}.context_length": service.engine.session_len,
                 f"{details.family}.embedding_length": limits.hidden_size,
             },
-            capabilities=_capabilities(service),
+            capabilities=_capabilities(service, wanted),
         )
     )
 
@@ -162,14 +162,15 @@ async def refuse_change(request: web.Request) -> web.Response:
     )
 
 
-def _capabilities(service: Service) -> list[str]:
+def _capabilities(service: Service, model: str) -> list[str]:
     engine = service.engine
+    form = engine.reply_format_of(service.adapter_of(model))
     found = []
     if engine.limits.has_head:
         found.append("completion")
-        if engine.chat_template.reads_tools and engine.reply_format.tools is not None:
+        if service.template_for(model).reads_tools and form.tools is not None:
             found.append("tools")
-        if engine.reply_format.splits:
+        if form.splits:
             found.append("thinking")
         if engine.limits.takes_images:
             found.append("vision")

@@ -181,13 +181,14 @@ def options_of(request: web.Request, body: AnswerFields, service: Service) -> Re
     """Return priority, timeout and the like, and how much the model thinks, as keywords of the engine. Raises
     ApiError."""
     options = request_options(request, body)
-    template = service.engine.chat_template
+    template = service.template_for(body.model)
     match body.think:
         case None:
             return options
         case True:
             variables: Variables = dict.fromkeys(SWITCHES & template.variables, True)
-            if not variables and not service.engine.reply_format.splits:
+            splits = service.engine.reply_format_of(service.adapter_of(body.model)).splits
+            if not variables and not splits:
                 raise _refused("The model's chat template knows no thinking. Leave think out.", "think")
             return options | thinking_options(template, None, variables, "think")
         case False:

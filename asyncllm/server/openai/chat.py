@@ -44,7 +44,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         adapter_name=service.adapter_of(body.model),
         **(
             request_options(request, body)
-            | template_options(body, service.engine.chat_template, body.reasoning_effort)
+            | template_options(body, service.template_for(body.model), body.reasoning_effort)
             | image_options(body)
             | tool_options(body)
             | budget_options(body)

@@ -113,7 +113,7 @@ def _options(request: web.Request, body: ResponsesRequest | InputTokensRequest) 
         body.tools, left_out = functions_among(body.tools)
         request[IGNORED] = [*request.get(IGNORED, ()), *(f"tools.{kind}" for kind in left_out)]
     effort = None if body.reasoning is None else body.reasoning.effort
-    template = service.engine.chat_template
+    template = service.template_for(body.model)
     thinking = thinking_options(template, effort, body.chat_template_kwargs, "reasoning")
     return thinking | tools_of(body) | image_options(body)
 
@@ -130,7 +130,9 @@ async def count_input_tokens(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_request(request, InputTokensRequest)
     messages: Any = _instructed(body, await _conversation(request, body))
-    encoded: Any = await service.engine.encode([messages], bounded=True, **_options(request, body))
+    encoded: Any = await service.engine.encode(
+        [messages], bounded=True, adapter_name=service.adapter_of(body.model), **_options(request, body)
+    )
     return json_response(InputTokens(input_tokens=len(encoded[0])))
 
 

@@ -96,7 +96,8 @@ class GrammarCompiler:
         self._vocabulary = LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, eos)), eos_token=list(eos))
         self._limits = LLParserLimits(**LIMITS)
         self._words = -(-vocab_size // 32)
-        self._ends = tuple(eos)
+        self.ends = tuple(eos)
+        """Tokens that end an answer."""
         self._spaced = tokenizer.table.leading is not LeadingSpace.KEEP
 
     def compile(self, spec: GrammarSpec, *, spaced: bool, tried: bool = False) -> CompiledGrammar:
@@ -119,7 +120,7 @@ class GrammarCompiler:
         self._check(matcher, spec.field)
         if not tried:
             self._walk(matcher.deep_copy(), spec.field)
-        return CompiledGrammar(matcher, self._words, self._ends, GrammarText(next(_numbers), spec, spaced))
+        return CompiledGrammar(matcher, self._words, self.ends, GrammarText(next(_numbers), spec, spaced))
 
     def _text(self, spec: GrammarSpec, *, spaced: bool) -> str:
         from llguidance import LLMatcher
@@ -233,6 +234,8 @@ class GrammarStart(NamedTuple):
     """The first token of a call, which ends the reasoning too."""
     budget: int | None = None
     """Most tokens of reasoning, after which `closes` is forced."""
+    ends: tuple[int, ...] = ()
+    """Further tokens that end the answer: those of an adapter's chat template."""
 
 
 class AnswerGrammar:
@@ -260,7 +263,10 @@ class GrammarProgress:
 
     def __init__(self, compiled: CompiledGrammar | None, start: GrammarStart) -> None:
         self._matcher = None if compiled is None else compiled.copy()
-        self._ends = [] if compiled is None else [token for token in compiled.ends if token != start.closes]
+        self._end = -1 if compiled is None else compiled.ends[0]
+        self._further_ends = () if compiled is None else start.ends
+        ends = () if compiled is None else (*compiled.ends, *start.ends)
+        self._ends = [token for token in ends if token != start.closes]
         self._free = start.inside
         """Whether the text is reasoning, to which no grammar applies."""
         self._opens = None if start.inside else start.opens
@@ -295,6 +301,8 @@ class GrammarProgress:
             self._match(token)
 
     def _match(self, token: int) -> None:
+        if token in self._further_ends:
+            token = self._end
         if self._run and self._run.pop() != token:
             self._run.clear()
         if self._matcher is not None and not self.ended and not self._matcher.consume_token(token):
@@ -348,8 +356,12 @@ class GrammarProgress:
             self.error = "its tokens take too long to tell apart"
         if self.error is not None:
             words[:] = 0
-        elif self._opens is not None:
-            words.view(np.uint32)[self._opens // 32] |= np.uint32(1 << self._opens % 32)
+            return
+        further = [] if self._opens is None else [self._opens]
+        if self._further_ends and words.view(np.uint32)[self._end // 32] >> self._end % 32 & 1:
+            further += self._further_ends
+        for token in further:
+            words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
 
 
 def _allow_alone(words: NDArray[np.int32], token: int) -> None:

@@ -82,6 +82,8 @@ async def test_the_owner_loads_and_unloads(tmp_path: Path) -> None:
     write_adapter(tmp_path / "elsewhere", {"q": (4, 4)})
     (root / "link").symlink_to(tmp_path / "elsewhere")
     fake = engine(max_loras=1)
+    write_adapter(root / "leaking", {"q": (4, 4)})
+    (root / "leaking" / "chat_template.jinja").symlink_to(keys)
     async with serving(fake, admin_key_file=str(keys), adapters_folder=str(root)) as served:
         assert (await served.post(LOAD, {"lora_name": "x", "lora_path": "new"}))[0] == 401
         status, said = await owner(served, LOAD, lora_name="x", lora_path=str(root / "new"))
@@ -94,6 +96,7 @@ async def test_the_owner_loads_and_unloads(tmp_path: Path) -> None:
             ({"lora_name": "y"}, 400),
             ({"lora_name": "y", "lora_path": "new", "is_3d_lora_weight": True}, 400),
             ({"lora_name": "y", "lora_path": "pickled"}, 400),
+            ({"lora_name": "y", "lora_path": "leaking"}, 400),
             ({"lora_name": "y", "lora_path": "nowhere"}, 404),
             ({"lora_name": "y", "lora_path": "../elsewhere"}, 404),
             ({"lora_name": "y", "lora_path": str(tmp_path / "elsewhere")}, 404),
