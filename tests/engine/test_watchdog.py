@@ -155,7 +155,7 @@ async def test_stats_show_how_long_nothing_has_come() -> None:
         assert engine.stats().seconds_since_progress == 0.0
         async with engine.generate("Hi", LONG) as generation:
             await anext(generation)
-            assert engine.stats().seconds_since_progress < 0.05
+            assert engine.stats().seconds_since_progress < 0.5
             engine.executor.pause()
             await asyncio.sleep(0.06)
             late = engine.stats().seconds_since_progress
