@@ -13,7 +13,7 @@ from asyncllm.kernels import PackedWeight
 from asyncllm.kernels.packed import natural
 from asyncllm.kernels.triton.counters import zero_counters
 from asyncllm.kernels.triton.linear import packed
-from asyncllm.kernels.triton.linear.tiles import RingConfig, Tile
+from asyncllm.kernels.triton.linear.tiles import RingConfig, Tile, WideConfig
 from tests.kernels import offline
 from tests.kernels.device import assert_a_graph_repeats, assert_repeatable, fresh_seed, poison, random
 from tests.kernels.test_packed import packed_weight
@@ -23,7 +23,8 @@ def test_the_table_decides_by_shape_and_tokens(monkeypatch: pytest.MonkeyPatch) 
     weight = packed_weight(64, 256, group=128)
     tile = Tile(16, 16, 4, 3)
     used: list[Any] = []
-    table = {(64, 256): ((2, RingConfig(64, 8, 4)), (5, None), (9, tile))}
+    far = packed.MOST_FUSED + 2
+    table = {(64, 256): ((2, RingConfig(64, 8, 4)), (5, None), (9, tile), (far, WideConfig(128, 3)))}
     monkeypatch.setattr(packed, "_table", lambda device: table)
 
     def product(x: Tensor, weight: PackedWeight, bias: Any, config: Any, **more: Any) -> Tensor:
@@ -31,14 +32,15 @@ def test_the_table_decides_by_shape_and_tokens(monkeypatch: pytest.MonkeyPatch) 
         return x.new_zeros(len(x), 64)
 
     monkeypatch.setattr("asyncllm.kernels.triton.linear.hopper_packed.ring", product)
+    monkeypatch.setattr("asyncllm.kernels.triton.linear.hopper_packed_wide.wide", product)
     monkeypatch.setattr(packed, "multiply", product)
-    for tokens in (1, 2, 3, 6, 9, 10):
+    for tokens in (1, 2, 3, 6, 9, 10, far, far + 1):
         packed.linear_packed(random(tokens, 256, dtype=torch.bfloat16), weight)
-    assert used == [RingConfig(64, 8, 4)] * 2 + [tile] * 2 + [packed.TILES[0]]
+    assert used == [RingConfig(64, 8, 4)] * 2 + [tile] * 2 + [WideConfig(128, 3)] * 2
     used.clear()
     for other in (packed_weight(64, 256, group=32), packed_weight(64, 256, bits=8, group=128)):
         packed.linear_packed(random(1, 256, dtype=torch.bfloat16), other)
-    packed.linear_packed(random(packed.MOST_FUSED + 1, 256, dtype=torch.bfloat16), weight)
+    packed.linear_packed(random(far + 1, 256, dtype=torch.bfloat16), weight)
     assert used == [packed.TILES[0]] * 2, "rings are of whole chunks in 4 bits"
 
 

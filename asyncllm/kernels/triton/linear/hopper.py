@@ -61,7 +61,11 @@ __all__ = [
     "gated_kernel",
     "gated_product",
     "next_stage",
+    "places",
+    "processors",
+    "share_of",
     "synchronize",
+    "wait_for_flag",
 ]
 
 CONSUMER_TOKENS = 64
@@ -256,7 +260,7 @@ def _finish(gate, up, results, out, row, column_tile):
 
 
 @gluon.jit
-def _places(half):
+def places(half):
     """Return where the elements of half [64, WIDTH] lie in a stored sum: in blocks of 8 x 8, one for each store of a
     warp."""
     WIDTH: gl.constexpr = half.shape[1]
@@ -266,7 +270,7 @@ def _places(half):
 
 
 @gluon.jit
-def _wait_for_flag(flag):
+def wait_for_flag(flag):
     seen = gl.atomic_add(flag, 0, sem="acquire", scope="gpu")
     while seen == 0:
         seen = gl.atomic_add(flag, 0, sem="acquire", scope="gpu")
@@ -292,11 +296,11 @@ def _consume_share(
         begin = at % steps
         end = min(steps, begin + stop - at)
         gate, up, stage, phase = _multiply(tokens, weights, full, empty, CONSUMER, begin, end, stage, phase, ACC)
-        places = _places(gate)
+        inside = places(gate)
         if begin > 0:
             mine = block * CONSUMERS + CONSUMER
-            gl.store(partial + mine * 2 * HALF + places, gate)
-            gl.store(partial + (mine * 2 + 1) * HALF + places, up)
+            gl.store(partial + mine * 2 * HALF + inside, gate)
+            gl.store(partial + (mine * 2 + 1) * HALF + inside, up)
             # All threads have stored before one of them sets the flag.
             synchronize()
             gl.atomic_xchg(flags + mine, 1, sem="release", scope="gpu")
@@ -305,9 +309,9 @@ def _consume_share(
             while (other + 1) * total // shares < (column_tile + 1) * steps:
                 other += 1
                 theirs = ((shares - 1 - other) * token_tiles + token_tile) * CONSUMERS + CONSUMER
-                _wait_for_flag(flags + theirs)
-                gate += gl.load(partial + theirs * 2 * HALF + places, cache_modifier=".cg")
-                up += gl.load(partial + (theirs * 2 + 1) * HALF + places, cache_modifier=".cg")
+                wait_for_flag(flags + theirs)
+                gate += gl.load(partial + theirs * 2 * HALF + inside, cache_modifier=".cg")
+                up += gl.load(partial + (theirs * 2 + 1) * HALF + inside, cache_modifier=".cg")
                 synchronize()
                 gl.store(flags + theirs, 0)
             _finish(gate, up, results, out, row, column_tile)
@@ -416,16 +420,16 @@ def gated_product(x: Tensor, weight: Tensor, tokens: int, *, shares: bool) -> Te
     out_size = weight.shape[0] // 2
     out = torch.empty((rows, out_size), dtype=x.dtype, device=x.device)
     token_tiles, column_tiles, steps = -(-rows // tokens), -(-out_size // WIDTH), -(-in_size // STEP)
-    processors = _processors(x.device)
+    at_once = processors(x.device)
     if shares:
-        count = min(processors // token_tiles, column_tiles * steps)
+        count = min(at_once // token_tiles, column_tiles * steps)
         blocks = count * token_tiles
         consumers = tokens // CONSUMER_TOKENS
         sums = blocks * consumers * 2 * CONSUMER_TOKENS * WIDTH
         partial = torch.empty(sums, dtype=torch.float32, device=x.device)
         flags = zero_counters(x.device)
     else:
-        count, blocks = 1, min(processors, token_tiles * column_tiles)
+        count, blocks = 1, min(at_once, token_tiles * column_tiles)
         partial = flags = out
     maps = (
         TensorMap(x, (CONSUMER_TOKENS if tokens % 128 else 128, STEP), LINES),
@@ -443,5 +447,5 @@ def _configured(tokens: int, shares: bool) -> Configured:
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -39,7 +39,7 @@ from asyncllm.kernels.triton.launch import Configured, TensorMap, fits_tensor_ma
 from asyncllm.kernels.triton.linear.hopper import next_stage, synchronize
 from asyncllm.kernels.triton.linear.tiles import RingConfig
 
-__all__ = ["CHUNK", "LINES", "compile_options", "fits", "ring", "ring_kernel"]
+__all__ = ["CHUNK", "LINES", "compile_options", "decode", "fits", "ring", "ring_kernel", "rounding_factors"]
 
 CHUNK = 128
 """Input features of a stage: four runs of 32."""
@@ -67,8 +67,9 @@ def _fetch_tokens(x, token, memory, full, stage, chunk):
 
 
 @gluon.jit
-def _nibbles(words, magic, INDEX: gl.constexpr):
-    """As `linear.packed._nibbles`."""
+def nibbles(words, magic, INDEX: gl.constexpr):
+    """words int16 [R, 32] -> the codes INDEX, as the last bits of 128, or of 1024 in float16; `magic` has the bits of
+    that number."""
     if INDEX == 0:
         return gl.inline_asm_elementwise(
             "lop3.b32 $0, $1, 0x000f000f, $2, 0xea;", "=r,r,r", [words, magic], gl.int16, True, 2
@@ -91,16 +92,55 @@ def _nibbles(words, magic, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def _decode(words, magic, shifted, scales, INDEX: gl.constexpr, dtype: gl.constexpr, ROUNDED: gl.constexpr):
-    """words and shifted int16 [R, 32], scales [R, 32] -> the weight's numbers of run INDEX, of `dtype`."""
-    codes = _nibbles(words, magic, INDEX)
-    if dtype == gl.bfloat16:
+def rounding_factors(scales, nothing, dtype: gl.constexpr, ROUNDED: gl.constexpr):
+    """scales [R] -> two factors [R, 32] for `decode`, which has no use for what is `nothing` [R, 32], zeros of int16.
+
+    A float16 scale is the sum of two numbers of bfloat16, of 8 and of 3 bits.
+    """
+    if not ROUNDED:
+        return nothing, nothing
+    elif scales.dtype == dtype:
+        return scales.to(gl.int16, bitcast=True)[:, None] + nothing, nothing
+    elif dtype == gl.bfloat16 and scales.dtype == gl.float16:
+        whole = scales.to(gl.float32)
+        high = whole.to(gl.bfloat16)
+        low = (whole - high.to(gl.float32)).to(gl.bfloat16)
+        return high.to(gl.int16, bitcast=True)[:, None] + nothing, low.to(gl.int16, bitcast=True)[:, None] + nothing
+    else:
+        return scales.to(gl.float32)[:, None], nothing
+
+
+@gluon.jit
+def decode(
+    words, magic, shifted, high, low, INDEX: gl.constexpr, dtype: gl.constexpr, stored: gl.constexpr,
+    ROUNDED: gl.constexpr,
+):  # fmt: skip
+    """words and shifted int16 [R, 32], factors of `rounding_factors` of scales of type `stored` -> the weight's numbers
+    of run INDEX, of `dtype`, rounded once."""
+    codes = nibbles(words, magic, INDEX)
+    if ROUNDED and dtype == gl.bfloat16 and stored == gl.float16:
+        # The code less the zero point has 4 bits, so that its product with the 3 of `low` is exact.
+        bits = gl.inline_asm_elementwise(
+            "{.reg .b32 t, u; sub.rn.bf16x2 t, $1, $2; mul.rn.bf16x2 u, t, $4; fma.rn.bf16x2 $0, t, $3, u;}",
+            "=r,r,r,r,r", [codes, shifted, high, low], gl.int16, True, 2,
+        )  # fmt: skip
+    elif ROUNDED and dtype == gl.bfloat16 and stored == gl.bfloat16:
+        bits = gl.inline_asm_elementwise(
+            "{.reg .b32 t; sub.rn.bf16x2 t, $1, $2; mul.rn.bf16x2 $0, t, $3;}",
+            "=r,r,r,r", [codes, shifted, high], gl.int16, True, 2,
+        )  # fmt: skip
+    elif ROUNDED and dtype == gl.float16 and stored == gl.float16:
+        bits = gl.inline_asm_elementwise(
+            "{.reg .b32 t; sub.rn.f16x2 t, $1, $2; mul.rn.f16x2 $0, t, $3;}",
+            "=r,r,r,r", [codes, shifted, high], gl.int16, True, 2,
+        )  # fmt: skip
+    elif dtype == gl.bfloat16:
         bits = gl.inline_asm_elementwise("sub.rn.bf16x2 $0, $1, $2;", "=r,r,r", [codes, shifted], gl.int16, True, 2)
     else:
         bits = gl.inline_asm_elementwise("sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [codes, shifted], gl.int16, True, 2)
     values = bits.to(dtype, bitcast=True)
-    if ROUNDED:
-        values = (values.to(gl.float32) * scales).to(dtype)
+    if ROUNDED and stored != dtype and not (dtype == gl.bfloat16 and stored == gl.float16):
+        values = (values.to(gl.float32) * high).to(dtype)
     return values
 
 
@@ -112,21 +152,25 @@ def _add_chunk(
     table."""
     ACC: gl.constexpr = acc.type.layout
     DOT: gl.constexpr = magic.type.layout
+    stored: gl.constexpr = scales.dtype
     found = weights.index(place).load(DOT)
     less = shifted.index(own).load(gl.SliceLayout(1, DOT))[:, None] + nothing
-    factors = scales.index(own).load(gl.SliceLayout(1, DOT)).to(gl.float32)[:, None] if ROUNDED else 0.0
-    a = _decode(found, magic, less, factors, 0, dtype, ROUNDED)
+    high = nothing
+    low = nothing
+    if ROUNDED:
+        high, low = rounding_factors(scales.index(own).load(gl.SliceLayout(1, DOT)), nothing, dtype, ROUNDED)
+    a = decode(found, magic, less, high, low, 0, dtype, stored, ROUNDED)
     total = warpgroup_mma(a, tokens.index(stage * 4).permute((1, 0)), acc, use_acc=ROUNDED, is_async=True)
-    b = _decode(found, magic, less, factors, 1, dtype, ROUNDED)
+    b = decode(found, magic, less, high, low, 1, dtype, stored, ROUNDED)
     total = warpgroup_mma(b, tokens.index(stage * 4 + 1).permute((1, 0)), total, is_async=True)
     if ROUNDED:
         # The sums take so many registers that there are none for four operands.
         total, a = warpgroup_mma_wait(1, deps=(total, a))
-    c = _decode(found, magic, less, factors, 2, dtype, ROUNDED)
+    c = decode(found, magic, less, high, low, 2, dtype, stored, ROUNDED)
     total = warpgroup_mma(c, tokens.index(stage * 4 + 2).permute((1, 0)), total, is_async=True)
     if ROUNDED:
         total, b = warpgroup_mma_wait(1, deps=(total, b))
-    d = _decode(found, magic, less, factors, 3, dtype, ROUNDED)
+    d = decode(found, magic, less, high, low, 3, dtype, stored, ROUNDED)
     total = warpgroup_mma(d, tokens.index(stage * 4 + 3).permute((1, 0)), total, is_async=True)
     if ROUNDED:
         total, c, d = warpgroup_mma_wait(0, deps=(total, c, d))

@@ -22,7 +22,7 @@ from asyncllm.kernels.triton.language import INTERPRET, dot, release_consumers, 
 from asyncllm.kernels.triton.launch import launch
 from asyncllm.kernels.triton.linear.gated import linear_silu_mul
 from asyncllm.kernels.triton.linear.product import linear
-from asyncllm.kernels.triton.linear.tiles import RingConfig, Tile, choose_tile, finish, rows_of, split
+from asyncllm.kernels.triton.linear.tiles import RingConfig, Tile, WideConfig, choose_tile, finish, rows_of, split
 
 __all__ = [
     "LEAST_ROUNDED",
@@ -50,7 +50,7 @@ TILES = (
 """By tokens, for what `TABLES` does not have. The first three are near the best of a small search on an H200 with tiles
 of the same size in another order."""
 
-Table = dict[tuple[int, int], tuple[tuple[int, RingConfig | Tile | None], ...]]
+Table = dict[tuple[int, int], tuple[tuple[int, RingConfig | WideConfig | Tile | None], ...]]
 
 TABLES: dict[str, Table] = {
     "NVIDIA H200": {
@@ -99,7 +99,8 @@ The four products of a layer take 53 us with one token, 61 with 16 and 98 with 6
 which is more than its words. At 512 tokens all four take less time expanded."""
 
 MOST_FUSED = 256
-"""Tokens above which the weight is expanded first, which takes 170 us for the four weights of such a layer."""
+"""Tokens above which the weight is expanded first if no table says otherwise, which takes 170 us for the four weights
+of such a layer."""
 
 LEAST_ROUNDED = 128
 """Tokens of a tile from which on the weight's numbers are rounded to x's type, as an expanded weight's are: to scale
@@ -361,11 +362,12 @@ def _decoded(
 ) -> Tensor | None:
     """Return the product, with its gate, by a kernel that decodes the weight; None where it is to be expanded first."""
     tokens = len(rows)
-    if not 0 < tokens <= MOST_FUSED or rows.dtype.itemsize != 2:
+    if tokens == 0 or rows.dtype.itemsize != 2:
         return None
     table = _table(rows.device)
     if table:
         from asyncllm.kernels.triton.linear.hopper_packed import fits, ring
+        from asyncllm.kernels.triton.linear.hopper_packed_wide import wide
 
         entries = table.get((weight.out_features, weight.in_features), ()) if fits(rows, weight) else ()
         for most, config in entries:
@@ -374,7 +376,11 @@ def _decoded(
                     return None
                 if isinstance(config, RingConfig):
                     return ring(rows, weight, bias, config, gated=gated, out=out)
+                if isinstance(config, WideConfig):
+                    return wide(rows, weight, bias, config, gated=gated, out=out)
                 return multiply(rows, weight, bias, config, gated=gated, out=out)
+    if tokens > MOST_FUSED:
+        return None
     return multiply(rows, weight, bias, choose_tile(TILES, tokens), gated=gated, out=out)
 
 

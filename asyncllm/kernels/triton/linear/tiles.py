@@ -18,7 +18,7 @@ from asyncllm.kernels.triton.activation import apply_gate
 from asyncllm.kernels.triton.counters import NUM_COUNTERS, zero_counters
 from asyncllm.kernels.triton.language import round_to
 
-__all__ = ["RingConfig", "Tile", "choose_tile", "finish", "rows_of", "split"]
+__all__ = ["RingConfig", "Tile", "WideConfig", "choose_tile", "finish", "rows_of", "split"]
 
 _MAX_SPLITS = 8
 
@@ -41,6 +41,17 @@ class RingConfig(NamedTuple):
     stages: int
     splits: int = 1
     rounded: bool = False
+
+
+class WideConfig(NamedTuple):
+    """Tile of `hopper_packed_wide.wide_kernel`: 128 or 256 (two `halves`) rows of the weight, or 128 gate and 128 up
+    rows, by `tokens`, cut into about `splits` ranges of the sum at most."""
+
+    tokens: int
+    stages: int
+    halves: int = 2
+    splits: int = 4
+    rounded: bool = True
 
 
 def choose_tile(tiles: Sequence[Tile], tokens: int) -> Tile:
