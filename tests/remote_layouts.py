@@ -367,6 +367,18 @@ LAYOUTS: dict[str, Layout] = {
             "multi_modal_projector.linear_1.weight": torch.ones(8, 8),
         },
     ),
+    "gemma3n_towers": Layout(
+        "gemma3n",
+        "gemma3n",
+        "gemma3n_text",
+        "Gemma3nForConditionalGeneration",
+        extra={"activation_sparsity_pattern": None, "intermediate_size": 96},
+        nested="text_config",
+        rename=lambda tensors, fields: {
+            **{name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()},
+            "model.embed_vision.embedding.weight": torch.ones(8, 8),
+        },
+    ),
     "gemma4_towers": Layout(
         "gemma4",
         "gemma4",

@@ -179,7 +179,7 @@ class ModelAgent:
         if self.sampler.ranks is not None:
             self._own_rows = logits.new_zeros(self.sampler.ranks.count(max_rows), vocab_size)
         most = max((size.tokens for size in self._mixed_sizes), default=0)
-        self._residual = torch.zeros(most, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
+        self._residual = torch.zeros(most, self.model.stream_size, dtype=self._dtype, device=self._device)
         vision, tower = self.model.config.vision, self.model.vision
         self._captured_features: Tensor | None = None
         """[tokens, width]: where captured steps read their images' features; None if those with images are not."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from asyncllm import kernels
+from asyncllm.distributed.group import RankGroup
+from asyncllm.errors import UnsupportedModel
 from asyncllm.kernels import RoundedRows, Rounding
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear, MergedLinear
 from asyncllm.layers.linear_method import Activation
 from asyncllm.layers.step_inputs import StepInputs
 
-__all__ = ["GatedMLP", "PlainMLP", "ScaledMLP"]
+__all__ = ["GatedMLP", "PlainMLP", "ScaledMLP", "SparseMLP"]
 
 _GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_tanh_mul}
 
@@ -60,6 +63,30 @@ class ScaledMLP(GatedMLP):
         product[:, : product.shape[1] // 2] *= self.gate_scale
         out: Tensor = self.down(_GATES[self.activation](product), step)
         return out.mul_(self.scale)
+
+
+class SparseMLP(GatedMLP):
+    """As `GatedMLP`; of the gate, only what lies above the mean by so many standard deviations of the token's is left
+    (Gemma 3n)."""
+
+    def __init__(self, *sizes: int, deviations: float, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.deviations = deviations
+
+    def divide(self, group: RankGroup) -> None:
+        raise UnsupportedModel("The model compares the gates of all features together. Use tp=1.")
+
+    def rounding(self, step: StepInputs) -> Rounding | None:
+        return None
+
+    def forward(self, x: Tensor | RoundedRows, step: StepInputs) -> Tensor:
+        product = self.gate_up(x, step)
+        gate = product[:, : product.shape[1] // 2]
+        wide = gate.float()
+        deviation, mean = torch.std_mean(wide, -1, correction=0, keepdim=True)
+        gate.copy_((wide - mean - self.deviations * deviation).relu_())
+        out: Tensor = self.down(_GATES[self.activation](product), step)
+        return out
 
 
 class PlainMLP(Layer):

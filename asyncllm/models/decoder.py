@@ -178,6 +178,11 @@ class DecoderLM(nn.Module):
         return ScoreHead(self.config.hidden_size, config.num_labels, inner=config.inner, bias=config.bias)
 
     @property
+    def stream_size(self) -> int:
+        """Features of the residual stream."""
+        return self.config.hidden_size
+
+    @property
     def weight_map(self) -> WeightMap:
         """This model's table: a tied head needs no tensor, and ignores the copy that some checkpoints carry."""
         table = self.weights.with_optional_prefix(self.base_prefix)
@@ -225,7 +230,7 @@ class DecoderLM(nn.Module):
         return self.norm.add(branch, residual)[0]
 
     def before_last(self, step: StepInputs, out: Tensor | None = None) -> Tensor:
-        """Return the residual stream in front of the last layer [T, hidden], in `out` if given.
+        """Return the residual stream in front of the last layer [T, stream_size], in `out` if given.
 
         For callers who want the hidden states of some tokens and go on with `last_hidden`. The model has two layers or
         more.
@@ -252,7 +257,7 @@ class DecoderLM(nn.Module):
             step.query_scale = self.config.query_scaling.scales(step.positions)
 
     def embedded(self, step: StepInputs) -> Tensor:
-        """Return the residual stream in front of the first layer [T, hidden]."""
+        """Return the residual stream in front of the first layer [T, stream_size]."""
         residual: Tensor = self.embed(step.input_ids, step)
         if self.vision is not None:
             residual = self.vision.merge(residual, step)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from asyncllm.layers.rotary import RopeConfig
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.gemma2 import Gemma2
 from asyncllm.models.registry import register
 
-__all__ = ["Gemma3"]
+__all__ = ["Gemma3", "local_rope_of"]
+
+
+def local_rope_of(hf: HFConfig, architecture: str) -> RopeConfig:
+    """Return the rotation of the layers with a window, which is not scaled."""
+    theta = hf.number("rope_local_base_freq", 1e4)
+    local = hf.of_layers("sliding_attention").changed(
+        {"rope_theta": theta, "rope_scaling": None}, rope_scaling_factor=0.0
+    )
+    rope: RopeConfig = local.decoder(architecture)["rope"]
+    return rope
 
 
 @register(Gemma3ForCausalLM="Gemma 3, text")
@@ -52,11 +63,7 @@ class Gemma3(Gemma2):
         num_layers, bias = fields["num_layers"], hf.flag("attention_bias", False)
         pattern, window = hf.integer("sliding_window_pattern", 6), hf.optional_integer("sliding_window", 4096)
         fields["windows"] = hf.windows(num_layers, window, [(layer + 1) % pattern != 0 for layer in range(num_layers)])
-        theta = hf.number("rope_local_base_freq", 1e4)
-        local = hf.of_layers("sliding_attention").changed(
-            {"rope_theta": theta, "rope_scaling": None}, rope_scaling_factor=0.0
-        )
-        local_rope = local.decoder(architecture)["rope"]
+        local_rope = local_rope_of(hf, architecture)
         return ModelConfig(
             **fields,
             layer_ropes=tuple(fields["rope"] if window is None else local_rope for window in fields["windows"]),

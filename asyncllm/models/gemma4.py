@@ -6,80 +6,24 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from asyncllm.layers.attention import Attention
-from asyncllm.layers.layer_inputs import GatedLayerInput, LayerInputBlock, LayerInputs
+from asyncllm.layers.layer_inputs import LayerInputBlock
 from asyncllm.layers.mlp import GatedMLP
-from asyncllm.layers.norm import RMSNorm
-from asyncllm.layers.shared_keys import BorrowingAttention, NormedValueAttention
-from asyncllm.layers.step_inputs import StepInputs
-from asyncllm.models.config import HFConfig, ModelConfig
-from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.gemma3 import Gemma3
+from asyncllm.models.config import HFConfig
+from asyncllm.models.layer_input_model import LayerInputConfig, LayerInputLM, sources_of, text_part, text_weights
 from asyncllm.models.registry import register
-from asyncllm.models.vision.parts import text_of
-from asyncllm.models.weights import WeightMap
 
-__all__ = ["LAYER_INPUT_WEIGHTS", "Gemma4", "Gemma4Config", "LayerInputLM", "sources_of", "text_weights"]
-
-LAYER_INPUT_WEIGHTS = {
-    "model.embed_tokens_per_layer": "layer_inputs.embed",
-    "model.per_layer_model_projection": "layer_inputs.project",
-    "model.per_layer_projection_norm": "layer_inputs.norm",
-    "model.layers.{i}.per_layer_input_gate": "layers.{i}.layer_input.gate",
-    "model.layers.{i}.per_layer_projection": "layers.{i}.layer_input.project",
-    "model.layers.{i}.post_per_layer_input_norm": "layers.{i}.layer_input.norm",
-}
-
-_TOWERS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder")
+__all__ = ["Gemma4"]
 
 
-def text_weights(rows: dict[str, str]) -> WeightMap:
-    """Return Gemma 3's table with these rows, for files of the text model and for those of all that the model reads, of
-    which the rest is left out."""
-    table = Gemma3.weights.replaced({**LAYER_INPUT_WEIGHTS, **rows})
-    inner = {
-        f"model.language_model.{name.removeprefix('model.')}": target
-        for name, target in table.rows.items()
-        if name.startswith("model.")
-    }
-    return table.replaced(inner).setting_aside(*(f"{prefix}{part}" for part in _TOWERS for prefix in ("", "model.")))
-
-
-def sources_of(hf: HFConfig, windows: tuple[int | None, ...], shared: int) -> tuple[int | None, ...]:
-    """Return for each layer which one's keys and values it reads; None: its own. The last `shared` layers read those of
-    the last layer before them that sees as much."""
-    first = len(windows) - shared
-    last = {window: layer for layer, window in enumerate(windows[: max(0, first)])}
-    if any(window not in last for window in windows[first:]):
-        hf.invalid("num_kv_shared_layers", "which leaves layers without keys and values to read")
-    return tuple(None if layer < first else last[window] for layer, window in enumerate(windows))
-
-
-class Gemma4Config(ModelConfig, frozen=True, kw_only=True):
-    """Heads of layers without a window, and what Gemma 3n brought."""
+class Gemma4Config(LayerInputConfig, frozen=True, kw_only=True):
+    """Heads of layers without a window."""
 
     full_head_dim: int
     full_kv_heads: int
     keys_as_values: bool
     """In layers without a window."""
-    sources: tuple[int | None, ...]
-    """Per layer, whose keys and values it reads, where these are not its own."""
     wide_mlp: bool
     """Whether the MLPs of layers that read another's are twice as wide."""
-    layer_input_size: int
-    """Features that each layer has of a token; 0: none."""
-    layer_input_tokens: int
-    """Rows of their table."""
-
-
-class LayerInputLM(DecoderLM):
-    """A decoder whose layers have embeddings of their own."""
-
-    layer_inputs: LayerInputs | None
-
-    def place(self, step: StepInputs) -> None:
-        super().place(step)
-        if self.layer_inputs is not None and step.layer_inputs is None:
-            step.layer_inputs = self.layer_inputs(step.input_ids, self.embed(step.input_ids, step), step)
 
 
 @register(
@@ -88,7 +32,6 @@ class LayerInputLM(DecoderLM):
 )
 class Gemma4(LayerInputLM):
     weights = text_weights({"model.layers.{i}.layer_scalar": "layers.{i}.stream_scale:value"})
-    norm_class = RMSNorm
     config: Gemma4Config
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "gemma4_text",
@@ -116,20 +59,9 @@ class Gemma4(LayerInputLM):
         },
     }
 
-    def __init__(self, config: Gemma4Config) -> None:
-        super().__init__(config)
-        size = config.layer_input_size
-        self.layer_inputs = None
-        if size:
-            norm = RMSNorm(size, config.norm_eps)
-            self.layer_inputs = LayerInputs(
-                config.hidden_size, config.num_layers, size, vocab_size=config.layer_input_tokens, norm=norm
-            )
-
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> Gemma4Config:
-        if "text_config" in hf.fields:
-            hf, _ = text_of(hf.changed({"tie_word_embeddings": hf.fields.get("tie_word_embeddings", True)}))
+        hf = text_part(hf)
         hf.expect("hidden_activation", "gelu_pytorch_tanh")
         # Of images' tokens.
         hf.expect("use_bidirectional_attention", False, "vision")
@@ -167,36 +99,12 @@ class Gemma4(LayerInputLM):
             layer_input_tokens=hf.integer("vocab_size_per_layer_input", 262144) if size else 0,
         )
 
-    @property
-    def weight_map(self) -> WeightMap:
-        """Layers that read another's keys have their projections in the files of some checkpoints."""
-        unused = (
-            f"{prefix}layers.{layer}.self_attn.{part}"
-            for layer, source in enumerate(self.config.sources)
-            if source is not None
-            for part in ("k_proj", "v_proj", "k_norm", "v_norm")
-            for prefix in ("", "model.", "model.language_model.")
-        )
-        return super().weight_map.setting_aside(*unused)
-
     def attention(self, layer: int) -> Attention:
         config = self.config
-        full, source = config.windows[layer] is None, config.sources[layer]
-        rope = config.layer_ropes[layer]
-        options: dict[str, Any] = {
-            "num_heads": config.num_heads,
-            "num_kv_heads": config.full_kv_heads if full else config.num_kv_heads,
-            "head_dim": config.full_head_dim if full else config.head_dim,
-            "bias": config.qkv_bias,
-            "rope": None if rope is None else config.ropes.index(rope),
-            "window": config.windows[layer],
-            "scale": config.score_scale,
-            "norm_eps": config.norm_eps,
-        }
-        if source is not None:
-            return BorrowingAttention(source, config.hidden_size, **options)
-        keys_as_values = config.keys_as_values and full
-        return NormedValueAttention(layer, config.hidden_size, keys_as_values=keys_as_values, **options)
+        if config.windows[layer] is not None:
+            return super().attention(layer)
+        heads = {"num_kv_heads": config.full_kv_heads, "head_dim": config.full_head_dim}
+        return self.own_or_borrowed(layer, keys_as_values=config.keys_as_values, **heads)
 
     def mlp(self, layer: int) -> GatedMLP:
         config = self.config
@@ -205,9 +113,6 @@ class Gemma4(LayerInputLM):
         return GatedMLP(config.hidden_size, size, activation=config.activation)
 
     def block(self, layer: int) -> LayerInputBlock:
-        config, layer_input = self.config, None
-        if config.layer_input_size:
-            layer_input = GatedLayerInput(layer, config.hidden_size, config.layer_input_size, norm=self.make_norm())
         return LayerInputBlock(
             attn_norm=self.make_norm(),
             attn=self.attention(layer),
@@ -215,7 +120,7 @@ class Gemma4(LayerInputLM):
             mlp_norm=self.make_norm(),
             mlp=self.mlp(layer),
             mlp_post_norm=self.make_norm(),
-            layer_input=layer_input,
+            layer_input=self.layer_input(layer),
         )
 
 

@@ -20,7 +20,6 @@ class Refused(NamedTuple):
 
 
 _INDEX = "its index of the tokens that each query attends to is not written yet"
-_LAYER_EMBEDDINGS = "layers with embeddings of their own, and such as share keys and values, are not written yet"
 _LIGHTNING = "its linear attention of fixed decay is not written yet"
 
 REFUSED_DECODERS: Mapping[str, Refused] = {
@@ -30,8 +29,6 @@ REFUSED_DECODERS: Mapping[str, Refused] = {
     "BitNetForCausalLM": Refused("BitNet b1.58 2B", "weights of 1.58 bits are not read", "LlamaForCausalLM"),
     "DeepseekV32ForCausalLM": Refused("DeepSeek-V3.2", _INDEX, "DeepseekV3ForCausalLM"),
     "DeepseekV4ForCausalLM": Refused("DeepSeek-V4", _INDEX, "DeepseekV3ForCausalLM"),
-    "Gemma3nForCausalLM": Refused("Gemma 3n, text", _LAYER_EMBEDDINGS, "Gemma3ForCausalLM"),
-    "Gemma3nForConditionalGeneration": Refused("Gemma 3n", _LAYER_EMBEDDINGS, "Gemma3ForConditionalGeneration"),
     "GlmMoeDsaForCausalLM": Refused("GLM-5", _INDEX, "Glm4MoeLiteForCausalLM"),
     "InternLMXComposerForCausalLM": Refused(
         "InternLM-XComposer 1", "there is nothing to hold its tower to", "InternLMXComposer2ForCausalLM"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.errors import UnsupportedModel
+from asyncllm.layers.mlp import SparseMLP
 from asyncllm.layers.moe import MoE
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import open_model
@@ -47,13 +48,14 @@ def logits_of(model: DecoderLM, tokens: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_give_the_logits_of_one_or_refuse_a_norm_over_all_heads(family: str) -> None:
+def test_two_ranks_give_the_logits_of_one_or_refuse_what_is_of_all_features(family: str) -> None:
     case = Case(family, "default")
     tokens = random_tokens(3, PROMPT + STEPS)
     with torch.inference_mode():
         whole = logits_of(open_case(case), tokens)
-    if any(getattr(module, "qk_norm", None) == "whole" for module in open_case(case).modules()):
-        with pytest.raises(UnsupportedModel, match="all heads together"):
+    modules = list(open_case(case).modules())
+    if any(getattr(each, "qk_norm", None) == "whole" or isinstance(each, SparseMLP) for each in modules):
+        with pytest.raises(UnsupportedModel, match=r"all (heads|features) together\. Use tp=1"):
             in_ranks(2, lambda group: open_share(case, group))
         return
     shares = in_ranks(2, lambda group: logits_of(open_share(case, group), tokens))

@@ -1,0 +1,151 @@
+"""AltUp (Baykal et al., 2023): a residual stream that is several, of which each layer computes one and updates the
+others by what it learned. A stream of S is [T, S * hidden], the computed one first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm import kernels
+from asyncllm.layers.block import SandwichBlock
+from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer_inputs import GatedLayerInput
+from asyncllm.layers.linear import Linear
+from asyncllm.layers.linear_method import PartKey
+from asyncllm.layers.norm import Norm
+from asyncllm.layers.step_inputs import SampledRows, StepInputs
+
+__all__ = ["AltUp", "AltUpBlock", "LowRankResidual", "MergingNorm", "Spread"]
+
+_LEAST = 1e-5
+"""Of a mean square that something is divided by the root of."""
+
+
+class AltUp(Layer):
+    """What all streams of a layer are in front of it, as it predicts them, and how they are corrected behind it."""
+
+    def __init__(self, hidden_size: int, streams: int, *, norm: Norm) -> None:
+        super().__init__()
+        self.router = Linear(hidden_size, streams, shard="replicated")
+        self.router_norm = norm
+        self.prediction = Linear(streams, streams**2, shard="replicated")
+        self.correction = Linear(streams, streams, shard="replicated")
+        self.output_scale = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
+        self.hidden_size = hidden_size
+
+    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
+        return {("output_scale", None, None): (self.hidden_size,)}
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        self.output_scale.copy_(tensor)
+
+    def predict(self, streams: Tensor, step: StepInputs) -> Tensor:
+        """streams [T, S, hidden] -> the same, each with a mixture of all."""
+        count = streams.shape[1]
+        mixture = self.prediction(self._routed(streams[:, 0], step), step).view(-1, count, count)
+        return streams + torch.bmm(mixture, streams)
+
+    def correct(self, predictions: Tensor, computed: Tensor, step: StepInputs) -> Tensor:
+        """predictions [T, S, hidden] and the stream that was computed [T, hidden] -> what is to be added to each."""
+        weights = self.correction(self._routed(computed, step), step) + 1.0
+        added: Tensor = (computed - predictions[:, 0])[:, None] * weights[..., None]
+        return added
+
+    def _routed(self, x: Tensor, step: StepInputs) -> Tensor:
+        normed = self.router_norm(x.contiguous()) * (1 / self.hidden_size)
+        routed: Tensor = self.router(normed, step)
+        return routed.float().tanh().to(x.dtype)
+
+
+class LowRankResidual(Layer):
+    """LAuReL (Menghani et al., 2024): x [T, hidden] -> x + norm(a product of x of low rank)."""
+
+    def __init__(self, hidden_size: int, rank: int, *, norm: Norm) -> None:
+        super().__init__()
+        self.left = Linear(hidden_size, rank, shard="replicated")
+        self.right = Linear(rank, hidden_size, shard="replicated")
+        self.norm = norm
+
+    def forward(self, x: Tensor, step: StepInputs) -> Tensor:
+        added: Tensor = self.norm(self.right(self.left(x, step), step))
+        return x + added
+
+
+class AltUpBlock(SandwichBlock):
+    """Gemma 3n's: attention beside a product of low rank, MLP, the layer's own input for the streams that were not
+    computed."""
+
+    def __init__(self, *, altup: AltUp, laurel: LowRankResidual, layer_input: GatedLayerInput, **parts: Any) -> None:
+        """`parts`: those of `SandwichBlock`."""
+        super().__init__(**parts)
+        self.altup, self.laurel, self.layer_input = altup, laurel, layer_input
+
+    def forward(
+        self, branch: Tensor | None, residual: Tensor, step: StepInputs, sampled: SampledRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        streams = residual if branch is None else residual + branch
+        predictions = self.altup.predict(streams.view(len(streams), -1, self.altup.hidden_size), step)
+        normed, here = self.attn_norm(predictions[:, 0].contiguous()), step
+        attended = self.attn_post_norm(self.attn(normed, step, sampled))
+        if sampled is not None:
+            here, indices = sampled.inputs, sampled.indices
+            predictions = kernels.gather_rows(predictions.flatten(1), indices).view(-1, *predictions.shape[1:])
+            normed = kernels.gather_rows(normed, indices)
+        stream = (predictions[:, 0] + attended + self.laurel(normed, here)) * 2**-0.5
+        stream = stream + self.mlp_post_norm(self.mlp(self.mlp_norm(stream), here))
+        added = self.altup.correct(predictions, stream, here)
+        first = (predictions[:, 0] + added[:, 0]) * self.altup.output_scale
+        added[:, 1:] += self.layer_input(first, step, sampled)[:, None]
+        return added.flatten(1), predictions.flatten(1)
+
+
+class Spread(Layer):
+    """x [T, hidden] -> [T, S * hidden]: x, and products of it of the same magnitude."""
+
+    def __init__(self, hidden_size: int, streams: int) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(
+            Linear(hidden_size, hidden_size, shard="replicated") for _ in range(streams - 1)
+        )
+
+    def forward(self, x: Tensor, step: StepInputs) -> Tensor:
+        return torch.cat([x, *(_as_large(each(x, step), x) for each in self.projections)], 1)
+
+
+class MergingNorm(Norm):
+    """The norm of the streams' mean, each but the first as a product of the first's magnitude."""
+
+    def __init__(self, hidden_size: int, streams: int, *, norm: Norm) -> None:
+        Layer.__init__(self)
+        self.projections = nn.ModuleList(
+            Linear(hidden_size, hidden_size, shard="replicated") for _ in range(streams - 1)
+        )
+        self.norm = norm
+
+    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
+        """None: all weights are those of its parts."""
+        return {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, S * hidden] -> [T, hidden]."""
+        first, *others = x.chunk(1 + len(self.projections), 1)
+        products = (
+            each.method.product(each, other.contiguous())  # type: ignore[operator, union-attr]
+            for each, other in zip(self.projections, others, strict=True)
+        )
+        mean = torch.stack([first, *(_as_large(each, first) for each in products)]).mean(0)
+        normed: Tensor = self.norm(mean)
+        return normed
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = residual + x
+        return self.forward(total), total
+
+
+def _as_large(x: Tensor, model: Tensor) -> Tensor:
+    """x [T, hidden], with the root mean square of `model`."""
+    wanted = model.square().mean(-1, keepdim=True).sqrt()
+    return x * wanted / x.square().mean(-1, keepdim=True).clamp(min=_LEAST).sqrt()

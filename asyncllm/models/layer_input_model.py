@@ -1,0 +1,131 @@
+"""Decoders whose layers have embeddings of their own, and share keys and values: Gemma 3n and 4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncllm.layers.attention import Attention
+from asyncllm.layers.layer_inputs import GatedLayerInput, LayerInputs
+from asyncllm.layers.norm import RMSNorm
+from asyncllm.layers.shared_keys import BorrowingAttention, NormedValueAttention
+from asyncllm.layers.step_inputs import StepInputs
+from asyncllm.models.config import HFConfig, ModelConfig
+from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.gemma3 import Gemma3
+from asyncllm.models.vision.parts import text_of
+from asyncllm.models.weights import WeightMap
+
+__all__ = ["LayerInputConfig", "LayerInputLM", "sources_of", "text_part", "text_weights"]
+
+_LAYER_INPUT_WEIGHTS = {
+    "model.embed_tokens_per_layer": "layer_inputs.embed",
+    "model.per_layer_model_projection": "layer_inputs.project",
+    "model.per_layer_projection_norm": "layer_inputs.norm",
+    "model.layers.{i}.per_layer_input_gate": "layers.{i}.layer_input.gate",
+    "model.layers.{i}.per_layer_projection": "layers.{i}.layer_input.project",
+    "model.layers.{i}.post_per_layer_input_norm": "layers.{i}.layer_input.norm",
+}
+
+_TOWERS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder")
+
+
+def text_weights(rows: dict[str, str]) -> WeightMap:
+    """Return Gemma 3's table with these rows, for files of the text model and for those of all that the model reads, of
+    which the rest is left out."""
+    table = Gemma3.weights.replaced({**_LAYER_INPUT_WEIGHTS, **rows})
+    inner = {
+        f"model.language_model.{name.removeprefix('model.')}": target
+        for name, target in table.rows.items()
+        if name.startswith("model.")
+    }
+    return table.replaced(inner).setting_aside(*(f"{prefix}{part}" for part in _TOWERS for prefix in ("", "model.")))
+
+
+def text_part(hf: HFConfig) -> HFConfig:
+    """Return the entries of the text model, of files that have those of towers besides."""
+    if "text_config" not in hf.fields:
+        return hf
+    return text_of(hf.changed({"tie_word_embeddings": hf.fields.get("tie_word_embeddings", True)}))[0]
+
+
+def sources_of(hf: HFConfig, windows: tuple[int | None, ...], shared: int) -> tuple[int | None, ...]:
+    """Return for each layer which one's keys and values it reads; None: its own. The last `shared` layers read those of
+    the last layer before them that sees as much."""
+    first = len(windows) - shared
+    last = {window: layer for layer, window in enumerate(windows[: max(0, first)])}
+    if any(window not in last for window in windows[first:]):
+        hf.invalid("num_kv_shared_layers", "which leaves layers without keys and values to read")
+    return tuple(None if layer < first else last[window] for layer, window in enumerate(windows))
+
+
+class LayerInputConfig(ModelConfig, frozen=True, kw_only=True):
+    """Of a decoder whose layers have embeddings of their own, and of which some read others' keys and values."""
+
+    sources: tuple[int | None, ...]
+    """Per layer, whose keys and values it reads, where these are not its own."""
+    layer_input_size: int
+    """Features that each layer has of a token; 0: none."""
+    layer_input_tokens: int
+    """Rows of their table."""
+
+
+class LayerInputLM(DecoderLM):
+    """What Gemma 3n and 4 have in common: normalised values, and what `LayerInputConfig` says."""
+
+    norm_class = RMSNorm
+    config: LayerInputConfig
+
+    def __init__(self, config: LayerInputConfig) -> None:
+        super().__init__(config)
+        size = config.layer_input_size
+        self.layer_inputs = None
+        if size:
+            norm = RMSNorm(size, config.norm_eps)
+            self.layer_inputs = LayerInputs(
+                config.hidden_size, config.num_layers, size, vocab_size=config.layer_input_tokens, norm=norm
+            )
+
+    def place(self, step: StepInputs) -> None:
+        super().place(step)
+        if self.layer_inputs is not None and step.layer_inputs is None:
+            step.layer_inputs = self.layer_inputs(step.input_ids, self.embed(step.input_ids, step), step)
+
+    @property
+    def weight_map(self) -> WeightMap:
+        """Layers that read another's keys have their projections in the files of some checkpoints."""
+        unused = (
+            f"{prefix}layers.{layer}.self_attn.{part}"
+            for layer, source in enumerate(self.config.sources)
+            if source is not None
+            for part in ("k_proj", "v_proj", "k_norm", "v_norm")
+            for prefix in ("", "model.", "model.language_model.")
+        )
+        return super().weight_map.setting_aside(*unused)
+
+    def attention(self, layer: int) -> Attention:
+        return self.own_or_borrowed(layer, num_kv_heads=self.config.num_kv_heads, head_dim=self.config.head_dim)
+
+    def own_or_borrowed(
+        self, layer: int, *, num_kv_heads: int, head_dim: int, keys_as_values: bool = False
+    ) -> Attention:
+        """Make attention of these heads over the layer's own keys and values, or those that it reads of another."""
+        config, source = self.config, self.config.sources[layer]
+        rope = config.layer_ropes[layer]
+        options: dict[str, Any] = {
+            "num_heads": config.num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "bias": config.qkv_bias,
+            "rope": None if rope is None else config.ropes.index(rope),
+            "window": config.windows[layer],
+            "scale": config.score_scale,
+            "norm_eps": config.norm_eps,
+        }
+        if source is not None:
+            return BorrowingAttention(source, config.hidden_size, **options)
+        return NormedValueAttention(layer, config.hidden_size, keys_as_values=keys_as_values, **options)
+
+    def layer_input(self, layer: int) -> GatedLayerInput | None:
+        """Make what adds the layer's own input."""
+        hidden, size = self.config.hidden_size, self.config.layer_input_size
+        return GatedLayerInput(layer, hidden, size, norm=self.make_norm()) if size else None
