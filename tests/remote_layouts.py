@@ -6,86 +6,15 @@ The oracle is the native model; what is renamed here is written from what is kno
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tests.layout import Fields, Layout, Tensors, fused, renamed, under_language_model, unfused_experts
+
 __all__ = ["LAYOUTS", "RELATIVES", "Layout"]
-
-Fields = dict[str, Any]
-Tensors = dict[str, Tensor]
-
-
-def _unchanged(tensors: Tensors, fields: Fields) -> Tensors:
-    return tensors
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a checkpoint is written, beside the native model that computes the same."""
-
-    family: str
-    """The module of asyncllm.models that reads it."""
-    model_type: str
-    native_type: str
-    architecture: str
-    extra: Fields = field(default_factory=dict)
-    """Entries that join the family's tiny ones."""
-    dropped: tuple[str, ...] = ()
-    """Entries of `tiny` that a file of this kind does not have."""
-    words: Mapping[str, str] = field(default_factory=dict)
-    """Entries of its config.json -> the native model's for the same."""
-    native: Fields = field(default_factory=dict)
-    """Entries that only the native model needs."""
-    rope: Callable[[Fields], Fields] | None = None
-    """The native model's rope_parameters, of a layout that has entries of its own for them."""
-    rename: Callable[[Tensors, Fields], Tensors] = _unchanged
-    """The native model's tensors under this layout's names, given config.json's entries."""
-    nested: str = ""
-    """The entry of config.json that holds those of the language model."""
-    patch: Callable[[nn.Module], None] | None = None
-    """What makes the native model's computation this layout's, before its weights are there."""
-    oracle: Callable[[Tensors], Tensors] = lambda tensors: tensors
-    """The native model's tensors, from the native ones that are stored."""
-
-    call: Callable[[list[int]], Fields] = lambda tokens: {}
-    """What the oracle's forward takes besides the tokens."""
-
-    def native_fields(self, fields: Fields) -> Fields:
-        """config.json of the native model, from the entries of this layout's."""
-        named = {self.words.get(key, key): value for key, value in fields.items()}
-        if self.family == "qwen":
-            named |= {"intermediate_size": fields["intermediate_size"] // 2, "num_key_value_heads": 4}
-        if self.rope is not None:
-            named |= {"rope_parameters": {"rope_type": "default", **self.rope(fields)}}
-        return {**named, **self.native, "model_type": self.native_type}
-
-
-def _renamed(names: Mapping[str, str]) -> Callable[[Tensors, Fields], Tensors]:
-    def rename(tensors: Tensors, fields: Fields) -> Tensors:
-        def new(name: str) -> str:
-            for old, other in names.items():
-                name = name.replace(old, other)
-            return name
-
-        return {new(name): tensor for name, tensor in tensors.items()}
-
-    return rename
-
-
-def _fuse(tensors: Tensors, into: str) -> Tensors:
-    """q, k and v one after the other in one tensor, of weights and biases."""
-    fused = {}
-    for name, tensor in tensors.items():
-        if "q_proj" in name:
-            parts = [tensors[name.replace("q_proj", each)] for each in ("q_proj", "k_proj", "v_proj")]
-            fused[name.replace("self_attn.q_proj", into)] = torch.cat(parts)
-        elif "k_proj" not in name and "v_proj" not in name:
-            fused[name] = tensor
-    return fused
 
 
 def _scale_queries(model: nn.Module) -> None:
@@ -110,7 +39,7 @@ def _group(tensors: Tensors, fields: Fields) -> Tensors:
             grouped[name.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat(groups, 1).flatten(0, 1)
         elif "k_proj" not in name and "v_proj" not in name:
             grouped[name] = tensor
-    return _renamed(_INTERNLM2)(grouped, fields)
+    return renamed(_INTERNLM2)(grouped, fields)
 
 
 _INTERNLM2 = {
@@ -155,7 +84,7 @@ def _with_frequencies(tensors: Tensors, fields: Fields) -> Tensors:
     """With the rotary buffers that Baichuan's files hold."""
     layers = range(fields["num_hidden_layers"])
     buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(8) for layer in layers}
-    return {**_fuse(tensors, "self_attn.W_pack"), **buffers}
+    return {**fused(tensors, "self_attn.W_pack"), **buffers}
 
 
 _BIAS_OF_LLAMA = ("attention_bias", "mlp_bias")
@@ -188,7 +117,7 @@ _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multip
 def _chatglm(tensors: Tensors, fields: Fields) -> Tensors:
     """With the rotary buffer that its files hold."""
     buffer = {"transformer.rotary_pos_emb.inv_freq": torch.ones(8)}
-    return {**_renamed(_CHATGLM)(_fuse(tensors, "self_attention.query_key_value"), fields), **buffer}
+    return {**renamed(_CHATGLM)(fused(tensors, "self_attention.query_key_value"), fields), **buffer}
 
 
 def _deepseek_experts(model: nn.Module) -> None:
@@ -242,21 +171,6 @@ def _of_groups(tensors: Tensors, change: Callable[[Tensor], Tensor]) -> Tensors:
     return changed
 
 
-def _unfused_experts(tensors: Tensors, fields: Fields) -> Tensors:
-    unfused = {}
-    for name, tensor in tensors.items():
-        if name.endswith("experts.gate_up_proj"):
-            for expert, both in enumerate(tensor):
-                for part, half in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
-                    unfused[name.replace("gate_up_proj", f"{expert}.{part}.weight")] = half
-        elif name.endswith("experts.down_proj"):
-            for expert, down in enumerate(tensor):
-                unfused[name.replace("down_proj", f"{expert}.down_proj.weight")] = down
-        else:
-            unfused[name] = tensor
-    return unfused
-
-
 LAYOUTS: dict[str, Layout] = {
     "aquila": Layout("llama", "aquila", "llama", "AquilaForCausalLM", dropped=_BIAS_OF_LLAMA),
     "baichuan": Layout(
@@ -274,10 +188,10 @@ LAYOUTS: dict[str, Layout] = {
         "llama",
         "BaiChuanForCausalLM",
         native={"num_key_value_heads": 4},
-        rename=lambda tensors, fields: _fuse(tensors, "self_attn.W_pack"),
+        rename=lambda tensors, fields: fused(tensors, "self_attn.W_pack"),
     ),
     "deepseek": Layout(
-        "deepseek", "deepseek", "llama", "DeepseekForCausalLM", patch=_deepseek_experts, rename=_unfused_experts
+        "deepseek", "deepseek", "llama", "DeepseekForCausalLM", patch=_deepseek_experts, rename=unfused_experts
     ),
     "cohere_plain": Layout("cohere", "cohere", "cohere", "CohereForCausalLM", dropped=("use_qk_norm",)),
     "deepseek_v2_lite": Layout(
@@ -296,7 +210,7 @@ LAYOUTS: dict[str, Layout] = {
         dropped=("max_position_embeddings",),
         words={"model_max_length": "max_position_embeddings"},
         native={"num_key_value_heads": 6},
-        rename=lambda tensors, fields: _fuse(tensors, "self_attn.W_pack"),
+        rename=lambda tensors, fields: fused(tensors, "self_attn.W_pack"),
         oracle=_unit_rows,
         call=_with_alibi,
     ),
@@ -323,7 +237,7 @@ LAYOUTS: dict[str, Layout] = {
         "llama",
         "ExaoneForCausalLM",
         words={"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps"},
-        rename=_renamed(_EXAONE),
+        rename=renamed(_EXAONE),
     ),
     "falcon_7b": Layout(
         "falcon",
@@ -374,10 +288,9 @@ LAYOUTS: dict[str, Layout] = {
         "Gemma3nForConditionalGeneration",
         extra={"activation_sparsity_pattern": None, "intermediate_size": 96},
         nested="text_config",
-        rename=lambda tensors, fields: {
-            **{name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()},
-            "model.embed_vision.embedding.weight": torch.ones(8, 8),
-        },
+        rename=lambda tensors, fields: under_language_model(
+            tensors, {"model.embed_vision.embedding.weight": torch.ones(8, 8)}
+        ),
     ),
     "gemma4_towers": Layout(
         "gemma4",
@@ -387,12 +300,14 @@ LAYOUTS: dict[str, Layout] = {
         extra={"attention_k_eq_v": False, "use_double_wide_mlp": False},
         dropped=("num_global_key_value_heads",),
         nested="text_config",
-        rename=lambda tensors, fields: {
-            **{name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()},
-            "model.language_model.layers.5.self_attn.k_proj.weight": torch.ones(24, 64),
-            "model.vision_tower.patch_embedder.input_proj.weight": torch.ones(8, 8),
-            "model.embed_audio.embedding_projection.weight": torch.ones(8, 8),
-        },
+        rename=lambda tensors, fields: under_language_model(
+            tensors,
+            {
+                "model.language_model.layers.5.self_attn.k_proj.weight": torch.ones(24, 64),
+                "model.vision_tower.patch_embedder.input_proj.weight": torch.ones(8, 8),
+                "model.embed_audio.embedding_projection.weight": torch.ones(8, 8),
+            },
+        ),
     ),
     "gemma4_31b": Layout(
         "gemma4",
@@ -532,7 +447,7 @@ LAYOUTS: dict[str, Layout] = {
             "layer_norm_epsilon": "rms_norm_eps",
         },
         rope=lambda fields: {"rope_theta": fields["rotary_emb_base"]},
-        rename=lambda tensors, fields: _renamed(_QWEN)(_fuse(tensors, "attn.c_attn"), fields),
+        rename=lambda tensors, fields: renamed(_QWEN)(fused(tensors, "attn.c_attn"), fields),
         patch=_scale_queries,
     ),
     "nemotron_h_experts": Layout(
@@ -595,7 +510,7 @@ LAYOUTS: dict[str, Layout] = {
         "llama",
         "YiForCausalLM",
         dropped=_BIAS_OF_LLAMA,
-        rename=_renamed({"input_layernorm": "ln1", "post_attention_layernorm": "ln2"}),
+        rename=renamed({"input_layernorm": "ln1", "post_attention_layernorm": "ln2"}),
     ),
 }
 """By the name under which `tests.checkpoints.build_checkpoint` writes it."""

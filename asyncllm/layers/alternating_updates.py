@@ -18,10 +18,7 @@ from asyncllm.layers.linear_method import PartKey
 from asyncllm.layers.norm import Norm
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
-__all__ = ["AltUp", "AltUpBlock", "LowRankResidual", "MergingNorm", "Spread"]
-
-_LEAST = 1e-5
-"""Of a mean square that something is divided by the root of."""
+__all__ = ["AltUp", "AltUpBlock", "LowRankResidual"]
 
 
 class AltUp(Layer):
@@ -100,52 +97,3 @@ class AltUpBlock(SandwichBlock):
         first = (predictions[:, 0] + added[:, 0]) * self.altup.output_scale
         added[:, 1:] += self.layer_input(first, step, sampled)[:, None]
         return added.flatten(1), predictions.flatten(1)
-
-
-class Spread(Layer):
-    """x [T, hidden] -> [T, S * hidden]: x, and products of it of the same magnitude."""
-
-    def __init__(self, hidden_size: int, streams: int) -> None:
-        super().__init__()
-        self.projections = nn.ModuleList(
-            Linear(hidden_size, hidden_size, shard="replicated") for _ in range(streams - 1)
-        )
-
-    def forward(self, x: Tensor, step: StepInputs) -> Tensor:
-        return torch.cat([x, *(_as_large(each(x, step), x) for each in self.projections)], 1)
-
-
-class MergingNorm(Norm):
-    """The norm of the streams' mean, each but the first as a product of the first's magnitude."""
-
-    def __init__(self, hidden_size: int, streams: int, *, norm: Norm) -> None:
-        Layer.__init__(self)
-        self.projections = nn.ModuleList(
-            Linear(hidden_size, hidden_size, shard="replicated") for _ in range(streams - 1)
-        )
-        self.norm = norm
-
-    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
-        """None: all weights are those of its parts."""
-        return {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, S * hidden] -> [T, hidden]."""
-        first, *others = x.chunk(1 + len(self.projections), 1)
-        products = (
-            each.method.product(each, other.contiguous())  # type: ignore[operator, union-attr]
-            for each, other in zip(self.projections, others, strict=True)
-        )
-        mean = torch.stack([first, *(_as_large(each, first) for each in products)]).mean(0)
-        normed: Tensor = self.norm(mean)
-        return normed
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        total = residual + x
-        return self.forward(total), total
-
-
-def _as_large(x: Tensor, model: Tensor) -> Tensor:
-    """x [T, hidden], with the root mean square of `model`."""
-    wanted = model.square().mean(-1, keepdim=True).sqrt()
-    return x * wanted / x.square().mean(-1, keepdim=True).clamp(min=_LEAST).sqrt()

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from asyncllm.layers.alternating_updates import AltUp, AltUpBlock, LowRankResidual, MergingNorm, Spread
+from asyncllm.layers.alternating_updates import AltUp, AltUpBlock, LowRankResidual
 from asyncllm.layers.mlp import GatedMLP, SparseMLP
 from asyncllm.layers.norm import Norm
 from asyncllm.layers.step_inputs import StepInputs
+from asyncllm.layers.streams import MergingNorm, Spread
 from asyncllm.models.config import HFConfig
 from asyncllm.models.gemma3 import local_rope_of
 from asyncllm.models.layer_input_model import LayerInputConfig, LayerInputLM, sources_of, text_part, text_weights
