@@ -37,7 +37,7 @@ from asyncllm.server.lmdeploy.responses import (
     TokenizeResponse,
 )
 from asyncllm.server.lmdeploy.tokens import detokenize, encode_texts, tokenize
-from asyncllm.server.observe.probes import Health, health, live, metrics, ready
+from asyncllm.server.observe.probes import Health, Load, health, live, load, metrics, ready
 from asyncllm.server.ollama.answers import OllamaChatAnswer, OllamaGenerateAnswer
 from asyncllm.server.ollama.generate import (
     OllamaEmbedding,
@@ -150,6 +150,8 @@ _SCORE = Route(method="POST", path="/v1/score", handler=score, auth=Auth.KEY, bo
 _RERANK = Route(
     method="POST", path="/v1/rerank", handler=rerank, auth=Auth.KEY, body=RerankRequest, answer=RerankResponse
 )
+
+_HEALTH = Route(method="GET", path="/health", handler=health, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False)
 
 _OLLAMA_ANSWER = Route(
     method="POST",
@@ -415,6 +417,9 @@ ROUTES: tuple[Route, ...] = (
         work=False,
         only_with="allow_terminate_by_client",
     ),
+    # vLLM's, beside Ollama's /api/version.
+    Route(method="GET", path="/version", handler=version, auth=Auth.KEY, answer=OllamaVersion, work=False),
+    Route(method="GET", path="/load", handler=load, auth=Auth.KEY, answer=Load, work=False),
     Route(
         method="GET",
         path="/metrics",
@@ -424,7 +429,10 @@ ROUTES: tuple[Route, ...] = (
         work=False,
         switch="disable_metrics",
     ),
-    Route(method="GET", path="/health", handler=health, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False),
+    _HEALTH,
+    # SageMaker's name, by both methods, as in vLLM.
+    replace(_HEALTH, path="/ping"),
+    replace(_HEALTH, path="/ping", method="POST"),
     Route(method="GET", path="/health/live", handler=live, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False),
     Route(method="GET", path="/health/ready", handler=ready, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False),
     # The page names the model and the server's limits.

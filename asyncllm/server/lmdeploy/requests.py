@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from asyncllm.config import MAX_COUNT
+from asyncllm.config import MAX_COUNT, Tools
 from asyncllm.server.request.fields import (
     MAX_MESSAGES,
     Body,
@@ -79,6 +79,8 @@ class TokenizeRequest(Body, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: Variables | None = None
     enable_thinking: bool | None = None
+    tools: Tools | None = None
+    """Functions that the messages' model may call."""
 
 
 class DetokenizeRequest(Body, kw_only=True):

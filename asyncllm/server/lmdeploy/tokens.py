@@ -25,12 +25,15 @@ async def tokenize(request: web.Request) -> web.Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Send either prompt or messages.", code="invalid_value", param="prompt")
     prompt: Any = body.prompt if body.messages is None else await normalised(request, body.messages)
+    options = template_options(body, service.template_for(body.model))
+    if body.tools:
+        options["tools"] = body.tools
     encoded: Any = await service.engine.encode(
         [prompt],
         do_preprocess=body.messages is not None,
         add_bos=body.add_special_tokens is not False,
         adapter_name=service.adapter_of(body.model),
-        **template_options(body, service.template_for(body.model)),
+        **options,
     )
     ids = encoded[0]
     spell = service.engine.tokenizer.token_text

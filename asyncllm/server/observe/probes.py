@@ -1,4 +1,4 @@
-"""GET /health, /health/live, /health/ready and /metrics, for orchestrators and Prometheus.
+"""GET /health, /health/live, /health/ready, /load and /metrics, for orchestrators, balancers and Prometheus.
 
 Whether the server is alive, takes requests, and makes progress are three questions with different answers.
 """
@@ -15,11 +15,11 @@ from asyncllm.server.http.errors import retry_after
 from asyncllm.server.http.responses import json_response
 from asyncllm.server.service import Phase, Service, service_of
 
-__all__ = ["Health", "health", "live", "metrics", "ready"]
+__all__ = ["Health", "Load", "health", "live", "load", "metrics", "ready"]
 
 
 class Health(msgspec.Struct, kw_only=True):
-    """The body of all three."""
+    """The body of the first three."""
 
     status: Literal["starting", "healthy", "sleeping", "draining", "stalled", "restarting", "dead"]
     running: int = 0
@@ -79,6 +79,18 @@ async def health(request: web.Request) -> web.Response:
     """200 while the engine makes progress: with work at hand, a step has finished within `progress_timeout`."""
     found = _health(service_of(request))
     return _answer(found, found.status in ("healthy", "sleeping", "draining"))
+
+
+class Load(msgspec.Struct, kw_only=True):
+    """The body of /load."""
+
+    server_load: int
+    """Requests for answers, embeddings and the like that are being served."""
+
+
+async def load(request: web.Request) -> web.Response:
+    """Return the number of requests that are being served, as vLLM tells balancers."""
+    return json_response(Load(server_load=service_of(request).in_work))
 
 
 async def metrics(request: web.Request) -> web.Response:

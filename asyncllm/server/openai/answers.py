@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncllm.server.http.responses import encode
@@ -18,6 +18,7 @@ from asyncllm.server.openai.responses import (
     ChoiceLogprobs,
     CompletionLogprobs,
     CompletionTokensDetails,
+    PromptLogprob,
     PromptTokensDetails,
     TokenLogprob,
     TopLogprob,
@@ -26,7 +27,16 @@ from asyncllm.server.openai.responses import (
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Chunk, Logprobs, Response
 
-__all__ = ["AnswerIdentity", "Tail", "UsageCount", "arguments_of", "chat_logprobs", "completion_logprobs", "size_of"]
+__all__ = [
+    "AnswerIdentity",
+    "Tail",
+    "UsageCount",
+    "arguments_of",
+    "chat_logprobs",
+    "completion_logprobs",
+    "prompt_logprobs_of",
+    "size_of",
+]
 
 
 class AnswerIdentity:
@@ -50,7 +60,7 @@ class Tail:
     def __init__(self, body: OpenAIFields) -> None:
         options = body.stream_options
         self.includes_usage = bool(options and options.include_usage)
-        self.continuous = bool(options and options.continuous_usage_stats)
+        self.continuous = self.includes_usage and bool(options and options.continuous_usage_stats)
         self.plain = b'],"usage":null}\n\n' if self.includes_usage else b"]}\n\n"
 
     def of(self, usage: Usage) -> bytes:
@@ -131,12 +141,39 @@ def _ranked(entry: dict[int, float], count: int) -> list[tuple[int, float]]:
     return sorted(entry.items(), key=lambda item: item[1], reverse=True)[:count]
 
 
-def chat_logprobs(tokenizer: Tokenizer, logprobs: Logprobs, count: int) -> ChoiceLogprobs:
-    """Return each entry's chosen token, with the `count` most likely ones."""
+def spelled_as(tokenizer: Tokenizer, *, as_ids: bool | None) -> Callable[[int], str]:
+    """Return how tokens are written in lists of log-probabilities: as their text, or as vLLM's `token_id:N`, which no
+    two of them share."""
+    return (lambda token: f"token_id:{token}") if as_ids else tokenizer.token_text
+
+
+def prompt_logprobs_of(
+    tokenizer: Tokenizer, entries: Sequence[dict[int, float] | None], count: int
+) -> list[dict[int, PromptLogprob] | None]:
+    """Return vLLM's form of a prompt's log-probabilities. The rank of a token beyond the `count` most likely is not
+    known."""
+
+    def ranked(entry: dict[int, float]) -> dict[int, PromptLogprob]:
+        chosen = next(iter(entry))
+        ranks = {token: rank for rank, (token, _) in enumerate(_ranked(entry, count), 1)}
+        if len(entry) > count:
+            ranks.pop(chosen, None)
+        return {
+            token: PromptLogprob(logprob=value, rank=ranks.get(token), decoded_token=tokenizer.token_text(token))
+            for token, value in entry.items()
+        }
+
+    return [None if entry is None else ranked(entry) for entry in entries]
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, logprobs: Logprobs, count: int, *, as_ids: bool | None = None
+) -> ChoiceLogprobs:
+    """Return each entry's chosen token, with the `count` most likely ones. `as_ids`: as `spelled_as`."""
 
     def spelled(token: int) -> tuple[str, list[int]]:
         piece = tokenizer.token_bytes(token)
-        return piece.decode("utf-8", "replace"), list(piece)
+        return f"token_id:{token}" if as_ids else piece.decode("utf-8", "replace"), list(piece)
 
     content = []
     for entry in logprobs:
@@ -156,21 +193,24 @@ def completion_logprobs(
     logprobs: Sequence[dict[int, float] | None],
     count: int,
     offset: int,
+    *,
+    as_ids: bool | None = None,
 ) -> CompletionLogprobs:
     """Return the tokens with the `count` most likely ones each and themselves. `offset`: characters before the
-    first."""
+    first. `as_ids`: as `spelled_as`."""
+    spelled = spelled_as(tokenizer, as_ids=as_ids)
     result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token, entry in zip(token_ids, logprobs, strict=True):
-        text = tokenizer.token_text(token)
+        text = spelled(token)
         result.tokens.append(text)
         result.text_offset.append(offset)
-        offset += len(text)
+        offset += len(tokenizer.token_text(token))
         if entry is None:
             result.token_logprobs.append(None)
             result.top_logprobs.append(None)
         else:
             result.token_logprobs.append(entry[token])
-            top = {tokenizer.token_text(id_): value for id_, value in _ranked(entry, count)}
+            top = {spelled(id_): value for id_, value in _ranked(entry, count)}
             # As in OpenAI's API, the chosen token is always among them.
             top.setdefault(text, entry[token])
             result.top_logprobs.append(top)

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from asyncllm.engine.requests.generation import Generation
 from asyncllm.server.http.responses import built_response, encode, encoded_alone
-from asyncllm.server.openai.answers import AnswerIdentity, Tail, UsageCount, chat_logprobs, size_of
+from asyncllm.server.openai.answers import AnswerIdentity, Tail, UsageCount, chat_logprobs, prompt_logprobs_of, size_of
 from asyncllm.server.openai.requests import ChatRequest
 from asyncllm.server.openai.responses import CalledFunction, ChatChoice, ChatResponse, MessageToolCall, ResponseMessage
 from asyncllm.server.request.arguments import (
@@ -72,7 +72,12 @@ def _whole(
         message = message_of(answer, thinks=body.include_reasoning is not False)
         choice = ChatChoice(index=index, message=message, finish_reason=answer.finish_reason)
         if answer.logprobs is not None:
-            choice.logprobs = chat_logprobs(service.engine.tokenizer, answer.logprobs, body.top_logprobs or 0)
+            choice.logprobs = chat_logprobs(
+                service.engine.tokenizer,
+                answer.logprobs,
+                body.top_logprobs or 0,
+                as_ids=body.return_tokens_as_token_ids,
+            )
         if answer.stop_reason is not None:
             choice.stop_reason = answer.stop_reason
         if body.return_token_ids:
@@ -82,7 +87,8 @@ def _whole(
         id=identity.id, created=identity.created, model=identity.model, choices=choices, usage=count.usage()
     )
     if response.prompt_logprobs is not None:
-        whole.prompt_logprobs = response.prompt_logprobs
+        tokenizer = service.engine.tokenizer
+        whole.prompt_logprobs = prompt_logprobs_of(tokenizer, response.prompt_logprobs, body.prompt_logprobs or 0)
     if body.return_token_ids:
         whole.prompt_token_ids = generation.prompt_token_ids
     return whole
@@ -154,10 +160,13 @@ class _ChatEvents:
             self._count.begin(chunk)
             content = b"null" if self._splits and not chunk.text else b'""'
             events = head + b'{"role":"assistant","content":' + content + b'},"finish_reason":null}'
+            of_prompt = b""
             if self._prompt_token_ids is not None:
-                events += b'],"prompt_token_ids":' + encode(self._prompt_token_ids) + self._end()[1:]
-            else:
-                events += self._end()
+                of_prompt += b',"prompt_token_ids":' + encode(self._prompt_token_ids)
+            if chunk.prompt_logprobs is not None:
+                found = prompt_logprobs_of(self._tokenizer, chunk.prompt_logprobs, self._body.prompt_logprobs or 0)
+                of_prompt += b',"prompt_logprobs":' + encode(found)
+            events += b"]" + of_prompt + self._end()[1:]
         self._count.add(chunk)
         tail = self._end()
         if self._splits:
@@ -189,7 +198,8 @@ class _ChatEvents:
     def _logprobs(self, chunk: Chunk) -> bytes:
         if chunk.logprobs is None:
             return b"null"
-        return encode(chat_logprobs(self._tokenizer, chunk.logprobs, self._body.top_logprobs or 0))
+        count, as_ids = self._body.top_logprobs or 0, self._body.return_tokens_as_token_ids
+        return encode(chat_logprobs(self._tokenizer, chunk.logprobs, count, as_ids=as_ids))
 
     def size(self, chunk: Chunk) -> int:
         return size_of(chunk)

@@ -12,9 +12,9 @@ from asyncllm.config import ServerConfig
 from asyncllm.engine.requests.generation import Generation
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.responses import built_response, encode, encoded_alone
-from asyncllm.server.openai.answers import AnswerIdentity, Tail, UsageCount, completion_logprobs
+from asyncllm.server.openai.answers import AnswerIdentity, Tail, UsageCount, completion_logprobs, prompt_logprobs_of
 from asyncllm.server.openai.requests import CompletionRequest
-from asyncllm.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
+from asyncllm.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, PromptLogprob
 from asyncllm.server.request.arguments import completion_config, label_of, request_options
 from asyncllm.server.request.decode import read_request
 from asyncllm.server.request.fields import Prompt
@@ -38,8 +38,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
         if body.echo:
             raise ApiError(400, "An echo has no place for a suffix. Send one.", code="invalid_value", param="suffix")
         inputs, config = filled_in(prompts, body.suffix, config, service.engine.tokenizer)
-    if body.add_special_tokens is False:
-        inputs = await service.engine.encode(inputs, do_preprocess=False, add_bos=False, bounded=True)
+    kept = body.truncate_prompt_tokens
+    if body.add_special_tokens is False or kept is not None:
+        add_bos = body.add_special_tokens is not False
+        inputs = await service.engine.encode(inputs, do_preprocess=False, add_bos=add_bos, bounded=kept is None)
+    if kept is not None:
+        inputs = prompts = _truncated(inputs, body, service.engine.session_len - (config.max_new_tokens or 1))
     options = request_options(request, body)
     generations = []
     for index, prompt in enumerate(inputs):
@@ -69,6 +73,21 @@ async def completions(request: web.Request) -> web.StreamResponse:
             generation.cancel()
     size = sum(pieces.size(index, answer) for index, each in enumerate(responses) for answer in each.choices or (each,))
     return await built_response(service.engine, lambda: _whole(identity, body, pieces, responses), size)
+
+
+def _truncated(prompts: Sequence[list[int]], body: CompletionRequest, room: int) -> list[str | list[int]]:
+    """Return as many tokens of each prompt as are asked for. `room`: tokens that leave room for the answer. Raises
+    ApiError."""
+    kept = room if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens or 0
+    if kept < 1:
+        raise ApiError(
+            400,
+            f"No token of the prompt would be kept: truncate_prompt_tokens is {body.truncate_prompt_tokens}, and the "
+            f"answer leaves room for {max(0, room)}. Keep at least one.",
+            code="invalid_value",
+            param="truncate_prompt_tokens",
+        )
+    return [ids[:kept] if body.truncation_side == "right" else ids[-kept:] for ids in prompts]
 
 
 def prompts_of(prompt: Prompt, config: ServerConfig, name: str) -> list[str | list[int]]:
@@ -133,7 +152,14 @@ class _Pieces:
         self._offsets[prompt, choice] = offset + len(text)
         if self.body.logprobs is None:
             return text, None
-        return text, completion_logprobs(self._tokenizer, ids, entries, self.body.logprobs, offset)
+        as_ids = self.body.return_tokens_as_token_ids
+        return text, completion_logprobs(self._tokenizer, ids, entries, self.body.logprobs, offset, as_ids=as_ids)
+
+    def prompt_logprobs(self, piece: Chunk | Response) -> list[dict[int, PromptLogprob] | None] | None:
+        """Return the prompt's log-probabilities, if they are asked for and come with the piece."""
+        if self.body.prompt_logprobs is None or piece.prompt_logprobs is None:
+            return None
+        return prompt_logprobs_of(self._tokenizer, piece.prompt_logprobs, self.body.prompt_logprobs)
 
     def size(self, prompt: int, piece: Chunk | Response, choice: int | None = None) -> int:
         """Return the number of tokens and log-probabilities in the next piece of a choice."""
@@ -160,8 +186,8 @@ def _whole(
             )
             if answer.stop_reason is not None:
                 choice.stop_reason = answer.stop_reason
-            if body.prompt_logprobs is not None and response.prompt_logprobs is not None:
-                choice.prompt_logprobs = response.prompt_logprobs
+            if (of_prompt := pieces.prompt_logprobs(response)) is not None:
+                choice.prompt_logprobs = of_prompt
             if body.return_token_ids:
                 choice.token_ids = answer.token_ids if pieces.generates else []
                 choice.prompt_token_ids = pieces.prompt_token_ids[prompt]
@@ -212,8 +238,8 @@ class _CompletionEvents:
             events += head + encode(text) + b',"logprobs":'
             events += encode(logprobs) if logprobs is not None else b"null"
             events += b',"finish_reason":null'
-            if self._body.prompt_logprobs is not None and chunk.prompt_logprobs is not None:
-                events += b',"prompt_logprobs":' + encode(chunk.prompt_logprobs)
+            if (of_prompt := pieces.prompt_logprobs(chunk)) is not None:
+                events += b',"prompt_logprobs":' + encode(of_prompt)
             if self._body.return_token_ids:
                 events += b',"token_ids":' + encode(chunk.token_ids if pieces.generates else [])
                 if first:

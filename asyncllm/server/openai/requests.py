@@ -43,7 +43,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     """A last chunk without choices carries the usage."""
     continuous_usage_stats: bool | None = None
-    """Every chunk carries it (vLLM's)."""
+    """With include_usage: every chunk carries it (vLLM's)."""
     include_obfuscation: bool | None = None
     """Padding against traffic analysis, which loopback does not need; ignored."""
 
@@ -82,6 +82,8 @@ class OpenAIFields(SamplingFields, kw_only=True):
     """llama.cpp's: GBNF, or Lark."""
     return_token_ids: bool | None = None
     """Send the token ids of prompt and answer along."""
+    return_tokens_as_token_ids: bool | None = None
+    """Write tokens among log-probabilities as token_id:N (vLLM's)."""
     request_id: Label | None = None
     """The end of the answer's id."""
     session_id: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
@@ -134,6 +136,10 @@ class CompletionRequest(OpenAIFields, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     max_completion_tokens: NewTokens | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
+    """Keep as many tokens of each prompt at most; -1: as many as leave room for the answer (vLLM's)."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Which end is cut off. By default the left one."""
 
 
 class EmbeddingRequest(PolicyFields, kw_only=True):

@@ -28,6 +28,7 @@ __all__ = [
     "ModelList",
     "ModelPermission",
     "PoolingResponse",
+    "PromptLogprob",
     "PromptTokensDetails",
     "RankedDocument",
     "RerankResponse",
@@ -79,6 +80,15 @@ class ChoiceLogprobs(msgspec.Struct, kw_only=True):
     refusal: None = None
 
 
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """Of a token of the prompt, or of one that was likely in its place (vLLM's form)."""
+
+    logprob: float
+    rank: int | None
+    """1: the most likely token. null: it is not among those that were asked for."""
+    decoded_token: str
+
+
 class CalledFunction(msgspec.Struct, kw_only=True):
     name: str
     arguments: str
@@ -119,7 +129,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: list[dict[int, float] | None] | UnsetType = UNSET
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -138,7 +148,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None
     stop_reason: int | str | UnsetType | None = UNSET
-    prompt_logprobs: list[dict[int, float] | None] | UnsetType = UNSET
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 

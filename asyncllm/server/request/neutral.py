@@ -119,10 +119,11 @@ NEUTRAL: Mapping[str, Neutral] = {
     "length_penalty": Neutral("vLLM", (1.0,), _BEAMS),
     "logits_processors": Neutral("vLLM", ([],), _CODE),
     "prompt_embeds": Neutral("vLLM", (), "Prompts are texts or token ids."),
-    "return_tokens_as_token_ids": Neutral("vLLM", (False,), "Send return_token_ids instead."),
+    "return_tokens_as_token_ids": Neutral("vLLM", (False,), "The route sends no log-probabilities of tokens."),
     "structural_tag": Neutral("vLLM, SGLang", (), "Send response_format instead."),
     "structured_outputs": Neutral("vLLM", (), _GRAMMAR),
-    "truncate_prompt_tokens": Neutral("vLLM", (), _TRUNCATED),
+    "truncate_prompt_tokens": Neutral("vLLM", (), "The route cuts no prompts. Shorten it, or use /v1/completions."),
+    "truncation_side": Neutral("vLLM", ("left",), "The route cuts no prompts. Leave it out, or use /v1/completions."),
     "use_beam_search": Neutral("vLLM", (False,), "Beam search is not implemented. Ask for n answers instead."),
     "vllm_xargs": Neutral("vLLM", ({},), _CODE),
     # SGLang

@@ -65,13 +65,13 @@ class KeptResponses:
         self._forget(now)
 
     def get(self, key: int, response_id: str, param: str | None = None) -> Kept:
-        """Return a response. Raises ApiError 404."""
+        """Return a response. Raises ApiError 404, and 400 if the id is the request's field `param`, as OpenAI does."""
         now = asyncio.get_running_loop().time()
         self._forget(now)
         found = self._kept.get((key, response_id))
         if found is None:
             raise ApiError(
-                404,
+                404 if param is None else 400,
                 f"There is no response {response_id[:128]!r}: it was not stored, was deleted, or others needed its "
                 f"room. Send the conversation itself as input.",
                 code="response_not_found" if param is None else "previous_response_not_found",

@@ -39,13 +39,17 @@ async def test_a_text_there_and_back() -> None:
 
 async def test_a_conversation_is_counted_as_a_chat_computes_it() -> None:
     async with serving(with_bos()) as served:
-        for fields in ({}, {"add_generation_prompt": False}):
+        tool = {"type": "function", "function": {"name": "weather"}}
+        counts = set()
+        for fields in ({}, {"add_generation_prompt": False}, {"tools": [tool]}):
             _, counted = await served.post("/tokenize", {"messages": MESSAGES, **fields})
             _, answer = await served.post(
                 "/v1/chat/completions", {"messages": MESSAGES, "return_token_ids": True, **fields}
             )
             assert answer["prompt_token_ids"] == counted["tokens"]
             assert answer["usage"]["prompt_tokens"] == counted["count"]
+            counts.add(counted["count"])
+        assert len(counts) == 3
 
 
 async def test_encode_takes_one_text_or_several() -> None:
@@ -68,7 +72,7 @@ async def test_encode_takes_one_text_or_several() -> None:
         ("/tokenize", {"messages": []}, "messages", "invalid_value"),
         ("/tokenize", {"messages": [{"role": "user", "content": ""}]}, "messages", "invalid_value"),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt", "invalid_value"),
-        ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, "tools", "unsupported_parameter"),
+        ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, "tools", "invalid_value"),
         ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template", "unsupported_parameter"),
         ("/tokenize", {"prompt": "a", "text": "b"}, "text", "unknown_parameter"),
         ("/detokenize", {}, "tokens", "missing_required_parameter"),

@@ -30,14 +30,19 @@ async def test_an_idle_server_is_well_however_long() -> None:
     async with serving(FakeEngine(), progress_timeout=0.05, api_keys=["secret"]) as served:
         await asyncio.sleep(0.2)
         assert [await ask(served, path) for path in ALL] == [(200, "healthy")] * 3
+        assert await ask(served, "/ping") == (200, "healthy")
+        async with served.http.post(f"{served.url}/ping", headers={"Authorization": ""}) as answer:
+            assert answer.status == 200
 
 
 async def test_work_without_progress_is_a_stall_until_a_step_finishes() -> None:
     engine = FakeEngine("x" * 500)
     async with serving(engine, progress_timeout=0.3) as served:
+        assert await served.get("/load") == (200, {"server_load": 0})
         engine.executor.pause()
         asking = asyncio.create_task(served.post("/v1/chat/completions", {"messages": PING}))
         await until(lambda: engine.stats().running)
+        assert await served.get("/load") == (200, {"server_load": 1})
         assert await ask(served, "/health") == (200, "healthy")
         await asyncio.sleep(0.4)
         assert await ask(served, "/health") == (503, "stalled")
@@ -106,7 +111,7 @@ async def test_while_the_model_is_loaded_everything_answers_that_it_is_not_there
                 assert response.status == 503, path
                 assert 1 <= int(response.headers["Retry-After"]) <= 120
                 body = await response.json()
-                if path in ALL:
+                if path in (*ALL, "/ping"):
                     assert body["status"] == "starting"
                 elif forms.get(path) == "anthropic":
                     assert body["error"]["type"] == "overloaded_error"

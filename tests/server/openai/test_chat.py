@@ -8,8 +8,9 @@ from typing import Any
 import openai
 import pytest
 
+from asyncllm import EngineConfig
 from asyncllm.testing import FakeEngine
-from tests.server.serving import serving
+from tests.server.serving import Served, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -127,13 +128,19 @@ async def test_another_model_is_not_found() -> None:
             await client.chat.completions.create(model="other", messages=PING)
 
 
-async def test_the_events_of_a_stream_have_the_shapes_that_clients_depend_on() -> None:
-    options = {"stream": True, "stream_options": {"continuous_usage_stats": True}, "logprobs": True}
-    async with serving(FakeEngine({"ping": "pong"})) as served:
-        answer = await served.http.post(f"{served.url}/v1/chat/completions", json={"messages": PING, **options})
-        lines = [line for line in (await answer.text()).split("\n\n") if line]
+async def events_of(served: Served, body: dict[str, object]) -> list[dict[str, Any]]:
+    """Return the events of a chat's stream, without its end mark."""
+    answer = await served.http.post(f"{served.url}/v1/chat/completions", json={**body, "stream": True})
+    lines = [line for line in (await answer.text()).split("\n\n") if line]
     assert lines.pop() == "data: [DONE]"
-    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def test_the_events_of_a_stream_have_the_shapes_that_clients_depend_on() -> None:
+    counted = {"include_usage": True, "continuous_usage_stats": True}
+    async with serving(FakeEngine({"ping": "pong"})) as served:
+        events = await events_of(served, {"messages": PING, "stream_options": counted, "logprobs": True})
+    assert events.pop()["choices"] == []
     first, *pieces, last = (event["choices"][0] for event in events)
     assert first == {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     assert all(piece["logprobs"]["content"] and "role" not in piece["delta"] for piece in pieces)
@@ -161,3 +168,59 @@ async def test_a_completions_log_probabilities_have_the_chosen_token_always(coun
         for token, value, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
             assert top[token] == value
             assert max(1, count) <= len(top) <= count + 1
+
+
+async def test_tokens_as_their_ids_and_a_prompts_log_probabilities() -> None:
+    """In vLLM's forms; a stream sends them as the whole answer has them."""
+    wanted = {"return_tokens_as_token_ids": True, "return_token_ids": True, "prompt_logprobs": 2, "max_tokens": 3}
+    async with serving(FakeEngine({"ping": "pong"})) as served:
+        chat = {"messages": PING, "logprobs": True, "top_logprobs": 2, **wanted}
+        _, answer = await served.post("/v1/chat/completions", chat)
+        first, *pieces, _ = await events_of(served, chat)
+        _, plain = await served.post("/v1/completions", {"prompt": "ping", "logprobs": 2, "echo": True, **wanted})
+        _, unknown = await served.post("/v1/completions", {"prompt": "ping", **wanted, "prompt_logprobs": 0})
+        unasked = {"stream_options": {"continuous_usage_stats": True}, "messages": PING}
+        assert not any("usage" in event for event in await events_of(served, unasked))
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in answer["choices"][0]["token_ids"]]
+    assert [bytes(entry["bytes"]) for entry in entries] == [b"p", b"o", b"n"]
+    assert all(top["token"].startswith("token_id:") for entry in entries for top in entry["top_logprobs"])
+    assert [entry for piece in pieces for entry in piece["choices"][0]["logprobs"]["content"]] == entries
+    assert first["prompt_logprobs"] == answer["prompt_logprobs"]
+    assert len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
+
+    choice = plain["choices"][0]
+    ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids]
+    assert choice["logprobs"]["text_offset"] == list(range(len("pingpon")))
+    start, *rest = choice["prompt_logprobs"]
+    assert start is None
+    for token, entry in zip(choice["prompt_token_ids"][1:], rest, strict=True):
+        assert entry[str(token)]["decoded_token"] == chr(token)
+        assert sorted(each["rank"] for each in entry.values() if each["rank"]) == [1, 2]
+        best = max(entry.values(), key=lambda each: each["logprob"])
+        assert best["rank"] == 1 or entry[str(token)] == best
+    assert [each["rank"] for entry in unknown["choices"][0]["prompt_logprobs"][1:] for each in entry.values()] == [
+        None
+    ] * 3
+
+
+async def test_prompts_are_cut_where_that_is_asked_for() -> None:
+    def asked(**fields: object) -> dict[str, object]:
+        return {"prompt": ["abcdef", "gh"], "max_tokens": 2, "return_token_ids": True, "echo": True, **fields}
+
+    async with serving(FakeEngine(backend_config=EngineConfig(session_len=64))) as served:
+        for fields, kept in (
+            ({"truncate_prompt_tokens": 3}, ["def", "gh"]),
+            ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, ["abc", "gh"]),
+            ({"prompt": [[97, 98, 99]], "truncate_prompt_tokens": 1, "truncation_side": "left"}, ["c"]),
+            ({"prompt": "x" * 90 + "y", "truncate_prompt_tokens": -1}, ["x" * 61 + "y"]),
+        ):
+            status, answer = await served.post("/v1/completions", asked(**fields))
+            assert status == 200
+            assert [bytes(each["prompt_token_ids"]).decode() for each in answer["choices"]] == kept
+            assert [each["text"][: len(text)] for each, text in zip(answer["choices"], kept, strict=True)] == kept
+            assert answer["usage"]["prompt_tokens"] == sum(map(len, kept))
+        for fields in ({"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": -1, "max_tokens": 64}):
+            status, answer = await served.post("/v1/completions", asked(**fields))
+            assert (status, answer["error"]["param"]) == (400, "truncate_prompt_tokens")

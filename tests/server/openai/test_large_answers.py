@@ -25,9 +25,9 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     seen: set[str] = set()
     for module, name in ((chat, "chat_logprobs"), (completions, "completion_logprobs")):
 
-        def spelled(original: Any, *args: Any) -> Any:
+        def spelled(original: Any, *args: Any, **options: Any) -> Any:
             seen.add(threading.current_thread().name)
-            return original(*args)
+            return original(*args, **options)
 
         monkeypatch.setattr(module, name, partial(spelled, getattr(module, name)))
     return seen

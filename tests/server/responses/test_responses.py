@@ -143,7 +143,7 @@ async def test_an_agent_goes_round_with_the_items_as_they_came_and_by_id() -> No
         items = await client.responses.input_items.list(by_id.id)
         assert [item.type for item in items.data] == ["message", "function_call_output"]
         await client.responses.delete(first.id)
-        with pytest.raises(openai.NotFoundError) as caught:
+        with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(input="Hi", previous_response_id=first.id, **asked)
         assert caught.value.code == "previous_response_not_found"
         unkept = await client.responses.create(input="Hi", store=False, **asked)
@@ -160,7 +160,7 @@ async def test_another_key_has_other_responses() -> None:
         response = await one.responses.create(model="fake", input="Hi")
         with pytest.raises(openai.NotFoundError):
             await two.responses.retrieve(response.id)
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.BadRequestError):
             await two.responses.create(model="fake", input="Hi", previous_response_id=response.id)
 
 
@@ -297,7 +297,7 @@ async def test_tokens_of_a_prompt_are_counted_as_the_response_would_say() -> Non
         answered = await client.responses.create(**asked)
         assert answered.usage is not None
         assert (counted.object, counted.input_tokens) == ("response.input_tokens", answered.usage.input_tokens)
-        with pytest.raises(openai.NotFoundError, match="no response"):
+        with pytest.raises(openai.BadRequestError, match="no response"):
             await client.responses.input_tokens.count(model="fake", input="x", previous_response_id="resp_other")
         with pytest.raises(openai.NotFoundError, match="not made shorter"):
             await client.responses.compact(model="fake", input="x")
