@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from asyncllm.config.generation import MAX_CHOICES
 from asyncllm.config.settings import MAX_COUNT, Settings
-from asyncllm.errors import InvalidParameter
+from asyncllm.errors import InvalidParameter, short
 
 __all__ = ["DEFAULT_URL", "ServerConfig"]
 
@@ -139,6 +139,13 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
         ):
             if any(not text.strip() for text in getattr(self, name) or ()):
                 raise InvalidParameter(f"{name} holds an empty text. Remove it.", name)
+        for host in self.allowed_media_domains or ():
+            if any(mark in host for mark in ",/ ") or host.count(":") == 1:
+                raise InvalidParameter(
+                    f"allowed_media_domains holds {short(host)}, which is no host's name. Give names such as "
+                    f"example.com, each for itself, without scheme, port and path.",
+                    "allowed_media_domains",
+                )
         for name in ("ssl_keyfile", "ssl_certfile"):
             if getattr(self, name) is not None and not self.ssl:
                 raise InvalidParameter(f"{name} is set, but ssl is not. Set ssl as well, to serve https.", name)

@@ -12,7 +12,8 @@ import pytest
 from aiohttp import web
 from aiohttp.abc import AbstractResolver
 
-from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
+from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidParameter
+from asyncllm.config.server import ServerConfig
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.request.media import MAX_BYTES, MediaFetcher, is_public
 from tests.server.serving import serving
@@ -170,6 +171,13 @@ async def test_private_addresses_are_never_connected_to(port: int) -> None:
             await anywhere.fetch(f"http://{host}:{port}/x.png")
     with pytest.raises(ApiError, match="user or a password"):
         await anywhere.fetch(f"http://me:secret@images.example:{port}/x.png")
+
+
+def test_names_of_hosts_that_are_none() -> None:
+    for host in ("a.example,b.example", "https://a.example", "a.example:80", "a.example/x"):
+        with pytest.raises(InvalidParameter, match="is no host's name"):
+            ServerConfig(allowed_media_domains=["*", host])
+    ServerConfig(allowed_media_domains=["a.example", "2001:4860:4860::8888"])
 
 
 def test_public_addresses() -> None:

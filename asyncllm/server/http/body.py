@@ -105,7 +105,11 @@ def _unpacked(body: bytes, encoding: str, most: int) -> bytes:
 
 def _too_large() -> ApiError:
     return ApiError(
-        413, "The body is larger than the server takes (max_body_bytes).", code="body_too_large", headers=CLOSING
+        413,
+        "The body is larger than the server takes. Send less, or smaller images; the server's owner sets "
+        "--max-body-bytes.",
+        code="body_too_large",
+        headers=CLOSING,
     )
 
 
