@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from asyncllm.models.config import HFConfig
 from asyncllm.models.refused import Refused
 from asyncllm.models.vision.aya_vision import read_aya_vision, read_cohere2_vision
-from asyncllm.models.vision.deepseek_vl_hybrid import read_deepseek_vl_hybrid
+from asyncllm.models.vision.deepseek_vl_hybrid import read_deepseek_vl_hybrid, read_multi_modality
 from asyncllm.models.vision.gemma3 import read_gemma3
 from asyncllm.models.vision.glm4v import read_glm4v, read_glm_ocr
 from asyncllm.models.vision.idefics3 import read_idefics3
@@ -82,6 +82,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "LlavaNextForConditionalGeneration": lambda hf: read_llava(hf, tiled=True),
     "LlavaOnevisionForConditionalGeneration": read_onevision,
     "Mistral3ForConditionalGeneration": read_mistral3,
+    "MultiModalityCausalLM": read_multi_modality,
     "Qwen2VLForConditionalGeneration": read_qwen_vl,
     "Qwen3VLForConditionalGeneration": read_qwen3_vl,
     "Qwen3_5ForConditionalGeneration": read_qwen3_5,
@@ -117,6 +118,7 @@ VISION_MODELS: Mapping[str, str] = {
     "LlavaNextForConditionalGeneration": "LLaVA 1.6 (NeXT), as llava-hf has it",
     "LlavaOnevisionForConditionalGeneration": "LLaVA-OneVision, as llava-hf has it",
     "Mistral3ForConditionalGeneration": "Mistral Small 3.1 and 3.2",
+    "MultiModalityCausalLM": "DeepSeek-VL 1.3B and 7B, as their authors published them",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL",
     "Qwen3VLForConditionalGeneration": "Qwen3-VL, dense",
@@ -151,9 +153,6 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     "Molmo2ForConditionalGeneration": Refused("Molmo 2", _NEITHER, _NEAREST_LLAVA),
     "MolmoForCausalLM": Refused(
         "Molmo", "there is nothing to hold it to: transformers has Molmo 2 alone, another model", _NEAREST_LLAVA
-    ),
-    "MultiModalityCausalLM": Refused(
-        "DeepSeek-VL as its authors published it", "its names are not read", "DeepseekVLForConditionalGeneration"
     ),
     "Ovis2ForConditionalGeneration": Refused(
         "Ovis2", "its table of visual words is not written yet", "InternVLForConditionalGeneration"

@@ -9,7 +9,15 @@ from typing import Any, Literal, TypeGuard
 from asyncllm.errors import UnsupportedModel, short
 from asyncllm.text.checkpoint_files import read_json_object
 
-__all__ = ["XComposer", "fine_tower_fields", "tower_fields", "tower_settings", "xcomposer_kind", "xcomposer_tower"]
+__all__ = [
+    "XComposer",
+    "fine_tower_fields",
+    "multi_modality_fields",
+    "tower_fields",
+    "tower_settings",
+    "xcomposer_kind",
+    "xcomposer_tower",
+]
 
 _LARGE = {
     "model_type": "clip_vision_model",
@@ -75,6 +83,50 @@ def tower_settings(folder: Path, name: Any) -> Mapping[str, Any]:
     """Return the entries of the tower's preprocessor_config.json; empty if there is none."""
     return _inner(folder, name, "preprocessor_config.json")
 
+
+_SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "patch_size": 16,
+    "hidden_act": "gelu",
+}
+
+
+def multi_modality_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the config.json of DeepSeek-VL as its authors published it with the entries that transformers' has:
+    `text_config`, `vision_config` and, for two towers, `high_res_vision_config`. Their sizes go by the towers' names;
+    an entry `sizes` of `vision_config` replaces some. Raises UnsupportedModel."""
+    if "gen_vision_config" in fields:
+        raise UnsupportedModel(
+            f"{where}: gen_vision_config: Janus, which also draws, is not implemented. The nearest is DeepSeek-VL."
+        )
+    vision, joined = fields.get("vision_config") or {}, (fields.get("aligner_config") or {}).get("params") or {}
+    params, own = vision.get("params") or {}, vision.get("sizes") or {}
+    two = vision.get("cls") == "HybridVisionTower"
+    low = params.get("low_res_cfg") or {} if two else params
+    high = params.get("high_res_cfg") or {}
+    names = (vision.get("cls"), low.get("model_name"), high.get("model_name"), joined.get("projector_type"))
+    if names not in _DEEPSEEK or joined.get("depth", 2) != 2 or low.get("select_layer", -1) != -1:
+        raise UnsupportedModel(
+            f"{where}: vision_config and aligner_config are of {short(names)}, which is not implemented. Supported: "
+            f"those of DeepSeek-VL 1.3B and 7B."
+        )
+    large = {"model_type": "sam_vision_model", "image_size": high.get("image_size", 1024), **own.get("high", {})}
+    return {
+        **{key: value for key, value in fields.items() if key != "language_config"},
+        "text_config": {"model_type": "llama", **(fields.get("language_config") or {})},
+        "vision_config": {**_SIGLIP, "image_size": low.get("image_size", 384), **own.get("low", {})},
+        **({"high_res_vision_config": large} if two else {}),
+    }
+
+
+_DEEPSEEK = {
+    ("CLIPVisionTower", "siglip_large_patch16_384", None, "mlp_gelu"),
+    ("HybridVisionTower", "siglip_large_patch16_384", "sam_b_downsample", "low_high_hybrid_split_mlp_gelu"),
+}
 
 XComposer = Literal["2", "4khd", "2.5"]
 

@@ -13,7 +13,7 @@ from asyncllm.errors import InvalidCheckpoint
 from asyncllm.prompt_image import ImageProcessor
 from asyncllm.text.checkpoint_files import classes_of, read_json_object
 from asyncllm.vl.image_tokens import added_tokens, image_token, stand_in, token_id_of, token_of
-from asyncllm.vl.known_towers import tower_fields, tower_settings
+from asyncllm.vl.known_towers import multi_modality_fields, tower_fields, tower_settings
 from asyncllm.vl.prepared_images import PreparedImages
 from asyncllm.vl.processing.clip import AnyresProcessor, CenterProcessor, PaddedProcessor
 from asyncllm.vl.processing.deepseek_vl import SquareProcessor, TwoSizesProcessor
@@ -269,6 +269,24 @@ def _deepseek_hybrid(fields: _Fields, settings: _Fields, where: str) -> ImagePro
     return processor
 
 
+def _multi_modality(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    params = (fields.get("vision_config") or {}).get("params") or {}
+    known = added_tokens(Path(where).parent)
+    fields = multi_modality_fields(fields, "config.json")
+    fields["image_token_id"] = int(known.get("<image_placeholder>", 100015))
+    make = _deepseek if fields.get("high_res_vision_config") is None else _deepseek_hybrid
+    if settings.get("image_processor_type") == "VLMImageProcessor":
+        settings = {**settings, "size": settings.get("image_size")}
+        if make is _deepseek_hybrid:
+            # Colours are those of each tower, which makes the smaller picture of the larger one.
+            low, high = params.get("low_res_cfg") or {}, params.get("high_res_cfg") or {}
+            settings |= {"do_normalize": True, "high_res_size": settings["size"], "size": low.get("image_size", 384)}
+            settings |= {"image_mean": low.get("pixel_mean", HALVES), "image_std": low.get("pixel_std", HALVES)}
+            settings |= {f"high_res_image_{key}": high[f"pixel_{key}"] for key in ("mean", "std") if high}
+            settings |= {"resample": int(Image.Resampling.BILINEAR), "high_res_resample": int(Image.Resampling.BICUBIC)}
+    return make(fields, settings, where)
+
+
 def _intern(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     vision = fields.get("vision_config") or {}
     side = fields.get("force_image_size") or vision.get("image_size", 448)
@@ -329,6 +347,7 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "LlavaNextForConditionalGeneration": _llava_next,
     "LlavaOnevisionForConditionalGeneration": _onevision,
     "Mistral3ForConditionalGeneration": _mistral3,
+    "MultiModalityCausalLM": _multi_modality,
     "Qwen2VLForConditionalGeneration": _qwen,
     "Qwen2_5_VLForConditionalGeneration": partial(_qwen, tokens_per_second=True),
     "Qwen3VLForConditionalGeneration": _qwen3,

@@ -145,6 +145,87 @@ def written_anew(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
     }
 
 
+_TIMM = {
+    "embeddings.patch_embedding": "patch_embed.proj",
+    "embeddings.position_embedding.weight": "pos_embed",
+    "encoder.layers.": "blocks.",
+    "layer_norm1": "norm1",
+    "layer_norm2": "norm2",
+    "self_attn.out_proj": "attn.proj",
+    "post_layernorm": "norm",
+}
+_SAM = {
+    "patch_embed.projection": "patch_embed.proj",
+    "layers.": "blocks.",
+    "layer_norm1": "norm1",
+    "layer_norm2": "norm2",
+}
+_NECK = {"conv1": "0", "layer_norm1": "1", "conv2": "2", "layer_norm2": "3"}
+
+
+def _renamed(name: str, names: dict[str, str]) -> str:
+    for theirs, own in names.items():
+        name = name.replace(theirs, own)
+    return name
+
+
+def original_deepseek(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    """DeepSeek-VL of its authors, by the names of transformers' conversion of it. Sizes of its towers, which have a
+    name there, are in an entry of ours."""
+    two, renamed = "high_res_vision_config" in fields, dict[str, Tensor]()
+    low = f"vision_model.vision_tower{'_low.vision_tower' if two else ''}"
+    high = "vision_model.vision_tower_high.vision_tower"
+    aligner = {"vision_proj": "low_up_proj", "high_res_vision_proj": "high_up_proj", "proj": "layers.1"}
+    aligner |= {"linear1": "layers.0", "linear2": "layers.2"}
+    for whole, tensor in tensors.items():
+        name = whole.removeprefix("model.")
+        part, _, rest = name.partition(".")
+        if part == "vision_model" and ".head." in name:
+            name = f"{low}.attn_pool.{rest.rpartition('head.')[2]}"
+        elif part == "vision_model":
+            rest = rest.removeprefix("vision_model.")
+            if "k_proj" in rest or "v_proj" in rest:
+                continue
+            if "q_proj" in rest:
+                tensor = torch.cat([tensors[whole.replace("q_proj", f"{each}_proj")] for each in "qkv"])
+                rest = rest.replace("self_attn.q_proj", "attn.qkv")
+            tensor = tensor[None] if "position_embedding" in rest else tensor
+            name = f"{low}.{_renamed(rest, _TIMM)}"
+        elif part == "high_res_vision_model":
+            rest = rest.removeprefix("vision_encoder.")
+            name = f"{high}.{_renamed(rest, _NECK if rest.startswith('neck') else _SAM)}"
+        elif part == "high_res_vision_neck":
+            name = f"{high}.neck_hd.{_renamed(rest, _NECK)}"
+        elif part == "high_res_vision_proj":
+            name = f"{high}.downsamples.{_renamed(rest, {'conv1': '0', 'conv2': '1'})}"
+        elif part == "high_res_vision_alpha":
+            name = f"{high}.hd_alpha_downsamples"
+        elif part == "aligner":
+            stem, dot, suffix = rest.rpartition(".")
+            name = f"aligner.{aligner[stem]}{dot}{suffix}"
+        else:
+            name = f"language_model.lm_head.{rest}" if part == "lm_head" else f"language_model.model.{rest}"
+        renamed[name] = tensor.contiguous()
+    siglip = {"model_name": "siglip_large_patch16_384", "image_size": 28, "select_layer": -1}
+    params = {"low_res_cfg": siglip, "high_res_cfg": {"model_name": "sam_b_downsample", "image_size": 72}}
+    if two:
+        renamed["vision_model.high_layer_norm.weight"] = torch.ones(8)
+    sizes = {"low": fields["vision_config"], "high": fields.get("high_res_vision_config", {})}
+    projector = "low_high_hybrid_split_mlp_gelu" if two else "mlp_gelu"
+    return {
+        "architectures": ["MultiModalityCausalLM"],
+        "model_type": "multi_modality",
+        "torch_dtype": "float32",
+        "aligner_config": {"cls": "MlpProjector", "params": {"depth": 2, "projector_type": projector}},
+        "language_config": {**fields["text_config"], "tie_word_embeddings": True},
+        "vision_config": {
+            "cls": "HybridVisionTower" if two else "CLIPVisionTower",
+            "params": params if two else siglip,
+            "sizes": sizes,
+        },
+    }, renamed
+
+
 def called(name: str) -> Callable[[Fields, Tensors], tuple[Fields, Tensors]]:
     """The same under another name."""
     return lambda fields, tensors: ({**fields, "architectures": [name]}, tensors)
@@ -172,6 +253,8 @@ LAYOUTS: list[tuple[str, Callable[[Fields, Tensors], tuple[Fields, Tensors]], st
     ("internvl_6b", called("InternS1ForConditionalGeneration"), "InternS1ForConditionalGeneration"),
     ("lighton_ocr", called("LightOnOCRForConditionalGeneration"), "LightOnOCRForConditionalGeneration"),
     ("glm_ocr", guessing_glm, None),
+    ("deepseek_vl", original_deepseek, "MultiModalityCausalLM"),
+    ("deepseek_vl_hybrid", original_deepseek, "MultiModalityCausalLM"),
 ]
 """Kind, what config.json and the tensors become, and the class that the file names, if it is another."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 from asyncllm import InvalidCheckpoint, InvalidMessage, InvalidParameter, UnsupportedModel
@@ -19,7 +20,7 @@ from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processor import open_processor
 from tests.vl.checkpoints import ALL_KINDS, folder_of, image_processor_of, picture
 from tests.vl.kinds import KINDS
-from tests.vl.layouts import original_llava
+from tests.vl.layouts import original_deepseek, original_llava
 from tests.vl.llama4_pictures import llama4_pictures
 from tests.vl.published.families import PUBLISHED
 
@@ -211,6 +212,39 @@ def test_an_image_is_padded_as_llavas_authors_do(tmp_path: Path) -> None:
         prepared = processor.prepare(image, {})
         assert prepared.length == 16
         assert np.abs(prepared.pixels[0] - expected.transpose(2, 0, 1)).max() < 1e-5, (width, height)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_vl", "deepseek_vl_hybrid"])
+def test_pictures_of_deepseeks_authors(kind: str, tmp_path: Path) -> None:
+    """Sides are rounded down, and the smaller of two pictures is made of the larger one."""
+    source = folder_of(kind)
+    fields, _ = original_deepseek(json.loads((source / "config.json").read_text()), {})
+    low, large = {"pixel_mean": [0.5] * 3, "pixel_std": [0.5] * 3}, 72 if kind.endswith("hybrid") else 28
+    mean, std = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+    if large == 72:
+        fields["vision_config"]["params"]["low_res_cfg"] |= low
+        fields["vision_config"]["params"]["high_res_cfg"] |= {"pixel_mean": mean, "pixel_std": std}
+    pictures = {"image_processor_type": "VLMImageProcessor", "image_size": large, "min_size": 14}
+    pictures |= {"image_mean": mean, "image_std": std, "do_normalize": large == 28}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(pictures))
+    processor = open_processor(tmp_path)
+    assert processor is not None
+    for seed, (width, height) in enumerate(SIZES):
+        image, longest = picture(seed, width, height), max(width, height)
+        size = [max(int(each / longest * large), 14) for each in (width, height)]
+        square = Image.new("RGB", (max(size), max(size)), tuple(int(each * 255) for each in mean))
+        square.paste(
+            image.resize(size, Image.Resampling.BICUBIC), ((max(size) - size[0]) // 2, (max(size) - size[1]) // 2)
+        )
+        whole = torch.from_numpy(np.array(square)).permute(2, 0, 1) / 255
+        expected = ((whole - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]).numpy().ravel()
+        seen = processor.prepare(image, {}).pixels.ravel()
+        assert np.abs(seen[: len(expected)] - expected).max() < 1e-5, (width, height)
+        if large == 72:
+            small = F.interpolate(whole[None], (28, 28), mode="bilinear", antialias=True).numpy().ravel()
+            # Pillow rounds to whole levels.
+            assert np.abs(seen[len(expected) :] - (small - 0.5) / 0.5).max() < 2 / 255, (width, height)
 
 
 def test_numbers_come_as_towers_take_them() -> None:

@@ -176,8 +176,8 @@ async def test_private_addresses_are_never_connected_to(port: int) -> None:
 def test_names_of_hosts_that_are_none() -> None:
     for host in ("a.example,b.example", "https://a.example", "a.example:80", "a.example/x"):
         with pytest.raises(InvalidParameter, match="is no host's name"):
-            ServerConfig(allowed_media_domains=["*", host])
-    ServerConfig(allowed_media_domains=["a.example", "2001:4860:4860::8888"])
+            ServerConfig(allowed_media_domains=["*", host]).checked()
+    ServerConfig(allowed_media_domains=["a.example", "2001:4860:4860::8888"]).checked()
 
 
 def test_public_addresses() -> None:

@@ -68,6 +68,7 @@ def read_deepseek_vl2(hf: HFConfig) -> Composed:
             activation="gelu_tanh",
             final_norm=True,
             has_class_token=False,
+            stacked_positions=True,
         ),
         fold=joined.integer("downsample_ratio", 2, maximum=64),
         inner_size=text.integer("hidden_size") * joined.integer("mlp_ratio", 1, maximum=64),

@@ -1,15 +1,17 @@
-"""DeepSeek-VL 7B, which has two towers."""
+"""DeepSeek-VL 7B, which has two towers, and both DeepSeek-VLs as their authors published them."""
 
 from __future__ import annotations
 
 import msgspec
 
 from asyncllm.models.config import HFConfig
+from asyncllm.models.vision.llava import read_deepseek_vl
 from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, clip_of, part_of, square_of, text_of
+from asyncllm.vl.known_towers import multi_modality_fields
 from asyncllm.vl.towers.deepseek_vl_hybrid import HybridConfig
 from asyncllm.vl.towers.sam import SamConfig
 
-__all__ = ["read_deepseek_vl_hybrid"]
+__all__ = ["read_deepseek_vl_hybrid", "read_multi_modality"]
 
 
 def read_deepseek_vl_hybrid(hf: HFConfig) -> Composed:
@@ -20,6 +22,16 @@ def read_deepseek_vl_hybrid(hf: HFConfig) -> Composed:
     if small.has_class_token:
         hf.unsupported("vision_config", "Supported: model_type = 'siglip_vision_model'.")
     return Composed(text, decoder, HybridConfig(small=small, large=_sam_of(hf)))
+
+
+def read_multi_modality(hf: HFConfig) -> Composed:
+    hf = hf.changed(multi_modality_fields(hf.fields, hf.source))
+    if hf.fields.get("high_res_vision_config") is None:
+        parts, key = read_deepseek_vl(hf), "encoder"
+    else:
+        parts, key = read_deepseek_vl_hybrid(hf), "small"
+    encoder = msgspec.structs.replace(getattr(parts.vision, key), stacked_positions=True)
+    return parts._replace(vision=msgspec.structs.replace(parts.vision, **{key: encoder}))
 
 
 def _sam_of(hf: HFConfig) -> SamConfig:

@@ -22,8 +22,11 @@ class SquareProcessor(CenterProcessor):
 
     def squared(self, image: Image.Image) -> Image.Image:
         edge, least, longest = self.edge, self.settings.integer("min_size", 14), max(image.size)
-        scale = edge / longest
-        width, height = (max(round(each * scale), least) for each in image.size)
+        if self.settings.fields.get("image_processor_type") == "VLMImageProcessor":
+            # The authors' own rounds down.
+            width, height = (max(int(each / longest * edge), least) for each in image.size)
+        else:
+            width, height = (max(round(each * (edge / longest)), least) for each in image.size)
         side = max(width, height)
         canvas = Image.new("RGB", (side, side), self.settings.background)
         canvas.paste(resized(image, height, width, self.settings.resample), ((side - width) // 2, (side - height) // 2))

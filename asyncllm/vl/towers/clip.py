@@ -13,7 +13,7 @@ from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.vl.towers.block import Attention, Block
 from asyncllm.vl.towers.parts import PatchEmbedding, Table, TowerActivation
 
-__all__ = ["ClipConfig", "ClipEncoder", "clip_weights"]
+__all__ = ["ClipConfig", "ClipEncoder", "clip_weights", "timm_weights"]
 
 
 class ClipConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +32,9 @@ class ClipConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_class_token: bool = True
     """CLIP has one in front of the patches, and a norm of the embeddings; SigLIP has a bias in its patches' instead."""
 
+    stacked_positions: bool = False
+    """Whether the checkpoint has its positions as [1, tokens, hidden], as timm's are."""
+
     @property
     def side(self) -> int:
         """Patches along each side of a picture."""
@@ -47,7 +50,8 @@ class ClipEncoder(Layer):
         self.config = config
         self.patches = PatchEmbedding((config.patch_size, config.patch_size), size, bias=not own)
         self.class_token = Table(size) if own else None
-        self.positions = Table(config.side**2 + own, size)
+        leading = (1,) if config.stacked_positions else ()
+        self.positions = Table(*leading, config.side**2 + own, size)
         self.first_norm = LayerNorm(size, config.eps) if own else None
         self.layers = nn.ModuleList(
             Block(
@@ -98,4 +102,20 @@ def clip_weights(source: str, target: str) -> Mapping[str, str]:
         f"{layer}.layer_norm2": f"{own}.mlp_norm",
         f"{layer}.mlp.fc1": f"{own}.up",
         f"{layer}.mlp.fc2": f"{own}.down",
+    }
+
+
+def timm_weights(source: str, target: str) -> Mapping[str, str]:
+    """Return the rows as `clip_weights`, for an encoder under the names that timm has (DeepSeek-VL)."""
+    block, own = f"{source}.blocks.{{i}}", f"{target}.layers.{{i}}"
+    return {
+        f"{source}.patch_embed.proj": f"{target}.patches",
+        f"{source}.pos_embed": f"{target}.positions:weight",
+        f"{block}.norm1": f"{own}.attn_norm",
+        f"{block}.attn.qkv": f"{own}.attn.qkv[q+k+v]",
+        f"{block}.attn.proj": f"{own}.attn.out",
+        f"{block}.norm2": f"{own}.mlp_norm",
+        f"{block}.mlp.fc1": f"{own}.up",
+        f"{block}.mlp.fc2": f"{own}.down",
+        f"{source}.norm": f"{target}.last_norm",
     }

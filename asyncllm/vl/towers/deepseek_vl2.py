@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
-from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder
+from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, timm_weights
 from asyncllm.vl.towers.parts import Dense, Table
 
 __all__ = ["DeepseekVL2Config", "DeepseekVL2Tower"]
@@ -33,17 +33,8 @@ class DeepseekVL2Config(TowerConfig, frozen=True, kw_only=True):
 
     @property
     def weights(self) -> Mapping[str, str]:
-        block, own = "vision.blocks.{i}", "vision.encoder.layers.{i}"
         return {
-            "vision.patch_embed.proj": "vision.encoder.patches",
-            "vision.pos_embed": "vision.encoder.positions:weight",
-            f"{block}.norm1": f"{own}.attn_norm",
-            f"{block}.attn.qkv": f"{own}.attn.qkv[q+k+v]",
-            f"{block}.attn.proj": f"{own}.attn.out",
-            f"{block}.norm2": f"{own}.mlp_norm",
-            f"{block}.mlp.fc1": f"{own}.up",
-            f"{block}.mlp.fc2": f"{own}.down",
-            "vision.norm": "vision.encoder.last_norm",
+            **timm_weights("vision", "vision.encoder"),
             "projector.layers.0": "vision.projector_1",
             "projector.layers.2": "vision.projector_2",
             "image_newline": "vision.row_end:weight",
@@ -63,10 +54,8 @@ class DeepseekVL2Tower(VisionTower):
     def __init__(self, config: DeepseekVL2Config, hidden_size: int) -> None:
         super().__init__()
         self.config = config
-        encoder = config.encoder
-        self.encoder = ClipEncoder(encoder)
-        self.encoder.positions = Table(1, encoder.side**2, encoder.hidden_size)
-        self.projector_1 = Dense(encoder.hidden_size * config.fold**2, config.inner_size)
+        self.encoder = ClipEncoder(config.encoder)
+        self.projector_1 = Dense(config.encoder.hidden_size * config.fold**2, config.inner_size)
         self.projector_2 = Dense(config.inner_size, hidden_size)
         self.row_end, self.separator = Table(hidden_size), Table(hidden_size)
 

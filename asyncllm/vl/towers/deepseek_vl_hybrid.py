@@ -11,11 +11,22 @@ from torch import Tensor
 
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
-from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
+from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights, timm_weights
 from asyncllm.vl.towers.parts import Dense, Table
-from asyncllm.vl.towers.sam import Convolution, SamConfig, SamEncoder, SamNeck, neck_weights, sam_weights
+from asyncllm.vl.towers.sam import (
+    Convolution,
+    SamConfig,
+    SamEncoder,
+    SamNeck,
+    neck_weights,
+    original_sam_weights,
+    sam_weights,
+)
 
 __all__ = ["HybridConfig", "HybridTower"]
+
+_LOW, _HIGH = (f"vision_model.vision_tower_{size}.vision_tower" for size in ("low", "high"))
+"""The modules of the encoders as their authors published them."""
 
 
 class HybridConfig(TowerConfig, frozen=True, kw_only=True):
@@ -37,6 +48,14 @@ class HybridConfig(TowerConfig, frozen=True, kw_only=True):
             "high_res_vision_proj.conv1": "vision.shrink_1",
             "high_res_vision_proj.conv2": "vision.shrink_2",
             "high_res_vision_alpha": "vision.early_share:weight",
+            **timm_weights(_LOW, "vision.small"),
+            **original_sam_weights(_HIGH, "vision.large", "vision.early_neck"),
+            f"{_HIGH}.downsamples.0": "vision.shrink_1",
+            f"{_HIGH}.downsamples.1": "vision.shrink_2",
+            f"{_HIGH}.hd_alpha_downsamples": "vision.early_share:weight",
+            "aligner.low_up_proj": "vision.project_small",
+            "aligner.high_up_proj": "vision.project_large",
+            "aligner.layers.1": "vision.project",
             "aligner.vision_proj": "vision.project_small",
             "aligner.high_res_vision_proj": "vision.project_large",
             "aligner.proj": "vision.project",
@@ -44,7 +63,9 @@ class HybridConfig(TowerConfig, frozen=True, kw_only=True):
 
     @property
     def unused(self) -> Sequence[str]:
-        return [f"{source}.{name}" for source in self._sources for name in ("head", "embeddings.position_ids")]
+        own = [f"{source}.{name}" for source in self._sources for name in ("head", "embeddings.position_ids")]
+        # The authors' class has norms that it does not use.
+        return [*own, f"{_LOW}.attn_pool", "vision_model.high_layer_norm", "vision_model.low_layer_norm"]
 
     @property
     def _sources(self) -> tuple[str, str]:

@@ -16,10 +16,13 @@ from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.processing.anyres import grid_of, shrunk, unpadded
 from asyncllm.vl.tower import TowerConfig, VisionTower
-from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
+from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights, timm_weights
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, Table, TowerActivation
 
 __all__ = ["LlavaConfig", "LlavaTower"]
+
+TIMM = "vision_model.vision_tower"
+"""The module of DeepSeek-VL's encoder as its authors published it."""
 
 
 class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
@@ -47,6 +50,7 @@ class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
     def weights(self) -> Mapping[str, str]:
         names = ("multi_modal_projector.linear_", "aligner.linear")
         projector = {f"{name}{n}": f"vision.projector_{n}" for name in names for n in (1, 2)}
+        projector |= {"aligner.layers.0": "vision.projector_1", "aligner.layers.2": "vision.projector_2"}
         projector |= {"vision_proj.0": "vision.projector_1", "vision_proj.2": "vision.projector_2"}
         projector |= {"mm_projector.0": "vision.projector_1"}
         if self.projector_norms:
@@ -60,6 +64,7 @@ class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
                 for source in self._sources
                 for row, target in clip_weights(source, "vision.encoder").items()
             },
+            **timm_weights(TIMM, "vision.encoder"),
             **projector,
             "image_newline": "vision.newline:weight",
         }
@@ -68,7 +73,7 @@ class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
     def unused(self) -> Sequence[str]:
         norm = () if self.encoder.final_norm else ("post_layernorm",)
         names = (*norm, "head", "embeddings.position_ids")
-        return [f"{source}.{name}" for source in self._sources for name in names]
+        return [f"{source}.{name}" for source in self._sources for name in names] + [f"{TIMM}.attn_pool"]
 
     @property
     def _sources(self) -> tuple[str, str]:

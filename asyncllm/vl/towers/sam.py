@@ -15,7 +15,7 @@ from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.vl.towers.block import JoinedQKV
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, Table, TowerActivation
 
-__all__ = ["Convolution", "SamConfig", "SamEncoder", "SamNeck", "neck_weights", "sam_weights"]
+__all__ = ["Convolution", "SamConfig", "SamEncoder", "SamNeck", "neck_weights", "original_sam_weights", "sam_weights"]
 
 NECK_EPS = 1e-6
 
@@ -164,6 +164,26 @@ def sam_weights(source: str, target: str) -> Mapping[str, str]:
         f"{layer}.mlp.lin1": f"{own}.up",
         f"{layer}.mlp.lin2": f"{own}.down",
         **neck_weights(f"{source}.neck", f"{target}.neck"),
+    }
+
+
+def original_sam_weights(source: str, target: str, early_neck: str) -> Mapping[str, str]:
+    """Return the rows as `sam_weights`, under the names of DeepSeek-VL's authors, whose module has a second neck."""
+    block, own = f"{source}.blocks.{{i}}", f"{target}.layers.{{i}}"
+    necks = {"neck": f"{target}.neck", "neck_hd": early_neck}
+    inner = {"0": "conv_1", "1": "norm_1", "2": "conv_2", "3": "norm_2"}
+    return {
+        f"{source}.patch_embed.proj": f"{target}.patches",
+        f"{source}.pos_embed": f"{target}.positions:weight",
+        f"{block}.norm1": f"{own}.attn_norm",
+        f"{block}.attn.qkv": f"{own}.qkv[q+k+v]",
+        f"{block}.attn.proj": f"{own}.out",
+        f"{block}.attn.rel_pos_h": f"{own}.row_bias:weight",
+        f"{block}.attn.rel_pos_w": f"{own}.column_bias:weight",
+        f"{block}.norm2": f"{own}.mlp_norm",
+        f"{block}.mlp.lin1": f"{own}.up",
+        f"{block}.mlp.lin2": f"{own}.down",
+        **{f"{source}.{neck}.{n}": f"{at}.{name}" for neck, at in necks.items() for n, name in inner.items()},
     }
 
 
