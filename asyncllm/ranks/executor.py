@@ -78,6 +78,11 @@ _MOST_SILENT = 6
 """Such intervals after which a rank that has said nothing is taken for hung. Intervals are counted, and not seconds, as
 this process may have been stopped itself."""
 
+_MOST_SILENT_AT_START = 24
+"""The same while ranks load the model: a library that is read from a slow disk holds up its whole process."""
+_CAUSE_S = 0.2
+"""How long after a rank has failed at the start others are given to be seen dead, for lack of which it may have."""
+
 _CLOSE_PATIENCE_S = 10.0
 """How long ranks may take to release what they hold before they are killed."""
 
@@ -125,7 +130,7 @@ class RankExecutor:
 
     async def start(self) -> Limits:
         """Start the processes and load the model in each. Raises what loading raises, and ModelError when a process
-        ends before it is ready; then none is left."""
+        ends before it is ready, or says nothing for minutes; then none is left."""
         if self._state != "new":
             raise EngineClosed("This executor was started or closed before. Make a new one.")
         self._state = "starting"
@@ -134,18 +139,33 @@ class RankExecutor:
             await self._start_processes()
             for process in self._processes:
                 self._connect(process)
-            limits = await asyncio.gather(*self._ready)
+            self._listen()
+            limits = await self._all_ready()
             if any(each.num_blocks != limits[0].num_blocks for each in limits):
                 raise ModelError("The ranks do not agree on the blocks of the KV cache.")
         except BaseException:
             self._kill()
             await self._wait_ended()
             self._state = "closed"
+            self._stop_listening()
             raise
         if self._state != "starting":
             raise EngineClosed("The executor was closed while it was starting.")
         self._state = "running"
         return limits[0]
+
+    async def _all_ready(self) -> list[Limits]:
+        """Return the limits that all ranks tell. Raises why the first rank failed, or the death of the one for lack of
+        which it did."""
+        try:
+            return await asyncio.gather(*self._ready)
+        except AsyncLLMError as error:
+            if isinstance(error.__cause__, RemoteError):
+                await asyncio.sleep(_CAUSE_S)
+                died = next((process for process in self._processes if process.ended.is_set()), None)
+                if died is not None:
+                    raise _died_at_start(died) from error
+            raise
 
     async def _start_processes(self) -> None:
         """In a thread, as it takes milliseconds. It is waited for in any case, so that no process is lost."""
@@ -273,29 +293,37 @@ class RankExecutor:
         """See to it that ranks say something as long as they have something to do."""
         if self._listening is None:
             self._silent = [0] * self.num_ranks
-            self._listening = self._running().call_later(_LISTEN_S, self._ask)
+            self._listening = asyncio.get_running_loop().call_later(_LISTEN_S, self._ask)
+
+    def _stop_listening(self) -> None:
+        if self._listening is not None:
+            self._listening.cancel()
+            self._listening = None
 
     def _ask(self) -> None:
         """Ask ranks that have something to do whether they are there. One that was silent for long is hung: all are
         ended."""
         self._listening = None
-        if self._state != "running" or self._error is not None:
+        starting = self._state == "starting"
+        if not starting and (self._state != "running" or self._error is not None):
             return
-        if not (any(self._unanswered) or self._command or self._adapters or self._grammars):
+        if not (starting or any(self._unanswered) or self._command or self._adapters or self._grammars):
             return
         for rank, silent in enumerate(self._silent):
             self._silent[rank] = silent + 1
-            if silent >= _MOST_SILENT:
-                pid = self._processes[rank].pid
-                self._die(
-                    RemoteError(
-                        f"rank {rank} (process {pid}) has work and has said nothing for {silent * _LISTEN_S:g} s: it "
-                        f"is stopped, or hangs. All ranks were ended."
-                    )
+            if silent >= (_MOST_SILENT_AT_START if starting else _MOST_SILENT):
+                work = "is to load the model" if starting else "has work"
+                hung = (
+                    f"rank {rank} (process {self._processes[rank].pid}) {work} and has said nothing for "
+                    f"{silent * _LISTEN_S:g} s: it is stopped, or hangs. All ranks were ended."
                 )
+                if starting:
+                    set_exception(self._ready[rank], ModelError(hung))
+                else:
+                    self._die(RemoteError(hung))
                 return
         self._send_all(encode(AreYouThere()))
-        self._listening = self._running().call_later(_LISTEN_S, self._ask)
+        self._listening = asyncio.get_running_loop().call_later(_LISTEN_S, self._ask)
 
     def _grammar_taken(self, number: int, failure: Failure | None) -> None:
         """Take in that a rank has compiled a grammar, or why it could not, which is for who asked for it alone."""
@@ -353,7 +381,7 @@ class RankExecutor:
                 pass
             case Ready(limits, failure):
                 if failure is not None:
-                    set_exception(self._ready[rank], _start_error(failure.error()))
+                    set_exception(self._ready[rank], self._start_error(rank, failure.error()))
                 else:
                     set_result(self._ready[rank], limits)
             case StepDone(_, output, failure):
@@ -421,16 +449,26 @@ class RankExecutor:
             error = command.cause()
             self._die(error if not isinstance(error, AsyncLLMError) else dead(error))
 
+    def _start_error(self, rank: int, error: Exception) -> AsyncLLMError:
+        """Return why a rank could not load the model. Which one it is matters for memory, and not for a checkpoint."""
+        if isinstance(error, AsyncLLMError):
+            if self.num_ranks == 1 or type(error) is not ModelError:
+                return error
+            failure = ModelError(f"Rank {rank} (process {self._processes[rank].pid}): {error}")
+            failure.__cause__ = error.__cause__
+        else:
+            failure = ModelError(f"Loading the model failed: {error}")
+            failure.__cause__ = error
+        return failure
+
     def _process_ended(self, process: RankProcess) -> None:
         """A rank's process is gone, expected or not."""
         if self._state == "closed" or self._error is not None:
             return
-        how = process.describe_end()
         if self._state == "starting":
-            error: BaseException = ModelError(f"{how} while it was loading the model. Its standard error says why.")
-            set_exception(self._ready[process.rank], error)
+            set_exception(self._ready[process.rank], _died_at_start(process))
             return
-        self._die(RemoteError(f"{how}. Its standard error may say why."))
+        self._die(RemoteError(f"{process.describe_end()}. Its standard error may say why."))
 
     def _die(self, error: Exception) -> None:
         """End all ranks: the first unread step raises this error, and every later one EngineDead."""
@@ -492,9 +530,7 @@ class RankExecutor:
             self._state = "closed"
             return
         self._state = "closed"
-        if self._listening is not None:
-            self._listening.cancel()
-            self._listening = None
+        self._stop_listening()
         if self._loop is not asyncio.get_running_loop():
             self._leave_behind()
             return
@@ -556,9 +592,5 @@ class _Command:
         return next((error for error in self.failures if not isinstance(error, OtherRankRefused)), self.failures[0])
 
 
-def _start_error(error: Exception) -> BaseException:
-    if isinstance(error, AsyncLLMError):
-        return error
-    failure = ModelError(f"Loading the model failed: {error}")
-    failure.__cause__ = error
-    return failure
+def _died_at_start(process: RankProcess) -> ModelError:
+    return ModelError(f"{process.describe_end()} while it was loading the model. Its standard error says why.")

@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from asyncllm import AsyncEngine, GenerationConfig
-from asyncllm.errors import EngineClosed, EngineDead, InvalidCheckpoint, InvalidParameter, ModelError
+from asyncllm.errors import EngineClosed, EngineDead, InvalidCheckpoint, InvalidParameter
 from asyncllm.protocol import Batch, PrefillRow, SamplingParams, SlotStart, StepDropped, StepFailed
 from asyncllm.ranks import executor as executor_module
 from asyncllm.ranks.executor import RankExecutor
@@ -170,19 +170,12 @@ async def test_what_cannot_be_loaded_says_the_same_as_in_this_process(tmp_path: 
     assert ranks() == []
 
 
-async def test_a_start_that_is_cancelled_or_killed_leaves_nothing(folders: list[Path]) -> None:
+async def test_a_start_that_is_cancelled_leaves_nothing(folders: list[Path]) -> None:
     engine = AsyncEngine(str(folders[0]), settings())
     starting = asyncio.create_task(engine.start())
     await soon(ranks)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await starting
-    assert ranks() == []
-    engine = AsyncEngine(str(folders[0]), settings())
-    starting = asyncio.create_task(engine.start())
-    await soon(ranks)
-    os.kill(ranks()[0], signal.SIGKILL)
-    with pytest.raises(ModelError, match=r"rank 0 .* SIGKILL"):
         await starting
     assert ranks() == []
 

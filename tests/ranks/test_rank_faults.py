@@ -1,15 +1,18 @@
-"""Two ranks of which one or both fail in a step, or are late: rows end, or the engine, and no call waits for ever."""
+"""Two ranks of which one or both fail, in a step or at the start, or are late: rows end, or the engine, and no call
+waits for ever."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncllm import AsyncEngine, GenerationConfig
-from asyncllm.errors import EngineDead, RequestFailed
+from asyncllm.errors import EngineDead, ModelError, RequestFailed
+from asyncllm.ranks import executor as executor_module
 from tests.checkpoints import build_checkpoint
 from tests.ranks.engines import LONG, ranks, settings, soon
 
@@ -43,6 +46,27 @@ def faulty(self, batch):
     return launch(self, batch)
 
 ModelAgent.launch, DecoderLM.before_last = faulty, fails
+"""
+AT_START = """
+import os
+import signal
+import torch
+import torch.distributed as dist
+from asyncllm.models import registry
+
+load = registry.load
+
+def faulty(*arguments):
+    planned = os.environ["PLANNED"]
+    if dist.get_rank() == 1:
+        if planned == "memory":
+            raise torch.OutOfMemoryError("no memory, as planned")
+        os.kill(os.getpid(), getattr(signal, planned))
+    if planned == "SIGKILL":
+        dist.all_reduce(torch.ones(1))  # which the death of the other breaks
+    return load(*arguments)
+
+registry.load = faulty
 """
 GREEDY = GenerationConfig(max_new_tokens=6, ignore_eos=True, temperature=0.0)
 
@@ -82,3 +106,37 @@ async def test_a_step_that_fails_on_all_ranks_ends_its_rows_and_on_one_the_engin
             assert isinstance(error, EngineDead)
             assert "as planned" in str(error.__cause__)
         await soon(lambda: not ranks())
+
+
+@pytest.mark.parametrize(
+    ("planned", "said"),
+    [
+        ("memory", r"^Rank 1 \(process \d+\): .* OutOfMemoryError: no memory, as planned"),
+        ("SIGKILL", r"^rank 1 \(process \d+\) was ended by SIGKILL while it was loading the model"),
+        ("SIGSTOP", r"^rank 1 \(process \d+\) is to load the model and has said nothing for .* s"),
+    ],
+)
+async def test_a_rank_that_fails_while_it_reads_weights_is_named(
+    folder: Path, planned: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short of memory, dead while the other waits for it, or stopped."""
+    (folder.parent / "at_start.py").write_text(AT_START)
+    monkeypatch.setenv("PLANNED", planned)
+    engine = AsyncEngine(str(folder), settings(tp=2, plugin=[str(folder.parent / "at_start.py")]))
+    if planned == "SIGSTOP":
+        monkeypatch.setattr(executor_module, "_LISTEN_S", 0.2)
+        monkeypatch.setattr(executor_module, "_MOST_SILENT_AT_START", 1_000)
+    starting = asyncio.create_task(engine.start())
+    if planned == "SIGSTOP":
+        await soon(lambda: any(state_of(pid) == "T" for pid in ranks()))
+        monkeypatch.setattr(executor_module, "_MOST_SILENT_AT_START", 15)
+    begun = time.monotonic()
+    with pytest.raises(ModelError, match=said):
+        await asyncio.wait_for(starting, 60)
+    assert time.monotonic() - begun < 50, "not after the group's own patience"
+    assert ranks() == []
+
+
+def state_of(pid: int) -> str:
+    """The state of a process, T if it is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
