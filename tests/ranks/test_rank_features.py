@@ -1,9 +1,10 @@
 """Two ranks on CPUs do what one process does, feature by feature, in one engine each: adapters, sessions and forks,
-swapped blocks, several answers, embeddings, commands, and requests that are left."""
+swapped blocks, several answers, embeddings, commands, requests that are left, and all of it in random order."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,14 @@ from asyncllm.errors import DeadlineExceeded, ModelError
 from tests.adapters import write_adapter
 from tests.checkpoints import build_checkpoint
 from tests.ranks.engines import LONG, ranks, settings, soon
+from tests.ranks.schedules import Schedule
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
+SCHEDULES = int(os.environ.get("ASYNCLLM_RANK_SCHEDULES", "1"))
+"""How many random schedules are compared."""
+CALLS = 12
+"""Of a schedule, besides one of each kind."""
 GREEDY = GenerationConfig(max_new_tokens=6, ignore_eos=True, temperature=0.0)
 DRAWN = GenerationConfig(max_new_tokens=5, ignore_eos=True, top_k=30, random_seed=3, n=2)
 PROMPTS = [[7, 8, 9, 200, 31] * count for count in (1, 4, 9)]
@@ -115,6 +121,12 @@ async def test_two_ranks_do_what_one_process_does(folders: dict[str, Path], othe
         )
         async with AsyncEngine(str(folders["model"]), config) as engine:
             found.append(await everything(engine, folders, other))
+            weights = [load_file(folders["model"] / "model.safetensors"), other]
+            # Both begin with the same weights and adapters, whatever has come before.
+            await engine.update_weights(weights[0])
+            for seed in range(SCHEDULES):
+                found[-1].append(await Schedule(engine, seed, folders, weights).run(CALLS))
+            assert engine.stats().preemptions
     assert ranks() == []
     embeddings = [one.pop(4) for one in found]
     assert embeddings[0] == [pytest.approx(each, rel=1e-4, abs=1e-5) for each in embeddings[1]]
