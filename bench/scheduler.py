@@ -18,7 +18,8 @@ from itertools import pairwise
 from typing import Any
 
 from asyncllm.engine.loop.engine_loop import EngineLoop
-from asyncllm.engine.requests.delivery import Answer, Delivery
+from asyncllm.engine.requests.answer import Answer
+from asyncllm.engine.requests.delivery import Delivery
 from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.engine.schedule.sequence import Request
 from asyncllm.protocol import Batch, Limits, SamplingParams, StepOutput

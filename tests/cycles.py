@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, CoroutineType, FrameType, FunctionType
 
-from asyncllm.engine.requests.delivery import Answer, Delivery
+from asyncllm.engine.requests.answer import Answer
+from asyncllm.engine.requests.delivery import Delivery
 from asyncllm.engine.requests.generation import Generation
 from asyncllm.engine.schedule.sequence import Request, Sequence
 

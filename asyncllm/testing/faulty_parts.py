@@ -8,7 +8,8 @@ from typing import Any
 
 from asyncllm.agent.executor import Agent, LaunchedStep
 from asyncllm.engine.cache.block_manager import BlockManager
-from asyncllm.engine.requests.delivery import Answer, Delivery
+from asyncllm.engine.requests.answer import Answer
+from asyncllm.engine.requests.delivery import Delivery
 from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.engine.schedule.sequence import Request, Sequence
 from asyncllm.engine.schedule.waiting_queue import WaitingQueue

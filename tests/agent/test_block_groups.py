@@ -13,7 +13,8 @@ from asyncllm.agent.cache.layout import CacheLayout
 from asyncllm.agent.cache.pool import allocate_pool
 from asyncllm.agent.model_agent import ModelAgent
 from asyncllm.engine.cache.block_groups import BlockGroups
-from asyncllm.engine.requests.delivery import Answer, Delivery
+from asyncllm.engine.requests.answer import Answer
+from asyncllm.engine.requests.delivery import Delivery
 from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.engine.schedule.sequence import Request
 from asyncllm.layers.cache_spec import CacheSpec, PagedKVSpec

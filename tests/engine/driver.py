@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from asyncllm.engine.integrity import check_integrity
-from asyncllm.engine.requests.delivery import Answer, Delivery
+from asyncllm.engine.requests.answer import Answer
+from asyncllm.engine.requests.delivery import Delivery
 from asyncllm.engine.requests.input_processor import Call, InputProcessor
 from asyncllm.engine.requests.prompt_encoder import DEFAULT_OPTIONS
 from asyncllm.engine.schedule.adapter_slots import Adapter

@@ -1,115 +1,18 @@
-"""The way from tokens to a reader: an Answer turns tokens into text, a Delivery hands chunks over.
+"""Delivery hands the chunks of an answer over to its reader.
 
-Delivery never blocks: the engine loop appends a chunk and wakes at most one waiter. Chunks of a slow reader are merged
-into one, so that they get longer but not more.
+It never blocks: the engine loop appends a chunk and wakes at most one waiter. Chunks of a slow reader are merged into
+one, so that they get longer but not more.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from asyncllm.errors import detached, unraised
-from asyncllm.protocol import TokenLogprobs
-from asyncllm.text.detokenizer import Detokenizer, StopMatcher, StopWords
-from asyncllm.types import Chunk, Logprobs, Response
+from asyncllm.types import Chunk
 
-__all__ = ["Answer", "Delivery"]
-
-
-class Answer:
-    """The text of one choice: detokenizes, looks for stop words, and keeps what has not been sent yet."""
-
-    __slots__ = (
-        "_detokenizer",
-        "_hidden_ids",
-        "_matcher",
-        "_parts",
-        "_unsent",
-        "_unsent_logprobs",
-        "num_read",
-        "num_sent",
-        "stop_reason",
-    )
-    splits = False
-    """Whether reasoning and calls are split off its text."""
-
-    def __init__(
-        self, detokenizer: Detokenizer, *, stop_words: StopWords | None, hidden_ids: frozenset[int], include_stop: bool
-    ) -> None:
-        self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stop_words, include=include_stop) if stop_words else None
-        self._hidden_ids = hidden_ids
-        """Tokens that end the answer without being part of its text."""
-        self._parts: list[str] = []
-        self._unsent = ""
-        self._unsent_logprobs: Logprobs | None = None
-        self.num_read = 0
-        """Tokens turned into text."""
-        self.num_sent = 0
-        """Tokens that a chunk has carried."""
-        self.stop_reason: int | str | None = None
-
-    @property
-    def text(self) -> str:
-        """All text so far."""
-        return "".join(self._parts)
-
-    @property
-    def watches_text(self) -> bool:
-        """Whether every token must be read at once, because its text may end the answer."""
-        return self._matcher is not None
-
-    @property
-    def over(self) -> bool:
-        """Whether the text read so far ends the answer."""
-        return self.stop_reason is not None
-
-    @property
-    def called(self) -> bool:
-        """Whether it holds a complete tool call."""
-        return False
-
-    def complete(self, chunk: Chunk) -> None:
-        """Move what no chunk has carried yet to `chunk`."""
-        chunk.text, self._unsent = self._unsent, ""
-        if self._unsent_logprobs is not None:
-            chunk.logprobs, self._unsent_logprobs = self._unsent_logprobs, None
-
-    def fill(self, response: Response) -> None:
-        """Set the text of a response, with reasoning and tool calls."""
-        response.text = self.text
-
-    def read(self, tokens: Sequence[int], *, last: bool) -> None:
-        """Turn new tokens into text. With the `last` ones, no text is held back. May set `stop_reason`: then those of
-        several forced tokens that come after the end of the answer are left."""
-        if self._matcher is not None and len(tokens) > 1:
-            for token in tokens[:-1]:
-                self.read([token], last=False)
-                if self.stop_reason is not None:
-                    return
-            tokens = tokens[-1:]
-        self.num_read += len(tokens)
-        if last and tokens and tokens[-1] in self._hidden_ids:
-            tokens = tokens[:-1]
-        text = self._detokenizer.push(tokens)
-        if last:
-            text += self._detokenizer.flush()
-        if self._matcher is not None:
-            text, hit = self._matcher.push(text)
-            if hit is not None:
-                self.stop_reason = hit
-            elif last:
-                text += self._matcher.flush()
-        if text:
-            self._parts.append(text)
-            self._unsent += text
-
-    def add_logprobs(self, entry: TokenLogprobs) -> None:
-        """Add the log-probabilities of the newest token."""
-        if self._unsent_logprobs is None:
-            self._unsent_logprobs = []
-        self._unsent_logprobs.append(dict(entry))
+__all__ = ["Delivery"]
 
 
 class Delivery:
@@ -169,7 +72,7 @@ class Delivery:
                     break
             else:
                 chunks.append(chunk)
-        return self.streaming and (self._waiter is not None or self.listener is not None) and self._wake()
+        return self.streaming and self._wake()
 
     def end(self, error: BaseException | None = None) -> None:
         """End the delivery, with an error for the reader if given. Idempotent. An error in `on_end` goes to the reader
@@ -223,6 +126,7 @@ class Delivery:
             await self._end.wait()
 
     def _wake(self) -> bool:
+        """Wake the coroutine that waits, and call the listener. Return whether there was either."""
         woken = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -234,6 +138,7 @@ class Delivery:
 
 
 def _merge(into: Chunk, chunk: Chunk) -> None:
+    """Append `chunk`, the next one of the same choice, to one that no reader has taken."""
     into.text += chunk.text
     if chunk.reasoning_token_len or chunk.tool_calls:
         into.reasoning += chunk.reasoning

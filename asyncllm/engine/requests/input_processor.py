@@ -17,7 +17,8 @@ import msgspec
 
 from asyncllm.config import GenerationConfig, RequestKeywords, RequestOptions, checked
 from asyncllm.engine.adapters import AdapterTable
-from asyncllm.engine.requests.delivery import Answer, Delivery
+from asyncllm.engine.requests.answer import Answer
+from asyncllm.engine.requests.delivery import Delivery
 from asyncllm.engine.requests.grammars import Grammars
 from asyncllm.engine.requests.prompt_encoder import DEFAULT_OPTIONS, PromptEncoder
 from asyncllm.engine.requests.split_answer import SplitAnswer, Splitting

@@ -9,7 +9,7 @@ from typing import Any
 from asyncllm.config import EngineConfig, RequestOptions
 from asyncllm.config.response_format import GrammarSpec
 from asyncllm.config.tools import ToolChoice, is_held, schemas_of
-from asyncllm.engine.requests.delivery import Answer
+from asyncllm.engine.requests.answer import Answer
 from asyncllm.errors import UnsupportedFeature
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.detokenizer import Detokenizer, StopWords

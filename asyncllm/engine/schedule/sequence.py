@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from asyncllm.engine.cache.block_groups import BlockTable
 from asyncllm.engine.cache.prefix_cache import PrefixRoot
-from asyncllm.engine.requests.delivery import Answer, Delivery
+from asyncllm.engine.requests.answer import Answer
+from asyncllm.engine.requests.delivery import Delivery
 from asyncllm.engine.schedule.adapter_slots import Adapter
 from asyncllm.engine.schedule.quality_of_service import User
 from asyncllm.errors import DeadlineExceeded

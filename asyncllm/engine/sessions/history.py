@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from asyncllm.engine.requests.delivery import Answer
+from asyncllm.engine.requests.answer import Answer
 from asyncllm.errors import InvalidParameter
 from asyncllm.prompt_image import PromptImage
 from asyncllm.text.chat_template import ChatTemplate
