@@ -40,7 +40,6 @@ REASONS = {
     ("imported files", "server/routes.py"): "the table of all routes",
     ("nested blocks", "engine/requests/batches.py:interleave"): "all answers end with the reader, each with its own",
     ("nested blocks", "models/stream.py:_receive"): "one loop keeps readers, buffers and the device busy",
-    ("parameters", "layers/attention.py:__init__"): "what families differ in, which is their configuration",
     ("parameters", "engine/schedule/sequence.py:__init__"): "a record of a request's fields",
     ("parameters", "http_client/api_client.py:chat_completions_v1"): "LMDeploy's signature",
     ("parameters", "http_client/api_client.py:chat_interactive_v1"): "LMDeploy's signature",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -20,7 +21,7 @@ from asyncllm.layers.linear_method import PartKey, Shard
 from asyncllm.layers.norm import RMSNorm, UnitNorm
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
-__all__ = ["Attention", "QKNormKind", "Sinks"]
+__all__ = ["Attention", "AttentionConfig", "QKNormKind", "Sinks"]
 
 QKNormKind = Literal["head", "heads", "listed", "unit", "whole", "turned"]
 """Norms of queries and keys: of each head, by one weight for all; of each by its own (layer norms), stored in one
@@ -49,66 +50,61 @@ class Sinks(Layer):
         self.logits.copy_(tensor[self._first :][: len(self.logits)])
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """What attention layers differ in. A family states only what deviates."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    paired: int = 0
+    """As in `QKVLinear`."""
+    rope: int | None = 0
+    """Place of the layer's rotation among the step's; None: positions take no part."""
+    window: int | None = None
+    """Number of latest positions that a query sees, itself included; None: all."""
+    scale: float | None = None
+    """Factor of the scores; None: head_dim^-0.5."""
+    softcap: float | None = None
+    """Bound of the scores' size."""
+    sinks: bool = False
+    """Whether the layer has `Sinks`."""
+    qkv_clip: float | None = None
+    """Bound of q, k and v on both sides."""
+    scale_queries: bool = False
+    """Whether queries are multiplied by the step's `query_scale`."""
+    qk_norm: QKNormKind | None = None
+    norm_class: Callable[[int, float], nn.Module] = RMSNorm
+    """Of q and k, for the kinds "head", "whole" and "turned"."""
+    norm_eps: float = 1e-6
+    alibi: Sequence[float] = ()
+    """Slopes of the heads."""
+
+
 class Attention(Layer):
-    """x [T, hidden] -> [T, hidden]; the tokens' keys and values go to the cache of layer `layer` first.
+    """x [T, hidden] -> [T, hidden]; the tokens' keys and values go to the cache of layer `layer` first."""
 
-    `paired` is as in `QKVLinear`. `rope` is the place of the layer's rotation among the step's; None: positions take no
-    part. `window` is the number of latest positions that a query sees, itself included; `scale` multiplies the scores,
-    head_dim^-0.5 unless given; `qk_norm` and `norm_class` ask for norms of q and k; `qkv_clip` bounds q, k and v on
-    both sides; `scale_queries` multiplies queries by the step's `query_scale`; `alibi` are the slopes of the heads.
-    """
-
-    def __init__(
-        self,
-        layer: int,
-        hidden_size: int,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        qkv_bias: bool = False,
-        paired: int = 0,
-        out_bias: bool = False,
-        rope: int | None = 0,
-        window: int | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: bool = False,
-        qkv_clip: float | None = None,
-        scale_queries: bool = False,
-        qk_norm: QKNormKind | None = None,
-        norm_class: Callable[[int, float], nn.Module] = RMSNorm,
-        norm_eps: float = 1e-6,
-        alibi: Sequence[float] = (),
-    ) -> None:
+    def __init__(self, layer: int, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__()
+        num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.layer = layer
-        self.qkv = QKVLinear(hidden_size, num_heads, num_kv_heads, head_dim, bias=qkv_bias, paired=paired)
-        self.out = Linear(num_heads * head_dim, hidden_size, shard="row", unit=head_dim, bias=out_bias)
-        q_size, k_size = (num_heads, num_kv_heads) if qk_norm == "whole" else (1, 1)
-        self.q_norm: nn.Module | None = None
-        self.k_norm: nn.Module | None = None
-        if qk_norm in ("heads", "listed"):
-            kind = HeadsLayerNorm if qk_norm == "heads" else ListedHeadsLayerNorm
-            self.q_norm = kind(num_heads, head_dim, norm_eps, paired=paired)
-            self.k_norm = kind(num_kv_heads, head_dim, norm_eps, paired=paired)
-        elif qk_norm == "unit":
-            self.q_norm, self.k_norm = UnitNorm(head_dim, norm_eps), UnitNorm(head_dim, norm_eps)
-        elif qk_norm is not None:
-            self.q_norm = norm_class(q_size * head_dim, norm_eps)
-            self.k_norm = norm_class(k_size * head_dim, norm_eps)
-        self.sinks = Sinks(num_heads) if sinks else None
+        self.qkv = QKVLinear(hidden_size, num_heads, num_kv_heads, head_dim, bias=config.qkv_bias, paired=config.paired)
+        self.out = Linear(num_heads * head_dim, hidden_size, shard="row", unit=head_dim, bias=config.out_bias)
+        self.q_norm, self.k_norm = _norms(config)
+        self.sinks = Sinks(num_heads) if config.sinks else None
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.rope = rope
-        self.window = window
-        self.scale = head_dim**-0.5 if scale is None else scale
-        self.softcap = softcap
-        self.qkv_clip = qkv_clip
-        self.scale_queries = scale_queries
-        self.qk_norm = qk_norm
-        self.slopes = tuple(alibi)
+        self.rope = config.rope
+        self.window = config.window
+        self.scale = head_dim**-0.5 if config.scale is None else config.scale
+        self.softcap = config.softcap
+        self.qkv_clip = config.qkv_clip
+        self.scale_queries = config.scale_queries
+        self.qk_norm = config.qk_norm
+        self.slopes = tuple(config.alibi)
         self.alibi: Tensor | None = None
 
     def place(self, device: torch.device) -> None:
@@ -280,3 +276,18 @@ class Attention(Layer):
             window=self.window,
             invariant=step.batch_invariant,
         )
+
+
+def _norms(config: AttentionConfig) -> tuple[nn.Module | None, nn.Module | None]:
+    """Make the norms of queries and keys; None: there are none."""
+    kind, dim, eps = config.qk_norm, config.head_dim, config.norm_eps
+    heads = config.num_heads, config.num_kv_heads
+    if kind is None:
+        return None, None
+    if kind in ("heads", "listed"):
+        make = HeadsLayerNorm if kind == "heads" else ListedHeadsLayerNorm
+        return make(heads[0], dim, eps, paired=config.paired), make(heads[1], dim, eps, paired=config.paired)
+    if kind == "unit":
+        return UnitNorm(dim, eps), UnitNorm(dim, eps)
+    sizes = heads if kind == "whole" else (1, 1)
+    return config.norm_class(sizes[0] * dim, eps), config.norm_class(sizes[1] * dim, eps)

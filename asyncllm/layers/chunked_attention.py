@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncllm import kernels
 from asyncllm.errors import InvalidParameter
 from asyncllm.kernels import DecodePlan, KVCache, PrefillPlan
-from asyncllm.layers.attention import Attention
+from asyncllm.layers.attention import Attention, AttentionConfig
 from asyncllm.layers.cache_spec import BlockPart, CacheSpec
 from asyncllm.layers.step_inputs import StepInputs
 
@@ -48,9 +48,9 @@ class ChunkedSpec:
 class ChunkedAttention(Attention):
     """To the ops every chunk is a row of its own, whose block table begins where the chunk does."""
 
-    def __init__(self, *args: Any, chunk: int, **options: Any) -> None:
-        """`chunk`: tokens. The rest as for `Attention`."""
-        super().__init__(*args, **options)
+    def __init__(self, layer: int, hidden_size: int, config: AttentionConfig, *, chunk: int) -> None:
+        """`chunk`: its length in tokens."""
+        super().__init__(layer, hidden_size, config)
         self.chunk = chunk
 
     @property

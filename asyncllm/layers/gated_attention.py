@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
 from asyncllm.kernels import KVCache, Rotation, RoundedRows
-from asyncllm.layers.attention import Attention
+from asyncllm.layers.attention import Attention, AttentionConfig
 from asyncllm.layers.linear import MergedLinear, QKVLinear
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
@@ -38,28 +36,11 @@ class GatedAttention(Attention):
     """As `Attention`, of which it takes norms of heads and a rotation; the sigmoid of the gate multiplies what each
     head attends to."""
 
-    def __init__(
-        self,
-        layer: int,
-        hidden_size: int,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        bias: bool,
-        **norms: Any,
-    ) -> None:
-        """`norms`: `rope`, `qk_norm`, `norm_class` and `norm_eps` of `Attention`."""
-        super().__init__(
-            layer,
-            hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            out_bias=bias,
-            **norms,
+    def __init__(self, layer: int, hidden_size: int, config: AttentionConfig) -> None:
+        super().__init__(layer, hidden_size, config)
+        self.qkv = _GatedQKVLinear(
+            hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, bias=config.qkv_bias
         )
-        self.qkv = _GatedQKVLinear(hidden_size, num_heads, num_kv_heads, head_dim, bias=bias)
 
     def forward(self, x: Tensor | RoundedRows, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
         step = step.of_layer(self.layer)

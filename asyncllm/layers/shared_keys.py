@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
 from asyncllm.kernels import KVCache, Rotation, RoundedRows
-from asyncllm.layers.attention import Attention
+from asyncllm.layers.attention import Attention, AttentionConfig
 from asyncllm.layers.linear import MergedLinear, QKVLinear
 from asyncllm.layers.norm import UnitNorm
 from asyncllm.layers.step_inputs import StepInputs
@@ -21,14 +19,14 @@ __all__ = ["BorrowingAttention", "NormedValueAttention"]
 class _PartialQKVLinear(QKVLinear):
     """Some of the projections q, k and v: the first ones."""
 
-    def __init__(
-        self, in_features: int, num_heads: int, num_kv_heads: int, head_dim: int, *, parts: str, bias: bool
-    ) -> None:
+    def __init__(self, in_features: int, config: AttentionConfig, *, parts: str) -> None:
         """`parts`: "q" or "qk"."""
-        sizes = {part: (num_heads if part == "q" else num_kv_heads) * head_dim for part in parts}
-        MergedLinear.__init__(self, in_features, sizes, unit=head_dim, bias=bias)
-        self.num_heads, self.num_kv_heads, self.stored_kv_heads = num_heads, num_kv_heads, num_kv_heads
-        self.head_dim, self.paired = head_dim, 0
+        heads = {"q": config.num_heads, "k": config.num_kv_heads}
+        sizes = {part: heads[part] * config.head_dim for part in parts}
+        MergedLinear.__init__(self, in_features, sizes, unit=config.head_dim, bias=config.qkv_bias)
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.stored_kv_heads = config.num_kv_heads
+        self.head_dim, self.paired = config.head_dim, 0
 
     def divide(self, group: RankGroup) -> None:
         if "k" in self.rows:
@@ -47,28 +45,12 @@ class NormedValueAttention(Attention):
     """As `Attention` with norms of each head; values are normalised too, without a weight. With `keys_as_values` they
     are the projected keys in front of these norms."""
 
-    def __init__(
-        self,
-        layer: int,
-        hidden_size: int,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        bias: bool,
-        keys_as_values: bool,
-        norm_eps: float,
-        **options: Any,
-    ) -> None:
-        """`options`: those of `Attention`."""
-        heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        super().__init__(
-            layer, hidden_size, **heads, qkv_bias=bias, out_bias=bias, qk_norm="head", norm_eps=norm_eps, **options
-        )
+    def __init__(self, layer: int, hidden_size: int, config: AttentionConfig, *, keys_as_values: bool) -> None:
+        super().__init__(layer, hidden_size, config)
         if keys_as_values:
-            self.qkv = _PartialQKVLinear(hidden_size, **heads, parts="qk", bias=bias)
+            self.qkv = _PartialQKVLinear(hidden_size, config, parts="qk")
         self.keys_as_values = keys_as_values
-        self.v_norm = UnitNorm(head_dim, norm_eps)
+        self.v_norm = UnitNorm(config.head_dim, config.norm_eps)
 
     def _rotate(self, qkv: Tensor, rotation: Rotation | None, cache: KVCache, plan: Tensor) -> Tensor:
         heads = qkv.view(len(qkv), -1, self.head_dim)
@@ -82,21 +64,9 @@ class BorrowingAttention(Attention):
     """As `Attention` with norms of queries, over the keys and values that another layer has written: `source`, with
     heads, window and rotation as here."""
 
-    def __init__(
-        self,
-        source: int,
-        hidden_size: int,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        bias: bool,
-        **options: Any,
-    ) -> None:
-        """`options`: those of `Attention`."""
-        heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        super().__init__(source, hidden_size, **heads, out_bias=bias, qk_norm="head", **options)
-        self.qkv = _PartialQKVLinear(hidden_size, **heads, parts="q", bias=bias)
+    def __init__(self, source: int, hidden_size: int, config: AttentionConfig) -> None:
+        super().__init__(source, hidden_size, config)
+        self.qkv = _PartialQKVLinear(hidden_size, config, parts="q")
         self.k_norm = None
 
     def _project(self, x: Tensor | RoundedRows, step: StepInputs, cache: KVCache) -> Tensor:

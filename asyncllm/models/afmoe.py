@@ -90,17 +90,4 @@ class Afmoe(DecoderLM):
     block = Gemma2.block
 
     def attention(self, layer: int) -> Attention:
-        config = self.config
-        return GatedAttention(
-            layer,
-            config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            bias=False,
-            rope=None if config.layer_ropes[layer] is None else 0,
-            window=config.windows[layer],
-            qk_norm=config.qk_norm,
-            norm_class=self.norm_class,
-            norm_eps=config.norm_eps,
-        )
+        return GatedAttention(layer, self.config.hidden_size, self.attention_config(layer))

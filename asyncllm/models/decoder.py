@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from asyncllm.layers.attention import Attention
+from asyncllm.layers.attention import Attention, AttentionConfig
 from asyncllm.layers.block import AnyAttention, AnyBlock, Block, ParallelBlock
 from asyncllm.layers.cache_spec import CacheSpec
 from asyncllm.layers.chunked_attention import ChunkedAttention
@@ -110,19 +109,23 @@ class DecoderLM(nn.Module):
         return PositionEmbedding(config.max_position, config.hidden_size, offset=config.position_offset)
 
     def attention(self, layer: int) -> AnyAttention:
+        """Make the attention of layer `layer`, counted from 0."""
+        size, config = self.config.hidden_size, self.attention_config(layer)
+        chunk = self.config.chunks[layer] if self.config.chunks else None
+        return Attention(layer, size, config) if chunk is None else ChunkedAttention(layer, size, config, chunk=chunk)
+
+    def attention_config(self, layer: int) -> AttentionConfig:
+        """Return what the config says of the attention of layer `layer`."""
         config = self.config
         rope = config.layer_ropes[layer] if config.layer_ropes else config.rope
-        chunk, scaling = config.chunks[layer] if config.chunks else None, config.query_scaling
-        kind = Attention if chunk is None else partial(ChunkedAttention, chunk=chunk)
-        return kind(
-            layer,
-            config.hidden_size,
+        scaling = config.query_scaling
+        return AttentionConfig(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             qkv_bias=config.qkv_bias,
-            paired=config.rope.dim if config.paired_rotary and config.rope is not None else 0,
             out_bias=config.out_bias,
+            paired=config.rope.dim if config.paired_rotary and config.rope is not None else 0,
             rope=None if rope is None else config.ropes.index(rope),
             window=config.windows[layer],
             scale=config.score_scale,

@@ -3,6 +3,7 @@ whole context, keys and values that the last layers share, and embeddings of eac
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from asyncllm.layers.attention import Attention
@@ -103,8 +104,8 @@ class Gemma4(LayerInputLM):
         config = self.config
         if config.windows[layer] is not None:
             return super().attention(layer)
-        heads = {"num_kv_heads": config.full_kv_heads, "head_dim": config.full_head_dim}
-        return self.own_or_borrowed(layer, keys_as_values=config.keys_as_values, **heads)
+        heads = replace(self.attention_config(layer), num_kv_heads=config.full_kv_heads, head_dim=config.full_head_dim)
+        return self.own_or_borrowed(layer, heads, keys_as_values=config.keys_as_values)
 
     def mlp(self, layer: int) -> GatedMLP:
         config = self.config

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
-from asyncllm.layers.attention import Attention
+from asyncllm.layers.attention import Attention, AttentionConfig
 from asyncllm.layers.layer_inputs import GatedLayerInput, LayerInputs
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.shared_keys import BorrowingAttention, NormedValueAttention
@@ -103,27 +103,15 @@ class LayerInputLM(DecoderLM):
         return super().weight_map.setting_aside(*unused)
 
     def attention(self, layer: int) -> Attention:
-        return self.own_or_borrowed(layer, num_kv_heads=self.config.num_kv_heads, head_dim=self.config.head_dim)
+        return self.own_or_borrowed(layer, self.attention_config(layer))
 
-    def own_or_borrowed(
-        self, layer: int, *, num_kv_heads: int, head_dim: int, keys_as_values: bool = False
-    ) -> Attention:
+    def own_or_borrowed(self, layer: int, heads: AttentionConfig, *, keys_as_values: bool = False) -> Attention:
         """Make attention of these heads over the layer's own keys and values, or those that it reads of another."""
-        config, source = self.config, self.config.sources[layer]
-        rope = config.layer_ropes[layer]
-        options: dict[str, Any] = {
-            "num_heads": config.num_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "bias": config.qkv_bias,
-            "rope": None if rope is None else config.ropes.index(rope),
-            "window": config.windows[layer],
-            "scale": config.score_scale,
-            "norm_eps": config.norm_eps,
-        }
+        hidden_size, source = self.config.hidden_size, self.config.sources[layer]
+        heads = replace(heads, out_bias=heads.qkv_bias)
         if source is not None:
-            return BorrowingAttention(source, config.hidden_size, **options)
-        return NormedValueAttention(layer, config.hidden_size, keys_as_values=keys_as_values, **options)
+            return BorrowingAttention(source, hidden_size, heads)
+        return NormedValueAttention(layer, hidden_size, heads, keys_as_values=keys_as_values)
 
     def layer_input(self, layer: int) -> GatedLayerInput | None:
         """Make what adds the layer's own input."""

@@ -97,17 +97,7 @@ class Qwen3Next(DecoderLM):
     def attention(self, layer: int) -> AnyAttention:
         config = self.config
         if layer in config.attending:
-            return GatedAttention(
-                layer,
-                config.hidden_size,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                bias=config.qkv_bias,
-                qk_norm=config.qk_norm,
-                norm_class=self.norm_class,
-                norm_eps=config.norm_eps,
-            )
+            return GatedAttention(layer, config.hidden_size, self.attention_config(layer))
         return GatedDeltaNet(
             layer,
             config.hidden_size,

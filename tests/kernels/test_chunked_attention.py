@@ -13,6 +13,7 @@ from asyncllm import kernels
 from asyncllm.errors import InvalidParameter
 from asyncllm.kernels.quantized_kv import FORMATS
 from asyncllm.layers import chunked_attention
+from asyncllm.layers.attention import AttentionConfig
 from asyncllm.layers.chunked_attention import ChunkedAttention
 from asyncllm.layers.quantized_cache import quantized
 from asyncllm.layers.step_inputs import StepInputs
@@ -43,7 +44,8 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def layer() -> ChunkedAttention:
     with torch.device("meta"):
-        return ChunkedAttention(0, 32, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, chunk=CHUNK)
+        config = AttentionConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+        return ChunkedAttention(0, 32, config, chunk=CHUNK)
 
 
 def step_of(pages: Pages, counts: list[int], num_decode: int = 0, **options: Any) -> StepInputs:

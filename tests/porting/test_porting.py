@@ -11,7 +11,7 @@ import torch
 
 from asyncllm.cli import main
 from asyncllm.errors import InvalidParameter, UnsupportedFeature, UnsupportedModel
-from asyncllm.layers.attention import Attention
+from asyncllm.layers.attention import Attention, AttentionConfig
 from asyncllm.layers.rotary import RopeConfig
 from asyncllm.models.registry import open_model
 from asyncllm.porting import ModuleIOExtractor, compare, continuous_tensor, make_step_context, recorded
@@ -35,7 +35,7 @@ def test_a_layer_of_ours_gives_what_that_of_transformers_does() -> None:
 
 def test_a_context_without_a_model() -> None:
     """A layer alone, of rows of unequal lengths: each row is as it is by itself."""
-    attention = Attention(0, 32, num_heads=4, num_kv_heads=2, head_dim=8)
+    attention = Attention(0, 32, AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8))
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(3))
     ids, x = torch.zeros(2, 9, dtype=torch.int64), torch.randn(2, 9, 32)
