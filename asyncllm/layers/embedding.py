@@ -1,4 +1,4 @@
-"""Embeddings of tokens and of positions, and the heads that turn hidden states into logits or scores."""
+"""Embeddings of tokens and of positions, and the output embedding that turns hidden states into logits."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from torch.nn.functional import pad
 
 from asyncllm.distributed.group import RankGroup, tokens_of
 from asyncllm.layers.layer import Layer
-from asyncllm.layers.linear import Linear
 from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.step_inputs import StepInputs
 
-__all__ = ["Embedding", "OutputEmbedding", "PositionEmbedding", "ScoreHead", "TiedOutputEmbedding", "whole_rows"]
+__all__ = ["Embedding", "OutputEmbedding", "PositionEmbedding", "TiedOutputEmbedding", "whole_rows"]
 
 
 class Embedding(Weighted):
@@ -137,18 +136,3 @@ class TiedOutputEmbedding(Layer):
             return self.forward(x, out)
         table, tokens = self._embedding[0], tokens_of(self._group, self._embedding[0].out_features)
         return _logits(table, x, self.scale, self.softcap, out, tokens)
-
-
-class ScoreHead(Layer):
-    """hidden states [R, hidden] after the final norm -> scores [R, labels], in float32."""
-
-    def __init__(self, hidden_size: int, num_labels: int, *, inner: bool, bias: bool) -> None:
-        """`inner`: a layer of the same width with relu comes first (Qwen2.5-Math-RM)."""
-        super().__init__()
-        self.inner = Linear(hidden_size, hidden_size, shard="replicated", bias=True) if inner else None
-        self.out = Linear(hidden_size, num_labels, shard="replicated", bias=bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if self.inner is not None:
-            hidden = self.inner.method.product(self.inner, hidden).relu_()
-        return self.out.method.product(self.out, hidden).float()

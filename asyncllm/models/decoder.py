@@ -14,7 +14,7 @@ from asyncllm.layers.attention import Attention, AttentionConfig
 from asyncllm.layers.block import AnyAttention, AnyBlock, Block, ParallelBlock
 from asyncllm.layers.cache_spec import CacheSpec
 from asyncllm.layers.chunked_attention import ChunkedAttention
-from asyncllm.layers.embedding import Embedding, OutputEmbedding, PositionEmbedding, ScoreHead, TiedOutputEmbedding
+from asyncllm.layers.embedding import Embedding, OutputEmbedding, PositionEmbedding, TiedOutputEmbedding
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.mlp import GatedMLP, PlainMLP
@@ -22,6 +22,7 @@ from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import Norm, RMSNorm
 from asyncllm.layers.rotary import RotaryEmbedding
 from asyncllm.layers.scaled_mamba2 import ScaledMamba2
+from asyncllm.layers.score_head import ScoreHead
 from asyncllm.layers.shared_keys import BorrowingAttention
 from asyncllm.layers.step_inputs import Column, SampledRows, StepInputs
 from asyncllm.models.config import HFConfig, ModelConfig

@@ -151,14 +151,20 @@ PREPARE = (
             "stop_token_ids=(),",
             "stop tokens are sampled before min_new_tokens",
         ),
+    )
+    + mutants(
+        "engine/requests/split_answer.py",
         (
-            "hidden_ids=frozenset() if config.include_stop_str_in_output else words.stop_ids,",
-            "hidden_ids=words.stop_ids,",
+            "hidden_ids=frozenset() if config.include_stop_str_in_output else stop_ids,",
+            "hidden_ids=stop_ids,",
             "stop tokens are left out although they were asked for",
         ),
+    )
+    + mutants(
+        "engine/requests/words.py",
         (
-            "key = (config.n, config.ignore_eos, config.is_held, *(",
-            "key = (config.n, None, config.is_held, *(",
+            "key = (added, config.n, config.ignore_eos, config.is_held, *(",
+            "key = (added, config.n, None, config.is_held, *(",
             "an answer that is to ignore the end of text ends by the words of one before",
         ),
         ("        if not ignores_end:", "        if True:", "ignore_eos is ignored"),
@@ -192,7 +198,7 @@ PREPARE = (
             "answers grow beyond the KV cache",
         ),
         (
-            "if known and known[-1] in self.tokenizer.eos_token_ids:",
+            "if ids and ids[-1] in self.tokenizer.eos_token_ids:",
             "if False:",
             "the end of a turn is in the history twice",
         ),

@@ -36,6 +36,8 @@ TESTS = {
         f"{PREPARE} test_session test_machine test_embeddings test_long_prompts ../models/test_embedding_parity"
     ),
     "engine/requests/prompt_encoder.py": f"{PREPARE} test_session",
+    "engine/requests/split_answer.py": PREPARE,
+    "engine/requests/words.py": f"{PREPARE} test_long_prompts",
     "engine/schedule/backpressure.py": "test_backpressure test_machine",
     "text/detokenizer.py": "../text/test_detokenizer ../text/test_tokenizer test_async_engine",
 }

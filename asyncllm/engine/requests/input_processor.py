@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from asyncllm.config import GenerationConfig, RequestKeywords, RequestOptions, checked
 from asyncllm.engine.adapters import AdapterTable
-from asyncllm.engine.requests.answer import Answer
 from asyncllm.engine.requests.delivery import Delivery
 from asyncllm.engine.requests.grammars import Grammars
 from asyncllm.engine.requests.prompt_encoder import DEFAULT_OPTIONS, PromptEncoder
-from asyncllm.engine.requests.split_answer import SplitAnswer, Splitting
+from asyncllm.engine.requests.split_answer import make_answers
+from asyncllm.engine.requests.words import WordEncoder, Words
 from asyncllm.engine.schedule.adapter_slots import Adapter
 from asyncllm.engine.schedule.quality_of_service import QualityOfService
 from asyncllm.engine.schedule.sequence import ORDINARY, Request, RequestPolicy
@@ -30,7 +28,6 @@ from asyncllm.engine.sessions.session_table import Conversation, SessionTable
 from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.prompt_image import PromptImage
 from asyncllm.protocol import SamplingParams
-from asyncllm.text.detokenizer import Detokenizer, StopWords
 from asyncllm.text.grammars.bridge import AnswerGrammar
 from asyncllm.text.image_marks import holds_images, take_images
 from asyncllm.text.messages import as_messages
@@ -42,15 +39,6 @@ __all__ = ["Call", "InputProcessor", "Wanted"]
 Wanted = Literal["answer", "scores", "logits", "embedding"]
 """What a prompt is computed for: an answer, log-probabilities of its own tokens, the logits after each of them, or its
 pooled hidden states."""
-
-WORD_SIZE = 256
-"""Characters of text that take as long to encode as a bad word, besides the word's own."""
-
-KNOWN_WORDS = 16
-"""Encoded word lists that are kept for later requests."""
-
-MAX_STOP_CHARACTERS = 2**19
-"""Most characters of a request's stop words, times its answers."""
 
 GREEDY_BELOW = 1e-3
 """Temperatures under this count as 0: dividing float32 logits by them overflows."""
@@ -107,14 +95,6 @@ class _Asked(NamedTuple):
     """With the chat template of the adapter, or of the model."""
 
 
-class _Words(NamedTuple):
-    """The stop words and bad words of a config, encoded."""
-
-    stop_ids: frozenset[int]
-    stop_words: StopWords
-    bad_words: tuple[tuple[int, ...], ...]
-
-
 class InputProcessor:
     """Checks calls and makes requests of them. Keeps no state of a request."""
 
@@ -135,8 +115,7 @@ class InputProcessor:
         self._has_head = has_head
         self._quality = quality
         self._adapters = adapters if adapters is not None else AdapterTable(0, {})
-        self._known_words: OrderedDict[tuple[Any, ...], _Words] = OrderedDict()
-        """Words of the latest configs. The prompts of a batch share them."""
+        self._words = WordEncoder(encoder)
         self._next_id = 0
 
     async def prepare(self, call: Call, delivery: Delivery) -> Request:
@@ -154,20 +133,19 @@ class InputProcessor:
             past = conversation.cut(call.step) if call.step else conversation.past
         prompt_ids, images = await self._prompt_ids(call, asked, past)
         encoder = asked.encoder
-        words = await self._words(asked.config, encoder)
+        words = await self._words.of(asked.config, encoder.template)
         written = _marked(call.prompt) if call.renders else None
         grammar = await self.grammars.of(asked.config, written, asked.options, prompt_ids, encoder)
         label = call.session_id if conversation is None else conversation.id
         known = min(len(past.token_ids), len(prompt_ids))
-        splitting = encoder.splitter.splitting(written, asked.options, prompt_ids)
         request = self._build(
             call,
             asked,
             prompt_ids,
             delivery,
-            params=self._params(asked.config, words, grammar),
-            answers=self._answers(asked.config, words, splitting),
-            stop_ids=words.stop_ids,
+            written,
+            words,
+            grammar,
             session_id=label,
             history_len=known,
             images=images,
@@ -256,15 +234,18 @@ class InputProcessor:
         asked: _Asked,
         prompt_ids: list[int],
         delivery: Delivery,
+        written: Any,
+        words: Words,
+        grammar: AnswerGrammar | None,
         *,
-        params: list[SamplingParams],
-        answers: list[Answer],
-        stop_ids: frozenset[int],
         session_id: int | None,
         history_len: int,
         images: Sequence[PromptImage],
     ) -> Request:
-        """Return the request of a checked call with this prompt. Raises InvalidRequest."""
+        """Return the request of a checked call with this prompt. Raises InvalidRequest.
+
+        `written`: what the chat template has written, with marks in place of images; None: it has not.
+        """
         if call.wanted != "embedding" and not self._has_head:
             raise UnsupportedFeature(
                 "The model has no output embedding, so there are no logits and no answers: it is a checkpoint for "
@@ -285,12 +266,18 @@ class InputProcessor:
         return Request(
             id=self._next_id,
             prompt_ids=prompt_ids,
-            params=params,
-            stop_ids=stop_ids,
+            params=self._params(config, words, grammar),
+            stop_ids=words.stop_ids,
             named_stop_ids=frozenset(config.stop_token_ids or ()),
             max_new_tokens=min(config.max_new_tokens or room, room) if answered else 0,
             delivery=delivery,
-            answers=answers,
+            answers=make_answers(
+                asked.encoder.tokenizer,
+                config,
+                words.stop_words,
+                words.stop_ids,
+                asked.encoder.splitter.splitting(written, asked.options, prompt_ids),
+            ),
             session_id=session_id,
             history_len=history_len,
             prompt_logprobs=0 if call.wanted == "scores" else config.prompt_logprobs,
@@ -301,7 +288,7 @@ class InputProcessor:
             images=images,
         )
 
-    def _params(self, config: GenerationConfig, words: _Words, grammar: AnswerGrammar | None) -> list[SamplingParams]:
+    def _params(self, config: GenerationConfig, words: Words, grammar: AnswerGrammar | None) -> list[SamplingParams]:
         """Return how each of the `n` answers is sampled. Raises InvalidParameter."""
         bias = tuple(sorted((config.logit_bias or {}).items()))
         self._encoder.check_token_ids([token for token, _ in bias], "logit_bias")
@@ -326,89 +313,6 @@ class InputProcessor:
             )
             for index in range(config.n)
         ]
-
-    def _answers(self, config: GenerationConfig, words: _Words, splitting: Splitting | None) -> list[Answer]:
-        """Return the `n` answers, which turn tokens into text."""
-        make_answer = Answer if splitting is None else partial(SplitAnswer, splitting)
-        return [
-            make_answer(
-                Detokenizer(self._encoder.tokenizer, skip_special_tokens=config.skip_special_tokens),
-                stop_words=words.stop_words,
-                hidden_ids=frozenset() if config.include_stop_str_in_output else words.stop_ids,
-                include_stop=config.include_stop_str_in_output,
-            )
-            for _ in range(config.n)
-        ]
-
-    async def _words(self, config: GenerationConfig, encoder: PromptEncoder) -> _Words:
-        """Return the config's words, encoded in a thread if they are many. Raises InvalidRequest."""
-        lists = (config.stop_words, config.stop_token_ids, config.bad_words, config.bad_token_ids)
-        added = encoder.template.stop_words
-        key = (added, config.n, config.ignore_eos, config.is_held, *(tuple(each or ()) for each in lists))
-        words = self._known_words.get(key)
-        if words is None:
-            bad = config.bad_words or ()
-            size = WORD_SIZE * len(bad) + sum(map(len, bad))
-            words = self._known_words[key] = await encoder.offload(lambda: self._make_words(config, added), size)
-            if len(self._known_words) > KNOWN_WORDS:
-                self._known_words.popitem(last=False)
-        return words
-
-    def _make_words(self, config: GenerationConfig, added: Sequence[str]) -> _Words:
-        """Return the config's words; `added`: the stop words of the chat template."""
-        stop_words = list(dict.fromkeys([*(config.stop_words or ()), *added]))
-        characters = sum(map(len, stop_words))
-        if characters * config.n > MAX_STOP_CHARACTERS:
-            raise InvalidParameter(
-                f"stop_words have {characters} characters, which are looked for in each of n={config.n} answers: that "
-                f"is more than {MAX_STOP_CHARACTERS} in a request. Give fewer or shorter ones, or ask for fewer "
-                f"answers.",
-                "stop_words",
-            )
-        stop_ids, text_stops = self._stops(config, stop_words)
-        return _Words(stop_ids, StopWords(text_stops), self._bad_words(config))
-
-    def _stops(self, config: GenerationConfig, stop_words: list[str]) -> tuple[frozenset[int], list[str]]:
-        """Return the token ids that end the answer, and the stop words to look for in its text."""
-        stop_ids = set(self._encoder.check_token_ids(config.stop_token_ids or (), "stop_token_ids"))
-        # The end of a constrained answer always counts.
-        ignores_end = config.ignore_eos and not config.is_held
-        if not ignores_end:
-            stop_ids.update(self._encoder.tokenizer.eos_token_ids)
-        own_words = set(config.stop_words or ())
-        text_stops = []
-        for word in stop_words:
-            special = self._special(word)
-            if special is not None:
-                # A special token never shows in the text, so its id is looked for.
-                if word in own_words or not ignores_end:
-                    stop_ids.add(special)
-            elif word in own_words or not ignores_end:
-                text_stops.append(word)
-        return frozenset(stop_ids), text_stops
-
-    def _special(self, word: str) -> int | None:
-        """Return the id of a word that is a special token, else None."""
-        tokenizer = self._encoder.tokenizer
-        token = tokenizer.token_id(word)
-        return token if token in tokenizer.special_token_ids else None
-
-    def _bad_words(self, config: GenerationConfig) -> tuple[tuple[int, ...], ...]:
-        """Return each bad word as token sequences: at the start of a text and after a space."""
-        bad_ids = self._encoder.check_token_ids(config.bad_token_ids or (), "bad_token_ids")
-        banned: set[tuple[int, ...]] = {(token,) for token in bad_ids}
-        spellings: list[str] = []
-        for word in config.bad_words or ():
-            special = self._special(word)
-            if special is not None:
-                banned.add((special,))
-                continue
-            spellings += (word, " " + word)
-        encode = self._encoder.tokenizer.encode_batch
-        for ids in encode(spellings, add_bos=False, parse_special=False) if spellings else ():
-            if ids:
-                banned.add(tuple(ids))
-        return tuple(sorted(banned))
 
 
 def _marked(prompt: Any) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from asyncllm.config import EngineConfig, RequestOptions
+from asyncllm.config import EngineConfig, GenerationConfig, RequestOptions
 from asyncllm.config.response_format import GrammarSpec
 from asyncllm.config.tools import ToolChoice, is_held, schemas_of
 from asyncllm.engine.requests.answer import Answer
@@ -22,7 +23,7 @@ from asyncllm.text.replies.reply import Reply, ReplyFormat
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Chunk, Response, ToolCall, ToolCallPiece
 
-__all__ = ["SplitAnswer", "Splitter", "Splitting"]
+__all__ = ["SplitAnswer", "Splitter", "Splitting", "make_answers"]
 
 PROMPT_END = 64
 """Tokens at the end of a prompt that are searched for the beginning of the answer that the template writes."""
@@ -276,3 +277,23 @@ class SplitAnswer(Answer):
             ToolCall(id=call_id, name=name, arguments="".join(arguments)) for call_id, name, arguments in self._calls
         ]
         response.reasoning_token_len = self.reasoning_tokens
+
+
+def make_answers(
+    tokenizer: Tokenizer,
+    config: GenerationConfig,
+    stop_words: StopWords,
+    stop_ids: frozenset[int],
+    splitting: Splitting | None,
+) -> list[Answer]:
+    """Return the `n` answers to a prompt. `splitting`: how to separate reasoning and calls; None: they are text."""
+    make = Answer if splitting is None else partial(SplitAnswer, splitting)
+    return [
+        make(
+            Detokenizer(tokenizer, skip_special_tokens=config.skip_special_tokens),
+            stop_words=stop_words,
+            hidden_ids=frozenset() if config.include_stop_str_in_output else stop_ids,
+            include_stop=config.include_stop_str_in_output,
+        )
+        for _ in range(config.n)
+    ]
