@@ -192,16 +192,27 @@ class Pipeline:
         gen_config: GenConfigs = None,
         do_preprocess: bool = True,
         adapter_name: str | None = None,
+        sessions: ChatSession | Sequence[ChatSession] | None = None,
+        stream_response: bool = True,
         **options: Any,
     ) -> Iterator[Chunk]:
         """Yield the chunks of all answers as they come. `chunk.index` is the number of the prompt.
 
-        Leaving the loop early ends the answers. The first chunk raises InvalidRequest and EngineError.
+        With `sessions`, one for each prompt, the prompts are the next turns of these. Without `stream_response` an
+        answer is one chunk. Leaving the loop early ends the answers. The first chunk raises InvalidRequest and
+        EngineError.
         """
         config, keywords = _split(gen_config, options)
+        asked = [sessions] if isinstance(sessions, ChatSession) else sessions
         return self._stream(
             lambda: self._engine.stream_infer(
-                prompts, config, do_preprocess=do_preprocess, adapter_name=adapter_name, **keywords
+                prompts,
+                config,
+                do_preprocess=do_preprocess,
+                adapter_name=adapter_name,
+                sessions=None if asked is None else [session.inner for session in asked],
+                stream_response=stream_response,
+                **keywords,
             )
         )
 
@@ -403,6 +414,11 @@ class ChatSession:
         return self.inner.id
 
     @property
+    def session_id(self) -> int:
+        """LMDeploy's name of `id`."""
+        return self.inner.id
+
+    @property
     def history(self) -> list[tuple[object, str]]:
         """(prompt, answer) of each turn."""
         return self.inner.history
@@ -421,6 +437,10 @@ class ChatSession:
     def fork(self) -> ChatSession:
         """Return a second conversation with the same history."""
         return ChatSession(self._pipe, self._pipe._call(self.inner.fork))
+
+    def abort(self) -> None:
+        """Stop the running turn, if any. The text generated so far stays in the history."""
+        self._pipe._call(self.inner.stop)
 
     def close(self) -> None:
         """Stop the running turn and forget the conversation. Idempotent."""

@@ -170,6 +170,26 @@ class TestChat:
             assert "".join(chunk.text for chunk in session.chat("a", stream_response=True)) == "a"
             assert session.history == [("ping", "pong"), ("a", "a")]
 
+    def test_sessions_of_a_stream_take_their_next_turns(self, pipe: FakePipeline) -> None:
+        sessions = [pipe.chat("first"), pipe.session()]
+        chunks = list(pipe.stream_infer(["ping", "long"], sessions=sessions, stream_response=False))
+        assert sorted((chunk.index, chunk.text) for chunk in chunks) == [(0, "pong"), (1, "x" * 500)]
+        assert [len(session.history) for session in sessions] == [2, 1]
+        assert "".join(chunk.text for chunk in pipe.stream_infer("ping", sessions=sessions[1])) == "pong"
+        assert sessions[1].history[-1] == ("ping", "pong")
+        with pytest.raises(InvalidParameter, match="1 prompts and 2 sessions"):
+            next(pipe.stream_infer("ping", sessions=sessions))
+
+    def test_an_aborted_turn_keeps_its_text(self) -> None:
+        with FakePipeline("x" * 500, delay_per_token=0.001) as pipe, pipe.session() as session:
+            turn = session.chat("a", stream_response=True)
+            next(turn)
+            session.abort()
+            chunks = list(turn)
+            assert chunks[-1].finish_reason == "abort"
+            assert 0 < len(session.history[0][1]) < 500
+            assert session.session_id == session.id
+
     def test_forks_go_separate_ways(self, pipe: FakePipeline) -> None:
         with pipe.session() as session:
             session.chat("ping")

@@ -272,22 +272,43 @@ class AsyncEngine:
         *,
         do_preprocess: bool = True,
         adapter_name: str | None = None,
+        sessions: Session | Sequence[Session] | None = None,
+        stream_response: bool = True,
         **options: Unpack[RequestKeywords],
     ) -> AsyncIterator[Chunk]:
-        """Yield the chunks of all answers as they come. `chunk.index` is the number of the prompt. Errors are those of
-        `batch_infer`, with a chunk in place of the Response."""
+        """Yield the chunks of all answers as they come. `chunk.index` is the number of the prompt. With `sessions`, one
+        for each prompt, the prompts are the next turns of these. Errors are those of `batch_infer`, with a chunk in
+        place of the Response, and those of `Session.chat`."""
         pairs = pair_with_configs(prompts, gen_config)
         answers = self._answers(
-            pairs, do_preprocess=do_preprocess, adapter_name=adapter_name, streaming=True, options=options
+            pairs,
+            [sessions] if isinstance(sessions, Session) else sessions,
+            do_preprocess=do_preprocess,
+            adapter_name=adapter_name,
+            streaming=stream_response,
+            options=options,
         )
         return interleave(answers, single=is_single(prompts))
 
-    def _answers(self, pairs: Sequence[tuple[Any, GenerationConfig | None]], **same: Any) -> list[Generation]:
+    def _answers(
+        self,
+        pairs: Sequence[tuple[Any, GenerationConfig | None]],
+        sessions: Sequence[Session] | None = None,
+        **same: Any,
+    ) -> list[Generation]:
         """Return a Generation for each (prompt, config), not started. `same`: fields that all their calls share."""
+        if sessions is not None and len(sessions) != len(pairs):
+            raise InvalidParameter(
+                f"There are {len(pairs)} prompts and {len(sessions)} sessions. Pass one for each.", "sessions"
+            )
         answers = []
         for index, (prompt, config) in enumerate(pairs):
             given = {"input_ids": prompt} if is_token_ids(prompt) else {"prompt": prompt}
-            answers.append(Generation(self._lifecycle, Call(config=config, **given, **same), index=index))
+            fields = {"config": config, **given, **same}
+            if sessions is None:
+                answers.append(Generation(self._lifecycle, Call(**fields), index=index))
+            else:
+                answers.append(sessions[index].turn(index, **fields))
         return answers
 
     async def embed(

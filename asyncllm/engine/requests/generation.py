@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 from asyncllm.config import GenerationConfig, RequestKeywords
 from asyncllm.engine.lifecycle import Lifecycle
@@ -255,15 +255,14 @@ class Session:
     ) -> Generation:
         """Return the answer of the next turn, as `AsyncEngine.generate` does. Its first await may also raise
         SessionBusy and SessionNotFound."""
-        call = Call(
-            prompt=prompt,
-            config=gen_config,
-            conversation=self._conversation,
-            do_preprocess=do_preprocess,
-            adapter_name=adapter_name,
-            options=options,
+        return self.turn(
+            prompt=prompt, config=gen_config, do_preprocess=do_preprocess, adapter_name=adapter_name, options=options
         )
-        return Generation(self._engine, call, session=self)
+
+    def turn(self, index: int = 0, **fields: Any) -> Generation:
+        """Return the answer to a call with these fields as the next turn; `index`: of the prompt within a batch."""
+        call = Call(conversation=self._conversation, **fields)
+        return Generation(self._engine, call, index=index, session=self)
 
     def rewind(self, step: int) -> None:
         """Cut the history to its first `step` tokens. Raises InvalidParameter when there are fewer."""

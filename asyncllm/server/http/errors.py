@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -163,7 +164,7 @@ def as_api_error(error: Exception, prompt: str = "messages", form: str = FORM) -
         case InvalidParameter(param=param) if param == FORM:
             return ApiError(400, str(error).replace(FORM, form), code="invalid_value", param=form)
         case InvalidParameter():
-            return ApiError(400, str(error), code="invalid_value", param=_named(error.param, prompt))
+            return ApiError(400, _in_names(str(error)), code="invalid_value", param=_named(error.param, prompt))
         case InvalidMessage():
             return ApiError(400, str(error), code="invalid_value", param=prompt)
         case InvalidRequest():
@@ -197,6 +198,11 @@ def as_api_error(error: Exception, prompt: str = "messages", form: str = FORM) -
             return ApiError(400, str(error), code="invalid_value")
     logger.error("an unexpected error", exc_info=error)
     return ApiError(500, "The server failed to handle the request; its log says why.", code="internal_error")
+
+
+def _in_names(message: str) -> str:
+    """Return the message with the API's names of parameters."""
+    return re.sub(r"\b(" + "|".join(NAMES) + r")\b", lambda found: NAMES[found[0]], message)
 
 
 def _named(param: str | None, prompt: str) -> str | None:

@@ -104,6 +104,7 @@ NEUTRAL: Mapping[str, Neutral] = {
     "repetition_ngram_threshold": Neutral("LMDeploy", (0,), _LOOPS),
     "return_routed_experts": Neutral("LMDeploy, SGLang", (False,), _EXPERTS),
     # vLLM
+    "add_special_tokens": Neutral("vLLM", (False,), "The chat template writes the special tokens. Leave it out."),
     "allowed_token_ids": Neutral("vLLM", (), "Use logit_bias to favour tokens, or leave it out."),
     "chat_template": Neutral("vLLM", (), "The server's owner chooses the template. Leave it out."),
     "documents": Neutral("vLLM", ([],), "Put the documents into a message."),

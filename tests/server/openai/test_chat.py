@@ -122,6 +122,14 @@ async def test_what_cannot_be_served_is_a_400_that_names_the_field(
         assert (await client.chat.completions.create(model="fake", messages=PING)).choices[0].message.content == "ping"
 
 
+async def test_an_error_names_parameters_as_the_api_does() -> None:
+    async with serving(FakeEngine()) as served:
+        asked = {"messages": PING, "min_tokens": 5, "max_tokens": 2}
+        status, answer = await served.post("/v1/chat/completions", asked)
+    assert (status, answer["error"]["param"]) == (400, "min_tokens")
+    assert answer["error"]["message"] == "min_tokens (5) is above max_tokens (2)."
+
+
 async def test_another_model_is_not_found() -> None:
     async with serving(FakeEngine()) as served, served.openai() as client:
         with pytest.raises(openai.NotFoundError):
