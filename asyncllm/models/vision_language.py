@@ -81,6 +81,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "LlavaMistralForCausalLM": lambda hf: read_original_llava(hf, "mistral"),
     "LlavaNextForConditionalGeneration": lambda hf: read_llava(hf, tiled=True),
     "LlavaOnevisionForConditionalGeneration": read_onevision,
+    "LlavaQwenForCausalLM": lambda hf: read_original_llava(hf, "qwen2"),
     "Mistral3ForConditionalGeneration": read_mistral3,
     "MultiModalityCausalLM": read_multi_modality,
     "Qwen2VLForConditionalGeneration": read_qwen_vl,
@@ -117,6 +118,7 @@ VISION_MODELS: Mapping[str, str] = {
     "LlavaMistralForCausalLM": "LLaVA 1.6 with Mistral, as its authors published it",
     "LlavaNextForConditionalGeneration": "LLaVA 1.6 (NeXT), as llava-hf has it",
     "LlavaOnevisionForConditionalGeneration": "LLaVA-OneVision, as llava-hf has it",
+    "LlavaQwenForCausalLM": "LLaVA-OneVision, and LLaVA 1.6 with Qwen, as their authors published them",
     "Mistral3ForConditionalGeneration": "Mistral Small 3.1 and 3.2",
     "MultiModalityCausalLM": "DeepSeek-VL 1.3B and 7B, as their authors published them",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",
@@ -140,11 +142,6 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     "DeepseekOCRForCausalLM": Refused("DeepSeek-OCR", _OWN_TOWER, "DeepseekVLV2ForCausalLM"),
     "Idefics2ForConditionalGeneration": Refused("Idefics2", _OWN_TOWER, "Idefics3ForConditionalGeneration"),
     "Lfm2VlForConditionalGeneration": Refused("LFM2-VL", _OWN_TOWER, "SmolVLMForConditionalGeneration"),
-    "LlavaQwenForCausalLM": Refused(
-        "LLaVA-OneVision as its authors published it",
-        "its names are not read",
-        "LlavaOnevisionForConditionalGeneration",
-    ),
     "MGMGemmaForCausalLM": Refused("MGM 2B", "its decoder is not tried with its towers", "MGMLlamaForCausalLM"),
     "MGMMixtralForCausalLM": Refused("MGM 8x7B", "its decoder is not tried with its towers", "MGMLlamaForCausalLM"),
     "MllamaForConditionalGeneration": Refused(

@@ -9,7 +9,7 @@ from typing import Any
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.text.checkpoint_files import read_json_object
 
-__all__ = ["added_tokens", "image_token", "stand_in", "token_id_of", "token_of"]
+__all__ = ["added_tokens", "image_token", "stand_in", "standing", "token_id_of", "token_of"]
 
 
 def added_tokens(folder: Path) -> Mapping[Any, Any]:
@@ -20,10 +20,16 @@ def added_tokens(folder: Path) -> Mapping[Any, Any]:
 
 
 def stand_in(folder: Path) -> int:
-    """Return the id that stands for images where the authors' code has none: that of <image> or of <unk>, which is 0
-    in the tokenizers of Llama, Mistral and Yi."""
+    """Return the id that stands for images where the authors' code has none: that of <image>, of <unk>, which is 0 in
+    the tokenizers of Llama, Mistral and Yi, or of Qwen's <|endoftext|>."""
     known = added_tokens(folder)
-    return int(known.get("<image>", known.get("<unk>", 0)))
+    return int(known.get(standing(folder), 0))
+
+
+def standing(folder: Path) -> str:
+    """Return the text of `stand_in`."""
+    known = added_tokens(folder)
+    return next((text for text in ("<image>", "<unk>", "<|endoftext|>") if text in known), "<unk>")
 
 
 def token_of(folder: Path, text: str) -> int:

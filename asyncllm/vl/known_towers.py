@@ -30,6 +30,15 @@ _LARGE = {
 }
 
 _KNOWN: Mapping[str, Mapping[str, Any]] = {
+    "google/siglip-so400m-patch14-384": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "patch_size": 14,
+        "image_size": 384,
+    },
     "openai/clip-vit-large-patch14": {**_LARGE, "image_size": 224},
     "openai/clip-vit-large-patch14-336": {**_LARGE, "image_size": 336},
 }

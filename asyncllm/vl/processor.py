@@ -12,7 +12,7 @@ from PIL import Image
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.prompt_image import ImageProcessor
 from asyncllm.text.checkpoint_files import classes_of, read_json_object
-from asyncllm.vl.image_tokens import added_tokens, image_token, stand_in, token_id_of, token_of
+from asyncllm.vl.image_tokens import added_tokens, image_token, stand_in, standing, token_id_of, token_of
 from asyncllm.vl.known_towers import multi_modality_fields, tower_fields, tower_settings
 from asyncllm.vl.prepared_images import PreparedImages
 from asyncllm.vl.processing.clip import AnyresProcessor, CenterProcessor, PaddedProcessor
@@ -20,7 +20,7 @@ from asyncllm.vl.processing.deepseek_vl import SquareProcessor, TwoSizesProcesso
 from asyncllm.vl.processing.gemma3 import Gemma3Processor
 from asyncllm.vl.processing.idefics3 import SplitProcessor
 from asyncllm.vl.processing.llama4 import CanvasProcessor
-from asyncllm.vl.processing.onevision import OneVisionProcessor
+from asyncllm.vl.processing.onevision import OneVisionImages, OneVisionProcessor
 from asyncllm.vl.processing.pixtral import RowsProcessor
 from asyncllm.vl.processing.qwen import FramesProcessor
 from asyncllm.vl.processing.settings import PictureSettings
@@ -100,12 +100,18 @@ def _original_llava(fields: _Fields, settings: _Fields, where: str) -> ImageProc
     patches, ratio = vision["image_size"] // vision["patch_size"], fields.get("image_aspect_ratio")
     same: dict[str, Any] = {
         "token_id": stand_in(folder),
-        "placeholder": ("<image>" if "<image>" in added_tokens(folder) else "<unk>") + "\n",
+        "placeholder": f"{standing(folder)}\n",
         "side": vision["image_size"],
     }
-    read = PictureSettings(settings, where)
+    if vision.get("model_type") == "siglip_vision_model":
+        read = PictureSettings({"do_center_crop": False, **settings}, where, mean=HALVES, std=HALVES)
+    else:
+        read = PictureSettings(settings, where)
+    pinpoints = [(height, width) for width, height in fields.get("image_grid_pinpoints") or PINPOINTS]
+    if str(ratio).startswith("anyres_max_"):
+        most = int(str(ratio).removeprefix("anyres_max_")) * patches**2
+        return OneVisionImages(read, patches=patches, pinpoints=pinpoints, most=most, **same)
     if ratio == "anyres":
-        pinpoints = [(height, width) for width, height in fields.get("image_grid_pinpoints") or PINPOINTS]
         return AnyresProcessor(read, patches=patches, pinpoints=pinpoints, **same)
     extra = fields.get("mm_vision_select_feature") == "cls_patch"
     kind = PaddedProcessor if ratio == "pad" else CenterProcessor
@@ -346,6 +352,7 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "LlavaMistralForCausalLM": _original_llava,
     "LlavaNextForConditionalGeneration": _llava_next,
     "LlavaOnevisionForConditionalGeneration": _onevision,
+    "LlavaQwenForCausalLM": _original_llava,
     "Mistral3ForConditionalGeneration": _mistral3,
     "MultiModalityCausalLM": _multi_modality,
     "Qwen2VLForConditionalGeneration": _qwen,
@@ -360,5 +367,5 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
 _ALSO_TEXT = {**ALSO_TEXT, "Llama4ForConditionalGeneration": "vision_config"}
 """Class -> entry of config.json that it has only with a tower; without, its files have the decoder alone."""
 
-_OF_TOWER = ("LlavaLlamaForCausalLM", "LlavaMistralForCausalLM")
+_OF_TOWER = ("LlavaLlamaForCausalLM", "LlavaMistralForCausalLM", "LlavaQwenForCausalLM")
 """Classes without image settings of their own; the tower's files have them."""

@@ -75,6 +75,20 @@ def original_llava(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
     }, moved
 
 
+def original_onevision(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    """LLaVA-OneVision of its authors, whose tower's config counts a layer that the weights lack."""
+    moved, tensors = original_llava(fields, tensors)
+    tower = moved.pop("vit/tiny")
+    return {
+        **moved,
+        "architectures": ["LlavaQwenForCausalLM"],
+        "model_type": "llava",
+        "image_aspect_ratio": fields["vision_aspect_ratio"],
+        "mm_newline_position": "one_token",
+        "vit/tiny": {**tower, "num_hidden_layers": tower["num_hidden_layers"] + 1},
+    }, tensors
+
+
 _INTERN_NAMES = {
     "vision_tower.embeddings.cls_token": "vision_model.embeddings.class_embedding",
     "vision_tower.embeddings.patch_embeddings.projection": "vision_model.embeddings.patch_embedding",
@@ -247,6 +261,7 @@ LAYOUTS: list[tuple[str, Callable[[Fields, Tensors], tuple[Fields, Tensors]], st
     ("llava", old_llava, None),
     ("llava", original_llava, "LlavaLlamaForCausalLM"),
     ("llava_next", original_llava, "LlavaMistralForCausalLM"),
+    ("onevision", original_onevision, "LlavaQwenForCausalLM"),
     ("qwen3_vl_moe", written_anew, None),
     ("internvl", remote_intern, "InternVLChatModel"),
     ("internvl_6b", remote_intern, "InternVLChatModel"),

@@ -1,4 +1,4 @@
-"""LLaVA 1.5 and 1.6 as their authors published them, and Yi-VL, which is of their code.
+"""LLaVA 1.5, 1.6 and OneVision as their authors published them, and Yi-VL, which is of their code.
 
 config.json is the decoder's with entries beside it, and names the tower, whose weights lie among the others.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.llava import read_llava
+from asyncllm.models.vision.llava import read_llava, read_onevision
 from asyncllm.models.vision.parts import Composed
 from asyncllm.vl.known_towers import tower_fields
 from asyncllm.vl.towers.llava import LlavaConfig
@@ -25,32 +25,41 @@ def read_original_llava(hf: HFConfig, decoder: str) -> Composed:
     hf.expect("mm_projector_type", "mlp2x_gelu", "mlp2x_gelu_Norm")
     hf.expect("mm_vision_select_feature", "patch", "cls_patch")
     hf.expect("mm_use_im_start_end", False)
-    hf.expect("image_aspect_ratio", "pad", "square", "anyres")
-    tiled = hf.fields.get("image_aspect_ratio") == "anyres"
+    hf.expect("mm_newline_position", "one_token")
+    ratio = hf.fields.get("image_aspect_ratio")
+    one_vision = isinstance(ratio, str) and ratio.startswith("anyres_max_")
+    tiled = one_vision or ratio == "anyres"
+    if not one_vision:
+        hf.expect("image_aspect_ratio", "pad", "square", "anyres")
     hf.expect("mm_patch_merge_type", "spatial_unpad" if tiled else "flat")
     if hf.fields.get("mm_projector_type") is None:
         hf.unsupported("mm_projector_type", "Supported: mlp2x_gelu and mlp2x_gelu_Norm, of LLaVA 1.5 and later.")
+    tower = dict(tower_fields(Path(hf.source).parent, hf.fields.get("mm_vision_tower")))
+    last = hf.fields.get("mm_vision_select_layer", -2)
+    if one_vision:
+        # The last layer is not among the weights.
+        hf.expect("mm_vision_select_layer", -2)
+        tower["num_hidden_layers"], last = tower.get("num_hidden_layers", 12) - 1, -1
     kept = {key: value for key, value in hf.fields.items() if not key.startswith(("mm_", "image_"))}
     pinpoints = hf.fields.get("image_grid_pinpoints")
     if isinstance(pinpoints, list) and all(isinstance(each, list) and len(each) == 2 for each in pinpoints):
         # Widths come first here.
         pinpoints = [[height, width] for width, height in pinpoints]
     feature = hf.fields.get("mm_vision_select_feature", "patch")
-    parts = read_llava(
-        HFConfig(
-            {
-                "text_config": {**kept, "model_type": decoder},
-                "vision_config": dict(tower_fields(Path(hf.source).parent, hf.fields.get("mm_vision_tower"))),
-                "vision_feature_layer": hf.fields.get("mm_vision_select_layer", -2),
-                "vision_feature_select_strategy": "default" if feature == "patch" else "full",
-                "image_grid_pinpoints": pinpoints,
-            },
-            source=hf.source,
-            session_len=hf.session_len,
-            rope_scaling_factor=hf.rope_scaling_factor,
-        ),
-        tiled=tiled,
+    whole = HFConfig(
+        {
+            "text_config": {**kept, "model_type": decoder},
+            "vision_config": tower,
+            "vision_feature_layer": last,
+            "vision_feature_select_strategy": "default" if feature == "patch" and not one_vision else "full",
+            "image_grid_pinpoints": pinpoints,
+            **({"vision_aspect_ratio": ratio} if one_vision else {}),
+        },
+        source=hf.source,
+        session_len=hf.session_len,
+        rope_scaling_factor=hf.rope_scaling_factor,
     )
+    parts = read_onevision(whole) if one_vision else read_llava(whole, tiled=tiled)
     assert isinstance(parts.vision, LlavaConfig)
     norms = hf.fields["mm_projector_type"] == "mlp2x_gelu_Norm"
     vision = msgspec.structs.replace(parts.vision, source=TOWER, projector_norms=norms)

@@ -14,22 +14,17 @@ from asyncllm.vl.processing.sampling import Asked, asked_of, check_numbers, chec
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, is_low, padded_square, refuse_options, resized
 from asyncllm.vl.video_files import Recording, open_clip
 
-__all__ = ["OneVisionProcessor"]
+__all__ = ["OneVisionImages", "OneVisionProcessor"]
 
 FRAMES = 32
 """Frames shown of a video file by default."""
 
 
-class OneVisionProcessor(AnyresProcessor):
-    """Pixels of a video are [1, frames, 3, side, side], and its tokens have one more behind them. So have those of each
-    of several images, which are made squares by bars of the mean colour and not tiled."""
+class OneVisionImages(AnyresProcessor):
+    """Each of several images is made a square by bars of the mean colour and not tiled, and has one more token behind
+    it."""
 
     most_cut = 1
-
-    def __init__(self, settings: PictureSettings, *, video_token_id: int, **given: Any) -> None:
-        """`given`: as `AnyresProcessor` takes it."""
-        super().__init__(settings, **given)
-        self.video_token_id = video_token_id
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         refuse_options(options, "detail")
@@ -44,6 +39,15 @@ class OneVisionProcessor(AnyresProcessor):
             pixels=pixels,
             size=(loaded.height, loaded.width),
         )
+
+
+class OneVisionProcessor(OneVisionImages):
+    """Pixels of a video are [1, frames, 3, side, side], and its tokens have one more behind them."""
+
+    def __init__(self, settings: PictureSettings, *, video_token_id: int, **given: Any) -> None:
+        """`given`: as `AnyresProcessor` takes it."""
+        super().__init__(settings, **given)
+        self.video_token_id = video_token_id
 
     def prepare_video(self, video: Any, options: Mapping[str, Any]) -> PromptImage:
         """Show a list of frames as it is; of a file `fps` frames a second, or `num_frames` (32), from the beginning on.
