@@ -92,6 +92,9 @@ def _rows_of(column_tile, out_size, HALVES: gl.constexpr, GATED: gl.constexpr):
 def _produce(work, BYTES: gl.constexpr, HALVES: gl.constexpr, GATED: gl.constexpr, USE_PDL: gl.constexpr):
     x, words, weights, tokens, full, empty, token_tiles, column_tiles, shares, steps, out_size = work
     STAGES: gl.constexpr = full.shape[0]
+    # The next product has words to ask for as well.
+    EARLY: gl.constexpr = USE_PDL and tokens.shape[1] <= 32
+    release_consumers(EARLY)
     whole = out_size * 2 if GATED else out_size
     token_tile, _, at, stop = share_of(gl.program_id(0), token_tiles, column_tiles, shares, steps)
     token = token_tile * tokens.shape[1]
@@ -103,7 +106,7 @@ def _produce(work, BYTES: gl.constexpr, HALVES: gl.constexpr, GATED: gl.constexp
     wait_for_producers(USE_PDL)
     for stage in range(first):
         _fetch_tokens(x, tokens, full, stage, token, at % steps + stage)
-    release_consumers(USE_PDL)
+    release_consumers(USE_PDL and not EARLY)
     stage = first % STAGES
     phase = first // STAGES
     for step in range(at + first, stop):
@@ -327,8 +330,8 @@ def _consume(
 def wide_kernel(
     x, words, out_ptr, bias_ptr, scales_ptr, zeros_ptr, partial, flags, num_tokens, token_tiles, column_tiles, shares,
     out_size,
-    K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, ROUNDED: gl.constexpr,
-    GATED: gl.constexpr, HAS_BIAS: gl.constexpr, USE_PDL: gl.constexpr,
+    K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, REGISTERS: gl.constexpr,
+    ROUNDED: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """x [num_tokens, K] and words [C * N, 32] are tensor descriptors of 16-bit numbers in blocks of [TOKENS, 32] and
     [RUN, 32]; scales and zeros [G, N], GROUP a multiple of 128 or at least K; N is out_size, or twice that with GATED,
@@ -362,7 +365,7 @@ def wide_kernel(
             (_produce, (produce, BYTES, HALVES, GATED, USE_PDL)),
         ],
         [4, 1],
-        [240, 24],
+        [REGISTERS, 24],
     )
 
 
@@ -373,7 +376,12 @@ def share_count(config: WideConfig, token_tiles: int, column_tiles: int, steps: 
 
 
 def compile_options(config: WideConfig, in_size: int, group_size: int, *, gated: bool, bias: bool) -> dict[str, Any]:
-    """Constexprs (but for USE_PDL) and launch options."""
+    """Constexprs (but for USE_PDL) and launch options.
+
+    12 warps (the producer's are rounded up to 4) have `maxnreg` registers a thread before they share them out anew.
+    With few sums that is less than half of the 65,536, so that the next kernel's block asks for its words meanwhile.
+    """
+    few = config.tokens * config.halves <= 32
     return {
         "K": in_size,
         "GROUP": group_size,
@@ -382,9 +390,9 @@ def compile_options(config: WideConfig, in_size: int, group_size: int, *, gated:
         "ROUNDED": config.rounded,
         "GATED": gated,
         "HAS_BIAS": bias,
+        "REGISTERS": 104 if few else 240,
         "num_warps": 4,
-        # What 12 warps (the producer's are rounded up to 4) may have of 65,536 before they share them out anew.
-        "maxnreg": 168,
+        "maxnreg": 80 if few else 168,
     }
 
 
