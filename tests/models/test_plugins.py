@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from asyncllm.cli import main
 from asyncllm.errors import ModelError
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.mistral import Mistral
@@ -27,15 +28,20 @@ from tests.test_extending import MAP
 EXAMPLE = Path(__file__).parents[2] / "examples" / "family_plugin"
 
 OPEN = """
-import sys, torch
+import importlib, sys, torch
 from pathlib import Path
 from asyncllm.errors import ModelError
-from asyncllm.models.registry import open_model
-try:
-    model = open_model(Path(sys.argv[1]), dtype=torch.float32, device=torch.device("cpu"))
-    print(type(model).__module__, type(model).__name__, model.config.qkv_bias)
-except ModelError as error:
-    print(error)
+from asyncllm.models.registry import families, open_model
+for packages in sys.argv[2:]:
+    sys.path.insert(0, packages)
+    importlib.invalidate_caches()
+    families.cache_clear()
+    try:
+        model = open_model(Path(sys.argv[1]), dtype=torch.float32, device=torch.device("cpu"))
+        print(type(model).__module__, type(model).__name__, model.config.qkv_bias)
+    except ModelError as error:
+        print(error)
+    sys.path.remove(packages)
 """
 
 
@@ -55,12 +61,12 @@ def install(source: Path, place: Path) -> Path:
     return place
 
 
-def opened(folder: Path, packages: Path) -> str:
-    """What another process says of the model in `folder` with these packages installed."""
-    paths = os.pathsep.join([str(packages), str(EXAMPLE.parents[1])])
-    env = {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", OPEN, folder], env=env, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+def opened(folder: Path, *packages: Path) -> list[str]:
+    """What another process says of the model in `folder`, with each of these folders of packages in turn."""
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])}
+    command = [sys.executable, "-c", OPEN, folder, *packages]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
 
 
 def plain_qwen(folder: Path) -> Path:
@@ -75,15 +81,14 @@ def plain_qwen(folder: Path) -> Path:
 
 
 def test_the_example_package(tmp_path: Path) -> None:
-    folder = plain_qwen(tmp_path / "model")
-    assert opened(folder, install(EXAMPLE, tmp_path / "packages")) == "plain_qwen PlainQwen False"
-    assert "PlainQwenForCausalLM" in opened(folder, tmp_path / "none")
-    broken = tmp_path / "broken"
-    install(EXAMPLE, broken)
+    broken = install(EXAMPLE, tmp_path / "broken")
     (broken / "plain_qwen.py").write_text("import not_there")
-    found = opened(folder, broken)
-    assert "plain_qwen" in found
-    assert "not_there" in found
+    installed = install(EXAMPLE, tmp_path / "packages")
+    unknown, failed, found = opened(plain_qwen(tmp_path / "model"), tmp_path / "none", broken, installed)
+    assert "PlainQwenForCausalLM" in unknown
+    assert "plain_qwen" in failed
+    assert "not_there" in failed
+    assert found == "plain_qwen PlainQwen False"
 
 
 def test_a_module_map_replaces_layers(tmp_path: Path) -> None:
@@ -135,12 +140,15 @@ def test_a_file_that_commands_are_given(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.strip() != "") == (0, True), done.stderr
     done = command("list", "--json", "--plugin", plugin, "--plugin", plugin)
     assert "PlainQwenForCausalLM" in json.loads(done.stdout)["architectures"]
+
+
+def test_a_file_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "broken.py").write_text("import not_there")
     for name, why in (("broken.py", "not_there"), ("none.py", "No such file"), ("none.txt", "not a Python file")):
-        done = command("list", "--plugin", tmp_path / name)
-        assert done.returncode == 1
-        assert name in done.stderr
-        assert why in done.stderr
+        assert main(["list", "--plugin", str(tmp_path / name)]) == 1
+        said = capsys.readouterr().err
+        assert name in said
+        assert why in said
 
 
 def test_what_fails_registers_nothing() -> None:
