@@ -22,7 +22,7 @@ from asyncllm.models.vision.llava_original import read_original_llava
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision.pixtral import read_lighton_ocr, read_mistral3
 from asyncllm.models.vision.published import PUBLISHED_MODELS, PUBLISHED_READERS
-from asyncllm.models.vision.qwen_vl import read_qwen3_5, read_qwen3_vl, read_qwen_vl
+from asyncllm.models.vision.qwen_vl import read_omni, read_qwen3_5, read_qwen3_vl, read_qwen_vl
 from asyncllm.models.weights import WeightMap
 from asyncllm.vl.tower import TowerConfig
 
@@ -84,6 +84,14 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "LlavaQwenForCausalLM": lambda hf: read_original_llava(hf, "qwen2"),
     "Mistral3ForConditionalGeneration": read_mistral3,
     "MultiModalityCausalLM": read_multi_modality,
+    **dict.fromkeys(
+        ("Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniThinkerForConditionalGeneration"),
+        lambda hf: read_omni(hf, lambda own: read_qwen_vl(own, gated=True)),
+    ),
+    **dict.fromkeys(
+        ("Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+        lambda hf: read_omni(hf, lambda own: read_qwen3_vl(own, sparse=True)),
+    ),
     "Qwen2VLForConditionalGeneration": read_qwen_vl,
     "Qwen3VLForConditionalGeneration": read_qwen3_vl,
     "Qwen3_5ForConditionalGeneration": read_qwen3_5,
@@ -123,6 +131,11 @@ VISION_MODELS: Mapping[str, str] = {
     "MultiModalityCausalLM": "DeepSeek-VL 1.3B and 7B, as their authors published them",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL",
+    "Qwen2_5OmniForConditionalGeneration": "Qwen2.5-Omni 3B, 7B: text and images, answered in text",
+    "Qwen2_5OmniModel": "the same",
+    "Qwen2_5OmniThinkerForConditionalGeneration": "the same, without the part that speaks",
+    "Qwen3OmniMoeForConditionalGeneration": "Qwen3-Omni-30B-A3B: text and images, answered in text",
+    "Qwen3OmniMoeThinkerForConditionalGeneration": "the same, without the part that speaks",
     "Qwen3VLForConditionalGeneration": "Qwen3-VL, dense",
     "Qwen3_5ForConditionalGeneration": "Qwen3.5, dense",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B",
@@ -161,7 +174,5 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     "Phi4MMForCausalLM": Refused(
         "Phi-4-multimodal", "prompts with images are computed with an adapter of their own", "Phi3VForCausalLM"
     ),
-    "Qwen2_5OmniModel": Refused("Qwen2.5-Omni", _SPEAKS, "Qwen2_5_VLForConditionalGeneration"),
-    "Qwen3OmniMoeForConditionalGeneration": Refused("Qwen3-Omni", _SPEAKS, "Qwen3VLMoeForConditionalGeneration"),
 }
 """Architecture -> what is said of it."""

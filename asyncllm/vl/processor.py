@@ -22,7 +22,7 @@ from asyncllm.vl.processing.idefics3 import SplitProcessor
 from asyncllm.vl.processing.llama4 import CanvasProcessor
 from asyncllm.vl.processing.onevision import OneVisionImages, OneVisionProcessor
 from asyncllm.vl.processing.pixtral import RowsProcessor
-from asyncllm.vl.processing.qwen import FramesProcessor
+from asyncllm.vl.processing.qwen import DynamicProcessor, FramesProcessor
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.tiles import BrokenTileProcessor, NamedTileProcessor, TileProcessor, TileVideoProcessor
 from asyncllm.vl.processing.video import Qwen3VideoProcessor, QwenVideoProcessor
@@ -187,6 +187,15 @@ def _qwen(
     )
 
 
+def _omni(fields: _Fields, settings: _Fields, where: str, marks: tuple[str, str, str]) -> ImageProcessor:
+    """`marks`: the begin, the place and the end of an image in a prompt."""
+    return DynamicProcessor(
+        PictureSettings(settings, where),
+        token_id=image_token(fields.get("thinker_config") or fields, 151655),
+        placeholder="".join(marks),
+    )
+
+
 def _gemma3(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     vision = {"image_size": 224, **(fields.get("vision_config") or {})}
     return Gemma3Processor(
@@ -327,6 +336,8 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PINPOINTS = [(336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)]
 
 
+_omni_2_5 = partial(_omni, marks=("<|vision_bos|>", "<|IMAGE|>", "<|vision_eos|>"))
+_omni_3 = partial(_omni, marks=("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"))
 _qwen3 = partial(_qwen, kind=Qwen3VideoProcessor)
 
 _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
@@ -356,6 +367,11 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "Mistral3ForConditionalGeneration": _mistral3,
     "MultiModalityCausalLM": _multi_modality,
     "Qwen2VLForConditionalGeneration": _qwen,
+    "Qwen2_5OmniForConditionalGeneration": _omni_2_5,
+    "Qwen2_5OmniModel": _omni_2_5,
+    "Qwen2_5OmniThinkerForConditionalGeneration": _omni_2_5,
+    "Qwen3OmniMoeForConditionalGeneration": _omni_3,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": _omni_3,
     "Qwen2_5_VLForConditionalGeneration": partial(_qwen, tokens_per_second=True),
     "Qwen3VLForConditionalGeneration": _qwen3,
     "Qwen3_5ForConditionalGeneration": _qwen3,

@@ -124,6 +124,9 @@ def oracle_of(folder: Path) -> Callable[[Sequence[int], Sequence[Image.Image]], 
         inputs = torch.tensor([list(ids)])
         if "image_grid_thw" in pictures:
             pictures["mm_token_type_ids"] = (inputs == IMAGE_ID).int()
+        if "omni" in str(model.config.model_type):
+            pictures["attention_mask"] = torch.ones_like(inputs)
+            pictures.pop("mm_token_type_ids", None)
         pictures.pop("aspect_ratios", None)
         if pictures.pop("num_crops", None) is not None:
             pictures["token_type_ids"] = (inputs == IMAGE_ID).int()

@@ -240,6 +240,19 @@ def original_deepseek(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors
     }, renamed
 
 
+def whole_omni(name: str) -> Callable[[Fields, Tensors], tuple[Fields, Tensors]]:
+    """A model that speaks too, with the one that thinks within it."""
+
+    def change(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+        moved = {f"thinker.{name.replace('model.visual.', 'visual.')}": tensor for name, tensor in tensors.items()}
+        moved |= {f"{part}.weight": torch.zeros(2) for part in ("talker.model.norm", "token2wav.x", "code2wav.x")}
+        thinker = {key: value for key, value in fields.items() if key not in ("architectures", "dtype")}
+        whole = {"architectures": [name], "thinker_config": thinker, "talker_config": {"hidden_size": 3}}
+        return {**whole, "torch_dtype": "float32"}, moved
+
+    return change
+
+
 def called(name: str) -> Callable[[Fields, Tensors], tuple[Fields, Tensors]]:
     """The same under another name."""
     return lambda fields, tensors: ({**fields, "architectures": [name]}, tensors)
@@ -268,6 +281,9 @@ LAYOUTS: list[tuple[str, Callable[[Fields, Tensors], tuple[Fields, Tensors]], st
     ("internvl_6b", called("InternS1ForConditionalGeneration"), "InternS1ForConditionalGeneration"),
     ("lighton_ocr", called("LightOnOCRForConditionalGeneration"), "LightOnOCRForConditionalGeneration"),
     ("glm_ocr", guessing_glm, None),
+    ("qwen2_5_omni", whole_omni("Qwen2_5OmniModel"), "Qwen2_5OmniModel"),
+    ("qwen2_5_omni", called("Qwen2_5OmniForConditionalGeneration"), "Qwen2_5OmniForConditionalGeneration"),
+    ("qwen3_omni", whole_omni("Qwen3OmniMoeForConditionalGeneration"), "Qwen3OmniMoeForConditionalGeneration"),
     ("deepseek_vl", original_deepseek, "MultiModalityCausalLM"),
     ("deepseek_vl_hybrid", original_deepseek, "MultiModalityCausalLM"),
 ]

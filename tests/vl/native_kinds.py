@@ -63,6 +63,48 @@ def _qwen3_vl_moe() -> Kind:
     return Qwen3VLMoeConfig(**_qwen3_fields(text)), _QWEN3_PICTURES, _QWEN_TOKENS, None
 
 
+_HEARS = {
+    "d_model": 16,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "num_mel_bins": 8,
+    "output_dim": 32,
+    "max_source_positions": 20,
+}
+"""The smallest part for sounds, which is left out."""
+
+
+def _qwen2_5_omni() -> Kind:
+    from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniThinkerConfig
+
+    usual, pictures, _, _ = _qwen2_5_vl()
+    tower = {key: each for key, each in usual.vision_config.to_dict().items() if key != "model_type"}
+    config = Qwen2_5OmniThinkerConfig(
+        vision_config=tower, text_config=_QWENTEXT, audio_config=_HEARS, image_token_index=IMAGE_ID
+    )
+    config.vision_start_token_id, config.vision_end_token_id = IMAGE_ID + 1, IMAGE_ID + 2
+    return config, pictures, ["<|IMAGE|>", "<|vision_bos|>", "<|vision_eos|>"], None
+
+
+def _qwen3_omni() -> Kind:
+    from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
+
+    usual, pictures, _, _ = _qwen3_vl_moe()
+    text, tower = (
+        {key: each for key, each in part.to_dict().items() if key != "model_type"}
+        for part in (usual.text_config, usual.vision_config)
+    )
+    config = Qwen3OmniMoeThinkerConfig(
+        vision_config=tower,
+        text_config={**text, "num_experts": 4},
+        audio_config={**_HEARS, "downsample_hidden_size": 8},
+    )
+    config.image_token_id, config.vision_start_token_id = IMAGE_ID, IMAGE_ID + 1
+    config.video_token_id, config.audio_token_id = 318, 319
+    return config, pictures, _QWEN_TOKENS, None
+
+
 def _qwen3_5() -> Kind:
     from transformers import Qwen3_5Config
 
@@ -194,6 +236,8 @@ NATIVE_KINDS = {
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
+    "qwen2_5_omni": _qwen2_5_omni,
+    "qwen3_omni": _qwen3_omni,
     "qwen3_5": _qwen3_5,
     "qwen3_5_moe": _qwen3_5_moe,
     "glm4v": _glm4v,

@@ -38,6 +38,8 @@ _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 """What transformers' classes have where a text_config leaves it out, as those of LLaVA's hub files do."""
 
 
+_OF_AXES = ("mrope_section", "mrope_interleaved", "interleaved")
+
 MAX_PAIRS = 1024
 """Of features of a head."""
 
@@ -154,7 +156,7 @@ def axes_of(
         axes = [0] * len(axes)
         for axis in (1, 2):
             axes[axis : 3 * sections[axis] : 3] = [axis] * sections[axis]
-    plain = {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
+    plain = {name: value for name, value in rope.items() if name not in _OF_AXES}
     for name in ("type", "rope_type"):
         if plain.get(name) == "mrope":
             plain[name] = "default"

@@ -1,15 +1,18 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, and what sees of Qwen2.5-Omni and Qwen3-Omni."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+
+import msgspec
 
 from asyncllm.models.config import HFConfig
 from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, axes_of, part_of, square_of, text_of
 from asyncllm.vl.towers.qwen3_vl import Qwen3VLConfig
 from asyncllm.vl.towers.qwen_vl import QwenVLConfig
 
-__all__ = ["read_qwen3_5", "read_qwen3_vl", "read_qwen_vl"]
+__all__ = ["read_omni", "read_qwen3_5", "read_qwen3_vl", "read_qwen_vl"]
 
 
 def read_qwen_vl(hf: HFConfig, *, gated: bool = False) -> Composed:
@@ -62,6 +65,13 @@ def read_qwen3_vl(hf: HFConfig, *, sparse: bool = False) -> Composed:
         text = text.changed({"norm_topk_prob": True})
     vision = _deep_tower(part_of(hf, "vision_config", {"deepstack_visual_indexes": [8, 16, 24]}), text)
     return Composed(text, "Qwen3MoeForCausalLM" if sparse else "Qwen3ForCausalLM", vision, axes)
+
+
+def read_omni(hf: HFConfig, read: Callable[[HFConfig], Composed]) -> Composed:
+    """Return the parts that think and see, with `read`, which reads the like without the others."""
+    thinker = hf.fields.get("thinker_config")
+    parts = read(hf.changed(thinker) if isinstance(thinker, dict) else hf)
+    return parts._replace(vision=msgspec.structs.replace(parts.vision, in_thinker=True))
 
 
 def read_qwen3_5(hf: HFConfig, *, sparse: bool = False) -> Composed:

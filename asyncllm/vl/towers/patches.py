@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from asyncllm.vl.tower import TowerConfig
 from asyncllm.vl.towers.parts import TowerActivation
@@ -24,6 +24,22 @@ class PatchesConfig(TowerConfig, frozen=True, kw_only=True):
     merge: int
     """Patches along a side of the square that becomes a token."""
     activation: TowerActivation
+    in_thinker: bool = False
+    """Whether this is a part of a model that hears and speaks besides, whose parts for that are left out
+    (Qwen-Omni)."""
+
+    @property
+    def decoder_source(self) -> str:
+        return "thinker" if self.in_thinker else super().decoder_source
+
+    @property
+    def unused(self) -> Sequence[str]:
+        hears_and_speaks = ("audio_tower", "thinker.audio_tower", "talker", "token2wav", "code2wav")
+        return hears_and_speaks if self.in_thinker else ()
+
+    def placed(self, rows: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the rows of a weight table with those of the same modules within the part that thinks."""
+        return {**rows, **{f"thinker.{row}": target for row, target in rows.items()}} if self.in_thinker else rows
 
     def trunk_weights(self, mlp: Mapping[str, str]) -> Mapping[str, str]:
         """Return the rows of the patches' embedding and of the blocks. `mlp`: a block's products in the checkpoint,
@@ -34,6 +50,7 @@ class PatchesConfig(TowerConfig, frozen=True, kw_only=True):
             f"{block}.norm1": f"{own}.attn_norm",
             f"{block}.norm2": f"{own}.mlp_norm",
             f"{block}.attn.qkv": f"{own}.qkv[q+k+v]",
+            **{f"{block}.attn.{name}": f"{own}.qkv[{name}]" for name in "qkv"},
             f"{block}.attn.proj": f"{own}.out",
             **{f"{block}.mlp.{theirs}": f"{own}.{name}" for theirs, name in mlp.items()},
         }

@@ -36,11 +36,15 @@ class Qwen3VLConfig(PatchesConfig, frozen=True, kw_only=True):
     def weights(self) -> Mapping[str, str]:
         mergers = {"visual.merger": "vision.merger", "visual.deepstack_merger_list.{i}": "vision.deep_mergers.{i}"}
         names = {"norm": "norm", "linear_fc1": "first", "linear_fc2": "second"}
-        return {
+        if self.in_thinker:
+            mergers = {"visual.merger": "vision.merger", "visual.merger_list.{i}": "vision.deep_mergers.{i}"}
+            names = {"ln_q": "norm", "mlp.0": "first", "mlp.2": "second"}
+        rows = {
             **self.trunk_weights({"linear_fc1": "up", "linear_fc2": "down"}),
             "visual.pos_embed": "vision.positions",
             **{f"{row}.{name}": f"{target}.{names[name]}" for row, target in mergers.items() for name in names},
         }
+        return self.placed(rows)
 
 
 class Qwen3VLTower(PlannedTower):

@@ -53,12 +53,13 @@ class QwenVLConfig(PatchesConfig, frozen=True, kw_only=True):
     @property
     def weights(self) -> Mapping[str, str]:
         gated = {f"{name}_proj": target for name, target in GATED.items()}
-        return {
+        rows = {
             **self.trunk_weights(gated if self.gated else {"fc1": "up", "fc2": "down"}),
             "visual.merger.ln_q": "vision.norm",
             "visual.merger.mlp.0": "vision.merger_1",
             "visual.merger.mlp.2": "vision.merger_2",
         }
+        return self.placed(rows)
 
 
 class QwenVLTower(PlannedTower):
