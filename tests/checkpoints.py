@@ -135,6 +135,11 @@ def _save_native(fields: Mapping[str, Any], folder: Path, seed: int, dtype: torc
     model_type = source.pop("model_type")
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {__version__} has no {model_type}")
+    if model_type == "mistral4":
+        from transformers import Mistral4Config, Mistral4ForCausalLM
+
+        # transformers has the class, and does not find it.
+        AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
     config = AutoConfig.for_model(model_type, **source)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if layout is not None and layout.patch is not None:
@@ -195,7 +200,7 @@ _LEGACY_NAMES: dict[str, dict[str, str]] = {
 
 def _rewrite_as_legacy(file: Path) -> None:
     config = json.loads(file.read_text(encoding="utf-8"))
-    rope = None if config["model_type"] == "gemma4_text" else config.pop("rope_parameters", None)
+    rope = None if "gemma4" in config["model_type"] else config.pop("rope_parameters", None)
     if "dtype" in config:
         config["torch_dtype"] = config.pop("dtype")
     if not rope:

@@ -171,8 +171,27 @@ def _of_groups(tensors: Tensors, change: Callable[[Tensor], Tensor]) -> Tensors:
     return changed
 
 
+_BAILING_WORDS = {
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+    "use_qkv_bias": "attention_bias",
+}
+_BAILING = {
+    "model.embed_tokens": "model.word_embeddings",
+    "self_attn.o_proj": "attention.dense",
+    "self_attn.q_norm": "attention.query_layernorm",
+    "self_attn.k_norm": "attention.key_layernorm",
+    "e_score_correction_bias": "expert_bias",
+}
+
+
+def _bailing(tensors: Tensors, fields: Fields) -> Tensors:
+    return renamed(_BAILING)(unfused_experts(fused(tensors, "attention.query_key_value"), fields), fields)
+
+
 LAYOUTS: dict[str, Layout] = {
     "aquila": Layout("llama", "aquila", "llama", "AquilaForCausalLM", dropped=_BIAS_OF_LLAMA),
+    "iquest_coder": Layout("llama", "iquestcoder", "llama", "IQuestCoderForCausalLM", dropped=_BIAS_OF_LLAMA),
     "baichuan": Layout(
         "baichuan",
         "baichuan",
@@ -281,6 +300,29 @@ LAYOUTS: dict[str, Layout] = {
             "multi_modal_projector.linear_1.weight": torch.ones(8, 8),
         },
     ),
+    "bailing": Layout(
+        "bailing",
+        "bailing_moe",
+        "glm4_moe",
+        "BailingMoeV2ForCausalLM",
+        words=_BAILING_WORDS,
+        rename=_bailing,
+    ),
+    "bailing_first": Layout(
+        "bailing",
+        "bailing_moe",
+        "llama",
+        "BailingMoeForCausalLM",
+        extra={"norm_topk_prob": False, "score_function": "softmax"},
+        dropped=(
+            *("partial_rotary_factor", "use_qk_norm", "n_group", "topk_group", "first_k_dense_replace"),
+            *("routed_scaling_factor", "use_qkv_bias", "moe_router_enable_expert_bias"),
+        ),
+        words=_BAILING_WORDS,
+        native={"first_k_dense_replace": 0},
+        patch=_deepseek_experts,
+        rename=_bailing,
+    ),
     "gemma3n_towers": Layout(
         "gemma3n",
         "gemma3n",
@@ -308,6 +350,13 @@ LAYOUTS: dict[str, Layout] = {
                 "model.embed_audio.embedding_projection.weight": torch.ones(8, 8),
             },
         ),
+    ),
+    "gemma4_12b": Layout(
+        "gemma4",
+        "gemma4_unified_text",
+        "gemma4_unified_text",
+        "Gemma4UnifiedForCausalLM",
+        dropped=("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"),
     ),
     "gemma4_31b": Layout(
         "gemma4",

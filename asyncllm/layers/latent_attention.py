@@ -25,7 +25,7 @@ class LatentAttention(Layer):
 
     A head's query and key are `nope_dim` features without and `rope_dim` with rotation, its value has `value_dim`. The
     latents have `kv_rank` numbers. `q_rank`: queries go through a normed bottleneck of their own of so many. `bias` is
-    that of the products with x and of the output's.
+    that of the products with x and of the output's; `scale_queries` multiplies queries by the step's `query_scale`.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class LatentAttention(Layer):
         norm_eps: float,
         interleaved: bool,
         bias: bool = False,
+        scale_queries: bool = False,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -62,6 +63,7 @@ class LatentAttention(Layer):
         self.value_dim = value_dim
         self.scale = scale
         self.interleaved = interleaved
+        self.scale_queries = scale_queries
 
     def divide(self, group: RankGroup) -> None:
         self.num_heads = self.q.out_features // (self.nope_dim + self.rope_dim)
@@ -98,6 +100,9 @@ class LatentAttention(Layer):
             eps=self.kv_norm.eps,
             interleaved=self.interleaved,
         )
+        if self.scale_queries:
+            assert step.query_scale is not None, "the model writes it before its first layer"
+            q = (q * step.query_scale).to(q.dtype)
         return q
 
     def _attend(self, q: Tensor, step: StepInputs, cache: LatentKV) -> Tensor:

@@ -30,6 +30,8 @@ class Gemma4Config(LayerInputConfig, frozen=True, kw_only=True):
 @register(
     Gemma4ForCausalLM="Gemma 4 E2B, E4B, 31B: the text model",
     Gemma4ForConditionalGeneration="the same in files that hold its towers too, which are left out",
+    Gemma4UnifiedForCausalLM="Gemma 4 12B: the text model",
+    Gemma4UnifiedForConditionalGeneration="the same in files that hold what embeds images too, which is left out",
 )
 class Gemma4(LayerInputLM):
     weights = text_weights({"model.layers.{i}.layer_scalar": "layers.{i}.stream_scale:value"})
@@ -73,14 +75,18 @@ class Gemma4(LayerInputLM):
         }
         hf = hf.changed({"rope_parameters": hf.fields.get("rope_parameters") or ropes})
         fields = hf.of_layers("sliding_attention").decoder(architecture, max_position=131072, head_dim=256, tied=True)
-        num_layers, window = fields["num_layers"], hf.integer("sliding_window", 512)
+        num_layers, window = (
+            fields["num_layers"],
+            hf.integer("sliding_window", 1024 if "Unified" in architecture else 512),
+        )
         fields["windows"] = hf.windows(num_layers, window, [bool((layer + 1) % 6) for layer in range(num_layers)])
         if fields["windows"][-1] is not None:
             hf.unsupported("layer_types", "Supported: a last layer of full_attention.")
         full = _full_heads(hf, fields)
         full_rope = full.of_layers("full_attention").decoder(architecture, partial_rotary=1.0)
         bias = hf.flag("attention_bias", False)
-        size = hf.integer("hidden_size_per_layer_input", 256, minimum=0)
+        # Gemma 4 12B has no such entry, and no inputs of layers.
+        size = hf.integer("hidden_size_per_layer_input", 0 if "Unified" in architecture else 256, minimum=0)
         return Gemma4Config(
             **fields,
             layer_ropes=tuple(full_rope["rope"] if each is None else fields["rope"] for each in fields["windows"]),

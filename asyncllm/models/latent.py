@@ -84,6 +84,7 @@ class LatentDecoder(DecoderLM):
             norm_eps=_NORM_EPS,
             interleaved=config.interleaved,
             bias=config.out_bias,
+            scale_queries=config.query_scaling is not None,
         )
 
 

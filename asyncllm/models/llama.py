@@ -33,6 +33,7 @@ LLAMA_WEIGHTS = WeightMap(
     LlamaForCausalLM="Llama 1 to 3.3, Code Llama, Vicuna, Yi, Solar, SmolLM 2, DeepSeek LLM and Coder",
     LLaMAForCausalLM="the first conversions of Llama",
     AquilaForCausalLM="Aquila, Aquila2",
+    IQuestCoderForCausalLM="IQuest-Coder-V1 40B",
     XverseForCausalLM="XVERSE 7B, 13B, 65B",
     YiForCausalLM="the first files of Yi",
 )
@@ -62,6 +63,8 @@ class Llama(DecoderLM):
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
         hf.expect("num_experts", 0)
+        hf.expect("clip_qkv")
+        hf.expect("use_sliding_window", False)
         bias = hf.flag("attention_bias", False)
         return ModelConfig(
             **hf.decoder(architecture), qkv_bias=bias, out_bias=bias, mlp_bias=hf.flag("mlp_bias", False)

@@ -10,7 +10,7 @@ from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.llama import LLAMA_WEIGHTS
 from asyncllm.models.registry import register
 
-__all__ = ["Ministral3"]
+__all__ = ["Ministral3", "growing_queries"]
 
 _QUERY_SCALE = "llama_4_scaling_beta"
 _UNREAD = ("max_position_embeddings",)
@@ -47,16 +47,21 @@ class Ministral3(DecoderLM):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
-        key = next((key for key in ("rope_parameters", "rope_scaling") if hf.fields.get(key) is not None), None)
-        scaling = None
-        if key is not None and isinstance(hf.fields[key], dict):
-            rope = HFConfig(hf.fields[key], source=f"{hf.source}: {key}")
-            if rope.fields.get(_QUERY_SCALE) is not None:
-                scaling = QueryScaling(
-                    length=rope.integer("original_max_position_embeddings"), weight=rope.number(_QUERY_SCALE)
-                )
-            kept = {name: value for name, value in rope.fields.items() if name not in (_QUERY_SCALE, *_UNREAD)}
-            hf = hf.changed({key: kept})
+        hf, scaling = growing_queries(hf)
         fields = hf.decoder(architecture, max_position=262144, theta=1e6, norm_eps=1e-5, head_dim=128)
         fields["windows"] = hf.windows(fields["num_layers"], hf.optional_integer("sliding_window"))
         return ModelConfig(**fields, query_scaling=scaling)
+
+
+def growing_queries(hf: HFConfig) -> tuple[HFConfig, QueryScaling | None]:
+    """Return the file with plain rotary entries, and how queries grow, which is said among them."""
+    key = next((key for key in ("rope_parameters", "rope_scaling") if hf.fields.get(key) is not None), None)
+    if key is None or not isinstance(hf.fields[key], dict):
+        return hf, None
+    scaling, rope = None, HFConfig(hf.fields[key], source=f"{hf.source}: {key}")
+    if rope.fields.get(_QUERY_SCALE) is not None:
+        scaling = QueryScaling(
+            length=rope.integer("original_max_position_embeddings"), weight=rope.number(_QUERY_SCALE)
+        )
+    kept = {name: value for name, value in rope.fields.items() if name not in (_QUERY_SCALE, *_UNREAD)}
+    return hf.changed({key: kept}), scaling

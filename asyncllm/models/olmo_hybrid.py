@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from asyncllm.layers.block import AnyAttention, Block, PostNormBlock
-from asyncllm.layers.delta_net import GatedDeltaNet
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.olmo2 import POST_NORM_WEIGHTS
-from asyncllm.models.qwen3_next import Qwen3NextConfig, delta_fields
+from asyncllm.models.qwen3_next import Qwen3NextConfig, delta_fields, delta_net
 from asyncllm.models.registry import register
 from asyncllm.models.weights import WeightMap
 
@@ -100,15 +99,4 @@ class OlmoHybrid(DecoderLM):
         config = self.config
         if layer in config.attending:
             return super().attention(layer)
-        return GatedDeltaNet(
-            layer,
-            config.hidden_size,
-            num_heads=config.delta_heads,
-            num_key_heads=config.delta_key_heads,
-            head_dim=config.delta_head_dim,
-            key_dim=config.delta_key_dim,
-            conv_length=config.conv_length,
-            norm_eps=_NORM_EPS,
-            top_weight=config.top_weight,
-            parted_conv=True,
-        )
+        return delta_net(layer, config, norm_eps=_NORM_EPS, top_weight=config.top_weight, parted_conv=True)

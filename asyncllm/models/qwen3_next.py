@@ -15,7 +15,7 @@ from asyncllm.models.qwen3 import QWEN3_WEIGHTS
 from asyncllm.models.qwen3_moe import qwen_experts
 from asyncllm.models.registry import register
 
-__all__ = ["DELTA_WEIGHTS", "Qwen3Next", "Qwen3NextConfig", "delta_fields"]
+__all__ = ["DELTA_WEIGHTS", "Qwen3Next", "Qwen3NextConfig", "delta_fields", "delta_net"]
 
 _LINEAR = "model.layers.{i}.linear_attn"
 
@@ -98,16 +98,22 @@ class Qwen3Next(DecoderLM):
         config = self.config
         if layer in config.attending:
             return GatedAttention(layer, config.hidden_size, self.attention_config(layer))
-        return GatedDeltaNet(
-            layer,
-            config.hidden_size,
-            num_heads=config.delta_heads,
-            num_key_heads=config.delta_key_heads,
-            head_dim=config.delta_head_dim,
-            key_dim=config.delta_key_dim,
-            conv_length=config.conv_length,
-            norm_eps=config.norm_eps,
-        )
+        return delta_net(layer, config, norm_eps=config.norm_eps)
+
+
+def delta_net(layer: int, config: Qwen3NextConfig, *, norm_eps: float, **options: Any) -> GatedDeltaNet:
+    """Make the delta net of a layer, of what `delta_fields` has read. `options`: others of `GatedDeltaNet`."""
+    return GatedDeltaNet(
+        layer,
+        config.hidden_size,
+        num_heads=config.delta_heads,
+        num_key_heads=config.delta_key_heads,
+        head_dim=config.delta_head_dim,
+        key_dim=config.delta_key_dim,
+        conv_length=config.conv_length,
+        norm_eps=norm_eps,
+        **options,
+    )
 
 
 def delta_fields(hf: HFConfig, num_layers: int) -> dict[str, Any]:

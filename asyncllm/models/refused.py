@@ -20,19 +20,43 @@ class Refused(NamedTuple):
 
 
 _INDEX = "its index of the tokens that each query attends to is not written yet"
+_NO_ORACLE = "there is nothing to hold it to"
+_DIFFUSION = "it guesses blocks of tokens at once, in several passes"
 _LIGHTNING = "its linear attention of fixed decay is not written yet"
 
 REFUSED_DECODERS: Mapping[str, Refused] = {
+    "ArcticForCausalLM": Refused("Snowflake Arctic", _NO_ORACLE, "MixtralForCausalLM"),
     "AXK1ForCausalLM": Refused("A.X K1", "norms behind its experts are not written yet", "DeepseekV3ForCausalLM"),
-    "ArcticForCausalLM": Refused("Snowflake Arctic", "there is nothing to hold it to", "MixtralForCausalLM"),
     "BailingHybridForCausalLM": Refused("Ling and Ring 2.5", _LIGHTNING, "Qwen3NextForCausalLM"),
     "BitNetForCausalLM": Refused("BitNet b1.58 2B", "weights of 1.58 bits are not read", "LlamaForCausalLM"),
+    "BltForCausalLM": Refused(
+        "Byte Latent Transformer", "its patches of bytes are not written yet", "LlamaForCausalLM"
+    ),
+    "Cohere2MoeForCausalLM": Refused(
+        "Command A with experts", "its choice of experts is not written yet", "Cohere2ForCausalLM"
+    ),
+    "DeciLMForCausalLM": Refused(
+        "Llama Nemotron Super and Ultra",
+        "layers without attention, and MLPs of several sizes, are not written yet",
+        "LlamaForCausalLM",
+    ),
     "DeepseekV32ForCausalLM": Refused("DeepSeek-V3.2", _INDEX, "DeepseekV3ForCausalLM"),
     "DeepseekV4ForCausalLM": Refused("DeepSeek-V4", _INDEX, "DeepseekV3ForCausalLM"),
+    "DiffLlamaForCausalLM": Refused(
+        "Differential Transformer", "differences of two attentions are not written yet", "LlamaForCausalLM"
+    ),
+    "DogeForCausalLM": Refused(
+        "Doge", "its masks, which follow from the values, are not written yet", "Qwen3ForCausalLM"
+    ),
     "GlmMoeDsaForCausalLM": Refused("GLM-5", _INDEX, "Glm4MoeLiteForCausalLM"),
+    "Grok1ModelForCausalLM": Refused("Grok 1", _NO_ORACLE, "MixtralForCausalLM"),
     "InternLMXComposerForCausalLM": Refused(
         "InternLM-XComposer 1", "there is nothing to hold its tower to", "InternLMXComposer2ForCausalLM"
     ),
+    "IQuestLoopCoderForCausalLM": Refused(
+        "IQuest-Coder Loop", "layers that run twice are not written yet", "IQuestCoderForCausalLM"
+    ),
+    "JAISLMHeadModel": Refused("Jais 13B, 30B", _NO_ORACLE, "Jais2ForCausalLM"),
     "JetMoeForCausalLM": Refused("JetMoE 8B", "experts in attention are not written yet", "MixtralForCausalLM"),
     "KimiLinearForCausalLM": Refused(
         "Kimi-Linear 48B-A3B", "memories that forget feature by feature are not written yet", "Qwen3NextForCausalLM"
@@ -49,14 +73,33 @@ REFUSED_DECODERS: Mapping[str, Refused] = {
     "MiniMaxM1ForCausalLM": Refused("MiniMax-M1", _LIGHTNING, "MiniMaxM2ForCausalLM"),
     "MiniMaxText01ForCausalLM": Refused("MiniMax-Text-01", _LIGHTNING, "MiniMaxM2ForCausalLM"),
     "MllamaForCausalLM": Refused("Llama 3.2 Vision, text", "it attends to images besides", "LlamaForCausalLM"),
+    "ModernBertDecoderForCausalLM": Refused(
+        "Ettin decoders", "its gates and norms are not written yet", "Gemma3ForCausalLM"
+    ),
+    "NanoChatForCausalLM": Refused("nanochat", "norms without weights are not written yet", "NemotronForCausalLM"),
     "OpenAIGPTLMHeadModel": Refused("GPT 1", "its norms behind additions are not written yet", "GPT2LMHeadModel"),
+    "OuroForCausalLM": Refused(
+        "Ouro 1.4B, 2.6B", "layers that run several times are not written yet", "LlamaForCausalLM"
+    ),
+    "PanguEmbeddedForCausalLM": Refused("openPangu Embedded", _NO_ORACLE, "LlamaForCausalLM"),
+    "PanguUltraMoEForCausalLM": Refused("openPangu Ultra", _NO_ORACLE, "DeepseekV3ForCausalLM"),
+    "Plamo2ForCausalLM": Refused("PLaMo 2", _NO_ORACLE, "BambaForCausalLM"),
+    "Plamo3ForCausalLM": Refused("PLaMo 3", _NO_ORACLE, "Gemma3ForCausalLM"),
     "RecurrentGemmaForCausalLM": Refused(
         "RecurrentGemma, Griffin", "its gated recurrence is not written yet", "Gemma2ForCausalLM"
     ),
     "RwkvForCausalLM": Refused("RWKV 4", "its recurrence is not written yet", "MambaForCausalLM"),
+    "SDARForCausalLM": Refused("SDAR", _DIFFUSION, "Qwen3ForCausalLM"),
+    "SDARMoeForCausalLM": Refused("SDAR with experts", _DIFFUSION, "Qwen3MoeForCausalLM"),
+    "SolarForCausalLM": Refused(
+        "Solar Pro 22B", "outputs of layers that come back further on are not written yet", "LlamaForCausalLM"
+    ),
+    "Step3TextForCausalLM": Refused("Step 3", "its factorized queries are not written yet", "DeepseekV3ForCausalLM"),
+    "TeleChat2ForCausalLM": Refused("TeleChat2", "its names are not read", "LlamaForCausalLM"),
+    "TeleFLMForCausalLM": Refused("Tele-FLM", _NO_ORACLE, "LlamaForCausalLM"),
     "XGLMForCausalLM": Refused("XGLM", "sinusoids as positions are not written yet", "OPTForCausalLM"),
+    "xLSTMForCausalLM": Refused("xLSTM 7B", "its recurrence is not written yet", "MambaForCausalLM"),
     "Zamba2ForCausalLM": Refused("Zamba 2", "layers that share their weights are not written yet", "BambaForCausalLM"),
     "ZambaForCausalLM": Refused("Zamba", "layers that share their weights are not written yet", "JambaForCausalLM"),
-    "xLSTMForCausalLM": Refused("xLSTM 7B", "its recurrence is not written yet", "MambaForCausalLM"),
 }
 """Architecture of text models, and of those with images whose decoder is what is missing -> what is said of it."""

@@ -54,7 +54,7 @@ def kinds() -> Iterator[Kind]:
     for name in dict.fromkeys([*FAMILIES, *RELATIVES]):
         layout = LAYOUTS.get(name)
         native_type = tiny_fields(name)["model_type"] if layout is None else layout.native_type
-        oracle = CLASSES[native_type]
+        oracle = CLASSES.get(native_type, "Mistral4ForCausalLM")
         yield Kind(name, oracle if layout is None else layout.architecture, oracle)
 
 

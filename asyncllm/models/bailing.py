@@ -1,0 +1,106 @@
+"""Ling and Ring, the first two generations: GLM-4.5's computation under names of their own; the first had no norms of
+heads, turned whole heads and chose experts by their softmax."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from asyncllm.kernels import Routing
+from asyncllm.models.config import HFConfig, ModelConfig
+from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.latent import LATENT_EXPERTS, expert_groups, latent_experts
+from asyncllm.models.llama import LLAMA_WEIGHTS
+from asyncllm.models.registry import register
+
+__all__ = ["Bailing"]
+
+_ATTENTION = "model.layers.{i}.attention"
+
+
+@register(
+    BailingMoeForCausalLM="Ling-lite, Ling-plus, Ling-coder-lite, Ring-lite",
+    BailingMoeV2ForCausalLM="Ling 2.0 and Ring 2.0: mini, flash, 1T",
+)
+class Bailing(DecoderLM):
+    weights = (
+        LLAMA_WEIGHTS.without(
+            "model.embed_tokens", *(f"model.layers.{{i}}.self_attn.{part}_proj" for part in ("q", "k", "v", "o"))
+        )
+        .replaced(LATENT_EXPERTS)
+        .replaced(
+            {
+                "model.word_embeddings": "embed",
+                f"{_ATTENTION}.query_key_value": "layers.{i}.attn.qkv[q+k+v]",
+                f"{_ATTENTION}.dense": "layers.{i}.attn.out",
+                f"{_ATTENTION}.query_layernorm": "layers.{i}.attn.q_norm",
+                f"{_ATTENTION}.key_layernorm": "layers.{i}.attn.k_norm",
+                "model.layers.{i}.mlp.gate.expert_bias": "layers.{i}.mlp.correction:bias",
+            }
+        )
+    )
+    tiny: ClassVar[dict[str, Any]] = {
+        "model_type": "bailing_moe",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "use_qkv_bias": True,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "moe_router_enable_expert_bias": True,
+        "score_function": "sigmoid",
+        "routed_scaling_factor": 2.5,
+    }
+
+    @staticmethod
+    def configure(hf: HFConfig, architecture: str) -> ModelConfig:
+        hf.expect("hidden_act", "silu")
+        hf.expect("use_rmsnorm", True)
+        hf.expect("use_sliding_window", False)
+        hf.expect("norm_head", False)
+        hf.expect("norm_softmax", False)
+        second = architecture.startswith("BailingMoeV2")
+        hf.expect("score_function", "sigmoid" if second else "softmax")
+        size = hf.integer("moe_intermediate_size")
+        hf.expect("moe_shared_expert_intermediate_size", size)
+        fields = hf.decoder(architecture, max_position=16384, theta=600000.0, partial_rotary=1.0)
+        corrected = second and hf.flag("moe_router_enable_expert_bias", True)
+        experts = latent_experts(
+            hf,
+            fields["num_layers"],
+            first=hf.integer("first_k_dense_replace", 0, minimum=0),
+            count=hf.integer("num_experts"),
+            shared=hf.integer("num_shared_experts", 0, minimum=0),
+            size=size,
+            corrected=corrected,
+            routing=Routing(
+                hf.integer("num_experts_per_tok"),
+                scores="sigmoid" if second else "softmax",
+                renormalize=hf.flag("norm_topk_prob", False),
+                scale=hf.number("routed_scaling_factor", 1.0),
+                group_score="top2",
+                **expert_groups(hf),
+            ),
+        )
+        bias = hf.flag("use_bias", False)
+        return ModelConfig(
+            **fields,
+            qkv_bias=bias or hf.flag("use_qkv_bias", False),
+            out_bias=bias,
+            qk_norm="head" if hf.flag("use_qk_norm", second) else None,
+            experts=experts,
+            extra_layers=hf.integer("num_nextn_predict_layers", 0, minimum=0),
+        )

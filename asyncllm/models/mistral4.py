@@ -1,0 +1,76 @@
+"""Mistral Small 4: DeepSeek's latent attention, whose queries grow as Ministral 3's, and experts chosen by softmax."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from asyncllm.kernels import Routing
+from asyncllm.models.config import HFConfig, ModelConfig
+from asyncllm.models.deepseek_v2 import DeepseekV2
+from asyncllm.models.latent import (
+    LATENT_EXPERTS,
+    LATENT_WEIGHTS,
+    LatentConfig,
+    LatentDecoder,
+    expert_groups,
+    latent_experts,
+    latent_fields,
+)
+from asyncllm.models.ministral3 import Ministral3, growing_queries
+from asyncllm.models.registry import register
+
+__all__ = ["Mistral4"]
+
+_EXPERTS = "model.layers.{i}.mlp.experts"
+_USUAL = {
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+@register(Mistral4ForCausalLM="Mistral Small 4: the text model")
+class Mistral4(LatentDecoder):
+    weights = LATENT_WEIGHTS.replaced(
+        {
+            **LATENT_EXPERTS,
+            f"{_EXPERTS}.gate_up_proj": "layers.{i}.mlp.gate_up:weight[gate+up:stacked]",
+            f"{_EXPERTS}.down_proj": "layers.{i}.mlp.down:weight[:stacked]",
+        }
+    )
+    tiny: ClassVar[dict[str, Any]] = {
+        **{key: value for key, value in DeepseekV2.tiny.items() if key != "topk_method"},
+        "model_type": "mistral4",
+        "norm_topk_prob": True,
+        "rope_parameters": {**Ministral3.tiny["rope_parameters"], "mscale_all_dim": 0.5},
+    }
+
+    @staticmethod
+    def configure(hf: HFConfig, architecture: str) -> ModelConfig:
+        hf = hf.changed({key: value for key, value in _USUAL.items() if key not in hf.fields})
+        # Which part of a query is turned: the parts' sizes say so too.
+        hf, rope = hf.changed({"partial_rotary_factor": None}), hf.fields.get("rope_parameters")
+        if isinstance(rope, dict):
+            hf = hf.changed({"rope_parameters": {**rope, "partial_rotary_factor": None}})
+        hf, scaling = growing_queries(hf)
+        fields = latent_fields(hf, architecture, max_position=1048576)
+        experts = latent_experts(
+            hf,
+            fields["num_layers"],
+            first=hf.integer("first_k_dense_replace", 0, minimum=0),
+            count=hf.integer("n_routed_experts", 128),
+            shared=hf.integer("n_shared_experts", 1, minimum=0),
+            size=hf.integer("moe_intermediate_size", 2048),
+            routing=Routing(
+                hf.integer("num_experts_per_tok", 4),
+                renormalize=hf.flag("norm_topk_prob", True),
+                scale=hf.number("routed_scaling_factor", 1.0),
+                group_score="top2",
+                **expert_groups(hf),
+            ),
+        )
+        return LatentConfig(
+            **fields, experts=experts, interleaved=hf.flag("rope_interleave", True), query_scaling=scaling
+        )
