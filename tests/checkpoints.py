@@ -20,6 +20,7 @@ from tests.remote_layouts import LAYOUTS, Layout
 __all__ = [
     "CHAT_TEMPLATE",
     "SPECIAL_TOKENS",
+    "UNMAPPED",
     "build_checkpoint",
     "build_oracle",
     "perturb",
@@ -28,6 +29,9 @@ __all__ = [
 ]
 
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 3, "pad_token_id": 0}
+
+UNMAPPED = {"mistral4": "Mistral4ForCausalLM"}
+"""Types of models whose class transformers has, and does not find by itself."""
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
 """Ids 0 to 3."""
@@ -127,6 +131,7 @@ def tiny_fields(family: str) -> dict[str, Any]:
 
 def _save_native(fields: Mapping[str, Any], folder: Path, seed: int, dtype: torch.dtype, layout: Layout | None) -> None:
     """A model that transformers knows, with every parameter perturbed."""
+    import transformers
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
     from transformers.utils.logging import disable_progress_bar
 
@@ -135,12 +140,9 @@ def _save_native(fields: Mapping[str, Any], folder: Path, seed: int, dtype: torc
     model_type = source.pop("model_type")
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {__version__} has no {model_type}")
-    if model_type == "mistral4":
-        from transformers import Mistral4Config, Mistral4ForCausalLM
-
-        # transformers has the class, and does not find it.
-        AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
     config = AutoConfig.for_model(model_type, **source)
+    if model_type in UNMAPPED:
+        AutoModelForCausalLM.register(type(config), getattr(transformers, UNMAPPED[model_type]), exist_ok=True)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if layout is not None and layout.patch is not None:
         layout.patch(model)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from asyncllm.models.refused import REFUSED_DECODERS
 from asyncllm.models.registry import described, families
-from tests.checkpoints import tiny_fields
+from tests.checkpoints import UNMAPPED, tiny_fields
 from tests.models.parity import COMMON_SCALINGS, FAMILIES, UNROTATED, scalings_of
 from tests.remote_layouts import LAYOUTS, RELATIVES
 
@@ -54,7 +54,7 @@ def kinds() -> Iterator[Kind]:
     for name in dict.fromkeys([*FAMILIES, *RELATIVES]):
         layout = LAYOUTS.get(name)
         native_type = tiny_fields(name)["model_type"] if layout is None else layout.native_type
-        oracle = CLASSES.get(native_type, "Mistral4ForCausalLM")
+        oracle = UNMAPPED.get(native_type) or CLASSES[native_type]
         yield Kind(name, oracle if layout is None else layout.architecture, oracle)
 
 
