@@ -19,6 +19,9 @@ __all__ = ["LatentAttention"]
 EXPANDED_BYTES = 2**27
 """Most memory of keys and values that prompts are expanded to. The warm-up measures steps without long contexts."""
 
+NORM_EPS = 1e-6
+"""Of the norms of latents, whatever rms_norm_eps is."""
+
 
 class LatentAttention(Layer):
     """x [T, hidden] -> [T, hidden]; the tokens' lines go to the cache of layer `layer` first.
@@ -40,7 +43,6 @@ class LatentAttention(Layer):
         rope_dim: int,
         value_dim: int,
         scale: float,
-        norm_eps: float,
         interleaved: bool,
         bias: bool = False,
         scale_queries: bool = False,
@@ -49,10 +51,10 @@ class LatentAttention(Layer):
         self.layer = layer
         head_dim = nope_dim + rope_dim
         self.q_down = None if q_rank is None else Linear(hidden_size, q_rank, shard="replicated", bias=bias)
-        self.q_norm = None if q_rank is None else RMSNorm(q_rank, norm_eps)
+        self.q_norm = None if q_rank is None else RMSNorm(q_rank, NORM_EPS)
         self.q = Linear(hidden_size if q_rank is None else q_rank, num_heads * head_dim, shard="column", unit=head_dim)
         self.kv_down = Linear(hidden_size, kv_rank + rope_dim, shard="replicated", bias=bias)
-        self.kv_norm = RMSNorm(kv_rank, norm_eps)
+        self.kv_norm = RMSNorm(kv_rank, NORM_EPS)
         # A head's key features, then its value's. Absorbed products leave no place for adapters.
         self.kv = Weighted(kv_rank, num_heads * (nope_dim + value_dim), shard="column", unit=nope_dim + value_dim)
         self.out = Linear(num_heads * value_dim, hidden_size, shard="row", unit=value_dim, bias=bias)

@@ -22,9 +22,6 @@ __all__ = [
     "leading_dense",
 ]
 
-_NORM_EPS = 1e-6
-"""Of the norms of latents, whatever rms_norm_eps is."""
-
 _ATTENTION = "model.layers.{i}.self_attn"
 
 LATENT_WEIGHTS = LLAMA_WEIGHTS.without(*(f"{_ATTENTION}.{each}_proj" for each in "qkv")).replaced(
@@ -81,7 +78,6 @@ class LatentDecoder(DecoderLM):
             rope_dim=config.rope_dim,
             value_dim=config.value_dim,
             scale=config.score_scale,
-            norm_eps=_NORM_EPS,
             interleaved=config.interleaved,
             bias=config.out_bias,
             scale_queries=config.query_scaling is not None,
