@@ -10,13 +10,17 @@ from tests.kernels.offline import Case
 def ring_case(config: RingConfig, *, dtype: str = "bf16", k: int, gated: bool = False, bias: bool = False) -> Case:
     options = hopper_packed.compile_options(config, k, 128, gated=gated, bias=bias)
     num_warps = options.pop("num_warps")
-    lines = repr(hopper_packed.LINES)
+    block = [4, config.tokens, 32] if config.joined else [config.tokens, 32]
+    rows = [2, config.rows, 32] if config.joined and gated else [config.rows, 32]
+    of_tokens, of_words = (
+        hopper_packed.JOINED_LINES if len(each) == 3 else hopper_packed.LINES for each in (block, rows)
+    )
     return Case(
         name=f"{'-'.join(map(str, config))}-{dtype}-{k}{'-gated' if gated else ''}{'-bias' if bias else ''}",
         kernel=hopper_packed.ring_kernel,
         signature={
-            "x": f"tensordesc<{dtype}[{config.tokens}, 32],{lines}>",
-            "words": f"tensordesc<i16[{config.rows}, 32],{lines}>",
+            "x": f"tensordesc<{dtype}{block},{of_tokens!r}>",
+            "words": f"tensordesc<i16{rows},{of_words!r}>",
             **dict.fromkeys(("out_ptr", "bias_ptr"), f"*{dtype}"),
             **{"scales_ptr": "*fp16", "zeros_ptr": "*u8", "partial_ptr": "*fp32", "counter_ptr": "*i32"},
             **dict.fromkeys(("num_tokens", "out_size"), "i32"),
@@ -38,4 +42,8 @@ def _of_tables() -> list[Case]:
     return list(cases.values())
 
 
-CASES = [*_of_tables(), ring_case(RingConfig(64, 64, 4, splits=2), dtype="fp16", k=4096, bias=True)]
+CASES = [
+    *_of_tables(),
+    ring_case(RingConfig(64, 64, 4, splits=2), dtype="fp16", k=4096, bias=True),
+    ring_case(RingConfig(64, 16, 6, joined=True), k=4096, gated=True),
+]

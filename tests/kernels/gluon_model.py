@@ -127,10 +127,10 @@ class Shared:
 
 @dataclass
 class Descriptor:
-    """A matrix of which TMA copies blocks."""
+    """A tensor of which TMA copies blocks."""
 
     base: Tensor
-    block: tuple[int, int]
+    block: tuple[int, ...]
 
     @property
     def dtype(self) -> Any:
@@ -144,10 +144,10 @@ class Descriptor:
     def layout(self) -> None:
         return None
 
-    def read(self, row: int, column: int) -> Tensor:
+    def read(self, *place: int) -> Tensor:
         found = self.base.new_zeros(self.block)
-        part = self.base[row : row + self.block[0], column : column + self.block[1]]
-        found[: part.shape[0], : part.shape[1]] = part
+        part = self.base[tuple(slice(at, at + size) for at, size in zip(place, self.block, strict=True))]
+        found[tuple(slice(size) for size in part.shape)] = part
         return found
 
 

@@ -63,6 +63,7 @@ def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
         RingConfig(64, 16, 4, 8),
         RingConfig(64, 32, 4),
         RingConfig(64, 64, 4, 2),
+        RingConfig(64, 16, 6, 2, joined=True),
         RingConfig(64, 128, 2, 2, rounded=True),
         RingConfig(128, 128, 3, rounded=True),
     ],

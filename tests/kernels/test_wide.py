@@ -40,6 +40,10 @@ def modelled(
     words = weight.words.view(-1, 32)
     token_tiles = -(-tokens // config.tokens)
     lines = gluon_model.Descriptor(x, (config.tokens, 32))
+    if isinstance(config, RingConfig) and config.joined:
+        lines = gluon_model.Descriptor(x.view(tokens, -1, 32).transpose(0, 1), (4, config.tokens, 32))
+        if gated:
+            words = words.view(-1, n, 32)
     if isinstance(config, WideConfig):
         options = hopper_packed_wide.compile_options(config, k, weight.group_size, gated=gated, bias=bias is not None)
         del options["maxnreg"]
@@ -62,7 +66,7 @@ def modelled(
         partial, flags = torch.full((numbers,), torch.nan), torch.zeros(rows * token_tiles, dtype=torch.int32)
         gluon_model.run(
             hopper_packed.ring_kernel, (config.splits, rows, token_tiles),
-            lines, gluon_model.Descriptor(words, (config.rows, 32)), *given, partial, flags,
+            lines, gluon_model.Descriptor(words, (*(2,) * (words.dim() - 2), config.rows, 32)), *given, partial, flags,
             tokens, n, USE_PDL=False, **options,
         )  # fmt: skip
     assert not flags.any()
@@ -80,6 +84,7 @@ def modelled(
         (WideConfig(16, 2, halves=1, splits=2), torch.bfloat16, torch.float32, 384, 9),
         (RingConfig(64, 32, 2, splits=2, rounded=True), torch.bfloat16, torch.float16, 640, 0),
         (RingConfig(64, 32, 2, splits=3), torch.float16, torch.float16, 640, 0),
+        (RingConfig(64, 16, 2, splits=2, joined=True), torch.bfloat16, torch.float16, 544, 0),
     ],
 )
 def test_a_model_of_the_kernel_multiplies(

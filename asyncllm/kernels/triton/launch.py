@@ -43,14 +43,15 @@ _Ready = tuple[Callable[..., None], Any, Any]
 
 
 class TensorMap:
-    """Tiles of a contiguous matrix for TMA, as a Gluon kernel's descriptor: what Triton reads to encode it, and none of
-    `TensorDescriptor`'s checks, which take 5 us and are made once, when the kernel is compiled."""
+    """Tiles of a matrix, or of several in one tensor, for TMA, as a Gluon kernel's descriptor: what Triton reads to
+    encode it, and none of `TensorDescriptor`'s checks, which take 5 us and are made once, when the kernel is
+    compiled."""
 
     __slots__ = ("base", "block_shape", "layout", "shape", "strides")
     padding = "zero"
     round_f32_to_tf32 = False
 
-    def __init__(self, base: Tensor, block_shape: tuple[int, int], layout: Any) -> None:
+    def __init__(self, base: Tensor, block_shape: tuple[int, ...], layout: Any) -> None:
         """`base` is aligned to 16 bytes, and so are its rows."""
         self.base = base
         self.shape = base.shape

@@ -39,7 +39,17 @@ from asyncllm.kernels.triton.launch import Configured, TensorMap, fits_tensor_ma
 from asyncllm.kernels.triton.linear.hopper import next_stage, synchronize
 from asyncllm.kernels.triton.linear.tiles import RingConfig
 
-__all__ = ["CHUNK", "LINES", "compile_options", "decode", "fits", "ring", "ring_kernel", "rounding_factors"]
+__all__ = [
+    "CHUNK",
+    "JOINED_LINES",
+    "LINES",
+    "compile_options",
+    "decode",
+    "fits",
+    "ring",
+    "ring_kernel",
+    "rounding_factors",
+]
 
 CHUNK = 128
 """Input features of a stage: four runs of 32."""
@@ -47,23 +57,34 @@ CHUNK = 128
 LINES = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 """How runs of 32 words or tokens' features lie in shared memory."""
 
+JOINED_LINES = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=3)
+"""The same of the four runs of a chunk, or of the words of gate and up."""
+
 
 @gluon.jit
 def _fetch_words(words, row, up, memory, full, stage, chunk, out_size, GATED: gl.constexpr):
-    HALVES: gl.constexpr = 2 if GATED else 1
-    tma.async_copy_global_to_shared(words, [chunk * out_size + row, 0], full.index(stage), memory.index(stage * HALVES))
-    if GATED:
-        tma.async_copy_global_to_shared(
-            words, [chunk * out_size + up, 0], full.index(stage), memory.index(stage * HALVES + 1)
-        )
+    """Of gate and up, in one copy where `memory` has them as one."""
+    if len(memory.shape) == 4:
+        tma.async_copy_global_to_shared(words, [chunk * 2, row, 0], full.index(stage), memory.index(stage))
+    else:
+        HALVES: gl.constexpr = 2 if GATED else 1
+        of_gate = memory.index(stage * HALVES)
+        tma.async_copy_global_to_shared(words, [chunk * out_size + row, 0], full.index(stage), of_gate)
+        if GATED:
+            of_up = memory.index(stage * HALVES + 1)
+            tma.async_copy_global_to_shared(words, [chunk * out_size + up, 0], full.index(stage), of_up)
 
 
 @gluon.jit
 def _fetch_tokens(x, token, memory, full, stage, chunk):
-    for run in gl.static_range(4):
-        tma.async_copy_global_to_shared(
-            x, [token, chunk * 128 + run * 32], full.index(stage), memory.index(stage * 4 + run)
-        )
+    """Four runs, in one copy where `memory` has them as one."""
+    if len(memory.shape) == 4:
+        tma.async_copy_global_to_shared(x, [chunk * 4, token, 0], full.index(stage), memory.index(stage))
+    else:
+        for run in gl.static_range(4):
+            tma.async_copy_global_to_shared(
+                x, [token, chunk * 128 + run * 32], full.index(stage), memory.index(stage * 4 + run)
+            )
 
 
 @gluon.jit
@@ -234,15 +255,17 @@ def ring_kernel(
     ROUNDED: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """x [num_tokens, K] and words [C * N, 32] are tensor descriptors of 16-bit numbers in blocks of [TOKENS, 32] and
-    [ROWS, 32]; scales and zeros [G, N], GROUP a multiple of 128 or at least K; N is out_size, or twice that with GATED;
-    out [num_tokens, out_size].
+    [ROWS, 32], or x [K / 32, num_tokens, 32] in blocks of [4, TOKENS, 32] and with GATED words [2 * C, N / 2, 32] in
+    blocks of [2, ROWS, 32]; scales and zeros [G, N], GROUP a multiple of 128 or at least K; N is out_size, or twice
+    that with GATED; out [num_tokens, out_size].
 
     A block has up to CHUNKS chunks, a power of two. partial: float32 [tiles, SPLITS, 1 or 2, ROWS, TOKENS]. counter:
     int32 [tiles], zero before and after.
     """
     dtype: gl.constexpr = x.dtype
-    TOKENS: gl.constexpr = x.block_type.shape[0]
-    ROWS: gl.constexpr = words.block_type.shape[0]
+    JOINED: gl.constexpr = len(x.block_type.shape) == 3
+    TOKENS: gl.constexpr = x.block_type.shape[1] if JOINED else x.block_type.shape[0]
+    ROWS: gl.constexpr = words.block_type.shape[1] if JOINED and GATED else words.block_type.shape[0]
     HALVES: gl.constexpr = 2 if GATED else 1
     STEPS: gl.constexpr = (K + 127) // 128
     BYTES: gl.constexpr = (HALVES * ROWS + 4 * TOKENS) * 32 * 2
@@ -252,8 +275,19 @@ def ring_kernel(
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     release_consumers(USE_PDL)
-    weights = gl.allocate_shared_memory(gl.int16, [HALVES * STAGES, ROWS, 32], words.layout)
-    tokens = gl.allocate_shared_memory(dtype, [4 * STAGES, TOKENS, 32], x.layout)
+    LINES: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
+    if JOINED and GATED:
+        runs = gl.allocate_shared_memory(gl.int16, [STAGES, 2, ROWS, 32], words.layout)
+        weights = runs._reinterpret(gl.int16, [2 * STAGES, ROWS, 32], LINES)
+    else:
+        runs = gl.allocate_shared_memory(gl.int16, [HALVES * STAGES, ROWS, 32], words.layout)
+        weights = runs
+    if JOINED:
+        copied = gl.allocate_shared_memory(dtype, [STAGES, 4, TOKENS, 32], x.layout)
+        tokens = copied._reinterpret(dtype, [4 * STAGES, TOKENS, 32], LINES)
+    else:
+        copied = gl.allocate_shared_memory(dtype, [4 * STAGES, TOKENS, 32], x.layout)
+        tokens = copied
     scales = gl.allocate_shared_memory(scales_ptr.dtype.element_ty, [HALVES * CHUNKS, ROWS], PLAIN)
     shifted = gl.allocate_shared_memory(gl.int16, [HALVES * CHUNKS, ROWS], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -272,11 +306,11 @@ def ring_kernel(
     whole = out_size * HALVES
     for stage in range(first):
         mbarrier.expect(full.index(stage), BYTES)
-        _fetch_words(words, row, row + out_size, weights, full, stage, begin + stage, whole, GATED)
+        _fetch_words(words, row, row + out_size, runs, full, stage, begin + stage, whole, GATED)
     _fill_table(scales_ptr, zeros_ptr, scales, shifted, row, begin, end, whole, K, GROUP, CHUNKS, ROWS, dtype, HALVES)
     wait_for_producers(USE_PDL)
     for stage in range(first):
-        _fetch_tokens(x, token, tokens, full, stage, begin + stage)
+        _fetch_tokens(x, token, copied, full, stage, begin + stage)
     synchronize()
 
     magic = gl.full([ROWS, 32], MAGIC, gl.int16, DOT)
@@ -300,8 +334,8 @@ def ring_kernel(
             # All warps have read the stage.
             synchronize()
             mbarrier.expect(full.index(stage), BYTES)
-            _fetch_words(words, row, row + out_size, weights, full, stage, coming, whole, GATED)
-            _fetch_tokens(x, token, tokens, full, stage, coming)
+            _fetch_words(words, row, row + out_size, runs, full, stage, coming, whole, GATED)
+            _fetch_tokens(x, token, copied, full, stage, coming)
         stage, phase = next_stage(stage, phase, STAGES)
 
     if SPLITS == 1:
@@ -376,7 +410,14 @@ def ring(
         numbers = config.splits * rows * token_tiles * config.rows * config.tokens * (2 if gated else 1)
         partial = torch.empty(numbers, dtype=torch.float32, device=x.device)
         counters = zero_counters(x.device)
-    maps = (TensorMap(x, (config.tokens, 32), LINES), TensorMap(weight.words.view(-1, 32), (config.rows, 32), LINES))
+    lines, of_words = TensorMap(x, (config.tokens, 32), LINES), weight.words.view(-1, 32)
+    words = TensorMap(of_words, (config.rows, 32), LINES)
+    if config.joined:
+        assert k % 32 == 0, "runs are whole"
+        lines = TensorMap(x.view(tokens, -1, 32).transpose(0, 1), (4, config.tokens, 32), JOINED_LINES)
+        if gated:
+            words = TensorMap(of_words.view(-1, n, 32), (2, config.rows, 32), JOINED_LINES)
+    maps = (lines, words)
     tensors = (out, out if bias is None else bias, weight.scales, weight.zeros, partial, counters)
     configured = _configured(config, k, weight.group_size, gated, bias is not None)
     configured((config.splits, rows, token_tiles), tensors, (tokens, n), maps)

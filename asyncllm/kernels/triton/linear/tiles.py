@@ -34,13 +34,16 @@ class Tile(NamedTuple):
 
 
 class RingConfig(NamedTuple):
-    """Tile of `hopper_packed.ring_kernel`: `rows` (64 or 128) of the weight, or gate and up rows each, by `tokens`."""
+    """Tile of `hopper_packed.ring_kernel`: `rows` (64 or 128) of the weight, or gate and up rows each, by `tokens`;
+    `joined`: tokens of a stage come in one copy instead of four, gate and up in one instead of two, between which all
+    warps meet; for input features in whole runs of 32."""
 
     rows: int
     tokens: int
     stages: int
     splits: int = 1
     rounded: bool = False
+    joined: bool = False
 
 
 class WideConfig(NamedTuple):
