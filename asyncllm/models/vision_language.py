@@ -19,6 +19,7 @@ from asyncllm.models.vision.intern_vl import read_intern_vl
 from asyncllm.models.vision.llama4 import read_llama4
 from asyncllm.models.vision.llava import read_deepseek_vl, read_llava, read_onevision
 from asyncllm.models.vision.llava_original import read_original_llava
+from asyncllm.models.vision.paddleocr_vl import read_paddleocr_vl
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision.pixtral import read_lighton_ocr, read_mistral3
 from asyncllm.models.vision.published import PUBLISHED_MODELS, PUBLISHED_READERS
@@ -83,6 +84,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "LlavaOnevisionForConditionalGeneration": read_onevision,
     "LlavaQwenForCausalLM": lambda hf: read_original_llava(hf, "qwen2"),
     "Mistral3ForConditionalGeneration": read_mistral3,
+    "PaddleOCRVLForConditionalGeneration": read_paddleocr_vl,
     "MultiModalityCausalLM": read_multi_modality,
     **dict.fromkeys(
         ("Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniThinkerForConditionalGeneration"),
@@ -128,6 +130,7 @@ VISION_MODELS: Mapping[str, str] = {
     "LlavaOnevisionForConditionalGeneration": "LLaVA-OneVision, as llava-hf has it",
     "LlavaQwenForCausalLM": "LLaVA-OneVision, and LLaVA 1.6 with Qwen, as their authors published them",
     "Mistral3ForConditionalGeneration": "Mistral Small 3.1 and 3.2",
+    "PaddleOCRVLForConditionalGeneration": "PaddleOCR-VL 0.9B",
     "MultiModalityCausalLM": "DeepSeek-VL 1.3B and 7B, as their authors published them",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL",
@@ -167,7 +170,6 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     "Ovis2ForConditionalGeneration": Refused(
         "Ovis2", "its table of visual words is not written yet", "InternVLForConditionalGeneration"
     ),
-    "PaddleOCRVLForConditionalGeneration": Refused("PaddleOCR-VL", _OWN_TOWER, "LightOnOcrForConditionalGeneration"),
     "PaliGemmaForConditionalGeneration": Refused(
         "PaliGemma", "its prompts' tokens see each other, texts too", "Gemma3ForConditionalGeneration"
     ),

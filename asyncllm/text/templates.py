@@ -351,6 +351,8 @@ ARCHITECTURES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("MGMLlamaForCausalLM", {}, "mini-gemini-vicuna"),
     ("MiniGeminiLlamaForCausalLM", {}, "mini-gemini-vicuna"),
     ("MiniCPMV", {"version": 2.6}, "qwen"),
+    ("MiniCPMV", {"version": 4.0}, "qwen"),
+    ("MiniCPMV", {"version": 4.5}, "qwen"),
     ("MiniCPMV", {}, "llama3"),
     ("BaichuanForCausalLM", {"vocab_size": 125696}, "baichuan2"),
     ("BaiChuanForCausalLM", {"vocab_size": 125696}, "baichuan2"),

@@ -22,7 +22,7 @@ from asyncllm.vl.processing.idefics3 import SplitProcessor
 from asyncllm.vl.processing.llama4 import CanvasProcessor
 from asyncllm.vl.processing.onevision import OneVisionImages, OneVisionProcessor
 from asyncllm.vl.processing.pixtral import RowsProcessor
-from asyncllm.vl.processing.qwen import DynamicProcessor, FramesProcessor
+from asyncllm.vl.processing.qwen import DynamicProcessor, FramesProcessor, ScaledUpProcessor
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.tiles import BrokenTileProcessor, NamedTileProcessor, TileProcessor, TileVideoProcessor
 from asyncllm.vl.processing.video import Qwen3VideoProcessor, QwenVideoProcessor
@@ -196,6 +196,15 @@ def _omni(fields: _Fields, settings: _Fields, where: str, marks: tuple[str, str,
     )
 
 
+def _paddleocr_vl(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    bounds = {"size": {"shortest_edge": 384 * 384, "longest_edge": 1536 * 1536}}
+    return ScaledUpProcessor(
+        PictureSettings({**bounds, **settings}, where),
+        token_id=image_token(fields, 100295),
+        placeholder="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+    )
+
+
 def _gemma3(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     vision = {"image_size": 224, **(fields.get("vision_config") or {})}
     return Gemma3Processor(
@@ -366,6 +375,7 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "LlavaQwenForCausalLM": _original_llava,
     "Mistral3ForConditionalGeneration": _mistral3,
     "MultiModalityCausalLM": _multi_modality,
+    "PaddleOCRVLForConditionalGeneration": _paddleocr_vl,
     "Qwen2VLForConditionalGeneration": _qwen,
     "Qwen2_5OmniForConditionalGeneration": _omni_2_5,
     "Qwen2_5OmniModel": _omni_2_5,

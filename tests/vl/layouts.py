@@ -270,6 +270,7 @@ def guessing_glm(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
 LAYOUTS: list[tuple[str, Callable[[Fields, Tensors], tuple[Fields, Tensors]], str | None]] = [
     ("qwen2_vl", flat_qwen, None),
     ("qwen2_5_vl", flat_qwen, None),
+    ("paddleocr_vl", flat_qwen, None),
     ("llava", moved_llava, None),
     ("llava", old_llava, None),
     ("llava", original_llava, "LlavaLlamaForCausalLM"),

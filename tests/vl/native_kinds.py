@@ -231,7 +231,31 @@ def _glm_ocr() -> Kind:
     )
 
 
+def _paddleocr_vl() -> Kind:
+    from transformers import PaddleOCRVLConfig
+
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "image_size": 20,
+    }
+    config = PaddleOCRVLConfig(
+        vision_config=tower,
+        text_config=_QWENTEXT,
+        image_token_id=IMAGE_ID,
+        vision_start_token_id=IMAGE_ID + 1,
+        vision_end_token_id=IMAGE_ID + 2,
+        video_token_id=319,
+    )
+    pictures = {**_QWEN_PICTURES, "image_processor_type": "PaddleOCRVLImageProcessor", "temporal_patch_size": 1}
+    return config, pictures, ["<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>"], None
+
+
 NATIVE_KINDS = {
+    "paddleocr_vl": _paddleocr_vl,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,

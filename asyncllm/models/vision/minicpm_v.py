@@ -1,4 +1,4 @@
-"""MiniCPM-Llama3-V-2.5 and MiniCPM-V-2.6: config.json is the decoder's, and has the tower's beside it."""
+"""MiniCPM-Llama3-V-2.5 and MiniCPM-V-2.6, 4 and 4.5: config.json is the decoder's, and has the tower's beside it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from asyncllm.vl.towers.minicpm_v import HEAD_SIZE, MiniCPMVConfig
 
 __all__ = ["read_minicpm_v"]
 
-DECODERS: Mapping[str, str] = {"2.5": "LlamaForCausalLM", "2.6": "Qwen2ForCausalLM"}
+DECODERS: Mapping[str, str] = {
+    "2.5": "LlamaForCausalLM",
+    "2.6": "Qwen2ForCausalLM",
+    "4.0": "LlamaForCausalLM",
+    "4.5": "Qwen3ForCausalLM",
+}
 
 _TOWER = {
     "hidden_size": 1152,

@@ -39,7 +39,7 @@ PUBLISHED_MODELS: Mapping[str, str] = {
     "InternLMXComposer2ForCausalLM": "InternLM-XComposer2, 2-4KHD, 2.5",
     "KimiVLForConditionalGeneration": "Kimi-VL-A3B",
     "MGMLlamaForCausalLM": "MGM 7B, 13B, 34B, 8B, and these HD, with both towers among the weights",
-    "MiniCPMV": "MiniCPM-Llama3-V-2.5, MiniCPM-V-2.6",
+    "MiniCPMV": "MiniCPM-Llama3-V-2.5, MiniCPM-V-2.6, 4 and 4.5",
     "MiniGeminiLlamaForCausalLM": "the same, as they were called first",
     "Phi3VForCausalLM": "Phi-3-vision, Phi-3.5-vision",
     "QWenLMHeadModel": "Qwen-VL, the first generation",

@@ -13,7 +13,7 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
 
-__all__ = ["DynamicProcessor", "FramesProcessor", "whole_squares"]
+__all__ = ["DynamicProcessor", "FramesProcessor", "ScaledUpProcessor", "whole_squares"]
 
 MAX_RATIO = 200
 
@@ -105,3 +105,15 @@ class FramesProcessor(DynamicProcessor):
         if short < factor:
             height, width = int(height * (factor / short)), int(width * (factor / short))
         return whole_squares(height, width, factor, least / 2, most / 2)
+
+
+class ScaledUpProcessor(DynamicProcessor):
+    """A small image is first scaled up, to a square of patches along each side (PaddleOCR-VL)."""
+
+    def _size(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
+        factor = self.patch * self.merge
+        if height < factor:
+            height, width = factor, round(width * factor / height)
+        if width < factor:
+            height, width = round(height * factor / width), factor
+        return whole_squares(height, width, factor, least, most)

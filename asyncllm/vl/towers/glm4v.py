@@ -4,7 +4,6 @@ learned positions."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,7 +17,7 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown
 from asyncllm.vl.towers.block import GATED
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, Table
-from asyncllm.vl.towers.patches import PatchesConfig
+from asyncllm.vl.towers.patches import PatchesConfig, stretched
 from asyncllm.vl.towers.qwen_vl import PatchBlock, grids_of, in_time, pixels_of, square_places, square_rotation
 
 __all__ = ["Glm4vConfig", "Glm4vTower"]
@@ -96,7 +95,7 @@ class Glm4vTower(PlannedTower):
         x = self.patches(in_time(pixels, config.frames))
         if self.first_norm is not None and self.positions is not None:
             x = self.first_norm(x)
-            x = x + _stretched(self.positions(), places.flatten(0, 1), sizes).to(x.dtype)
+            x = x + stretched(self.positions(), places.flatten(0, 1), sizes, "bicubic").to(x.dtype)
         rotation = square_rotation(places, config.hidden_size // config.num_heads)
         for layer in self.layers:
             x = layer(x, rotation, whole)
@@ -104,16 +103,3 @@ class Glm4vTower(PlannedTower):
         x = F.gelu(self.projector_norm(self.projector(folded)))
         features: Tensor = self.down(ACTIVATIONS[config.activation](self.gate(x)) * self.up(x))
         return features
-
-
-def _stretched(learned: Tensor, places: Tensor, sizes: Tensor) -> Tensor:
-    """Return positions of the patches [T, hidden], by cubic interpolation in the stretched grid of learned ones [side *
-    side, hidden]. places and sizes [T, 2]: a patch's row and column, and how many patches its image has along them."""
-    side = math.isqrt(len(learned))
-    along = (places + 0.5) / sizes * 2 - 1
-    table = learned.float().view(side, side, -1).permute(2, 0, 1)[None]
-    # Columns come first.
-    sampled = F.grid_sample(
-        table, along.flip(-1)[None, :, None], mode="bicubic", align_corners=False, padding_mode="border"
-    )
-    return sampled[0, :, :, 0].T

@@ -1,4 +1,4 @@
-"""The tower of MiniCPM-V 2.5 and 2.6 (Yao et al., 2024): SigLIP over pictures of any ratio, and a resampler."""
+"""The tower of MiniCPM-V 2.5 to 4.5 (Yao et al., 2024): SigLIP over pictures of any ratio, and a resampler."""
 
 from __future__ import annotations
 

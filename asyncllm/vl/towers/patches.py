@@ -1,13 +1,18 @@
-"""The common parts of towers over patches of images of any size: Qwen2-VL's, Qwen3-VL's and GLM-4.1V's."""
+"""The common parts of towers over patches of images of any size: Qwen's, GLM's and PaddleOCR-VL's."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
 
 from asyncllm.vl.tower import TowerConfig
 from asyncllm.vl.towers.parts import TowerActivation
 
-__all__ = ["PatchesConfig"]
+__all__ = ["PatchesConfig", "stretched"]
 
 
 class PatchesConfig(TowerConfig, frozen=True, kw_only=True):
@@ -54,3 +59,14 @@ class PatchesConfig(TowerConfig, frozen=True, kw_only=True):
             f"{block}.attn.proj": f"{own}.out",
             **{f"{block}.mlp.{theirs}": f"{own}.{name}" for theirs, name in mlp.items()},
         }
+
+
+def stretched(learned: Tensor, places: Tensor, sizes: Tensor, mode: Literal["bicubic", "bilinear"]) -> Tensor:
+    """Return positions of the patches [T, hidden], by interpolation in the stretched grid of learned ones [side *
+    side, hidden]. places and sizes [T, 2]: a patch's row and column, and how many patches its image has along them."""
+    side = math.isqrt(len(learned))
+    along = (places + 0.5) / sizes * 2 - 1
+    table = learned.float().view(side, side, -1).permute(2, 0, 1)[None]
+    # Columns come first.
+    sampled = F.grid_sample(table, along.flip(-1)[None, :, None], mode=mode, align_corners=False, padding_mode="border")
+    return sampled[0, :, :, 0].T

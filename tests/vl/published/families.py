@@ -9,7 +9,7 @@ from tests.vl.published.deepseek_vl2 import DeepseekVL2, DeepseekVL2Tiny
 from tests.vl.published.eva import Glm4v9b
 from tests.vl.published.kimi_vl import KimiVL
 from tests.vl.published.mgm import MGM, MGMHD
-from tests.vl.published.minicpm_v import MiniCPMV25, MiniCPMV26
+from tests.vl.published.minicpm_v import MiniCPMV25, MiniCPMV26, MiniCPMV40, MiniCPMV45
 from tests.vl.published.model import PublishedModel
 from tests.vl.published.phi3_v import Phi3V
 from tests.vl.published.qwen_visual import QwenVisual
@@ -28,6 +28,8 @@ PUBLISHED: Mapping[str, type[PublishedModel]] = {
     "mgm_hd": MGMHD,
     "minicpm_v_2_5": MiniCPMV25,
     "minicpm_v_2_6": MiniCPMV26,
+    "minicpm_v_4_0": MiniCPMV40,
+    "minicpm_v_4_5": MiniCPMV45,
     "phi3_v": Phi3V,
     "qwen_visual": QwenVisual,
     "xcomposer2": XComposer2,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.vl.published.model import PublishedModel, normalized
 from tests.vl.tiny_parts import TEXT
 
-__all__ = ["MiniCPMV25", "MiniCPMV26"]
+__all__ = ["MiniCPMV25", "MiniCPMV26", "MiniCPMV40", "MiniCPMV45"]
 
 PATCH, SIDE, MOST, QUERIES, WIDTH = 7, 28, 5, 5, 256
 _TOWER = {
@@ -193,3 +193,21 @@ class MiniCPMV26(MiniCPMV25):
         from transformers import Qwen2Config, Qwen2ForCausalLM
 
         return Qwen2ForCausalLM(Qwen2Config(**_TEXT))
+
+
+class MiniCPMV40(MiniCPMV26):
+    oracle = MiniCPMV25.oracle
+    version = "4.0"
+    fields = {**MiniCPMV26.fields, "version": 4.0, "drop_vision_last_layer": False}
+    make_decoder = MiniCPMV25.make_decoder
+
+
+class MiniCPMV45(MiniCPMV26):
+    oracle = "the same with `Qwen3ForCausalLM`"
+    version = "4.5"
+    fields = {**MiniCPMV40.fields, "version": 4.5, "batch_3d_resampler": True}
+
+    def make_decoder(self) -> nn.Module:
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        return Qwen3ForCausalLM(Qwen3Config(**_TEXT))

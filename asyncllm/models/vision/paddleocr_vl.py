@@ -1,0 +1,48 @@
+"""PaddleOCR-VL, whose decoder is Llama with positions of rows and columns."""
+
+from __future__ import annotations
+
+from asyncllm.models.config import HFConfig
+from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, axes_of, part_of, text_of, without
+from asyncllm.vl.towers.paddleocr_vl import PaddleOCRVLConfig
+
+__all__ = ["read_paddleocr_vl"]
+
+_TEXT = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "head_dim": 128,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 131072,
+}
+"""What transformers' class has where the file leaves it out."""
+
+
+def read_paddleocr_vl(hf: HFConfig) -> Composed:
+    if hf.fields.get("text_config") is None:
+        # Published files have the decoder's entries beside the tower's.
+        hf = hf.changed({"text_config": without(hf, "vision_config").fields})
+    text, _ = text_of(hf.changed({"tie_word_embeddings": hf.fields.get("tie_word_embeddings", True)}))
+    absent = {key: value for key, value in _TEXT.items() if text.fields.get(key) is None}
+    bias = text.flag("use_bias", False)
+    text, axes = axes_of(text.changed({**absent, "attention_bias": bias, "mlp_bias": bias}))
+    part = part_of(hf, "vision_config")
+    part.expect("num_channels", 3)
+    part.expect("hidden_act", *TOWER_ACTIVATIONS)
+    hidden, heads = part.integer("hidden_size", 1152), part.integer("num_attention_heads", 16)
+    side, patch = part.integer("image_size", 384), part.integer("patch_size", 14)
+    if hidden % heads or hidden // heads % 4:
+        part.invalid("num_attention_heads", "which leaves heads of a size that is no multiple of 4")
+    vision = PaddleOCRVLConfig(
+        hidden_size=hidden,
+        intermediate_size=part.integer("intermediate_size", 4304),
+        num_layers=part.integer("num_hidden_layers", 27),
+        num_heads=heads,
+        patch_size=patch,
+        frames=1,
+        merge=part.integer("spatial_merge_size", 2),
+        activation=TOWER_ACTIVATIONS[part.fields.get("hidden_act", "gelu_pytorch_tanh")],
+        eps=part.number("layer_norm_eps", 1e-6),
+        side=side // patch,
+    )
+    return Composed(text, "LlamaForCausalLM", vision, axes)
