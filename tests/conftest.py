@@ -1,4 +1,5 @@
-"""Holds for every test: nothing is left over, the loop is never blocked, async tests run on asyncio and uvloop."""
+"""Holds for every test: nothing is left over, the loop is never blocked, async tests run on asyncio and uvloop, unless
+they are marked `one_loop`."""
 
 from __future__ import annotations
 
@@ -27,21 +28,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models, and several test r
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave tests marked `gpu` out where there is none."""
+    """Leave tests marked `gpu` out where there is none, and `one_loop` out of all event loops but the last."""
+    items[:] = [item for item in items if not (item.get_closest_marker("one_loop") and _loop_of(item) in LOOPS[:-1])]
     if not HAS_GPU:
         gpu = [item for item in items if item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in gpu]
 
 
-LOOPS = [pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio")]
+LOOPS = ["asyncio"]
 if sys.platform != "win32":
-    LOOPS.append(pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop"))
+    LOOPS.append("uvloop")
+
+
+def _loop_of(item: pytest.Item) -> object:
+    """Return which of `LOOPS` an async test runs on; None for others."""
+    callspec = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get("anyio_backend")
 
 
 @pytest.fixture(params=LOOPS)
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
-    return request.param
+    return "asyncio", {"use_uvloop": request.param == "uvloop"}
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ def test_figures_of_the_bundled_model(tmp_path: Path) -> None:
         CONFIG,
         "--while-loading",
         "--mix",
-        "3",
+        "1",
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env=environment)

@@ -14,8 +14,8 @@ from bench.table import read_records
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_figures_of_one_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str) -> None:
+@pytest.mark.one_loop
+async def test_figures_of_one_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
     monkeypatch.setattr("images.NEW_TOKENS", 4)
     monkeypatch.setattr("images.ALONE", 2)

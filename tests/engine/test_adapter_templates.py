@@ -18,13 +18,7 @@ from asyncllm.model import MODELS, BaseChatTemplate
 from asyncllm.pipeline import Pipeline
 from tests.server.serving import Served, serving
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
-
-
-@pytest.fixture
-def anyio_backend() -> Any:
-    """Whole models: one event loop, the one that users have."""
-    return ("asyncio", {"use_uvloop": True})
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.timeout(120)]
 
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Who are you?"}]

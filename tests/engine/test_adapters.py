@@ -32,19 +32,13 @@ from tests.adapters import delta, write_adapter
 from tests.checkpoints import build_checkpoint
 from tests.engine.waits import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.timeout(120)]
 
 dice = Random(7)
 PROMPTS = [[dice.randrange(256) for _ in range(length)] for length in (9, 41, 4, 17)]
 GREEDY = GenerationConfig(max_new_tokens=16, ignore_eos=True, temperature=0.0)
 DRAWN = GenerationConfig(max_new_tokens=12, ignore_eos=True, top_k=0, random_seed=3, n=2, logprobs=2)
 NAMES = (None, "a", "b")
-
-
-@pytest.fixture
-def anyio_backend() -> Any:
-    """Whole models: one event loop, the one that users have."""
-    return ("asyncio", {"use_uvloop": True})
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from asyncllm import (
 from asyncllm.testing import FakeEngine
 from asyncllm.types import Response
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"

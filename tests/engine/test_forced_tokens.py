@@ -13,7 +13,7 @@ from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, Response
 from asyncllm.text.grammars.bridge import GrammarProgress
 from tests.engine.driver import Driver, expected_answer
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 FORM = {
     "type": "object",
@@ -71,7 +71,6 @@ ROOMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no part in it
 @pytest.mark.parametrize("name", ROOMS)
 async def test_the_tokens_are_those_of_single_steps(name: str) -> None:
     free = GenerationConfig(max_new_tokens=20, ignore_eos=True, temperature=1.0, random_seed=5)
@@ -84,7 +83,6 @@ async def test_the_tokens_are_those_of_single_steps(name: str) -> None:
     assert steps < most_steps
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_they_are_so_whatever_else_is_asked_for() -> None:
     cases: dict[str, dict[str, Any]] = {
         "nothing": {},

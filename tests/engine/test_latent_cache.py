@@ -13,7 +13,7 @@ import pytest
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, kernels
 from tests.models.parity import Case, folder_of, open_case, random_tokens, reference
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.timeout(120)]
 
 CASE = Case("deepseek_v3", "default")
 dice = Random(3)

@@ -21,7 +21,7 @@ from tests.agent.tiny_model import AheadAgent
 from tests.checkpoints import build_checkpoint
 from tests.engine.waits import settle, until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.timeout(120)]
 
 dice = Random(5)
 PROMPTS = [[dice.randrange(256) for _ in range(length)] for length in (9, 41, 4, 17, 33)]

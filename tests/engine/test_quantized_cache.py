@@ -18,7 +18,7 @@ from asyncllm.kernels.quantized_kv import FORMATS, KVFormat, Rounding
 from tests.models.parity import PROMPT, TOKENS, Case, Runner, folder_of, open_case, random_tokens
 from tests.quant.formats import Eight, Format, gptq, smooth_quant, write
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.timeout(120)]
 
 BOUNDS = {"int8": 0.02, "fp8": 0.1, "k5v3": 0.3}
 """Most that logits may be off on average, against their own spread."""
@@ -28,12 +28,6 @@ DRAWN = GenerationConfig(max_new_tokens=24, ignore_eos=True, top_k=0, temperatur
 """Answers that do not soon repeat themselves."""
 FORKED = GenerationConfig(max_new_tokens=8, ignore_eos=True, top_k=1)
 ROOM = 200
-
-
-@pytest.fixture
-def anyio_backend() -> Any:
-    """One loop: the cache knows of none."""
-    return "asyncio", {"use_uvloop": False}
 
 
 def logits_of(family: str, form: KVFormat | None) -> Tensor:

@@ -18,7 +18,7 @@ from asyncllm.testing.fake_device import StepViolation
 from tests.engine.driver import Driver
 from tests.models.parity import Case, folder_of, open_case, random_tokens, reference
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.timeout(120)]
 
 CASE = Case("lfm2", "default")
 dice = Random(3)

@@ -16,7 +16,7 @@ from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidParamet
 from asyncllm.agent.sampling import grammar_masks
 from asyncllm.testing import FakeEngine
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 PERSON: dict[str, Any] = {
     "type": "object",

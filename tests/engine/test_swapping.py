@@ -24,7 +24,7 @@ from tests.agent.test_steps_in_flight import sound_llama
 from tests.agent.tiny_model import AheadAgent
 from tests.engine.test_async_engine import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.timeout(120)]
 
 BLOCK_SIZE = 4
 ROOM = 400

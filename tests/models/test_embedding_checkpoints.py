@@ -16,7 +16,7 @@ from asyncllm import AsyncEngine, Embedding, EngineConfig
 from asyncllm.errors import UnsupportedFeature
 from tests.checkpoints import build_checkpoint
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 END = 2
 """The token that the tokenizer appends."""

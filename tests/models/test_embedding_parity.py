@@ -18,11 +18,10 @@ from asyncllm.agent.executor import StepExecutor
 from asyncllm.agent.model_agent import ModelAgent
 from asyncllm.types import Pooling
 from tests.agent.tiny_model import AheadAgent
-from tests.conftest import LOOPS
 from tests.models.parity import FAMILIES, Case, folder_of, oracle_folder_of, random_tokens
 from tests.remote_layouts import LAYOUTS
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 TOLERANCE = 1e-5
 LENGTHS = (1, 2, 33, 50, 80, 17, 100, 9)
@@ -69,20 +68,16 @@ def assert_close(embedding: Any, expected: Tensor) -> None:
     torch.testing.assert_close(torch.tensor(embedding.values), expected, atol=TOLERANCE, rtol=0)
 
 
-TURNS = cycle((loop.values[0], agent) for agent in (ModelAgent, AheadAgent) for loop in LOOPS)
-"""What the tests of the agents themselves take each with each, families take in turns."""
-
-
 @pytest.mark.parametrize(
-    ("family", "anyio_backend", "kind"),
+    ("family", "kind"),
     [
-        pytest.param(family, *turn, id=family)
-        for family, turn in zip(FAMILIES, TURNS, strict=False)
+        pytest.param(family, agent, id=family)
+        for family, agent in zip(FAMILIES, cycle((ModelAgent, AheadAgent)))
         if not (family in LAYOUTS and LAYOUTS[family].patch)
     ],
 )
 async def test_families(family: str, kind: type[ModelAgent]) -> None:
-    """Whole and in chunks, which are longer and shorter than windows and blocks."""
+    """With the two agents in turns, whole and in chunks, which are longer and shorter than windows and blocks."""
     for budget in (2048, 7):
         async with engine_of(kind, family, max_prefill_token_num=budget) as engine:
             for pooling in ("last", "mean"):

@@ -18,7 +18,7 @@ from asyncllm.errors import InvalidCheckpoint, UnsupportedFeature
 from asyncllm.models.registry import read_config
 from tests.models.parity import Case, folder_of, oracle_folder_of, random_tokens
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 HIDDEN = 64
 PROMPTS = [random_tokens(seed, length) for seed, length in enumerate((1, 33, 80, 9))]

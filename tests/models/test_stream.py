@@ -191,6 +191,7 @@ def test_a_thread_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 async def test_a_start_that_is_cancelled_while_weights_stream(fifty: Checkpoint) -> None:
     """The executor's thread goes on to the end of the load, and then it and the readers are gone."""
     loop, begun = asyncio.get_running_loop(), asyncio.Event()

@@ -64,6 +64,7 @@ def test_a_quantized_model_that_lost_its_weights_takes_no_others(folders: dict[s
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 async def test_an_engine_of_a_quantized_model(folders: dict[str, Path]) -> None:
     config = EngineConfig(device_type="cpu", num_gpu_blocks=16, block_size=16)
     generation = GenerationConfig(max_new_tokens=8, ignore_eos=True, top_k=1)
@@ -76,6 +77,7 @@ async def test_an_engine_of_a_quantized_model(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 async def test_an_adapter_adds_to_quantized_weights(folders: dict[str, Path], tmp_path: Path) -> None:
     weights = load_file(folders["dense"] / "model.safetensors")
     shapes = {name.removesuffix(".weight"): each.shape for name, each in weights.items() if is_projection(name)}

@@ -18,16 +18,11 @@ from asyncllm.ranks.step_images import LatestPixels, with_pixels, without_pixels
 from tests.ranks.engines import settings
 from tests.vl.checkpoints import folder_of, picture
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.timeout(120)]
 
 GREEDY = GenerationConfig(max_new_tokens=6, temperature=0, ignore_eos=True, logprobs=0)
 
 DECODE: Any = decoder_to_rank(lambda grammar, start: None)
-
-
-@pytest.fixture
-def anyio_backend() -> Any:
-    return ("asyncio", {"use_uvloop": True})
 
 
 def image_at(position: int, length: int, seed: int) -> PromptImage:

@@ -26,13 +26,7 @@ from tests.checkpoints import build_checkpoint
 from tests.ranks.engines import LONG, ranks, settings, soon
 from tests.server.serving import serving
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
-
-
-@pytest.fixture
-def anyio_backend() -> Any:
-    """A process takes seconds to start: one event loop, the one that users have. `Channel` is tested on both."""
-    return ("asyncio", {"use_uvloop": True})
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")

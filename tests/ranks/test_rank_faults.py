@@ -16,7 +16,7 @@ from asyncllm.ranks import executor as executor_module
 from tests.checkpoints import build_checkpoint
 from tests.ranks.engines import LONG, ranks, settings, soon
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.timeout(120)]
 
 BOTH_FAIL, ONE_IS_LATE, ONE_FAILS = 311, 312, 313
 """Tokens of prompts, by which a rank knows what to do."""
@@ -69,12 +69,6 @@ def faulty(*arguments):
 registry.load = faulty
 """
 GREEDY = GenerationConfig(max_new_tokens=6, ignore_eos=True, temperature=0.0)
-
-
-@pytest.fixture
-def anyio_backend() -> Any:
-    """Processes take seconds to start: one event loop, the one that users have."""
-    return ("asyncio", {"use_uvloop": True})
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.checkpoints import build_checkpoint
 from tests.ranks.engines import LONG, ranks, settings, soon
 from tests.ranks.schedules import Schedule
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.timeout(120)]
 
 SCHEDULES = int(os.environ.get("ASYNCLLM_RANK_SCHEDULES", "1"))
 """How many random schedules are compared."""
@@ -28,12 +28,6 @@ CALLS = 12
 GREEDY = GenerationConfig(max_new_tokens=6, ignore_eos=True, temperature=0.0)
 DRAWN = GenerationConfig(max_new_tokens=5, ignore_eos=True, top_k=30, random_seed=3, n=2)
 PROMPTS = [[7, 8, 9, 200, 31] * count for count in (1, 4, 9)]
-
-
-@pytest.fixture
-def anyio_backend() -> Any:
-    """Processes take seconds to start: one event loop, the one that users have."""
-    return ("asyncio", {"use_uvloop": True})
 
 
 async def ask(engine: AsyncEngine, *names: str | None) -> list[Any]:

@@ -19,7 +19,7 @@ from asyncllm.text.grammars.bridge import CompiledGrammar, GrammarCompiler, Gram
 from asyncllm.text.tokenizer import Tokenizer
 from tests.ranks.engines import ranks, settings
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.timeout(120)]
 
 FOLDER = locate("tiny-chat")
 PERSON = {
@@ -46,12 +46,6 @@ TEMPLATE = (
     "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
-
-@pytest.fixture
-def anyio_backend() -> Any:
-    """Processes take seconds to start: one event loop, the one that users have."""
-    return ("asyncio", {"use_uvloop": True})
 
 
 def config_of(**fields: Any) -> EngineConfig:

@@ -15,14 +15,9 @@ from asyncllm.kernels import PagedKV
 from tests.agent.test_steps_in_flight import EagerGraphs
 from tests.vl.checkpoints import folder_of, picture, worst_difference
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 GREEDY = GenerationConfig(max_new_tokens=6, temperature=0, ignore_eos=True, logprobs=1)
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 class Graphs(EagerGraphs):

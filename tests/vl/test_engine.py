@@ -18,15 +18,10 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl import IMAGE_TOKEN
 from tests.vl.checkpoints import folder_of, picture, worst_difference
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 KIND = "llava"
 GREEDY = GenerationConfig(max_new_tokens=6, temperature=0, ignore_eos=True, logprobs=1)
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 def config(**more: Any) -> EngineConfig:

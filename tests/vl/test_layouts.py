@@ -21,12 +21,7 @@ from tests.vl import table
 from tests.vl.checkpoints import folder_of, picture
 from tests.vl.layouts import LAYOUTS, Fields, Tensors, original_llava
 
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 
 def rewritten(kind: str, folder: Path, change: Callable[[Fields, Tensors], tuple[Fields, Tensors]]) -> Path:

@@ -12,17 +12,12 @@ from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
 from asyncllm.agent.image_features import ImageFeatures
 from tests.vl.checkpoints import folder_of, picture
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 SHORT = GenerationConfig(max_new_tokens=3, temperature=0, ignore_eos=True)
 LONG = GenerationConfig(max_new_tokens=150, temperature=0, ignore_eos=True)
 IMAGE_TOKENS = 16
 BUDGET = 64
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 async def test_a_burst_of_images_does_not_hold_up_a_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,14 +27,9 @@ from asyncllm.vl.towers.mining import MiningConfig
 from tests.vl.checkpoints import folder_of, picture
 from tests.vl.published.families import PUBLISHED
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 CONFIG = EngineConfig(block_size=8, num_gpu_blocks=128)
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 async def text_of(kind: str, prompt: Any) -> str:

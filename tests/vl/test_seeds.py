@@ -190,11 +190,6 @@ BLIND = ("a list of lists", "both spellings", "several images")
 """Whose template or question tiny-vlm has never seen."""
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(autouse=True)
 def _tiger(monkeypatch: pytest.MonkeyPatch) -> None:
     """What all addresses give."""
@@ -290,6 +285,7 @@ text = item['choices'][0]['message']['content']
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 async def test_samples_over_http(capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(
         AsyncEngine("tiny-vlm", EngineConfig(num_gpu_blocks=64)),

@@ -19,12 +19,7 @@ from asyncllm.server.request.media import MAX_BYTES, MediaFetcher, is_public
 from tests.server.serving import serving
 from tests.vl.checkpoints import folder_of, picture
 
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 
 def data_url(seed: int) -> str:

@@ -166,9 +166,9 @@ def test_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.one_loop
 @pytest.mark.parametrize("kind", ["qwen3_vl", "internvl"])
-async def test_an_answer_about_a_file(kind: str, anyio_backend: str) -> None:
+async def test_an_answer_about_a_file(kind: str) -> None:
     """The same as about its frames, in the library and over HTTP."""
     data = recorded(21)
     frames = decoded(data)

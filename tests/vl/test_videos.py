@@ -19,17 +19,12 @@ from tests.server.serving import serving
 from tests.vl.checkpoints import folder_of, image_processor_of, picture
 from tests.vl.tiny_parts import IMAGE_ID
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 VIDEO_ID = IMAGE_ID + 3
 GREEDY = GenerationConfig(max_new_tokens=6, temperature=0, ignore_eos=True, logprobs=0)
 CONFIG = EngineConfig(block_size=8, num_gpu_blocks=128, max_prefill_token_num=24)
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 def frames_of(count: int, first: int = 10, size: tuple[int, int] = (40, 32)) -> list[Image.Image]:

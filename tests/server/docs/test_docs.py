@@ -7,7 +7,6 @@ import hashlib
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -111,13 +110,9 @@ async def test_the_page_opens_without_a_key_and_can_be_switched_off() -> None:
         assert (await served.get("/"))[0] == 404
 
 
+@pytest.mark.one_loop
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 class TestInABrowser:
-    @pytest.fixture
-    def anyio_backend(self) -> Any:
-        """One loop is enough for what happens in another process."""
-        return "asyncio", {"use_uvloop": False}
-
     async def test_a_key_opens_the_routes_and_a_form_tries_them(self, tmp_path: Path) -> None:
         async with (
             serving(FakeEngine({"Hello!": "pong"}), api_keys=["secret"]) as served,

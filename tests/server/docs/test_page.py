@@ -14,7 +14,11 @@ from asyncllm.testing import FakeEngine, Fault, FaultPlan
 from tests.server.browser import CHROMIUM, Page, browsing
 from tests.server.serving import serving
 
-pytestmark = [pytest.mark.anyio, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.one_loop,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed"),
+]
 
 ATTACKS = (
     "<script>document.title='owned'</script>",
@@ -63,12 +67,6 @@ SLOW = (
     "https://a)))", "a\n- b\n", "**_", "`` ` ", "a| b\n-|-\n",
 )  # fmt: skip
 """Repeated to 100,000 characters, each in front of a letter: what takes a parser that looks back or ahead for ever."""
-
-
-@pytest.fixture
-def anyio_backend() -> Any:
-    """One loop is enough for what happens in another process."""
-    return "asyncio", {"use_uvloop": False}
 
 
 @asynccontextmanager
