@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from asyncllm.kernels import Routing
 from asyncllm.layers.block import AnyAttention
-from asyncllm.layers.mamba1 import Mamba
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.llama import LLAMA_WEIGHTS
+from asyncllm.models.mamba import ScanConfig, scan_fields, scan_layer
 from asyncllm.models.registry import register
 
 __all__ = ["Jamba"]
@@ -21,20 +21,21 @@ _MAMBA = f"{_LAYER}.mamba"
 _MLP = f"{_LAYER}.feed_forward"
 
 
-class JambaConfig(ModelConfig, frozen=True, kw_only=True):
+_SCAN = {
+    "mamba_d_state": "state_size",
+    "mamba_dt_rank": "time_step_rank",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_proj_bias": "use_bias",
+}
+"""Entries that Mamba has under other names."""
+
+
+class JambaConfig(ScanConfig, frozen=True, kw_only=True):
     attending: frozenset[int]
     """Layers with attention."""
     mamba_size: int
-    """How many features their states follow."""
-    mamba_state: int
-    """Numbers of the state for each feature."""
-    mamba_rank: int
-    """Numbers that steps are made of."""
-    conv_length: int
-    """How many tokens a convolution sees, the newest included."""
-    conv_bias: bool
-    mamba_bias: bool
-    """Of the products around it."""
+    """How many features the states of the others follow."""
 
 
 @register(JambaForCausalLM="Jamba v0.1, 1.5 and 1.6 Mini and Large, Jamba Reasoning 3B")
@@ -95,7 +96,6 @@ class Jamba(DecoderLM):
         hf.expect("hidden_act", "silu")
         fields = hf.decoder(architecture, max_position=262144, rotary=False)
         num_layers, hidden_size = fields["num_layers"], fields["hidden_size"]
-        rank = hf.fields.get("mamba_dt_rank", "auto")
         count = hf.integer("num_experts", 16, maximum=MAX_EXPERTS)
         experts = ExpertsConfig(
             layers=_every(hf, "expert_layer", num_layers, period=2, offset=1),
@@ -108,28 +108,14 @@ class Jamba(DecoderLM):
             experts=experts if count > 1 else None,
             attending=_every(hf, "attn_layer", num_layers, period=8, offset=4),
             mamba_size=hf.integer("mamba_expand", 2) * hidden_size,
-            mamba_state=hf.integer("mamba_d_state", 16, maximum=1024),
-            mamba_rank=-(-hidden_size // 16) if rank == "auto" else hf.integer("mamba_dt_rank"),
-            conv_length=hf.integer("mamba_d_conv", 4, minimum=2, maximum=16),
-            conv_bias=hf.flag("mamba_conv_bias", True),
-            mamba_bias=hf.flag("mamba_proj_bias", False),
+            **scan_fields(hf.named(_SCAN), hidden_size),
         )
 
     def attention(self, layer: int) -> AnyAttention:
         config = self.config
         if layer in config.attending:
             return super().attention(layer)
-        return Mamba(
-            layer,
-            config.hidden_size,
-            inner_size=config.mamba_size,
-            state_size=config.mamba_state,
-            step_rank=config.mamba_rank,
-            conv_length=config.conv_length,
-            conv_bias=config.conv_bias,
-            bias=config.mamba_bias,
-            norm=partial(RMSNorm, eps=config.norm_eps),
-        )
+        return scan_layer(layer, config, inner_size=config.mamba_size, norm=partial(RMSNorm, eps=config.norm_eps))
 
 
 def _every(hf: HFConfig, name: str, num_layers: int, *, period: int, offset: int) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import register
 from asyncllm.models.weights import WeightMap
 
-__all__ = ["RECURRENT_WEIGHTS", "MambaLM", "recurrent_fields"]
+__all__ = ["RECURRENT_WEIGHTS", "MambaLM", "ScanConfig", "recurrent_fields", "scan_fields", "scan_layer"]
 
 _MIXER = "backbone.layers.{i}.mixer"
 
@@ -37,7 +38,9 @@ RECURRENT_WEIGHTS = WeightMap(
 )
 
 
-class MambaLMConfig(ModelConfig, frozen=True, kw_only=True):
+class ScanConfig(ModelConfig, frozen=True, kw_only=True):
+    """Of a decoder with layers of the first Mamba."""
+
     state_size: int
     """Numbers of the state for each feature."""
     step_rank: int
@@ -45,8 +48,11 @@ class MambaLMConfig(ModelConfig, frozen=True, kw_only=True):
     conv_length: int
     """How many tokens a convolution sees, the newest included."""
     conv_bias: bool
-    bias: bool
+    scan_bias: bool
     """Of the products around it."""
+
+
+class MambaLMConfig(ScanConfig, frozen=True, kw_only=True):
     map_norm_eps: float | None
     """Of norms of what is written, what is read, and steps; None: there are none."""
 
@@ -76,31 +82,17 @@ class MambaLM(DecoderLM):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         fields = recurrent_fields(hf, architecture, tied=True)
-        rank = hf.fields.get("time_step_rank", "auto")
         return MambaLMConfig(
             **fields,
-            state_size=hf.integer("state_size", 16, maximum=1024),
-            step_rank=-(-fields["hidden_size"] // 16) if rank == "auto" else hf.integer("time_step_rank"),
-            conv_length=hf.integer("conv_kernel", 4, minimum=2, maximum=16),
-            conv_bias=hf.flag("use_conv_bias", True),
-            bias=hf.flag("use_bias", False),
+            **scan_fields(hf, fields["hidden_size"]),
             map_norm_eps=hf.number("mixer_rms_eps", 1e-6) if architecture.startswith("Falcon") else None,
         )
 
     def block(self, layer: int) -> SingleBlock:
         config = self.config
         eps = config.map_norm_eps
-        mixer = Mamba(
-            layer,
-            config.hidden_size,
-            inner_size=config.intermediate_size,
-            state_size=config.state_size,
-            step_rank=config.step_rank,
-            conv_length=config.conv_length,
-            conv_bias=config.conv_bias,
-            bias=config.bias,
-            norm=nn.Identity if eps is None else partial(UnitNorm, eps=eps),
-        )
+        norm = nn.Identity if eps is None else partial(UnitNorm, eps=eps)
+        mixer = scan_layer(layer, config, inner_size=config.intermediate_size, norm=norm)
         return SingleBlock(norm=self.make_norm(), attn=mixer)
 
 
@@ -112,3 +104,30 @@ def recurrent_fields(hf: HFConfig, architecture: str, *, tied: bool) -> dict[str
     absent = {"intermediate_size": inner, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2}
     named = hf.named({"layer_norm_epsilon": "rms_norm_eps"}).changed(absent)
     return named.decoder(architecture, max_position=_MAX_POSITION, norm_eps=1e-5, tied=tied, rotary=False)
+
+
+def scan_fields(hf: HFConfig, hidden_size: int) -> dict[str, Any]:
+    """Return the fields of a ScanConfig. Raises InvalidCheckpoint."""
+    rank = hf.fields.get("time_step_rank", "auto")
+    return {
+        "state_size": hf.integer("state_size", 16, maximum=1024),
+        "step_rank": -(-hidden_size // 16) if rank == "auto" else hf.integer("time_step_rank"),
+        "conv_length": hf.integer("conv_kernel", 4, minimum=2, maximum=16),
+        "conv_bias": hf.flag("use_conv_bias", True),
+        "scan_bias": hf.flag("use_bias", False),
+    }
+
+
+def scan_layer(layer: int, config: ScanConfig, *, inner_size: int, norm: Callable[[int], nn.Module]) -> Mamba:
+    """Make the Mamba of a layer. `inner_size`: how many features its states follow."""
+    return Mamba(
+        layer,
+        config.hidden_size,
+        inner_size=inner_size,
+        state_size=config.state_size,
+        step_rank=config.step_rank,
+        conv_length=config.conv_length,
+        conv_bias=config.conv_bias,
+        bias=config.scan_bias,
+        norm=norm,
+    )

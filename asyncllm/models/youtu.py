@@ -1,4 +1,8 @@
-"""Youtu-LLM: DeepSeek's latent attention, and an MLP in every layer."""
+"""Youtu-LLM: DeepSeek's latent attention, and an MLP in every layer.
+
+The padding token's embedding is what the file has. transformers puts zeros there once the file is read, so that
+`asyncllm debug compare` shows a difference for this token.
+"""
 
 from __future__ import annotations
 

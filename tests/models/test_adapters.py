@@ -61,7 +61,10 @@ def run(model: DecoderLM, tokens: list[list[int]], slots: list[int]) -> list[tor
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "gpt2", "gpt_neox", "gptj", "phi3", "falcon", "gemma2", "glm", "deepseek_v2", "qwen3_moe", "nemotron_h"],
+    [
+        *("llama", "gpt2", "gpt_neox", "gptj", "phi3", "falcon", "gemma2", "gemma3n", "glm", "deepseek_v2"),
+        *("qwen3_moe", "jamba", "nemotron_h"),
+    ],
 )
 def test_an_adapter_is_the_model_with_merged_weights(family: str, tmp_path: Path) -> None:
     """Whatever the family's files call its modules, and however its layers join and order their parts."""
