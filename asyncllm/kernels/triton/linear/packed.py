@@ -174,7 +174,23 @@ def _plane(words, zeros, INDEX: tl.constexpr, BITS: tl.constexpr, dtype: tl.cons
 @triton.jit
 def _rounded(values, scales, dtype: tl.constexpr):
     """values [R, 32] of `dtype` times scales [R], rounded once."""
-    if INTERPRET or scales.dtype != dtype:
+    if not INTERPRET and dtype == tl.bfloat16 and scales.dtype == tl.float16:
+        # As `hopper_packed.rounding_factors`: the scale is the sum of two numbers, and only the last sum is rounded.
+        whole = scales.to(tl.float32)
+        high = whole.to(tl.bfloat16)
+        low = (whole - high.to(tl.float32)).to(tl.bfloat16)
+        bits = tl.inline_asm_elementwise(
+            "{.reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t;}",
+            "=r,r,r,r",
+            [
+                values.to(tl.int16, bitcast=True),
+                tl.broadcast_to(high[:, None], values.shape).to(tl.int16, bitcast=True),
+                tl.broadcast_to(low[:, None], values.shape).to(tl.int16, bitcast=True),
+            ],
+            dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+        return bits.to(tl.bfloat16, bitcast=True)
+    elif INTERPRET or scales.dtype != dtype:
         return round_to(values.to(tl.float32) * scales.to(tl.float32)[:, None], dtype)
     else:
         factors = tl.broadcast_to(scales[:, None], values.shape).to(tl.int16, bitcast=True)
