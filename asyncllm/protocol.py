@@ -107,6 +107,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     the stopping."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences whose last token is banned where it would complete them; a single id is always banned."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """All that may be sampled; empty: any token."""
     grammar: Any = None
     """The `Grammar` of the answer, if any (`Limits.takes_grammars`)."""
     logprobs: int | None = None

@@ -188,6 +188,7 @@ def warm_up_batches(
         min_new_tokens=4,
         stop_token_ids=(0,),
         bad_words=((0,),),
+        allowed_token_ids=(0, 1),
         logprobs=1,
         grammar=_Anything(),
     )

@@ -20,6 +20,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_WORDS = 64
 MAX_LOGIT_BIAS = 512
 MAX_CHOICES = 128
+MAX_ALLOWED = 16384
 LMDEPLOY_TOP_K = 50
 """LMDeploy's default with do_sample=True."""
 
@@ -82,6 +83,9 @@ class GenerationConfig(Settings, frozen=True, kw_only=True):
         Meta(description="Words that are not generated, nor behind a blank; of any length. Longer words may hold one."),
     ] = None
     bad_token_ids: Annotated[list[int] | None, Meta(description="Token ids that are not generated.")] = None
+    allowed_token_ids: Annotated[
+        list[int] | None, Meta(description="The only token ids that are generated; the end of sequence has to be one.")
+    ] = None
     include_stop_str_in_output: Annotated[
         bool, Meta(description="Keep the stop word that ended the answer in its text.")
     ] = False
@@ -128,6 +132,11 @@ class GenerationConfig(Settings, frozen=True, kw_only=True):
             raise InvalidParameter(
                 f"min_new_tokens ({self.min_new_tokens}) is above max_new_tokens ({self.max_new_tokens}).",
                 "min_new_tokens",
+            )
+        if self.allowed_token_ids is not None and not 1 <= len(self.allowed_token_ids) <= MAX_ALLOWED:
+            raise InvalidParameter(
+                f"allowed_token_ids takes 1 to {MAX_ALLOWED} ids, {len(self.allowed_token_ids)} were given.",
+                "allowed_token_ids",
             )
         self._check_texts("stop_words", "bad_words")
         for name in ("stop_words", "bad_words"):

@@ -503,7 +503,8 @@ class FakeDevice:
         banned = set(params.bad_words)
         if len(history) - state.start.num_prompt < params.min_new_tokens:
             banned.update((token_id,) for token_id in params.stop_token_ids)
-        while (token,) in banned:
+        allowed = params.allowed_token_ids or range(self.limits.vocab_size)
+        while (token,) in banned or token not in allowed:
             token = (token + 1) % self.limits.vocab_size
         if state.num_told != len(history):
             raise self._violation(step, slot, f"samples behind {len(history)} tokens, and knows of {state.num_told}")

@@ -11,7 +11,15 @@ from asyncllm.errors import InvalidMessage, InvalidParameter
 from asyncllm.text.image_marks import is_address, is_data_url
 from asyncllm.types import ImagePrompt, Message
 
-__all__ = ["Prompts", "check_one_prompt", "is_single", "is_token_ids", "longest_first", "pair_with_configs"]
+__all__ = [
+    "Prompts",
+    "check_one_prompt",
+    "is_single",
+    "is_token_ids",
+    "longest_first",
+    "no_prompt",
+    "pair_with_configs",
+]
 
 Prompts = (
     str
@@ -38,6 +46,14 @@ def check_one_prompt(messages: object, input_ids: object) -> None:
         )
 
 
+def no_prompt(value: object) -> InvalidMessage:
+    """Return the error for what can be no prompt at all."""
+    return InvalidMessage(
+        f"A prompt is a str or a list of messages, not {type(value).__name__}. "
+        f"A message looks like {{'role': 'user', 'content': 'Hi'}}."
+    )
+
+
 def is_single(prompts: Prompts) -> bool:
     """Return whether this is one prompt and not a list of them. Raises InvalidMessage when it is neither."""
     if isinstance(prompts, str) or _has_images(prompts):
@@ -60,9 +76,12 @@ def _has_images(prompts: Any) -> bool:
 def pair_with_configs(
     prompts: Prompts, gen_config: GenerationConfig | Sequence[GenerationConfig] | None
 ) -> list[tuple[Any, Any]]:
-    """Return (prompt, its config) for each prompt. Raises InvalidParameter unless there is one config, or one for
-    each."""
+    """Return (prompt, its config) for each prompt. Raises InvalidMessage for what can be no prompt, and
+    InvalidParameter unless there is one config, or one for each."""
     items: list[Any] = [prompts] if is_single(prompts) else list(prompts)
+    for item in items:
+        if not isinstance(item, Sequence) or isinstance(item, bytes):
+            raise no_prompt(item)
     if not isinstance(gen_config, (list, tuple)):
         return [(item, gen_config) for item in items]
     if len(gen_config) != len(items):

@@ -59,6 +59,7 @@ PARAMS: list[dict[str, Any]] = [
     {"temperature": 1.2, "top_p": 0.9, "seed": 2**64 - 2, "logit_bias": ((3, 4.0), (9, -100.0)), "logprobs": 2},
     {"temperature": 1.0, "min_p": 0.1, "seed": 9, "bad_words": ((5,), (6, 7), (1, 2, 3)), "logprobs": 0},
     {"temperature": 0.0, "min_new_tokens": 4, "stop_token_ids": tuple(range(0, 40, 2)), "logprobs": 5},
+    {"temperature": 1.0, "seed": 11, "allowed_token_ids": (0, 3, 31, 32, 38), "bad_words": ((3,),), "logprobs": 1},
     {"temperature": 1.1, "seed": 9, "min_new_tokens": 2, "stop_token_ids": (1, 4), "repetition_penalty": 0.7},
 ]
 
@@ -139,6 +140,8 @@ def oracle_logits(logits: list[float], prompt: list[int], answer: list[int], par
     if len(answer) < params.min_new_tokens:
         for token in params.stop_token_ids:
             values[token] = -float("inf")
+    if params.allowed_token_ids:
+        values = [value if token in params.allowed_token_ids else -float("inf") for token, value in enumerate(values)]
     return values
 
 
@@ -155,6 +158,7 @@ def test_greedy_choice_after_all_edits_equals_plain_python(seed: int) -> None:
         logit_bias=tuple((token, dice.uniform(-3, 3)) for token in dice.sample(range(VOCAB_SIZE), 5)),
         min_new_tokens=6,
         stop_token_ids=tuple(dice.sample(range(VOCAB_SIZE), 10)),
+        allowed_token_ids=tuple(dice.sample(range(VOCAB_SIZE), 36)) if seed % 2 else (),
         bad_words=tuple(tuple(dice.choices(range(VOCAB_SIZE), k=length)) for length in (1, 2, 2, 3) for _ in range(9)),
     )
     start(sampler, 4, prompt, **{name: getattr(params, name) for name in params.__struct_fields__})
@@ -230,6 +234,7 @@ def test_a_row_with_every_token_banned_fails_alone() -> None:
         {"logit_bias": ((VOCAB_SIZE, 1.0),)},
         {"stop_token_ids": (-1,), "min_new_tokens": 3},
         {"bad_words": ((1, VOCAB_SIZE + 5),)},
+        {"allowed_token_ids": (1, VOCAB_SIZE)},
     ],
 )
 def test_ids_outside_the_vocabulary_fail_their_own_row_only(params: dict[str, Any]) -> None:

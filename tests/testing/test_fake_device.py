@@ -190,6 +190,10 @@ def test_stop_tokens_and_bad_words_are_held_back() -> None:
     step = Driver(FakeDevice(num_blocks=4, block_size=4))
     output = step(starts=[start(0, 6, params=params)], new_blocks=[(0, 0, 0, [0, 1])], prefill=[prefill(0, PROMPT)])
     assert output.tokens == [first + 2]
+    params = SamplingParams(temperature=0.0, allowed_token_ids=(first + 5, first + 9))
+    step = Driver(FakeDevice(num_blocks=4, block_size=4))
+    output = step(starts=[start(0, 6, params=params)], new_blocks=[(0, 0, 0, [0, 1])], prefill=[prefill(0, PROMPT)])
+    assert output.tokens == [first + 5]
 
 
 def test_logprobs_logits_and_row_errors() -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncllm.agent.device.streams import upload
-from asyncllm.agent.sampling.params import BAD_WORDS, BIAS, EARLY_STOPS, GRAMMAR, PENALTIES, SlotParams
+from asyncllm.agent.sampling.params import ALLOWED, BAD_WORDS, BIAS, EARLY_STOPS, GRAMMAR, PENALTIES, SlotParams
 from asyncllm.agent.sampling.token_history import TokenHistory
 from asyncllm.kernels import sampling
 
@@ -52,6 +52,10 @@ def edit_logits(
     worded = np.flatnonzero(edits & BAD_WORDS)
     if len(worded):
         sampling.ban(logits, *_flat(worded, [history.banned(slot) for slot in slots[worded].tolist()], device))
+    limited = np.flatnonzero(edits & ALLOWED)
+    if len(limited):
+        allowed = np.stack([params.allowed[slot] for slot in slots[limited].tolist()])
+        sampling.keep_only(logits, upload(limited, device), upload(allowed, device))
     held = np.flatnonzero(edits & GRAMMAR)
     if len(held):
         words = params.masks.take(slots[held].tolist(), params.grammars)

@@ -11,9 +11,19 @@ from asyncllm.agent.sampling.grammar_masks import GrammarMasks
 from asyncllm.kernels import sampling, shortlist
 from asyncllm.protocol import Grammar, Progress, SamplingParams, SlotStart
 
-__all__ = ["BAD_WORDS", "BIAS", "EARLY_STOPS", "GRAMMAR", "LONG_BAD_WORDS", "NOT_FINITE", "PENALTIES", "SlotParams"]
+__all__ = [
+    "ALLOWED",
+    "BAD_WORDS",
+    "BIAS",
+    "EARLY_STOPS",
+    "GRAMMAR",
+    "LONG_BAD_WORDS",
+    "NOT_FINITE",
+    "PENALTIES",
+    "SlotParams",
+]
 
-PENALTIES, BIAS, BAD_WORDS, LONG_BAD_WORDS, EARLY_STOPS, GRAMMAR = 1, 2, 4, 8, 16, 32
+PENALTIES, BIAS, BAD_WORDS, LONG_BAD_WORDS, EARLY_STOPS, GRAMMAR, ALLOWED = 1, 2, 4, 8, 16, 32, 64
 """Bits of `SlotParams.edits`: the kinds of edits of a slot's logits. Long bad words have several tokens."""
 
 NOT_FINITE = (
@@ -21,8 +31,8 @@ NOT_FINITE = (
     "or activations beyond the range of their type are the usual causes: check the checkpoint, or use dtype='float32'."
 )
 _ALL_BANNED = (
-    "No token is left to choose from: bad words, min_new_tokens and response_format exclude all that the model allows. "
-    "Loosen them."
+    "No token is left to choose from: bad words, allowed_token_ids, min_new_tokens and response_format exclude all "
+    "that the model allows. Loosen them."
 )
 _NO_WAY_ON = (
     "The answer cannot go on in what response_format allows: it is too complex, or its tokens take too long to tell "
@@ -49,6 +59,8 @@ class SlotParams:
         self.num_logprobs = np.full(num_slots, -1, np.int64)
         self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self.stops: dict[int, NDArray[np.int64]] = {}
+        self.allowed: dict[int, NDArray[np.int32]] = {}
+        """Slot -> the bits of the only tokens that it may draw, as `sampling.keep_only` takes them."""
         self.grammars: dict[int, Progress] = {}
         """Slot -> progress of its answer in its grammar."""
         self.masks = GrammarMasks(vocab_size)
@@ -71,6 +83,7 @@ class SlotParams:
         self.free_stop_position[slot] = start.num_prompt + params.min_new_tokens
         self.bias.pop(slot, None)
         self.stops.pop(slot, None)
+        self.allowed.pop(slot, None)
         self.grammars.pop(slot, None)
         self._hurried.discard(slot)
         self.faults.pop(slot, None)
@@ -86,10 +99,12 @@ class SlotParams:
             self.bias[slot] = np.array(ids, np.int64), np.array(values, np.float32)
         if params.min_new_tokens and params.stop_token_ids:
             self.stops[slot] = np.array(params.stop_token_ids, np.int64)
+        if params.allowed_token_ids:
+            self.allowed[slot] = _bits(params.allowed_token_ids, self._vocab_size)
         if params.grammar is not None:
             grammar: Grammar = params.grammar
             self.grammars[slot] = grammar.start(start.token_ids[start.num_prompt :])
-            if params.logprobs is None and not params.bad_words:
+            if params.logprobs is None and not params.bad_words and not params.allowed_token_ids:
                 self._hurried.add(slot)
         self.edits[slot] = (
             PENALTIES * penalized
@@ -98,6 +113,7 @@ class SlotParams:
             | LONG_BAD_WORDS * any(len(word) > 1 for word in params.bad_words)
             | EARLY_STOPS * (slot in self.stops)
             | GRAMMAR * (params.grammar is not None)
+            | ALLOWED * bool(params.allowed_token_ids)
         )
         untouched = params.logprobs is None and not self.edits[slot]
         self.plain[slot] = params.greedy and untouched
@@ -142,6 +158,13 @@ class SlotParams:
         return found
 
 
+def _bits(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+    """Return [ceil(vocab_size / 32)] words with the bits of these tokens set, lowest bit first."""
+    chosen = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    chosen[list(token_ids)] = True
+    return np.packbits(chosen, bitorder="little").view("<i4").astype(np.int32)
+
+
 def _fault(params: SamplingParams, vocab_size: int) -> str | None:
     """Return why these parameters cannot be met; None if they can. Ids out of range would reach into other rows or fail
     the step."""
@@ -149,6 +172,7 @@ def _fault(params: SamplingParams, vocab_size: int) -> str | None:
         "logit_bias": [token for token, _ in params.logit_bias],
         "stop_token_ids": list(params.stop_token_ids),
         "bad_words": [token for word in params.bad_words for token in word],
+        "allowed_token_ids": list(params.allowed_token_ids),
     }
     for name, ids in named.items():
         for token in ids:

@@ -292,6 +292,7 @@ class InputProcessor:
         """Return how each of the `n` answers is sampled. Raises InvalidParameter."""
         bias = tuple(sorted((config.logit_bias or {}).items()))
         self._encoder.check_token_ids([token for token, _ in bias], "logit_bias")
+        allowed = self._encoder.check_token_ids(config.allowed_token_ids or (), "allowed_token_ids")
         seed = secrets.randbits(64) if config.random_seed is None else config.random_seed
         return [
             SamplingParams(
@@ -308,6 +309,7 @@ class InputProcessor:
                 min_new_tokens=config.min_new_tokens or 0,
                 stop_token_ids=tuple(sorted(words.stop_ids)) if config.min_new_tokens else (),
                 bad_words=words.bad_words,
+                allowed_token_ids=tuple(sorted(set(allowed))),
                 grammar=grammar,
                 logprobs=config.logprobs,
             )

@@ -21,7 +21,7 @@ from asyncllm.protocol import Limits
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.literals import Literals
 from asyncllm.text.messages import as_messages
-from asyncllm.text.prompts import is_token_ids
+from asyncllm.text.prompts import is_token_ids, no_prompt
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Message
 
@@ -127,10 +127,7 @@ class PromptEncoder:
     ) -> Rendered:
         """Return the prompt's text, with the placeholders of its images. Raises InvalidRequest."""
         if not isinstance(messages, Sequence):
-            raise InvalidMessage(
-                f"A prompt is a str or a list of messages, not {type(messages).__name__}. "
-                f"A message looks like {{'role': 'user', 'content': 'Hi'}}."
-            )
+            raise no_prompt(messages)
         if isinstance(messages, str):
             if not messages:
                 raise InvalidMessage("The prompt is empty: there is nothing to read. Pass at least one character.")

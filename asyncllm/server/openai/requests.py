@@ -61,6 +61,8 @@ class OpenAIFields(SamplingFields, kw_only=True):
     logit_bias: LogitBias | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
     min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT, description="LMDeploy's name of min_tokens.")] | None = None
+    allowed_token_ids: list[int] | None = None
+    """The only tokens that the answer may have (vLLM's)."""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: dict[str, Any] | None = None
     """What the answer is held to: text, json_object, json_schema, regex_schema, regex, choice or grammar."""

@@ -66,6 +66,7 @@ SAME_NAME = (
     "repetition_penalty",
     "stop_token_ids",
     "bad_words",
+    "allowed_token_ids",
     "include_stop_str_in_output",
     "ignore_eos",
     "skip_special_tokens",

@@ -105,7 +105,7 @@ NEUTRAL: Mapping[str, Neutral] = {
     "return_routed_experts": Neutral("LMDeploy, SGLang", (False,), _EXPERTS),
     # vLLM
     "add_special_tokens": Neutral("vLLM", (False,), "The chat template writes the special tokens. Leave it out."),
-    "allowed_token_ids": Neutral("vLLM", (), "Use logit_bias to favour tokens, or leave it out."),
+    "allowed_token_ids": Neutral("vLLM", (), _ELSEWHERE),
     "chat_template": Neutral("vLLM", (), "The server's owner chooses the template. Leave it out."),
     "documents": Neutral("vLLM", ([],), "Put the documents into a message."),
     "early_stopping": Neutral("vLLM", (False,), _BEAMS),

@@ -136,7 +136,7 @@ async def test_another_model_is_not_found() -> None:
             await client.chat.completions.create(model="other", messages=PING)
 
 
-async def events_of(served: Served, body: dict[str, object]) -> list[dict[str, Any]]:
+async def events_of(served: Served, body: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the events of a chat's stream, without its end mark."""
     answer = await served.http.post(f"{served.url}/v1/chat/completions", json={**body, "stream": True})
     lines = [line for line in (await answer.text()).split("\n\n") if line]
@@ -232,3 +232,16 @@ async def test_prompts_are_cut_where_that_is_asked_for() -> None:
         for fields in ({"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": -1, "max_tokens": 64}):
             status, answer = await served.post("/v1/completions", asked(**fields))
             assert (status, answer["error"]["param"]) == (400, "truncate_prompt_tokens")
+
+
+async def test_an_answer_has_no_tokens_but_those_that_are_allowed() -> None:
+    asked = {"max_tokens": 6, "return_token_ids": True, "ignore_eos": True}
+    async with serving(FakeEngine({"ping": "pong"})) as served:
+        for path, prompt in (("/v1/completions", {"prompt": "ping"}), ("/v1/chat/completions", {"messages": PING})):
+            _, answer = await served.post(path, {**prompt, **asked, "allowed_token_ids": [111, 98]})
+            assert set(answer["choices"][0]["token_ids"]) == {98, 111}
+            assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 6)
+            for refused in ([], [98, 99999], [-1], ["a"], [1] * 16385):
+                status, answer = await served.post(path, {**prompt, **asked, "allowed_token_ids": refused})
+                assert status == 400
+                assert answer["error"]["param"] == "allowed_token_ids"
