@@ -14,6 +14,7 @@ from asyncllm.models.vision.aya_vision import read_aya_vision, read_cohere2_visi
 from asyncllm.models.vision.deepseek_vl_hybrid import read_deepseek_vl_hybrid, read_multi_modality
 from asyncllm.models.vision.gemma3 import read_gemma3
 from asyncllm.models.vision.glm4v import read_glm4v, read_glm_ocr
+from asyncllm.models.vision.got_ocr2 import read_got_ocr2
 from asyncllm.models.vision.idefics3 import read_idefics3
 from asyncllm.models.vision.intern_vl import read_intern_vl
 from asyncllm.models.vision.llama4 import read_llama4
@@ -70,6 +71,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "Glm4vForConditionalGeneration": read_glm4v,
     "Glm4vMoeForConditionalGeneration": read_glm4v,
     "GlmOcrForConditionalGeneration": read_glm_ocr,
+    "GotOcr2ForConditionalGeneration": read_got_ocr2,
     "Idefics3ForConditionalGeneration": read_idefics3,
     "InternS1ForConditionalGeneration": read_intern_vl,
     "InternVLChatModel": read_intern_vl,
@@ -114,6 +116,7 @@ VISION_MODELS: Mapping[str, str] = {
     "Glm4vForConditionalGeneration": "GLM-4.1V-9B",
     "Glm4vMoeForConditionalGeneration": "GLM-4.5V",
     "GlmOcrForConditionalGeneration": "GLM-OCR",
+    "GotOcr2ForConditionalGeneration": "GOT-OCR 2.0, as transformers has it",
     "Idefics3ForConditionalGeneration": "Idefics3",
     "InternS1ForConditionalGeneration": "Intern-S1, Intern-S1-mini",
     "InternVLChatModel": "InternVL-Chat 1.1, 1.2 and 1.5, InternVL2, InternVL2.5, InternVL3 and InternVL3.5, as their "
@@ -151,15 +154,32 @@ VISION_MODELS: Mapping[str, str] = {
 _NEAREST_LLAVA = "LlavaNextForConditionalGeneration"
 _OWN_TOWER = "its tower is not written yet"
 
+_NOTHING = "there is nothing to hold it to"
+_ADAPTED = "prompts with images are computed with an adapter of their own"
 _NEITHER = "neither its tower nor its decoder is written yet"
-_SPEAKS = "the entries of its part that sees stand within one that also hears, and are not read"
 
 REFUSED_MODELS: Mapping[str, Refused] = {
+    "AriaForConditionalGeneration": Refused("Aria", _NEITHER, "Idefics3ForConditionalGeneration"),
     "DeepseekOCRForCausalLM": Refused("DeepSeek-OCR", _OWN_TOWER, "DeepseekVLV2ForCausalLM"),
+    "DotsOCRForCausalLM": Refused("dots.ocr", _NOTHING, "PaddleOCRVLForConditionalGeneration"),
+    "Ernie4_5_VLMoeForConditionalGeneration": Refused(
+        "ERNIE 4.5 VL", "its experts for images are not written yet", "Qwen2_5_VLForConditionalGeneration"
+    ),
+    "Exaone4_5_ForConditionalGeneration": Refused(
+        "EXAONE 4.5", "its tower, whose heads share keys, is not written yet", "Qwen2_5_VLForConditionalGeneration"
+    ),
+    "FastVlmForConditionalGeneration": Refused("FastVLM", _OWN_TOWER, _NEAREST_LLAVA),
+    "Florence2ForConditionalGeneration": Refused(
+        "Florence-2", "its decoder attends to an encoder", "PaddleOCRVLForConditionalGeneration"
+    ),
+    "HunYuanVLForConditionalGeneration": Refused("HunyuanOCR", _NEITHER, "PaddleOCRVLForConditionalGeneration"),
     "Idefics2ForConditionalGeneration": Refused("Idefics2", _OWN_TOWER, "Idefics3ForConditionalGeneration"),
+    "JanusForConditionalGeneration": Refused("Janus-Pro", _OWN_TOWER, "DeepseekVLForConditionalGeneration"),
+    "KeyeForConditionalGeneration": Refused("Keye-VL", _NOTHING, "Qwen3VLForConditionalGeneration"),
     "Lfm2VlForConditionalGeneration": Refused("LFM2-VL", _OWN_TOWER, "SmolVLMForConditionalGeneration"),
     "MGMGemmaForCausalLM": Refused("MGM 2B", "its decoder is not tried with its towers", "MGMLlamaForCausalLM"),
     "MGMMixtralForCausalLM": Refused("MGM 8x7B", "its decoder is not tried with its towers", "MGMLlamaForCausalLM"),
+    "MiniCPMO": Refused("MiniCPM-o", "its parts that hear and speak are not told from the others", "MiniCPMV"),
     "MllamaForConditionalGeneration": Refused(
         "Llama 3.2 Vision", "its layers of cross attention keep images in a cache of another kind", _NEAREST_LLAVA
     ),
@@ -167,14 +187,23 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     "MolmoForCausalLM": Refused(
         "Molmo", "there is nothing to hold it to: transformers has Molmo 2 alone, another model", _NEAREST_LLAVA
     ),
+    "Ovis": Refused("Ovis 1.6, 2", _NOTHING, "InternVLForConditionalGeneration"),
     "Ovis2ForConditionalGeneration": Refused(
         "Ovis2", "its table of visual words is not written yet", "InternVLForConditionalGeneration"
     ),
+    "Ovis2_5": Refused("Ovis 2.5", _NOTHING, "Qwen3VLForConditionalGeneration"),
     "PaliGemmaForConditionalGeneration": Refused(
         "PaliGemma", "its prompts' tokens see each other, texts too", "Gemma3ForConditionalGeneration"
     ),
-    "Phi4MMForCausalLM": Refused(
-        "Phi-4-multimodal", "prompts with images are computed with an adapter of their own", "Phi3VForCausalLM"
+    "PerceptionLMForConditionalGeneration": Refused("PerceptionLM", _OWN_TOWER, "InternVLForConditionalGeneration"),
+    "Phi4MMForCausalLM": Refused("Phi-4-multimodal", _ADAPTED, "Phi3VForCausalLM"),
+    "Phi4MultimodalForCausalLM": Refused("Phi-4-multimodal, as transformers has it", _ADAPTED, "Phi3VForCausalLM"),
+    "PixtralForConditionalGeneration": Refused(
+        "Pixtral as its authors published it", "its names are not read", "LlavaForConditionalGeneration"
+    ),
+    "Step3VLForConditionalGeneration": Refused("Step3", _NEITHER, "Glm4vMoeForConditionalGeneration"),
+    "VipLlavaForConditionalGeneration": Refused(
+        "ViP-LLaVA", "the norm of its features is not written yet", "LlavaForConditionalGeneration"
     ),
 }
 """Architecture -> what is said of it."""

@@ -48,6 +48,7 @@ XCOMPOSER_SYSTEM = (
     "- InternLM-XComposer (浦语·灵笔) is capable of comprehending and articulating responses effectively based on the "
     "provided image."
 )
+GOT_OCR2_SYSTEM = "You should follow the instructions carefully and explain your answers in detail."
 INTERNVL2_SYSTEM = (
     "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL, 是一个有用无害的人工智能助手。"
 )
@@ -228,6 +229,7 @@ BUILTIN: dict[str, dict[str, Any]] = {
     "yi": {**CHATML, "stop_words": ["<|im_end|>", "<|endoftext|>"]},
     "dbrx": {**CHATML, "meta_instruction": DBRX_SYSTEM},
     "llava-chatml": {**CHATML_UNBROKEN, "meta_instruction": "Answer the questions."},
+    "got-ocr2": {**CHATML_UNBROKEN, "meta_instruction": GOT_OCR2_SYSTEM},
     "internvl-zh-hermes2": {**CHATML_UNBROKEN, "meta_instruction": INTERNVL2_SYSTEM},
     "internlm-xcomposer2": XCOMPOSER,
     "internlm-xcomposer2d5": XCOMPOSER,
@@ -331,6 +333,7 @@ ARCHITECTURES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("InternVLChatModel", {"template": "phi3-chat"}, "internvl2-phi3"),
     ("InternVLChatModel", {"template": "internvl_zh"}, "internvl-zh"),
     ("InternVLChatModel", {}, "internvl2-internlm2"),
+    ("GotOcr2ForConditionalGeneration", {}, "got-ocr2"),
     ("QWenLMHeadModel", {}, "qwen"),
     ("Qwen2ForCausalLM", {}, "qwen"),
     ("Qwen2MoeForCausalLM", {}, "qwen"),

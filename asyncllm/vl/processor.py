@@ -257,6 +257,22 @@ def _aya_vision(
     )
 
 
+def _got_ocr2(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    vision = {"image_size": 1024, "patch_size": 16, **(fields.get("vision_config") or {})}
+    side = vision["image_size"]
+    return TileProcessor(
+        PictureSettings(settings, where),
+        token_id=image_token(fields, 151859),
+        placeholder="<img><imgpad></img>\n",
+        before=(),
+        after=(),
+        side=side,
+        tokens=(side // vision["patch_size"] // 4) ** 2,
+        least=settings.get("min_patches") or 1,
+        most=(settings.get("max_patches") or 12) if settings.get("crop_to_patches") else 1,
+    )
+
+
 def _deepseek(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     vision = {"image_size": 384, "patch_size": 16, **(fields.get("vision_config") or {})}
     return SquareProcessor(
@@ -360,6 +376,7 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "Glm4vForConditionalGeneration": _glm4v,
     "Glm4vMoeForConditionalGeneration": _glm4v,
     "GlmOcrForConditionalGeneration": partial(_glm4v, token_id=59280),
+    "GotOcr2ForConditionalGeneration": _got_ocr2,
     "Idefics3ForConditionalGeneration": _idefics3,
     "InternS1ForConditionalGeneration": _intern,
     "InternVLChatModel": _intern,

@@ -90,6 +90,26 @@ def _cohere2_vision() -> Kind:
     return config, pictures, tokens, None
 
 
+def _got_ocr2() -> Kind:
+    from transformers import GotOcr2Config
+
+    tower = {
+        "hidden_size": 24,
+        "mlp_dim": 40,
+        "output_channels": 6,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 64,
+        "patch_size": 8,
+        "window_size": 3,
+        "global_attn_indexes": [1],
+    }
+    text = {**TEXT, "model_type": "qwen2"}
+    config = GotOcr2Config(vision_config=tower, text_config=text, image_token_index=IMAGE_ID, image_seq_length=4)
+    pictures = {**_internvl()[1], "size": {"height": 64, "width": 64}, "crop_to_patches": False}
+    return config, pictures, ["<imgpad>", "<img>", "</img>"], None
+
+
 def _internvl_6b() -> Kind:
     """The larger tower's norms and biases, and InternVL3.5's decoder."""
     from transformers import Qwen3Config
@@ -395,6 +415,7 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "gemma3_scan": _gemma3_scan,
     "aya_vision": _aya_vision,
     "cohere2_vision": _cohere2_vision,
+    "got_ocr2": _got_ocr2,
     "internvl": _internvl,
     "internvl_6b": _internvl_6b,
     "llama4": _llama4,

@@ -11,7 +11,7 @@ from asyncllm.vl.known_towers import multi_modality_fields
 from asyncllm.vl.towers.deepseek_vl_hybrid import HybridConfig
 from asyncllm.vl.towers.sam import SamConfig
 
-__all__ = ["read_deepseek_vl_hybrid", "read_multi_modality"]
+__all__ = ["read_deepseek_vl_hybrid", "read_multi_modality", "sam_of"]
 
 
 def read_deepseek_vl_hybrid(hf: HFConfig) -> Composed:
@@ -21,7 +21,7 @@ def read_deepseek_vl_hybrid(hf: HFConfig) -> Composed:
     small = msgspec.structs.replace(clip_of(hf), final_norm=True)
     if small.has_class_token:
         hf.unsupported("vision_config", "Supported: model_type = 'siglip_vision_model'.")
-    return Composed(text, decoder, HybridConfig(small=small, large=_sam_of(hf)))
+    return Composed(text, decoder, HybridConfig(small=small, large=sam_of(_large(hf))))
 
 
 def read_multi_modality(hf: HFConfig) -> Composed:
@@ -34,9 +34,14 @@ def read_multi_modality(hf: HFConfig) -> Composed:
     return parts._replace(vision=msgspec.structs.replace(parts.vision, **{key: encoder}))
 
 
-def _sam_of(hf: HFConfig) -> SamConfig:
+def _large(hf: HFConfig) -> HFConfig:
     part = part_of(hf, "high_res_vision_config")
     part.expect("model_type", "sam_vision_model")
+    return part
+
+
+def sam_of(part: HFConfig) -> SamConfig:
+    """Return the encoder that an object of config.json describes."""
     part.expect("num_channels", 3)
     part.expect("hidden_act", *TOWER_ACTIVATIONS)
     part.expect("use_abs_pos", True)
