@@ -30,6 +30,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _batch(options: argparse.Namespace) -> int:
+    """Answer a file of batch requests. Return the exit status: 1 if any was refused."""
     flags.check_neutral(options)
     engine_config, template = flags.load(options, EngineConfig), load_template(options)
 

@@ -182,6 +182,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
+    """Print the names of chat templates and architectures."""
     from asyncllm.models.registry import families
     from asyncllm.text import templates
 

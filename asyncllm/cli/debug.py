@@ -33,6 +33,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    """Compare a model's layers with the original's. Return the exit status: 1 if they differ."""
     from asyncllm.locate import locate
     from asyncllm.porting import compare
 

@@ -122,6 +122,7 @@ def _triton() -> Check:
 
 
 def _device() -> Check:
+    """Check that torch loads, and uses the NVIDIA card if there is one."""
     try:
         import torch
     except (ImportError, OSError) as error:

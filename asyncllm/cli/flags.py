@@ -211,8 +211,10 @@ def add_model_settings(
 
 
 def add_neutral(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
-    """Give `parser`, without a word in its help, LMDeploy's options of these names, which are not implemented, for
-    those who ask for nothing by them. `check_neutral` refuses what asks for something."""
+    """Add LMDeploy's options of these names, which are not implemented, to `parser`, but not to its help.
+
+    A command line that gives them neutral values works; `check_neutral` refuses other values.
+    """
     for name in names:
         values = COMMANDS[name].values or ()
         is_flag = bool(values) and all(isinstance(value, bool) for value in values)

@@ -51,6 +51,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    """Run one of the tools and print what it has written."""
     from asyncllm.lite import TOOLS, QuantizeReport
 
     flags.check_neutral(options)

@@ -73,6 +73,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    """Serve a model until a signal ends the server."""
     flags.check_neutral(options)
     config = flags.load(options, ServerConfig)
     engine_config = flags.load(options, EngineConfig)

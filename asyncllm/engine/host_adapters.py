@@ -40,7 +40,7 @@ class HostAdapters:
         self._num_leaving = 0
         """Adapters that steps in flight may still name, and whose memory is freed after those."""
         self._turn = asyncio.Lock()
-        """Held by who makes room and reads: files are read one after another, in the order of the calls."""
+        """Held while one call makes room and reads: files are read one after another, in the order of the calls."""
         self._freed: asyncio.Future[None] = self._event_loop.create_future()
         """Done when there may be more room. Replaced then."""
         self._over: asyncio.Future[None] = self._event_loop.create_future()
@@ -103,7 +103,7 @@ class HostAdapters:
             self._drop(adapter)
 
     def end(self, error: AsyncLLMError) -> None:
-        """Let those who wait raise `error`. The engine has ended."""
+        """Raise `error` in the calls that wait. The engine has ended."""
         if not self._over.done():
             self._over.set_exception(error)
             self._over.exception()  # as there may be no caller to do so

@@ -68,6 +68,7 @@ class FewBits(Recipe):
                 return encode_packed(weight, self.grid.bits, symmetric=self.grid.symmetric)
 
     def settings(self, plain: Sequence[str], quantized: Sequence[str]) -> dict[str, Any]:
+        """Return the `quantization_config` of config.json, given the names of plain and quantized modules."""
         bits, size, symmetric = self.grid.bits, self.grid.group_size, self.grid.symmetric
         match self.files:
             case "awq":

@@ -93,6 +93,8 @@ class _Changes:
             raise InvalidCheckpoint(f"{folder} holds no tensor of an adapter. Download it again.")
 
     def _take(self, name: str, tensor: Tensor) -> None:
+        """Keep one tensor of the adapter for the weight that it changes or replaces. Raises InvalidCheckpoint,
+        UnsupportedModel."""
         if not name.startswith(_PREFIX) or not tensor.is_floating_point():
             raise InvalidCheckpoint(f"{self._folder}: {short(name)} is not a tensor of PEFT's.")
         bare = name.removeprefix(_PREFIX)

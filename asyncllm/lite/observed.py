@@ -45,7 +45,7 @@ class InputStatistics:
 
     @property
     def mean(self) -> Tensor:
-        """The mean magnitude of each feature [K]."""
+        """Mean magnitude of each feature [K]."""
         return self.total / max(1, self.count)
 
     def add(self, x: Tensor) -> None:

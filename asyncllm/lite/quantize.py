@@ -160,6 +160,8 @@ class _Quantizer:
         return self._walk.compare(self._before, self._after) if self._before else None
 
     def _layer(self, layer: int) -> Iterator[tuple[str, Tensor]]:
+        """Quantize one layer and yield its tensors, by their names in the file. The batches' hidden states go on from
+        what the quantized layer computes."""
         walk, part = self._walk, f"layers.{layer}"
         block = walk.fill(part)
         for batch in self._before:
@@ -189,7 +191,7 @@ class _Quantizer:
         walk.empty(part)
 
     def _move(self, layer: int, masters: Masters, inputs: Inputs, plain: set[int]) -> None:
-        """Move scales, group by group, and see to it that the layer computes what it did."""
+        """Move scales, group by group, so that the layer computes what it did."""
         walk = self._walk
         first = self._batches[0] if self._batches else None
         before = None if first is None else walk.run(layer, first)
@@ -315,7 +317,7 @@ def quantize(
 
 
 def _fingerprint(checkpoint: Checkpoint, *how: object) -> str:
-    """Of what decides the outcome: the files, by their headers, sizes and times, and `how`."""
+    """Return a digest of what decides the outcome: the files, by their headers, sizes and times, and `how`."""
     files = sorted({each.file for each in checkpoint.tensors.values()} | {checkpoint.folder / "config.json"})
     stats = [(str(file.resolve()), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     described = [version("asyncllm"), torch.__version__, stats, list(checkpoint.tensors.values()), how]

@@ -33,7 +33,7 @@ class Grid:
 
     @property
     def top(self) -> int:
-        """The largest code."""
+        """Largest code."""
         return (1 << self.bits) - 1
 
     def width(self, columns: int) -> int:
@@ -98,6 +98,10 @@ class Grid:
         return torch.cat([each[0] for each in found]), torch.cat([each[1] for each in found])
 
     def _search(self, groups: Tensor, moments: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the scales and zero points with which rounding groups [N, G, size] changes products least.
+
+        `moments`: second moments of the inputs by group [G, size, size]; None: the error of the weights counts.
+        """
         best = scales = zeros = None
         for shrink in SHRINKS:
             tried = self.place(groups, shrink)

@@ -60,6 +60,7 @@ def read_texts(source: str | Path | None) -> list[Text]:
 
 
 def _lines(content: str, file: Path) -> Iterator[Text]:
+    """Yield the texts or conversations of a JSON-lines file. Raises InvalidParameter for other lines."""
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue

@@ -160,6 +160,7 @@ class _Job:
 
     @classmethod
     def open(cls, tool: str, model: Model, work_dir: str, options: Mapping[str, Any]) -> _Job:
+        """Check the options of a tool and find the model's folder. Raises InvalidParameter, ModelError."""
         known = LITE_TOOLS[tool]
         for name in options:
             if name not in known.options:

@@ -73,6 +73,7 @@ class Channel:
         self.descriptors.clear()
 
     def _write(self) -> None:
+        """Send what is unsent, `_WRITE_BYTES` in a turn at most; go on when the socket takes more."""
         left = _WRITE_BYTES
         while self._unsent:
             if left <= 0:

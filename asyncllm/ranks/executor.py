@@ -168,7 +168,8 @@ class RankExecutor:
             raise
 
     async def _start_processes(self) -> None:
-        """In a thread, as it takes milliseconds. It is waited for in any case, so that no process is lost."""
+        """Start the ranks in a thread, as it takes milliseconds. Wait for it even if cancelled, so that no process is
+        lost."""
         assert self._loop is not None
 
         def start_all() -> None:
@@ -275,7 +276,7 @@ class RankExecutor:
             self._send_all(encode(DropAdapter(number)))
 
     def _adapter_taken(self, number: int, digest: str, failure: Failure | None) -> None:
-        """Take in that a rank has read an adapter, or why it could not, which is for who asked for it alone."""
+        """Count a rank that has read an adapter, or has failed to. The last one settles the future of the call."""
         taken = self._adapters[number]
         taken.waits_for -= 1
         if failure is not None:
@@ -290,7 +291,7 @@ class RankExecutor:
             set_result(taken.future, digest)
 
     def _listen(self) -> None:
-        """See to it that ranks say something as long as they have something to do."""
+        """Begin to ask the ranks, every `_LISTEN_S` seconds, whether they still run, while they have work."""
         if self._listening is None:
             self._silent = [0] * self.num_ranks
             self._listening = asyncio.get_running_loop().call_later(_LISTEN_S, self._ask)
@@ -326,7 +327,7 @@ class RankExecutor:
         self._listening = asyncio.get_running_loop().call_later(_LISTEN_S, self._ask)
 
     def _grammar_taken(self, number: int, failure: Failure | None) -> None:
-        """Take in that a rank has compiled a grammar, or why it could not, which is for who asked for it alone."""
+        """Count a rank that has compiled a grammar, or has failed to. The last one settles the future of the call."""
         taken = self._grammars[number]
         taken.waits_for -= 1
         if failure is not None:
@@ -462,7 +463,7 @@ class RankExecutor:
         return failure
 
     def _process_ended(self, process: RankProcess) -> None:
-        """A rank's process is gone, expected or not."""
+        """End the start, or all ranks, as a rank's process is gone; nothing if they are being closed."""
         if self._state == "closed" or self._error is not None:
             return
         if self._state == "starting":
@@ -500,7 +501,7 @@ class RankExecutor:
         return list(futures)
 
     def _drop_beside(self, error: Exception) -> None:
-        """Answer who waits for grammars and adapters."""
+        """Raise `error` in the calls that wait for grammars and adapters."""
         for grammar in self._grammars.values():
             set_seen_exception(grammar.future, error)
         for adapter in self._adapters.values():

@@ -24,7 +24,7 @@ class RankGrammars:
     def __init__(self) -> None:
         self._compiler: GrammarCompiler | None = None
         self._kept: dict[int, CompiledGrammar | None] = {}
-        """By number: who shares one there shares it here. None: it is being compiled."""
+        """Number -> grammar, which requests of equal texts share. None: it is being compiled."""
 
     def open(self, model_path: Path, vocab_size: int, ends: tuple[int, ...]) -> asyncio.Future[None]:
         """Read the tokenizer of the checkpoint, in a thread. `ends`: tokens that end an answer."""

@@ -119,6 +119,7 @@ class Rank:
         self._over.set()
 
     def _take(self, data: memoryview) -> None:
+        """Carry out one message of the engine's process. Answers follow when they are known."""
         match self._decode(data):
             case Start() as start:
                 assert self._started is not None

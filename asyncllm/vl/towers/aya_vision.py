@@ -13,7 +13,7 @@ from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
-from asyncllm.vl.towers.parts import Dense
+from asyncllm.vl.towers.parts import Dense, fold_squares
 
 __all__ = ["AyaVisionConfig", "AyaVisionTower"]
 
@@ -66,13 +66,7 @@ class AyaVisionTower(PlannedTower):
     def look(self, shown: Shown) -> Tensor:
         """pixels [N, 3, size, size] -> [N * tokens, hidden]."""
         x = self.encoder(shown.tensors[0].to(self.projector_1.weight.dtype), self.config.read_layers)
-        squares = self._folded(x)
+        squares = fold_squares(x, self.config.fold).flatten(0, 1)
         up, gate = self.projector_1(squares if self.norm is None else self.norm(squares)).chunk(2, -1)
         projected: Tensor = self.projector_2(F.silu(gate) * up)
         return projected
-
-    def _folded(self, x: Tensor) -> Tensor:
-        """x [N, side * side, hidden] -> squares of neighbours as one [N * tokens, fold * fold * hidden]."""
-        fold, side = self.config.fold, self.config.encoder.side // self.config.fold
-        squares = x.view(len(x), side, fold, side, fold, -1).permute(0, 1, 3, 2, 4, 5)
-        return squares.reshape(len(x) * side * side, -1)

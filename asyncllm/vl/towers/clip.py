@@ -71,7 +71,7 @@ class ClipEncoder(Layer):
         return self._behind(self.patches.of_images(pixels), num_layers, places)
 
     def of_patches(self, patches: Tensor, num_layers: int, places: Tensor | None = None) -> Tensor:
-        """As `forward` of pictures that are cut already: patches [N, tokens, 3 * patch * patch]."""
+        """Do as `forward` for pictures that are cut already: patches [N, tokens, 3 * patch * patch]."""
         return self._behind(self.patches(patches), num_layers, places)
 
     def _behind(self, x: Tensor, num_layers: int, places: Tensor | None) -> Tensor:

@@ -69,7 +69,8 @@ class DeepseekVL2Tower(VisionTower):
         return [self._joined(part, image.tiles) for part, image in zip(parts, images, strict=True)]
 
     def _folded(self, x: Tensor) -> Tensor:
-        """x [N, side * side, hidden] -> [N, tokens, hidden * fold * fold], each feature's patches side by side."""
+        """Return patches [N, side * side, hidden] as squares, each feature's patches side by side
+        [N, tokens, hidden * fold * fold]."""
         fold, side = self.config.fold, self.config.encoder.side
         picture = x.view(len(x), side, side, -1).permute(0, 3, 1, 2)
         missing = -side % fold

@@ -105,7 +105,8 @@ class HybridTower(VisionTower):
         return features.flatten(2).transpose(1, 2)
 
     def _shrunk(self, x: Tensor) -> Tensor:
-        """x [N, channels, side, side] -> [N, 4 * channels, side, side], by the small encoder's side."""
+        """Shrink x [N, channels, side, side] to four times the small encoder's side, then to that, with more channels
+        [N, 4 * channels, side, side]."""
         size = 4 * self.config.small.side
         shrunk: Tensor = self.shrink_2(self.shrink_1(F.interpolate(x, (size, size), mode="bilinear")))
         return shrunk

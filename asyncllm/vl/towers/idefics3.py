@@ -10,7 +10,7 @@ from torch import Tensor
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
-from asyncllm.vl.towers.parts import Dense
+from asyncllm.vl.towers.parts import Dense, fold_squares
 
 __all__ = ["Idefics3TowerConfig", "Idefics3VisionTower"]
 
@@ -48,8 +48,7 @@ class Idefics3VisionTower(PlannedTower):
     def look(self, shown: Shown) -> Tensor:
         (pixels, places), encoder, fold = shown.tensors, self.config.encoder, self.config.fold
         x = self.encoder(pixels.to(self.projector.weight.dtype), encoder.num_layers, places)
-        side = encoder.side // fold
-        squares = x.view(len(x), side, fold, side, fold, -1).permute(0, 1, 3, 2, 4, 5).reshape(len(x), side * side, -1)
+        squares = fold_squares(x, fold)
         projected: Tensor = self.projector(squares)
         return projected.flatten(0, 1)
 

@@ -13,7 +13,7 @@ from asyncllm.layers.norm import RMSNorm
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
 from asyncllm.vl.towers.block import Attention, Block
-from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table, TowerActivation
+from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table, TowerActivation, fold_squares
 
 __all__ = ["InternVLConfig", "InternVLTower"]
 
@@ -137,9 +137,8 @@ class InternVLTower(PlannedTower):
         return projected
 
     def _folded(self, x: Tensor) -> Tensor:
-        """x [N, side * side, hidden] -> squares of neighbours as one [N, tokens, fold * fold * hidden]."""
-        count, fold, side = len(x), self.config.fold, self.config.side // self.config.fold
-        squares = x.view(count, side, fold, side, fold, -1).permute(0, 1, 3, 2, 4, 5)
+        """Return squares of neighbouring patches as one, in the order of the checkpoint's generation."""
+        squares, side = fold_squares(x, self.config.fold), self.config.side // self.config.fold
         if self.config.transposed:
-            squares = squares.transpose(1, 2)
-        return squares.reshape(count, side * side, -1)
+            squares = squares.view(len(x), side, side, -1).transpose(1, 2).flatten(1, 2)
+        return squares

@@ -13,7 +13,7 @@ from asyncllm.kernels import Rotation, split_segments
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
-from asyncllm.vl.towers.parts import Dense, Table, cut
+from asyncllm.vl.towers.parts import Dense, Table, cut, fold_squares
 from asyncllm.vl.towers.qwen_vl import PatchBlock
 
 __all__ = ["Llama4Tower", "Llama4TowerConfig"]
@@ -106,15 +106,9 @@ class Llama4Tower(PlannedTower):
         tiles = split_segments([tokens] * count, pixels.device)
         for layer in self.layers:
             x = layer(x, rotation, tiles)
-        x = self._folded(self.last_norm(x).view(count, tokens, -1)[:, :-1])
+        x = fold_squares(self.last_norm(x).view(count, tokens, -1)[:, :-1], self.config.fold)
         projected: Tensor = self.projector(F.gelu(self.adapter_2(F.gelu(self.adapter_1(x)))))
         return projected.flatten(0, 1)
-
-    def _folded(self, x: Tensor) -> Tensor:
-        """x [N, side * side, hidden] -> squares of neighbours as one [N, tokens, fold * fold * hidden]."""
-        count, fold, side = len(x), self.config.fold, self.config.side // self.config.fold
-        squares = x.reshape(count, side, fold, side, fold, -1).permute(0, 1, 3, 2, 4, 5)
-        return squares.reshape(count, side * side, -1)
 
     def _rotation(self, count: int, device: torch.device) -> Rotation:
         """Return how far each token of so many tiles is turned: the first half of the pairs by the column, the second

@@ -126,7 +126,7 @@ class MiningTower(VisionTower):
 
 
 def _tiled(x: Tensor, grid: int) -> Tensor:
-    """x [1, channels, size, size] -> [grid * grid, channels, size / grid, size / grid], row by row."""
+    """Cut x [1, channels, size, size] into tiles, row by row [grid * grid, channels, size / grid, size / grid]."""
     _, channels, height, width = x.shape
     cut = x.reshape(channels, grid, height // grid, grid, width // grid).permute(1, 3, 0, 2, 4)
     return cut.reshape(grid * grid, channels, height // grid, width // grid)

@@ -6,6 +6,7 @@ They are not divided among ranks, quantized or adapted. A tower runs once for an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import isqrt
 from typing import Literal
 
 import torch
@@ -14,7 +15,17 @@ from torch import Tensor, nn
 
 from asyncllm.layers.layer import Layer
 
-__all__ = ["ACTIVATIONS", "Dense", "Owner", "PatchEmbedding", "Table", "TowerActivation", "cut", "empty"]
+__all__ = [
+    "ACTIVATIONS",
+    "Dense",
+    "Owner",
+    "PatchEmbedding",
+    "Table",
+    "TowerActivation",
+    "cut",
+    "empty",
+    "fold_squares",
+]
 
 TowerActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 
@@ -37,11 +48,19 @@ class Owner(Layer):
 
 
 def cut(pixels: Tensor, size: int) -> Tensor:
-    """pixels [N, channels, height, width] -> square patches of this size [N, patches, channels * size * size], row by
-    row."""
+    """Return pixels [N, channels, height, width] as square patches of this size, row by row
+    [N, patches, channels * size * size]."""
     count, channels, height, width = pixels.shape
     squares = pixels.view(count, channels, height // size, size, width // size, size).permute(0, 2, 4, 1, 3, 5)
     return squares.reshape(count, -1, channels * size * size)
+
+
+def fold_squares(x: Tensor, fold: int) -> Tensor:
+    """Return the patches of square pictures [N, side * side, hidden] with each square of fold x fold neighbours as one,
+    row by row [N, (side / fold)^2, fold * fold * hidden]."""
+    count, side = len(x), isqrt(x.shape[1]) // fold
+    squares = x.reshape(count, side, fold, side, fold, -1).permute(0, 1, 3, 2, 4, 5)
+    return squares.reshape(count, side * side, -1)
 
 
 def empty(*shape: int) -> nn.Parameter:

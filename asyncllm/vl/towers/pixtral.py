@@ -104,7 +104,8 @@ class PixtralTower(VisionTower):
         return list(torch.split(x, [image.num_features for image in images]))
 
     def _squares(self, x: Tensor, grids: Sequence[tuple[int, int]], lengths: Sequence[int]) -> Tensor:
-        """x [T, hidden] -> [T / merge^2, hidden * merge^2], the patches of a square side by side in each feature."""
+        """Return x [T, hidden] as squares [T / merge^2, hidden * merge^2], a square's patches side by side in each
+        feature."""
         merge = self.config.merge
         parts = [
             part.view(rows // merge, merge, columns // merge, merge, -1).permute(0, 2, 4, 1, 3).flatten(0, 1).flatten(1)

@@ -46,7 +46,7 @@ class Resampler(Layer):
         return attended
 
     def _heads(self, x: Tensor) -> Tensor:
-        """x [N, T, size] -> [N, heads, T, size / heads]."""
+        """Return x [N, T, size] by heads [N, heads, T, size / heads]."""
         return x.view(*x.shape[:2], self._num_heads, -1).transpose(1, 2)
 
 

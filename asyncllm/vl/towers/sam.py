@@ -118,7 +118,7 @@ class _Block(Layer):
         return out.reshape(count, number * window, number * window, -1)[:, :side, :side]
 
     def _attended(self, x: Tensor) -> Tensor:
-        """x [N, side, side, hidden] -> the same."""
+        """Return what the patches of x [N, side, side, hidden] attend to, of its shape."""
         count, side = x.shape[:2]
         qkv = self.qkv(x).view(count, side * side, 3, self.num_heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
