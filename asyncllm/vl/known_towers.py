@@ -112,30 +112,36 @@ def multi_modality_fields(fields: Mapping[str, Any], where: str) -> dict[str, An
         raise UnsupportedModel(
             f"{where}: gen_vision_config: Janus, which also draws, is not implemented. The nearest is DeepSeek-VL."
         )
-    vision, joined = fields.get("vision_config") or {}, (fields.get("aligner_config") or {}).get("params") or {}
-    params, own = vision.get("params") or {}, vision.get("sizes") or {}
+    vision, joined = _object(fields, "vision_config"), _object(_object(fields, "aligner_config"), "params")
+    params, own = _object(vision, "params"), _object(vision, "sizes")
     two = vision.get("cls") == "HybridVisionTower"
-    low = params.get("low_res_cfg") or {} if two else params
-    high = params.get("high_res_cfg") or {}
+    low = _object(params, "low_res_cfg") if two else params
+    high = _object(params, "high_res_cfg")
     names = (vision.get("cls"), low.get("model_name"), high.get("model_name"), joined.get("projector_type"))
-    if names not in _DEEPSEEK or joined.get("depth", 2) != 2 or low.get("select_layer", -1) != -1:
+    if list(names) not in _DEEPSEEK or joined.get("depth", 2) != 2 or low.get("select_layer", -1) != -1:
         raise UnsupportedModel(
             f"{where}: vision_config and aligner_config are of {short(names)}, which is not implemented. Supported: "
             f"those of DeepSeek-VL 1.3B and 7B."
         )
-    large = {"model_type": "sam_vision_model", "image_size": high.get("image_size", 1024), **own.get("high", {})}
+    large = {"model_type": "sam_vision_model", "image_size": high.get("image_size", 1024), **_object(own, "high")}
     return {
         **{key: value for key, value in fields.items() if key != "language_config"},
-        "text_config": {"model_type": "llama", **(fields.get("language_config") or {})},
-        "vision_config": {**_SIGLIP, "image_size": low.get("image_size", 384), **own.get("low", {})},
+        "text_config": {"model_type": "llama", **_object(fields, "language_config")},
+        "vision_config": {**_SIGLIP, "image_size": low.get("image_size", 384), **_object(own, "low")},
         **({"high_res_vision_config": large} if two else {}),
     }
 
 
-_DEEPSEEK = {
-    ("CLIPVisionTower", "siglip_large_patch16_384", None, "mlp_gelu"),
-    ("HybridVisionTower", "siglip_large_patch16_384", "sam_b_downsample", "low_high_hybrid_split_mlp_gelu"),
-}
+def _object(fields: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return an object within another one; an empty one in the place of anything else."""
+    value = fields.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+_DEEPSEEK = (
+    ["CLIPVisionTower", "siglip_large_patch16_384", None, "mlp_gelu"],
+    ["HybridVisionTower", "siglip_large_patch16_384", "sam_b_downsample", "low_high_hybrid_split_mlp_gelu"],
+)
 
 XComposer = Literal["2", "4khd", "2.5"]
 

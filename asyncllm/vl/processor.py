@@ -57,7 +57,13 @@ def open_processor(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
             f"{folder} has no preprocessor_config.json, which says how images are scaled. Download it beside "
             f"config.json."
         )
-    return make(fields, settings, str(file))
+    try:
+        return make(fields, settings, str(file))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InvalidCheckpoint(
+            f"{folder}: what config.json and {file.name} say of images has another form than {name} has ({error}). "
+            f"Download both again."
+        ) from None
 
 
 def open_images(folder: Path, overrides: Mapping[str, Any] | None = None) -> PreparedImages | None:
@@ -310,8 +316,7 @@ def _deepseek_hybrid(fields: _Fields, settings: _Fields, where: str) -> ImagePro
 
 
 def _multi_modality(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
-    params = (fields.get("vision_config") or {}).get("params") or {}
-    known = added_tokens(Path(where).parent)
+    known, params = added_tokens(Path(where).parent), (fields.get("vision_config") or {}).get("params") or {}
     fields = multi_modality_fields(fields, "config.json")
     fields["image_token_id"] = int(known.get("<image_placeholder>", 100015))
     make = _deepseek if fields.get("high_res_vision_config") is None else _deepseek_hybrid

@@ -218,6 +218,25 @@ def test_an_image_is_padded_as_llavas_authors_do(tmp_path: Path) -> None:
         assert np.abs(prepared.pixels[0] - expected.transpose(2, 0, 1)).max() < 1e-5, (width, height)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
+        ("llava", {"vision_config": [1]}),
+        ("llava", {"vision_config": {"image_size": "x"}}),
+        ("got_ocr2", {"vision_config": {"patch_size": 0}}),
+        ("qwen2_5_omni", {"thinker_config": "x"}),
+        ("onevision", {"vision_aspect_ratio": "anyres_max_x"}),
+    ],
+)
+def test_what_a_damaged_config_says_of_images(kind: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    source = folder_of(kind)
+    fields = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, **changed}))
+    (tmp_path / "preprocessor_config.json").write_text((source / "preprocessor_config.json").read_text())
+    with pytest.raises(InvalidCheckpoint, match="another form"):
+        open_processor(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["deepseek_vl", "deepseek_vl_hybrid"])
 def test_pictures_of_deepseeks_authors(kind: str, tmp_path: Path) -> None:
     """Sides are rounded down, and the smaller of two pictures is made of the larger one."""

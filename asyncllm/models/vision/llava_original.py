@@ -39,7 +39,8 @@ def read_original_llava(hf: HFConfig, decoder: str) -> Composed:
     if one_vision:
         # The last layer is not among the weights.
         hf.expect("mm_vision_select_layer", -2)
-        tower["num_hidden_layers"], last = tower.get("num_hidden_layers", 12) - 1, -1
+        layers = HFConfig(tower, source=hf.source, session_len=None).integer("num_hidden_layers", 12) - 1
+        tower["num_hidden_layers"], last = layers, -1
     kept = {key: value for key, value in hf.fields.items() if not key.startswith(("mm_", "image_"))}
     pinpoints = hf.fields.get("image_grid_pinpoints")
     if isinstance(pinpoints, list) and all(isinstance(each, list) and len(each) == 2 for each in pinpoints):
