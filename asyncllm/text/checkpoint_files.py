@@ -26,6 +26,7 @@ MAX_TOKEN_ID = 2**24 - 1
 
 BY_MODEL_TYPE: Mapping[str, str] = {
     "aquila": "AquilaForCausalLM",
+    "bailing_moe": "BailingMoeV2ForCausalLM",
     "deepseek_vl_v2": "DeepseekVLV2ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "internlm": "InternLMForCausalLM",
