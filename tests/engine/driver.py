@@ -395,6 +395,10 @@ class Driver:
                 writes[block] = slot
 
 
+async def _no_words(*_: object) -> Any:
+    return SimpleNamespace(stop_ids=frozenset())
+
+
 class Inputs(InputProcessor):
     """Turns of token ids for a driver's scheduler, with the policy that a test sets."""
 
@@ -404,8 +408,10 @@ class Inputs(InputProcessor):
             given_ids=at_once,
             options=lambda *_, **__: DEFAULT_OPTIONS,
             tokenizer=TOKENIZER,
+            template=None,
         )
         super().__init__(encoder, table)
+        self._words: Any = SimpleNamespace(of=_no_words)
         self._driver = driver
         self._space = room
         self.policy: RequestPolicy
@@ -414,15 +420,9 @@ class Inputs(InputProcessor):
     def _policy(self, options: object) -> RequestPolicy:
         return self.policy
 
-    async def _words(self, config: object) -> Any:
-        return SimpleNamespace(stop_ids=frozenset())
-
-    def _params(self, *_: object) -> Any:
-        """The driver's own take their place, and those of answers."""
-
-    _answers = _params
-
-    def _build(self, call: Call, asked: Any, prompt_ids: list[int], delivery: Delivery, **turn: Any) -> Request:
+    def _build(
+        self, call: Call, asked: Any, prompt_ids: list[int], delivery: Delivery, *_: object, **turn: Any
+    ) -> Request:
         max_new = min(asked.config.max_new_tokens, self._space - len(prompt_ids))
         request = self._driver.build(prompt_ids, max_new, policy=asked.policy, delivery=delivery, adapter=self.adapter)
         request.session_id, request.history_len = turn["session_id"], turn["history_len"]
