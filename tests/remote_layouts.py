@@ -358,6 +358,16 @@ LAYOUTS: dict[str, Layout] = {
         "Gemma4UnifiedForCausalLM",
         dropped=("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"),
     ),
+    "gemma4_26b": Layout(
+        "gemma4",
+        "gemma4_text",
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        extra={
+            **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": True},
+            **{"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 40},
+        },
+    ),
     "gemma4_31b": Layout(
         "gemma4",
         "gemma4_text",

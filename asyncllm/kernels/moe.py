@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.kernels.activation import activate, sigmoid, silu_mul
+from asyncllm.kernels.activation import activate, gelu_tanh_mul, sigmoid, silu_mul
 from asyncllm.kernels.dispatch import op
 
 __all__ = ["Routing", "fused_experts", "fused_experts_invariant", "route"]
@@ -94,6 +94,7 @@ def fused_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     limit: float | None = None,
+    gelu: bool = False,
     num_chosen_from: int = 0,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, each a gated MLP, or a plain one with squared ReLU.
@@ -103,8 +104,9 @@ def fused_experts(
     dtype. An id of -1 stands for an expert that is elsewhere, which has a weight of 0 and adds nothing;
     `num_chosen_from` is how many experts there are with those, where it is more than E, and changes no result. The
     gate is SwiGLU, or with a limit gpt-oss's: (up + 1) * gate * sigmoid(1.702 gate), where gate is at most the
-    limit and up within it on both sides. Both products and the activation are rounded to x's dtype; the sum over
-    experts is float32. A token's result depends on its own row only.
+    limit and up within it on both sides; with `gelu` it is GELU's, by the approximation with tanh. Both products and
+    the activation are rounded to x's dtype; the sum over experts is float32. A token's result depends on its own row
+    only.
     """
     top_k = expert_ids.shape[1]
     order = expert_ids.flatten().argsort(stable=True)
@@ -117,7 +119,7 @@ def fused_experts(
             if gate_up.shape[1] == down.shape[2]:
                 hidden = activate(product, "squared_relu")
             else:
-                hidden = silu_mul(product) if limit is None else _limited_mul(product, limit)
+                hidden = _gate(product, limit, gelu=gelu)
             outputs[start : start + count] = F.linear(hidden, down[expert], _row(down_bias, expert))
             start += count
     chosen = torch.empty_like(outputs).index_copy_(0, order, outputs).view(*expert_ids.shape, -1)
@@ -126,6 +128,12 @@ def fused_experts(
 
 def _row(bias: Tensor | None, expert: int) -> Tensor | None:
     return None if bias is None else bias[expert]
+
+
+def _gate(x: Tensor, limit: float | None, *, gelu: bool) -> Tensor:
+    if gelu:
+        return gelu_tanh_mul(x)
+    return silu_mul(x) if limit is None else _limited_mul(x, limit)
 
 
 def _limited_mul(x: Tensor, limit: float) -> Tensor:
@@ -146,6 +154,7 @@ def fused_experts_invariant(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     limit: float | None = None,
+    gelu: bool = False,
     num_chosen_from: int = 0,
 ) -> Tensor:
     """`fused_experts` whose every row comes out with the same bits whatever other rows are in x."""
@@ -160,6 +169,7 @@ def fused_experts_invariant(
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
             limit=limit,
+            gelu=gelu,
             num_chosen_from=num_chosen_from,
         )
         for row in rows

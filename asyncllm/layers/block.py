@@ -131,7 +131,12 @@ class SandwichBlock(Block):
         if sampled is not None:
             residual, step = kernels.gather_rows(residual, sampled.indices), sampled.inputs
         normed, residual = _normed(self.mlp_norm, attended, residual, self.mlp, step)
-        return self._scaled(self.mlp_post_norm(self.mlp(normed, step))), residual
+        return self._scaled(self.mlp_post_norm(self._fed(normed, residual, step))), residual
+
+    def _fed(self, normed: Tensor | RoundedRows, residual: Tensor, step: StepInputs) -> Tensor:
+        """Return what the MLP gives of the normed stream."""
+        fed: Tensor = self.mlp(normed, step)
+        return fed
 
 
 class ParallelBlock(Layer):

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
+from asyncllm.kernels import RoundedRows
 from asyncllm.layers.block import SandwichBlock
 from asyncllm.layers.embedding import Embedding
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.linear_method import PartKey
 from asyncllm.layers.norm import Norm
+from asyncllm.layers.normed_experts import NormedMoE
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
 __all__ = ["GatedLayerInput", "LayerInputBlock", "LayerInputs", "LayerScale"]
@@ -77,12 +79,24 @@ class LayerScale(Layer):
 
 
 class LayerInputBlock(SandwichBlock):
-    """As `SandwichBlock`; then the layer's own input is added, if it has one, and the stream is scaled (Gemma 4)."""
+    """As `SandwichBlock`; then the layer's own input is added, if it has one, and the stream is scaled (Gemma 4).
 
-    def __init__(self, *, layer_input: GatedLayerInput | None, **parts: Any) -> None:
-        """`parts`: those of `SandwichBlock`."""
+    `experts` read the stream beside the MLP; what the latter gives is normalised by `beside_norm` and added to theirs,
+    ahead of the norm of both.
+    """
+
+    def __init__(
+        self,
+        *,
+        layer_input: GatedLayerInput | None,
+        experts: NormedMoE | None = None,
+        beside_norm: Norm | None = None,
+        **parts: Any,
+    ) -> None:
+        """`experts` and `beside_norm`: both or neither. `parts`: those of `SandwichBlock`."""
         super().__init__(**parts)
         self.layer_input = layer_input
+        self.experts, self.beside_norm = experts, beside_norm
         self.stream_scale = LayerScale()
 
     def forward(
@@ -93,3 +107,10 @@ class LayerInputBlock(SandwichBlock):
             residual = residual + added
             added = self.layer_input(residual, step, sampled)
         return added * self.stream_scale.value, residual * self.stream_scale.value
+
+    def _fed(self, normed: Tensor | RoundedRows, residual: Tensor, step: StepInputs) -> Tensor:
+        fed = super()._fed(normed, residual, step)
+        if self.experts is None or self.beside_norm is None:
+            return fed
+        both: Tensor = self.beside_norm(fed) + self.experts(residual, step)
+        return both

@@ -83,6 +83,8 @@ class Weighted(Layer):
     weight: nn.Parameter
     bias: nn.Parameter | None
     """Of the method `Unquantized`, as is `weight`: no one else reads them."""
+    gelu: bool = False
+    """Of the first products of experts: whether their gate is GELU's, not SwiGLU's. Only `Unquantized` has such."""
 
     def __init__(
         self,
@@ -465,6 +467,7 @@ class Unquantized(LinearMethod):
             gate_up_bias=gate_up.bias,
             down_bias=down.bias,
             limit=limit,
+            gelu=gate_up.gelu,
             num_chosen_from=gate_up.stored_experts or 0,
         )
 
@@ -534,6 +537,7 @@ class BatchInvariant(Unquantized):
             gate_up_bias=gate_up.bias,
             down_bias=down.bias,
             limit=limit,
+            gelu=gate_up.gelu,
             num_chosen_from=gate_up.stored_experts or 0,
         )
 

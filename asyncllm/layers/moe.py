@@ -88,8 +88,7 @@ class MoE(Layer):
             weights.divide_experts(group)
 
     def forward(self, x: Tensor, step: StepInputs) -> Tensor:
-        correction = None if self.correction is None else self.correction.bias
-        weights, expert_ids = kernels.route(self.router(x, step), self.routing, correction)
+        weights, expert_ids = self._routed(x, step)
         own = self.gate_up.own_experts
         if own is not None:
             # All ranks have all tokens; those of other experts get nothing here, and the sum has each once.
@@ -103,6 +102,11 @@ class MoE(Layer):
         if self.shared_gate is not None:
             shared = shared * kernels.sigmoid(self.shared_gate(x, step))
         return chosen.add_(shared)
+
+    def _routed(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor]:
+        """As `kernels.route`, of x [T, hidden]."""
+        correction = None if self.correction is None else self.correction.bias
+        return kernels.route(self.router(x, step), self.routing, correction)
 
     def _read(self, x: Tensor, step: StepInputs) -> Tensor:
         """Return what experts read of x [T, hidden]."""

@@ -244,8 +244,10 @@ def _check_kinds(walk: Walk) -> None:
                 what = "attention and MLP in layers of their own"
             elif isinstance(module, StateLayer):
                 what = "a state in attention's place"
-            elif isinstance(module, MoE) and (module.limit is not None or module.gate_up.has_bias):
-                what = "experts with biases or a limit"
+            elif isinstance(module, MoE) and (
+                module.limit is not None or module.gate_up.has_bias or module.gate_up.gelu
+            ):
+                what = "experts with biases, a limit or GELU"
             if what is not None:
                 raise UnsupportedModel(
                     f"{folder}: layer {layer} has {what}, which is not quantized. Use the model as it is."

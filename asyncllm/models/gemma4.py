@@ -6,10 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from asyncllm.kernels import Routing
 from asyncllm.layers.attention import Attention
 from asyncllm.layers.layer_inputs import LayerInputBlock
 from asyncllm.layers.mlp import GatedMLP
-from asyncllm.models.config import HFConfig
+from asyncllm.layers.normed_experts import NormedMoE
+from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig
 from asyncllm.models.layer_input_model import LayerInputConfig, LayerInputLM, sources_of, text_part, text_weights
 from asyncllm.models.registry import register
 
@@ -28,13 +30,25 @@ class Gemma4Config(LayerInputConfig, frozen=True, kw_only=True):
 
 
 @register(
-    Gemma4ForCausalLM="Gemma 4 E2B, E4B, 31B: the text model",
+    Gemma4ForCausalLM="Gemma 4 E2B, E4B, 26B-A4B, 31B: the text model",
     Gemma4ForConditionalGeneration="the same in files that hold its towers too, which are left out",
     Gemma4UnifiedForCausalLM="Gemma 4 12B: the text model",
     Gemma4UnifiedForConditionalGeneration="the same in files that hold what embeds images too, which is left out",
 )
 class Gemma4(LayerInputLM):
-    weights = text_weights({"model.layers.{i}.layer_scalar": "layers.{i}.stream_scale:value"})
+    weights = text_weights(
+        {
+            "model.layers.{i}.layer_scalar": "layers.{i}.stream_scale:value",
+            "model.layers.{i}.router.proj": "layers.{i}.experts.router.proj",
+            "model.layers.{i}.router.scale": "layers.{i}.experts.router.norm:weight",
+            "model.layers.{i}.router.per_expert_scale": "layers.{i}.experts.scales:value",
+            "model.layers.{i}.experts.gate_up_proj": "layers.{i}.experts.gate_up:weight[gate+up:stacked]",
+            "model.layers.{i}.experts.down_proj": "layers.{i}.experts.down:weight[:stacked]",
+            "model.layers.{i}.post_feedforward_layernorm_1": "layers.{i}.beside_norm",
+            "model.layers.{i}.pre_feedforward_layernorm_2": "layers.{i}.experts.input_norm",
+            "model.layers.{i}.post_feedforward_layernorm_2": "layers.{i}.experts.output_norm",
+        }
+    )
     config: Gemma4Config
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "gemma4_text",
@@ -68,8 +82,6 @@ class Gemma4(LayerInputLM):
         hf.expect("hidden_activation", "gelu_pytorch_tanh")
         # Of images' tokens.
         hf.expect("use_bidirectional_attention", False, "vision")
-        if hf.flag("enable_moe_block", False):
-            hf.unsupported("enable_moe_block", "Experts with GELU are not written yet. The nearest: Gemma 4 31B.")
         ropes = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
@@ -104,6 +116,7 @@ class Gemma4(LayerInputLM):
             sources=sources_of(hf, fields["windows"], hf.integer("num_kv_shared_layers", 0, minimum=0)),
             wide_mlp=hf.flag("use_double_wide_mlp", False),
             layer_input_size=size,
+            experts=_experts(hf, num_layers) if hf.flag("enable_moe_block", False) else None,
             layer_input_tokens=hf.integer("vocab_size_per_layer_input", 262144) if size else 0,
         )
 
@@ -129,7 +142,31 @@ class Gemma4(LayerInputLM):
             mlp=self.mlp(layer),
             mlp_post_norm=self.make_norm(),
             layer_input=self.layer_input(layer),
+            experts=self._beside(),
+            beside_norm=None if self.config.experts is None else self.make_norm(),
         )
+
+    def _beside(self) -> NormedMoE | None:
+        config, experts = self.config, self.config.experts
+        if experts is None:
+            return None
+        return NormedMoE(
+            config.hidden_size,
+            experts.size,
+            num_experts=experts.count,
+            routing=experts.routing,
+            norm_eps=config.norm_eps,
+        )
+
+
+def _experts(hf: HFConfig, num_layers: int) -> ExpertsConfig:
+    count = hf.integer("num_experts", maximum=MAX_EXPERTS)
+    return ExpertsConfig(
+        layers=frozenset(range(num_layers)),
+        count=count,
+        size=hf.integer("moe_intermediate_size"),
+        routing=Routing(hf.integer("top_k_experts", maximum=count), renormalize=True),
+    )
 
 
 def _full_heads(hf: HFConfig, fields: dict[str, Any]) -> HFConfig:

@@ -37,6 +37,11 @@ def attach(model: DecoderLM, checkpoint: Checkpoint, scheme: Scheme) -> None:
         if method is None:
             continue
         first = next(iter(modules))
+        if layer.gelu:
+            raise UnsupportedModel(
+                f"{checkpoint.folder}: {short(first)} is of quantized experts with GELU, which are not implemented. "
+                f"Use a checkpoint that keeps the experts in 16 bits."
+            )
         if isinstance(layer, Embedding):
             raise UnsupportedModel(
                 f"{checkpoint.folder}: {short(first)} is a quantized token embedding, which is not implemented. Use a "

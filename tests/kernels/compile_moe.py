@@ -1,4 +1,5 @@
-"""The mixture-of-experts kernels as they run for Mixtral 8x7B, Qwen3-30B-A3B and, the routing, DeepSeek-V3."""
+"""The mixture-of-experts kernels as they run for Mixtral 8x7B, Qwen3-30B-A3B, Gemma 4 26B-A4B and,
+the routing, DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ from typing import Any
 from asyncllm.kernels.triton import moe
 from tests.kernels.offline import Case
 
-MODELS = {"mixtral": (4096, 14336, 2, 8), "qwen3": (2048, 768, 8, 128), "deepseek_v3": (7168, 2048, 8, 256)}
+MODELS = {
+    "mixtral": (4096, 14336, 2, 8),
+    "qwen3": (2048, 768, 8, 128),
+    "deepseek_v3": (7168, 2048, 8, 256),
+    "gemma4": (2816, 704, 8, 128),
+}
 """hidden size, expert size, top k, experts"""
 
 
@@ -22,7 +28,7 @@ def matmul(model: str, swiglu: bool, block_tokens: int, ungrouped: bool = False,
         "ASSIGNMENTS_PER_X": top_k if swiglu else 1,
         "SWIGLU": swiglu,
         "BIAS": False,
-        "LIMIT": 0.0,
+        "LIMIT": moe.GELU if model == "gemma4" else 0.0,
         "SLOPE": moe.GATE_SLOPE,
         "UNGROUPED": ungrouped,
         "BLOCK_TOKENS": block_tokens,
@@ -112,6 +118,7 @@ CASES = [
     matmul("qwen3", True, 16, ungrouped=True),
     matmul("qwen3", False, 16, ungrouped=True),
     matmul("qwen3", True, 16, dtype="fp32"),
+    matmul("gemma4", True, 64),
     route("qwen3"),
     route("deepseek_v3", groups=8),
     group("qwen3", moe.FEW_ASSIGNMENTS),

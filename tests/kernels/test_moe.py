@@ -183,20 +183,20 @@ def test_experts_without_a_gate(ops: tuple, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
-@pytest.mark.parametrize("limit", [None, 0.5])
-def test_fused_experts_with_biases_and_a_limit(ops: tuple, tokens: int, limit: float | None) -> None:
+@pytest.mark.parametrize(("limit", "gelu"), [(None, False), (0.5, False), (None, True)])
+def test_fused_experts_with_biases_and_other_gates(ops: tuple, tokens: int, limit: float | None, gelu: bool) -> None:
     """Token by token, in float64."""
     x, gate_up, down = random(tokens, 6), random(8, 10, 6, seed=1), random(8, 6, 5, seed=2)
     more = {"gate_up_bias": random(8, 10, seed=4), "down_bias": random(8, 6, seed=5), "limit": limit}
     weights, expert_ids = ops[0](random(tokens, 8, seed=3), Routing(2))
-    actual = ops[1](x, gate_up, down, weights, expert_ids, **more)
+    actual = ops[1](x, gate_up, down, weights, expert_ids, gelu=gelu, **more)
     expected = torch.zeros(tokens, 6, dtype=torch.float64, device=DEVICE)
     for token, choice in itertools.product(range(tokens), range(2)):
         expert = expert_ids[token, choice]
         product = gate_up[expert].double() @ x[token].double() + more["gate_up_bias"][expert]
         gate, up = product.chunk(2)
         if limit is None:
-            hidden = F.silu(gate) * up
+            hidden = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
         else:
             gate = gate.clamp(max=limit)
             hidden = (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(1.702 * gate)

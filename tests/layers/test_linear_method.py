@@ -128,6 +128,9 @@ SHARDS = {
     "mlp.shared.down": "row",
 }
 
+WHOLE = ("altup.", "laurel.", "layer_input.", "layer_inputs.", "norm.", "spread.")
+"""What is small, or between streams, is on every rank."""
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_of_every_family_says_how_it_may_be_divided(family: str) -> None:
@@ -143,7 +146,9 @@ def test_every_layer_of_every_family_says_how_it_may_be_divided(family: str) -> 
     assert {"attn.out", *divided_ones} <= {name.split(".", 2)[-1] for name in layers}
     for name, layer in layers.items():
         in_whole = name.rpartition(".")[0] in whole
-        assert layer.shard == ("replicated" if in_whole else SHARDS[name.split(".", 2)[-1]]), name
+        key = name.split(".", 2)[-1]
+        in_whole |= key.startswith(WHOLE) or name.startswith(WHOLE)
+        assert layer.shard == ("replicated" if in_whole else SHARDS[key]), name
         divided = (
             [layer.in_features] if layer.shard == "row" else [rows.stop - rows.start for rows in layer.rows.values()]
         )
@@ -158,7 +163,7 @@ def test_every_layer_of_every_family_says_how_it_may_be_divided(family: str) -> 
             assert attn.q.out_features // heads == attn.kv.out_features // attn.kv.unit
             assert attn.q.out_features // heads == attn.out.in_features // attn.out.unit
         elif attn is not None and not isinstance(attn, StateLayer):
-            assert attn.qkv.unit == attn.out.unit == heads
+            assert attn.qkv.unit == attn.out.unit == attn.head_dim
             assert attn.qkv.rows["q"].stop == attn.out.in_features
         if block.mlp is None:
             continue

@@ -43,6 +43,9 @@ __all__ = [
     "tokens_per_block",
 ]
 
+GELU = -1.0
+"""In place of a limit: the gate is GELU's."""
+
 
 class Tile(NamedTuple):
     """A program of `grouped_matmul_kernel`: `rows` of the weights by a block of tokens, `depth` columns at a time."""
@@ -278,7 +281,7 @@ def grouped_matmul_kernel(
 
     x [*, COLUMNS], weight [E, ROWS, COLUMNS], y [num_assignments, ROWS or, with SWIGLU, ROWS // 2]. UNGROUPED: block b
     is assignment b, block_experts are the expert ids and assignments are not read. BIAS: bias [E, ROWS] is added. LIMIT
-    above 0 makes SwiGLU gpt-oss's gate, of this SLOPE.
+    above 0 makes SwiGLU gpt-oss's gate, of this SLOPE; below 0, the gate is GELU's.
     """
     OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
     TILE_OUTPUTS: tl.constexpr = TILE_ROWS // 2 if SWIGLU else TILE_ROWS
@@ -367,6 +370,10 @@ def store_block(
             gate = tl.minimum(gate, LIMIT)
             up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
             total = (up + 1.0) * gate / (1.0 + tl.exp(-(gate * SLOPE)))
+        elif LIMIT < 0:
+            # The approximation by tanh, which is a sigmoid of twice as much.
+            inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+            total = round_to(gate / (1.0 + tl.exp(-inner)), dtype).to(tl.float32) * up
         else:
             total = round_to(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32) * up
     y_column = first_output + tl.arange(0, TILE_OUTPUTS)
@@ -443,6 +450,7 @@ def fused_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     limit: float | None = None,
+    gelu: bool = False,
     num_chosen_from: int = 0,
 ) -> Tensor:
     """Launch the op of `asyncllm.kernels.moe`: four launches, one more with `group`, one more for plain experts. All
@@ -469,7 +477,8 @@ def fused_experts(
     hidden = torch.empty(num_assignments, hidden_size, dtype=x.dtype, device=x.device)
     outputs = torch.empty(num_assignments, width, dtype=x.dtype, device=x.device)
     gated = gate_up.shape[1] != hidden_size
-    multiply(x, gate_up, hidden, blocks, tiles[0], top_k=top_k, swiglu=gated, bias=gate_up_bias, limit=limit)
+    gate = GELU if gelu else limit
+    multiply(x, gate_up, hidden, blocks, tiles[0], top_k=top_k, swiglu=gated, bias=gate_up_bias, limit=gate)
     if not gated:
         hidden = activate(hidden, "squared_relu")
     multiply(hidden, down, outputs, blocks, tiles[1], top_k=1, swiglu=False, bias=down_bias)
@@ -512,7 +521,7 @@ def multiply(
     """y[a] = weight[expert of a] @ x[a // top_k] for every assignment a, through SwiGLU on request.
 
     x [*, columns], weight [E, rows, columns], bias [E, rows], y [assignments, rows], or [assignments, rows // 2] with
-    swiglu, whose gate is limited if there is a limit.
+    swiglu, whose gate is limited if there is a limit, and GELU's with GELU as the limit.
     """
     num_blocks = blocks.experts.shape[0]
     tile_outputs = tile.rows // 2 if swiglu else tile.rows

@@ -1,0 +1,75 @@
+"""Experts beside an MLP, each with norms of its own (Gemma 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm.kernels import Routing
+from asyncllm.layers.layer import Layer
+from asyncllm.layers.linear import Linear
+from asyncllm.layers.linear_method import PartKey
+from asyncllm.layers.moe import MoE
+from asyncllm.layers.norm import RMSNorm
+from asyncllm.layers.step_inputs import StepInputs
+
+__all__ = ["NormedMoE"]
+
+
+class NormedRouter(Layer):
+    """x [T, hidden] -> logits [T, experts] of its norm, over the root of the hidden size."""
+
+    def __init__(self, hidden_size: int, num_experts: int, *, norm_eps: float) -> None:
+        super().__init__()
+        self.norm = RMSNorm(hidden_size, norm_eps)
+        self.proj = Linear(hidden_size, num_experts, shard="replicated")
+        self.scale = hidden_size**-0.5
+
+    def forward(self, x: Tensor, step: StepInputs) -> Tensor:
+        logits: Tensor = self.proj(self.norm(x), step)
+        scaled: Tensor = logits.float() * self.scale
+        return scaled
+
+
+class ExpertScales(Layer):
+    """A factor of each expert's weight. Always float32."""
+
+    parameter_dtype = torch.float32
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.empty(num_experts), requires_grad=False)
+
+    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
+        return {("value", None, None): tuple(self.value.shape)}
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        self.value.copy_(tensor)
+
+
+class NormedMoE(MoE):
+    """As `MoE`, with GELU in the gates, norms of what the router reads, experts read, and they give together; the
+    weights, renormalised, are scaled by expert."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, num_experts: int, routing: Routing, norm_eps: float
+    ) -> None:
+        super().__init__(hidden_size, intermediate_size, num_experts=num_experts, routing=routing)
+        self.router = NormedRouter(hidden_size, num_experts, norm_eps=norm_eps)  # type: ignore[assignment]
+        self.gate_up.gelu = True
+        self.scales = ExpertScales(num_experts)
+        self.input_norm, self.output_norm = RMSNorm(hidden_size, norm_eps), RMSNorm(hidden_size, norm_eps)
+
+    def _routed(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor]:
+        weights, expert_ids = super()._routed(x, step)
+        return weights * self.scales.value[expert_ids], expert_ids
+
+    def _read(self, x: Tensor, step: StepInputs) -> Tensor:
+        normed: Tensor = self.input_norm(x)
+        return normed
+
+    def _given(self, chosen: Tensor, step: StepInputs) -> Tensor:
+        normed: Tensor = self.output_norm(chosen)
+        return normed
