@@ -176,6 +176,6 @@ def test_every_layer_of_every_family_says_how_it_may_be_divided(family: str) -> 
     owned |= {id(block.attn.sinks.logits) for block in model.layers if getattr(block.attn, "sinks", None) is not None}
     owned |= {id(each) for module in model.modules() if isinstance(module, StateLayer) for each in module.parameters()}
     others = [name for name, parameter in model.named_parameters() if id(parameter) not in owned]
-    assert all(name.rsplit(".", 2)[-2].endswith(("norm", "correction", "act")) for name in others), (
-        "which every rank has whole"
-    )
+    assert all(
+        name.rsplit(".", 2)[-2].endswith(("norm", "correction", "act", "altup", "stream_scale")) for name in others
+    ), "which every rank has whole"
