@@ -15,6 +15,7 @@ import pytest
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidParameter, UnsupportedFeature
 from asyncllm.agent.sampling import grammar_masks
 from asyncllm.testing import FakeEngine
+from tests.engine.waits import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
@@ -95,9 +96,11 @@ async def test_masks_filled_by_several_cores_change_nothing(monkeypatch: pytest.
     for cores in (1, 3):
         monkeypatch.setattr(grammar_masks, "allowed_cores", lambda cores=cores: cores)
         async with AsyncEngine("tiny-chat", config) as llm:
+            # The schema is compiled by then, so that all begin at once and cannot all stay.
+            await llm.generate(QUESTION, held(PERSON, max_new_tokens=1))
             left = asyncio.ensure_future(llm.generate(QUESTION, held(PERSON, temperature=1.0, random_seed=77)))
             together = asyncio.gather(*(llm.generate(QUESTION, config) for config in [plain, *configs, plain]))
-            await asyncio.sleep(0.05)
+            await until(lambda: llm.stats().running > 8)
             left.cancel()
             answers.append([answer.token_ids for answer in await together])
             assert llm.stats().preemptions > 0
