@@ -65,7 +65,10 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
         int,
         Meta(ge=1, le=MAX_COUNT, description="Open connections at once; no more than the process may open files."),
     ] = 8192
-    max_body_bytes: Annotated[int, Meta(ge=1024, le=MAX_COUNT, description="Largest body of a request.")] = 4 * 2**20
+    max_body_bytes: Annotated[
+        Annotated[int, Meta(ge=1024, le=MAX_COUNT)] | None,
+        Meta(description="Largest body of a request; None: 4 MiB, or 32 MiB where the model takes images."),
+    ] = None
     allowed_media_domains: Annotated[
         list[str] | None,
         Meta(

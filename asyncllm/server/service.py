@@ -26,6 +26,11 @@ from asyncllm.text.chat_template import ChatTemplate
 __all__ = ["SERVICE", "TABLE", "Phase", "Service", "service_of", "table_of"]
 
 
+MAX_BODY = 4 * 2**20
+MAX_BODY_WITH_IMAGES = 32 * 2**20
+"""Bytes of a request's body, unless the settings say otherwise: a photograph of 20 MB is 27 MB as a data: URL."""
+
+
 class Phase(enum.Enum):
     """SERVING -> LEAVING -> DRAINING, when the server has been asked to stop."""
 
@@ -75,6 +80,13 @@ class Service:
     def engine(self) -> AsyncEngine:
         """The engine that serves. A restart replaces it, so a handler keeps it for one request at most."""
         return self.supervisor.engine
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Largest body of a request, in bytes."""
+        if self.config.max_body_bytes is not None:
+            return self.config.max_body_bytes
+        return MAX_BODY_WITH_IMAGES if self.engine.limits.takes_images else MAX_BODY
 
     @property
     def in_work(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncllm.server.service import MAX_BODY
 from asyncllm.testing import FakeEngine
 from tests.server.raw import connected, head, post, until
 from tests.server.serving import serving
@@ -180,10 +181,11 @@ class TestBodies:
 
     async def test_the_largest_one_is_taken(self) -> None:
         body = json.dumps(PING).encode()
-        async with serving(FakeEngine(), max_body_bytes=2048) as served, connected(served) as wire:
-            for length, status in ((2048, 200), (2049, 413)):
-                wire.send(post(CHAT, body.ljust(length)))
-                assert (await wire.answer()).status == status
+        for bound, most in ((2048, 2048), (None, MAX_BODY)):
+            async with serving(FakeEngine(), max_body_bytes=bound) as served, connected(served) as wire:
+                for length, status in ((most, 200), (most + 1, 413)):
+                    wire.send(post(CHAT, body.ljust(length)))
+                    assert (await wire.answer()).status == status
 
 
 async def test_only_so_many_requests_are_in_work() -> None:

@@ -16,6 +16,7 @@ from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidParamet
 from asyncllm.config.server import ServerConfig
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.request.media import MAX_BYTES, MediaFetcher, is_public
+from asyncllm.server.service import MAX_BODY
 from tests.server.serving import serving
 from tests.vl.checkpoints import folder_of, picture
 
@@ -34,6 +35,7 @@ def question(*urls: Any, text: str = "what?") -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 
 
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 async def test_a_chat_with_images(tmp_path: Path) -> None:
     engine = AsyncEngine(str(folder_of("llava")), EngineConfig(block_size=8, num_gpu_blocks=128))
     (tmp_path / "x.png").write_bytes(b"secret")
@@ -46,6 +48,11 @@ async def test_a_chat_with_images(tmp_path: Path) -> None:
         assert body["usage"]["prompt_tokens"] == expected.input_token_len
         details = body["usage"]["prompt_tokens_details"]
         assert (details["images"], details["image_tokens"]) == (2, 32)
+        photograph = BytesIO()
+        picture(1).resize((1300, 1200)).save(photograph, "PNG", compress_level=0)
+        url = f"data:image/png;base64,{base64.b64encode(photograph.getvalue()).decode()}"
+        assert len(url) > MAX_BODY
+        assert (await server.post("/v1/chat/completions", question(url)))[0] == 200
         status, body = await server.post(
             "/v1/chat/completions", question(data_url(1)) | {"mm_processor_kwargs": {"a": 1}}
         )

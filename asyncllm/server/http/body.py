@@ -7,7 +7,6 @@ import zlib
 
 from aiohttp import web
 
-from asyncllm.config import ServerConfig
 from asyncllm.server.http.errors import ApiError
 
 __all__ = ["read_body"]
@@ -23,8 +22,9 @@ INLINE_BYTES = 2**14
 CLOSING = {"Connection": "close"}
 
 
-async def read_body(request: web.Request, config: ServerConfig, *, undeclared: bool = False) -> bytes:
-    """Return the whole body, unpacked. `undeclared`: programs need not say that it is JSON.
+async def read_body(request: web.Request, patience: float, max_bytes: int, *, undeclared: bool = False) -> bytes:
+    """Return the whole body, unpacked, of which all must arrive within `patience` seconds. `undeclared`: programs need
+    not say that it is JSON.
 
     Raises ApiError 400, 408, 413, 415, 417."""
     # A browser sends other types across origins without asking, and says that it is one.
@@ -45,16 +45,16 @@ async def read_body(request: web.Request, config: ServerConfig, *, undeclared: b
             code="unsupported_encoding",
             headers={"Accept-Encoding": "gzip, deflate", **CLOSING},
         )
-    if (request.content_length or 0) > config.max_body_bytes:
+    if (request.content_length or 0) > max_bytes:
         raise _too_large()
     try:
-        async with asyncio.timeout(config.body_timeout):
+        async with asyncio.timeout(patience):
             await _say_continue(request)
-            body = await _received(request, config.max_body_bytes)
+            body = await _received(request, max_bytes)
     except TimeoutError:
         raise ApiError(
             408,
-            f"The body did not arrive within {config.body_timeout:g} seconds.",
+            f"The body did not arrive within {patience:g} seconds.",
             code="body_timeout",
             headers={"x-should-retry": "false", **CLOSING},
         ) from None
@@ -63,8 +63,8 @@ async def read_body(request: web.Request, config: ServerConfig, *, undeclared: b
     if encoding == "identity":
         return body
     if len(body) <= INLINE_BYTES:
-        return _unpacked(body, encoding, config.max_body_bytes)
-    return await asyncio.to_thread(_unpacked, body, encoding, config.max_body_bytes)
+        return _unpacked(body, encoding, max_bytes)
+    return await asyncio.to_thread(_unpacked, body, encoding, max_bytes)
 
 
 async def _say_continue(request: web.Request) -> None:

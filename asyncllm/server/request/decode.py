@@ -72,7 +72,8 @@ async def read_request(request: web.Request, kind: type[Kind]) -> Kind:
     """Return the body as `kind`, checked for the model that is served. Raises ApiError."""
     service = service_of(request)
     # Ollama's documentation shows calls without Content-Type.
-    data = await read_body(request, service.config, undeclared=request.path.startswith("/api/"))
+    undeclared = request.path.startswith("/api/")
+    data = await read_body(request, service.config.body_timeout, service.max_body_bytes, undeclared=undeclared)
     check_shape(data)
     body, unknown = _decoded(data, kind)
     if unknown and service.config.unknown_fields == "refuse":
