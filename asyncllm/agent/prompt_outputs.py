@@ -121,7 +121,7 @@ class PooledHidden:
             scores = score(torch.cat([states for _, states in scored]))
             self._found.append(([slot for slot, _ in scored], fetch(scores)))
         if summed:
-            sums = torch.empty(len(summed), hidden.shape[1], dtype=torch.float32, device=hidden.device)
+            sums = torch.empty(len(summed), wanted.shape[1], dtype=torch.float32, device=hidden.device)
             for (_, states), out in zip(summed, sums, strict=True):
                 torch.sum(states, 0, dtype=torch.float32, out=out)
             self._found.append(([slot for slot, _ in summed], fetch(sums)))

@@ -330,7 +330,9 @@ def test_configs_compile_for_hopper() -> None:
         pair = 2 * shape["TILE"] * shape["PADDED"] * itemsize
         assert result.shared_bytes >= (case.num_stages - 1) * pair, case.name
         if itemsize == 2:
-            assert (result.wgmma > 0) == case.name.startswith("prefill"), case.name
+            # Heads of 512 features leave registers for 32 queries at a time, and the wide instructions take 64.
+            wide = case.name.startswith("prefill") and shape["PADDED"] < 512
+            assert (result.wgmma > 0) == wide, case.name
         if case.name.startswith("decode"):
             # A multiprocessor has 228 KiB of shared memory, of which each block takes 1 KiB more, and 65536 registers.
             blocks = int(case.name.removesuffix("-all").rsplit("-", 1)[1])

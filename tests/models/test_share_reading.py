@@ -79,6 +79,8 @@ def test_what_is_read_is_what_loading_gives(family: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(weights_module, "_LEAST_RUN", 1)
     if any(getattr(module, "qk_norm", None) == "whole" for module in open_case(Case(family, "default")).modules()):
         pytest.skip("a norm over all heads is not divided")
+    if family == "gemma3n":
+        pytest.skip("gates that are compared over all features are not divided")
     folder = folder_of(Case(family, "default"))
     for count in bytes_read(family, folder, 2, monkeypatch, buffer_bytes=3000):
         assert count <= Checkpoint.open(folder).num_bytes

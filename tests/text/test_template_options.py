@@ -101,4 +101,4 @@ def test_other_names_are_refused(checkpoint: Callable[..., Path], name: str) -> 
 
 def test_a_built_in_template_has_no_variables(checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(UnsupportedFeature, match="which has no variables"):
-        open_builtin(checkpoint, "qwen").render(turns("Hi"), variables={"enable_thinking": False})
+        open_builtin(checkpoint, "qwen").render(turns("Hi"), variables={"enable_thinking": True})
