@@ -294,7 +294,8 @@ class FakeDevice:
         if batch.step <= self._last_step:
             raise StepViolation(f"step {batch.step} came after step {self._last_step}")
         self._last_step = batch.step
-        if not batch.decode and not batch.prefill and not batch.copies and not batch.swaps:
+        # A step without rows may give blocks to one that has to wait for more.
+        if not (batch.decode or batch.prefill or batch.starts or batch.new_blocks or batch.copies or batch.swaps):
             raise StepViolation(f"step {batch.step} has nothing to do")
         for what, slots in (
             ("rows", [*batch.decode, *(row.slot for row in batch.prefill)]),

@@ -79,6 +79,12 @@ def test_whole_prefill_then_decode(step: Driver) -> None:
     assert tokens == expected(PROMPT, 4)
 
 
+def test_a_step_may_give_blocks_alone(step: Driver) -> None:
+    tokens = begin(step) + step(decode=[0]).tokens + step(decode=[0]).tokens
+    assert step(new_blocks=[(0, 0, 2, [2])]).tokens == []
+    assert tokens + step(decode=[0]).tokens == expected(PROMPT, 4)
+
+
 def test_chunked_prefill_gives_the_same(step: Driver) -> None:
     step(starts=[start(3, 6)], new_blocks=[(3, 0, 0, [7])], prefill=[prefill(3, PROMPT[:3], sample=False)])
     output = step(new_blocks=[(3, 0, 1, [5])], prefill=[prefill(3, PROMPT[3:], position=3)])
