@@ -1,8 +1,8 @@
 """Gluon kernels on a CPU: the functions below `gluon.jit` run as Python, partitions and blocks as threads.
 
 What is modelled is what the numbers depend on, not layouts. Copies by TMA spoil their destination when they are issued
-and arrive when somebody waits for them; asynchronous products read their operands when they are waited for, so that a
-stage that is released too early gives wrong numbers. A wait of more than `PATIENCE` seconds is a deadlock.
+and arrive at the wait for them; asynchronous products read their operands at theirs, so that a stage that is released
+too early gives wrong numbers. A wait of more than `PATIENCE` seconds is a deadlock.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _local = threading.local()
 
 
 class Deadlock(Exception):
-    """Nobody got on for a long time."""
+    """A thread of a block has waited for a long time."""
 
 
 class Value:

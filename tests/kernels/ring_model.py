@@ -17,7 +17,7 @@ Part = tuple[int, int, int]
 
 
 class Deadlock(Exception):
-    """Nobody got on for a long time."""
+    """All agents have waited for a long time."""
 
 
 @dataclass(frozen=True)
