@@ -4,13 +4,13 @@ others by what it learned. A stream of S is [T, S * hidden], the computed one fi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
-from asyncllm.layers.block import SandwichBlock
+from asyncllm.layers.block import SandwichBlock, SandwichParts
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.layer_inputs import GatedLayerInput
 from asyncllm.layers.linear import Linear
@@ -75,8 +75,9 @@ class AltUpBlock(SandwichBlock):
     """Gemma 3n's: attention beside a product of low rank, MLP, the layer's own input for the streams that were not
     computed."""
 
-    def __init__(self, *, altup: AltUp, laurel: LowRankResidual, layer_input: GatedLayerInput, **parts: Any) -> None:
-        """`parts`: those of `SandwichBlock`."""
+    def __init__(
+        self, *, altup: AltUp, laurel: LowRankResidual, layer_input: GatedLayerInput, **parts: Unpack[SandwichParts]
+    ) -> None:
         super().__init__(**parts)
         self.altup, self.laurel, self.layer_input = altup, laurel, layer_input
 

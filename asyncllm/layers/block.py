@@ -6,6 +6,8 @@ the next norm are one op.
 
 from __future__ import annotations
 
+from typing import NotRequired, TypedDict, Unpack
+
 import torch
 from torch import Tensor, nn
 
@@ -23,14 +25,33 @@ __all__ = [
     "AnyAttention",
     "AnyBlock",
     "Block",
+    "BlockParts",
     "ParallelBlock",
     "PostNormBlock",
     "SandwichBlock",
+    "SandwichParts",
     "SingleBlock",
     "StreamNormBlock",
 ]
 
 AnyAttention = Attention | LatentAttention | StateLayer
+
+
+class BlockParts(TypedDict):
+    """What a `Block` is made of."""
+
+    attn_norm: Norm
+    attn: AnyAttention | JointMixers
+    mlp_norm: Norm
+    mlp: nn.Module
+    scale: NotRequired[float | None]
+
+
+class SandwichParts(BlockParts):
+    """What a `SandwichBlock` is made of."""
+
+    attn_post_norm: Norm
+    mlp_post_norm: Norm
 
 
 class Block(Layer):
@@ -105,18 +126,8 @@ class PostNormBlock(Block):
 class SandwichBlock(Block):
     """Norms before and after each branch (Gemma 2): x += norm(attn(norm(x))); x += norm(mlp(norm(x)))."""
 
-    def __init__(
-        self,
-        *,
-        attn_norm: Norm,
-        attn: AnyAttention,
-        attn_post_norm: Norm,
-        mlp_norm: Norm,
-        mlp: nn.Module,
-        mlp_post_norm: Norm,
-        scale: float | None = None,
-    ) -> None:
-        super().__init__(attn_norm=attn_norm, attn=attn, mlp_norm=mlp_norm, mlp=mlp, scale=scale)
+    def __init__(self, *, attn_post_norm: Norm, mlp_post_norm: Norm, **parts: Unpack[BlockParts]) -> None:
+        super().__init__(**parts)
         self.attn_post_norm = attn_post_norm
         self.mlp_post_norm = mlp_post_norm
 

@@ -4,14 +4,14 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
 from asyncllm.kernels import RoundedRows
-from asyncllm.layers.block import SandwichBlock
+from asyncllm.layers.block import SandwichBlock, SandwichParts
 from asyncllm.layers.embedding import Embedding
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear
@@ -91,9 +91,9 @@ class LayerInputBlock(SandwichBlock):
         layer_input: GatedLayerInput | None,
         experts: NormedMoE | None = None,
         beside_norm: Norm | None = None,
-        **parts: Any,
+        **parts: Unpack[SandwichParts],
     ) -> None:
-        """`experts` and `beside_norm`: both or neither. `parts`: those of `SandwichBlock`."""
+        """`experts` and `beside_norm`: both or neither."""
         super().__init__(**parts)
         self.layer_input = layer_input
         self.experts, self.beside_norm = experts, beside_norm

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm.layers.attention import Attention, AttentionConfig
-from asyncllm.layers.block import AnyAttention, AnyBlock, Block, ParallelBlock
+from asyncllm.layers.block import AnyAttention, AnyBlock, Block, BlockParts, ParallelBlock, SandwichParts
 from asyncllm.layers.cache_spec import CacheSpec
 from asyncllm.layers.chunked_attention import ChunkedAttention
 from asyncllm.layers.embedding import Embedding, OutputEmbedding, PositionEmbedding, TiedOutputEmbedding
@@ -81,12 +81,30 @@ class DecoderLM(nn.Module):
 
     def block(self, layer: int) -> AnyBlock:
         """Make the block of layer `layer`, counted from 0."""
-        config, attn, mlp = self.config, self.attention(layer), self.mlp(layer)
-        if config.parallel_norms is None:
-            norms = self.make_norm(), self.make_norm()
-            return Block(attn_norm=norms[0], attn=attn, mlp_norm=norms[1], mlp=mlp, scale=config.branch_scale)
-        mlp_norm = self.make_norm() if config.parallel_norms == 2 else None
+        norms = self.config.parallel_norms
+        if norms is None:
+            return Block(**self.block_parts(layer))
+        attn, mlp = self.attention(layer), self.mlp(layer)
+        mlp_norm = self.make_norm() if norms == 2 else None
         return ParallelBlock(attn_norm=self.make_norm(), attn=attn, mlp_norm=mlp_norm, mlp=mlp)
+
+    def block_parts(self, layer: int) -> BlockParts:
+        """Make what a `Block` of layer `layer` is made of."""
+        return {
+            "attn_norm": self.make_norm(),
+            "attn": self.attention(layer),
+            "mlp_norm": self.make_norm(),
+            "mlp": self.mlp(layer),
+            "scale": self.config.branch_scale,
+        }
+
+    def sandwich_parts(self, layer: int) -> SandwichParts:
+        """Make what a `SandwichBlock` of layer `layer` is made of."""
+        return {
+            **self.block_parts(layer),
+            "attn_post_norm": self.make_norm(),
+            "mlp_post_norm": self.make_norm(),
+        }
 
     def make_norm(self) -> Norm:
         config = self.config

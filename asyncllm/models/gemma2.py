@@ -62,11 +62,4 @@ class Gemma2(DecoderLM):
         )
 
     def block(self, layer: int) -> SandwichBlock:
-        return SandwichBlock(
-            attn_norm=self.make_norm(),
-            attn=self.attention(layer),
-            attn_post_norm=self.make_norm(),
-            mlp_norm=self.make_norm(),
-            mlp=self.mlp(layer),
-            mlp_post_norm=self.make_norm(),
-        )
+        return SandwichBlock(**self.sandwich_parts(layer))

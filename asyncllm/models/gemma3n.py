@@ -151,12 +151,7 @@ class Gemma3n(LayerInputLM):
         config, layer_input = self.config, self.layer_input(layer)
         assert layer_input is not None, "configure asks for a size above 0"
         return AltUpBlock(
-            attn_norm=self.make_norm(),
-            attn=self.attention(layer),
-            attn_post_norm=self.make_norm(),
-            mlp_norm=self.make_norm(),
-            mlp=self.mlp(layer),
-            mlp_post_norm=self.make_norm(),
+            **self.sandwich_parts(layer),
             altup=AltUp(config.hidden_size, config.streams, norm=self.make_norm()),
             laurel=LowRankResidual(config.hidden_size, config.laurel_rank, norm=self.make_norm()),
             layer_input=layer_input,

@@ -135,12 +135,7 @@ class Gemma4(LayerInputLM):
 
     def block(self, layer: int) -> LayerInputBlock:
         return LayerInputBlock(
-            attn_norm=self.make_norm(),
-            attn=self.attention(layer),
-            attn_post_norm=self.make_norm(),
-            mlp_norm=self.make_norm(),
-            mlp=self.mlp(layer),
-            mlp_post_norm=self.make_norm(),
+            **self.sandwich_parts(layer),
             layer_input=self.layer_input(layer),
             experts=self._beside(),
             beside_norm=None if self.config.experts is None else self.make_norm(),

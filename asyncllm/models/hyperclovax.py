@@ -49,12 +49,4 @@ class HyperCLOVAX(Granite):
     def block(self, layer: int) -> AnyBlock:
         if not self.config.post_norms:
             return super().block(layer)
-        return SandwichBlock(
-            attn_norm=self.make_norm(),
-            attn=self.attention(layer),
-            attn_post_norm=self.make_norm(),
-            mlp_norm=self.make_norm(),
-            mlp=self.mlp(layer),
-            mlp_post_norm=self.make_norm(),
-            scale=self.config.branch_scale,
-        )
+        return SandwichBlock(**self.sandwich_parts(layer))

@@ -111,8 +111,7 @@ class OPT(DecoderLM):
     def block(self, layer: int) -> AnyBlock:
         if not self.config.norms_stream:
             return super().block(layer)
-        norms = self.make_norm(), self.make_norm()
-        return StreamNormBlock(attn_norm=norms[0], attn=self.attention(layer), mlp_norm=norms[1], mlp=self.mlp(layer))
+        return StreamNormBlock(**self.block_parts(layer))
 
     def last_norm(self) -> Norm:
         return NoNorm() if self.config.norms_stream else super().last_norm()
