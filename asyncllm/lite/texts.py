@@ -22,9 +22,8 @@ logger = logging.getLogger("asyncllm")
 
 BUNDLED = ASSETS / "calibration.jsonl"
 
-FEWEST_TOKENS = 1000
 FEW_TOKENS = 32_000
-"""Below these numbers what the texts say of the inputs is refused, or doubted."""
+"""Below this number what the texts say of the inputs is doubted."""
 
 Text = str | Sequence[dict[str, Any]] | Sequence[int]
 """A text, the messages of a conversation, or token ids."""
@@ -82,7 +81,7 @@ def sequences(folder: Path, texts: Texts, *, samples: int, length: int) -> list[
     longer than `length` is cut into pieces.
 
     Conversations are written by the checkpoint's template. Raises InvalidParameter for texts that cannot be read, for
-    ids that the model does not have, and for too few tokens.
+    ids that the model does not have, and for texts without tokens.
     """
     encoder = _Encoder(folder)
     found: list[list[int]] = []
@@ -93,10 +92,10 @@ def sequences(folder: Path, texts: Texts, *, samples: int, length: int) -> list[
                 found.append(piece[:left])
                 left -= len(piece)
     total = sum(map(len, found))
-    if total < FEWEST_TOKENS:
+    if not found:
         raise InvalidParameter(
-            f"calib_dataset: the texts have {total} tokens, from which nothing can be told. Give {FEW_TOKENS} or more, "
-            f"or calib_samples=0 to round by the weights alone.",
+            f"calib_dataset: no text has two tokens. Give texts of {FEW_TOKENS} tokens or more together, or "
+            f"calib_samples=0 to round by the weights alone.",
             "calib_dataset",
         )
     if total < FEW_TOKENS:

@@ -1,4 +1,5 @@
-"""fp8 in the format of DeepSeek-V3 and Qwen3 (`quant_method` "fp8"), and plain weights rounded to it at load."""
+"""fp8 in the formats of DeepSeek-V3 and Qwen3 (`quant_method` "fp8") and of Meta (`fbgemm_fp8`), and plain weights
+rounded to it at load."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from asyncllm.quant.scaled import Scaled, holds_codes, scaled
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
 
-__all__ = ["Float8", "Float8AtLoad", "block_settings", "round_blocks"]
+__all__ = ["Float8", "Float8AtLoad", "Float8OfRows", "block_settings", "round_blocks"]
 
 _PLAIN = frozenset({"F16", "BF16", "F32"})
 
@@ -45,6 +46,24 @@ class Float8(Scheme):
             return None
         scale = "weight_scale_inv" if inverse or (self._block and not plain) else "weight_scale"
         return scaled(torch.float8_e4m3fn, scale, tensors, block=self._block, static=self._static)
+
+
+@register("fbgemm_fp8")
+class Float8OfRows(Scheme):
+    """`weight` in e4m3 with a `weight_scale` for each output feature, for activations with one for each token.
+
+    `activation_scale_ub` is a bound of the activations, which are cut there by FBGEMM's kernels; here a token's scale
+    is that of its largest number.
+    """
+
+    @classmethod
+    def read(cls, settings: QuantSettings) -> Float8OfRows:
+        return cls()
+
+    def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:
+        if "weight_scale" not in tensors and not holds_codes(tensors):
+            return None
+        return scaled(torch.float8_e4m3fn, "weight_scale", tensors, block=False, static=False)
 
 
 @register("fp8 at load")

@@ -149,6 +149,14 @@ def test_what_is_read_wrongly_is_noticed(name: str, suffix: str, changes: Any, d
         assert_as_read_by_numpy(folder)
 
 
+def test_scales_below_zero(dense: Path, tmp_path: Path) -> None:
+    """AutoRound writes them for symmetric weights."""
+    folder = write(dense, tmp_path / "model", FORMATS["gptq-4-128"])
+    change(folder, replaced(f"{DOWN}.scales", torch.neg))
+    change(folder / "plain", replaced(f"{DOWN}.weight", torch.neg))
+    assert_as_read_by_numpy(folder)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_packing_is_undone_by_unpacking(bits: int) -> None:
     generator = torch.Generator().manual_seed(bits)
@@ -193,7 +201,6 @@ DAMAGED: dict[str, tuple[str, Any, type[AsyncLLMError], str]] = {
         rf"{DOWN}\.qweight' is I",
     ),
     "infinite": ("awq-gemm-32", replaced(f"{DOWN}.scales", lambda t: t / 0), InvalidCheckpoint, rf"{DOWN}.*finite"),
-    "negative": ("packed-4-32", replaced(f"{DOWN}.weight_scale", lambda t: -t), InvalidCheckpoint, f"{DOWN}.*at least"),
     "order": ("gptq-4-128", replaced(f"{DOWN}.g_idx", lambda t: t.flip(0)), InvalidCheckpoint, f"{DOWN}.*desc_act"),
     "range": ("gptq-4-32-ordered", replaced(f"{DOWN}.g_idx", lambda t: t + 1), InvalidCheckpoint, f"{DOWN}.*one size"),
     "sizes": (

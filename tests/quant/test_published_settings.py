@@ -45,6 +45,11 @@ def numbers(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+QUARK = {
+    "ch_axis": None, "dtype": "fp8_e4m3", "group_size": None, "is_dynamic": False, "qscheme": "per_tensor",
+    "observer_cls": "PerTensorMinMaxObserver", "round_method": "half_even", "scale_type": "float", "symmetric": True,
+}  # fmt: skip
+
 CACHE = numbers(8, "float", "tensor")
 
 SETTINGS: dict[str, tuple[Format | Eight, dict[str, Any]]] = {
@@ -176,6 +181,27 @@ SETTINGS: dict[str, tuple[Format | Eight, dict[str, Any]]] = {
         {
             "activation_scheme": "static", "ignored_layers": ["lm_head"], "kv_cache_scheme": "static",
             "quant_method": "fp8",
+        },
+    ),
+    "Meta-Llama-3.1-405B-Instruct-FP8": (
+        eight("e4m3", "channel"),
+        {
+            "activation_scale_ub": 1200.0, "modules_to_not_convert": ["model.layers.0.mlp.down_proj", "lm_head"],
+            "quant_method": "fbgemm_fp8",
+        },
+    ),
+    "amd's FP8-KV": (
+        fp8("tensor", static=True),
+        {
+            "algo_config": None, "exclude": ["lm_head"], "layer_quant_config": {}, "layer_type_quant_config": {},
+            "export": {
+                "kv_cache_group": ["*k_proj", "*v_proj"], "pack_method": "reorder", "weight_format": "real_quantized",
+                "weight_merge_groups": None,
+            },
+            "global_quant_config": {
+                "bias": None, "output_tensors": None, "target_device": None, "input_tensors": QUARK, "weight": QUARK,
+            },
+            "quant_method": "quark", "quant_mode": "eager_mode",
         },
     ),
     "DeepSeek-V3.1": (
@@ -340,12 +366,16 @@ REFUSED: dict[str, tuple[Format | Eight, dict[str, Any], str]] = {
     ),
     "AutoRound's activations of 4 bits": (gptq(4, 64), {"quant_method": "auto-round", "act_bits": 4}, "act_bits = 4"),
     "AutoRound's floats": (gptq(4, 64), {"quant_method": "auto-round", "data_type": "mx_fp"}, "data_type = 'mx_fp'"),
-    "Meta-Llama-3.1-405B-Instruct-FP8": (
-        fp8("channel"),
-        {"activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"], "quant_method": "fbgemm_fp8"},
-        "quant_method = 'fbgemm_fp8'.*bfloat16",
+    "AMD's MXFP4": (
+        fp8("tensor"),
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4"}, "input_tensors": QUARK}},
+        "dtype = 'fp4'",
     ),
-    "AMD's FP8": (fp8("tensor"), {"quant_method": "quark", "export": {"kv_cache_group": []}}, "'quark'.*bfloat16"),
+    "AMD's layers of several kinds": (
+        fp8("tensor"),
+        {"quant_method": "quark", "layer_quant_config": {"*q_proj": {"weight": QUARK}}},
+        "layer_quant_config",
+    ),
     "bitsandbytes": (
         awq(128),
         {"_load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "quant_method": "bitsandbytes"},
