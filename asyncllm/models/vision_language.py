@@ -18,13 +18,13 @@ from asyncllm.models.vision.got_ocr2 import read_got_ocr2
 from asyncllm.models.vision.idefics3 import read_idefics3
 from asyncllm.models.vision.intern_vl import read_intern_vl
 from asyncllm.models.vision.llama4 import read_llama4
-from asyncllm.models.vision.llava import read_deepseek_vl, read_llava, read_onevision
+from asyncllm.models.vision.llava import read_deepseek_vl, read_janus, read_llava, read_onevision, read_vip_llava
 from asyncllm.models.vision.llava_original import read_original_llava
 from asyncllm.models.vision.paddleocr_vl import read_paddleocr_vl
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision.pixtral import read_lighton_ocr, read_mistral3
 from asyncllm.models.vision.published import PUBLISHED_MODELS, PUBLISHED_READERS
-from asyncllm.models.vision.qwen_vl import read_omni, read_qwen3_5, read_qwen3_vl, read_qwen_vl
+from asyncllm.models.vision.qwen_vl import read_exaone4_5, read_omni, read_qwen3_5, read_qwen3_vl, read_qwen_vl
 from asyncllm.models.weights import WeightMap
 from asyncllm.vl.tower import TowerConfig
 
@@ -66,6 +66,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "Cohere2VisionForConditionalGeneration": read_cohere2_vision,
     "DeepseekVLForConditionalGeneration": read_deepseek_vl,
     "DeepseekVLHybridForConditionalGeneration": read_deepseek_vl_hybrid,
+    "Exaone4_5_ForConditionalGeneration": read_exaone4_5,
     "Gemma3ForConditionalGeneration": read_gemma3,
     "Glm46VForConditionalGeneration": read_glm4v,
     "Glm4vForConditionalGeneration": read_glm4v,
@@ -76,6 +77,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "InternS1ForConditionalGeneration": read_intern_vl,
     "InternVLChatModel": read_intern_vl,
     "InternVLForConditionalGeneration": read_intern_vl,
+    "JanusForConditionalGeneration": read_janus,
     "LightOnOCRForConditionalGeneration": read_lighton_ocr,
     "LightOnOcrForConditionalGeneration": read_lighton_ocr,
     "Llama4ForConditionalGeneration": read_llama4,
@@ -102,6 +104,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "Qwen3_5MoeForConditionalGeneration": lambda hf: read_qwen3_5(hf, sparse=True),
     "Qwen3VLMoeForConditionalGeneration": lambda hf: read_qwen3_vl(hf, sparse=True),
     "SmolVLMForConditionalGeneration": read_idefics3,
+    "VipLlavaForConditionalGeneration": read_vip_llava,
     "Qwen2_5_VLForConditionalGeneration": lambda hf: read_qwen_vl(hf, gated=True),
 }
 
@@ -111,6 +114,7 @@ VISION_MODELS: Mapping[str, str] = {
     "Cohere2VisionForConditionalGeneration": "Command A Vision",
     "DeepseekVLForConditionalGeneration": "DeepSeek-VL 1.3B, as transformers has it",
     "DeepseekVLHybridForConditionalGeneration": "DeepSeek-VL 7B, as transformers has it",
+    "Exaone4_5_ForConditionalGeneration": "EXAONE 4.5 33B",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B",
     "Glm46VForConditionalGeneration": "GLM-4.6V-Flash, GLM-4.6V",
     "Glm4vForConditionalGeneration": "GLM-4.1V-9B",
@@ -122,6 +126,7 @@ VISION_MODELS: Mapping[str, str] = {
     "InternVLChatModel": "InternVL-Chat 1.1, 1.2 and 1.5, InternVL2, InternVL2.5, InternVL3 and InternVL3.5, as their "
     "authors published them",
     "InternVLForConditionalGeneration": "the same, as transformers has them",
+    "JanusForConditionalGeneration": "Janus, Janus-Pro 1B and 7B, as transformers has them, answering in text",
     "LightOnOCRForConditionalGeneration": "LightOnOCR 1B, as its authors published it",
     "LightOnOcrForConditionalGeneration": "the same, as transformers has it",
     "Llama4ForConditionalGeneration": "Llama 4 Scout and Maverick",
@@ -134,7 +139,7 @@ VISION_MODELS: Mapping[str, str] = {
     "LlavaQwenForCausalLM": "LLaVA-OneVision, and LLaVA 1.6 with Qwen, as their authors published them",
     "Mistral3ForConditionalGeneration": "Mistral Small 3.1 and 3.2",
     "PaddleOCRVLForConditionalGeneration": "PaddleOCR-VL 0.9B",
-    "MultiModalityCausalLM": "DeepSeek-VL 1.3B and 7B, as their authors published them",
+    "MultiModalityCausalLM": "DeepSeek-VL 1.3B and 7B, Janus and Janus-Pro, as their authors published them",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL",
     "Qwen2_5OmniForConditionalGeneration": "Qwen2.5-Omni 3B, 7B: text and images, answered in text",
@@ -147,6 +152,7 @@ VISION_MODELS: Mapping[str, str] = {
     "Qwen3_5MoeForConditionalGeneration": "Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
     "SmolVLMForConditionalGeneration": "SmolVLM, SmolVLM2, of images",
+    "VipLlavaForConditionalGeneration": "ViP-LLaVA 7B, 13B, as llava-hf has it",
 }
 """Architecture -> the models that come under it."""
 
@@ -165,16 +171,12 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     "Ernie4_5_VLMoeForConditionalGeneration": Refused(
         "ERNIE 4.5 VL", "its experts for images are not written yet", "Qwen2_5_VLForConditionalGeneration"
     ),
-    "Exaone4_5_ForConditionalGeneration": Refused(
-        "EXAONE 4.5", "its tower, whose heads share keys, is not written yet", "Qwen2_5_VLForConditionalGeneration"
-    ),
     "FastVlmForConditionalGeneration": Refused("FastVLM", _OWN_TOWER, _NEAREST_LLAVA),
     "Florence2ForConditionalGeneration": Refused(
         "Florence-2", "its decoder attends to an encoder", "PaddleOCRVLForConditionalGeneration"
     ),
     "HunYuanVLForConditionalGeneration": Refused("HunyuanOCR", _NEITHER, "PaddleOCRVLForConditionalGeneration"),
     "Idefics2ForConditionalGeneration": Refused("Idefics2", _OWN_TOWER, "Idefics3ForConditionalGeneration"),
-    "JanusForConditionalGeneration": Refused("Janus-Pro", _OWN_TOWER, "DeepseekVLForConditionalGeneration"),
     "KeyeForConditionalGeneration": Refused("Keye-VL", _NOTHING, "Qwen3VLForConditionalGeneration"),
     "Lfm2VlForConditionalGeneration": Refused("LFM2-VL", _OWN_TOWER, "SmolVLMForConditionalGeneration"),
     "MGMGemmaForCausalLM": Refused("MGM 2B", "its decoder is not tried with its towers", "MGMLlamaForCausalLM"),
@@ -202,8 +204,5 @@ REFUSED_MODELS: Mapping[str, Refused] = {
         "Pixtral as its authors published it", "its names are not read", "LlavaForConditionalGeneration"
     ),
     "Step3VLForConditionalGeneration": Refused("Step3", _NEITHER, "Glm4vMoeForConditionalGeneration"),
-    "VipLlavaForConditionalGeneration": Refused(
-        "ViP-LLaVA", "the norm of its features is not written yet", "LlavaForConditionalGeneration"
-    ),
 }
 """Architecture -> what is said of it."""

@@ -275,6 +275,14 @@ BUILTIN: dict[str, dict[str, Any]] = {
         "assistant": "<|Assistant|>: ",
         "generation_prompt": "<|Assistant|>:",
     },
+    "janus": {
+        **DEEPSEEK,
+        "meta_instruction": DEEPSEEK_VL_SYSTEM,
+        "eosys": "\n\n",
+        "user": "<|User|>: ",
+        "assistant": "<|Assistant|>: ",
+        "generation_prompt": "<|Assistant|>:",
+    },
     "deepseek-coder": {
         "meta_instruction": DEEPSEEK_CODER_SYSTEM,
         "user": "### Instruction:\n",
@@ -375,6 +383,7 @@ ARCHITECTURES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("DeepseekForCausalLM", {}, "deepseek"),
     ("DeepseekV2ForCausalLM", {}, "deepseek"),
     ("DeepseekVLV2ForCausalLM", {}, "deepseek-vl2"),
+    ("MultiModalityCausalLM", {"gen_vision_config.model_type": "gen_vision"}, "janus"),
     ("MultiModalityCausalLM", {}, "deepseek-vl"),
     ("Phi3ForCausalLM", {}, "phi-3"),
     ("Phi3VForCausalLM", {}, "phi-3"),

@@ -105,13 +105,9 @@ _SIGLIP = {
 
 
 def multi_modality_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the config.json of DeepSeek-VL as its authors published it with the entries that transformers' has:
-    `text_config`, `vision_config` and, for two towers, `high_res_vision_config`. Their sizes go by the towers' names;
-    an entry `sizes` of `vision_config` replaces some. Raises UnsupportedModel."""
-    if "gen_vision_config" in fields:
-        raise UnsupportedModel(
-            f"{where}: gen_vision_config: Janus, which also draws, is not implemented. The nearest is DeepSeek-VL."
-        )
+    """Return the config.json of DeepSeek-VL or Janus as its authors published it with the entries that transformers'
+    DeepSeek-VL has: `text_config`, `vision_config` and, for two towers, `high_res_vision_config`. Their sizes go by the
+    towers' names; an entry `sizes` of `vision_config` replaces some. Raises UnsupportedModel."""
     vision, joined = _object(fields, "vision_config"), _object(_object(fields, "aligner_config"), "params")
     params, own = _object(vision, "params"), _object(vision, "sizes")
     two = vision.get("cls") == "HybridVisionTower"
@@ -121,7 +117,7 @@ def multi_modality_fields(fields: Mapping[str, Any], where: str) -> dict[str, An
     if list(names) not in _DEEPSEEK or joined.get("depth", 2) != 2 or low.get("select_layer", -1) != -1:
         raise UnsupportedModel(
             f"{where}: vision_config and aligner_config are of {short(names)}, which is not implemented. Supported: "
-            f"those of DeepSeek-VL 1.3B and 7B."
+            f"those of DeepSeek-VL 1.3B and 7B, and of Janus."
         )
     large = {"model_type": "sam_vision_model", "image_size": high.get("image_size", 1024), **_object(own, "high")}
     return {

@@ -22,7 +22,7 @@ from asyncllm.vl.processing.idefics3 import SplitProcessor
 from asyncllm.vl.processing.llama4 import CanvasProcessor
 from asyncllm.vl.processing.onevision import OneVisionImages, OneVisionProcessor
 from asyncllm.vl.processing.pixtral import RowsProcessor
-from asyncllm.vl.processing.qwen import DynamicProcessor, FramesProcessor, ScaledUpProcessor
+from asyncllm.vl.processing.qwen import DynamicProcessor, FlatProcessor, FramesProcessor, ScaledUpProcessor
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.tiles import BrokenTileProcessor, NamedTileProcessor, TileProcessor, TileVideoProcessor
 from asyncllm.vl.processing.video import Qwen3VideoProcessor, QwenVideoProcessor
@@ -202,6 +202,14 @@ def _omni(fields: _Fields, settings: _Fields, where: str, marks: tuple[str, str,
     )
 
 
+def _exaone4_5(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    return FlatProcessor(
+        PictureSettings(settings, where),
+        token_id=image_token(fields, 67),
+        placeholder="<vision><|image_pad|></vision>",
+    )
+
+
 def _paddleocr_vl(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     bounds = {"size": {"shortest_edge": 384 * 384, "longest_edge": 1536 * 1536}}
     return ScaledUpProcessor(
@@ -279,7 +287,14 @@ def _got_ocr2(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
-def _deepseek(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+def _janus(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    processor = _deepseek({"image_token_id": 100581, **fields}, settings, where)
+    begin, end = (token_of(Path(where).parent, f"<{name}_of_image>") for name in ("begin", "end"))
+    processor.before, processor.after = (begin,), (end,)
+    return processor
+
+
+def _deepseek(fields: _Fields, settings: _Fields, where: str) -> SquareProcessor:
     vision = {"image_size": 384, "patch_size": 16, **(fields.get("vision_config") or {})}
     return SquareProcessor(
         PictureSettings(settings, where),
@@ -317,9 +332,11 @@ def _deepseek_hybrid(fields: _Fields, settings: _Fields, where: str) -> ImagePro
 
 def _multi_modality(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     known, params = added_tokens(Path(where).parent), (fields.get("vision_config") or {}).get("params") or {}
+    draws = "gen_vision_config" in fields
     fields = multi_modality_fields(fields, "config.json")
     fields["image_token_id"] = int(known.get("<image_placeholder>", 100015))
-    make = _deepseek if fields.get("high_res_vision_config") is None else _deepseek_hybrid
+    small = _janus if draws else _deepseek
+    make = small if fields.get("high_res_vision_config") is None else _deepseek_hybrid
     if settings.get("image_processor_type") == "VLMImageProcessor":
         settings = {**settings, "size": settings.get("image_size")}
         if make is _deepseek_hybrid:
@@ -376,6 +393,7 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "Cohere2VisionForConditionalGeneration": _cohere2_vision,
     "DeepseekVLForConditionalGeneration": _deepseek,
     "DeepseekVLHybridForConditionalGeneration": _deepseek_hybrid,
+    "Exaone4_5_ForConditionalGeneration": _exaone4_5,
     "Gemma3ForConditionalGeneration": _gemma3,
     "Glm46VForConditionalGeneration": _glm4v,
     "Glm4vForConditionalGeneration": _glm4v,
@@ -386,6 +404,7 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "InternS1ForConditionalGeneration": _intern,
     "InternVLChatModel": _intern,
     "InternVLForConditionalGeneration": _intern,
+    "JanusForConditionalGeneration": _janus,
     "LightOnOCRForConditionalGeneration": _lighton_ocr,
     "LightOnOcrForConditionalGeneration": _lighton_ocr,
     "Llama4ForConditionalGeneration": _llama4,
@@ -410,6 +429,7 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "Qwen3_5MoeForConditionalGeneration": _qwen3,
     "Qwen3VLMoeForConditionalGeneration": _qwen3,
     "SmolVLMForConditionalGeneration": _idefics3,
+    "VipLlavaForConditionalGeneration": _llava,
 }
 
 _ALSO_TEXT = {**ALSO_TEXT, "Llama4ForConditionalGeneration": "vision_config"}

@@ -84,6 +84,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
         "<｜begin▁of▁sentence｜>S" + DEEPSEEK.replace("User", "<|User|>").replace("Assistant", "<|Assistant|>"),
         [],
     ),
+    "janus": ("S\n\n" + DEEPSEEK.replace("User", "<|User|>").replace("Assistant", "<|Assistant|>"), []),
     "deepseek-coder": (
         "S### Instruction:\nU\n### Response:\nA\n<|EOT|>\n### Instruction:\nV\n### Response:\n",
         ["<|EOT|>"],
@@ -144,6 +145,7 @@ SYSTEM = {
     "dbrx": "You are DBRX, created by Databricks. You were last updated in December 2023.",
     "deepseek-coder": "You are an AI programming assistant, utilizing the Deepseek Coder model,",
     "deepseek-vl": "You are a helpful language and vision assistant. You are able to understand the visual content",
+    "janus": "You are a helpful language and vision assistant. You are able to understand the visual content",
     "internlm": "You are an AI assistant whose name is InternLM (书生·浦语).\n- InternLM (书生·浦语)",
     "internlm2": "You are an AI assistant whose name is InternLM (书生·浦语).\n- InternLM (书生·浦语)",
     "internlm-xcomposer2": "You are an AI assistant whose name is InternLM-XComposer (浦语·灵笔).\n",

@@ -307,6 +307,50 @@ def _deepseek_vl() -> Kind:
     return config, pictures, ["<image_placeholder>"], None
 
 
+def _janus() -> Kind:
+    from transformers import JanusConfig
+
+    tower = {
+        "hidden_size": 24,
+        "mlp_ratio": 2.5,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 7,
+        "projection_dim": 32,
+    }
+    drawing = {
+        "base_channels": 32,
+        "channel_multiplier": [1],
+        "embed_dim": 4,
+        "image_token_embed_dim": 32,
+        "latent_channels": 32,
+        "num_embeddings": 6,
+        "num_res_blocks": 1,
+        "projection_dim": 8,
+    }
+    text = {**TEXT, "model_type": "llama"}
+    config = JanusConfig(vision_config=tower, vq_config=drawing, text_config=text, image_token_id=IMAGE_ID)
+    _, pictures, tokens, template = _deepseek_vl()
+    pictures = {**pictures, "image_processor_type": "JanusImageProcessor"}
+    return config, pictures, [*tokens, "<begin_of_image>", "<end_of_image>"], template
+
+
+def _vip_llava() -> Kind:
+    """Hidden states of several layers, counted from the beginning and from the end."""
+    from transformers import VipLlavaConfig
+
+    config = VipLlavaConfig(
+        vision_config=CLIP,
+        text_config={**TEXT, "model_type": "llama"},
+        image_token_index=IMAGE_ID,
+        image_seq_length=16,
+        vision_feature_layer=[-2, 1],
+        projector_layernorm_eps=0.1,
+    )
+    return config, CLIP_PICTURES, ["<image>"], PARTS_TEMPLATE
+
+
 def _deepseek_vl_hybrid() -> Kind:
     """Windows that do not divide the larger tower's patches, whose features are stretched."""
     from transformers import DeepseekVLHybridConfig
@@ -411,6 +455,8 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "smolvlm": _smolvlm,
     "deepseek_vl": _deepseek_vl,
     "deepseek_vl_hybrid": _deepseek_vl_hybrid,
+    "janus": _janus,
+    "vip_llava": _vip_llava,
     "gemma3": _gemma3,
     "gemma3_scan": _gemma3_scan,
     "aya_vision": _aya_vision,

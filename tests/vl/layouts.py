@@ -166,6 +166,7 @@ _TIMM = {
     "layer_norm1": "norm1",
     "layer_norm2": "norm2",
     "self_attn.out_proj": "attn.proj",
+    "self_attn.projection_layer": "attn.proj",
     "post_layernorm": "norm",
 }
 _SAM = {
@@ -173,6 +174,12 @@ _SAM = {
     "layers.": "blocks.",
     "layer_norm1": "norm1",
     "layer_norm2": "norm2",
+}
+_DRAWING = {
+    "vqmodel": "gen_vision_model",
+    "generation_embeddings": "gen_embed",
+    "generation_aligner": "gen_aligner",
+    "generation_head": "gen_head",
 }
 _NECK = {"conv1": "0", "layer_norm1": "1", "conv2": "2", "layer_norm2": "3"}
 
@@ -184,13 +191,13 @@ def _renamed(name: str, names: dict[str, str]) -> str:
 
 
 def original_deepseek(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
-    """DeepSeek-VL of its authors, by the names of transformers' conversion of it. Sizes of its towers, which have a
-    name there, are in an entry of ours."""
+    """DeepSeek-VL and Janus of their authors, by the names of transformers' conversion of them. Sizes of towers, which
+    have a name there, are in an entry of ours."""
     two, renamed = "high_res_vision_config" in fields, dict[str, Tensor]()
     low = f"vision_model.vision_tower{'_low.vision_tower' if two else ''}"
     high = "vision_model.vision_tower_high.vision_tower"
     aligner = {"vision_proj": "low_up_proj", "high_res_vision_proj": "high_up_proj", "proj": "layers.1"}
-    aligner |= {"linear1": "layers.0", "linear2": "layers.2"}
+    aligner |= {"linear1": "layers.0", "linear2": "layers.2", "fc1": "layers.0", "hidden_layers.0": "layers.2"}
     for whole, tensor in tensors.items():
         name = whole.removeprefix("model.")
         part, _, rest = name.partition(".")
@@ -214,6 +221,8 @@ def original_deepseek(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors
             name = f"{high}.downsamples.{_renamed(rest, {'conv1': '0', 'conv2': '1'})}"
         elif part == "high_res_vision_alpha":
             name = f"{high}.hd_alpha_downsamples"
+        elif part in _DRAWING:
+            name = f"{_DRAWING[part]}.{rest}"
         elif part == "aligner":
             stem, dot, suffix = rest.rpartition(".")
             name = f"aligner.{aligner[stem]}{dot}{suffix}"
@@ -224,7 +233,10 @@ def original_deepseek(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors
     params = {"low_res_cfg": siglip, "high_res_cfg": {"model_name": "sam_b_downsample", "image_size": 72}}
     if two:
         renamed["vision_model.high_layer_norm.weight"] = torch.ones(8)
-    sizes = {"low": fields["vision_config"], "high": fields.get("high_res_vision_config", {})}
+    small = {key: value for key, value in fields["vision_config"].items() if key != "model_type"}
+    if "mlp_ratio" in small:
+        small["intermediate_size"] = int(small["hidden_size"] * small["mlp_ratio"])
+    sizes = {"low": small, "high": fields.get("high_res_vision_config", {})}
     projector = "low_high_hybrid_split_mlp_gelu" if two else "mlp_gelu"
     return {
         "architectures": ["MultiModalityCausalLM"],
@@ -232,6 +244,7 @@ def original_deepseek(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors
         "torch_dtype": "float32",
         "aligner_config": {"cls": "MlpProjector", "params": {"depth": 2, "projector_type": projector}},
         "language_config": {**fields["text_config"], "tie_word_embeddings": True},
+        **({"gen_vision_config": {"cls": "VQ-16", "model_type": "gen_vision"}} if "vq_config" in fields else {}),
         "vision_config": {
             "cls": "HybridVisionTower" if two else "CLIPVisionTower",
             "params": params if two else siglip,
@@ -267,6 +280,12 @@ def guessing_glm(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
     return fields, {**tensors, **layer, "model.language_model.layers.2.eh_proj.weight": torch.zeros(32, 64)}
 
 
+def guessing_exaone(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    """The first files of EXAONE 4.5, and what guesses further tokens."""
+    fields["text_config"]["model_type"] = "exaone4_5_text"
+    return fields, {**tensors, "mtp.layers.0.mlp.up_proj.weight": torch.zeros(48, 32)}
+
+
 LAYOUTS: list[tuple[str, Callable[[Fields, Tensors], tuple[Fields, Tensors]], str | None]] = [
     ("qwen2_vl", flat_qwen, None),
     ("qwen2_5_vl", flat_qwen, None),
@@ -281,12 +300,14 @@ LAYOUTS: list[tuple[str, Callable[[Fields, Tensors], tuple[Fields, Tensors]], st
     ("internvl_6b", remote_intern, "InternVLChatModel"),
     ("internvl_6b", called("InternS1ForConditionalGeneration"), "InternS1ForConditionalGeneration"),
     ("lighton_ocr", called("LightOnOCRForConditionalGeneration"), "LightOnOCRForConditionalGeneration"),
+    ("exaone4_5", guessing_exaone, None),
     ("glm_ocr", guessing_glm, None),
     ("qwen2_5_omni", whole_omni("Qwen2_5OmniModel"), "Qwen2_5OmniModel"),
     ("qwen2_5_omni", called("Qwen2_5OmniForConditionalGeneration"), "Qwen2_5OmniForConditionalGeneration"),
     ("qwen3_omni", whole_omni("Qwen3OmniMoeForConditionalGeneration"), "Qwen3OmniMoeForConditionalGeneration"),
     ("deepseek_vl", original_deepseek, "MultiModalityCausalLM"),
     ("deepseek_vl_hybrid", original_deepseek, "MultiModalityCausalLM"),
+    ("janus", original_deepseek, "MultiModalityCausalLM"),
 ]
 """Kind, what config.json and the tensors become, and the class that the file names, if it is another."""
 

@@ -50,6 +50,22 @@ def _qwen2_5_vl() -> Kind:
     return config, pictures, _QWEN_TOKENS, None
 
 
+def _exaone4_5() -> Kind:
+    """Heads of keys that two of queries share, and a window of the decoder that is shorter than an image."""
+    from transformers import Exaone4_5_Config
+
+    usual, pictures, _, _ = _qwen2_5_vl()
+    tower = {key: each for key, each in usual.vision_config.to_dict().items() if key != "model_type"}
+    text = {**TEXT, "model_type": "exaone4", "num_hidden_layers": 3, "sliding_window": 6, "sliding_window_pattern": 2}
+    config = Exaone4_5_Config(
+        vision_config={**tower, "num_heads": 4, "num_key_value_heads": 2},
+        text_config=text,
+        image_token_id=IMAGE_ID,
+        video_token_id=319,
+    )
+    return config, pictures, ["<|image_pad|>", "<vision>", "</vision>"], None
+
+
 def _qwen3_vl() -> Kind:
     from transformers import Qwen3VLConfig
 
@@ -258,6 +274,7 @@ NATIVE_KINDS = {
     "paddleocr_vl": _paddleocr_vl,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
+    "exaone4_5": _exaone4_5,
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen2_5_omni": _qwen2_5_omni,

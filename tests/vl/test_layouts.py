@@ -52,11 +52,10 @@ async def test_other_names_of_the_same(kind: str, change: Any, name: str | None,
 
 
 def test_deepseeks_other_towers_are_refused(tmp_path: Path) -> None:
-    for changed, says in (({"gen_vision_config": {}}, "Janus"), ({"vision_config": {"cls": "Other"}}, "DeepSeek-VL")):
-        fields = {"architectures": ["MultiModalityCausalLM"], **changed}
-        (tmp_path / "config.json").write_text(json.dumps(fields))
-        with pytest.raises(UnsupportedModel, match=says):
-            open_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+    fields = {"architectures": ["MultiModalityCausalLM"], "vision_config": {"cls": "Other"}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UnsupportedModel, match="DeepSeek-VL"):
+        open_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

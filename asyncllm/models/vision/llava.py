@@ -1,15 +1,15 @@
-"""LLaVA, LLaVA-NeXT, LLaVA-OneVision, and DeepSeek-VL, whose tower is of the same parts."""
+"""LLaVA, LLaVA-NeXT, LLaVA-OneVision, ViP-LLaVA, and DeepSeek-VL and Janus, whose towers are of the same parts."""
 
 from __future__ import annotations
 
 import msgspec
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, clip_of, text_of
+from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, clip_of, part_of, square_of, text_of
 from asyncllm.models.vision.pixtral import read_pixtral
 from asyncllm.vl.towers.llava import LlavaConfig
 
-__all__ = ["read_deepseek_vl", "read_llava", "read_onevision"]
+__all__ = ["read_deepseek_vl", "read_janus", "read_llava", "read_onevision", "read_vip_llava"]
 
 MAX_TILES = 1024
 
@@ -68,6 +68,37 @@ def read_deepseek_vl(hf: HFConfig) -> Composed:
         source="vision_model",
     )
     return Composed(text, decoder, vision)
+
+
+def read_janus(hf: HFConfig) -> Composed:
+    part = part_of(hf, "vision_config", {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16})
+    part.expect("model_type", "janus_vision_model")
+    part.expect("use_qk_norm", False)
+    for key, only in (("attention_bias", True), ("depth", 2)):
+        part.changed({key: part.fields.get(key, only)}).expect(key, only)
+    hidden, activation = part.integer("hidden_size"), part.fields.get("hidden_act", "gelu")
+    part.changed({"hidden_act": activation}).expect("hidden_act", *TOWER_ACTIVATIONS)
+    siglip = {
+        **part.fields,
+        "model_type": "siglip_vision_model",
+        "intermediate_size": int(hidden * part.number("mlp_ratio", 4.0)),
+        "image_size": square_of(part, "image_size", 384),
+        "patch_size": square_of(part, "patch_size", 16),
+        "hidden_act": activation,
+    }
+    parts = read_deepseek_vl(hf.changed({"vision_config": siglip}))
+    return parts._replace(vision=msgspec.structs.replace(parts.vision, activation=TOWER_ACTIVATIONS[activation]))
+
+
+def read_vip_llava(hf: HFConfig) -> Composed:
+    """Features of several layers, some of them counted from the beginning, are normed together."""
+    layers = hf.fields.get("vision_feature_layers", hf.fields.get("vision_feature_layer", [-2, -5, -8, -11, 6]))
+    count = clip_of(hf).num_layers
+    if isinstance(layers, list):
+        layers = [each - count - 1 if type(each) is int and 0 <= each <= count else each for each in layers]
+    parts = read_llava(hf.changed({"vision_feature_layer": layers}))
+    eps = hf.number("projector_layernorm_eps", 1e-5)
+    return parts._replace(vision=msgspec.structs.replace(parts.vision, input_eps=eps))
 
 
 def _pinpoints(hf: HFConfig, side: int) -> tuple[tuple[int, int], ...]:

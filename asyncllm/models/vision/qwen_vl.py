@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, and what sees of Qwen2.5-Omni and Qwen3-Omni."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, what sees of Qwen2.5-Omni and Qwen3-Omni, and EXAONE 4.5."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, axes_of, p
 from asyncllm.vl.towers.qwen3_vl import Qwen3VLConfig
 from asyncllm.vl.towers.qwen_vl import QwenVLConfig
 
-__all__ = ["read_omni", "read_qwen3_5", "read_qwen3_vl", "read_qwen_vl"]
+__all__ = ["read_exaone4_5", "read_omni", "read_qwen3_5", "read_qwen3_vl", "read_qwen_vl"]
 
 
 def read_qwen_vl(hf: HFConfig, *, gated: bool = False) -> Composed:
@@ -22,7 +22,21 @@ def read_qwen_vl(hf: HFConfig, *, gated: bool = False) -> Composed:
         hf = hf.changed({"text_config": {**kept, "model_type": "qwen2"}})
     text, _ = text_of(hf)
     text, axes = axes_of(text)
+    return Composed(text, "Qwen2ForCausalLM", _patches_tower(part_of(hf, "vision_config"), gated=gated), axes)
+
+
+def read_exaone4_5(hf: HFConfig) -> Composed:
+    text, decoder = text_of(hf)
     part = part_of(hf, "vision_config")
+    vision, shared = _patches_tower(part, gated=True), part.integer("num_key_value_heads", 8)
+    if vision.num_heads % shared:
+        part.invalid("num_key_value_heads", f"which does not divide {vision.num_heads} heads")
+    vision = msgspec.structs.replace(vision, num_kv_heads=shared)
+    # The first files have another type.
+    return Composed(text, "exaone4" if decoder == "exaone4_5_text" else decoder, vision)
+
+
+def _patches_tower(part: HFConfig, *, gated: bool) -> QwenVLConfig:
     hidden = part.integer("hidden_size" if gated else "embed_dim", 1280)
     heads, patch, merge = (
         part.integer("num_heads", 16),
@@ -54,7 +68,7 @@ def read_qwen_vl(hf: HFConfig, *, gated: bool = False) -> Composed:
     )
     if vision.window == 0:
         part.invalid("window_size", "which is smaller than a square of patches")
-    return Composed(text, "Qwen2ForCausalLM", vision, axes)
+    return vision
 
 
 def read_qwen3_vl(hf: HFConfig, *, sparse: bool = False) -> Composed:

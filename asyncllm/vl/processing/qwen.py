@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from asyncllm.errors import InvalidMessage, InvalidParameter, short
@@ -13,7 +14,7 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
 
-__all__ = ["DynamicProcessor", "FramesProcessor", "ScaledUpProcessor", "whole_squares"]
+__all__ = ["DynamicProcessor", "FlatProcessor", "FramesProcessor", "ScaledUpProcessor", "whole_squares"]
 
 MAX_RATIO = 200
 
@@ -94,6 +95,16 @@ class DynamicProcessor:
                 "messages",
             )
         return value
+
+
+class FlatProcessor(DynamicProcessor):
+    """The decoder counts an image's tokens one after the other, without rows and columns (EXAONE 4.5)."""
+
+    def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
+        squares = super().prepare(image, options)
+        assert squares.grid is not None
+        rows, columns = squares.grid
+        return msgspec.structs.replace(squares, grid=None, pictures=((rows * self.merge, columns * self.merge),))
 
 
 class FramesProcessor(DynamicProcessor):

@@ -26,17 +26,24 @@ _GATES: Mapping[TowerActivation, Callable[[Tensor], Tensor]] = {
 
 
 class JoinedQKV(Dense):
-    """Rows of queries, keys and values in one product; checkpoints have them apart or together."""
+    """Rows of queries, keys and values in one product; checkpoints have them apart or together. `queries`: rows of the
+    former, if more than those of keys."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = True, queries: int | None = None) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        first = out_features // 3 if queries is None else queries
+        self._rows = {"q": first, "k": (out_features - first) // 2, "v": (out_features - first) // 2}
 
     def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
         return {
-            (suffix, part, None): (len(each) // 3, *each.shape[1:])
+            (suffix, part, None): (rows, *each.shape[1:])
             for suffix, each in self.named_parameters(recurse=False)
-            for part in ("q", "k", "v")
+            for part, rows in self._rows.items()
         }
 
     def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        self.get_parameter(suffix).chunk(3)["qkv".index(part or "q")].copy_(tensor)
+        parts = torch.split(self.get_parameter(suffix), list(self._rows.values()))
+        parts["qkv".index(part or "q")].copy_(tensor)
 
 
 _WIDTH = 64

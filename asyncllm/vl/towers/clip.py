@@ -98,7 +98,7 @@ def clip_weights(source: str, target: str) -> Mapping[str, str]:
         f"{source}.post_layernorm": f"{target}.last_norm",
         f"{layer}.layer_norm1": f"{own}.attn_norm",
         **{f"{layer}.self_attn.{name}_proj": f"{own}.attn.qkv[{name}]" for name in ("q", "k", "v")},
-        f"{layer}.self_attn.out_proj": f"{own}.attn.out",
+        **{f"{layer}.self_attn.{name}": f"{own}.attn.out" for name in ("out_proj", "projection_layer")},
         f"{layer}.layer_norm2": f"{own}.mlp_norm",
         f"{layer}.mlp.fc1": f"{own}.up",
         f"{layer}.mlp.fc2": f"{own}.down",

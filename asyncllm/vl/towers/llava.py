@@ -1,4 +1,5 @@
-"""LLaVA's tower (Liu et al., 2023): an encoder's hidden states and an MLP into the decoder's width; DeepSeek-VL's too.
+"""LLaVA's tower (Liu et al., 2023): an encoder's hidden states and an MLP into the decoder's width; DeepSeek-VL's and
+Janus' too.
 
 LLaVA-NeXT shows the encoder the whole image and tiles of it. The tiles' features are put together, what was padding is
 cut off, and each row gets a learned newline.
@@ -25,6 +26,13 @@ TIMM = "vision_model.vision_tower"
 """The module of DeepSeek-VL's encoder as its authors published it."""
 
 
+DRAWING = (
+    *("vqmodel", "generation_embeddings", "generation_aligner", "generation_head"),
+    *("gen_vision_model", "gen_aligner", "gen_head", "gen_embed"),
+)
+"""The modules by which Janus draws, as transformers and its authors call them."""
+
+
 class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
     """An encoder, which of its hidden states are read, and a projector."""
 
@@ -40,6 +48,8 @@ class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
     """Heights and widths of tiled images, of LLaVA-NeXT; empty for LLaVA."""
     projector_norms: bool = False
     """Whether each product of the projector has a norm behind it (Yi-VL)."""
+    input_eps: float | None = None
+    """Of the norm of what the projector reads, if there is one (ViP-LLaVA)."""
     most: int | None = None
     """Patches of all tiles, as in `anyres.shrunk`."""
 
@@ -51,6 +61,7 @@ class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
         names = ("multi_modal_projector.linear_", "aligner.linear")
         projector = {f"{name}{n}": f"vision.projector_{n}" for name in names for n in (1, 2)}
         projector |= {"aligner.layers.0": "vision.projector_1", "aligner.layers.2": "vision.projector_2"}
+        projector |= {"aligner.fc1": "vision.projector_1", "aligner.hidden_layers.0": "vision.projector_2"}
         projector |= {"vision_proj.0": "vision.projector_1", "vision_proj.2": "vision.projector_2"}
         projector |= {"mm_projector.0": "vision.projector_1"}
         if self.projector_norms:
@@ -66,6 +77,7 @@ class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
             },
             **timm_weights(TIMM, "vision.encoder"),
             **projector,
+            "multi_modal_projector.projector_layernorm": "vision.input_norm",
             "image_newline": "vision.newline:weight",
         }
 
@@ -73,7 +85,7 @@ class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
     def unused(self) -> Sequence[str]:
         norm = () if self.encoder.final_norm else ("post_layernorm",)
         names = (*norm, "head", "embeddings.position_ids")
-        return [f"{source}.{name}" for source in self._sources for name in names] + [f"{TIMM}.attn_pool"]
+        return [f"{source}.{name}" for source in self._sources for name in names] + [f"{TIMM}.attn_pool", *DRAWING]
 
     @property
     def _sources(self) -> tuple[str, str]:
@@ -88,6 +100,7 @@ class LlavaTower(VisionTower):
         width = config.encoder.hidden_size * len(config.feature_layers)
         self.projector_1 = Dense(width, hidden_size, bias=config.bias)
         self.projector_2 = Dense(hidden_size, hidden_size, bias=config.bias)
+        self.input_norm = None if config.input_eps is None else LayerNorm(width, config.input_eps)
         norms = config.projector_norms
         self.norm_1 = LayerNorm(hidden_size, 1e-5) if norms else None
         self.norm_2 = LayerNorm(hidden_size, 1e-5) if norms else None
@@ -108,7 +121,7 @@ class LlavaTower(VisionTower):
         config = self.config
         hidden = [self.encoder(pixels, count) for count in config.feature_layers]
         x = torch.cat([each[:, 1:] if config.drops_class_token else each for each in hidden], -1)
-        x = self.projector_1(x)
+        x = self.projector_1(x if self.input_norm is None else self.input_norm(x))
         x = self.projector_2(ACTIVATIONS[config.activation](x if self.norm_1 is None else self.norm_1(x)))
         projected: Tensor = x if self.norm_2 is None else self.norm_2(x)
         return projected

@@ -46,6 +46,8 @@ class QwenVLConfig(PatchesConfig, frozen=True, kw_only=True):
     """Merged patches along a side of a window."""
     full_layers: frozenset[int] = frozenset()
     """Layers without windows, if others have them."""
+    num_kv_heads: int | None = None
+    """Heads of keys and values, if several of queries share one (EXAONE 4.5)."""
 
     def build(self, hidden_size: int) -> QwenVLTower:
         return QwenVLTower(self, hidden_size)
@@ -60,6 +62,11 @@ class QwenVLConfig(PatchesConfig, frozen=True, kw_only=True):
             "visual.merger.mlp.2": "vision.merger_2",
         }
         return self.placed(rows)
+
+    @property
+    def unused(self) -> Sequence[str]:
+        # Layers that guess further tokens.
+        return [*super().unused, *(() if self.num_kv_heads is None else ("mtp",))]
 
 
 class QwenVLTower(PlannedTower):
@@ -77,6 +84,7 @@ class QwenVLTower(PlannedTower):
                 norm=norm,
                 activation=config.activation,
                 gated=config.gated,
+                num_kv_heads=config.num_kv_heads,
             )
             for _ in range(config.num_layers)
         )
@@ -85,9 +93,10 @@ class QwenVLTower(PlannedTower):
         self.merger_2 = Dense(square, hidden_size)
 
     def show(self, images: Sequence[PromptImage]) -> Shown:
-        device, grids, square = self.merger_1.weight.device, grids_of(images), self.config.merge**2
+        device, merge = self.merger_1.weight.device, self.config.merge
+        grids, square = grids_of(images, merge), merge**2
         order, windows = _windows(grids, self.config.window)
-        places = square_places(grids, self.config.merge)[order]
+        places = square_places(grids, merge)[order]
         whole = split_segments([rows * columns * square for rows, columns in grids], device)
         parts = split_segments([count * square for count in windows], device)
         pixels = pixels_of(images, self.config.frames)
@@ -107,9 +116,13 @@ class QwenVLTower(PlannedTower):
         return ordered
 
 
-def grids_of(images: Sequence[PromptImage]) -> list[tuple[int, int]]:
-    """Return rows and columns of all images; a video is as many as it has steps, as these do not see each other."""
-    return [image.grid for image in images if image.grid is not None for _ in range(image.steps)]
+def grids_of(images: Sequence[PromptImage], merge: int = 1) -> list[tuple[int, int]]:
+    """Return rows and columns of the tokens of all images; a video is as many as it has steps, as these do not see each
+    other. `merge`: patches along a side of a token's square, for images whose tokens follow one another."""
+    flat = {id(image): [(rows // merge, columns // merge) for rows, columns in image.pictures] for image in images}
+    return [
+        each for image in images for each in ([image.grid] * image.steps if image.grid is not None else flat[id(image)])
+    ]
 
 
 def pixels_of(images: Sequence[PromptImage], frames: int) -> Tensor:
@@ -149,7 +162,7 @@ def square_rotation(places: Tensor, head_dim: int) -> Rotation:
 class PatchBlock(Layer):
     """A block over patches that are turned by their places, norms first. `gated`: of its MLP. `interleaved`: neighbours
     among a head's features are turned together, instead of those half a head apart. `head_norms`: each head's queries
-    and keys are normed before they are turned."""
+    and keys are normed before they are turned. `num_kv_heads`: heads of keys and values, if fewer."""
 
     def __init__(
         self,
@@ -164,13 +177,15 @@ class PatchBlock(Layer):
         eps: float = EPS,
         interleaved: bool = False,
         head_norms: bool = False,
+        num_kv_heads: int | None = None,
     ) -> None:
         super().__init__()
-        self.num_heads, self._interleaved = num_heads, interleaved
+        self.num_heads, self.num_kv_heads, self._interleaved = num_heads, num_kv_heads or num_heads, interleaved
         self.q_norm = norm(size // num_heads, eps) if head_norms else None
         self.k_norm = norm(size // num_heads, eps) if head_norms else None
         self.attn_norm, self.mlp_norm = norm(size, eps), norm(size, eps)
-        self.qkv, self.out = JoinedQKV(size, 3 * size, bias=bias), Dense(size, size, bias=bias)
+        rows = size + 2 * self.num_kv_heads * (size // num_heads)
+        self.qkv, self.out = JoinedQKV(size, rows, bias=bias, queries=size), Dense(size, size, bias=bias)
         self.mlp = GatedMLP(size, inner, activation, bias=bias) if gated else None
         self.up = None if gated else Dense(size, inner, bias=bias)
         self.down = None if gated else Dense(inner, size, bias=bias)
@@ -178,12 +193,15 @@ class PatchBlock(Layer):
 
     def forward(self, x: Tensor, rotation: Rotation, segments: Segments) -> Tensor:
         """x [T, hidden], of segments that attend to themselves -> the same."""
-        qkv = self.qkv(self.attn_norm(x)).view(len(x), 3 * self.num_heads, -1)
+        heads, shared = self.num_heads, self.num_kv_heads
+        qkv = self.qkv(self.attn_norm(x)).view(len(x), heads + 2 * shared, -1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k, v = qkv.chunk(3, 1)
+            q, k, v = qkv.split([heads, shared, shared], 1)
             qkv = torch.cat([self.q_norm(q.contiguous()), self.k_norm(k.contiguous()), v], 1)
-        kernels.rotate_heads(qkv[:, : 2 * self.num_heads], rotation, interleaved=self._interleaved)
-        q, k, v = qkv.chunk(3, 1)
+        kernels.rotate_heads(qkv[:, : heads + shared], rotation, interleaved=self._interleaved)
+        q, k, v = qkv.split([heads, shared, shared], 1)
+        if shared != heads:
+            k, v = (each.repeat_interleave(heads // shared, 1) for each in (k, v))
         attended = kernels.segment_attention(q, k, v, segments)
         h, x = self.mlp_norm.add(self.out(attended.flatten(1)), x)
         if self.mlp is not None:
