@@ -452,17 +452,20 @@ def open_executor(
     group: TorchGroup | None = None
 
     def load() -> Agent:
-        times = StartTimes()
         nonlocal group
+        times, joined = StartTimes(), None
         with nullcontext() if config.device_type == "cpu" else context_meanwhile():
             from asyncllm.agent.model_agent import ModelAgent
         if meeting is not None:
             from asyncllm.agent.open_model import choose_device
             from asyncllm.distributed.group import TorchGroup
 
-            group = TorchGroup(meeting, choose_device(config))
+            joined = TorchGroup(meeting, choose_device(config))
         times.lap("import")
-        agent: Agent = ModelAgent(config, model_path, times=times, group=group)
+        agent: Agent = ModelAgent(config, model_path, times=times, group=joined)
+        # A rank that cannot load stays in the group until its process ends: others would fail for lack of it, and
+        # their errors might be told before its own.
+        group = joined
         return agent if wrap is None else wrap(agent)
 
     def release() -> None:

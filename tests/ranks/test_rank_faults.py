@@ -50,20 +50,26 @@ ModelAgent.launch, DecoderLM.before_last = faulty, fails
 AT_START = """
 import os
 import signal
+import time
 import torch
 import torch.distributed as dist
 from asyncllm.models import registry
+from asyncllm.ranks.rank import Rank
 
-load = registry.load
+load, send = registry.load, Rank._send
+
+def late(self, message):
+    time.sleep(0.5)  # in which the other must not come to fail
+    send(self, message)
 
 def faulty(*arguments):
     planned = os.environ["PLANNED"]
     if dist.get_rank() == 1:
         if planned == "memory":
+            Rank._send = late
             raise torch.OutOfMemoryError("no memory, as planned")
         os.kill(os.getpid(), getattr(signal, planned))
-    if planned == "SIGKILL":
-        dist.all_reduce(torch.ones(1))  # which the death of the other breaks
+    dist.all_reduce(torch.ones(1))  # which the other's death breaks
     return load(*arguments)
 
 registry.load = faulty
