@@ -185,10 +185,7 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     "MllamaForConditionalGeneration": Refused(
         "Llama 3.2 Vision", "its layers of cross attention keep images in a cache of another kind", _NEAREST_LLAVA
     ),
-    "Molmo2ForConditionalGeneration": Refused("Molmo 2", _NEITHER, _NEAREST_LLAVA),
-    "MolmoForCausalLM": Refused(
-        "Molmo", "there is nothing to hold it to: transformers has Molmo 2 alone, another model", _NEAREST_LLAVA
-    ),
+    "Molmo2ForConditionalGeneration": Refused("Molmo 2", _NEITHER, "MolmoForCausalLM"),
     "Ovis": Refused("Ovis 1.6, 2", _NOTHING, "InternVLForConditionalGeneration"),
     "Ovis2ForConditionalGeneration": Refused(
         "Ovis2", "its table of visual words is not written yet", "InternVLForConditionalGeneration"

@@ -18,7 +18,7 @@ from asyncllm.text.checkpoint_files import TokenSettings, read_json_object
 from asyncllm.text.image_marks import parts_of
 from asyncllm.text.jinja_template import JinjaTemplate, checkpoint_template
 from asyncllm.text.messages import checked_messages, checked_prompt
-from asyncllm.text.templates import MODELS, builtin_name
+from asyncllm.text.templates import AHEAD_OF_CHECKPOINTS, MODELS, builtin_name
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.text.tool_history import ToolHistory
 from asyncllm.types import Message
@@ -89,8 +89,8 @@ class ChatTemplate:
         """Return the template for the checkpoint in the folder `path`.
 
         The first of these counts: the template that `config` names (a str is a name, the path of a JSON file or JSON
-        text); the checkpoint's own Jinja template; the built-in one for the architecture in config.json; "base", which
-        writes the texts one after the other.
+        text); the checkpoint's own Jinja template, unless it leaves a prompt's beginning out; the built-in one for the
+        architecture in config.json; "base", which writes the texts one after the other.
 
         Raises InvalidParameter for an unknown name or fields that contradict each other, and InvalidCheckpoint when a
         template does not compile.
@@ -106,7 +106,9 @@ class ChatTemplate:
                     "model_name",
                 )
             return cls._composed(_known_name(config.model_name, parts), config, parts)
-        jinja = None if parts else _jinja(folder, config)
+        name = builtin_name(read_json_object(folder / "config.json"))
+        whole = name in AHEAD_OF_CHECKPOINTS and not config.names_template
+        jinja = None if parts or whole else _jinja(folder, config)
         if jinja is not None:
             return cls._of_jinja(jinja, config, TokenSettings.read(folder).special_texts())
         if parts and (config.chat_template is not None or config.model_path is not None):
@@ -115,7 +117,7 @@ class ChatTemplate:
                 f"Leave them out.",
                 next(iter(parts)),
             )
-        return cls._composed(builtin_name(read_json_object(folder / "config.json")), config, parts)
+        return cls._composed(name, config, parts)
 
     @classmethod
     def of_adapter(

@@ -12,7 +12,7 @@ from asyncllm.errors import InvalidParameter
 from asyncllm.text.checkpoint_files import classes_of
 from asyncllm.text.composed_template import BaseChatTemplate
 
-__all__ = ["MODELS", "Registry", "builtin_name", "names"]
+__all__ = ["AHEAD_OF_CHECKPOINTS", "MODELS", "Registry", "builtin_name", "names"]
 
 Template = TypeVar("Template", bound=type[Any])
 
@@ -181,6 +181,13 @@ COGVLM: dict[str, Any] = {
     "stop_words": ["</s>"],
     "images_first": True,
 }
+MOLMO: dict[str, Any] = {
+    "start": "<|endoftext|>",
+    "user": " User: ",
+    "assistant": " Assistant: ",
+    "generation_prompt": " Assistant:",
+    "images_first": True,
+}
 ULTRA: dict[str, Any] = {
     "system": "User: ",
     "meta_instruction": ULTRA_SYSTEM,
@@ -325,6 +332,7 @@ BUILTIN: dict[str, dict[str, Any]] = {
         "generation_prompt": "<bot>:",
         "eoa": "</s>",
     },
+    "molmo": MOLMO,
     "ultracm": ULTRA,
     "ultralm": ULTRA,
 }
@@ -373,6 +381,7 @@ ARCHITECTURES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("ChatGLMForConditionalGeneration", {}, "chatglm"),
     ("GlmForCausalLM", {}, "glm4"),
     ("Glm4ForCausalLM", {}, "glm4"),
+    ("MolmoForCausalLM", {}, "molmo"),
     ("MistralForCausalLM", {"vocab_size": 131072}, "mistral-v7"),
     ("MistralForCausalLM", {}, "mistral"),
     ("MixtralForCausalLM", {}, "mixtral"),
@@ -393,6 +402,10 @@ ARCHITECTURES: tuple[tuple[str, dict[str, Any], str], ...] = (
 )
 """(architecture, entries of config.json that must hold too, name); the first row that holds counts. Llama 2, Vicuna and
 plain Llama checkpoints have the same config.json, so there is no row for them: they get "base"."""
+
+
+AHEAD_OF_CHECKPOINTS = frozenset({"molmo"})
+"""Built-in templates that count before those of checkpoints, which leave to the authors' code how a prompt begins."""
 
 
 class Registry:

@@ -12,6 +12,7 @@ from asyncllm.text.checkpoint_files import read_json_object
 __all__ = [
     "XComposer",
     "fine_tower_fields",
+    "molmo_tower",
     "multi_modality_fields",
     "tower_fields",
     "tower_settings",
@@ -155,6 +156,12 @@ def xcomposer_tower(fields: Mapping[str, Any], kind: XComposer) -> Mapping[str, 
     unless there is such an entry all the same."""
     usual = {"2": 224, "4khd": 336, "2.5": 560}[kind]
     return {**_LARGE, "image_size": fields.get("img_size", usual), **(fields.get("vision_config") or {})}
+
+
+def molmo_tower(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `vision_config` of Molmo's tower, which its code has: CLIP's large one without the last layer, unless
+    there is such an entry all the same."""
+    return {**_LARGE, "num_hidden_layers": 23, "image_size": 336, **_object(fields, "vision_config")}
 
 
 def _inner(folder: Path, name: Any, file: str) -> Mapping[str, Any]:

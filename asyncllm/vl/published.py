@@ -12,11 +12,12 @@ from asyncllm.errors import InvalidCheckpoint, short
 from asyncllm.prompt_image import ImageProcessor
 from asyncllm.text.checkpoint_files import read_json_object
 from asyncllm.text.image_marks import NUMBER_MARK
-from asyncllm.vl.image_tokens import added_tokens, stand_in, token_id_of, token_of
-from asyncllm.vl.known_towers import tower_fields, tower_settings, xcomposer_kind, xcomposer_tower
+from asyncllm.vl.image_tokens import added_tokens, stand_in, standing, token_id_of, token_of
+from asyncllm.vl.known_towers import molmo_tower, tower_fields, tower_settings, xcomposer_kind, xcomposer_tower
 from asyncllm.vl.processing.clip import CenterProcessor, PaddedProcessor
 from asyncllm.vl.processing.deepseek_vl import CandidatesProcessor
 from asyncllm.vl.processing.hd import HdProcessor, SparingHdProcessor
+from asyncllm.vl.processing.molmo import OverlappingProcessor, crop_grid
 from asyncllm.vl.processing.native import NativeProcessor
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.slices import SliceProcessor
@@ -147,6 +148,18 @@ def _mgm(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
+def _molmo(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    folder = Path(where).parent
+    read = PictureSettings(settings, where, resample=Image.Resampling.BILINEAR)
+    return OverlappingProcessor(
+        read,
+        token_id=stand_in(folder),
+        placeholder=standing(folder),
+        grid=crop_grid(molmo_tower(fields), read),
+        most=read.integer("max_crops", 12, maximum=256),
+    )
+
+
 def _phi3_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     folder = Path(where).parent
     tokenizer = read_json_object(folder / "tokenizer_config.json")
@@ -185,6 +198,7 @@ PUBLISHED: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "MGMLlamaForCausalLM": _mgm,
     "MiniCPMV": _minicpm_v,
     "MiniGeminiLlamaForCausalLM": _mgm,
+    "MolmoForCausalLM": _molmo,
     "Phi3VForCausalLM": _phi3_v,
     "QWenLMHeadModel": _qwen_visual,
 }

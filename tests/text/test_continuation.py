@@ -13,7 +13,16 @@ from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.types import Message
 from tests.text.conversations import JINJA, turns
 
-WRITES_THE_SPACE = ("deepseek", "deepseek-vl", "deepseek-vl2", "janus", "llava-v1", "mini-gemini-vicuna", "internvl-zh")
+WRITES_THE_SPACE = (
+    "deepseek",
+    "deepseek-vl",
+    "deepseek-vl2",
+    "janus",
+    "molmo",
+    "llava-v1",
+    "mini-gemini-vicuna",
+    "internvl-zh",
+)
 """Templates whose prompt ends with "Assistant:", so that the model itself writes the space behind it."""
 CONTINUED = [
     (turns("U"), "A", turns("V")),

@@ -97,6 +97,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "cogvlm": (COGVLM, ["</s>"]),
     "cogvlm2": (COGVLM.replace("</s>", "<|end_of_text|>"), ["<|end_of_text|>"]),
     "internvl-zh": ("S<human>: U <bot>: A</s><human>: V <bot>:", []),
+    "molmo": ("<|endoftext|>S User: U Assistant: A User: V Assistant:", []),
     "ultracm": (ULTRA, ["</s>"]),
     "ultralm": (ULTRA, ["</s>"]),
     "base": ("SUAV", []),

@@ -12,6 +12,7 @@ import torch
 
 from asyncllm import (
     AsyncEngine,
+    ChatTemplateConfig,
     EngineConfig,
     GenerationConfig,
     InvalidCheckpoint,
@@ -22,10 +23,13 @@ from asyncllm import (
 from asyncllm.models.config import HFConfig
 from asyncllm.models.registry import families, open_model
 from asyncllm.models.vision_language import composed
+from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.vl.processing.molmo import CropGrid
 from asyncllm.vl.processor import open_processor
 from asyncllm.vl.towers.mining import MiningConfig
 from tests.vl.checkpoints import folder_of, picture
 from tests.vl.published.families import PUBLISHED
+from tests.vl.tiny_parts import IMAGE_ID
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
@@ -111,6 +115,8 @@ async def test_each_piece_of_a_text_begins_as_a_prompt_does(tmp_path: Path) -> N
         ("mgm", {"mm_vision_tower_aux": "openai/davit"}, UnsupportedModel, "mm_vision_tower_aux"),
         ("mgm", {"image_size_aux": 100}, InvalidCheckpoint, "multiple of 32"),
         ("mgm", {"image_global": True}, UnsupportedModel, "image_grid"),
+        ("molmo_d", {"norm_after": True}, UnsupportedModel, "norm_after"),
+        ("molmo_d", {"embedding_size": 400}, InvalidCheckpoint, "vocab_size"),
         ("cogvlm", {"vision_config": {"image_size": 30}}, InvalidCheckpoint, "image_size"),
         ("deepseek_vl2", {"tile_tag": "1D"}, UnsupportedModel, "tile_tag"),
         ("minicpm_v_2_5", {"version": "2.0"}, UnsupportedModel, "version"),
@@ -154,6 +160,27 @@ async def test_images_stand_in_front_of_the_question_for_cogvlm(tmp_path: Path) 
     async with AsyncEngine(str(tmp_path), CONFIG) as engine:
         text = engine.tokenizer.decode(await engine.encode(("what?", [picture(1)])), skip_special_tokens=False)
     assert text == "<|reserved|>" * 11 + "Question: what? Answer:"
+
+
+async def test_prompts_of_molmo_begin_as_its_code_begins_them() -> None:
+    """The checkpoint's own template does not."""
+    async with AsyncEngine(str(folder_of("molmo_d")), CONFIG) as engine:
+        ids = await engine.encode(("what?", [picture(1)]))
+        text = engine.tokenizer.decode(ids, skip_special_tokens=False)
+        assert text == "<|endoftext|>" + "<image>" * ids.count(IMAGE_ID) + " User: what? Assistant:"
+
+
+def test_a_template_that_is_given_counts_first() -> None:
+    own = ChatTemplateConfig(chat_template="{{ messages[0]['content'] }}")
+    assert [ChatTemplate.open(folder_of("molmo_d"), each).name for each in (None, own)] == ["molmo", "checkpoint"]
+
+
+def test_crops_of_molmo() -> None:
+    """As many as leave the image about as large as it is."""
+    grid = CropGrid(side=336, patch=14, before=4, after=4)
+    for size, tiles in (((336, 336), (1, 1)), ((700, 1000), (3, 4)), ((4000, 300), (12, 1)), ((112, 50), (1, 1))):
+        assert grid.tiles(size, 12) == tiles, size
+    assert grid.tokens((3, 4)) == (28, 36)
 
 
 @pytest.mark.parametrize("kind", [kind for kind, family in PUBLISHED.items() if family.also])

@@ -10,6 +10,7 @@ from asyncllm.models.vision.eva import read_cogvlm, read_glm4v_9b
 from asyncllm.models.vision.kimi_vl import read_kimi_vl
 from asyncllm.models.vision.mgm import read_mgm
 from asyncllm.models.vision.minicpm_v import read_minicpm_v
+from asyncllm.models.vision.molmo import read_molmo
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision.phi3_v import read_phi3_v
 from asyncllm.models.vision.qwen_visual import read_qwen_visual
@@ -27,6 +28,7 @@ PUBLISHED_READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "MGMLlamaForCausalLM": read_mgm,
     "MiniCPMV": read_minicpm_v,
     "MiniGeminiLlamaForCausalLM": read_mgm,
+    "MolmoForCausalLM": read_molmo,
     "Phi3VForCausalLM": read_phi3_v,
     "QWenLMHeadModel": read_qwen_visual,
 }
@@ -41,6 +43,7 @@ PUBLISHED_MODELS: Mapping[str, str] = {
     "MGMLlamaForCausalLM": "MGM 7B, 13B, 34B, 8B, and these HD, with both towers among the weights",
     "MiniCPMV": "MiniCPM-Llama3-V-2.5, MiniCPM-V-2.6, 4 and 4.5",
     "MiniGeminiLlamaForCausalLM": "the same, as they were called first",
+    "MolmoForCausalLM": "Molmo-7B-D, 7B-O and 72B of September 2024",
     "Phi3VForCausalLM": "Phi-3-vision, Phi-3.5-vision",
     "QWenLMHeadModel": "Qwen-VL, the first generation",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import torch
@@ -68,23 +68,30 @@ class ClipEncoder(Layer):
     def forward(self, pixels: Tensor, num_layers: int, places: Tensor | None = None) -> Tensor:
         """Return the hidden states [N, tokens, hidden] after so many layers, the class token's first if there is
         one. `places` [tokens]: which of the learned positions each has, if not its own."""
-        return self._behind(self.patches.of_images(pixels), num_layers, places)
+        return self._read(self.patches.of_images(pixels), [num_layers], places)[0]
+
+    def several(self, pixels: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """Do as `forward` for each of several numbers of layers."""
+        return self._read(self.patches.of_images(pixels), counts, None)
 
     def of_patches(self, patches: Tensor, num_layers: int, places: Tensor | None = None) -> Tensor:
         """Do as `forward` for pictures that are cut already: patches [N, tokens, 3 * patch * patch]."""
-        return self._behind(self.patches(patches), num_layers, places)
+        return self._read(self.patches(patches), [num_layers], places)[0]
 
-    def _behind(self, x: Tensor, num_layers: int, places: Tensor | None) -> Tensor:
+    def _read(self, x: Tensor, counts: Sequence[int], places: Tensor | None) -> list[Tensor]:
         if self.class_token is not None:
             x = torch.cat([self.class_token().expand(len(x), 1, -1), x], 1)
         x = x + (self.positions() if places is None else self.positions()[places])
         if self.first_norm is not None:
             x = self.first_norm(x)
-        for layer in self.layers[:num_layers]:
+        found = {0: x}
+        for number, layer in enumerate(self.layers[: max(counts)], 1):
             x = layer(x)
-        if self.last_norm is not None and num_layers == len(self.layers):
-            x = self.last_norm(x)
-        return x
+            if number in counts:
+                found[number] = x
+        if self.last_norm is not None and len(self.layers) in found:
+            found[len(self.layers)] = self.last_norm(x)
+        return [found[count] for count in counts]
 
 
 def clip_weights(source: str, target: str) -> Mapping[str, str]:

@@ -119,7 +119,7 @@ class LlavaTower(VisionTower):
     def _features(self, pixels: Tensor) -> Tensor:
         """pixels [N, 3, size, size] -> [N, patches, hidden]."""
         config = self.config
-        hidden = [self.encoder(pixels, count) for count in config.feature_layers]
+        hidden = self.encoder.several(pixels, config.feature_layers)
         x = torch.cat([each[:, 1:] if config.drops_class_token else each for each in hidden], -1)
         x = self.projector_1(x if self.input_norm is None else self.input_norm(x))
         x = self.projector_2(ACTIVATIONS[config.activation](x if self.norm_1 is None else self.norm_1(x)))

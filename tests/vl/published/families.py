@@ -11,6 +11,7 @@ from tests.vl.published.kimi_vl import KimiVL
 from tests.vl.published.mgm import MGM, MGMHD
 from tests.vl.published.minicpm_v import MiniCPMV25, MiniCPMV26, MiniCPMV40, MiniCPMV45
 from tests.vl.published.model import PublishedModel
+from tests.vl.published.molmo import MolmoD, MolmoO
 from tests.vl.published.phi3_v import Phi3V
 from tests.vl.published.qwen_visual import QwenVisual
 from tests.vl.published.xcomposer2 import XComposer2, XComposer24khd, XComposer25
@@ -30,6 +31,8 @@ PUBLISHED: Mapping[str, type[PublishedModel]] = {
     "minicpm_v_2_6": MiniCPMV26,
     "minicpm_v_4_0": MiniCPMV40,
     "minicpm_v_4_5": MiniCPMV45,
+    "molmo_d": MolmoD,
+    "molmo_o": MolmoO,
     "phi3_v": Phi3V,
     "qwen_visual": QwenVisual,
     "xcomposer2": XComposer2,

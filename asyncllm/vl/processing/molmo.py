@@ -1,0 +1,158 @@
+"""Images for Molmo: all of one in a square, and crops that overlap of it as large as it fits (Deitke et al., 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from asyncllm.errors import InvalidCheckpoint, short
+from asyncllm.prompt_image import PromptImage
+from asyncllm.vl.loading import load_image
+from asyncllm.vl.processing.settings import PictureSettings, Pixels, digest_of, refuse_options
+
+__all__ = ["POOL", "CropGrid", "OverlappingProcessor", "crop_grid"]
+
+POOL = 2
+"""Patches along a side of the square that becomes a token."""
+
+Size = tuple[int, int]
+"""Height and width, or rows and columns."""
+
+
+class CropGrid(NamedTuple):
+    """How crops lie in a picture. Each has `before` patches of the one in front of it along each axis, and `after` of
+    the one behind it."""
+
+    side: int
+    """Of a crop, and of the picture of the whole image, in pixels."""
+    patch: int
+    before: int
+    after: int
+
+    @property
+    def step(self) -> int:
+        """Patches from one crop to the next."""
+        return self.side // self.patch - self.before - self.after
+
+    def canvas(self, tiles: Size) -> Size:
+        """Return the size in pixels of so many rows and columns of crops."""
+        rows, columns = ((count * self.step + self.before + self.after) * self.patch for count in tiles)
+        return rows, columns
+
+    def tiles(self, size: Size, most: int) -> Size:
+        """Return rows and columns of crops, `most` at most: those that enlarge the image least, or shrink it least.
+
+        Margins are left out of both sizes, and numbers are float32's, as the authors' code has them: of what is smaller
+        than its margins the ratio is below 0."""
+        shapes = [(rows, columns) for rows in range(1, most + 1) for columns in range(1, most // rows + 1)]
+        shapes.sort(key=lambda each: (each[0] * each[1], each[0]))
+        margin, step = (self.before + self.after) * self.patch, self.step * self.patch
+        inner = np.array([each - margin for each in size], np.float32)
+        with np.errstate(divide="ignore"):
+            scales = (np.array(shapes, np.float32) * np.float32(step) / inner).min(-1)
+        enlarging = np.where(scales < 1, np.float32(10e9), scales)
+        return shapes[int(np.argmax(scales) if (scales < 1).all() else np.argmin(enlarging))]
+
+    def fitted(self, size: Size, canvas: Size) -> Size:
+        """Return the size that an image is scaled to, so that it fits into a canvas."""
+        height, width = (np.float32(each) for each in size)
+        scale = min(np.float32(canvas[1]) / width, np.float32(canvas[0]) / height)
+        return max(1, int(height * scale)), max(1, int(width * scale))
+
+    def inside(self, size: Size, tiles: Size) -> Pixels:
+        """Return the share of each patch of each crop that is the image and not padding [crops, patches]."""
+        canvas = self.canvas(tiles)
+        axes = []
+        for whole, scaled in zip(canvas, self.fitted(size, canvas), strict=True):
+            covered = np.zeros(whole, np.float32)
+            start = (whole - scaled) // 2
+            covered[start : start + scaled] = 1
+            axes.append(covered.reshape(-1, self.patch).mean(1, dtype=np.float64))
+        shares: NDArray[Any] = np.multiply.outer(*axes)
+        return self.cropped(shares, self.step, self.side // self.patch).reshape(tiles[0] * tiles[1], -1)
+
+    def cropped(self, picture: NDArray[Any], step: int, side: int) -> Pixels:
+        """Return crops [crops, ..., side, side] of a picture [..., height, width], row by row."""
+        rows, columns = ((length - side) // step + 1 for length in picture.shape[-2:])
+        corners = [(row * step, column * step) for row in range(rows) for column in range(columns)]
+        return np.stack([picture[..., top : top + side, left : left + side] for top, left in corners]).astype(
+            np.float32
+        )
+
+    def parts(self, tiles: int) -> list[tuple[int, int]]:
+        """Return which (first, last) tokens of the crops along an axis are those of the picture; others are the next
+        crop's."""
+        found = []
+        for number in range(tiles):
+            first = 0 if number == 0 else self.before // POOL
+            patches = self.step + (self.before if number == 0 else 0) + (self.after if number == tiles - 1 else 0)
+            found.append((first, first + -(-patches // POOL)))
+        return found
+
+    def tokens(self, tiles: Size) -> Size:
+        """Return rows and columns of the tokens of so many crops."""
+        rows, columns = (sum(last - first for first, last in self.parts(count)) for count in tiles)
+        return rows, columns
+
+
+def crop_grid(tower: Mapping[str, Any], settings: PictureSettings) -> CropGrid:
+    """Return how the crops lie that a tower's `vision_config` and preprocessor_config.json are for. Raises
+    InvalidCheckpoint."""
+    margins = settings.fields.get("overlap_margins", [4, 4])
+    known = PictureSettings(tower, "config.json: vision_config")
+    side, patch = known.side("image_size", 336), known.side("patch_size", 14)
+    fits = isinstance(margins, list) and len(margins) == 2 and all(type(each) is int and each >= 0 for each in margins)
+    patches = side // patch
+    if not fits or side % (POOL * patch) or margins[0] % POOL or sum(margins) >= patches:
+        raise InvalidCheckpoint(
+            f"{settings.where}: overlap_margins = {short(margins)} does not fit crops of {patches} patches, or these "
+            f"are not even in number. Correct the file."
+        )
+    return CropGrid(side, patch, *margins)
+
+
+class OverlappingProcessor:
+    """Crops [1 + rows * columns, 3, side, side], the whole image first. What an image does not fill is black."""
+
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
+    joint = 0
+
+    def __init__(
+        self, settings: PictureSettings, *, token_id: int, placeholder: str, grid: CropGrid, most: int
+    ) -> None:
+        """`most`: crops of an image, the whole not counted."""
+        self.settings, self.token_id, self.placeholder = settings, token_id, placeholder
+        self._grid, self._most = grid, most
+
+    def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
+        refuse_options(options)
+        loaded, grid = load_image(image), self._grid
+        size = (loaded.height, loaded.width)
+        tiles = grid.tiles(size, self._most)
+        whole = self._placed(loaded, (grid.side, grid.side))
+        crops = grid.cropped(self._placed(loaded, grid.canvas(tiles)), grid.step * grid.patch, grid.side)
+        pixels = np.concatenate([whole[None], crops])
+        # The picture of the whole has a start and an end, and so have the crops; each row has an end.
+        length = sum(rows * (columns + 1) + 2 for rows, columns in (grid.tokens((1, 1)), grid.tokens(tiles)))
+        return PromptImage(
+            length=length, digest=digest_of(size, tiles, pixels=pixels), pixels=pixels, size=size, tiles=tiles
+        )
+
+    def _placed(self, image: Image.Image, canvas: Size) -> Pixels:
+        """Return the numbers [3, height, width] of the image in the middle of a black canvas of this size. Its colours
+        are scaled as floats."""
+        height, width = self._grid.fitted((image.height, image.width), canvas)
+        top, left = (canvas[0] - height) // 2, (canvas[1] - width) // 2
+        numbers = np.zeros((3, *canvas), np.float32)
+        for plane, colour in zip(numbers, image.split(), strict=True):
+            exact = Image.fromarray(np.asarray(colour, np.float32) * np.float32(self.settings.scale))
+            scaled = np.asarray(exact.resize((width, height), self.settings.resample))
+            plane[top : top + height, left : left + width] = scaled.clip(0, 1)
+        numbers -= self.settings.mean[:, None, None]
+        numbers /= self.settings.std[:, None, None]
+        return numbers

@@ -1,0 +1,159 @@
+"""The tower of Molmo (Deitke et al., 2024): CLIP over crops that overlap, two of its layers read together, squares of
+patches pooled by attention, and a gated MLP; the texts around an image are of embeddings that only images have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncllm.layers.layer import Layer
+from asyncllm.prompt_image import PromptImage
+from asyncllm.vl.processing.molmo import POOL, CropGrid
+from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder
+from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table, fold_squares
+
+__all__ = ["MolmoConfig", "MolmoTower"]
+
+_TOWER, _BLOCK = "vision_backbone.image_vit", "vision_backbone.image_vit.transformer.resblocks.{i}"
+_ENCODER = "vision.encoder"
+
+WEIGHTS: Mapping[str, str] = {
+    f"{_TOWER}.class_embedding": f"{_ENCODER}.class_token:weight",
+    f"{_TOWER}.positional_embedding": f"{_ENCODER}.positions:weight",
+    f"{_TOWER}.patch_embedding": f"{_ENCODER}.patches",
+    f"{_TOWER}.pre_ln": f"{_ENCODER}.first_norm",
+    f"{_BLOCK}.attention_norm": f"{_ENCODER}.layers.{{i}}.attn_norm",
+    **{f"{_BLOCK}.attention.w{name}": f"{_ENCODER}.layers.{{i}}.attn.qkv[{name}]" for name in "qkv"},
+    f"{_BLOCK}.attention.wo": f"{_ENCODER}.layers.{{i}}.attn.out",
+    f"{_BLOCK}.ffn_norm": f"{_ENCODER}.layers.{{i}}.mlp_norm",
+    f"{_BLOCK}.feed_forward.w1": f"{_ENCODER}.layers.{{i}}.up",
+    f"{_BLOCK}.feed_forward.w2": f"{_ENCODER}.layers.{{i}}.down",
+    "vision_backbone.pad_embed": "vision.padding:weight",
+    **{
+        f"vision_backbone.image_pooling_2d.w{name}": f"vision.pool.{own}"
+        for name, own in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "out"))
+    },
+    "vision_backbone.image_projector.w1": "vision.gate",
+    "vision_backbone.image_projector.w3": "vision.up",
+    "vision_backbone.image_projector.w2": "vision.down",
+    "transformer.wte.new_embedding": "vision.marks:weight",
+}
+
+
+class MolmoConfig(TowerConfig, frozen=True, kw_only=True):
+    """An encoder, what its patches become, and the decoder's rows."""
+
+    encoder: ClipConfig
+    read_layers: tuple[int, int]
+    """After so many layers each; their features follow one another."""
+    intermediate_size: int
+    """Of the MLP."""
+    grid: CropGrid
+    num_marks: int
+    """Embeddings that only images have, and of them"""
+    start: int
+    """the first token of a picture,"""
+    end: int
+    """the last,"""
+    patch: int
+    """what a square of patches is added to,"""
+    row_end: int
+    """and the end of a row."""
+    decoder: Mapping[str, str]
+    """Rows of a weight table for the decoder."""
+
+    def build(self, hidden_size: int) -> MolmoTower:
+        return MolmoTower(self, hidden_size)
+
+    @property
+    def weights(self) -> Mapping[str, str]:
+        return {**WEIGHTS, **self.decoder}
+
+
+class MolmoTower(VisionTower):
+    def __init__(self, config: MolmoConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        size = config.encoder.hidden_size
+        self.encoder = ClipEncoder(config.encoder)
+        self.encoder.patches = _ColoursLast((config.grid.patch, config.grid.patch), size, bias=False)
+        self.padding = Table(2, 2 * size)
+        self.pool = _Pool(2 * size, size, config.encoder.num_heads)
+        self.gate, self.up = (Dense(size, config.intermediate_size, bias=False) for _ in range(2))
+        self.down = Dense(config.intermediate_size, hidden_size, bias=False)
+        self.marks = Table(config.num_marks, hidden_size)
+
+    def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
+        weight = self.down.weight
+        crops = torch.cat([torch.from_numpy(image.pixels) for image in images]).to(weight.device, weight.dtype)
+        x = torch.cat([each[:, 1:] for each in self.encoder.several(crops, self.config.read_layers)], -1)
+        x = x + self._padding(images, x)
+        squares = fold_squares(x, POOL).view(-1, POOL**2, x.shape[-1])
+        pooled = self.pool(squares.mean(1, keepdim=True), squares)[:, 0]
+        features = self.down(F.silu(self.gate(pooled)) * self.up(pooled)) + self.marks()[self.config.patch]
+        parts = torch.split(features.view(len(crops), -1, features.shape[-1]), [len(each.pixels) for each in images])
+        return [self._joined(part, image) for part, image in zip(parts, images, strict=True)]
+
+    def _padding(self, images: Sequence[PromptImage], x: Tensor) -> Tensor:
+        """Return what is added to patches that are padding, whole or in part [crops, patches, features].
+
+        The crops' shares come in the place of those one ahead of them, as the model has learned them, and patches of
+        the last crop count as padding in part."""
+        shares = []
+        for image in images:
+            inside = torch.from_numpy(self.config.grid.inside(image.size, image.tiles))
+            shares += [inside, torch.full_like(inside[:1], -1.0)]
+        share = torch.cat(shares).to(x.device)[..., None]
+        whole, part = self.padding()
+        return torch.where(share == 0, whole, torch.where(share < 1, part, torch.zeros_like(part)))
+
+    def _joined(self, features: Tensor, image: PromptImage) -> Tensor:
+        """features [1 + rows * columns, tokens, hidden], the whole first -> [length, hidden]."""
+        grid, side = self.config.grid, self.config.encoder.side // POOL
+        squares = features.view(-1, side, side, features.shape[-1])
+        (rows, columns), crops = image.tiles, iter(squares[1:])
+        across = grid.parts(columns)
+        bands = [
+            torch.cat([next(crops)[top:bottom, left:right] for left, right in across], 1)
+            for top, bottom in grid.parts(rows)
+        ]
+        return torch.cat([self._framed(squares[0]), self._framed(torch.cat(bands))])
+
+    def _framed(self, picture: Tensor) -> Tensor:
+        """Return a picture [rows, columns, hidden] with its start, its end and those of rows [tokens, hidden]."""
+        marks, config = self.marks(), self.config
+        lines = torch.cat([picture, marks[config.row_end].expand(len(picture), 1, -1)], 1).flatten(0, 1)
+        return torch.cat([marks[config.start, None], lines, marks[config.end, None]])
+
+
+class _ColoursLast(PatchEmbedding):
+    """The checkpoint has each patch's numbers pixel by pixel, the three colours of one together."""
+
+    def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
+        return {("weight", None, None): (len(self.weight), self.weight[0].numel())}
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        out, colours, *window = self.weight.shape
+        self.weight.copy_(tensor.view(out, *window, colours).permute(0, 3, 1, 2))
+
+
+class _Pool(Layer):
+    """queries [N, 1, in] that attend to x [N, T, in] -> [N, 1, out]."""
+
+    def __init__(self, in_features: int, out_features: int, num_heads: int) -> None:
+        super().__init__()
+        self._num_heads = num_heads
+        self.query, self.key, self.value = (Dense(in_features, out_features) for _ in range(3))
+        self.out = Dense(out_features, out_features)
+
+    def forward(self, queries: Tensor, x: Tensor) -> Tensor:
+        q, k, v = (
+            each.unflatten(-1, (self._num_heads, -1)).transpose(1, 2)
+            for each in (self.query(queries), self.key(x), self.value(x))
+        )
+        pooled: Tensor = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return pooled
