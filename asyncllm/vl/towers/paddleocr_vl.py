@@ -5,17 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from asyncllm.kernels import split_segments
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown
-from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table
+from asyncllm.vl.towers.parts import PatchEmbedding, Table
 from asyncllm.vl.towers.patches import PatchesConfig, stretched
-from asyncllm.vl.towers.qwen_vl import PatchBlock, grids_of, in_time, pixels_of, square_places, square_rotation
+from asyncllm.vl.towers.qwen_vl import in_time, square_rotation
+from asyncllm.vl.towers.squares import SquareMerger, plain_blocks, show_squares
 
 __all__ = ["PaddleOCRVLConfig", "PaddleOCRVLTower"]
 
@@ -45,8 +43,9 @@ class PaddleOCRVLConfig(PatchesConfig, frozen=True, kw_only=True):
             f"{block}.mlp.fc2": f"{own}.down",
             f"{source}.post_layernorm": "vision.last_norm",
         }
-        joined = {"pre_norm": "vision.norm", "linear_1": "vision.projector_1", "linear_2": "vision.projector_2"}
-        return rows | {f"{part}.{name}": target for part in ("mlp_AR", "projector") for name, target in joined.items()}
+        merger = {"pre_norm": "norm", "linear_1": "first", "linear_2": "second"}
+        parts = ("mlp_AR", "projector")
+        return rows | {f"{part}.{name}": f"vision.merger.{own}" for part in parts for name, own in merger.items()}
 
     @property
     def unused(self) -> Sequence[str]:
@@ -57,30 +56,15 @@ class PaddleOCRVLTower(PlannedTower):
     def __init__(self, config: PaddleOCRVLConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
-        size, square = config.hidden_size, config.hidden_size * config.merge**2
+        size = config.hidden_size
         self.patches = PatchEmbedding((config.patch_size, config.patch_size), size, bias=True)
         self.positions = Table(config.side**2, size)
-        self.layers = nn.ModuleList(
-            PatchBlock(
-                size,
-                config.intermediate_size,
-                config.num_heads,
-                norm=LayerNorm,
-                activation=config.activation,
-                gated=False,
-                eps=config.eps,
-            )
-            for _ in range(config.num_layers)
-        )
-        self.last_norm, self.norm = LayerNorm(size, config.eps), LayerNorm(size, MERGER_EPS)
-        self.projector_1, self.projector_2 = Dense(square, square), Dense(square, hidden_size)
+        self.layers = plain_blocks(config, config.eps)
+        self.last_norm = LayerNorm(size, config.eps)
+        self.merger = SquareMerger(size, config.merge**2, hidden_size, eps=MERGER_EPS)
 
     def show(self, images: Sequence[PromptImage]) -> Shown:
-        device, grids, merge = self.positions.weight.device, grids_of(images), self.config.merge
-        lengths = [rows * columns * merge**2 for rows, columns in grids]
-        sizes = torch.tensor(grids).repeat_interleave(torch.tensor(lengths), 0) * merge
-        tensors = (pixels_of(images, self.config.frames), square_places(grids, merge), sizes)
-        return Shown(tuple(each.to(device) for each in tensors), (split_segments(lengths, device),))
+        return show_squares(images, self.config, self.positions.weight.device)
 
     def look(self, shown: Shown) -> Tensor:
         config = self.config
@@ -90,6 +74,5 @@ class PaddleOCRVLTower(PlannedTower):
         rotation = square_rotation(places, config.hidden_size // config.num_heads)
         for layer in self.layers:
             x = layer(x, rotation, whole)
-        merged = self.norm(self.last_norm(x)).view(-1, config.hidden_size * config.merge**2)
-        features: Tensor = self.projector_2(F.gelu(self.projector_1(merged)))
+        features: Tensor = self.merger(self.last_norm(x))
         return features

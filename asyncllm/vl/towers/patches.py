@@ -61,12 +61,18 @@ class PatchesConfig(TowerConfig, frozen=True, kw_only=True):
         }
 
 
-def stretched(learned: Tensor, places: Tensor, sizes: Tensor, mode: Literal["bicubic", "bilinear"]) -> Tensor:
+def stretched(
+    learned: Tensor, places: Tensor, sizes: Tensor, mode: Literal["bicubic", "bilinear"], *, corners: bool = False
+) -> Tensor:
     """Return positions of the patches [T, hidden], by interpolation in the stretched grid of learned ones [side *
-    side, hidden]. places and sizes [T, 2]: a patch's row and column, and how many patches its image has along them."""
+    side, hidden]. places and sizes [T, 2]: a patch's row and column, and how many patches its image has along them.
+    `corners`: the grid's outer points lie in the middle of the outer patches, and not of its own cells."""
     side = math.isqrt(len(learned))
-    along = (places + 0.5) / sizes * 2 - 1
+    share = places / (sizes - 1).clamp(min=1) if corners else (places + 0.5) / sizes
+    along = share * 2 - 1
     table = learned.float().view(side, side, -1).permute(2, 0, 1)[None]
     # Columns come first.
-    sampled = F.grid_sample(table, along.flip(-1)[None, :, None], mode=mode, align_corners=False, padding_mode="border")
+    sampled = F.grid_sample(
+        table, along.flip(-1)[None, :, None], mode=mode, align_corners=corners, padding_mode="border"
+    )
     return sampled[0, :, :, 0].T
