@@ -143,6 +143,10 @@ class _Draw:
             fields |= {"logprobs": True, "top_logprobs": rng.choice((0, 5))}
         if rng.random() < 0.3:
             fields["messages"] = [{"role": "system", "content": self._prefixes[1]}, *fields["messages"]]
+        if rng.random() < 0.15:
+            words = rng.choices(WORDS, k=4)
+            fields["response_format"] = _schema({"enum": words} if rng.random() < 0.5 else {"type": "object"})
+            return "structured chat", "/v1/chat/completions", fields
         return "chat", "/v1/chat/completions", fields
 
     def _plain(self) -> tuple[str, str, dict[str, Any]]:
@@ -181,6 +185,11 @@ _WEIGHTS = (40, 30, 15, 8, 7)
 _CHAT = "/v1/chat/completions"
 
 
+def _schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the response_format that holds answers to a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
 def _wrong(kind: str, **changes: Any) -> Any:
     def make(draw: _Draw) -> tuple[Any, ...]:
         return f"bad: {kind}", "POST", _CHAT, {"messages": "Hi", "max_tokens": 4, **changes}
@@ -192,7 +201,8 @@ _BAD = (
     _wrong("unknown field", colour="red"),
     _wrong("type", temperature="hot"),
     _wrong("range", top_p=7),
-    _wrong("unsupported", response_format={"type": "json_object"}),
+    _wrong("unsupported", modalities=["text", "audio"]),
+    _wrong("schema", response_format=_schema({"type": "wizard"})),
     _wrong("model", model=WRONG_MODEL),
     _wrong("choices", n=100_000),
     _wrong("token", logit_bias={"999999": 1}),

@@ -23,6 +23,7 @@ __all__ = [
     "UNMAPPED",
     "build_checkpoint",
     "build_oracle",
+    "native_class",
     "perturb",
     "tiny_fields",
     "write_tokenizer",
@@ -129,10 +130,16 @@ def tiny_fields(family: str) -> dict[str, Any]:
     raise ValueError(f"no family in asyncllm.models.{module}")
 
 
+def native_class(model_type: str) -> Any:
+    """Return transformers' class, which opens causal language models of a type."""
+    import transformers
+
+    return getattr(transformers, UNMAPPED.get(model_type, "AutoModelForCausalLM"))
+
+
 def _save_native(fields: Mapping[str, Any], folder: Path, seed: int, dtype: torch.dtype, layout: Layout | None) -> None:
     """A model that transformers knows, with every parameter perturbed."""
-    import transformers
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # its monitor thread outlives the test
@@ -141,9 +148,9 @@ def _save_native(fields: Mapping[str, Any], folder: Path, seed: int, dtype: torc
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {__version__} has no {model_type}")
     config = AutoConfig.for_model(model_type, **source)
-    if model_type in UNMAPPED:
-        AutoModelForCausalLM.register(type(config), getattr(transformers, UNMAPPED[model_type]), exist_ok=True)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model_class = native_class(model_type)
+    create = model_class._from_config if model_type in UNMAPPED else model_class.from_config
+    model = create(config, dtype=torch.float32)
     if layout is not None and layout.patch is not None:
         layout.patch(model)
     perturb(model, seed, offset=0.0 if _stores_less(model_type) else 1.0)

@@ -50,12 +50,13 @@ class Bounds(NamedTuple):
 BOUNDS = {
     ("dense", False): Bounds(0.002, 0.001, 0.99, 0.06, 0.95),
     ("sparse", False): Bounds(0.04, 0.001, 0.95, 0.12, 0.9),
-    ("dense", True): Bounds(0.015, 0.005, 0.97, 0.06, 0.9),
-    ("sparse", True): Bounds(0.12, 0.005, 0.95, 0.2, 0.8),
+    ("dense", True): Bounds(0.015, 0.005, 0.93, 0.1, 0.9),
+    ("sparse", True): Bounds(0.12, 0.007, 0.88, 0.3, 0.8),
 }
 """By whether a family has a router and whether it has states, which carry roundings on. In bfloat16 on a CPU: dense
-0.0004 and 0.0003, 99.6 %; sparse 0.0065 and 0.0002, 98.7 %, 98 % near; OLMo Hybrid 0.0066 and 0.0027, 99 % near;
-Qwen3.5 with experts 0.053 and 0.0028, 85 % near."""
+0.0004 and 0.0003, 99.6 %; sparse 0.0065 and 0.0002, 98.7 %, 98 % near. With states, over five seeds of weights, here
+and in transformers alike: OLMo Hybrid 0.003 to 0.007, 0.002, 95.1 to 99.0 %, log-probabilities off by 0.053 to 0.071;
+Qwen3.5 with experts 0.008 to 0.062, 0.0035, 91.4 to 99.0 %, 0.07 to 0.15, 85 % near."""
 GAP_NEAR = 0.1
 
 

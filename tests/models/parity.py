@@ -24,7 +24,7 @@ from asyncllm.layers.rotary import ROPE_LENS
 from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import families, open_model
-from tests.checkpoints import build_checkpoint, build_oracle, tiny_fields
+from tests.checkpoints import build_checkpoint, build_oracle, native_class, tiny_fields
 from tests.remote_layouts import LAYOUTS
 
 __all__ = [
@@ -242,9 +242,13 @@ def _oracle(case: Case, prompt_len: int) -> Any:
         patch(model)
         model.load_state_dict(load_file(folder / "model.safetensors"))
         return model.eval()
-    return AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=torch.float32, attn_implementation=ATTENTION.get(case.family, "eager")
-    ).eval()
+    return (
+        native_class(config.model_type)
+        .from_pretrained(
+            folder, config=config, dtype=torch.float32, attn_implementation=ATTENTION.get(case.family, "eager")
+        )
+        .eval()
+    )
 
 
 @cache
