@@ -11,7 +11,7 @@ from asyncllm.layers.gated_attention import GatedAttention
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.gemma2 import Gemma2
-from asyncllm.models.latent import LATENT_EXPERTS, latent_experts
+from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS, grouped_experts
 from asyncllm.models.qwen3 import QWEN3_WEIGHTS
 from asyncllm.models.registry import register
 
@@ -22,7 +22,7 @@ __all__ = ["Afmoe"]
 class Afmoe(DecoderLM):
     weights = QWEN3_WEIGHTS.replaced(
         {
-            **{key: row for key, row in LATENT_EXPERTS.items() if not key.endswith("mlp.gate")},
+            **{key: row for key, row in DEEPSEEK_EXPERTS.items() if not key.endswith("mlp.gate")},
             "model.layers.{i}.self_attn.gate_proj": "layers.{i}.attn.qkv[gate]",
             "model.layers.{i}.post_attention_layernorm": "layers.{i}.attn_post_norm",
             "model.layers.{i}.pre_mlp_layernorm": "layers.{i}.mlp_norm",
@@ -64,7 +64,7 @@ class Afmoe(DecoderLM):
         num_layers, every = fields["num_layers"], hf.integer("global_attn_every_n_layers", 4)
         sliding = [(layer + 1) % every != 0 for layer in range(num_layers)]
         fields["windows"] = hf.windows(num_layers, hf.optional_integer("sliding_window", 1024), sliding)
-        experts = latent_experts(
+        experts = grouped_experts(
             hf,
             num_layers,
             first=hf.integer("num_dense_layers", 1, minimum=0),

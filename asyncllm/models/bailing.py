@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from asyncllm.kernels import Routing
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.latent import LATENT_EXPERTS, expert_groups, latent_experts
+from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS, grouped_experts, grouped_routing
 from asyncllm.models.llama import LLAMA_WEIGHTS
 from asyncllm.models.registry import register
 
@@ -26,7 +25,7 @@ class Bailing(DecoderLM):
         LLAMA_WEIGHTS.without(
             "model.embed_tokens", *(f"model.layers.{{i}}.self_attn.{part}_proj" for part in ("q", "k", "v", "o"))
         )
-        .replaced(LATENT_EXPERTS)
+        .replaced(DEEPSEEK_EXPERTS)
         .replaced(
             {
                 "model.word_embeddings": "embed",
@@ -78,7 +77,7 @@ class Bailing(DecoderLM):
         hf.expect("moe_shared_expert_intermediate_size", size)
         fields = hf.decoder(architecture, max_position=16384, theta=600000.0, partial_rotary=1.0)
         corrected = second and hf.flag("moe_router_enable_expert_bias", True)
-        experts = latent_experts(
+        experts = grouped_experts(
             hf,
             fields["num_layers"],
             first=hf.integer("first_k_dense_replace", 0, minimum=0),
@@ -86,14 +85,7 @@ class Bailing(DecoderLM):
             shared=hf.integer("num_shared_experts", 0, minimum=0),
             size=size,
             corrected=corrected,
-            routing=Routing(
-                hf.integer("num_experts_per_tok"),
-                scores="sigmoid" if second else "softmax",
-                renormalize=hf.flag("norm_topk_prob", False),
-                scale=hf.number("routed_scaling_factor", 1.0),
-                group_score="top2",
-                **expert_groups(hf),
-            ),
+            routing=grouped_routing(hf, "sigmoid" if second else "softmax", renormalize=False),
         )
         bias = hf.flag("use_bias", False)
         return ModelConfig(

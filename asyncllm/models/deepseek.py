@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from asyncllm.kernels import Routing
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.latent import LATENT_EXPERTS, latent_experts
+from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS, grouped_experts
 from asyncllm.models.llama import LLAMA_WEIGHTS
 from asyncllm.models.registry import register
 
@@ -16,7 +16,7 @@ __all__ = ["Deepseek"]
 
 @register(DeepseekForCausalLM="DeepSeek-MoE-16B")
 class Deepseek(DecoderLM):
-    weights = LLAMA_WEIGHTS.replaced(LATENT_EXPERTS)
+    weights = LLAMA_WEIGHTS.replaced(DEEPSEEK_EXPERTS)
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "deepseek",
         "vocab_size": 320,
@@ -40,7 +40,7 @@ class Deepseek(DecoderLM):
         hf.expect("hidden_act", "silu")
         hf.expect("scoring_func", "softmax")
         fields, bias = hf.decoder(architecture), hf.flag("attention_bias", False)
-        experts = latent_experts(
+        experts = grouped_experts(
             hf,
             fields["num_layers"],
             first=hf.integer("first_k_dense_replace", 0, minimum=0),

@@ -6,15 +6,8 @@ from typing import Any, ClassVar
 
 from asyncllm.kernels import Routing
 from asyncllm.models.config import HFConfig, ModelConfig
-from asyncllm.models.latent import (
-    LATENT_EXPERTS,
-    LATENT_WEIGHTS,
-    LatentConfig,
-    LatentDecoder,
-    expert_groups,
-    latent_experts,
-    latent_fields,
-)
+from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS, expert_groups, grouped_experts
+from asyncllm.models.latent import LATENT_WEIGHTS, LatentConfig, LatentDecoder, latent_fields
 from asyncllm.models.registry import register
 
 __all__ = ["DeepseekV2"]
@@ -22,7 +15,7 @@ __all__ = ["DeepseekV2"]
 
 @register(DeepseekV2ForCausalLM="DeepSeek-V2, V2-Lite, V2.5, Coder-V2")
 class DeepseekV2(LatentDecoder):
-    weights = LATENT_WEIGHTS.replaced(LATENT_EXPERTS)
+    weights = LATENT_WEIGHTS.replaced(DEEPSEEK_EXPERTS)
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "deepseek_v2",
         "vocab_size": 320,
@@ -56,7 +49,7 @@ class DeepseekV2(LatentDecoder):
         hf.expect("norm_topk_prob", False)
         fields = latent_fields(hf, architecture)
         grouped = hf.fields.get("topk_method") == "group_limited_greedy"
-        experts = latent_experts(
+        experts = grouped_experts(
             hf,
             fields["num_layers"],
             first=hf.integer("first_k_dense_replace", 0, minimum=0),

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from asyncllm.kernels import Routing
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.deepseek_v2 import DeepseekV2
-from asyncllm.models.latent import (
-    LATENT_EXPERTS,
-    LATENT_WEIGHTS,
-    LatentConfig,
-    LatentDecoder,
-    expert_groups,
-    latent_experts,
-    latent_fields,
-)
+from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS, grouped_experts, grouped_routing
+from asyncllm.models.latent import LATENT_WEIGHTS, LatentConfig, LatentDecoder, latent_fields
 from asyncllm.models.registry import register
 
 __all__ = ["DeepseekV3"]
@@ -25,7 +17,7 @@ __all__ = ["DeepseekV3"]
 class DeepseekV3(LatentDecoder):
     config: LatentConfig
     weights = LATENT_WEIGHTS.replaced(
-        {**LATENT_EXPERTS, "model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.mlp.correction:bias"}
+        {**DEEPSEEK_EXPERTS, "model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.mlp.correction:bias"}
     )
     tiny: ClassVar[dict[str, Any]] = {
         **DeepseekV2.tiny,
@@ -41,7 +33,7 @@ class DeepseekV3(LatentDecoder):
         hf.expect("topk_method", "noaux_tc")
         hf.expect("scoring_func", "sigmoid")
         fields = latent_fields(hf, architecture, max_position=4096)
-        experts = latent_experts(
+        experts = grouped_experts(
             hf,
             fields["num_layers"],
             first=hf.integer("first_k_dense_replace", 3, minimum=0),
@@ -49,14 +41,7 @@ class DeepseekV3(LatentDecoder):
             shared=hf.integer("n_shared_experts", 1),
             size=hf.integer("moe_intermediate_size", 2048),
             corrected=True,
-            routing=Routing(
-                hf.integer("num_experts_per_tok", 8),
-                scores="sigmoid",
-                renormalize=hf.flag("norm_topk_prob", True),
-                scale=hf.number("routed_scaling_factor", 2.5),
-                group_score="top2",
-                **expert_groups(hf, 8, 4),
-            ),
+            routing=grouped_routing(hf, top_k=8, scale=2.5, groups=8, top_groups=4),
         )
         return LatentConfig(
             **fields,

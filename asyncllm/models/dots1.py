@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from asyncllm.kernels import Routing
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.glm4_moe import Glm4MoE
-from asyncllm.models.latent import expert_groups, latent_experts
+from asyncllm.models.grouped_experts import grouped_experts, grouped_routing
 from asyncllm.models.registry import register
 
 __all__ = ["Dots1"]
@@ -52,7 +51,7 @@ class Dots1(DecoderLM):
         full = hf.integer("max_window_layers", 62, minimum=0)
         window = hf.optional_integer("sliding_window", 4096)
         fields["windows"] = hf.windows(num_layers, window, [layer >= full for layer in range(num_layers)])
-        experts = latent_experts(
+        experts = grouped_experts(
             hf,
             num_layers,
             first=hf.integer("first_k_dense_replace", 0, minimum=0),
@@ -60,13 +59,6 @@ class Dots1(DecoderLM):
             shared=hf.integer("n_shared_experts", 0, minimum=0),
             size=hf.integer("moe_intermediate_size", 1408),
             corrected=True,
-            routing=Routing(
-                hf.integer("num_experts_per_tok"),
-                scores="sigmoid",
-                renormalize=hf.flag("norm_topk_prob", False),
-                scale=hf.number("routed_scaling_factor", 1.0),
-                group_score="top2",
-                **expert_groups(hf),
-            ),
+            routing=grouped_routing(hf, renormalize=False),
         )
         return ModelConfig(**fields, qkv_bias=bias, out_bias=bias, qk_norm="head", experts=experts)

@@ -12,7 +12,7 @@ from asyncllm.layers.moe import Correction, MoE
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.ernie import Ernie
-from asyncllm.models.latent import LATENT_EXPERTS
+from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS
 from asyncllm.models.llama import LLAMA_WEIGHTS
 from asyncllm.models.registry import register
 
@@ -30,7 +30,7 @@ class CorrectionRow(Correction):
 class ErnieMoE(DecoderLM):
     weights = LLAMA_WEIGHTS.replaced(
         {
-            **LATENT_EXPERTS,
+            **DEEPSEEK_EXPERTS,
             "model.layers.{i}.mlp.moe_statics.e_score_correction_bias": "layers.{i}.mlp.correction:bias",
         }
         # They guess the tokens after the next one.

@@ -6,12 +6,11 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from asyncllm.kernels import Routing
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.exaone4 import Exaone4
 from asyncllm.models.glm4_moe import Glm4MoE
-from asyncllm.models.latent import expert_groups, latent_experts, leading_dense
+from asyncllm.models.grouped_experts import grouped_experts, grouped_routing, leading_dense
 from asyncllm.models.registry import register
 
 __all__ = ["ExaoneMoE"]
@@ -50,7 +49,7 @@ class ExaoneMoE(DecoderLM):
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("scoring_func", "sigmoid")
         dense = Exaone4.configure(hf, architecture)
-        experts = latent_experts(
+        experts = grouped_experts(
             hf,
             dense.num_layers,
             first=leading_dense(hf, dense.num_layers, 1),
@@ -58,13 +57,6 @@ class ExaoneMoE(DecoderLM):
             shared=hf.integer("num_shared_experts", 1, minimum=0),
             size=hf.integer("moe_intermediate_size", 1024),
             corrected=True,
-            routing=Routing(
-                hf.integer("num_experts_per_tok", 8),
-                scores="sigmoid",
-                renormalize=hf.flag("norm_topk_prob", True),
-                scale=hf.number("routed_scaling_factor", 2.5),
-                group_score="top2",
-                **expert_groups(hf),
-            ),
+            routing=grouped_routing(hf, top_k=8, scale=2.5),
         )
         return msgspec.structs.replace(dense, experts=experts)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from asyncllm.kernels import Routing
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.latent import LATENT_EXPERTS, expert_groups, latent_experts
+from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS, grouped_experts, grouped_routing
 from asyncllm.models.qwen3 import QWEN3_WEIGHTS
 from asyncllm.models.registry import register
 
@@ -17,7 +16,7 @@ __all__ = ["Glm4MoE"]
 @register(Glm4MoeForCausalLM="GLM-4.5, GLM-4.5-Air, GLM-4.6")
 class Glm4MoE(DecoderLM):
     weights = QWEN3_WEIGHTS.replaced(
-        {**LATENT_EXPERTS, "model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.mlp.correction:bias"}
+        {**DEEPSEEK_EXPERTS, "model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.mlp.correction:bias"}
     )
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "glm4_moe",
@@ -48,7 +47,7 @@ class Glm4MoE(DecoderLM):
         hf.expect("hidden_act", "silu")
         hf = hf.changed({"partial_rotary_factor": hf.fields.get("partial_rotary_factor", 0.5)})
         fields = hf.decoder(architecture, max_position=131072, norm_eps=1e-5, partial_rotary=True)
-        experts = latent_experts(
+        experts = grouped_experts(
             hf,
             fields["num_layers"],
             first=hf.integer("first_k_dense_replace", 1, minimum=0),
@@ -56,14 +55,7 @@ class Glm4MoE(DecoderLM):
             shared=hf.integer("n_shared_experts", 1, minimum=0),
             size=hf.integer("moe_intermediate_size", 1408),
             corrected=True,
-            routing=Routing(
-                hf.integer("num_experts_per_tok", 8),
-                scores="sigmoid",
-                renormalize=hf.flag("norm_topk_prob", True),
-                scale=hf.number("routed_scaling_factor", 1.0),
-                group_score="top2",
-                **expert_groups(hf),
-            ),
+            routing=grouped_routing(hf, top_k=8),
         )
         return ModelConfig(
             **fields,

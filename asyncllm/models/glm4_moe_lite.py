@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.deepseek_v3 import DeepseekV3
-from asyncllm.models.latent import leading_dense
+from asyncllm.models.grouped_experts import leading_dense
 from asyncllm.models.registry import register
 
 __all__ = ["Glm4MoELite"]

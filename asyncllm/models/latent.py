@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncllm.kernels import Routing
 from asyncllm.layers.latent_attention import LatentAttention
 from asyncllm.layers.rotary import RopeConfig
-from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig, yarn_term
+from asyncllm.models.config import HFConfig, ModelConfig, yarn_term
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.llama import LLAMA_WEIGHTS
 
-__all__ = [
-    "LATENT_EXPERTS",
-    "LATENT_WEIGHTS",
-    "LatentConfig",
-    "LatentDecoder",
-    "expert_groups",
-    "latent_experts",
-    "latent_fields",
-    "leading_dense",
-]
+__all__ = ["LATENT_WEIGHTS", "LatentConfig", "LatentDecoder", "latent_fields"]
 
 _ATTENTION = "model.layers.{i}.self_attn"
 
@@ -35,19 +25,6 @@ LATENT_WEIGHTS = LLAMA_WEIGHTS.without(*(f"{_ATTENTION}.{each}_proj" for each in
         f"{_ATTENTION}.kv_b_proj": "layers.{i}.attn.kv",
     }
 )
-
-LATENT_EXPERTS = {
-    "model.layers.{i}.mlp.gate": "layers.{i}.mlp.router",
-    **{
-        f"model.layers.{{i}}.mlp.experts.{{e}}.{each}_proj": f"layers.{{i}}.mlp.{target}"
-        for each, target in (("gate", "gate_up[gate,{e}]"), ("up", "gate_up[up,{e}]"), ("down", "down[{e}]"))
-    },
-    **{
-        f"model.layers.{{i}}.mlp.shared_experts.{each}_proj": f"layers.{{i}}.mlp.shared.{target}"
-        for each, target in (("gate", "gate_up[gate]"), ("up", "gate_up[up]"), ("down", "down"))
-    },
-}
-"""Rows of the DeepSeek families besides."""
 
 
 class LatentConfig(ModelConfig, frozen=True, kw_only=True):
@@ -108,56 +85,6 @@ def latent_fields(hf: HFConfig, architecture: str, **defaults: Any) -> dict[str,
         "out_bias": bias,
         "score_scale": (nope_dim + rope_dim) ** -0.5 * _mscale(hf, fields["rope"]) ** 2,
     }
-
-
-def latent_experts(
-    hf: HFConfig,
-    num_layers: int,
-    *,
-    first: int,
-    count: int,
-    shared: int,
-    size: int,
-    routing: Routing,
-    corrected: bool = False,
-) -> ExpertsConfig:
-    """Experts in all layers from `first` on, and `shared` of the same `size` that all tokens take.
-
-    Raises InvalidCheckpoint and UnsupportedModel for what does not go together.
-    """
-    hf.expect("moe_layer_freq", 1)
-    hf.expect("mlp_bias", False)
-    if count > MAX_EXPERTS or count % routing.groups or count // routing.groups < 2:
-        hf.invalid("n_routed_experts", f"where a number for {routing.groups} groups of two or more belongs")
-    if routing.top_k > count // routing.groups * routing.top_groups:
-        hf.invalid("num_experts_per_tok", f"more than {routing.top_groups} groups of {count // routing.groups} have")
-    return ExpertsConfig(
-        layers=frozenset(range(first, num_layers)),
-        count=count,
-        size=size,
-        routing=routing,
-        corrected=corrected,
-        exact_router=True,
-        shared_size=shared * size,
-    )
-
-
-def leading_dense(hf: HFConfig, num_layers: int, default: int) -> int:
-    """Return how many layers, the first ones, have an MLP and no experts. Raises InvalidCheckpoint."""
-    kinds = hf.fields.get("mlp_layer_types")
-    if kinds is None:
-        return hf.integer("first_k_dense_replace", default, minimum=0)
-    dense: int = kinds.count("dense") if isinstance(kinds, list) else -1
-    if dense < 0 or kinds != ["dense"] * dense + ["sparse"] * (num_layers - dense):
-        hf.invalid("mlp_layer_types", "where dense layers and then sparse ones belong, as many as there are")
-    return dense
-
-
-def expert_groups(hf: HFConfig, groups: int = 1, top_groups: int = 1) -> dict[str, Any]:
-    """Return the fields of a Routing that say how many groups there are, and of how many the experts are. Raises
-    InvalidCheckpoint."""
-    groups = hf.integer("n_group", groups, maximum=MAX_EXPERTS)
-    return {"groups": groups, "top_groups": hf.integer("topk_group", min(top_groups, groups), maximum=groups)}
 
 
 def _mscale(hf: HFConfig, rope: RopeConfig) -> float:

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from asyncllm.kernels import Routing
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.deepseek_v2 import DeepseekV2
-from asyncllm.models.latent import (
-    LATENT_EXPERTS,
-    LATENT_WEIGHTS,
-    LatentConfig,
-    LatentDecoder,
-    expert_groups,
-    latent_experts,
-    latent_fields,
-)
+from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS, grouped_experts, grouped_routing
+from asyncllm.models.latent import LATENT_WEIGHTS, LatentConfig, LatentDecoder, latent_fields
 from asyncllm.models.ministral3 import Ministral3, growing_queries
 from asyncllm.models.registry import register
 
@@ -35,7 +27,7 @@ _USUAL = {
 class Mistral4(LatentDecoder):
     weights = LATENT_WEIGHTS.replaced(
         {
-            **LATENT_EXPERTS,
+            **DEEPSEEK_EXPERTS,
             f"{_EXPERTS}.gate_up_proj": "layers.{i}.mlp.gate_up:weight[gate+up:stacked]",
             f"{_EXPERTS}.down_proj": "layers.{i}.mlp.down:weight[:stacked]",
         }
@@ -56,20 +48,14 @@ class Mistral4(LatentDecoder):
             hf = hf.changed({"rope_parameters": {**rope, "partial_rotary_factor": None}})
         hf, scaling = growing_queries(hf)
         fields = latent_fields(hf, architecture, max_position=1048576)
-        experts = latent_experts(
+        experts = grouped_experts(
             hf,
             fields["num_layers"],
             first=hf.integer("first_k_dense_replace", 0, minimum=0),
             count=hf.integer("n_routed_experts", 128),
             shared=hf.integer("n_shared_experts", 1, minimum=0),
             size=hf.integer("moe_intermediate_size", 2048),
-            routing=Routing(
-                hf.integer("num_experts_per_tok", 4),
-                renormalize=hf.flag("norm_topk_prob", True),
-                scale=hf.number("routed_scaling_factor", 1.0),
-                group_score="top2",
-                **expert_groups(hf),
-            ),
+            routing=grouped_routing(hf, "softmax", top_k=4),
         )
         return LatentConfig(
             **fields, experts=experts, interleaved=hf.flag("rope_interleave", True), query_scaling=scaling

@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 import msgspec
 from torch import nn
 
-from asyncllm.kernels import Routing
 from asyncllm.layers.block import AnyAttention, AnyBlock, SingleBlock
 from asyncllm.layers.plain_moe import PlainMoE
 from asyncllm.models.config import ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.latent import expert_groups, latent_experts
+from asyncllm.models.grouped_experts import grouped_experts, grouped_routing
 from asyncllm.models.mamba_hybrid import MambaConfig, mamba_layer
 from asyncllm.models.registry import register
 from asyncllm.models.weights import WeightMap
@@ -170,7 +169,7 @@ def _experts(hf: HFConfig, kinds: Sequence[str]) -> ExpertsConfig | None:
     if "moe" not in kinds:
         return None
     hf.expect("n_shared_experts", 1)
-    experts = latent_experts(
+    experts = grouped_experts(
         hf.changed({"mlp_bias": False}),
         len(kinds),
         first=0,
@@ -178,14 +177,7 @@ def _experts(hf: HFConfig, kinds: Sequence[str]) -> ExpertsConfig | None:
         shared=0,
         size=hf.integer("moe_intermediate_size", 7688),
         corrected=True,
-        routing=Routing(
-            hf.integer("num_experts_per_tok", 2),
-            scores="sigmoid",
-            renormalize=hf.flag("norm_topk_prob", True),
-            scale=hf.number("routed_scaling_factor", 1.0),
-            group_score="top2",
-            **expert_groups(hf),
-        ),
+        routing=grouped_routing(hf, top_k=2),
     )
     return msgspec.structs.replace(
         experts,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from asyncllm.kernels import Routing
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.glm4_moe import Glm4MoE
-from asyncllm.models.latent import expert_groups, latent_experts
+from asyncllm.models.grouped_experts import grouped_experts, grouped_routing
 from asyncllm.models.registry import register
 
 __all__ = ["SolarOpen"]
@@ -46,7 +45,7 @@ class SolarOpen(DecoderLM):
         fields = hf.changed({"intermediate_size": size}).decoder(
             architecture, max_position=131072, theta=1e6, head_dim=128, norm_eps=1e-5, partial_rotary=1.0
         )
-        experts = latent_experts(
+        experts = grouped_experts(
             hf,
             fields["num_layers"],
             first=0,
@@ -54,13 +53,6 @@ class SolarOpen(DecoderLM):
             shared=hf.integer("n_shared_experts", 1, minimum=0),
             size=size,
             corrected=True,
-            routing=Routing(
-                hf.integer("num_experts_per_tok", 8),
-                scores="sigmoid",
-                renormalize=hf.flag("norm_topk_prob", True),
-                scale=hf.number("routed_scaling_factor", 1.0),
-                group_score="top2",
-                **expert_groups(hf),
-            ),
+            routing=grouped_routing(hf, top_k=8),
         )
         return ModelConfig(**fields, qkv_bias=hf.flag("attention_bias", False), experts=experts)

@@ -1,0 +1,99 @@
+"""Experts as DeepSeek's families have them, and many others: in groups of which a token takes the best, with a
+correction of the choice, beside experts that all tokens take."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from asyncllm.kernels import Routing
+from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig
+
+__all__ = ["DEEPSEEK_EXPERTS", "expert_groups", "grouped_experts", "grouped_routing", "leading_dense"]
+
+DEEPSEEK_EXPERTS = {
+    "model.layers.{i}.mlp.gate": "layers.{i}.mlp.router",
+    **{
+        f"model.layers.{{i}}.mlp.experts.{{e}}.{each}_proj": f"layers.{{i}}.mlp.{target}"
+        for each, target in (("gate", "gate_up[gate,{e}]"), ("up", "gate_up[up,{e}]"), ("down", "down[{e}]"))
+    },
+    **{
+        f"model.layers.{{i}}.mlp.shared_experts.{each}_proj": f"layers.{{i}}.mlp.shared.{target}"
+        for each, target in (("gate", "gate_up[gate]"), ("up", "gate_up[up]"), ("down", "down"))
+    },
+}
+"""Rows of a weight table: the router, the experts, and those that all tokens take."""
+
+
+def grouped_experts(
+    hf: HFConfig,
+    num_layers: int,
+    *,
+    first: int,
+    count: int,
+    shared: int,
+    size: int,
+    routing: Routing,
+    corrected: bool = False,
+) -> ExpertsConfig:
+    """Return experts in all layers from `first` on, and `shared` of the same `size` that all tokens take.
+
+    Raises InvalidCheckpoint and UnsupportedModel for what does not go together.
+    """
+    hf.expect("moe_layer_freq", 1)
+    hf.expect("mlp_bias", False)
+    if count > MAX_EXPERTS or count % routing.groups or count // routing.groups < 2:
+        hf.invalid("n_routed_experts", f"where a number for {routing.groups} groups of two or more belongs")
+    if routing.top_k > count // routing.groups * routing.top_groups:
+        hf.invalid("num_experts_per_tok", f"more than {routing.top_groups} groups of {count // routing.groups} have")
+    return ExpertsConfig(
+        layers=frozenset(range(first, num_layers)),
+        count=count,
+        size=size,
+        routing=routing,
+        corrected=corrected,
+        exact_router=True,
+        shared_size=shared * size,
+    )
+
+
+def grouped_routing(
+    hf: HFConfig,
+    scores: Literal["sigmoid", "softmax"] = "sigmoid",
+    *,
+    top_k: int | None = None,
+    renormalize: bool = True,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+) -> Routing:
+    """Return how a token's experts are chosen: from the groups whose two best scores have the highest sum.
+
+    The keywords are what the file's entries are where it leaves them out; without `top_k` it has to name that. Raises
+    InvalidCheckpoint.
+    """
+    return Routing(
+        hf.integer("num_experts_per_tok") if top_k is None else hf.integer("num_experts_per_tok", top_k),
+        scores=scores,
+        renormalize=hf.flag("norm_topk_prob", renormalize),
+        scale=hf.number("routed_scaling_factor", scale),
+        group_score="top2",
+        **expert_groups(hf, groups, top_groups),
+    )
+
+
+def leading_dense(hf: HFConfig, num_layers: int, default: int) -> int:
+    """Return how many layers, the first ones, have an MLP and no experts. Raises InvalidCheckpoint."""
+    kinds = hf.fields.get("mlp_layer_types")
+    if kinds is None:
+        return hf.integer("first_k_dense_replace", default, minimum=0)
+    dense: int = kinds.count("dense") if isinstance(kinds, list) else -1
+    if dense < 0 or kinds != ["dense"] * dense + ["sparse"] * (num_layers - dense):
+        hf.invalid("mlp_layer_types", "where dense layers and then sparse ones belong, as many as there are")
+    return dense
+
+
+def expert_groups(hf: HFConfig, groups: int = 1, top_groups: int = 1) -> dict[str, Any]:
+    """Return the fields of a Routing that say how many groups there are, and of how many the experts are. Raises
+    InvalidCheckpoint."""
+    groups = hf.integer("n_group", groups, maximum=MAX_EXPERTS)
+    return {"groups": groups, "top_groups": hf.integer("topk_group", min(top_groups, groups), maximum=groups)}
