@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from soak_books import Books, read_log, read_metrics
-from soak_client import Asking, Record
+from soak_books import Books, Record, read_log, read_metrics
+from soak_client import Asking
 from soak_requests import LABEL_BASE, draw_requests
 from soak_server import Server, Told, started
 

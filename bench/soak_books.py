@@ -17,14 +17,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from prometheus_client.parser import text_string_to_metric_families
+from soak_requests import Asked
 
-if TYPE_CHECKING:
-    from soak_client import Record
-
-__all__ = ["Books", "Outcome", "outcome_of", "read_log", "read_metrics"]
+__all__ = ["Books", "Outcome", "Record", "outcome_of", "read_log", "read_metrics"]
 
 Outcome = Literal["finished", "failed", "cancelled", "rejected"]
 OUTCOMES: tuple[Outcome, ...] = ("finished", "failed", "cancelled", "rejected")
@@ -61,6 +59,22 @@ def read_metrics(text: str) -> Counter[Outcome]:
 
 def _book(counts: Mapping[Outcome, int]) -> dict[str, int]:
     return {"started": sum(counts.values()), **{outcome: counts.get(outcome, 0) for outcome in OUTCOMES}}
+
+
+@dataclass(frozen=True)
+class Record:
+    """How a request ended, as its client saw it."""
+
+    asked: Asked
+    outcome: Outcome
+    status: int
+    """0: none came."""
+    heard: bool
+    """Whether a byte of an answer came."""
+    left_at: float = 0.0
+    """When the client left, by `time.monotonic`; 0: it stayed to the end."""
+    complaint: str = ""
+    """What was not as it should be."""
 
 
 @dataclass

@@ -4,32 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from soak_books import Outcome, outcome_of
+from soak_books import Record, outcome_of
 from soak_requests import Asked
 
-__all__ = ["Asking", "Record"]
+__all__ = ["Asking"]
 
 PATIENCE_S = 600.0
 """Beyond which an answer is taken for lost: the last priority waits long on a machine that has other things to do."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """How a request ended, as its client saw it."""
-
-    asked: Asked
-    outcome: Outcome
-    status: int
-    """0: none came."""
-    heard: bool
-    """Whether a byte of an answer came."""
-    left_at: float = 0.0
-    """When the client left, by `time.monotonic`; 0: it stayed to the end."""
-    complaint: str = ""
-    """What was not as it should be."""
 
 
 class _Left(Exception):

@@ -83,11 +83,21 @@ class Block(Layer):
             normed = self.attn_norm(residual)
         else:
             normed, residual = _normed(self.attn_norm, branch, residual, self.attn, step)
-        attended = self._scaled(self.attn(normed, step, sampled))
+        attended = self._scaled(self._attended(normed, step, sampled))
         if sampled is not None:
             residual, step = kernels.gather_rows(residual, sampled.indices), sampled.inputs
         normed, residual = _normed(self.mlp_norm, attended, residual, self.mlp, step)
-        return self._scaled(self.mlp(normed, step)), residual
+        return self._scaled(self._fed(normed, residual, step)), residual
+
+    def _attended(self, normed: Tensor | RoundedRows, step: StepInputs, sampled: SampledRows | None) -> Tensor:
+        """Return what attention gives of the normed stream."""
+        attended: Tensor = self.attn(normed, step, sampled)
+        return attended
+
+    def _fed(self, normed: Tensor | RoundedRows, residual: Tensor, step: StepInputs) -> Tensor:
+        """Return what the MLP gives of the normed stream. `residual` is the stream itself."""
+        fed: Tensor = self.mlp(normed, step)
+        return fed
 
     def _scaled(self, branch: Tensor) -> Tensor:
         return branch if self.scale is None else branch.mul_(self.scale)
@@ -101,11 +111,11 @@ def _normed(
     return norm.add(branch, residual) if rounding is None else norm.add_rounded(branch, residual, rounding)
 
 
-class PostNormBlock(Block):
+class PostNormBlock(Layer):
     """Norms behind each branch alone (OLMo 2): x += norm(attn(x)); x += norm(mlp(x))."""
 
     def __init__(self, *, attn: AnyAttention, attn_post_norm: Norm, mlp: nn.Module, mlp_post_norm: Norm) -> None:
-        Layer.__init__(self)
+        super().__init__()
         self.attn = attn
         self.attn_post_norm = attn_post_norm
         self.mlp = mlp
@@ -114,6 +124,7 @@ class PostNormBlock(Block):
     def forward(
         self, branch: Tensor | None, residual: Tensor, step: StepInputs, sampled: SampledRows | None = None
     ) -> tuple[Tensor, Tensor]:
+        """As `Block.forward`."""
         if branch is not None:
             residual = residual + branch
         attended = self.attn_post_norm(self.attn(residual, step, sampled))
@@ -131,22 +142,12 @@ class SandwichBlock(Block):
         self.attn_post_norm = attn_post_norm
         self.mlp_post_norm = mlp_post_norm
 
-    def forward(
-        self, branch: Tensor | None, residual: Tensor, step: StepInputs, sampled: SampledRows | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if branch is None:
-            normed = self.attn_norm(residual)
-        else:
-            normed, residual = _normed(self.attn_norm, branch, residual, self.attn, step)
-        attended = self._scaled(self.attn_post_norm(self.attn(normed, step, sampled)))
-        if sampled is not None:
-            residual, step = kernels.gather_rows(residual, sampled.indices), sampled.inputs
-        normed, residual = _normed(self.mlp_norm, attended, residual, self.mlp, step)
-        return self._scaled(self.mlp_post_norm(self._fed(normed, residual, step))), residual
+    def _attended(self, normed: Tensor | RoundedRows, step: StepInputs, sampled: SampledRows | None) -> Tensor:
+        attended: Tensor = self.attn_post_norm(super()._attended(normed, step, sampled))
+        return attended
 
     def _fed(self, normed: Tensor | RoundedRows, residual: Tensor, step: StepInputs) -> Tensor:
-        """Return what the MLP gives of the normed stream."""
-        fed: Tensor = self.mlp(normed, step)
+        fed: Tensor = self.mlp_post_norm(super()._fed(normed, residual, step))
         return fed
 
 
@@ -226,4 +227,4 @@ class SingleBlock(Layer):
         return normed if self.mlp is None else self.mlp(normed, step), residual
 
 
-AnyBlock = Block | ParallelBlock | SingleBlock
+AnyBlock = Block | PostNormBlock | ParallelBlock | SingleBlock

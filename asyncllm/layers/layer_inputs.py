@@ -109,8 +109,8 @@ class LayerInputBlock(SandwichBlock):
         return added * self.stream_scale.value, residual * self.stream_scale.value
 
     def _fed(self, normed: Tensor | RoundedRows, residual: Tensor, step: StepInputs) -> Tensor:
-        fed = super()._fed(normed, residual, step)
-        if self.experts is None or self.beside_norm is None:
-            return fed
-        both: Tensor = self.beside_norm(fed) + self.experts(residual, step)
-        return both
+        fed: Tensor = self.mlp(normed, step)
+        if self.experts is not None and self.beside_norm is not None:
+            fed = self.beside_norm(fed) + self.experts(residual, step)
+        fed = self.mlp_post_norm(fed)
+        return fed

@@ -401,6 +401,9 @@ class Unquantized(LinearMethod):
     """A parameter `weight` of the model's type, and `bias` if the layer has one, as checkpoints store them."""
 
     by_row = True
+    _linear = staticmethod(kernels.linear)
+    _linear_by_head = staticmethod(kernels.linear_by_head)
+    _fused_experts = staticmethod(kernels.fused_experts)
 
     def create(self, layer: Weighted) -> None:
         stack = () if layer.num_experts is None else (layer.num_experts,)
@@ -433,17 +436,14 @@ class Unquantized(LinearMethod):
         return BATCH_INVARIANT
 
     def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        return self._product(x, layer.weight, layer.bias, out)
+        return self._linear(x, layer.weight, layer.bias, out=out)
 
     def product_of_rows(self, layer: Weighted, x: Tensor, rows: slice, *, out: Tensor | None = None) -> Tensor:
         weight, bias = layer.weight[rows], None if layer.bias is None else layer.bias[rows]
         if rows.stop <= layer.out_features:
-            return self._product(x, weight, bias, out)
-        product = self._product(x, weight, bias, None) if len(weight) else x.new_empty(len(x), 0)
+            return self._linear(x, weight, bias, out=out)
+        product = self._linear(x, weight, bias) if len(weight) else x.new_empty(len(x), 0)
         return _in_columns(product, rows.stop - rows.start, out)
-
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        return kernels.linear(x, weight, bias, out=out)
 
     def embed(self, layer: Weighted, ids: Tensor, scale: float | None) -> Tensor:
         return kernels.embed(ids, layer.weight, scale)
@@ -458,7 +458,7 @@ class Unquantized(LinearMethod):
         *,
         limit: float | None = None,
     ) -> Tensor:
-        return kernels.fused_experts(
+        return self._fused_experts(
             x,
             gate_up.weight,
             down.weight,
@@ -474,7 +474,7 @@ class Unquantized(LinearMethod):
     def product_by_head(
         self, layer: Weighted, x: Tensor, features: slice, *, transposed: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        return kernels.linear_by_head(x, of_heads(layer.weight, layer, features, transposed), out=out)
+        return self._linear_by_head(x, of_heads(layer.weight, layer, features, transposed), out=out)
 
     def product_gated(self, layer: Weighted, x: Tensor, activation: Activation) -> Tensor | None:
         if activation != "silu" or layer.bias is not None:
@@ -508,39 +508,11 @@ class Unquantized(LinearMethod):
 
 
 class BatchInvariant(Unquantized):
-    """The same parameters, with a product whose sums are taken in an order that the weight's shape alone decides."""
+    """The same parameters, with products whose sums are taken in an order that the weight's shape alone decides."""
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        return kernels.linear_invariant(x, weight, bias, out=out)
-
-    def product_by_head(
-        self, layer: Weighted, x: Tensor, features: slice, *, transposed: bool = False, out: Tensor | None = None
-    ) -> Tensor:
-        return kernels.linear_by_head_invariant(x, of_heads(layer.weight, layer, features, transposed), out=out)
-
-    def experts(
-        self,
-        gate_up: Weighted,
-        down: Weighted,
-        x: Tensor,
-        weights: Tensor,
-        expert_ids: Tensor,
-        *,
-        limit: float | None = None,
-    ) -> Tensor:
-        return kernels.fused_experts_invariant(
-            x,
-            gate_up.weight,
-            down.weight,
-            weights,
-            expert_ids,
-            gate_up_bias=gate_up.bias,
-            down_bias=down.bias,
-            limit=limit,
-            gelu=gate_up.gelu,
-            num_chosen_from=gate_up.stored_experts or 0,
-        )
-
+    _linear = staticmethod(kernels.linear_invariant)
+    _linear_by_head = staticmethod(kernels.linear_by_head_invariant)
+    _fused_experts = staticmethod(kernels.fused_experts_invariant)
     # The fused ops take their sums in another order.
     product_gated = LinearMethod.product_gated
     product_rope_fill_kv = LinearMethod.product_rope_fill_kv

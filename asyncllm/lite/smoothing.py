@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm.layers.attention import Attention
-from asyncllm.layers.block import AnyBlock, Block, ParallelBlock, PostNormBlock, SingleBlock, StreamNormBlock
+from asyncllm.layers.block import AnyBlock, ParallelBlock, PostNormBlock, SingleBlock, StreamNormBlock
 from asyncllm.layers.latent_attention import LatentAttention
 from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.mlp import GatedMLP, PlainMLP
@@ -139,11 +139,10 @@ def groups(block: AnyBlock) -> Iterator[Group]:
     if isinstance(block, SingleBlock):
         # `quantize` refuses these.
         return
-    in_front = isinstance(block, Block | ParallelBlock) and not isinstance(block, PostNormBlock | StreamNormBlock)
     of_attention, of_mlp = _attention_readers(block.attn), _mlp_readers(block.mlp)
     if isinstance(block, ParallelBlock) and block.mlp_norm is None:
         yield from _behind(block.attn_norm, of_attention + of_mlp)
-    elif in_front:
+    elif not isinstance(block, PostNormBlock | StreamNormBlock):
         yield from _behind(block.attn_norm, of_attention)
         if block.mlp_norm is not None:
             yield from _behind(block.mlp_norm, of_mlp)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from asyncllm.layers.block import AnyAttention, Block, PostNormBlock
+from asyncllm.layers.block import AnyAttention, AnyBlock, Block, PostNormBlock
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.olmo2 import POST_NORM_WEIGHTS
@@ -88,7 +88,7 @@ class OlmoHybrid(DecoderLM):
             {f"model.{layer}.feedforward_layer_norm": f"{layer}.attn_post_norm" for layer in layers}
         )
 
-    def block(self, layer: int) -> Block:
+    def block(self, layer: int) -> AnyBlock:
         attn, mlp = self.attention(layer), self.mlp(layer)
         norms = self.make_norm(), self.make_norm()
         if layer in self.config.attending:

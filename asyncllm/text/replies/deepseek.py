@@ -24,13 +24,7 @@ QUOTED = re.compile(r'[^"\n>]')
 
 
 def _read_v3(reader: Reader, opener: str) -> Reading:
-    found = yield from _call_v3(reader)
-    if found:
-        while (yield from reader.attempt(_call_v3(reader))):
-            pass
-        yield from reader.source.space()
-        yield from reader.source.literal(CALLS_END)
-    return found
+    return (yield from reader.calls(_call_v3, CALLS_END))
 
 
 def _call_v3(reader: Reader) -> Reading:
@@ -62,13 +56,7 @@ def _call_v3(reader: Reader) -> Reading:
 
 
 def _read_dsml(reader: Reader, opener: str) -> Reading:
-    found = yield from _invocation(reader)
-    if found:
-        while (yield from reader.attempt(_invocation(reader))):
-            pass
-        yield from reader.source.space()
-        yield from reader.source.literal(opener.replace("<", "</"))
-    return found
+    return (yield from reader.calls(_invocation, opener.replace("<", "</")))
 
 
 def _invocation(reader: Reader) -> Reading:
@@ -126,13 +114,7 @@ def _dsml(name: str, tag: str) -> ToolFormat:
 
 
 def _read_kimi(reader: Reader, opener: str) -> Reading:
-    found = yield from _call_kimi(reader)
-    if found:
-        while (yield from reader.attempt(_call_kimi(reader))):
-            pass
-        yield from reader.source.space()
-        yield from reader.source.literal(KIMI_CALLS_END)
-    return found
+    return (yield from reader.calls(_call_kimi, KIMI_CALLS_END))
 
 
 def _call_kimi(reader: Reader) -> Reading:

@@ -80,13 +80,7 @@ def _marked(reader: Reader, opener: str) -> Reading:
 
 
 def _lines(reader: Reader, opener: str) -> Reading:
-    found = yield from _call(reader)
-    if found:
-        while (yield from reader.attempt(_call(reader))):
-            pass
-        yield from reader.source.space()
-        yield from reader.source.literal("</function_calls>")
-    return found
+    return (yield from reader.calls(_call, "</function_calls>"))
 
 
 def _grammar(

@@ -46,6 +46,16 @@ class Reader:
                 (sink or self.output.text)(rest)
         return found
 
+    def calls(self, read: Callable[[Reader], Reading], closer: str) -> Reading:
+        """Read a call, all that follow it, and `closer`. Return whether there was a call."""
+        found = yield from read(self)
+        if found:
+            while (yield from self.attempt(read(self))):
+                pass
+            yield from self.source.space()
+            yield from self.source.literal(closer)
+        return found
+
 
 @dataclass(frozen=True)
 class ToolFormat:

@@ -139,13 +139,7 @@ def _glm4_at_start(reader: Reader) -> Reading:
 
 
 def _read_minimax(reader: Reader, opener: str) -> Reading:
-    found = yield from _invocation(reader)
-    if found:
-        while (yield from reader.attempt(_invocation(reader))):
-            pass
-        yield from reader.source.space()
-        yield from reader.source.literal("</minimax:tool_call>")
-    return found
+    return (yield from reader.calls(_invocation, "</minimax:tool_call>"))
 
 
 def _invocation(reader: Reader) -> Reading:
